@@ -1,0 +1,1 @@
+"""The implementation sets of this package, found by their folders."""

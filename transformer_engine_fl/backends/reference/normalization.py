@@ -1,0 +1,109 @@
+"""Normalization in plain PyTorch: the definitions, in float32 (float64 for float64)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.ops.normalization import statistics_dtype
+
+__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
+
+
+def _gamma(weight: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
+    gamma = weight.to(dtype)
+    return gamma + 1 if zero_centered else gamma
+
+
+@torch.no_grad()
+def rmsnorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Root mean square normalization."""
+    ops.rmsnorm_fwd.check(
+        input, weight, eps, zero_centered_gamma=zero_centered_gamma, out_dtype=out_dtype
+    )
+    x = input.to(statistics_dtype(input.dtype))
+    rsigma = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    output = x * rsigma * _gamma(weight, zero_centered_gamma, x.dtype)
+    return _as_output(output, out_dtype or input.dtype), rsigma.flatten()
+
+
+@torch.no_grad()
+def rmsnorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of root mean square normalization."""
+    ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+    grad = dy.to(rsigma.dtype)
+    rsigma = rsigma.view(*x.shape[:-1], 1)
+    xhat = x.to(rsigma.dtype) * rsigma
+    u = grad * _gamma(gamma, zero_centered_gamma, rsigma.dtype)
+    dx = rsigma * (u - xhat * (u * xhat).mean(-1, keepdim=True))
+    return _as_output(dx, x.dtype), _over_rows(grad * xhat).to(gamma.dtype)
+
+
+@torch.no_grad()
+def layernorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer normalization."""
+    ops.layernorm_fwd.check(
+        input, weight, bias, eps, zero_centered_gamma=zero_centered_gamma, out_dtype=out_dtype
+    )
+    x = input.to(statistics_dtype(input.dtype))
+    mu = x.mean(-1, keepdim=True)
+    centred = x - mu
+    rsigma = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    output = centred * rsigma * _gamma(weight, zero_centered_gamma, x.dtype)
+    if bias is not None:
+        output = output + bias.to(x.dtype)
+    return _as_output(output, out_dtype or input.dtype), mu.flatten(), rsigma.flatten()
+
+
+@torch.no_grad()
+def layernorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    mu: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of layer normalization."""
+    ops.layernorm_bwd.check(dy, x, mu, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+    grad = dy.to(rsigma.dtype)
+    rows = (*x.shape[:-1], 1)
+    xhat = (x.to(rsigma.dtype) - mu.view(rows)) * rsigma.view(rows)
+    u = grad * _gamma(gamma, zero_centered_gamma, rsigma.dtype)
+    along = (u * xhat).mean(-1, keepdim=True)
+    dx = rsigma.view(rows) * (u - u.mean(-1, keepdim=True) - xhat * along)
+    dgamma = _over_rows(grad * xhat).to(gamma.dtype)
+    return _as_output(dx, x.dtype), dgamma, _over_rows(grad).to(gamma.dtype)
+
+
+def _as_output(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the output's dtype and contiguous, sharing no memory with an input."""
+    return value.to(dtype).contiguous()
+
+
+def _over_rows(value: Tensor) -> Tensor:
+    return value.reshape(-1, value.shape[-1]).sum(0)

@@ -1,0 +1,1 @@
+"""In-tree vendors, found by their folders."""

@@ -1,0 +1,1 @@
+"""The dispatch heart: torch-free, one noun per module."""

@@ -1,0 +1,367 @@
+"""Contract: what an operator promises, and whether a signature keeps the promise.
+
+A contract is a decorated function. Its typed signature is the operator's, its
+docstring the specification, its body the shape rule: given arguments (fake ones
+too) it returns empty outputs of the right shape, dtype and device. Everything
+that must agree with the operator is derived from here: argument errors,
+conformance tests, the ``torch.library`` registration, the documentation table.
+
+This module knows no tensors. Checks are written by the family in ``ops/``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+
+from transformer_engine_fl.core.errors import ArgumentError, SignatureMismatchError, suggestion
+
+__all__ = ["Backward", "Contract", "Fit", "Sample", "Tolerance", "contract", "fit"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One set of inputs for an operator, as the conformance kit and benchmarks use it.
+
+    Attributes:
+        label: what is special about it, e.g. ``"odd width"``.
+        args, kwargs: the call.
+    """
+
+    label: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a result may be from the float64 value.
+
+    ``|result - expected| <= rtol * |expected| + atol * r`` where r is the root mean
+    square of the expected tensor, so that the bound scales with the values.
+    """
+
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The operator that computes the gradients, and what it needs from the forward.
+
+    Attributes:
+        op: name of the backward operator.
+        saves: backward parameter -> where it comes from: a forward argument's name,
+            or ``"output[i]"``.
+        options: forward options that are passed on to the backward by name.
+        gradients: forward arguments, in the order of the backward's outputs.
+    """
+
+    op: str
+    saves: Mapping[str, str]
+    gradients: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+class SampleMaker(Protocol):
+    """Yields the samples for a dtype (by name) on a device."""
+
+    def __call__(self, dtype: str, device: str) -> Iterator[Sample]: ...
+
+
+class Contract(Generic[P, R]):
+    """An operator's contract; calling it dispatches through the default manager.
+
+    Attributes:
+        name: the operator's name.
+        family: the family it belongs to (the file name in ``ops/`` and in each set).
+        dtypes: names of the dtypes its dispatch tensor may have.
+        mutates: names of the arguments it writes.
+        dispatch_on: the argument whose device and dtype choose the implementation.
+        backward: its backward operator, if it has one.
+        aliases: other names of the same operator.
+        tolerance: allowed error against float64, by dtype name.
+    """
+
+    def __init__(
+        self,
+        shape_rule: Callable[P, R],
+        *,
+        family: str,
+        check: Callable[..., None],
+        samples: SampleMaker,
+        tolerance: Mapping[str, Tolerance],
+        oracle: Callable[..., Any],
+        mutates: tuple[str, ...] = (),
+        dispatch_on: str | None = None,
+        backward: Backward | None = None,
+        aliases: tuple[str, ...] = (),
+        schema: str | None = None,
+    ) -> None:
+        functools.update_wrapper(self, shape_rule)
+        self.name = shape_rule.__name__
+        self.family = family
+        self.mutates = mutates
+        self.backward = backward
+        self.aliases = aliases
+        self.tolerance = dict(tolerance)
+        self.dtypes = tuple(self.tolerance)
+        self.samples = samples
+        self.oracle = oracle
+        self.schema = schema
+        self._shape_rule = shape_rule
+        self._check = check
+        self._dispatch_on = dispatch_on
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = _dispatch(self.name, *args, **kwargs)
+        return result
+
+    def __repr__(self) -> str:
+        return f"<contract {self.name}{self.signature}>"
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The operator's signature."""
+        return inspect.signature(self._shape_rule)
+
+    def tolerance_for(self, *dtypes: str) -> Tolerance:
+        """The error allowed where these dtypes meet: that of the coarsest.
+
+        Args:
+            dtypes: names; of the dispatch tensor and of the output, say.
+        """
+        met = [self.tolerance[dtype] for dtype in dtypes if dtype in self.tolerance]
+        return Tolerance(max(it.rtol for it in met), max(it.atol for it in met))
+
+    @functools.cached_property
+    def dispatch_on(self) -> str:
+        """Name of the argument whose device and dtype choose the implementation."""
+        return self._dispatch_on or next(iter(self.signature.parameters))
+
+    @functools.cached_property
+    def options(self) -> Mapping[str, Any]:
+        """Parameters with a default, and their defaults."""
+        return {
+            name: parameter.default
+            for name, parameter in self.signature.parameters.items()
+            if parameter.default is not inspect.Parameter.empty
+        }
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The call's arguments by name, defaults filled in.
+
+        Raises:
+            ArgumentError: the call does not fit the signature.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise self._binding_error(str(error), args, kwargs) from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def check(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Check a call on metadata alone; returns the arguments by name.
+
+        Raises:
+            ArgumentError: names the first argument that breaks the contract.
+        """
+        arguments = self.bind(*args, **kwargs)
+        self._check(self.name, **arguments)
+        return arguments
+
+    def shapes(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The shape rule: checks the call, then returns empty outputs of the right kind."""
+        self.check(*args, **kwargs)
+        return self._shape_rule(*args, **kwargs)
+
+    def _binding_error(
+        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ArgumentError:
+        expected = f"{self.name}{self.signature}"
+        names = list(self.signature.parameters)
+        for given in kwargs:
+            if given not in names:
+                return ArgumentError(
+                    self.name, given, f"not a parameter{suggestion(given, names)}", expected
+                )
+        positional = [
+            name
+            for name, parameter in self.signature.parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if len(args) > len(positional):
+            given = f"one too many: {len(args)} positional arguments were passed"
+            return ArgumentError(self.name, f"#{len(positional) + 1}", given, expected)
+        for name in positional[: len(args)]:
+            if name in kwargs:
+                return ArgumentError(self.name, name, "passed twice", expected)
+        for name in names[len(args) :]:
+            if name not in kwargs and name not in self.options:
+                return ArgumentError(self.name, name, "missing", expected)
+        return ArgumentError(self.name, "*", reason, expected)
+
+
+def contract(
+    *,
+    family: str,
+    check: Callable[..., None],
+    samples: SampleMaker,
+    tolerance: Mapping[str, Tolerance],
+    oracle: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
+    dispatch_on: str | None = None,
+    backward: Backward | None = None,
+    aliases: tuple[str, ...] = (),
+    schema: str | None = None,
+) -> Callable[[Callable[P, R]], Contract[P, R]]:
+    """Decorate a shape rule into a :class:`Contract`.
+
+    Args:
+        family: the family's file name.
+        check: ``check(op_name, **arguments)``; raises ArgumentError on metadata alone.
+        samples: yields inputs for a dtype and a device.
+        tolerance: allowed error by dtype name; its keys are the dtypes of the contract.
+        oracle: the formula in float64, independent of every implementation; takes the
+            operator's arguments and returns its outputs in float64.
+        mutates: arguments the operator writes.
+        dispatch_on: the argument whose device and dtype choose the implementation;
+            the first parameter unless named.
+        backward: the backward operator and what is saved for it.
+        aliases: other names of the same operator.
+        schema: an explicit ``torch.library`` schema, where derivation falls short.
+    """
+
+    def decorate(shape_rule: Callable[P, R]) -> Contract[P, R]:
+        return Contract(
+            shape_rule,
+            family=family,
+            check=check,
+            samples=samples,
+            tolerance=tolerance,
+            oracle=oracle,
+            mutates=mutates,
+            dispatch_on=dispatch_on,
+            backward=backward,
+            aliases=aliases,
+            schema=schema,
+        )
+
+    return decorate
+
+
+def _no_dispatcher(op_name: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"{op_name}: nothing dispatches yet; import transformer_engine_fl before calling it"
+    )
+
+
+_dispatch: Callable[..., Any] = _no_dispatcher
+
+
+def set_dispatcher(dispatch: Callable[..., Any]) -> None:
+    """Tell contracts who serves a call (the manager does so when it is imported)."""
+    global _dispatch
+    _dispatch = dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How an implementation's signature relates to its contract's.
+
+    Attributes:
+        missing: options of the contract that the implementation does not name, with
+            their defaults. A call that passes one with another value is not supported.
+    """
+
+    missing: Mapping[str, Any]
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
+    """Check that ``fn`` can be called wherever the contract's signature can.
+
+    Args:
+        expected: the contract's signature.
+        fn: the implementation.
+        label: names the implementation in the error.
+
+    Raises:
+        SignatureMismatchError: with both signatures and the reason.
+    """
+    try:
+        found = inspect.signature(fn)
+    except (TypeError, ValueError):
+        raise SignatureMismatchError(
+            f"{label}: the callable has no readable signature; wrap it in a function "
+            f"with the operator's own:\n  contract       {expected}"
+        ) from None
+    reason = _misfit(expected, found)
+    if reason:
+        raise SignatureMismatchError(
+            f"{label}: the signature does not fit the contract: {reason}\n"
+            f"  contract       {expected}\n  implementation {found}"
+        )
+    return Fit(
+        {
+            name: parameter.default
+            for name, parameter in expected.parameters.items()
+            if not _required(parameter)
+            and not (name in found.parameters and found.parameters[name].kind in _NAMED)
+        }
+    )
+
+
+def _misfit(expected: inspect.Signature, found: inspect.Signature) -> str | None:
+    """Why a call that fits ``expected`` might not fit ``found``; None if it always does."""
+    wanted = [name for name, parameter in expected.parameters.items() if _required(parameter)]
+    offered = [name for name, parameter in found.parameters.items() if _required(parameter)]
+    if offered != wanted:
+        return f"required parameters are {offered}, the contract has {wanted}"
+    for name in offered:
+        if found.parameters[name].kind not in _NAMED:
+            return f"{name!r} is positional-only, the contract allows it by name"
+        if expected.parameters[name].kind != found.parameters[name].kind:
+            return f"{name!r} is keyword-only, the contract allows it by position"
+    order = _positional(expected)
+    for place, name in enumerate(_positional(found)[: len(order)]):
+        if name != order[place]:
+            return f"position {place + 1} is {name!r}, the contract has {order[place]!r} there"
+    for name, parameter in expected.parameters.items():
+        other = found.parameters.get(name)
+        if other is None or _required(parameter):
+            continue
+        if other.kind is inspect.Parameter.KEYWORD_ONLY and name in order:
+            return f"{name!r} is keyword-only, the contract allows it by position"
+        if not _same(other.default, parameter.default):
+            return (
+                f"the default of {name!r} is {other.default!r}, "
+                f"the contract has {parameter.default!r}"
+            )
+    return None
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+
+
+def _positional(signature: inspect.Signature) -> list[str]:
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+
+def _same(left: object, right: object) -> bool:
+    return left is right or (type(left) is type(right) and bool(left == right))

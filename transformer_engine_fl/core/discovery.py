@@ -1,0 +1,153 @@
+"""Finding implementation sets and plugins, and registering each in whole or not at all.
+
+Three places are looked at, in this order: the sets and vendor folders of this package,
+the entry points of the group ``te_fl.plugin``, and the modules that
+``TE_FL_PLUGIN_MODULES`` names. A plugin that breaks is reported with its traceback
+and harms no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+from transformer_engine_fl.core.errors import PluginError
+from transformer_engine_fl.core.log import logger
+from transformer_engine_fl.core.policy import get_environment
+from transformer_engine_fl.core.registry import OpRegistry
+
+__all__ = ["ENTRY_POINT_GROUP", "PLUGIN_API", "Source", "SourceReport", "find_sources", "install"]
+
+ENTRY_POINT_GROUP: Final = "te_fl.plugin"
+PLUGIN_API: Final = 1
+"""Version of the plugin protocol; a plugin may state its own as ``TE_FL_PLUGIN_API``."""
+
+_SETS: Final = "transformer_engine_fl.backends"
+_VENDORS: Final = f"{_SETS}.vendor"
+
+Register = Callable[[OpRegistry], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What became of a set or plugin.
+
+    Attributes:
+        name: what it is known by, e.g. ``"entry point acme"``.
+        origin: the module or the distribution it comes from.
+        registered: labels ``operator/impl_id`` of what it registered.
+        error: why it could not be registered, in one line; None if it could.
+        traceback: the whole story of the error.
+    """
+
+    name: str
+    origin: str
+    registered: tuple[str, ...] = ()
+    error: str | None = None
+    traceback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A set or plugin that has been found and not yet loaded."""
+
+    name: str
+    origin: str
+    load: Callable[[], Any]
+
+
+def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Source]:
+    """Everything there is to register; nothing is imported by looking."""
+    if builtins:
+        for package in (_SETS, _VENDORS):
+            yield from _folders(package)
+    if plugins:
+        for point in find_entry_points():
+            distribution = point.dist.name if point.dist else point.value
+            yield Source(f"entry point {point.name}", distribution, point.load)
+        for name in get_environment().plugin_modules:
+            yield Source(f"module {name}", "TE_FL_PLUGIN_MODULES", _importer(name))
+
+
+def find_entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
+    """The installed entry points of plugins, without loading them."""
+    return tuple(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+
+
+def install(registry: OpRegistry, source: Source) -> SourceReport:
+    """Register a source in whole, or not at all; once for each registry."""
+    done: SourceReport | None = registry.snapshot().sources.get(source.name)
+    if done is not None:
+        return done
+    try:
+        register = _register_function(source.load(), source)
+        with registry.transaction(source.name) as staged:
+            register(staged)
+            added = tuple(entry.impl.label for entry in staged.added)
+            staged.state = report = SourceReport(source.name, source.origin, added)
+            return report
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is reported
+        report = SourceReport(
+            source.name,
+            source.origin,
+            error=f"{type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+        )
+    registry.record_source(source.name, report)
+    logger.warning(
+        "%s (%s) is left out: %s; `te-fl doctor` has the traceback",
+        report.name,
+        report.origin,
+        report.error,
+    )
+    return report
+
+
+def _folders(package: str) -> Iterator[Source]:
+    """The sub-packages of a package that register something."""
+    folder = importlib.import_module(package)
+    for module in pkgutil.iter_modules(folder.__path__, f"{package}."):
+        if module.ispkg and module.name != _VENDORS:
+            name = module.name.removeprefix(f"{_SETS}.")
+            yield Source(f"set {name}", module.name, _importer(module.name))
+
+
+def _importer(name: str) -> Callable[[], ModuleType]:
+    return lambda: importlib.import_module(name)
+
+
+def _version(plugin: Any) -> Any:
+    """The API version that a plugin states; an entry point may name a function of a module."""
+    module = sys.modules.get(getattr(plugin, "__module__", ""), plugin)
+    stated = plugin if isinstance(plugin, ModuleType) else module
+    return getattr(stated, "TE_FL_PLUGIN_API", PLUGIN_API)
+
+
+def _register_function(plugin: Any, source: Source) -> Register:
+    """The function that registers, of a module or given itself.
+
+    Raises:
+        PluginError: another API version, or nothing to call.
+    """
+    version = _version(plugin)
+    if version != PLUGIN_API:
+        raise PluginError(
+            f"{source.name}: written for plugin API {version!r}, this is {PLUGIN_API}; "
+            "install a release of the plugin for this version"
+        )
+    for name in ("register", "te_fl_register"):
+        register = getattr(plugin, name, None)
+        if isinstance(plugin, ModuleType) and callable(register):
+            found: Register = register
+            return found
+    if callable(plugin):
+        function: Register = plugin
+        return function
+    raise PluginError(f"{source.name}: has neither register(registry) nor te_fl_register(registry)")

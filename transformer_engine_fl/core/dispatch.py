@@ -1,0 +1,157 @@
+"""What runs at each call: nothing here builds, logs, locks or reads a setting.
+
+The manager's table maps an operator to a callable. That is the implementation itself
+where the first candidate needs no look at the tensors; otherwise a :class:`Guarded`,
+which looks at one tensor's device and dtype and remembers what follows from them. A
+:func:`handle` is the same with the operator's own signature. What to build into them
+is the manager's business.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformer_engine_fl.core.policy import ROOT, active_scope
+
+__all__ = ["Cell", "Dispatcher", "Guarded", "Handle", "Steps", "handle"]
+
+Handle = Callable[..., Any]
+Failed = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Exception], Any]
+
+
+class Dispatcher:
+    """A callable that deals with failures itself, so that its caller must not."""
+
+    __slots__ = ()
+
+
+class Steps:
+    """The candidates for one kind of tensor, with the first one at hand.
+
+    Attributes:
+        fn: the first candidate's callable.
+        simple: it can be called without asking it anything first.
+    """
+
+    __slots__ = ("candidates", "fn", "simple")
+
+    def __init__(self, fn: Callable[..., Any], simple: bool, candidates: tuple[Any, ...]) -> None:
+        self.fn = fn
+        self.simple = simple
+        self.candidates = candidates
+
+
+class Guarded(Dispatcher):
+    """Chooses by the dispatch tensor's device and dtype.
+
+    Args:
+        key: cheap hashable key of a tensor; AttributeError for anything else.
+        place: position of the dispatch tensor among the positional arguments.
+        find: ``find(args, kwargs, memo)``: the steps for a kind of tensor not seen yet.
+        serve: ``serve(steps, args, kwargs, error)``: goes through the candidates.
+    """
+
+    __slots__ = ("_find", "_key", "_memo", "_place", "_serve")
+
+    def __init__(
+        self,
+        key: Callable[[Any], Any],
+        place: int,
+        find: Callable[..., Steps],
+        serve: Callable[..., Any],
+    ) -> None:
+        self._key = key
+        self._place = place
+        self._find = find
+        self._serve = serve
+        self._memo: dict[Any, Steps] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            steps = self._memo[self._key(args[self._place])]
+        except (LookupError, AttributeError, TypeError):
+            steps = self._find(args, kwargs, self._memo)
+        if steps.simple:
+            try:
+                return steps.fn(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
+                return self._serve(steps, args, kwargs, error)
+        return self._serve(steps, args, kwargs, None)
+
+
+class Cell:
+    """Holds the callable that a bound handle calls outside every ``with`` block."""
+
+    __slots__ = ("fn", "unbuilt")
+
+    def __init__(self, unbuilt: Dispatcher) -> None:
+        self.unbuilt = unbuilt
+        self.fn: Any = unbuilt
+
+
+_TEMPLATE = """\
+def {name}({parameters}):
+    if _active_scope() is _ROOT:
+        fn = _cell.fn
+    else:
+        fn = _scoped()
+    try:
+        return fn({arguments})
+    except Exception as error:
+        return _failed(fn, ({positional}), {{{named}}}, error)
+"""
+
+
+def handle(
+    name: str,
+    signature: inspect.Signature,
+    cell: Cell,
+    scoped: Callable[[], Callable[..., Any]],
+    failed: Failed,
+) -> Handle:
+    """Make a function with ``signature`` that calls what ``cell`` holds.
+
+    A generated function passes its arguments by position and name without packing
+    them, which costs a fraction of a ``*args, **kwargs`` wrapper.
+    """
+    parameters, positional, named = [], [], []
+    namespace: dict[str, Any] = {
+        "_active_scope": active_scope,
+        "_ROOT": ROOT,
+        "_cell": cell,
+        "_scoped": scoped,
+        "_failed": failed,
+    }
+    starred = False
+    for parameter in signature.parameters.values():
+        text = parameter.name
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            text, starred = f"*{text}", True
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            text = f"**{text}"
+        elif parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            parameters.append("*")
+            starred = True
+        if parameter.default is not parameter.empty:
+            namespace[f"_default_{parameter.name}"] = parameter.default
+            text += f"=_default_{parameter.name}"
+        parameters.append(text)
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            named.append(parameter.name)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            named.append(f"**{parameter.name}")
+        else:
+            positional.append(text.partition("=")[0])
+    by_name = [it if it.startswith("**") else f"{it}={it}" for it in named]
+    source = _TEMPLATE.format(
+        name=name if name.isidentifier() else "operator",
+        parameters=", ".join(parameters),
+        arguments=", ".join([*positional, *by_name]),
+        positional="".join(f"{it}, " for it in positional),
+        named=", ".join(it if it.startswith("**") else f"{it!r}: {it}" for it in named),
+    )
+    exec(compile(source, f"<handle of {name}>", "exec"), namespace)
+    made: Handle = namespace[name if name.isidentifier() else "operator"]
+    return made

@@ -1,0 +1,432 @@
+"""OpManager: call, bind, resolve, explain.
+
+The hot path is :meth:`OpManager.call`: a look-up by operator name in the table of
+plans, then the call. Tables are filled from plan.py and dropped whole when a
+registration, a quarantine or a policy changes, so that the next call sees it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformer_engine_fl.core import contract as contracts
+from transformer_engine_fl.core import discovery
+from transformer_engine_fl.core.dispatch import Cell, Dispatcher, Handle, handle
+from transformer_engine_fl.core.errors import (
+    NoImplementationError,
+    UnknownOperatorError,
+    suggestion,
+)
+from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.core.log import logger
+from transformer_engine_fl.core.plan import Monitor, Plan
+from transformer_engine_fl.core.policy import (
+    ROOT,
+    EffectivePolicy,
+    Scope,
+    active_scope,
+    effective_policy,
+    get_environment,
+    subscribe,
+)
+from transformer_engine_fl.core.recovery import Quarantine
+from transformer_engine_fl.core.registry import OpRegistry, load_attribute
+from transformer_engine_fl.core.tensors import TORCH, Facts, Tensors
+from transformer_engine_fl.core.vetting import unknown_names
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.selection import Decision
+    from transformer_engine_fl.core.types import OpImpl
+
+__all__ = ["OpManager", "get_default_manager", "reset_default_manager"]
+
+_MAX_SCOPES = 64
+"""Tables of plans that are kept, one for each nest of ``with`` blocks."""
+
+Table = dict[str, Callable[..., Any]]
+
+
+class OpManager:
+    """Serves calls from a registry under the policy in force.
+
+    Args:
+        registry: what to serve from; a new one unless given.
+        builtins: register the sets of this package in it.
+        plugins: register installed plugins in it.
+        tensors: who knows tensors; torch unless given.
+    """
+
+    def __init__(
+        self,
+        registry: OpRegistry | None = None,
+        *,
+        builtins: bool = True,
+        plugins: bool = True,
+        tensors: Tensors | None = None,
+    ) -> None:
+        self.registry = OpRegistry() if registry is None else registry
+        self.quarantine = Quarantine()
+        self.plugins: tuple[discovery.SourceReport, ...] = ()
+        self.epoch = 0
+        self._builtins = builtins
+        self._use_plugins = plugins
+        self._tensors = tensors
+        self._lock = ForkSafeLock()
+        self._starting_lock = ForkSafeLock()
+        self._starting: tuple[int, int] | None = None
+        self._started = False
+        self._table: Table = {}
+        self._scoped: dict[Scope, Table] = {}
+        self._cells: dict[str, Cell] = {}
+        self._monitors: tuple[Monitor, ...] = ()
+        self._logged: dict[str, str] = {}
+        self._vetted: set[str] = set()
+        self._warned: set[str] = set()
+        self.registry.subscribe(self)
+        subscribe(self)
+
+    # ------------------------------------------------------------------ the hot path
+
+    def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an operator on whichever implementation the policy chooses.
+
+        Raises:
+            UnknownOperatorError: there is no such operator; names the nearest.
+            ArgumentError: the arguments break the operator's contract.
+            NoImplementationError: nothing may serve this call; says why for each.
+        """
+        if (scope := active_scope()) is ROOT:
+            fn = self._table.get(op_name)
+        else:
+            fn = self._scoped.get(scope, _NO_TABLE).get(op_name)
+        if fn is None:
+            fn = self._build(op_name, scope)
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
+            return self._failed(op_name, fn, args, kwargs, error)
+
+    def bind(self, op_name: str) -> Handle:
+        """A function with the operator's own signature; the cheapest way to call it often.
+
+        Follows every later change of policy and registration, as :meth:`call` does.
+        """
+        self.ensure_initialized()
+        name = self._known(op_name)
+        contract = self.registry.contracts.get(name)
+        signature = contract.signature if contract else self._agreed_signature(name)
+        with self._lock:
+            cell = self._cells.setdefault(name, Cell(_Unbuilt(self, name)))
+        made = handle(
+            name,
+            signature,
+            cell,
+            lambda: self._find(name, active_scope()),
+            lambda fn, args, kwargs, error: self._failed(name, fn, args, kwargs, error),
+        )
+        made.__doc__ = contract.__doc__ if contract else f"Dispatches {name!r}."
+        made.__signature__ = signature  # type: ignore[attr-defined]
+        return made
+
+    def pin(self, op_name: str) -> Handle:
+        """The operator under the policy in force now, whatever the policy is later.
+
+        A backward keeps to what its forward was told, in whichever thread it runs.
+        """
+        fn = self._find(op_name, active_scope())
+
+        def pinned(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return fn(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
+                return self._failed(op_name, fn, args, kwargs, error)
+
+        return pinned
+
+    # -------------------------------------------------------------------- questions
+
+    def resolve(self, op_name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """The implementation that would serve; judged on the arguments if any are given.
+
+        Raises:
+            NoImplementationError: nothing would.
+        """
+        plan = self._plan(op_name)
+        decision = plan.explain(*self._question(plan, args, kwargs))
+        return plan.entry(self._served(decision)).fn
+
+    def resolve_candidates(self, op_name: str, /, *args: Any, **kwargs: Any) -> tuple[OpImpl, ...]:
+        """Every implementation that may serve, best first."""
+        return self.explain(op_name, *args, **kwargs).accepted
+
+    def get_selected_impl_id(self, op_name: str) -> str:
+        """The implementation for this machine, before any tensor is seen.
+
+        Raises:
+            NoImplementationError: there is none.
+        """
+        return self._served(self.explain(op_name)).impl_id
+
+    def explain(self, op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
+        """Who would serve this call and why each other would not.
+
+        Without arguments: who serves on this machine before any tensor is seen.
+        """
+        plan = self._plan(op_name)
+        return plan.explain(*self._question(plan, args, kwargs))
+
+    def explain_for(
+        self, op_name: str, *, device: str, arch: str | None = None, dtype: str | None = None
+    ) -> Decision:
+        """The same for a machine that need not be here; its availability is assumed."""
+        given = {"device": device, "arch": arch, "dtype": dtype and str(dtype)}
+        if given["dtype"]:
+            given["dtype"] = given["dtype"].removeprefix("torch.")
+        judged = frozenset(name for name, value in given.items() if value)
+        return self._plan(op_name).what_if(Facts(**given, judged=judged))
+
+    def monitor(self, callback: Monitor) -> Callable[[], None]:
+        """Call ``callback(op_name, impl)`` after each operator served; returns the undo.
+
+        While a monitor is set, dispatch takes its slow path.
+        """
+        with self._lock:
+            self._monitors = (*self._monitors, callback)
+        self._invalidate()
+
+        def undo() -> None:
+            with self._lock:
+                self._monitors = tuple(it for it in self._monitors if it is not callback)
+            self._invalidate()
+
+        return undo
+
+    def reset_quarantine(self) -> None:
+        """Give every implementation that is in quarantine another chance."""
+        self.quarantine.clear()
+        self._invalidate()
+
+    # ---------------------------------------------------------------- coming to life
+
+    def ensure_initialized(self) -> None:
+        """Register the built-in sets and the plugins, once.
+
+        Raises:
+            ConfigurationError: a setting is malformed; the next call tries again.
+        """
+        me = (os.getpid(), threading.get_ident())
+        if self._started or self._starting == me:
+            return
+        with self._starting_lock:
+            self._start(me)
+
+    def _start(self, me: tuple[int, int]) -> None:
+        if self._started:  # another thread was first
+            return
+        self._starting = me
+        try:
+            get_environment()
+            found = discovery.find_sources(builtins=self._builtins, plugins=self._use_plugins)
+            self.plugins = tuple(discovery.install(self.registry, source) for source in found)
+            self._started = True
+        finally:
+            self._starting = None
+        operators = self.registry.snapshot().operators.values()
+        impl_ids = sorted({entry.impl.impl_id for entries in operators for entry in entries})
+        logger.info("Registered impl_ids: %s", impl_ids)
+
+    @property
+    def tensors(self) -> Tensors:
+        """Who knows tensors; imported when first asked."""
+        if self._tensors is None:
+            made: Tensors = load_attribute(TORCH)()
+            self._tensors = made
+        return self._tensors
+
+    @property
+    def monitors(self) -> tuple[Monitor, ...]:
+        """The callbacks set by :meth:`monitor`."""
+        return self._monitors
+
+    # -------------------------------------------------------------------- the tables
+
+    def _find(self, op_name: str, scope: Scope) -> Callable[..., Any]:
+        table = self._table if scope is ROOT else self._scoped.get(scope, _NO_TABLE)
+        return table.get(op_name) or self._build(op_name, scope)
+
+    def _build(self, op_name: str, scope: Scope) -> Callable[..., Any]:
+        """Build the callable for an operator and keep it.
+
+        The table is taken before the policy and the registry are read. A change after
+        that replaces the table, so what is built from the old state is never kept.
+        """
+        self.ensure_initialized()
+        table = self._table_for(scope)
+        fn = self._plan(op_name, scope).callable()
+        with self._lock:
+            if table is self._table_for(scope):
+                table[op_name] = fn
+                if scope is ROOT and (cell := self._cells.get(op_name)) is not None:
+                    cell.fn = fn
+        return fn
+
+    def refill(self, op_name: str) -> None:
+        """Build an operator's callable anew, for the handles that wait for it."""
+        self._build(op_name, ROOT)
+
+    def _table_for(self, scope: Scope) -> Table:
+        with self._lock:
+            if scope is ROOT:
+                return self._table
+            table = self._scoped.get(scope)
+            if table is None:
+                kept = dict(self._scoped)
+                while len(kept) >= _MAX_SCOPES:
+                    del kept[next(iter(kept))]
+                table = kept[scope] = {}
+                self._scoped = kept
+            return table
+
+    def _plan(self, op_name: str, scope: Scope | None = None) -> Plan:
+        self.ensure_initialized()
+        name = self._known(op_name)
+        effective = effective_policy(scope)
+        self._vet(effective)
+        entries = self.registry.entries(name)
+        return Plan(self, name, self.registry.contracts.get(name), entries, effective)
+
+    def _known(self, op_name: str) -> str:
+        name = self.registry.canonical(op_name)
+        if not self.registry.entries(name) and name not in self.registry.contracts:
+            known = {*self.registry.list_operators(), *self.registry.contracts}
+            raise UnknownOperatorError(
+                f"unknown operator {op_name!r}{suggestion(op_name, known)} "
+                f"({len(known)} are known; `te-fl list` shows them)"
+            )
+        return name
+
+    def _agreed_signature(self, name: str) -> inspect.Signature:
+        """The signature that an operator's implementations share, for want of a contract."""
+        found = set()
+        for entry in self.registry.entries(name):
+            if entry.load() is None:
+                found.add(inspect.signature(entry.fn))
+        if len(found) == 1:
+            return found.pop()
+        return inspect.signature(lambda *args, **kwargs: None)
+
+    def _question(
+        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Facts, Any]:
+        return (plan.facts(args, kwargs), (args, kwargs)) if args or kwargs else (Facts(), None)
+
+    def _served(self, decision: Decision) -> OpImpl:
+        if decision.selected is None:
+            raise NoImplementationError(f"nothing serves {decision.op_name!r}", decision)
+        return decision.selected
+
+    def _vet(self, effective: EffectivePolicy) -> None:
+        """Warn once of each name in the policy that nothing here goes by."""
+        key = effective.policy.key
+        if key in self._vetted:
+            return
+        for message in unknown_names(effective, self.registry):
+            if message not in self._warned:
+                self._warned.add(message)
+                logger.warning("%s", message)
+        if len(self._vetted) >= _MAX_SCOPES:
+            self._vetted.clear()
+        self._vetted.add(key)
+
+    # ----------------------------------------------------------------- what happens
+
+    def _failed(
+        self,
+        op_name: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        error: Exception,
+    ) -> Any:
+        """An implementation that was called directly has failed."""
+        if isinstance(fn, Dispatcher):
+            raise error
+        return self._plan(op_name).recover(fn, args, kwargs, error)
+
+    def log_selection(self, op_name: str, impl: OpImpl) -> None:
+        """Say who serves an operator, when that is new."""
+        if self._logged.get(op_name) != impl.impl_id:
+            self._logged[op_name] = impl.impl_id
+            logger.info("Op %r using %r (%s)", op_name, impl.impl_id, impl.origin)
+
+    def registry_changed(self, operators: frozenset[str]) -> None:
+        """A registration came: it clears these operators' quarantine, and every plan."""
+        self.quarantine.clear(operators)
+        self._vetted.clear()
+        self._invalidate()
+
+    def policy_changed(self) -> None:
+        """The global policy was set or reset: clears the quarantine and every plan."""
+        self.quarantine.clear()
+        self._invalidate()
+
+    def plans_outdated(self) -> None:
+        """Something that plans depend on has changed (an entry in quarantine, say)."""
+        self._invalidate()
+
+    def _invalidate(self) -> None:
+        with self._lock:
+            self.epoch += 1
+            self._table = {}
+            self._scoped = {}
+            for cell in self._cells.values():
+                cell.fn = cell.unbuilt
+
+
+_NO_TABLE: Table = {}
+
+
+class _Unbuilt(Dispatcher):
+    """Stands in a handle's cell until there is a plan."""
+
+    __slots__ = ("_manager", "_op_name")
+
+    def __init__(self, manager: OpManager, op_name: str) -> None:
+        self._manager = manager
+        self._op_name = op_name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._manager.refill(self._op_name)
+        return self._manager.call(self._op_name, *args, **kwargs)
+
+
+_default_lock = ForkSafeLock()
+_default: OpManager | None = None
+
+
+def get_default_manager() -> OpManager:
+    """The manager that operator objects, ``functional`` and the modules use."""
+    global _default
+    if _default is None:
+        with _default_lock:
+            if _default is None:
+                _default = OpManager()
+    return _default
+
+
+def reset_default_manager() -> None:
+    """Forget the default manager; the next use makes a new one, over a new registry."""
+    global _default
+    with _default_lock:
+        _default = None
+
+
+def _dispatch(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return get_default_manager().call(op_name, *args, **kwargs)
+
+
+contracts.set_dispatcher(_dispatch)

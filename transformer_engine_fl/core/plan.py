@@ -1,0 +1,363 @@
+"""Plan: how one operator is served under one policy.
+
+Turns a decision into the callable that the manager's table holds, and goes through the
+candidates when the first one declines or fails. Built once per policy and operator;
+nothing here runs on a dispatch whose first candidate simply serves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformer_engine_fl.core.dispatch import Dispatcher, Guarded, Steps
+from transformer_engine_fl.core.errors import (
+    AllCandidatesFailedError,
+    ArgumentError,
+    NoImplementationError,
+    PartialMutationError,
+    StrictModeError,
+)
+from transformer_engine_fl.core.log import logger
+from transformer_engine_fl.core.recovery import Outcome, QuarantineKey, judge
+from transformer_engine_fl.core.selection import Decision, ask_supports, options_decline, select
+from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
+from transformer_engine_fl.core.types import OpImpl
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.contract import Contract
+    from transformer_engine_fl.core.manager import OpManager
+    from transformer_engine_fl.core.policy import EffectivePolicy
+    from transformer_engine_fl.core.registry import Entry
+
+__all__ = ["Monitor", "Plan"]
+
+Monitor = Callable[[str, OpImpl], object]
+"""Called with the operator and the implementation after each operator served."""
+
+_MAX_KINDS = 256
+"""Kinds of tensor (device, dtype, class) that a plan remembers."""
+
+_TEXT = 500
+"""Characters that are kept of an error's message."""
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Plan:
+    """How one operator is served under one policy.
+
+    Args:
+        manager: whose quarantine, monitors and knowledge of tensors to use.
+        op_name: the operator's own name.
+        contract: its contract, if it has one.
+        entries: its candidates.
+        effective: the policy in force.
+    """
+
+    def __init__(
+        self,
+        manager: OpManager,
+        op_name: str,
+        contract: Contract[..., Any] | None,
+        entries: Sequence[Entry],
+        effective: EffectivePolicy,
+    ) -> None:
+        self._manager = manager
+        self._op_name = op_name
+        self._contract = contract
+        self._entries = {entry.impl.impl_id: entry for entry in entries}
+        self._effective = effective
+        self._strict = bool(effective.policy.strict)
+
+    # ------------------------------------------------------------------- questions
+
+    def entry(self, impl: OpImpl) -> Entry:
+        """The loaded entry of a candidate.
+
+        Raises:
+            NoImplementationError: it cannot be loaded.
+        """
+        entry = self._entries[impl.impl_id]
+        reason = entry.load()
+        if reason is not None:
+            decision = self.explain(Facts(), None)
+            raise NoImplementationError(f"{impl.label} cannot be loaded: {reason}", decision)
+        return entry
+
+    def explain(self, facts: Facts, call: tuple[Args, Kwargs] | None) -> Decision:
+        """Judge every candidate; the one that would serve is loaded, to be sure of it."""
+        while True:
+            held = self._manager.quarantine.reasons(self._op_name, facts.device, facts.dtype)
+            decision = select(
+                self._op_name,
+                tuple(self._entries.values()),
+                self._effective,
+                facts,
+                call=call,
+                quarantined=held,
+            )
+            chosen = decision.selected
+            if chosen is None or self._entries[chosen.impl_id].load() is None:
+                return decision
+
+    def what_if(self, facts: Facts) -> Decision:
+        """Judge every candidate for a machine that need not be here."""
+        entries = tuple(self._entries.values())
+        decision = select(self._op_name, entries, self._effective, facts, assume_available=True)
+        return decision.with_note("what each implementation needs of that machine is assumed")
+
+    def facts(self, args: Args, kwargs: Kwargs) -> Facts:
+        """What is known of a call's dispatch tensor."""
+        value = self._dispatch_value(args, kwargs)
+        return Facts(judged=ALL_FACTS) if value is None else self._manager.tensors.facts(value)
+
+    def _dispatch_value(self, args: Args, kwargs: Kwargs) -> Any:
+        """The tensor by which the implementation is chosen, or None."""
+        candidates: Sequence[Any] = (*args, *kwargs.values())
+        if self._contract is not None:
+            name, place = self._contract.dispatch_on, self._place
+            candidates = (args[place] if place < len(args) else kwargs.get(name),)
+        return next(self._tensors_in(candidates), None)
+
+    def _tensors_in(self, values: Any) -> Any:
+        for value in values:
+            if isinstance(value, list | tuple):
+                yield from self._tensors_in(value)
+            elif self._manager.tensors.is_tensor(value):
+                yield value
+
+    @functools.cached_property
+    def _place(self) -> int:
+        if self._contract is None:
+            return 0
+        return list(self._contract.signature.parameters).index(self._contract.dispatch_on)
+
+    # ------------------------------------------------------------- building callables
+
+    def callable(self) -> Callable[..., Any]:
+        """What to keep in the table: the implementation itself where that is safe."""
+        if self._manager.monitors:
+            return _Watched(self)
+        decision = self.explain(Facts(), None)
+        chosen = decision.selected
+        if chosen is None:
+            return _Watched(self)
+        entry = self._entries[chosen.impl_id]
+        if self._unconditional(entry):
+            self._manager.log_selection(self._op_name, chosen)
+            return entry.fn
+        return Guarded(self._manager.tensors.key, self._place, self._remember, self.serve)
+
+    def _unconditional(self, entry: Entry) -> bool:
+        """Whether it serves whatever the tensors are."""
+        impl = entry.impl
+        conditions = (impl.devices, impl.supported_dtypes, impl.min_arch, impl.supports)
+        return (
+            all(condition is None for condition in conditions)
+            and impl.traceable
+            and not entry.missing
+            and (self._strict or not self._manager.quarantine.concerns(self._op_name))
+        )
+
+    def _remember(self, args: Args, kwargs: Kwargs, memo: dict[Any, Steps]) -> Steps:
+        """The steps for a kind of tensor that a :class:`Guarded` has not seen yet."""
+        steps = self.steps(args, kwargs)
+        value = self._dispatch_value(args, kwargs)
+        if value is not None:
+            if len(memo) >= _MAX_KINDS:
+                memo.clear()
+            memo[self._manager.tensors.key(value)] = steps
+        return steps
+
+    def steps(self, args: Args, kwargs: Kwargs) -> Steps:
+        """The candidates for a call's kind of tensor, best first."""
+        decision = self.explain(self.facts(args, kwargs), None)
+        entries = tuple(self._entries[impl.impl_id] for impl in decision.accepted)
+        if not entries:
+            return Steps(_nothing, False, ())
+        first = entries[0]
+        self._manager.log_selection(self._op_name, first.impl)
+        simple = first.impl.supports is None and not first.missing
+        return Steps(first.fn, simple, entries)
+
+    # ------------------------------------------------------------------- after all
+
+    def recover(self, fn: Callable[..., Any], args: Args, kwargs: Kwargs, error: Exception) -> Any:
+        """Continue after ``fn``, called directly from the table, has failed."""
+        steps = self.steps(args, kwargs)
+        if steps.fn is not fn:  # the choice has changed since: nothing to continue from
+            raise error
+        return self.serve(steps, args, kwargs, error)
+
+    def serve(self, steps: Steps, args: Args, kwargs: Kwargs, error: Exception | None) -> Any:
+        """Go through the candidates; ``error`` is what the first one has just raised."""
+        reasons: dict[str, tuple[str, str]] = {}
+        faults: list[OpImpl] = []
+        last: Exception | None = None
+        try:
+            for entry in steps.candidates:
+                reason = None if error else self._declined(entry, args, kwargs)
+                if reason is None and error is None:
+                    try:
+                        result = _adapted(entry)(*args, **kwargs)
+                    except Exception as raised:  # noqa: BLE001 - judged by the rules of recovery.py
+                        error = raised
+                    else:
+                        self._served(entry.impl, faults, reasons, args, kwargs)
+                        return result
+                if error is not None:
+                    last, error = error, None
+                    reason = self._after(entry.impl, last, args, kwargs)
+                    if reason[0] == "failed":
+                        faults.append(entry.impl)
+                if reason is not None:
+                    reasons[entry.impl.impl_id] = reason
+            raise self._refusal(reasons, faults, args, kwargs) from last
+        finally:
+            error = last = None  # an exception kept here would keep the call's tensors
+
+    def _declined(self, entry: Entry, args: Args, kwargs: Kwargs) -> tuple[str, str] | None:
+        """(cause, reason) why a candidate does not take this call, or None."""
+        unloadable = entry.load()
+        if unloadable is not None:
+            return "available", f"not available: {unloadable}"
+        option = options_decline(entry, args, kwargs)
+        if option is not None:
+            return "option", option
+        answer = ask_supports(entry.impl, (args, kwargs)) if entry.impl.supports else None
+        return ("supports", answer) if answer is not None else None
+
+    def _after(self, impl: OpImpl, error: Exception, args: Args, kwargs: Kwargs) -> tuple[str, str]:
+        """(cause, reason) if another candidate may run; raises if none may."""
+        tensors = self._manager.tensors
+        outcome, wrong = judge(
+            error,
+            is_fatal=tensors.is_fatal,
+            check_arguments=lambda: self._wrong_arguments(args, kwargs),
+            no_fallback=lambda: tensors.no_fallback(self._tensors_in((args, *kwargs.values()))),
+            mutates=self._mutated(impl) != (),
+        )
+        if outcome is Outcome.RAISE:
+            raise error
+        if wrong is not None:
+            raise wrong from None
+        said = f"{type(error).__name__}: {error}"[:_TEXT]
+        if outcome is Outcome.DECLINED:
+            return "supports", f"declined: {said}"
+        if outcome is Outcome.HALF_WRITTEN:
+            self._half_written(impl, said, error, args, kwargs)
+        return "failed", f"failed: {said}"
+
+    def _half_written(
+        self, impl: OpImpl, said: str, error: Exception, args: Args, kwargs: Kwargs
+    ) -> None:
+        names = self._mutated(impl) or self._tensor_names(args, kwargs)
+        self._set_aside(impl, said, args, kwargs)
+        raise PartialMutationError(
+            f"{impl.label} failed while it was writing {', '.join(names)}, which may be half "
+            f"written; nothing else ran on them. It said {said}",
+            self.explain(self.facts(args, kwargs), None),
+            names,
+        ) from error
+
+    def _mutated(self, impl: OpImpl) -> tuple[str, ...] | None:
+        """Arguments that are written; None if nobody has said."""
+        return self._contract.mutates if self._contract is not None else impl.mutates
+
+    def _tensor_names(self, args: Args, kwargs: Kwargs) -> tuple[str, ...]:
+        given = {f"#{place + 1}": value for place, value in enumerate(args)} | kwargs
+        return tuple(name for name, value in given.items() if any(self._tensors_in((value,))))
+
+    def _wrong_arguments(self, args: Args, kwargs: Kwargs) -> ArgumentError | None:
+        if self._contract is None:
+            return None
+        try:
+            self._contract.check(*args, **kwargs)
+        except ArgumentError as wrong:
+            return wrong.with_traceback(None)
+        return None
+
+    def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> None:
+        if not self._strict:
+            facts = self.facts(args, kwargs)
+            key = QuarantineKey(self._op_name, impl.impl_id, facts.device, facts.dtype)
+            self._manager.quarantine.add(key, said)
+            self._manager.plans_outdated()
+
+    def _served(
+        self,
+        impl: OpImpl,
+        faults: Sequence[OpImpl],
+        reasons: Mapping[str, tuple[str, str]],
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
+        """A candidate has served; those that failed before it are set aside."""
+        for failed in faults:
+            said = reasons[failed.impl_id][1].removeprefix("failed: ")
+            self._set_aside(failed, said, args, kwargs)
+            logger.warning(
+                "Op %r: %r failed (%s) and is in quarantine for such tensors; %r served",
+                self._op_name,
+                failed.impl_id,
+                said,
+                impl.impl_id,
+            )
+        for monitor in self._manager.monitors:
+            monitor(self._op_name, impl)
+
+    def _refusal(
+        self,
+        reasons: Mapping[str, tuple[str, str]],
+        faults: Sequence[OpImpl],
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Exception:
+        """The error for a call that nobody has served."""
+        wrong = self._wrong_arguments(args, kwargs)
+        if wrong is not None:
+            return wrong
+        decision = self.explain(self.facts(args, kwargs), (args, kwargs)).rejecting(reasons)
+        if self._strict:
+            message = f"strict mode: {self._op_name!r} is not served by its first candidate"
+            return StrictModeError(message, decision)
+        if faults:
+            message = f"every implementation of {self._op_name!r} failed or declined"
+            return AllCandidatesFailedError(message, decision)
+        return NoImplementationError(
+            f"no implementation of {self._op_name!r} serves this call", decision
+        )
+
+
+class _Watched(Dispatcher):
+    """Goes through the candidates anew at each call: for monitors, and when nobody serves."""
+
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plan.serve(self._plan.steps(args, kwargs), args, kwargs, None)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("no candidate: never called")
+
+
+def _adapted(entry: Entry) -> Callable[..., Any]:
+    """The callable, without the options it does not take (they have their defaults)."""
+    missing, contract = entry.missing, entry.contract
+    if not missing or contract is None:
+        return entry.fn
+    names = list(contract.signature.parameters)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        taken = {name: value for name, value in kwargs.items() if name not in missing}
+        kept = [it for name, it in zip(names, args, strict=False) if name not in missing]
+        return entry.fn(*kept, **taken)
+
+    return call

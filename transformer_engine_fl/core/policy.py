@@ -1,0 +1,577 @@
+"""What the user wants: the selection policy, its sources and their order.
+
+Sources, strongest first: ``with`` blocks, :func:`set_global_policy`, the environment,
+the policy file, defaults. They are merged field by field. The environment is read once,
+at first use, and again after :func:`reset_global_policy`. Who is chosen under a policy
+is selection.py's business.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Protocol
+
+from transformer_engine_fl.core import log
+from transformer_engine_fl.core.errors import ConfigurationError, suggestion
+from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.core.types import NAME, OP_NAME, TRAITS, BackendImplKind, Selector
+
+__all__ = [
+    "ROOT",
+    "EffectivePolicy",
+    "Environment",
+    "Scope",
+    "SelectionPolicy",
+    "active_scope",
+    "effective_policy",
+    "get_environment",
+    "get_policy",
+    "parse_environment",
+    "policy_context",
+    "reset_global_policy",
+    "set_global_policy",
+    "with_allowed_vendors",
+    "with_denied_vendors",
+    "with_preference",
+    "with_strict_mode",
+]
+
+_EMPTY: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """What the user wants; a field that is None says nothing and leaves the word to others.
+
+    Args:
+        prefer: a selector token; that kind, vendor or implementation is tried first.
+        strict: the first admitted candidate must serve, or the call is an error.
+        per_op_order: operator name -> exhaustive order of selector tokens.
+        allow_vendors: only these vendors' implementations; an empty one allows none.
+        deny_vendors: never these vendors', whatever else is said.
+        require: traits that an implementation must claim.
+
+    Raises:
+        ConfigurationError: a value is malformed; names the field and the nearest spelling.
+    """
+
+    prefer: str | None = None
+    strict: bool | None = None
+    per_op_order: Mapping[str, tuple[str, ...]] | None = None
+    allow_vendors: frozenset[str] | None = None
+    deny_vendors: frozenset[str] | None = None
+    require: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefer is not None:
+            _store(self, "prefer", _token(self.prefer, "prefer"))
+        if self.strict is not None and not isinstance(self.strict, bool):
+            raise ConfigurationError(f"strict: {self.strict!r} is not True or False")
+        if self.per_op_order is not None:
+            _store(self, "per_op_order", _orders(self.per_op_order, "per_op_order"))
+        for field in ("allow_vendors", "deny_vendors"):
+            if (names := getattr(self, field)) is not None:
+                _store(self, field, _vendors(_listed(names, field), field))
+        if self.require is not None:
+            _store(self, "require", _traits(_listed(self.require, "require"), "require"))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = (getattr(self, field) for field in FIELDS)
+        return SelectionPolicy, tuple(dict(v) if isinstance(v, Mapping) else v for v in values)
+
+    @property
+    def key(self) -> str:
+        """Canonical text: equal policies have equal keys."""
+        return repr([(field, _plain(getattr(self, field))) for field in FIELDS])
+
+    def over(self, weaker: SelectionPolicy) -> SelectionPolicy:
+        """This policy where it says something, ``weaker`` elsewhere."""
+        mine = {field: value for field in FIELDS if (value := getattr(self, field)) is not None}
+        return dataclasses.replace(weaker, **mine)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that say something, as plain JSON values."""
+        return {
+            field: _plain(value) for field in FIELDS if (value := getattr(self, field)) is not None
+        }
+
+    def to_environment(self) -> dict[str, str]:
+        """The environment variables that say the same.
+
+        Raises:
+            ConfigurationError: a field has a value no variable can express (``require``,
+                or an empty list, since an empty variable counts as unset).
+        """
+        if self.require is not None:
+            raise ConfigurationError("require: no environment variable expresses it")
+        environment: dict[str, str] = {}
+        if self.prefer is not None:
+            environment["TE_FL_PREFER"] = self.prefer
+        if self.strict is not None:
+            environment["TE_FL_STRICT"] = "1" if self.strict else "0"
+        if self.per_op_order is not None:
+            orders = (f"{op}={'|'.join(order)}" for op, order in self.per_op_order.items())
+            environment["TE_FL_PER_OP"] = ";".join(orders)
+        for field in ("allow_vendors", "deny_vendors"):
+            if (names := getattr(self, field)) is not None:
+                environment[f"TE_FL_{field.upper()}"] = ",".join(sorted(names))
+        for variable, value in environment.items():
+            if not value:
+                raise ConfigurationError(f"{variable}: an empty variable counts as unset")
+        return environment
+
+
+FIELDS: Final = tuple(field.name for field in dataclasses.fields(SelectionPolicy))
+
+
+def _store(policy: SelectionPolicy, field: str, value: object) -> None:
+    object.__setattr__(policy, field, value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return {op: list(order) for op, order in sorted(value.items())}
+    return value
+
+
+# ------------------------------------------------------------------- validating values
+
+
+def _token(text: object, where: str) -> str:
+    if not isinstance(text, str):
+        raise ConfigurationError(f"{where}: {text!r} is not a selector token (a string)")
+    return str(Selector.parse(text, where))
+
+
+def _listed(names: Any, where: str) -> Iterable[str]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ConfigurationError(f"{where}: {names!r} is not a list of names")
+    return names
+
+
+def _vendors(names: Iterable[str], where: str) -> frozenset[str]:
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(NAME, name):
+            raise ConfigurationError(
+                f"{where}: {name!r} is not a vendor name "
+                "(letters, digits, '_', '.', '-', '+'; a comma between names)"
+            )
+    return frozenset(name.lower() for name in names)
+
+
+def _traits(names: Iterable[str], where: str) -> frozenset[str]:
+    for name in names:
+        if name not in TRAITS:
+            raise ConfigurationError(
+                f"{where}: {name!r} is not a trait; valid: {', '.join(sorted(TRAITS))}"
+                f"{suggestion(str(name), TRAITS)}"
+            )
+    return frozenset(names)
+
+
+def _orders(orders: object, where: str) -> Mapping[str, tuple[str, ...]]:
+    if not isinstance(orders, Mapping):
+        raise ConfigurationError(f"{where}: {orders!r} is not a mapping from operator to tokens")
+    parsed: dict[str, tuple[str, ...]] = {}
+    for op, tokens in orders.items():
+        _op_name(op, where)
+        if isinstance(tokens, str):
+            tokens = tokens.split("|")
+        order = tuple(_token(token, f"{where}[{op}]") for token in _listed(tokens, where))
+        if not order:
+            raise ConfigurationError(f"{where}: {op!r} has an empty order; name at least one token")
+        if len(set(order)) != len(order):
+            twice = next(token for token in order if order.count(token) > 1)
+            raise ConfigurationError(f"{where}: {op!r} lists {twice!r} twice")
+        parsed[op] = order
+    return MappingProxyType(parsed)
+
+
+def _op_name(name: object, where: str) -> None:
+    if not isinstance(name, str) or not re.fullmatch(OP_NAME, name):
+        raise ConfigurationError(f"{where}: {name!r} is not an operator name")
+
+
+DEFAULTS: Final = SelectionPolicy(
+    prefer=BackendImplKind.FLAGOS.value,
+    strict=False,
+    per_op_order=_EMPTY,
+    deny_vendors=frozenset(),
+    require=frozenset(),
+)
+
+
+# --------------------------------------------------------------------- the environment
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Every setting that comes from environment variables and the policy file.
+
+    Attributes:
+        policy: what they say together.
+        origins: policy field -> the variable or the file's key that said it.
+        plugin_modules: modules to load as plugins.
+        skip_cuda: the CUDA set is switched off.
+        log_level: level of the ``TE-FL`` logger, or None for the default.
+    """
+
+    policy: SelectionPolicy
+    origins: Mapping[str, str]
+    plugin_modules: tuple[str, ...] = ()
+    skip_cuda: bool = False
+    log_level: str | None = None
+
+
+VARIABLES: Final = (
+    "TE_FL_PREFER",
+    "TE_FL_PREFER_VENDOR",
+    "TE_FL_STRICT",
+    "TE_FL_ALLOW_VENDORS",
+    "TE_FL_DENY_VENDORS",
+    "TE_FL_PER_OP",
+    "TE_FL_PLUGIN_MODULES",
+    "TE_FL_SKIP_CUDA",
+    "TE_FL_POLICY_FILE",
+    "TEFL_LOG_LEVEL",
+)
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def parse_environment(environ: Mapping[str, str]) -> Environment:
+    """Parse the variables of ``environ``; blank ones count as unset.
+
+    Raises:
+        ConfigurationError: names the variable, the offending part, what is valid and
+            the nearest spelling.
+    """
+    given = {name: text for name in VARIABLES if (text := environ.get(name, "").strip())}
+    _warn_of_unknown(environ)
+    said: dict[str, Any] = {}
+    if "TE_FL_PREFER_VENDOR" in given and _switch(given, "TE_FL_PREFER_VENDOR"):
+        said["prefer"] = ("vendor", "TE_FL_PREFER_VENDOR")
+    if "TE_FL_PREFER" in given:
+        said["prefer"] = (_token(given["TE_FL_PREFER"], "TE_FL_PREFER"), "TE_FL_PREFER")
+    if "TE_FL_STRICT" in given:
+        said["strict"] = (_switch(given, "TE_FL_STRICT"), "TE_FL_STRICT")
+    if "TE_FL_PER_OP" in given:
+        said["per_op_order"] = (_parse_per_op(given["TE_FL_PER_OP"]), "TE_FL_PER_OP")
+    for field in ("allow_vendors", "deny_vendors"):
+        variable = f"TE_FL_{field.upper()}"
+        if variable in given:
+            said[field] = (_vendors(_split(given[variable], ","), variable), variable)
+    policy = SelectionPolicy(**{field: value for field, (value, _) in said.items()})
+    origins = {field: f"{name}={given[name]}" for field, (_, name) in said.items()}
+    if "TE_FL_POLICY_FILE" in given:
+        path = given["TE_FL_POLICY_FILE"]
+        weaker = load_policy_file(path)
+        for field in weaker.to_dict():
+            origins.setdefault(field, f"{field} in {path} (TE_FL_POLICY_FILE)")
+        policy = policy.over(weaker)
+    return Environment(
+        policy,
+        MappingProxyType(origins),
+        plugin_modules=_plugin_modules(given.get("TE_FL_PLUGIN_MODULES", "")),
+        skip_cuda="TE_FL_SKIP_CUDA" in given and _switch(given, "TE_FL_SKIP_CUDA"),
+        log_level=_log_level(given.get("TEFL_LOG_LEVEL")),
+    )
+
+
+def load_policy_file(path: str | Path) -> SelectionPolicy:
+    """Read a policy from a TOML file with the fields of :class:`SelectionPolicy`.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is no TOML, has an unknown key or a
+            value of the wrong kind; names the file and the key.
+    """
+    import tomllib
+
+    from transformer_engine_fl.core.policy_file import validate
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"TE_FL_POLICY_FILE: cannot read {path}: {error}") from None
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"TE_FL_POLICY_FILE: {path} is no TOML: {error}") from None
+    try:
+        return SelectionPolicy(**validate(content, str(path)))
+    except ConfigurationError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigurationError(f"TE_FL_POLICY_FILE: {path}: {error}") from None
+
+
+def _split(text: str, separator: str) -> list[str]:
+    return [part.strip() for part in text.split(separator)]
+
+
+def _switch(given: Mapping[str, str], variable: str) -> bool:
+    text = given[variable].lower()
+    if text in _ON + _OFF:
+        return text in _ON
+    raise ConfigurationError(
+        f"{variable}: {given[variable]!r} is not a switch; "
+        f"valid: {'/'.join(_ON)} or {'/'.join(_OFF)}{suggestion(text, _ON + _OFF)}"
+    )
+
+
+def _parse_per_op(text: str) -> Mapping[str, tuple[str, ...]]:
+    """``op=token|token;op=token``."""
+    orders: dict[str, tuple[str, ...]] = {}
+    for part in _split(text.removesuffix(";"), ";"):
+        op, equals, tokens = part.partition("=")
+        op = op.strip()
+        if not equals or not op:
+            raise ConfigurationError(
+                f"TE_FL_PER_OP: {part!r} is not of the form operator=token|token; "
+                "a ';' stands between operators"
+            )
+        if op in orders:
+            raise ConfigurationError(f"TE_FL_PER_OP: operator {op!r} is given twice")
+        orders.update(_orders({op: _split(tokens, "|")}, "TE_FL_PER_OP"))
+    return orders
+
+
+def _plugin_modules(text: str) -> tuple[str, ...]:
+    modules = tuple(_split(text, ",")) if text else ()
+    for name in modules:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ConfigurationError(
+                f"TE_FL_PLUGIN_MODULES: {name!r} is not a module name; a ',' stands between modules"
+            )
+    return tuple(dict.fromkeys(modules))
+
+
+def _log_level(text: str | None) -> str | None:
+    if text is None or text.upper() in log.LEVELS:
+        return text.upper() if text else None
+    raise ConfigurationError(
+        f"TEFL_LOG_LEVEL: {text!r} is not a level; valid: {', '.join(log.LEVELS)}"
+        f"{suggestion(text, log.LEVELS)}"
+    )
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    for name in environ:
+        if name.startswith(("TE_FL_", "TEFL_")) and name not in VARIABLES:
+            hint = suggestion(name, VARIABLES)
+            log.logger.warning("environment variable %s is not one of ours%s", name, hint)
+
+
+# ------------------------------------------------------------------------ with blocks
+
+
+class Scope:
+    """The ``with`` blocks in force in a context, innermost last.
+
+    Interned: entering equal blocks in the same order gives the same object while
+    anything refers to it, so plans can be kept per scope by identity.
+
+    ``ROOT.active`` is the scope of the running context. It is a property whose getter
+    is ``ContextVar.get`` itself, with the root as the default: torch.compile cannot
+    trace a ``ContextVar``, but it can read, and guard, a property implemented in C.
+    """
+
+    __slots__ = ("__weakref__", "_children", "key", "overlay", "parent")
+
+    def __init__(self, parent: Scope | None, overlay: SelectionPolicy) -> None:
+        self.parent = parent
+        self.overlay = overlay
+        self.key = overlay.key if parent is not None else ""
+        self._children: weakref.WeakValueDictionary[str, Scope] = weakref.WeakValueDictionary()
+
+    def child(self, block: SelectionPolicy) -> Scope:
+        """The scope inside a further block."""
+        with _state.lock:
+            key = block.key
+            found = self._children.get(key)
+            if found is None:
+                found = self._children[key] = Scope(self, block.over(self.overlay))
+            return found
+
+    active: property
+
+
+ROOT: Final = Scope(None, SelectionPolicy())
+"""The scope outside every ``with`` block."""
+
+_scope: Final = contextvars.ContextVar("te_fl_scope", default=ROOT)
+Scope.active = property(_scope.get)
+
+active_scope: Final[Callable[[], Scope]] = _scope.get
+"""The ``with`` blocks in force here; :data:`ROOT` outside any."""
+
+
+class policy_context:  # noqa: N801 - used like the functions of contextlib
+    """``with policy_context(prefer="vendor", strict=True): ...``
+
+    Applies to this thread or asyncio task, until the block ends. May be nested, entered
+    again, and shared. Takes a :class:`SelectionPolicy` or its fields; what it says
+    replaces what an outer block says, field by field.
+
+    Raises:
+        ConfigurationError: a value is malformed.
+    """
+
+    __slots__ = ("policy",)
+
+    def __init__(self, policy: SelectionPolicy | None = None, /, **fields: Any) -> None:
+        if policy is not None and not isinstance(policy, SelectionPolicy):
+            raise ConfigurationError(
+                f"policy_context: {policy!r} is not a SelectionPolicy; "
+                "pass one, or its fields as keywords"
+            )
+        unknown = [name for name in fields if name not in FIELDS]
+        if unknown:
+            raise ConfigurationError(
+                f"policy_context: unknown field {unknown[0]!r}; valid: {', '.join(FIELDS)}"
+                f"{suggestion(unknown[0], FIELDS)}"
+            )
+        said = SelectionPolicy(**fields)
+        self.policy = said if policy is None else said.over(policy)
+
+    def __enter__(self) -> SelectionPolicy:
+        scope = _scope.get().child(self.policy)
+        _scope.set(scope)
+        return self.policy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _scope.set(_scope.get().parent or ROOT)
+
+
+def with_preference(prefer: str) -> policy_context:
+    """A block that tries ``prefer`` (a selector token) first."""
+    return policy_context(prefer=prefer)
+
+
+def with_strict_mode(strict: bool = True) -> policy_context:
+    """A block in which the first admitted candidate must serve."""
+    return policy_context(strict=strict)
+
+
+def with_allowed_vendors(*vendors: str) -> policy_context:
+    """A block that admits only these vendors; none given admits no vendor."""
+    return policy_context(allow_vendors=vendors)
+
+
+def with_denied_vendors(*vendors: str) -> policy_context:
+    """A block that admits none of these vendors."""
+    return policy_context(deny_vendors=vendors)
+
+
+# ----------------------------------------------------------------- the policy in force
+
+
+@dataclass(frozen=True, slots=True)
+class EffectivePolicy:
+    """A complete policy, and who said each of its fields."""
+
+    policy: SelectionPolicy
+    origins: Mapping[str, str]
+
+
+class PolicyListener(Protocol):
+    """Told after the global policy or the environment's reading has changed."""
+
+    def policy_changed(self) -> None: ...
+
+
+class _State:
+    """What is global: the policy set by code and the one reading of the environment."""
+
+    def __init__(self) -> None:
+        self.lock = ForkSafeLock()
+        self.policy: SelectionPolicy | None = None
+        self.environment: Environment | None = None
+        self.listeners: weakref.WeakSet[PolicyListener] = weakref.WeakSet()
+
+
+_state: Final = _State()
+
+
+def get_environment() -> Environment:
+    """The environment's settings, read at the first call.
+
+    Raises:
+        ConfigurationError: a variable is malformed (again at each call until mended).
+    """
+    environment = _state.environment
+    if environment is None:
+        with _state.lock:
+            environment = _state.environment
+            if environment is None:
+                environment = parse_environment(os.environ)
+                log.set_level(environment.log_level)
+                _state.environment = environment
+    return environment
+
+
+def effective_policy(scope: Scope | None = None) -> EffectivePolicy:
+    """The complete policy in force in ``scope`` (this context's unless given)."""
+    scope = active_scope() if scope is None else scope
+    environment, code = get_environment(), _state.policy or SelectionPolicy()
+    policy = scope.overlay.over(code).over(environment.policy).over(DEFAULTS)
+    origins = dict.fromkeys(FIELDS, "default") | dict(environment.origins)
+    origins |= dict.fromkeys(code.to_dict(), "set_global_policy")
+    origins |= dict.fromkeys(scope.overlay.to_dict(), "with block")
+    return EffectivePolicy(policy, MappingProxyType(origins))
+
+
+def get_policy() -> SelectionPolicy:
+    """The complete policy in force here."""
+    return effective_policy().policy
+
+
+def set_global_policy(policy: SelectionPolicy | None) -> SelectionPolicy | None:
+    """Set the process-wide policy; returns the one before it (None if none was set).
+
+    Clears every manager's quarantine. The very next call, in any thread, sees it.
+    """
+    if policy is not None and not isinstance(policy, SelectionPolicy):
+        raise ConfigurationError(f"set_global_policy: {policy!r} is not a SelectionPolicy")
+    with _state.lock:
+        before, _state.policy = _state.policy, policy
+    _changed()
+    return before
+
+
+def reset_global_policy() -> None:
+    """Forget the policy set by code, and read the environment again at the next use."""
+    with _state.lock:
+        _state.policy = _state.environment = None
+    _changed()
+
+
+def _changed() -> None:
+    """Tell everyone. Outside the lock: a listener may hold its own while it asks us."""
+    with _state.lock:
+        listeners = list(_state.listeners)
+    for listener in listeners:
+        listener.policy_changed()
+
+
+def subscribe(listener: PolicyListener) -> None:
+    """Tell ``listener``, held weakly, of every change."""
+    with _state.lock:
+        _state.listeners.add(listener)

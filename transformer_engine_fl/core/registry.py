@@ -1,0 +1,326 @@
+"""OpRegistry: who is registered for which operator.
+
+Readers take an immutable snapshot and never lock; writers replace the snapshot in
+whole behind one lock. Whether an implementation may serve a call is not decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Protocol
+
+from transformer_engine_fl.core.contract import Contract, Fit, fit
+from transformer_engine_fl.core.errors import (
+    DuplicateImplError,
+    RegistrationError,
+    SignatureMismatchError,
+    UnknownOperatorError,
+    suggestion,
+)
+from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.core.types import OpImpl
+
+__all__ = ["CATALOGUE", "Entry", "OpRegistry", "Snapshot", "StagedRegistry", "load_attribute"]
+
+Contracts = Mapping[str, Contract[..., Any]]
+
+CATALOGUE: Final = "transformer_engine_fl.ops:CATALOGUE"
+"""Where the contracts are: named, not imported, because the catalogue builds on core."""
+
+_first_use: Final = ForkSafeLock()
+"""Held while an implementation is imported or asked whether it is available."""
+
+
+def load_attribute(reference: str) -> Any:
+    """The object that ``"module:attribute"`` names."""
+    module, _, path = reference.partition(":")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class Entry:
+    """A registered implementation, and what is learnt of it once.
+
+    Attributes:
+        impl: as it was registered.
+        where: ``file:line`` of the registration.
+        contract: the operator's contract, or None.
+    """
+
+    __slots__ = ("_fit", "_fn", "_unavailable", "contract", "impl", "where")
+
+    def __init__(self, impl: OpImpl, where: str, contract: Contract[..., Any] | None) -> None:
+        self.impl = impl
+        self.where = where
+        self.contract = contract
+        self._fn: Callable[..., Any] | None = None
+        self._fit: Fit | None = None
+        self._unavailable: str | None = None
+        if not isinstance(impl.fn, str):
+            self._settle(impl.fn)
+
+    def _settle(self, fn: Callable[..., Any]) -> None:
+        """Check the signature, then keep the callable."""
+        self._fit = fit(self.contract.signature, fn, self.impl.label) if self.contract else Fit({})
+        self._fn = fn
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The callable; only after :meth:`load` has answered None."""
+        assert self._fn is not None, "asked before it was loaded"  # an invariant of ours
+        return self._fn
+
+    @property
+    def missing(self) -> Mapping[str, Any]:
+        """Options of the contract that the implementation does not take."""
+        return self._fit.missing if self._fit else {}
+
+    def unavailable(self) -> str | None:
+        """Why this machine cannot run it, or None as far as is known; asks once."""
+        if self._unavailable is None:
+            with _first_use:
+                if self._unavailable is None:
+                    self._unavailable = self._ask()
+        return self._unavailable or None
+
+    def load(self) -> str | None:
+        """Import the callable if need be; why that cannot be done, or None."""
+        if self._fn is None and not self._unavailable:
+            with _first_use:
+                if self._fn is None:
+                    self._unavailable = self._load()
+        return None if self._fn is not None else self._unavailable
+
+    def _ask(self) -> str:
+        if self.impl.is_available is None:
+            return ""
+        try:
+            answer = self.impl.is_available()
+        except Exception as error:  # noqa: BLE001 - somebody's code; what it said is kept
+            return f"is_available() raised {_said(error)}"
+        if answer is True:
+            return ""
+        return answer if isinstance(answer, str) and answer else "is_available() says no"
+
+    def _load(self) -> str:
+        reference = str(self.impl.fn)
+        try:
+            fn = load_attribute(reference)
+            if not callable(fn):
+                return f"{reference} is not callable"
+            self._settle(fn)
+        except SignatureMismatchError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - an import may raise anything
+            return f"cannot import {reference}: {_said(error)}"
+        return ""
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is registered at one moment; never changes.
+
+    Attributes:
+        operators: operator -> its entries, in order of registration.
+        sources: names of the sets and plugins that are registered, with their state.
+        version: counts changes.
+    """
+
+    operators: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
+    sources: Mapping[str, Any] = field(default_factory=dict)
+    version: int = 0
+
+
+class RegistryListener(Protocol):
+    """Told after a registration which operators it concerns."""
+
+    def registry_changed(self, operators: frozenset[str]) -> None: ...
+
+
+class OpRegistry:
+    """Implementations by operator.
+
+    Args:
+        contracts: operator -> contract; the catalogue of this package unless given.
+    """
+
+    def __init__(self, contracts: Contracts | None = None) -> None:
+        self._lock = ForkSafeLock()
+        self._snapshot = Snapshot()
+        self._contracts = contracts
+        self._aliases: Mapping[str, str] | None = None
+        self._listeners: weakref.WeakSet[RegistryListener] = weakref.WeakSet()
+
+    @property
+    def contracts(self) -> Contracts:
+        """Operator -> contract."""
+        if self._contracts is None:
+            self._contracts = load_attribute(CATALOGUE)
+        return self._contracts
+
+    def canonical(self, op_name: str) -> str:
+        """The operator that ``op_name`` (a name or an alias) means."""
+        if self._aliases is None:
+            contracts = self.contracts.items()
+            self._aliases = {alias: name for name, it in contracts for alias in it.aliases}
+        return self._aliases.get(op_name, op_name)
+
+    def register_impl(self, impl: OpImpl) -> None:
+        """Register one implementation.
+
+        Raises:
+            DuplicateImplError: its ``impl_id`` is taken for this operator.
+            SignatureMismatchError: its signature does not fit the contract.
+        """
+        self._register((impl,))
+
+    def register_many(self, impls: Iterable[OpImpl]) -> None:
+        """Register all of ``impls``, or none if one of them cannot be."""
+        self._register(impls)
+
+    def _register(self, impls: Iterable[OpImpl], source: tuple[str, Any] | None = None) -> None:
+        where = _caller()
+        entries = [self._entry(impl, where) for impl in impls]
+        self._commit(entries, source)
+
+    def _entry(self, impl: OpImpl, where: str) -> Entry:
+        if not isinstance(impl, OpImpl):
+            raise RegistrationError(f"{where}: expected an OpImpl, got {type(impl).__name__}")
+        return Entry(impl, where, self.contracts.get(self.canonical(impl.op_name)))
+
+    def _commit(self, entries: list[Entry], source: tuple[str, Any] | None = None) -> None:
+        with self._lock:
+            before = self._snapshot
+            if source is not None and source[0] in before.sources:
+                return  # another thread was first
+            operators = dict(before.operators)
+            for entry in entries:
+                op_name = self.canonical(entry.impl.op_name)
+                present = operators.get(op_name, ())
+                _refuse_duplicate(entry, present)
+                operators[op_name] = (*present, entry)
+            sources = dict(before.sources)
+            if source is not None:
+                sources[source[0]] = source[1]
+            self._snapshot = Snapshot(
+                MappingProxyType(operators), MappingProxyType(sources), before.version + 1
+            )
+        self._tell(frozenset(self.canonical(entry.impl.op_name) for entry in entries))
+
+    @contextlib.contextmanager
+    def transaction(self, source: str) -> Iterator[StagedRegistry]:
+        """A registry to fill, whose content is registered here in whole at the end.
+
+        If the block raises, nothing is. ``source`` is recorded with the ``state`` that
+        the block leaves in the same step, so that no set is ever registered twice.
+        """
+        staged = StagedRegistry(self)
+        yield staged
+        self._commit(staged.added, (source, staged.state))
+
+    def record_source(self, source: str, state: Any) -> None:
+        """Record a set or plugin that registered nothing, and why."""
+        self._commit([], (source, state))
+
+    def get_implementations(self, op_name: str) -> tuple[OpImpl, ...]:
+        """Every implementation of an operator (none for an unknown one)."""
+        return tuple(entry.impl for entry in self.entries(op_name))
+
+    def get_implementation(self, op_name: str, impl_id: str) -> OpImpl:
+        """One implementation.
+
+        Raises:
+            UnknownOperatorError: there is none of that id; names the nearest.
+        """
+        known = {impl.impl_id: impl for impl in self.get_implementations(op_name)}
+        if impl_id not in known:
+            raise UnknownOperatorError(
+                f"{op_name!r} has no implementation {impl_id!r}; "
+                f"it has: {', '.join(known) or 'none'}{suggestion(impl_id, known)}"
+            )
+        return known[impl_id]
+
+    def entries(self, op_name: str) -> tuple[Entry, ...]:
+        """The entries of an operator, by name or alias."""
+        return self._snapshot.operators.get(self.canonical(op_name), ())
+
+    def list_operators(self) -> tuple[str, ...]:
+        """Names of the operators that have an implementation, sorted."""
+        return tuple(sorted(self._snapshot.operators))
+
+    def snapshot(self) -> Snapshot:
+        """What is registered now."""
+        return self._snapshot
+
+    def clear(self) -> None:
+        """Forget everything, sets and plugins included."""
+        with self._lock:
+            before = self._snapshot
+            self._snapshot = Snapshot(version=before.version + 1)
+        self._tell(frozenset(before.operators))
+
+    def _tell(self, changed: frozenset[str]) -> None:
+        """Tell everyone. Outside the lock: a listener may hold its own while it asks us."""
+        with self._lock:
+            listeners = list(self._listeners) if changed else []
+        for listener in listeners:
+            listener.registry_changed(changed)
+
+    def subscribe(self, listener: RegistryListener) -> None:
+        """Tell ``listener``, held weakly, of every change."""
+        with self._lock:
+            self._listeners.add(listener)
+
+
+class StagedRegistry(OpRegistry):
+    """A registry whose content nobody else sees yet.
+
+    Attributes:
+        added: what has been registered so far.
+        state: what to record of the source once it is registered.
+    """
+
+    def __init__(self, base: OpRegistry) -> None:
+        super().__init__(base.contracts)
+        self._snapshot = base.snapshot()
+        self.added: list[Entry] = []
+        self.state: Any = None
+
+    def _commit(self, entries: list[Entry], source: tuple[str, Any] | None = None) -> None:
+        super()._commit(entries, source)
+        self.added.extend(entries)
+
+
+def _refuse_duplicate(entry: Entry, present: tuple[Entry, ...]) -> None:
+    for other in present:
+        if other.impl.impl_id == entry.impl.impl_id:
+            raise DuplicateImplError(
+                f"{entry.impl.label} is registered twice: at {other.where} "
+                f"({other.impl.origin}) and at {entry.where} ({entry.impl.origin}); "
+                "an impl_id names one implementation of an operator"
+            )
+
+
+_HERE: Final = str(Path(__file__).parent)
+
+
+def _caller() -> str:
+    """``file:line`` of the nearest frame outside core."""
+    frame = inspect.currentframe()
+    ours = (_HERE, contextlib.__file__)
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"

@@ -1,0 +1,356 @@
+"""select(...) -> Decision: who is chosen, and why each other is not.
+
+A pure function of what is registered, the policy and the facts of a call. Plans are
+built from its answer and people read it; it is not part of a dispatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformer_engine_fl.core.types import OpImpl, Selector, parse_arch
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.policy import EffectivePolicy
+    from transformer_engine_fl.core.registry import Entry
+    from transformer_engine_fl.core.tensors import Facts
+
+__all__ = ["Decision", "Verdict", "options_decline", "select"]
+
+KIND_ORDER: Mapping[str, tuple[str, ...]] = {
+    "flagos": ("flagos", "vendor", "reference"),
+    "vendor": ("vendor", "flagos", "reference"),
+    "reference": ("reference", "flagos", "vendor"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was decided about one candidate.
+
+    Attributes:
+        impl: the implementation.
+        accepted: it may serve.
+        reason: why it is accepted or rejected, for a person.
+        cause: the rule behind a rejection: ``"policy"``, ``"available"``, ``"device"``,
+            ``"dtype"``, ``"arch"``, ``"option"``, ``"supports"``, ``"tensor"``,
+            ``"quarantine"`` or ``"failed"``; empty if accepted.
+    """
+
+    impl: OpImpl
+    accepted: bool
+    reason: str
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Every candidate of an operator in rank order, with the reason for each.
+
+    Attributes:
+        op_name: the operator.
+        verdicts: one per candidate, best rank first.
+        policy: the policy in force and who said each of its fields.
+        facts: what was known of the call.
+        note: anything else worth saying.
+    """
+
+    op_name: str
+    verdicts: tuple[Verdict, ...]
+    policy: EffectivePolicy
+    facts: Facts
+    note: str = ""
+
+    @property
+    def selected(self) -> OpImpl | None:
+        """The implementation that serves, or None."""
+        return next((verdict.impl for verdict in self.verdicts if verdict.accepted), None)
+
+    @property
+    def accepted(self) -> tuple[OpImpl, ...]:
+        """Every implementation that may serve, best first."""
+        return tuple(verdict.impl for verdict in self.verdicts if verdict.accepted)
+
+    def rejecting(self, reasons: Mapping[str, tuple[str, str]]) -> Decision:
+        """The same with further rejections: impl id -> (cause, reason)."""
+        verdicts = tuple(
+            dataclasses.replace(verdict, accepted=False, cause=cause, reason=reason)
+            if verdict.accepted
+            and (cause := reasons.get(verdict.impl.impl_id, ("", ""))[0])
+            and (reason := reasons[verdict.impl.impl_id][1])
+            else verdict
+            for verdict in self.verdicts
+        )
+        return dataclasses.replace(self, verdicts=verdicts)
+
+    def with_note(self, note: str) -> Decision:
+        """The same with something else said of it."""
+        return dataclasses.replace(self, note=note)
+
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """(mark, impl id, kind, priority, reason) for each candidate."""
+        rows = []
+        chosen = self.selected
+        for verdict in self.verdicts:
+            impl = verdict.impl
+            mark = "*" if impl is chosen else "+" if verdict.accepted else "-"
+            kind = f"{impl.kind}:{impl.vendor}" if impl.vendor else str(impl.kind)
+            rows.append((mark, impl.impl_id, kind, str(impl.priority), verdict.reason))
+        return rows
+
+    def headline(self) -> str:
+        """One line: the operator, what was asked, who serves."""
+        known = ((name, getattr(self.facts, name)) for name in ("device", "arch", "dtype"))
+        asked = ", ".join(f"{name}={value}" for name, value in known if value)
+        chosen = self.selected
+        answer = f"{chosen.impl_id!r} serves" if chosen else "nothing serves"
+        return f"{self.op_name}({asked}): {answer}" if asked else f"{self.op_name}: {answer}"
+
+    def table(self) -> str:
+        """An aligned table: ``*`` serves, ``+`` would be next, ``-`` is rejected."""
+        rows = [("", "implementation", "kind", "priority", "reason"), *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = []
+        for row in rows:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+            reason = row[4].replace("\n", "\n" + " " * (sum(widths) + 8))
+            lines.append("  ".join((*cells, reason)).rstrip())
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [self.headline()]
+        for mark, impl_id, kind, priority, reason in self.rows():
+            shown = reason.replace("\n", "\n      ")
+            lines.append(f"  {mark} {impl_id} ({kind}, priority {priority}): {shown}")
+        if not self.verdicts:
+            lines.append("  nothing is registered for it")
+        if self.note:
+            lines.append(f"  {self.note}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as plain JSON values."""
+        chosen = self.selected
+        return {
+            "op": self.op_name,
+            "selected": chosen.impl_id if chosen else None,
+            "device": self.facts.device,
+            "arch": self.facts.arch,
+            "dtype": self.facts.dtype,
+            "note": self.note,
+            "policy": {
+                field: {"value": value, "origin": self.policy.origins.get(field, "")}
+                for field, value in self.policy.policy.to_dict().items()
+            },
+            "candidates": [
+                {
+                    "impl_id": verdict.impl.impl_id,
+                    "kind": verdict.impl.kind.value,
+                    "vendor": verdict.impl.vendor,
+                    "priority": verdict.impl.priority,
+                    "accepted": verdict.accepted,
+                    "cause": verdict.cause,
+                    "reason": verdict.reason,
+                }
+                for verdict in self.verdicts
+            ],
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def select(
+    op_name: str,
+    entries: Sequence[Entry],
+    policy: EffectivePolicy,
+    facts: Facts,
+    *,
+    call: Call | None = None,
+    quarantined: Mapping[str, str] | None = None,
+    assume_available: bool = False,
+) -> Decision:
+    """Judge every candidate of an operator.
+
+    Args:
+        op_name: the operator's own name.
+        entries: its candidates.
+        policy: the policy in force.
+        facts: what is known of the dispatch tensor.
+        call: the arguments, if there is a call to judge.
+        quarantined: impl id -> why it is in quarantine for these facts.
+        assume_available: do not ask the machine (a what-if question).
+    """
+    tokens = _tokens(op_name, policy)
+    strict = policy.origins["strict"] if policy.policy.strict else None
+    serving: str | None = None
+    verdicts = []
+    for entry in sorted(entries, key=lambda entry: _rank(entry.impl, tokens)):
+        impl = entry.impl
+        rejected = _policy_reason(impl, op_name, policy, tokens)
+        if rejected is None and strict and serving:
+            rejected = (
+                "policy",
+                f"strict: only {serving!r}, the first, may serve ({strict})",
+            )
+        elif rejected is None:
+            serving = serving or impl.impl_id
+            rejected = _capability_reason(entry, facts, call, assume_available)
+            why = None if strict or not quarantined else quarantined.get(impl.impl_id)
+            if rejected is None and why:
+                rejected = "quarantine", f"in quarantine after a fault: {why}"
+        if rejected is None:
+            reason = _accepted(impl, facts, policy, tokens, call is not None)
+            verdicts.append(Verdict(impl, True, reason))
+        else:
+            verdicts.append(Verdict(impl, False, rejected[1], rejected[0]))
+    return Decision(op_name, tuple(verdicts), policy, facts)
+
+
+Rejection = tuple[str, str]
+"""(cause, reason)"""
+
+
+def _tokens(op_name: str, effective: EffectivePolicy) -> Sequence[Selector]:
+    """The order of selector tokens for an operator."""
+    policy = effective.policy
+    order = (policy.per_op_order or {}).get(op_name)
+    if order is None:
+        first = Selector.parse(policy.prefer or "flagos", "prefer")
+        base = {"kind": first.value, "vendor": "vendor", "impl": "flagos"}[first.form]
+        order = (str(first), *(kind for kind in KIND_ORDER[base] if kind != str(first)))
+    return [Selector.parse(token, "per_op_order") for token in order]
+
+
+def _rank(impl: OpImpl, tokens: Sequence[Selector]) -> tuple[int, int, str]:
+    """Position of the first token that names it; then priority, then impl id."""
+    return _place(impl, tokens), -impl.priority, impl.impl_id
+
+
+def _place(impl: OpImpl, tokens: Sequence[Selector]) -> int:
+    return next((i for i, token in enumerate(tokens) if token.matches(impl)), len(tokens))
+
+
+def _policy_reason(
+    impl: OpImpl, op_name: str, effective: EffectivePolicy, tokens: Sequence[Selector]
+) -> Rejection | None:
+    policy, origins = effective.policy, effective.origins
+    vendor = impl.vendor.lower() if impl.vendor else None
+    if vendor is not None and vendor in (policy.deny_vendors or ()):
+        return "policy", f"vendor {impl.vendor!r} is denied ({origins['deny_vendors']})"
+    allowed = policy.allow_vendors
+    if vendor is not None and allowed is not None and vendor not in allowed:
+        return "policy", f"vendor {impl.vendor!r} is not allowed ({origins['allow_vendors']})"
+    lacking = sorted((policy.require or frozenset()) - impl.traits)
+    if lacking:
+        return "policy", f"does not claim {lacking[0]!r} ({origins['require']})"
+    if _place(impl, tokens) == len(tokens):
+        order = "|".join(str(token) for token in tokens)
+        return "policy", f"not in the order {order!r} of {op_name!r} ({origins['per_op_order']})"
+    return None
+
+
+def _capability_reason(
+    entry: Entry, facts: Facts, call: Call | None, assume_available: bool
+) -> Rejection | None:
+    impl = entry.impl
+    missing = None if assume_available else entry.unavailable()
+    if missing:
+        return "available", f"not available: {missing}"
+    rejected = _tensor_reason(impl, facts)
+    if rejected:
+        return rejected
+    if call is not None:
+        declined = options_decline(entry, *call)
+        if declined:
+            return "option", declined
+        if impl.supports is not None:
+            answer = ask_supports(impl, call)
+            if answer is not None:
+                return "supports", answer
+    return None
+
+
+def _tensor_reason(impl: OpImpl, facts: Facts) -> Rejection | None:
+    if facts.unusual and not impl.traceable:
+        return "tensor", f"{facts.unusual}, and it is no plain tensor code"
+    for wanted, found, cause in (
+        (impl.devices, facts.device, "device"),
+        (impl.supported_dtypes, facts.dtype, "dtype"),
+    ):
+        if wanted is not None and cause in facts.judged and found not in wanted:
+            had = f"{cause} {found!r} is not" if found else f"no {cause} is known; it needs one"
+            return cause, f"{had} among {', '.join(sorted(wanted))}"
+    return _arch_reason(impl, facts)
+
+
+def _arch_reason(impl: OpImpl, facts: Facts) -> Rejection | None:
+    if impl.min_arch is None or "arch" not in facts.judged:
+        return None
+    if facts.arch is None:
+        where = f"device {facts.device!r} has none" if facts.device else "none is known"
+        return "arch", f"needs architecture {impl.min_arch} or newer; {where}"
+    wanted, found = parse_arch(impl.min_arch), parse_arch(facts.arch)
+    if wanted and found and wanted[0] == found[0]:
+        specific = wanted[2] == "a"
+        if found[1] == wanted[1] or (found[1] > wanted[1] and not specific):
+            return None
+    return "arch", f"needs architecture {impl.min_arch} or newer; the device is {facts.arch}"
+
+
+def options_decline(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a call's options go beyond what an implementation takes, or None."""
+    if not entry.missing or entry.contract is None:
+        return None
+    names = list(entry.contract.signature.parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name, default in entry.missing.items():
+        value = given.get(name, default)
+        if value is not default and not (type(value) is type(default) and value == default):
+            return f"does not take the option {name!r} (given {type(value).__name__} {value!r:.60})"
+    return None
+
+
+def ask_supports(impl: OpImpl, call: Call) -> str | None:
+    """What ``supports`` says against a call, or None."""
+    assert impl.supports is not None  # an invariant of ours
+    try:
+        answer = impl.supports(*call[0], **call[1])
+    except Exception as error:  # noqa: BLE001 - somebody's code; what it said is shown
+        return f"supports() raised {type(error).__name__}: {error}"
+    if answer is True:
+        return None
+    return answer if isinstance(answer, str) and answer else f"supports() returned {answer!r}"
+
+
+def _accepted(
+    impl: OpImpl,
+    facts: Facts,
+    effective: EffectivePolicy,
+    tokens: Sequence[Selector],
+    judged_call: bool,
+) -> str:
+    place = _place(impl, tokens)
+    field = "per_op_order" if impl.op_name in (effective.policy.per_op_order or {}) else "prefer"
+    reason = f"choice {place + 1}, {str(tokens[place])!r} ({effective.origins[field]})"
+    wanted = (
+        ("device", impl.devices),
+        ("dtype", impl.supported_dtypes),
+        ("arch", impl.min_arch and {f"{impl.min_arch} or newer"}),
+    )
+    conditions = [
+        f"{name} {', '.join(sorted(names))}"
+        for name, names in wanted
+        if names and name not in facts.judged
+    ]
+    if impl.supports and not judged_call:
+        conditions.append("its own check of the arguments")
+    return f"{reason}; subject to {'; '.join(conditions)}" if conditions else reason

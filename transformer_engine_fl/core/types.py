@@ -1,0 +1,245 @@
+"""The nouns of dispatch: kinds, implementations, selector tokens.
+
+Plain immutable values with their own validation. Who holds them (registry), who
+ranks them (selection) and who calls them (manager) are elsewhere.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError, suggestion
+
+__all__ = [
+    "DEFAULT_PRIORITY",
+    "NAME",
+    "OP_NAME",
+    "TRAITS",
+    "BackendImplKind",
+    "OpImpl",
+    "Selector",
+    "parse_arch",
+]
+
+
+NAME: Final = r"[A-Za-z0-9_.+-]+"
+"""What a vendor's name or an impl id looks like."""
+
+OP_NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*(::[A-Za-z0-9_]+)?(\.[A-Za-z0-9_]+)?"
+"""What an operator's name looks like; ATen's have a namespace, ``aten::gelu``."""
+
+
+class BackendImplKind(enum.StrEnum):
+    """Where an implementation comes from; the coarsest thing a policy can prefer."""
+
+    FLAGOS = "flagos"
+    """Triton kernels, wherever Triton runs."""
+    VENDOR = "vendor"
+    """A chip maker's own kernels."""
+    REFERENCE = "reference"
+    """Plain PyTorch, readable as the definition."""
+
+
+DEFAULT_PRIORITY: Final = {
+    BackendImplKind.FLAGOS: 150,
+    BackendImplKind.VENDOR: 100,
+    BackendImplKind.REFERENCE: 50,
+}
+"""Priorities of the built-in sets."""
+
+TRAITS: Final = frozenset({"deterministic", "batch_invariant", "graph_safe", "traceable"})
+"""What an implementation may claim.
+
+``deterministic``: the same bits from run to run on the same inputs.
+``batch_invariant``: a row's result does not depend on the other rows of the call.
+``graph_safe``: may be captured in a CUDA graph.
+``traceable``: plain torch operations, which torch.compile may look into (the
+reference kind always is).
+"""
+
+_KINDS: Final = tuple(kind.value for kind in BackendImplKind)
+
+
+@dataclass(frozen=True, slots=True)
+class OpImpl:
+    """One implementation of one operator.
+
+    Args:
+        op_name: the operator, by name or alias.
+        impl_id: unique within the operator, e.g. ``"vendor.acme"``.
+        kind: a :class:`BackendImplKind` or its name.
+        fn: a callable with the operator's signature, or ``"module:attribute"``,
+            imported when it is first chosen.
+        vendor: the maker's name; required for kind ``vendor``. Compared without case.
+        priority: higher is tried first within the same selector token.
+        supported_dtypes: dtype names without the ``torch.`` prefix (``"bfloat16"``),
+            or torch dtypes; None for any. Checked on the dispatch tensor.
+        min_arch: oldest architecture that can run it (``"sm_90"``, ``"gfx942"``).
+        devices: device types (``"cuda"``); None for any. Checked on the dispatch tensor.
+        supports: called with the operator's arguments; True, or a string that says
+            why not. It must read no environment and no global state.
+        is_available: asked once; can this machine run it at all? True, or False, or
+            a string that says why not.
+        traits: claims from :data:`TRAITS`.
+        mutates: for operators without a contract: the arguments it writes. None means
+            unknown, and is treated as mutating. A contract's own statement wins.
+
+    Raises:
+        RegistrationError: the description contradicts itself.
+    """
+
+    op_name: str
+    impl_id: str
+    kind: BackendImplKind
+    fn: Callable[..., Any] | str
+    vendor: str | None = None
+    priority: int = 0
+    supported_dtypes: frozenset[str] | None = None
+    min_arch: str | None = None
+    devices: frozenset[str] | None = None
+    supports: Callable[..., bool | str] | None = None
+    is_available: Callable[[], bool | str] | None = None
+    traits: frozenset[str] = field(default_factory=frozenset)
+    mutates: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        named = (("op_name", OP_NAME), ("impl_id", NAME)) + (("vendor", NAME),) * bool(self.vendor)
+        for name, pattern in named:
+            value = getattr(self, name)
+            if not isinstance(value, str) or not re.fullmatch(pattern, value):
+                raise RegistrationError(f"OpImpl.{name} must be a name, got {value!r}")
+        normalized: dict[str, object] = {
+            "kind": self._checked_kind(),
+            "supported_dtypes": _names(self, "supported_dtypes", strip="torch."),
+            "devices": _names(self, "devices"),
+            "traits": _names(self, "traits") or frozenset(),
+        }
+        for name, value in normalized.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _checked_kind(self) -> BackendImplKind:
+        try:
+            return BackendImplKind(self.kind)
+        except ValueError:
+            raise RegistrationError(
+                f"{self.label}: unknown kind {self.kind!r}; valid kinds: {', '.join(_KINDS)}"
+                f"{suggestion(str(self.kind), _KINDS)}"
+            ) from None
+
+    def _check(self) -> None:
+        if self.kind is BackendImplKind.VENDOR and not self.vendor:
+            raise RegistrationError(f"{self.label}: kind 'vendor' needs a vendor name")
+        if isinstance(self.fn, str):
+            if not re.fullmatch(r"[\w.]+:[\w.]+", self.fn):
+                raise RegistrationError(
+                    f"{self.label}: fn must be a callable or 'module:attribute', got {self.fn!r}"
+                )
+        elif not callable(self.fn):
+            raise RegistrationError(
+                f"{self.label}: fn must be a callable or 'module:attribute', "
+                f"got {type(self.fn).__name__}"
+            )
+        if self.min_arch is not None and parse_arch(self.min_arch) is None:
+            raise RegistrationError(
+                f"{self.label}: min_arch {self.min_arch!r} is no architecture name; "
+                "examples: 'sm_90', 'gfx942'"
+            )
+        unknown = sorted(self.traits - TRAITS)
+        if unknown:
+            raise RegistrationError(
+                f"{self.label}: unknown trait {unknown[0]!r}; valid: {', '.join(sorted(TRAITS))}"
+                f"{suggestion(unknown[0], TRAITS)}"
+            )
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise RegistrationError(f"{self.label}: priority must be an int, got {self.priority!r}")
+        for name in ("supports", "is_available"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise RegistrationError(f"{self.label}: {name} must be callable")
+
+    @property
+    def label(self) -> str:
+        """``operator/impl_id``, for messages."""
+        return f"{self.op_name}/{self.impl_id}"
+
+    @property
+    def origin(self) -> str:
+        """``kind=..., vendor=...``, as log lines show it."""
+        vendor = f", vendor={self.vendor}" if self.vendor else ""
+        return f"kind={self.kind.value}{vendor}"
+
+    @property
+    def traceable(self) -> bool:
+        """Whether torch.compile may look into it."""
+        return self.kind is BackendImplKind.REFERENCE or "traceable" in self.traits
+
+
+def _names(impl: OpImpl, attribute: str, strip: str = "") -> frozenset[str] | None:
+    """A field given as any iterable of names (or of torch dtypes) as a frozen set of names."""
+    value: Iterable[object] | None = getattr(impl, attribute)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        raise RegistrationError(
+            f"{impl.label}: {attribute} must be a collection of names, got the string {value!r}"
+        )
+    return frozenset(str(item).removeprefix(strip) for item in value)
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A parsed selector token: ``flagos``, ``vendor``, ``reference``, ``vendor:NAME``, ``impl:ID``.
+
+    Attributes:
+        form: ``"kind"``, ``"vendor"`` or ``"impl"``.
+        value: the kind, the vendor's name in lower case, or the impl id.
+    """
+
+    form: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Selector:
+        """Parse one token; ``where`` names the setting it stands in, for the error."""
+        token = text.strip()
+        head, colon, rest = token.partition(":")
+        head, rest = head.strip().lower(), rest.strip()
+        if not colon and head in _KINDS:
+            return cls("kind", head)
+        if colon and head in ("vendor", "impl") and re.fullmatch(NAME, rest):
+            return cls(head, rest.lower() if head == "vendor" else rest)
+        hint = suggestion(head, ("vendor", "impl") if colon else _KINDS)
+        if colon and head in ("vendor", "impl"):
+            hint = f"; {rest!r} after the colon is no name"
+        raise ConfigurationError(
+            f"{where}: {token!r} is not a selector; valid: {', '.join(_KINDS)}, "
+            f"vendor:NAME, impl:ID{hint}"
+        )
+
+    def matches(self, impl: OpImpl) -> bool:
+        """Whether ``impl`` is among those this token names."""
+        if self.form == "kind":
+            return impl.kind.value == self.value
+        if self.form == "vendor":
+            return impl.vendor is not None and impl.vendor.lower() == self.value
+        return impl.impl_id == self.value
+
+    def __str__(self) -> str:
+        return self.value if self.form == "kind" else f"{self.form}:{self.value}"
+
+
+def parse_arch(name: str) -> tuple[str, tuple[int, ...], str] | None:
+    """An architecture name as (family, version, variant), comparable within one family.
+
+    ``"sm_90a"`` -> ``("sm", (9, 0), "a")``; ``"gfx90a"`` -> ``("gfx", (9, 0, 10), "")``.
+    None if the name follows neither scheme.
+    """
+    if match := re.fullmatch(r"sm_?(\d+)(\d)([af]?)", name):
+        return "sm", (int(match[1]), int(match[2])), match[3]
+    if match := re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", name):
+        return "gfx", (int(match[1]), int(match[2], 16), int(match[3], 16)), ""
+    return None

@@ -1,0 +1,48 @@
+"""Names in a policy that nothing here goes by: most likely a slip, so they are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from transformer_engine_fl.core.errors import suggestion
+from transformer_engine_fl.core.types import Selector
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.policy import EffectivePolicy
+    from transformer_engine_fl.core.registry import OpRegistry
+
+__all__ = ["unknown_names"]
+
+
+def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[str]:
+    """A message for each unknown operator, vendor or implementation that a policy names."""
+    origins = effective.origins
+    operators = registry.snapshot().operators
+    impls = [entry.impl for entries in operators.values() for entry in entries]
+    known = {
+        "vendor": {impl.vendor.lower() for impl in impls if impl.vendor},
+        "impl": {impl.impl_id for impl in impls},
+        "operator": {*operators, *registry.contracts},
+    }
+    for form, name, field in _names(effective):
+        if (registry.canonical(name) if form == "operator" else name) not in known[form]:
+            kind = "implementation" if form == "impl" else form
+            hint = suggestion(name, known[form])
+            yield f"{origins[field]}: no {kind} is called {name!r}{hint}"
+
+
+def _names(effective: EffectivePolicy) -> Iterator[tuple[str, str, str]]:
+    """(form, name, policy field) of everything that a policy names."""
+    policy = effective.policy
+    tokens = [(policy.prefer or "flagos", "prefer")]
+    for op_name, order in (policy.per_op_order or {}).items():
+        yield "operator", op_name, "per_op_order"
+        tokens += [(token, "per_op_order") for token in order]
+    for text, field in tokens:
+        token = Selector.parse(text, field)
+        if token.form != "kind":
+            yield token.form, token.value, field
+    for field in ("allow_vendors", "deny_vendors"):
+        for vendor in sorted(getattr(policy, field) or ()):
+            yield "vendor", vendor, field

@@ -1,0 +1,93 @@
+"""Words for checking a call's arguments against a contract, on metadata alone.
+
+Each function raises :class:`ArgumentError` naming the operator, the argument, what
+was given and what is expected. Nothing here reads a tensor's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformer_engine_fl.core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "describe",
+    "dtype_name",
+    "has_shape",
+    "is_dtype",
+    "is_flag",
+    "is_number",
+    "is_tensor",
+    "same_device",
+]
+
+
+def dtype_name(dtype: object) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: object) -> str:
+    """A value for an error message: a tensor by dtype, shape and device, others by repr."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return f"a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
+
+
+def is_tensor(
+    op: str, name: str, value: Any, *, dtypes: Collection[str], min_ndim: int = 0
+) -> torch.Tensor:
+    """Require a tensor of one of ``dtypes`` with at least ``min_ndim`` dimensions."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(op, name, describe(value), f"a tensor ({', '.join(dtypes)})")
+    if dtype_name(value.dtype) not in dtypes:
+        raise ArgumentError(op, name, describe(value), f"one of the dtypes {', '.join(dtypes)}")
+    if value.ndim < min_ndim:
+        raise ArgumentError(op, name, describe(value), f"at least {min_ndim} dimension(s)")
+    return value
+
+
+def has_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int], why: str) -> None:
+    """Require exactly ``shape``; ``why`` says where that shape comes from."""
+    if tuple(value.shape) != tuple(shape):
+        raise ArgumentError(op, name, describe(value), f"shape {tuple(shape)}: {why}")
+
+
+def same_device(op: str, anchor: str, tensors: dict[str, Any]) -> None:
+    """Require every tensor to be on the device of the one named ``anchor``."""
+    device = tensors[anchor].device
+    for name, value in tensors.items():
+        if value is not None and value.device != device:
+            raise ArgumentError(op, name, describe(value), f"device {device}, as {anchor!r} has")
+
+
+def is_number(op: str, name: str, value: object, *, at_least: float | None = None) -> None:
+    """Require a real number (no tensor, no bool), not below ``at_least``."""
+    import torch
+
+    symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
+    if isinstance(value, bool) or not (isinstance(value, int | float) or symbolic):
+        raise ArgumentError(op, name, describe(value), "a number")
+    if at_least is not None and isinstance(value, int | float) and not value >= at_least:
+        raise ArgumentError(op, name, describe(value), f"a number of at least {at_least}")
+
+
+def is_flag(op: str, name: str, value: object) -> None:
+    """Require a bool."""
+    if not isinstance(value, bool):
+        raise ArgumentError(op, name, describe(value), "True or False")
+
+
+def is_dtype(op: str, name: str, value: object, *, dtypes: Collection[str]) -> None:
+    """Require None or a torch dtype out of ``dtypes``."""
+    if value is not None and (dtype_name(value) not in dtypes or isinstance(value, str)):
+        raise ArgumentError(op, name, describe(value), f"None or one of {', '.join(dtypes)}")

@@ -1,0 +1,95 @@
+"""What dispatch must know of torch tensors, told to core, which holds no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from operator import attrgetter
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
+
+__all__ = ["TorchTensors"]
+
+# What torch says when a device is gone or its context is beyond use. Errors of these
+# kinds stick: every later call on the device fails as well.
+_LOST = (
+    "illegal memory access",
+    "device-side assert",
+    "unspecified launch failure",
+    "misaligned address",
+    "illegal instruction",
+    "hardware stack error",
+    "invalid program counter",
+    "uncorrectable ecc error",
+    "device is lost",
+    "device not ready",
+    "all cuda-capable devices are busy or unavailable",
+)
+
+
+class TorchTensors:
+    """The answers for torch."""
+
+    key = staticmethod(attrgetter("device", "dtype", "__class__"))
+
+    def facts(self, value: torch.Tensor) -> Facts:
+        """Device type, dtype and architecture of a tensor."""
+        return Facts(
+            device=value.device.type,
+            dtype=str(value.dtype).removeprefix("torch."),
+            arch=_arch(value.device),
+            unusual=_unusual(value),
+            judged=ALL_FACTS,
+        )
+
+    def is_tensor(self, value: object) -> bool:
+        """Whether the value is a torch tensor."""
+        return isinstance(value, torch.Tensor)
+
+    def is_fatal(self, error: Exception) -> bool:
+        """Out of memory, or a device error that sticks."""
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if not isinstance(error, RuntimeError):
+            return False
+        text = str(error).lower()
+        return "out of memory" in text or any(phrase in text for phrase in _LOST)
+
+    def no_fallback(self, tensors: Iterable[torch.Tensor]) -> str | None:
+        """Capture, tracing and fake tensors: what failed once must be seen at once."""
+        if torch.compiler.is_compiling():
+            return "torch.compile is tracing"
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return "the tensors are fake"
+        return None
+
+
+def _unusual(value: torch.Tensor) -> str | None:
+    """Why a raw kernel cannot take a tensor: it has no memory of its own to point at."""
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return None
+    if value.device.type == "meta":
+        return "a meta tensor has no data"
+    if isinstance(value, FakeTensor):
+        return "a fake tensor has no data"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {kind.__name__} keeps its data in its own way"
+    return None
+
+
+@cache
+def _arch(device: torch.device) -> str | None:
+    """``"sm_90"`` or ``"gfx942"`` for a GPU, None for what has no architecture name."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    if torch.version.hip:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
