@@ -32,7 +32,7 @@ class _Differentiable(torch.autograd.Function):
         named = dict(zip(contract.signature.parameters, tensors, strict=False))
         named |= {f"output[{place}]": output for place, output in enumerate(outputs)}
         ctx.save_for_backward(*(named[source] for source in backward.saves.values()))
-        ctx.options = {name: options[name] for name in backward.options}
+        ctx.options = {name: options[name] for name in backward.options if name in options}
         ctx.run = manager.pin(backward.op)
         ctx.places = [list(contract.signature.parameters).index(it) for it in backward.gradients]
         ctx.count = len(tensors)
@@ -51,6 +51,9 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _apply(op_name: str, options: dict[str, Any], *tensors: Tensor | None) -> Tensor:
+    # What has its default is not passed on: an implementation need not know every option.
+    defaults = CATALOGUE[op_name].options
+    options = {name: value for name, value in options.items() if value != defaults[name]}
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if wanted and torch.is_grad_enabled():
         result: Tensor = _Differentiable.apply(op_name, options, *tensors)  # type: ignore[no-untyped-call]

@@ -15,9 +15,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 from transformer_engine_fl.core.errors import ArgumentError, SignatureMismatchError, suggestion
+from transformer_engine_fl.core.tracing import in_compiled_code, traced_default_call
 
 __all__ = ["Backward", "Contract", "Fit", "Sample", "Tolerance", "contract", "fit"]
 
@@ -69,6 +70,10 @@ class Backward:
     options: tuple[str, ...] = ()
 
 
+def _traced_contract_call(contract: Any, *args: Any, **kwargs: Any) -> Any:
+    return traced_default_call(contract.name, *args, **kwargs)
+
+
 class SampleMaker(Protocol):
     """Yields the samples for a dtype (by name) on a device."""
 
@@ -84,6 +89,8 @@ class Contract(Generic[P, R]):
         dtypes: names of the dtypes its dispatch tensor may have.
         mutates: names of the arguments it writes.
         dispatch_on: the argument whose device and dtype choose the implementation.
+        signature: the operator's signature.
+        options: parameters with a default, and their defaults.
         backward: its backward operator, if it has one.
         aliases: other names of the same operator.
         tolerance: allowed error against float64, by dtype name.
@@ -117,19 +124,29 @@ class Contract(Generic[P, R]):
         self.schema = schema
         self._shape_rule = shape_rule
         self._check = check
-        self._dispatch_on = dispatch_on
+        self.signature = inspect.signature(shape_rule)
+        self.options = {
+            name: parameter.default
+            for name, parameter in self.signature.parameters.items()
+            if not _required(parameter)
+        }
+        self.dispatch_on = dispatch_on or next(iter(self.signature.parameters))
+        self._positional = tuple(_positional(self.signature))
 
+    @in_compiled_code(_traced_contract_call)
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = _dispatch(self.name, *args, **kwargs)
+        handle = _Handles.made.get(self.name) or self._handle()
+        result: R = handle(*args, **kwargs)
         return result
+
+    def _handle(self) -> Callable[..., Any]:
+        if _Handles.bind is None:
+            raise RuntimeError(f"{self.name}: import transformer_engine_fl before calling it")
+        handle = _Handles.made[self.name] = _Handles.bind(self.name)
+        return handle
 
     def __repr__(self) -> str:
         return f"<contract {self.name}{self.signature}>"
-
-    @functools.cached_property
-    def signature(self) -> inspect.Signature:
-        """The operator's signature."""
-        return inspect.signature(self._shape_rule)
 
     def tolerance_for(self, *dtypes: str) -> Tolerance:
         """The error allowed where these dtypes meet: that of the coarsest.
@@ -140,32 +157,19 @@ class Contract(Generic[P, R]):
         met = [self.tolerance[dtype] for dtype in dtypes if dtype in self.tolerance]
         return Tolerance(max(it.rtol for it in met), max(it.atol for it in met))
 
-    @functools.cached_property
-    def dispatch_on(self) -> str:
-        """Name of the argument whose device and dtype choose the implementation."""
-        return self._dispatch_on or next(iter(self.signature.parameters))
-
-    @functools.cached_property
-    def options(self) -> Mapping[str, Any]:
-        """Parameters with a default, and their defaults."""
-        return {
-            name: parameter.default
-            for name, parameter in self.signature.parameters.items()
-            if parameter.default is not inspect.Parameter.empty
-        }
-
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The call's arguments by name, defaults filled in.
 
         Raises:
             ArgumentError: the call does not fit the signature.
         """
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise self._binding_error(str(error), args, kwargs) from None
-        bound.apply_defaults()
-        return dict(bound.arguments)
+        positional = self._positional
+        arguments = {**self.options, **dict(zip(positional, args, strict=False)), **kwargs}
+        twice = [name for name in positional[: len(args)] if name in kwargs]
+        expected = self.signature.parameters
+        if twice or len(args) > len(positional) or len(arguments) != len(expected):
+            raise self._binding_error(args, kwargs)
+        return arguments
 
     def check(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Check a call on metadata alone; returns the arguments by name.
@@ -182,9 +186,7 @@ class Contract(Generic[P, R]):
         self.check(*args, **kwargs)
         return self._shape_rule(*args, **kwargs)
 
-    def _binding_error(
-        self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ArgumentError:
+    def _binding_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError:
         expected = f"{self.name}{self.signature}"
         names = list(self.signature.parameters)
         for given in kwargs:
@@ -192,21 +194,16 @@ class Contract(Generic[P, R]):
                 return ArgumentError(
                     self.name, given, f"not a parameter{suggestion(given, names)}", expected
                 )
-        positional = [
-            name
-            for name, parameter in self.signature.parameters.items()
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ]
+        positional = self._positional
         if len(args) > len(positional):
             given = f"one too many: {len(args)} positional arguments were passed"
             return ArgumentError(self.name, f"#{len(positional) + 1}", given, expected)
         for name in positional[: len(args)]:
             if name in kwargs:
                 return ArgumentError(self.name, name, "passed twice", expected)
-        for name in names[len(args) :]:
-            if name not in kwargs and name not in self.options:
-                return ArgumentError(self.name, name, "missing", expected)
-        return ArgumentError(self.name, "*", reason, expected)
+        passed = {*positional[: len(args)], *kwargs, *self.options}
+        missing = next(name for name in names if name not in passed)
+        return ArgumentError(self.name, missing, "missing", expected)
 
 
 def contract(
@@ -257,19 +254,20 @@ def contract(
     return decorate
 
 
-def _no_dispatcher(op_name: str, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(
-        f"{op_name}: nothing dispatches yet; import transformer_engine_fl before calling it"
-    )
+Binder = Callable[[str], Callable[..., Any]]
 
 
-_dispatch: Callable[..., Any] = _no_dispatcher
+class _Handles:
+    """The default manager's handles, by operator, and who makes them."""
+
+    bind: Binder | None = None
+    made: ClassVar[dict[str, Callable[..., Any]]] = {}
 
 
-def set_dispatcher(dispatch: Callable[..., Any]) -> None:
-    """Tell contracts who serves a call (the manager does so when it is imported)."""
-    global _dispatch
-    _dispatch = dispatch
+def set_binder(bind: Binder) -> None:
+    """Tell contracts who makes a handle for an operator; forgets those made before."""
+    _Handles.bind = staticmethod(bind)
+    _Handles.made = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,13 +296,12 @@ def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
     Raises:
         SignatureMismatchError: with both signatures and the reason.
     """
-    try:
-        found = inspect.signature(fn)
-    except (TypeError, ValueError):
+    found = signature_of(fn)
+    if found is None:
         raise SignatureMismatchError(
             f"{label}: the callable has no readable signature; wrap it in a function "
             f"with the operator's own:\n  contract       {expected}"
-        ) from None
+        )
     reason = _misfit(expected, found)
     if reason:
         raise SignatureMismatchError(
@@ -321,6 +318,14 @@ def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
     )
 
 
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a callable; None for one in C that does not tell it."""
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+
+
 def _misfit(expected: inspect.Signature, found: inspect.Signature) -> str | None:
     """Why a call that fits ``expected`` might not fit ``found``; None if it always does."""
     wanted = [name for name, parameter in expected.parameters.items() if _required(parameter)]
@@ -330,7 +335,7 @@ def _misfit(expected: inspect.Signature, found: inspect.Signature) -> str | None
     for name in offered:
         if found.parameters[name].kind not in _NAMED:
             return f"{name!r} is positional-only, the contract allows it by name"
-        if expected.parameters[name].kind != found.parameters[name].kind:
+        if _keyword_only(found, name) and not _keyword_only(expected, name):
             return f"{name!r} is keyword-only, the contract allows it by position"
     order = _positional(expected)
     for place, name in enumerate(_positional(found)[: len(order)]):
@@ -340,7 +345,7 @@ def _misfit(expected: inspect.Signature, found: inspect.Signature) -> str | None
         other = found.parameters.get(name)
         if other is None or _required(parameter):
             continue
-        if other.kind is inspect.Parameter.KEYWORD_ONLY and name in order:
+        if _keyword_only(found, name) and name in order:
             return f"{name!r} is keyword-only, the contract allows it by position"
         if not _same(other.default, parameter.default):
             return (
@@ -353,6 +358,10 @@ def _misfit(expected: inspect.Signature, found: inspect.Signature) -> str | None
 def _required(parameter: inspect.Parameter) -> bool:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+
+
+def _keyword_only(signature: inspect.Signature, name: str) -> bool:
+    return signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def _positional(signature: inspect.Signature) -> list[str]:

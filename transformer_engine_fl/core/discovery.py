@@ -9,19 +9,21 @@ and harms no other.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.policy import get_environment
 from transformer_engine_fl.core.registry import OpRegistry
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["ENTRY_POINT_GROUP", "PLUGIN_API", "Source", "SourceReport", "find_sources", "install"]
 
@@ -62,6 +64,11 @@ class Source:
     origin: str
     load: Callable[[], Any]
 
+    @property
+    def key(self) -> str:
+        """Tells it from every other; two distributions may choose one name."""
+        return f"{self.name} ({self.origin})"
+
 
 def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Source]:
     """Everything there is to register; nothing is imported by looking."""
@@ -69,38 +76,42 @@ def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Sou
         for package in (_SETS, _VENDORS):
             yield from _folders(package)
     if plugins:
-        for point in find_entry_points():
+        points = find_entry_points()
+        for point in points:
             distribution = point.dist.name if point.dist else point.value
             yield Source(f"entry point {point.name}", distribution, point.load)
         for name in get_environment().plugin_modules:
-            yield Source(f"module {name}", "TE_FL_PLUGIN_MODULES", _importer(name))
+            if all(point.module != name for point in points):  # else it is one plugin, named twice
+                yield Source(f"module {name}", "TE_FL_PLUGIN_MODULES", _importer(name))
 
 
-def find_entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
+def find_entry_points() -> tuple[EntryPoint, ...]:
     """The installed entry points of plugins, without loading them."""
-    return tuple(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+    from importlib.metadata import entry_points  # slow to load, and this is the only use
+
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
 def install(registry: OpRegistry, source: Source) -> SourceReport:
     """Register a source in whole, or not at all; once for each registry."""
-    done: SourceReport | None = registry.snapshot().sources.get(source.name)
+    done: SourceReport | None = registry.snapshot().sources.get(source.key)
     if done is not None:
         return done
     try:
         register = _register_function(source.load(), source)
-        with registry.transaction(source.name) as staged:
+        with registry.transaction(source.key) as staged:
             register(staged)
             added = tuple(entry.impl.label for entry in staged.added)
             staged.state = report = SourceReport(source.name, source.origin, added)
             return report
-    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is reported
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin's own; it is reported
         report = SourceReport(
             source.name,
             source.origin,
             error=f"{type(error).__name__}: {error}",
             traceback="".join(traceback.format_exception(error)),
         )
-    registry.record_source(source.name, report)
+    registry.record_source(source.key, report)
     logger.warning(
         "%s (%s) is left out: %s; `te-fl doctor` has the traceback",
         report.name,

@@ -64,23 +64,28 @@ class UnknownOperatorError(TeFlError, LookupError):
 class ArgumentError(TeFlError, TypeError, ValueError):
     """A call's arguments do not satisfy the operator's contract.
 
-    Attributes:
+    Args:
         op_name: the operator that was called.
         argument: the argument at fault.
+        given: what was passed.
+        expected: what the contract asks for.
     """
 
-    def __init__(self, op_name: str, argument: str, given: str, expected: str) -> None:
-        super().__init__(op_name, argument, given, expected)
-        self.op_name = op_name
-        self.argument = argument
-        self.given = given
-        self.expected = expected
+    # No __init__ of its own: torch.compile can follow a raise only without one.
+
+    @property
+    def op_name(self) -> str:
+        """The operator that was called."""
+        return str(self.args[0])
+
+    @property
+    def argument(self) -> str:
+        """The argument at fault."""
+        return str(self.args[1])
 
     def __str__(self) -> str:
-        return (
-            f"{self.op_name}: argument {self.argument!r} is {self.given}; "
-            f"the contract expects {self.expected}"
-        )
+        op_name, argument, given, expected = self.args
+        return f"{op_name}: argument {argument!r} is {given}; the contract expects {expected}"
 
 
 class NotSupportedError(TeFlError, NotImplementedError):

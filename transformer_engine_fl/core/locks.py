@@ -1,8 +1,11 @@
-"""A lock that a forked child can always take.
+"""Locks that a forked child can always take.
 
 After a fork only the forking thread exists in the child, so a lock that another
 thread held would stay locked for ever. Every shared state of this package is swapped
 in whole (nothing is left half written), so the child can simply start with new locks.
+
+Python's own import locks cannot be renewed so: in the child, a module that another
+thread was importing could never be imported. A fork waits for our imports instead.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import os
 import threading
 import weakref
 from types import TracebackType
+from typing import Final
 
-__all__ = ["ForkSafeLock"]
+__all__ = ["LOADING", "ForkSafeLock"]
 
 _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
 
@@ -27,8 +31,19 @@ class ForkSafeLock:
         _locks.add(self)
 
     def renew(self) -> None:
-        """Forget who held it; only for a child that has just been forked."""
-        self._lock = threading.RLock()
+        """Forget another thread that held it; only for a child that has just been forked."""
+        if self._lock.acquire(blocking=False):  # free, or held by this very thread
+            self._lock.release()
+        else:
+            self._lock = threading.RLock()
+
+    def acquire(self, timeout: float) -> bool:
+        """Take it within so many seconds; whether that was possible."""
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        """Give it back."""
+        self._lock.release()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -42,10 +57,41 @@ class ForkSafeLock:
         self._lock.release()
 
 
-def _renew_all() -> None:
+LOADING: Final = ForkSafeLock()
+"""Held while code is imported late, registers or is asked whether it is available."""
+
+_PATIENCE: Final = 60.0
+"""Seconds that a fork waits for :data:`LOADING`, should its holder wait for the fork."""
+
+
+class _Fork(threading.local):
+    """What a forking thread must know from before to after.
+
+    Attributes:
+        waited: it holds :data:`LOADING`.
+    """
+
+    waited = False
+
+
+_fork: Final = _Fork()
+
+
+def _before() -> None:
+    _fork.waited = LOADING.acquire(_PATIENCE)
+
+
+def _after() -> None:
+    if _fork.waited:
+        _fork.waited = False
+        LOADING.release()
+
+
+def _after_in_child() -> None:
+    _after()
     for lock in list(_locks):
         lock.renew()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_all)
+    os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)

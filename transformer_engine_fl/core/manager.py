@@ -7,21 +7,25 @@ registration, a quarantine or a policy changes, so that the next call sees it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformer_engine_fl.core import contract as contracts
 from transformer_engine_fl.core import discovery
-from transformer_engine_fl.core.dispatch import Cell, Dispatcher, Handle, handle
+from transformer_engine_fl.core.contract import signature_of
+from transformer_engine_fl.core.dispatch import Cell, Handle, handle, settles_failures
 from transformer_engine_fl.core.errors import (
+    ConfigurationError,
     NoImplementationError,
     UnknownOperatorError,
     suggestion,
 )
-from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.core.late import load_attribute
+from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.plan import Monitor, Plan
 from transformer_engine_fl.core.policy import (
@@ -34,18 +38,25 @@ from transformer_engine_fl.core.policy import (
     subscribe,
 )
 from transformer_engine_fl.core.recovery import Quarantine
-from transformer_engine_fl.core.registry import OpRegistry, load_attribute
+from transformer_engine_fl.core.registry import OpRegistry
+from transformer_engine_fl.core.selection import Decision
 from transformer_engine_fl.core.tensors import TORCH, Facts, Tensors
+from transformer_engine_fl.core.tracing import (
+    in_compiled_code,
+    traced_call,
+    traced_default_manager,
+    traced_pin,
+)
+from transformer_engine_fl.core.types import OpImpl, parse_arch
 from transformer_engine_fl.core.vetting import unknown_names
-
-if TYPE_CHECKING:
-    from transformer_engine_fl.core.selection import Decision
-    from transformer_engine_fl.core.types import OpImpl
 
 __all__ = ["OpManager", "get_default_manager", "reset_default_manager"]
 
 _MAX_SCOPES = 64
 """Tables of plans that are kept, one for each nest of ``with`` blocks."""
+
+_MAX_WARNINGS = 1024
+"""Names that are warned of; a program that goes on inventing them is not reminded for ever."""
 
 Table = dict[str, Callable[..., Any]]
 
@@ -71,19 +82,18 @@ class OpManager:
         self.registry = OpRegistry() if registry is None else registry
         self.quarantine = Quarantine()
         self.plugins: tuple[discovery.SourceReport, ...] = ()
-        self.epoch = 0
+        self.epoch = "0"  # text: compiled code takes a number that changes for a variable one
         self._builtins = builtins
         self._use_plugins = plugins
         self._tensors = tensors
         self._lock = ForkSafeLock()
-        self._starting_lock = ForkSafeLock()
         self._starting: tuple[int, int] | None = None
         self._started = False
         self._table: Table = {}
         self._scoped: dict[Scope, Table] = {}
         self._cells: dict[str, Cell] = {}
         self._monitors: tuple[Monitor, ...] = ()
-        self._logged: dict[str, str] = {}
+        self._logged: dict[str, list[str]] = {}
         self._vetted: set[str] = set()
         self._warned: set[str] = set()
         self.registry.subscribe(self)
@@ -91,6 +101,7 @@ class OpManager:
 
     # ------------------------------------------------------------------ the hot path
 
+    @in_compiled_code(traced_call)
     def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operator on whichever implementation the policy chooses.
 
@@ -120,30 +131,34 @@ class OpManager:
         contract = self.registry.contracts.get(name)
         signature = contract.signature if contract else self._agreed_signature(name)
         with self._lock:
-            cell = self._cells.setdefault(name, Cell(_Unbuilt(self, name)))
+            cell = self._cells.setdefault(name, Cell(self._unbuilt(name)))
         made = handle(
             name,
             signature,
             cell,
             lambda: self._find(name, active_scope()),
-            lambda fn, args, kwargs, error: self._failed(name, fn, args, kwargs, error),
+            functools.partial(self._failed, name),
         )
         made.__doc__ = contract.__doc__ if contract else f"Dispatches {name!r}."
         made.__signature__ = signature  # type: ignore[attr-defined]
-        return made
+        return in_compiled_code(lambda *args, **kwargs: traced_call(self, name, *args, **kwargs))(
+            made
+        )
 
+    @in_compiled_code(traced_pin)
     def pin(self, op_name: str) -> Handle:
         """The operator under the policy in force now, whatever the policy is later.
 
         A backward keeps to what its forward was told, in whichever thread it runs.
         """
-        fn = self._find(op_name, active_scope())
+        scope = active_scope()
+        fn = self._find(op_name, scope)
 
         def pinned(*args: Any, **kwargs: Any) -> Any:
             try:
                 return fn(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
-                return self._failed(op_name, fn, args, kwargs, error)
+                return self._failed(op_name, fn, args, kwargs, error, scope)
 
         return pinned
 
@@ -155,9 +170,9 @@ class OpManager:
         Raises:
             NoImplementationError: nothing would.
         """
-        plan = self._plan(op_name)
+        plan = self.plan(op_name)
         decision = plan.explain(*self._question(plan, args, kwargs))
-        return plan.entry(self._served(decision)).fn
+        return plan.runnable(self._served(decision), decision.facts)
 
     def resolve_candidates(self, op_name: str, /, *args: Any, **kwargs: Any) -> tuple[OpImpl, ...]:
         """Every implementation that may serve, best first."""
@@ -176,18 +191,26 @@ class OpManager:
 
         Without arguments: who serves on this machine before any tensor is seen.
         """
-        plan = self._plan(op_name)
+        plan = self.plan(op_name)
         return plan.explain(*self._question(plan, args, kwargs))
 
     def explain_for(
         self, op_name: str, *, device: str, arch: str | None = None, dtype: str | None = None
     ) -> Decision:
-        """The same for a machine that need not be here; its availability is assumed."""
-        given = {"device": device, "arch": arch, "dtype": dtype and str(dtype)}
-        if given["dtype"]:
-            given["dtype"] = given["dtype"].removeprefix("torch.")
+        """The same for a machine that need not be here; its availability is assumed.
+
+        Raises:
+            ConfigurationError: ``arch`` is no architecture name.
+        """
+        if arch is not None and parse_arch(arch) is None:
+            raise ConfigurationError(
+                f"arch: {arch!r} is no architecture name; examples: 'sm_90', 'gfx942'"
+            )
+        dtype = str(dtype).removeprefix("torch.") if dtype else None
+        given = {"device": device, "arch": arch, "dtype": dtype}
         judged = frozenset(name for name, value in given.items() if value)
-        return self._plan(op_name).what_if(Facts(**given, judged=judged))
+        facts = Facts(device=device, arch=arch, dtype=dtype, judged=judged)
+        return self.plan(op_name).what_if(facts)
 
     def monitor(self, callback: Monitor) -> Callable[[], None]:
         """Call ``callback(op_name, impl)`` after each operator served; returns the undo.
@@ -208,7 +231,7 @@ class OpManager:
     def reset_quarantine(self) -> None:
         """Give every implementation that is in quarantine another chance."""
         self.quarantine.clear()
-        self._invalidate()
+        self._invalidate(epoch=True)
 
     # ---------------------------------------------------------------- coming to life
 
@@ -221,7 +244,7 @@ class OpManager:
         me = (os.getpid(), threading.get_ident())
         if self._started or self._starting == me:
             return
-        with self._starting_lock:
+        with LOADING:
             self._start(me)
 
     def _start(self, me: tuple[int, int]) -> None:
@@ -266,7 +289,7 @@ class OpManager:
         """
         self.ensure_initialized()
         table = self._table_for(scope)
-        fn = self._plan(op_name, scope).callable()
+        fn = self.plan(op_name, scope).callable()
         with self._lock:
             if table is self._table_for(scope):
                 table[op_name] = fn
@@ -274,9 +297,15 @@ class OpManager:
                     cell.fn = fn
         return fn
 
-    def refill(self, op_name: str) -> None:
-        """Build an operator's callable anew, for the handles that wait for it."""
-        self._build(op_name, ROOT)
+    def _unbuilt(self, op_name: str) -> Handle:
+        """Stands in a handle's cell until there is a plan."""
+
+        @settles_failures
+        def unbuilt(*args: Any, **kwargs: Any) -> Any:
+            self._build(op_name, ROOT)
+            return self.call(op_name, *args, **kwargs)
+
+        return unbuilt
 
     def _table_for(self, scope: Scope) -> Table:
         with self._lock:
@@ -291,7 +320,8 @@ class OpManager:
                 self._scoped = kept
             return table
 
-    def _plan(self, op_name: str, scope: Scope | None = None) -> Plan:
+    def plan(self, op_name: str, scope: Scope | None = None) -> Plan:
+        """How an operator is served under the policy in force (in ``scope``, if given)."""
         self.ensure_initialized()
         name = self._known(op_name)
         effective = effective_policy(scope)
@@ -302,21 +332,21 @@ class OpManager:
     def _known(self, op_name: str) -> str:
         name = self.registry.canonical(op_name)
         if not self.registry.entries(name) and name not in self.registry.contracts:
-            known = {*self.registry.list_operators(), *self.registry.contracts}
+            contracts = self.registry.contracts
+            known = {*self.registry.list_operators(), *contracts}
+            aliases = {alias for it in contracts.values() for alias in it.aliases}
             raise UnknownOperatorError(
-                f"unknown operator {op_name!r}{suggestion(op_name, known)} "
+                f"unknown operator {op_name!r}{suggestion(op_name, known | aliases)} "
                 f"({len(known)} are known; `te-fl list` shows them)"
             )
         return name
 
     def _agreed_signature(self, name: str) -> inspect.Signature:
         """The signature that an operator's implementations share, for want of a contract."""
-        found = set()
-        for entry in self.registry.entries(name):
-            if entry.load() is None:
-                found.add(inspect.signature(entry.fn))
-        if len(found) == 1:
-            return found.pop()
+        entries = self.registry.entries(name)
+        found = [signature_of(entry.fn) for entry in entries if entry.load() is None]
+        if found and found[0] and all(it == found[0] for it in found):
+            return found[0]
         return inspect.signature(lambda *args, **kwargs: None)
 
     def _question(
@@ -335,7 +365,7 @@ class OpManager:
         if key in self._vetted:
             return
         for message in unknown_names(effective, self.registry):
-            if message not in self._warned:
+            if message not in self._warned and len(self._warned) < _MAX_WARNINGS:
                 self._warned.add(message)
                 logger.warning("%s", message)
         if len(self._vetted) >= _MAX_SCOPES:
@@ -351,36 +381,53 @@ class OpManager:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         error: Exception,
+        scope: Scope | None = None,
     ) -> Any:
-        """An implementation that was called directly has failed."""
-        if isinstance(fn, Dispatcher):
-            raise error
-        return self._plan(op_name).recover(fn, args, kwargs, error)
+        """An implementation that was called directly has failed (chosen in ``scope``)."""
+        try:
+            if hasattr(fn, "settles_failures"):
+                raise error
+            return self.plan(op_name, scope).recover(fn, args, kwargs, error)
+        finally:
+            del error  # in a frame of its own traceback it would keep the call's tensors
 
-    def log_selection(self, op_name: str, impl: OpImpl) -> None:
-        """Say who serves an operator, when that is new."""
-        if self._logged.get(op_name) != impl.impl_id:
-            self._logged[op_name] = impl.impl_id
+    def log_selection(self, op_name: str, impl: OpImpl, *, again: bool = True) -> None:
+        """Say who serves an operator, when that has changed.
+
+        Args:
+            again: also if it has served before; not where several take turns by the
+                arguments of each call.
+        """
+        served = self._logged.setdefault(op_name, [])
+        if (not served or served[-1] != impl.impl_id) and (again or impl.impl_id not in served):
+            served[:] = [*(it for it in served if it != impl.impl_id), impl.impl_id]
             logger.info("Op %r using %r (%s)", op_name, impl.impl_id, impl.origin)
 
     def registry_changed(self, operators: frozenset[str]) -> None:
         """A registration came: it clears these operators' quarantine, and every plan."""
         self.quarantine.clear(operators)
         self._vetted.clear()
-        self._invalidate()
+        self._invalidate(epoch=True)
 
     def policy_changed(self) -> None:
         """The global policy was set or reset: clears the quarantine and every plan."""
+        had_quarantine = bool(self.quarantine.held())
         self.quarantine.clear()
-        self._invalidate()
+        self._invalidate(epoch=had_quarantine)
 
     def plans_outdated(self) -> None:
         """Something that plans depend on has changed (an entry in quarantine, say)."""
-        self._invalidate()
+        self._invalidate(epoch=True)
 
-    def _invalidate(self) -> None:
+    def _invalidate(self, *, epoch: bool = False) -> None:
+        """Drop every plan.
+
+        Args:
+            epoch: what was chosen before does not come back with the policy, so code
+                that was compiled before must be compiled anew.
+        """
         with self._lock:
-            self.epoch += 1
+            self.epoch = str(int(self.epoch) + epoch)
             self._table = {}
             self._scoped = {}
             for cell in self._cells.values():
@@ -390,24 +437,11 @@ class OpManager:
 _NO_TABLE: Table = {}
 
 
-class _Unbuilt(Dispatcher):
-    """Stands in a handle's cell until there is a plan."""
-
-    __slots__ = ("_manager", "_op_name")
-
-    def __init__(self, manager: OpManager, op_name: str) -> None:
-        self._manager = manager
-        self._op_name = op_name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._manager.refill(self._op_name)
-        return self._manager.call(self._op_name, *args, **kwargs)
-
-
 _default_lock = ForkSafeLock()
 _default: OpManager | None = None
 
 
+@in_compiled_code(traced_default_manager)
 def get_default_manager() -> OpManager:
     """The manager that operator objects, ``functional`` and the modules use."""
     global _default
@@ -423,10 +457,11 @@ def reset_default_manager() -> None:
     global _default
     with _default_lock:
         _default = None
+        contracts.set_binder(_default_handle)
 
 
-def _dispatch(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return get_default_manager().call(op_name, *args, **kwargs)
+def _default_handle(op_name: str) -> Handle:
+    return get_default_manager().bind(op_name)
 
 
-contracts.set_dispatcher(_dispatch)
+contracts.set_binder(_default_handle)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformer_engine_fl.core.dispatch import Dispatcher, Guarded, Steps
+from transformer_engine_fl.core.dispatch import Steps, guarded, settles_failures
 from transformer_engine_fl.core.errors import (
     AllCandidatesFailedError,
     ArgumentError,
@@ -87,6 +87,10 @@ class Plan:
             raise NoImplementationError(f"{impl.label} cannot be loaded: {reason}", decision)
         return entry
 
+    def runnable(self, impl: OpImpl, facts: Facts) -> Callable[..., Any]:
+        """What runs a candidate, with every option of the contract."""
+        return self._callable(self.entry(impl), facts.fake)
+
     def explain(self, facts: Facts, call: tuple[Args, Kwargs] | None) -> Decision:
         """Judge every candidate; the one that would serve is loaded, to be sure of it."""
         while True:
@@ -101,13 +105,23 @@ class Plan:
             )
             chosen = decision.selected
             if chosen is None or self._entries[chosen.impl_id].load() is None:
-                return decision
+                return decision if facts.judged else self._with_quarantine(decision)
 
     def what_if(self, facts: Facts) -> Decision:
         """Judge every candidate for a machine that need not be here."""
         entries = tuple(self._entries.values())
         decision = select(self._op_name, entries, self._effective, facts, assume_available=True)
-        return decision.with_note("what each implementation needs of that machine is assumed")
+        note = "what each implementation needs of that machine is assumed"
+        return self._with_quarantine(decision.with_note(note))
+
+    def _with_quarantine(self, decision: Decision) -> Decision:
+        """Names what is in quarantine, where the tensors that it depends on are not known."""
+        held = [
+            f"{key.impl_id} is in quarantine for {key.device}, {key.dtype}: {reason}"
+            for key, reason in self._manager.quarantine.held().items()
+            if key.op_name == self._op_name
+        ]
+        return decision.with_note("; ".join([decision.note] * bool(decision.note) + held))
 
     def facts(self, args: Args, kwargs: Kwargs) -> Facts:
         """What is known of a call's dispatch tensor."""
@@ -118,7 +132,7 @@ class Plan:
         """The tensor by which the implementation is chosen, or None."""
         candidates: Sequence[Any] = (*args, *kwargs.values())
         if self._contract is not None:
-            name, place = self._contract.dispatch_on, self._place
+            place, name = self.dispatch_on
             candidates = (args[place] if place < len(args) else kwargs.get(name),)
         return next(self._tensors_in(candidates), None)
 
@@ -130,79 +144,112 @@ class Plan:
                 yield value
 
     @functools.cached_property
-    def _place(self) -> int:
+    def dispatch_on(self) -> tuple[int, str]:
+        """Position and name of the argument by which the implementation is chosen."""
         if self._contract is None:
-            return 0
-        return list(self._contract.signature.parameters).index(self._contract.dispatch_on)
+            return 0, ""
+        name = self._contract.dispatch_on
+        return list(self._contract.signature.parameters).index(name), name
 
     # ------------------------------------------------------------- building callables
 
     def callable(self) -> Callable[..., Any]:
         """What to keep in the table: the implementation itself where that is safe."""
         if self._manager.monitors:
-            return _Watched(self)
+            return self._watched()
         decision = self.explain(Facts(), None)
         chosen = decision.selected
         if chosen is None:
-            return _Watched(self)
+            return self._watched()
         entry = self._entries[chosen.impl_id]
         if self._unconditional(entry):
             self._manager.log_selection(self._op_name, chosen)
             return entry.fn
-        return Guarded(self._manager.tensors.key, self._place, self._remember, self.serve)
+        return guarded(self._manager.tensors.key, self.dispatch_on[0], self._remember, self.serve)
+
+    def _watched(self) -> Callable[..., Any]:
+        """Goes through the candidates at each call: for monitors, and when nobody serves."""
+
+        @settles_failures
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return self.serve(self.steps(args, kwargs), args, kwargs, None)
+
+        return watched
 
     def _unconditional(self, entry: Entry) -> bool:
-        """Whether it serves whatever the tensors are."""
-        impl = entry.impl
-        conditions = (impl.devices, impl.supported_dtypes, impl.min_arch, impl.supports)
+        """Whether it serves whatever the tensors and the options are."""
         return (
-            all(condition is None for condition in conditions)
-            and impl.traceable
+            entry.impl.unconditional
             and not entry.missing
             and (self._strict or not self._manager.quarantine.concerns(self._op_name))
         )
 
     def _remember(self, args: Args, kwargs: Kwargs, memo: dict[Any, Steps]) -> Steps:
-        """The steps for a kind of tensor that a :class:`Guarded` has not seen yet."""
-        steps = self.steps(args, kwargs)
+        """The steps for a kind of tensor that a guarded callable did not find by itself."""
         value = self._dispatch_value(args, kwargs)
-        if value is not None:
+        key = None if value is None else self._manager.tensors.key(value)
+        steps: Steps | None = memo.get(key)  # it may be known: passed by keyword, or in a list
+        if steps is None:
+            steps = self.steps(args, kwargs)
             if len(memo) >= _MAX_KINDS:
                 memo.clear()
-            memo[self._manager.tensors.key(value)] = steps
+            memo[key] = steps
         return steps
 
     def steps(self, args: Args, kwargs: Kwargs) -> Steps:
         """The candidates for a call's kind of tensor, best first."""
-        decision = self.explain(self.facts(args, kwargs), None)
+        facts = self.facts(args, kwargs)
+        decision = self.explain(facts, None)
         entries = tuple(self._entries[impl.impl_id] for impl in decision.accepted)
         if not entries:
-            return Steps(_nothing, False, ())
+            return Steps(_nothing, False, facts.fake, ())
         first = entries[0]
-        self._manager.log_selection(self._op_name, first.impl)
         simple = first.impl.supports is None and not first.missing
-        return Steps(first.fn, simple, entries)
+        if simple:  # otherwise only the arguments tell; see _served
+            self._manager.log_selection(self._op_name, first.impl)
+        return Steps(self._callable(first, facts.fake), simple, facts.fake, entries)
+
+    def _callable(self, entry: Entry, fake: bool) -> Callable[..., Any]:
+        """What runs a loaded candidate; without the options that it does not take."""
+        fn = entry.fn
+        if fake and not (entry.impl.traceable or entry.impl.unconditional):
+            fn = self._manager.tensors.opaque(entry) or fn
+        return _without(entry, fn) if entry.missing else fn
 
     # ------------------------------------------------------------------- after all
 
     def recover(self, fn: Callable[..., Any], args: Args, kwargs: Kwargs, error: Exception) -> Any:
         """Continue after ``fn``, called directly from the table, has failed."""
-        steps = self.steps(args, kwargs)
-        if steps.fn is not fn:  # the choice has changed since: nothing to continue from
-            raise error
-        return self.serve(steps, args, kwargs, error)
+        try:
+            steps = self.steps(args, kwargs)
+            if steps.fn is not fn:
+                steps = self._after_another(fn, steps)
+            if not steps.candidates:
+                raise error
+            return self.serve(steps, args, kwargs, error)
+        finally:
+            del error  # in a frame of its own traceback it would keep the call's tensors
+
+    def _after_another(self, fn: Callable[..., Any], steps: Steps) -> Steps:
+        """The steps if ``fn`` has run first, although it is not what would be chosen now."""
+        ran = next((entry for entry in self._entries.values() if entry.runs(fn)), None)
+        if ran is None:
+            return Steps(fn, False, steps.fake, ())
+        others = () if self._strict else (it for it in steps.candidates if it is not ran)
+        return Steps(fn, False, steps.fake, (ran, *others))
 
     def serve(self, steps: Steps, args: Args, kwargs: Kwargs, error: Exception | None) -> Any:
         """Go through the candidates; ``error`` is what the first one has just raised."""
         reasons: dict[str, tuple[str, str]] = {}
         faults: list[OpImpl] = []
         last: Exception | None = None
+        reason: tuple[str, str] | Exception | None = None
         try:
             for entry in steps.candidates:
                 reason = None if error else self._declined(entry, args, kwargs)
                 if reason is None and error is None:
                     try:
-                        result = _adapted(entry)(*args, **kwargs)
+                        result = self._callable(entry, steps.fake)(*args, **kwargs)
                     except Exception as raised:  # noqa: BLE001 - judged by the rules of recovery.py
                         error = raised
                     else:
@@ -210,14 +257,16 @@ class Plan:
                         return result
                 if error is not None:
                     last, error = error, None
-                    reason = self._after(entry.impl, last, args, kwargs)
+                    reason = self._after(entry, last, args, kwargs)
+                    if isinstance(reason, Exception):
+                        raise reason
                     if reason[0] == "failed":
                         faults.append(entry.impl)
                 if reason is not None:
                     reasons[entry.impl.impl_id] = reason
             raise self._refusal(reasons, faults, args, kwargs) from last
         finally:
-            error = last = None  # an exception kept here would keep the call's tensors
+            error = last = reason = None  # an exception kept here would keep the call's tensors
 
     def _declined(self, entry: Entry, args: Args, kwargs: Kwargs) -> tuple[str, str] | None:
         """(cause, reason) why a candidate does not take this call, or None."""
@@ -230,38 +279,44 @@ class Plan:
         answer = ask_supports(entry.impl, (args, kwargs)) if entry.impl.supports else None
         return ("supports", answer) if answer is not None else None
 
-    def _after(self, impl: OpImpl, error: Exception, args: Args, kwargs: Kwargs) -> tuple[str, str]:
-        """(cause, reason) if another candidate may run; raises if none may."""
+    def _after(
+        self, entry: Entry, error: Exception, args: Args, kwargs: Kwargs
+    ) -> tuple[str, str] | Exception:
+        """(cause, reason) if another candidate may run; what to raise if none may."""
         tensors = self._manager.tensors
+        if self._contract is None and not entry.takes(args, kwargs):
+            return error  # a mistake in the call: nothing has run
         outcome, wrong = judge(
             error,
             is_fatal=tensors.is_fatal,
             check_arguments=lambda: self._wrong_arguments(args, kwargs),
             no_fallback=lambda: tensors.no_fallback(self._tensors_in((args, *kwargs.values()))),
-            mutates=self._mutated(impl) != (),
+            mutates=self._mutated(entry.impl) != (),
         )
         if outcome is Outcome.RAISE:
-            raise error
+            return error
         if wrong is not None:
-            raise wrong from None
+            return wrong
         said = f"{type(error).__name__}: {error}"[:_TEXT]
         if outcome is Outcome.DECLINED:
             return "supports", f"declined: {said}"
         if outcome is Outcome.HALF_WRITTEN:
-            self._half_written(impl, said, error, args, kwargs)
+            half_written = self._half_written(entry.impl, said, args, kwargs)
+            half_written.__cause__ = error
+            return half_written
         return "failed", f"failed: {said}"
 
     def _half_written(
-        self, impl: OpImpl, said: str, error: Exception, args: Args, kwargs: Kwargs
-    ) -> None:
+        self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs
+    ) -> PartialMutationError:
         names = self._mutated(impl) or self._tensor_names(args, kwargs)
         self._set_aside(impl, said, args, kwargs)
-        raise PartialMutationError(
+        return PartialMutationError(
             f"{impl.label} failed while it was writing {', '.join(names)}, which may be half "
             f"written; nothing else ran on them. It said {said}",
             self.explain(self.facts(args, kwargs), None),
             names,
-        ) from error
+        )
 
     def _mutated(self, impl: OpImpl) -> tuple[str, ...] | None:
         """Arguments that are written; None if nobody has said."""
@@ -269,7 +324,7 @@ class Plan:
 
     def _tensor_names(self, args: Args, kwargs: Kwargs) -> tuple[str, ...]:
         given = {f"#{place + 1}": value for place, value in enumerate(args)} | kwargs
-        return tuple(name for name, value in given.items() if any(self._tensors_in((value,))))
+        return tuple(name for name, value in given.items() if [*self._tensors_in((value,))])
 
     def _wrong_arguments(self, args: Args, kwargs: Kwargs) -> ArgumentError | None:
         if self._contract is None:
@@ -277,6 +332,7 @@ class Plan:
         try:
             self._contract.check(*args, **kwargs)
         except ArgumentError as wrong:
+            wrong.__suppress_context__ = True
             return wrong.with_traceback(None)
         return None
 
@@ -306,6 +362,7 @@ class Plan:
                 said,
                 impl.impl_id,
             )
+        self._manager.log_selection(self._op_name, impl, again=False)
         for monitor in self._manager.monitors:
             monitor(self._op_name, impl)
 
@@ -332,32 +389,18 @@ class Plan:
         )
 
 
-class _Watched(Dispatcher):
-    """Goes through the candidates anew at each call: for monitors, and when nobody serves."""
-
-    __slots__ = ("_plan",)
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plan.serve(self._plan.steps(args, kwargs), args, kwargs, None)
-
-
 def _nothing(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("no candidate: never called")
 
 
-def _adapted(entry: Entry) -> Callable[..., Any]:
-    """The callable, without the options it does not take (they have their defaults)."""
-    missing, contract = entry.missing, entry.contract
-    if not missing or contract is None:
-        return entry.fn
-    names = list(contract.signature.parameters)
+def _without(entry: Entry, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` without the options it does not take (they have their defaults)."""
+    missing = entry.missing
+    names = list(entry.contract.signature.parameters) if entry.contract else []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         taken = {name: value for name, value in kwargs.items() if name not in missing}
         kept = [it for name, it in zip(names, args, strict=False) if name not in missing]
-        return entry.fn(*kept, **taken)
+        return fn(*kept, **taken)
 
     return call

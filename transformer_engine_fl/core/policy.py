@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 from transformer_engine_fl.core import log
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.core.tracing import in_compiled_code, refuse_block
 from transformer_engine_fl.core.types import NAME, OP_NAME, TRAITS, BackendImplKind, Selector
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "get_policy",
     "parse_environment",
     "policy_context",
+    "policy_state",
     "reset_global_policy",
     "set_global_policy",
     "with_allowed_vendors",
@@ -156,13 +158,13 @@ def _token(text: object, where: str) -> str:
     return str(Selector.parse(text, where))
 
 
-def _listed(names: Any, where: str) -> Iterable[str]:
+def _listed(names: Any, where: str) -> tuple[Any, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ConfigurationError(f"{where}: {names!r} is not a list of names")
-    return names
+    return tuple(names)  # an iterator can be gone through only once
 
 
-def _vendors(names: Iterable[str], where: str) -> frozenset[str]:
+def _vendors(names: Iterable[Any], where: str) -> frozenset[str]:
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
             raise ConfigurationError(
@@ -172,9 +174,9 @@ def _vendors(names: Iterable[str], where: str) -> frozenset[str]:
     return frozenset(name.lower() for name in names)
 
 
-def _traits(names: Iterable[str], where: str) -> frozenset[str]:
+def _traits(names: Iterable[Any], where: str) -> frozenset[str]:
     for name in names:
-        if name not in TRAITS:
+        if not isinstance(name, str) or name not in TRAITS:
             raise ConfigurationError(
                 f"{where}: {name!r} is not a trait; valid: {', '.join(sorted(TRAITS))}"
                 f"{suggestion(str(name), TRAITS)}"
@@ -259,7 +261,6 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
             the nearest spelling.
     """
     given = {name: text for name in VARIABLES if (text := environ.get(name, "").strip())}
-    _warn_of_unknown(environ)
     said: dict[str, Any] = {}
     if "TE_FL_PREFER_VENDOR" in given and _switch(given, "TE_FL_PREFER_VENDOR"):
         said["prefer"] = ("vendor", "TE_FL_PREFER_VENDOR")
@@ -303,17 +304,16 @@ def load_policy_file(path: str | Path) -> SelectionPolicy:
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path at all
         raise ConfigurationError(f"TE_FL_POLICY_FILE: cannot read {path}: {error}") from None
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beyond TOMLDecodeError: huge or deep values
         raise ConfigurationError(f"TE_FL_POLICY_FILE: {path} is no TOML: {error}") from None
+    fields = validate(content, str(path))
     try:
-        return SelectionPolicy(**validate(content, str(path)))
+        return SelectionPolicy(**fields)
     except ConfigurationError as error:
-        if str(path) in str(error):
-            raise
         raise ConfigurationError(f"TE_FL_POLICY_FILE: {path}: {error}") from None
 
 
@@ -398,7 +398,7 @@ class Scope:
 
     def child(self, block: SelectionPolicy) -> Scope:
         """The scope inside a further block."""
-        with _state.lock:
+        with policy_state.lock:
             key = block.key
             found = self._children.get(key)
             if found is None:
@@ -446,6 +446,7 @@ class policy_context:  # noqa: N801 - used like the functions of contextlib
         said = SelectionPolicy(**fields)
         self.policy = said if policy is None else said.over(policy)
 
+    @in_compiled_code(lambda self: refuse_block())
     def __enter__(self) -> SelectionPolicy:
         scope = _scope.get().child(self.policy)
         _scope.set(scope)
@@ -505,9 +506,15 @@ class _State:
         self.policy: SelectionPolicy | None = None
         self.environment: Environment | None = None
         self.listeners: weakref.WeakSet[PolicyListener] = weakref.WeakSet()
+        self.key = ""
+
+    def renew_key(self) -> None:
+        """Put what is said outside ``with`` blocks into one text, for compiled code to guard."""
+        said = (self.policy, self.environment and self.environment.policy)
+        self.key = " / ".join(policy.key if policy else "" for policy in said)
 
 
-_state: Final = _State()
+policy_state: Final = _State()
 
 
 def get_environment() -> Environment:
@@ -516,21 +523,23 @@ def get_environment() -> Environment:
     Raises:
         ConfigurationError: a variable is malformed (again at each call until mended).
     """
-    environment = _state.environment
+    environment = policy_state.environment
     if environment is None:
-        with _state.lock:
-            environment = _state.environment
+        with policy_state.lock:
+            environment = policy_state.environment
             if environment is None:
                 environment = parse_environment(os.environ)
                 log.set_level(environment.log_level)
-                _state.environment = environment
+                _warn_of_unknown(os.environ)
+                policy_state.environment = environment
+                policy_state.renew_key()
     return environment
 
 
 def effective_policy(scope: Scope | None = None) -> EffectivePolicy:
     """The complete policy in force in ``scope`` (this context's unless given)."""
     scope = active_scope() if scope is None else scope
-    environment, code = get_environment(), _state.policy or SelectionPolicy()
+    environment, code = get_environment(), policy_state.policy or SelectionPolicy()
     policy = scope.overlay.over(code).over(environment.policy).over(DEFAULTS)
     origins = dict.fromkeys(FIELDS, "default") | dict(environment.origins)
     origins |= dict.fromkeys(code.to_dict(), "set_global_policy")
@@ -550,28 +559,30 @@ def set_global_policy(policy: SelectionPolicy | None) -> SelectionPolicy | None:
     """
     if policy is not None and not isinstance(policy, SelectionPolicy):
         raise ConfigurationError(f"set_global_policy: {policy!r} is not a SelectionPolicy")
-    with _state.lock:
-        before, _state.policy = _state.policy, policy
+    with policy_state.lock:
+        before, policy_state.policy = policy_state.policy, policy
+        policy_state.renew_key()
     _changed()
     return before
 
 
 def reset_global_policy() -> None:
     """Forget the policy set by code, and read the environment again at the next use."""
-    with _state.lock:
-        _state.policy = _state.environment = None
+    with policy_state.lock:
+        policy_state.policy = policy_state.environment = None
+        policy_state.renew_key()
     _changed()
 
 
 def _changed() -> None:
     """Tell everyone. Outside the lock: a listener may hold its own while it asks us."""
-    with _state.lock:
-        listeners = list(_state.listeners)
+    with policy_state.lock:
+        listeners = list(policy_state.listeners)
     for listener in listeners:
         listener.policy_changed()
 
 
 def subscribe(listener: PolicyListener) -> None:
     """Tell ``listener``, held weakly, of every change."""
-    with _state.lock:
-        _state.listeners.add(listener)
+    with policy_state.lock:
+        policy_state.listeners.add(listener)

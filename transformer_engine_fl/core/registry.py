@@ -7,7 +7,6 @@ whole behind one lock. Whether an implementation may serve a call is not decided
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from transformer_engine_fl.core.contract import Contract, Fit, fit
+from transformer_engine_fl.core.contract import Contract, Fit, fit, signature_of
 from transformer_engine_fl.core.errors import (
     DuplicateImplError,
     RegistrationError,
@@ -24,27 +23,16 @@ from transformer_engine_fl.core.errors import (
     UnknownOperatorError,
     suggestion,
 )
-from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.core.late import load_attribute
+from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
 from transformer_engine_fl.core.types import OpImpl
 
-__all__ = ["CATALOGUE", "Entry", "OpRegistry", "Snapshot", "StagedRegistry", "load_attribute"]
+__all__ = ["CATALOGUE", "Entry", "OpRegistry", "Snapshot", "StagedRegistry"]
 
 Contracts = Mapping[str, Contract[..., Any]]
 
 CATALOGUE: Final = "transformer_engine_fl.ops:CATALOGUE"
 """Where the contracts are: named, not imported, because the catalogue builds on core."""
-
-_first_use: Final = ForkSafeLock()
-"""Held while an implementation is imported or asked whether it is available."""
-
-
-def load_attribute(reference: str) -> Any:
-    """The object that ``"module:attribute"`` names."""
-    module, _, path = reference.partition(":")
-    found = importlib.import_module(module)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 class Entry:
@@ -84,10 +72,24 @@ class Entry:
         """Options of the contract that the implementation does not take."""
         return self._fit.missing if self._fit else {}
 
+    def runs(self, fn: Callable[..., Any]) -> bool:
+        """Whether ``fn`` is its callable."""
+        return self._fn is fn
+
+    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call's arguments fit its signature, as far as that can be told."""
+        signature = signature_of(self.fn)
+        try:
+            if signature is not None:
+                signature.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None as far as is known; asks once."""
         if self._unavailable is None:
-            with _first_use:
+            with LOADING:
                 if self._unavailable is None:
                     self._unavailable = self._ask()
         return self._unavailable or None
@@ -95,9 +97,9 @@ class Entry:
     def load(self) -> str | None:
         """Import the callable if need be; why that cannot be done, or None."""
         if self._fn is None and not self._unavailable:
-            with _first_use:
-                if self._fn is None:
-                    self._unavailable = self._load()
+            with LOADING:
+                if self._fn is None:  # loaded, it may still be unavailable: ask then
+                    self._unavailable = self._load() or self._unavailable
         return None if self._fn is not None else self._unavailable
 
     def _ask(self) -> str:

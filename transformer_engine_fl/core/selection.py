@@ -189,7 +189,8 @@ def select(
         quarantined: impl id -> why it is in quarantine for these facts.
         assume_available: do not ask the machine (a what-if question).
     """
-    tokens = _tokens(op_name, policy)
+    order = _order(op_name, entries, policy)
+    tokens = _tokens(order, policy)
     strict = policy.origins["strict"] if policy.policy.strict else None
     serving: str | None = None
     verdicts = []
@@ -208,7 +209,8 @@ def select(
             if rejected is None and why:
                 rejected = "quarantine", f"in quarantine after a fault: {why}"
         if rejected is None:
-            reason = _accepted(impl, facts, policy, tokens, call is not None)
+            said_by = policy.origins["prefer" if order is None else "per_op_order"]
+            reason = _accepted(impl, facts, tokens, said_by, call is not None)
             verdicts.append(Verdict(impl, True, reason))
         else:
             verdicts.append(Verdict(impl, False, rejected[1], rejected[0]))
@@ -219,12 +221,20 @@ Rejection = tuple[str, str]
 """(cause, reason)"""
 
 
-def _tokens(op_name: str, effective: EffectivePolicy) -> Sequence[Selector]:
-    """The order of selector tokens for an operator."""
-    policy = effective.policy
-    order = (policy.per_op_order or {}).get(op_name)
+def _order(
+    op_name: str, entries: Sequence[Entry], effective: EffectivePolicy
+) -> Sequence[str] | None:
+    """The order that the policy gives an operator, by its own name or else by an alias."""
+    orders = effective.policy.per_op_order or {}
+    contract = entries[0].contract if entries else None
+    names = (op_name, *(contract.aliases if contract else ()))
+    return next((orders[name] for name in names if name in orders), None)
+
+
+def _tokens(order: Sequence[str] | None, effective: EffectivePolicy) -> Sequence[Selector]:
+    """The selector tokens in force: an operator's own order, or what ``prefer`` implies."""
     if order is None:
-        first = Selector.parse(policy.prefer or "flagos", "prefer")
+        first = Selector.parse(effective.policy.prefer or "flagos", "prefer")
         base = {"kind": first.value, "vendor": "vendor", "impl": "flagos"}[first.form]
         order = (str(first), *(kind for kind in KIND_ORDER[base] if kind != str(first)))
     return [Selector.parse(token, "per_op_order") for token in order]
@@ -249,7 +259,8 @@ def _policy_reason(
     allowed = policy.allow_vendors
     if vendor is not None and allowed is not None and vendor not in allowed:
         return "policy", f"vendor {impl.vendor!r} is not allowed ({origins['allow_vendors']})"
-    lacking = sorted((policy.require or frozenset()) - impl.traits)
+    claimed = set(impl.traits) | ({"traceable"} if impl.traceable else set())
+    lacking = sorted(set(policy.require or ()) - claimed)
     if lacking:
         return "policy", f"does not claim {lacking[0]!r} ({origins['require']})"
     if _place(impl, tokens) == len(tokens):
@@ -265,7 +276,7 @@ def _capability_reason(
     missing = None if assume_available else entry.unavailable()
     if missing:
         return "available", f"not available: {missing}"
-    rejected = _tensor_reason(impl, facts)
+    rejected = _tensor_reason(entry, facts)
     if rejected:
         return rejected
     if call is not None:
@@ -279,9 +290,13 @@ def _capability_reason(
     return None
 
 
-def _tensor_reason(impl: OpImpl, facts: Facts) -> Rejection | None:
-    if facts.unusual and not impl.traceable:
-        return "tensor", f"{facts.unusual}, and it is no plain tensor code"
+def _tensor_reason(entry: Entry, facts: Facts) -> Rejection | None:
+    impl = entry.impl
+    unusual = facts.unusual
+    if facts.fake and entry.contract is None:
+        unusual = "a fake tensor has no data"
+    if unusual and not (impl.traceable or impl.unconditional):
+        return "tensor", f"{unusual}, and it is no plain tensor code"
     for wanted, found, cause in (
         (impl.devices, facts.device, "device"),
         (impl.supported_dtypes, facts.dtype, "dtype"),
@@ -300,10 +315,12 @@ def _arch_reason(impl: OpImpl, facts: Facts) -> Rejection | None:
         return "arch", f"needs architecture {impl.min_arch} or newer; {where}"
     wanted, found = parse_arch(impl.min_arch), parse_arch(facts.arch)
     if wanted and found and wanted[0] == found[0]:
-        specific = wanted[2] == "a"
-        if found[1] == wanted[1] or (found[1] > wanted[1] and not specific):
+        # "a": exactly this architecture; "f": this family, of one major version; else newer too.
+        kept = {"a": len(wanted[1]), "f": 1}.get(wanted[2], 0)
+        if found[1][:kept] == wanted[1][:kept] and found[1] >= wanted[1]:
             return None
-    return "arch", f"needs architecture {impl.min_arch} or newer; the device is {facts.arch}"
+    newer = "" if wanted and wanted[2] == "a" else " or newer"
+    return "arch", f"needs architecture {impl.min_arch}{newer}; the device is {facts.arch}"
 
 
 def options_decline(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -332,15 +349,10 @@ def ask_supports(impl: OpImpl, call: Call) -> str | None:
 
 
 def _accepted(
-    impl: OpImpl,
-    facts: Facts,
-    effective: EffectivePolicy,
-    tokens: Sequence[Selector],
-    judged_call: bool,
+    impl: OpImpl, facts: Facts, tokens: Sequence[Selector], said_by: str, judged_call: bool
 ) -> str:
     place = _place(impl, tokens)
-    field = "per_op_order" if impl.op_name in (effective.policy.per_op_order or {}) else "prefer"
-    reason = f"choice {place + 1}, {str(tokens[place])!r} ({effective.origins[field]})"
+    reason = f"choice {place + 1}, {str(tokens[place])!r} ({said_by})"
     wanted = (
         ("device", impl.devices),
         ("dtype", impl.supported_dtypes),

@@ -6,9 +6,11 @@ for torch is named here and imported when a question first comes up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
+
+from transformer_engine_fl.core.registry import Entry
 
 __all__ = ["ALL_FACTS", "TORCH", "Facts", "Tensors"]
 
@@ -28,7 +30,8 @@ class Facts:
         device: device type, ``"cuda"``.
         dtype: dtype name, ``"bfloat16"``.
         arch: architecture of the device, ``"sm_90"``; None also if it has no name for it.
-        unusual: why only plain tensor operations can take it (it is fake, say).
+        unusual: why only plain tensor operations can take it, or None.
+        fake: it has no data; raw kernels stand in as operators with a shape rule.
         judged: which of device, dtype and arch a candidate is judged by; a condition on
             any other is left open instead of being refused.
     """
@@ -37,6 +40,7 @@ class Facts:
     dtype: str | None = None
     arch: str | None = None
     unusual: str | None = None
+    fake: bool = False
     judged: frozenset[str] = frozenset()
 
 
@@ -51,6 +55,10 @@ class Tensors(Protocol):
         """What is known of a tensor."""
         ...
 
+    def opaque(self, entry: Entry) -> Callable[..., Any] | None:
+        """An operator that stands for a raw kernel where the data is fake, if there can be."""
+        ...
+
     def is_tensor(self, value: object) -> bool:
         """Whether the value is a tensor."""
         ...
@@ -59,6 +67,6 @@ class Tensors(Protocol):
         """Whether the device is lost or memory ran out, so that nothing else may run."""
         ...
 
-    def no_fallback(self, tensors: Mapping[str, Any]) -> str | None:
+    def no_fallback(self, tensors: Iterable[Any]) -> str | None:
         """Why nothing may fall back now (capture, tracing, fake tensors), or None."""
         ...

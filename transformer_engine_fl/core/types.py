@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError, suggestion
@@ -98,12 +98,12 @@ class OpImpl:
     fn: Callable[..., Any] | str
     vendor: str | None = None
     priority: int = 0
-    supported_dtypes: frozenset[str] | None = None
+    supported_dtypes: Collection[str] | None = None
     min_arch: str | None = None
-    devices: frozenset[str] | None = None
+    devices: Collection[str] | None = None
     supports: Callable[..., bool | str] | None = None
     is_available: Callable[[], bool | str] | None = None
-    traits: frozenset[str] = field(default_factory=frozenset)
+    traits: Collection[str] = frozenset()
     mutates: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class OpImpl:
                 f"{self.label}: min_arch {self.min_arch!r} is no architecture name; "
                 "examples: 'sm_90', 'gfx942'"
             )
-        unknown = sorted(self.traits - TRAITS)
+        unknown = sorted(set(self.traits) - TRAITS)
         if unknown:
             raise RegistrationError(
                 f"{self.label}: unknown trait {unknown[0]!r}; valid: {', '.join(sorted(TRAITS))}"
@@ -171,6 +171,15 @@ class OpImpl:
         """``kind=..., vendor=...``, as log lines show it."""
         vendor = f", vendor={self.vendor}" if self.vendor else ""
         return f"kind={self.kind.value}{vendor}"
+
+    @property
+    def unconditional(self) -> bool:
+        """Whether it takes whatever tensors there are: it states no condition on them.
+
+        That includes fake ones, so a raw kernel states at least the devices it runs on.
+        """
+        conditions = (self.devices, self.supported_dtypes, self.min_arch, self.supports)
+        return all(condition is None for condition in conditions)
 
     @property
     def traceable(self) -> bool:
@@ -235,11 +244,12 @@ class Selector:
 def parse_arch(name: str) -> tuple[str, tuple[int, ...], str] | None:
     """An architecture name as (family, version, variant), comparable within one family.
 
-    ``"sm_90a"`` -> ``("sm", (9, 0), "a")``; ``"gfx90a"`` -> ``("gfx", (9, 0, 10), "")``.
+    ``"sm_90a"`` -> ``("sm", (9, 0), "a")``; ``"gfx90a"`` -> ``("gfx9", (9, 0, 10), "")``.
     None if the name follows neither scheme.
     """
     if match := re.fullmatch(r"sm_?(\d+)(\d)([af]?)", name):
         return "sm", (int(match[1]), int(match[2])), match[3]
     if match := re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", name):
-        return "gfx", (int(match[1]), int(match[2], 16), int(match[3], 16)), ""
+        # gfx9 and gfx11 are different makes of chip, not older and newer ones.
+        return f"gfx{match[1]}", (int(match[1]), int(match[2], 16), int(match[3], 16)), ""
     return None

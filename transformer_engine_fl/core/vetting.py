@@ -16,20 +16,35 @@ __all__ = ["unknown_names"]
 
 
 def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[str]:
-    """A message for each unknown operator, vendor or implementation that a policy names."""
-    origins = effective.origins
-    operators = registry.snapshot().operators
-    impls = [entry.impl for entries in operators.values() for entry in entries]
-    known = {
-        "vendor": {impl.vendor.lower() for impl in impls if impl.vendor},
-        "impl": {impl.impl_id for impl in impls},
-        "operator": {*operators, *registry.contracts},
-    }
+    """A message for each unknown operator, vendor or implementation that a policy names.
+
+    And for an operator that it names twice, the second time by an alias.
+    """
+    known: dict[str, set[str]] = {}
     for form, name, field in _names(effective):
+        if form not in known:
+            known[form] = _known(form, registry)
         if (registry.canonical(name) if form == "operator" else name) not in known[form]:
             kind = "implementation" if form == "impl" else form
             hint = suggestion(name, known[form])
-            yield f"{origins[field]}: no {kind} is called {name!r}{hint}"
+            yield f"{effective.origins[field]}: no {kind} is called {name!r}{hint}"
+    orders = effective.policy.per_op_order or {}
+    for name in orders:
+        own = registry.canonical(name)
+        if own != name and own in orders:
+            origin = effective.origins["per_op_order"]
+            yield f"{origin}: {name!r} is {own!r}, whose own order counts"
+
+
+def _known(form: str, registry: OpRegistry) -> set[str]:
+    """Every name of an operator, a vendor or an implementation that something goes by."""
+    operators = registry.snapshot().operators
+    if form == "operator":
+        return {*operators, *registry.contracts}
+    impls = (entry.impl for entries in operators.values() for entry in entries)
+    if form == "vendor":
+        return {impl.vendor.lower() for impl in impls if impl.vendor}
+    return {impl.impl_id for impl in impls}
 
 
 def _names(effective: EffectivePolicy) -> Iterator[tuple[str, str, str]]:

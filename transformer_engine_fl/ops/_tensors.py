@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
-__all__ = ["TorchTensors"]
+__all__ = ["TorchTensors", "facts_of"]
 
 # What torch says when a device is gone or its context is beyond use. Errors of these
 # kinds stick: every later call on the device fails as well.
@@ -37,13 +39,17 @@ class TorchTensors:
 
     def facts(self, value: torch.Tensor) -> Facts:
         """Device type, dtype and architecture of a tensor."""
-        return Facts(
-            device=value.device.type,
-            dtype=str(value.dtype).removeprefix("torch."),
-            arch=_arch(value.device),
-            unusual=_unusual(value),
-            judged=ALL_FACTS,
-        )
+        if isinstance(value, FakeTensor):
+            return facts_of(value.device, value.dtype, fake=True)
+        return facts_of(value.device, value.dtype, _unusual(value))
+
+    def opaque(self, entry: Entry) -> Callable[..., Any] | None:
+        """The ``torch.library`` operator that runs this implementation, if it has a contract."""
+        if entry.contract is None:
+            return None
+        from transformer_engine_fl.ops import _library
+
+        return partial(_library.operator(entry.contract), impl=_library.reference_to(entry))
 
     def is_tensor(self, value: object) -> bool:
         """Whether the value is a torch tensor."""
@@ -69,6 +75,23 @@ class TorchTensors:
         return None
 
 
+def facts_of(
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    unusual: str | None = None,
+    fake: bool = False,
+) -> Facts:
+    """What dispatch goes by, for a tensor of that device and dtype (None: no tensor)."""
+    return Facts(
+        device=device.type if device else None,
+        dtype=str(dtype).removeprefix("torch.") if dtype else None,
+        arch=_arch(device) if device else None,
+        unusual=unusual,
+        fake=fake,
+        judged=ALL_FACTS,
+    )
+
+
 def _unusual(value: torch.Tensor) -> str | None:
     """Why a raw kernel cannot take a tensor: it has no memory of its own to point at."""
     kind = type(value)
@@ -76,8 +99,6 @@ def _unusual(value: torch.Tensor) -> str | None:
         return None
     if value.device.type == "meta":
         return "a meta tensor has no data"
-    if isinstance(value, FakeTensor):
-        return "a fake tensor has no data"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"a {kind.__name__} keeps its data in its own way"
     return None

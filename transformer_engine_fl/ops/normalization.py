@@ -84,12 +84,12 @@ def _check_forward(
 
 
 def _check_backward(
-    op: str, dy: Any, x: Any, rsigma: Any, gamma: Any, zero_centered_gamma: Any, mu: Any = None
+    op: str, dy: Any, x: Any, rsigma: Any, gamma: Any, zero_centered_gamma: Any, **mu: Any
 ) -> None:
     columns = _check_input(op, "x", x)
     dy = check.is_tensor(op, "dy", dy, dtypes=DTYPES)
     check.has_shape(op, "dy", dy, x.shape, "the shape of 'x'")
-    statistics = {"rsigma": rsigma} if mu is None else {"mu": mu, "rsigma": rsigma}
+    statistics = {**mu, "rsigma": rsigma}
     for name, value in statistics.items():
         dtype = check.dtype_name(statistics_dtype(x.dtype))
         tensor = check.is_tensor(op, name, value, dtypes=(dtype,))

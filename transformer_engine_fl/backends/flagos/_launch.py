@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-from triton import knobs
+import triton.language as tl
 
 from transformer_engine_fl.core.errors import NotSupportedError
 
@@ -33,15 +33,22 @@ if TYPE_CHECKING:
 
 __all__ = ["INTERPRETED", "Launch", "Limits", "limits", "ordinary_launches", "unsupported_device"]
 
-INTERPRETED: bool = knobs.runtime.interpret
-"""Whether kernels run in Triton's interpreter, on the CPU."""
+INTERPRETED: bool = not isinstance(tl.sum, triton.runtime.JITFunction)
+"""Whether kernels run in Triton's interpreter, on the CPU.
+
+Triton decides that for its own functions when it is imported; set later, the environment
+variable would give kernels that run nowhere.
+"""
 
 _ALIGNMENT_MASK = 15
+_MOST_REGISTERS = 255  # of one thread
 # In these versions a compiled kernel is started by
 # run(x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *every_argument),
 # and a pointer may be passed as an integer. For AMD, compiled code also depends on whether
 # a tensor is larger than 2 GB, which nothing here looks at: ordinary launches there.
 _UNDERSTOOD = ((3, 6), (3, 7))
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_RUNTIME = triton.knobs.runtime
 
 
 class _DirectLaunches:
@@ -50,7 +57,7 @@ class _DirectLaunches:
     allowed = (
         not INTERPRETED
         and torch.version.hip is None
-        and tuple(int(part) for part in triton.__version__.split(".")[:2]) in _UNDERSTOOD
+        and _VERSION in _UNDERSTOOD
         and hasattr(torch._C, "_cuda_getCurrentRawStream")
         and hasattr(torch._C, "_cuda_getDevice")
     )
@@ -72,20 +79,31 @@ class Limits(NamedTuple):
     Attributes:
         multiprocessors: how many there are.
         shared_bytes: shared memory that one program may use.
+        warp_size: threads of a warp.
+        registers: registers of a multiprocessor, where a kernel's use of them can be
+            limited; otherwise 0.
     """
 
     multiprocessors: int
     shared_bytes: int
+    warp_size: int
+    registers: int
 
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
     """The limits of ``device``; in the interpreter two multiprocessors, so that loops turn."""
     if INTERPRETED:
-        return Limits(2, 1 << 16)
-    utils = triton.runtime.driver.active.utils
-    properties = utils.get_device_properties(device.index)
-    return Limits(properties["multiprocessor_count"], properties["max_shared_mem"])
+        return Limits(2, 1 << 16, 32, 0)
+    driver = triton.runtime.driver.active
+    target = driver.get_current_target()
+    properties = driver.utils.get_device_properties(device.index)
+    return Limits(
+        properties["multiprocessor_count"],
+        properties["max_shared_mem"],
+        target.warp_size,
+        properties["max_num_regs"] if target.backend == "cuda" else 0,
+    )
 
 
 @functools.cache
@@ -111,8 +129,23 @@ def unsupported_device(device: torch.device) -> str | None:
 
 def _hooked() -> bool:
     """Whether somebody wants to see each launch."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+_Started = tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]
+"""What starts a compiled kernel, and what stands before and after a call's own arguments."""
+
+
+def _started(compiled: Any, constants: tuple[Any, ...]) -> _Started:
+    """How to start a compiled kernel with the least work on the host."""
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+    if _VERSION == (3, 6) and not scratch:
+        # What run itself ends in, for a kernel that needs no scratch memory.
+        head = (function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+        return run.launch, (*head, packed, None, None, None), constants
+    return run, (function, packed, None, None, None), constants
 
 
 class Launch:
@@ -124,22 +157,34 @@ class Launch:
     Args:
         kernel: the jitted function.
         device: where it runs.
-        num_warps: warps of one program.
-        constants: its constexpr parameters, in order.
+        threads: of one program.
+        resident: programs that one multiprocessor must be able to hold at once, if the
+            kernel counts on that.
+        constants: its constexpr parameters.
     """
 
     __slots__ = ("_constants", "_device", "_index", "_kernel", "_options", "_ready")
 
     def __init__(
-        self, kernel: Any, device: torch.device, *, num_warps: int, **constants: Any
+        self,
+        kernel: Any,
+        device: torch.device,
+        *,
+        threads: int,
+        resident: int = 0,
+        **constants: Any,
     ) -> None:
+        offered = limits(device)
         self._kernel = kernel
         self._device = device
         self._index = device.index
-        self._options = {"num_warps": num_warps}
-        self._constants = constants
-        # alignment of the pointers (0: each is aligned) -> how to start the compiled kernel
-        self._ready: dict[object, Callable[..., None]] = {}
+        self._options = {"num_warps": threads // offered.warp_size}
+        if resident and offered.registers:
+            share = offered.registers // (threads * resident)
+            self._options["maxnreg"] = min(_MOST_REGISTERS, share - share % 8)
+        self._constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        # alignment of the pointers (0: each is aligned) -> what starts the compiled kernel
+        self._ready: dict[object, _Started] = {}
 
     def __call__(
         self,
@@ -158,14 +203,17 @@ class Launch:
         alignment: object = 0
         if bits & _ALIGNMENT_MASK:
             alignment = tuple([not pointer & _ALIGNMENT_MASK for pointer in pointers])
-        start = self._ready.get(alignment)
-        if start is None or not _DirectLaunches.allowed or _hooked():
+        ready = self._ready.get(alignment)
+        if ready is None or not _DirectLaunches.allowed or _hooked():
             self._ordinary(alignment, grid, tensors, numbers)
-        elif torch._C._cuda_getDevice() == self._index:
-            start(*grid, torch._C._cuda_getCurrentRawStream(self._index), pointers, numbers)
         else:
-            with torch.cuda.device(self._index):
-                start(*grid, torch._C._cuda_getCurrentRawStream(self._index), pointers, numbers)
+            start, head, tail = ready
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            if torch._C._cuda_getDevice() == self._index:
+                start(*grid, 1, stream, *head, *pointers, *numbers, *tail)
+            else:
+                with torch.cuda.device(self._index):
+                    start(*grid, 1, stream, *head, *pointers, *numbers, *tail)
 
     def _ordinary(
         self,
@@ -175,21 +223,32 @@ class Launch:
         numbers: tuple[int | float, ...],
     ) -> None:
         if INTERPRETED:
-            self._kernel[grid](*tensors, *numbers, **self._constants, **self._options)
+            with _bfloat16_in_float32(tensors) as stand_ins:
+                self._kernel[grid](*stand_ins, *numbers, **self._constants, **self._options)
             return
         with torch.get_device_module(self._device).device(self._index):
             compiled = self._kernel[grid](*tensors, *numbers, **self._constants, **self._options)
         if _DirectLaunches.allowed and isinstance(compiled, triton.compiler.CompiledKernel):
-            self._ready[alignment] = _starter(compiled, tuple(self._constants.values()))
+            self._ready[alignment] = _started(compiled, tuple(self._constants.values()))
 
 
-def _starter(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None]:
-    """How to start ``compiled``, without the looks that an ordinary launch takes."""
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+@contextlib.contextmanager
+def _bfloat16_in_float32(tensors: tuple[Tensor | None, ...]) -> Iterator[list[Tensor | None]]:
+    """The tensors with float32 memory for bfloat16, written back rounded to nearest even.
 
-    def start(x: int, y: int, stream: int, pointers: list[int], numbers: tuple[Any, ...]) -> None:
-        run(
-            x, y, 1, stream, function, packed, None, None, None, *pointers, *numbers, *constants
-        )  # fmt: skip
-
-    return start
+    The interpreter cuts bfloat16 off instead of rounding, as no device does.
+    """
+    stand_ins: list[Tensor | None] = list(tensors)
+    pairs = []
+    for place, tensor in enumerate(tensors):
+        if tensor is not None and tensor.dtype == torch.bfloat16:
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            extent = 1 + sum((size - 1) * stride for size, stride in steps)
+            memory = tensor.detach().as_strided((extent,), (1,))
+            stand_ins[place] = wide = memory.float()
+            pairs.append((memory, wide))
+    yield stand_ins
+    for memory, wide in pairs:
+        rounded = wide.bfloat16()
+        if not torch.equal(rounded.view(torch.int16), memory.view(torch.int16)):
+            memory.copy_(rounded)

@@ -18,19 +18,20 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine_fl import ops
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.ops import normalization as contracts
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from transformer_engine_fl.core.contract import Contract
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 
@@ -41,14 +42,14 @@ __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 # their divisor and can use wide accesses. The dtype of the statistics is that of all sums.
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])
+@triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
 def _forward_rows(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mu_ptr,
-    rsigma_ptr,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    rsigma_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     stride: tl.int64,
@@ -57,56 +58,41 @@ def _forward_rows(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    KEEP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Rows that fit into registers, ROWS at a time; KEEP holds the parameters there too."""
+) -> None:
+    """Rows that fit into registers, ROWS to a program."""
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    if KEEP:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + column, mask=inside, other=0)
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
-    ):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        start = row.to(tl.int64)
-        x = tl.load(
-            x_ptr + (start * stride * UNIT)[:, None] + column[None, :],
-            mask=mask,
-            other=0,
-            eviction_policy="evict_first",
-        ).to(ACC)
-        if mu_ptr is not None:
-            mu = tl.sum(x, axis=1) / columns
-            tl.store(mu_ptr + row, mu, mask=row < rows)
-            x = tl.where(inside[None, :], x - mu[:, None], 0)
-        variance = tl.sum(x * x, axis=1) / columns
-        rsigma = tl.rsqrt(variance + tl.full((ROWS,), eps, ACC))
-        tl.store(rsigma_ptr + row, rsigma, mask=row < rows)
-        if not KEEP:
-            weight = tl.load(weight_ptr + column, mask=inside, other=0)
-        y = x * rsigma[:, None] * (weight.to(ACC) + OFFSET)[None, :]
-        if bias_ptr is not None:
-            if not KEEP:
-                bias = tl.load(bias_ptr + column, mask=inside, other=0)
-            y += bias.to(ACC)[None, :]
-        out = y_ptr + (start * columns)[:, None] + column[None, :]
-        tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & inside[None, :]
+    start = row.to(tl.int64)
+    x = tl.load(x_ptr + (start * stride * UNIT)[:, None] + column[None, :], mask=mask, other=0).to(
+        ACC
+    )
+    weight = tl.load(weight_ptr + column, mask=inside, other=0)
+    if mu_ptr is not None:
+        mu = tl.sum(x, axis=1) / columns
+        tl.store(mu_ptr + row, mu, mask=row < rows)
+        x = tl.where(inside[None, :], x - mu[:, None], 0)
+    variance = tl.sum(x * x, axis=1) / columns
+    rsigma = tl.rsqrt(variance + tl.full((ROWS,), eps, ACC))
+    tl.store(rsigma_ptr + row, rsigma, mask=row < rows)
+    y = x * rsigma[:, None] * (weight.to(ACC) + OFFSET)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=inside, other=0).to(ACC)[None, :]
+    out = y_ptr + (start * columns)[:, None] + column[None, :]
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])
+@triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
 def _forward_wide(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mu_ptr,
-    rsigma_ptr,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    rsigma_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     stride: tl.int64,
@@ -115,7 +101,7 @@ def _forward_wide(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-):
+) -> None:
     """One row per program in chunks of BLOCK columns, read twice."""
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
@@ -165,15 +151,15 @@ def _forward_wide(
 # program summed them over its rows.
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])
+@triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
 def _backward_rows(
-    dy_ptr,
-    x_ptr,
-    mu_ptr,
-    rsigma_ptr,
-    gamma_ptr,
-    dx_ptr,
-    partial_ptr,
+    dy_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    rsigma_ptr: tl.tensor,
+    gamma_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     dy_stride: tl.int64,
@@ -183,7 +169,7 @@ def _backward_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):
+) -> None:
     """Rows that fit into registers together with the sums for their parameters."""
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
@@ -231,19 +217,19 @@ def _backward_rows(
         tl.store(partial_ptr + column, tl.sum(dbeta, axis=0), mask=inside)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _row_means(
-    dy_ptr,
-    x_ptr,
-    gamma_ptr,
-    mu,
-    rsigma,
-    columns,
+    dy_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    gamma_ptr: tl.tensor,
+    mu: tl.tensor,
+    rsigma: tl.tensor,
+    columns: tl.tensor,
     OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor]:
     """mean(u * xhat) and mean(u) of one row; the second is 0 unless CENTRED."""
     ACC: tl.constexpr = rsigma.dtype
     lane = tl.arange(0, BLOCK)
@@ -265,14 +251,14 @@ def _row_means(
         return product, product * 0
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])
+@triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
 def _backward_means(
-    dy_ptr,
-    x_ptr,
-    mu_ptr,
-    rsigma_ptr,
-    gamma_ptr,
-    means_ptr,
+    dy_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    rsigma_ptr: tl.tensor,
+    gamma_ptr: tl.tensor,
+    means_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     dy_stride: tl.int64,
@@ -281,7 +267,7 @@ def _backward_means(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
-):
+) -> None:
     """One row per program: its two means, for rows that too many programs share."""
     row = tl.program_id(0).to(tl.int64)
     rsigma = tl.load(rsigma_ptr + row)
@@ -304,16 +290,16 @@ def _backward_means(
     tl.store(means_ptr + 2 * row + 1, plain)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])
+@triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
 def _backward_wide(
-    dy_ptr,
-    x_ptr,
-    mu_ptr,
-    rsigma_ptr,
-    gamma_ptr,
-    means_ptr,
-    dx_ptr,
-    partial_ptr,
+    dy_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    rsigma_ptr: tl.tensor,
+    gamma_ptr: tl.tensor,
+    means_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     dy_stride: tl.int64,
@@ -323,7 +309,7 @@ def _backward_wide(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     UNROLL: tl.constexpr,
-):
+) -> None:
     """One row at a time, for CHUNKS chunks of its columns; the rest is other programs'.
 
     The sums for the parameters of these columns stay in registers over all rows. The
@@ -332,13 +318,10 @@ def _backward_wide(
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
     lane = tl.program_id(1) * (CHUNKS * BLOCK) + tl.arange(0, BLOCK)
-    dgammas = ()
-    dbetas = ()
-    for _ in tl.static_range(CHUNKS):
-        dgammas += (tl.zeros((BLOCK,), ACC),)
-        dbetas += (tl.zeros((BLOCK,), ACC),)
+    dgammas = (tl.zeros((BLOCK,), ACC),) * CHUNKS
+    dbetas = (tl.zeros((BLOCK,), ACC),) * CHUNKS
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = index.to(tl.int64)
+        row = tl.full((), index, tl.int64)
         dy_row = dy_ptr + row * dy_stride * UNIT
         x_row = x_ptr + row * x_stride * UNIT
         dx_row = dx_ptr + row * columns
@@ -381,17 +364,17 @@ def _backward_wide(
             tl.store(other_ptr + column, dbetas[chunk], mask=column < columns)
 
 
-@triton.jit(do_not_specialize=["programs", "columns"])
+@triton.jit(do_not_specialize=["programs", "columns"])  # type: ignore[untyped-decorator]
 def _sum_programs(
-    partial_ptr,
-    dgamma_ptr,
-    dbeta_ptr,
+    partial_ptr: tl.tensor,
+    dgamma_ptr: tl.tensor,
+    dbeta_ptr: tl.tensor,
     programs: tl.int32,
     columns: tl.int32,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """The sums of ``partial`` over the programs: dgamma, and dbeta on the second grid axis."""
     ACC: tl.constexpr = partial_ptr.dtype.element_ty
     columns = columns * UNIT
@@ -407,9 +390,547 @@ def _sum_programs(
             other=0,
         )
     result = tl.sum(total, axis=0).to(dgamma_ptr.dtype.element_ty)
-    if dbeta_ptr is None:
-        tl.store(dgamma_ptr + column, result, mask=inside)
-    elif tl.program_id(1) == 0:
+    if dbeta_ptr is None or tl.program_id(1) == 0:
         tl.store(dgamma_ptr + column, result, mask=inside)
     else:
         tl.store(dbeta_ptr + column, result, mask=inside)
+
+
+# --------------------------------------------------------------------------- heuristics
+
+
+class _Tiles(NamedTuple):
+    """How the backward cuts rows that fit into registers.
+
+    Attributes:
+        threads: of one program.
+        programs: per multiprocessor, all of them at work at once and each on many tiles.
+        stages: tiles under way, counting the one that is computed.
+    """
+
+    threads: int
+    programs: int
+    stages: int
+
+
+class _Chunks(NamedTuple):
+    """How wider rows are cut.
+
+    Attributes:
+        threads, programs: as above.
+        block: columns of a chunk.
+        chunks: chunks of one program, whose sums for the parameters it holds.
+    """
+
+    threads: int
+    programs: int
+    block: int
+    chunks: int
+
+
+# By width: columns rounded up to a power of two, float64 counting double. The widest row
+# listed is the widest that is kept in registers: up to 32 columns a thread in the forward,
+# 16 in the backward, which also holds the sums for the parameters.
+_FORWARD_THREADS = {2048: 128, 4096: 256, 16384: 512, 32768: 1024}
+_FORWARD_TILE, _BACKWARD_TILE = 2048, 4096  # width of a tile of several rows
+_FORWARD_CHUNK, _FORWARD_CHUNK_THREADS = 4096, 256
+_BACKWARD_TILES = {
+    4096: _Tiles(threads=256, programs=2, stages=3),
+    8192: _Tiles(threads=512, programs=1, stages=3),
+}
+# Sums of 64 columns a thread are what fits: half of them dbeta where rows are centred. The
+# last entry also serves whatever is wider, its columns divided among several programs.
+_BACKWARD_CHUNKS = {
+    16384: _Chunks(threads=256, programs=2, block=2048, chunks=8),
+    32768: _Chunks(threads=512, programs=1, block=4096, chunks=8),
+}
+_BACKWARD_CHUNKS_CENTRED = {
+    16384: _Chunks(threads=512, programs=1, block=4096, chunks=4),
+}
+# Each program that shares a row reads all of it; with more of them a first kernel does.
+_MOST_SHARING = 2
+_MEANS_THREADS = 256
+_UNROLL = 4
+# The sum over the programs reads tiles of this many of them by that many columns: narrow
+# ones give enough programs where there are few columns.
+_SUM_TILES = {8192: (128, 32), 2**31: (32, 128)}
+_SUM_THREADS = 256
+
+_MOST = 2**31 - 2 * _BACKWARD_TILE  # rows, and columns: with a tile beyond them, within an int32
+_WIDEST_UNIT = 16
+
+
+def _block(columns: int) -> int:
+    return int(max(16, triton.next_power_of_2(columns)))
+
+
+def _listed(table: dict[int, Any], width: int) -> Any:
+    """The entry of the narrowest listed width that holds ``width``; None if none does."""
+    return next((entry for most, entry in table.items() if width <= most), None)
+
+
+def _rows_of_tile(tile: int, width: int) -> int:
+    return max(1, min(64, tile // width))
+
+
+def _stages(tiles: _Tiles, tile_bytes: int, device: torch.device) -> int:
+    """As many stages as wanted, or as shared memory has room for."""
+    room: int = _launch.limits(device).shared_bytes // (tile_bytes * tiles.programs)
+    return max(1, min(tiles.stages, 1 + room))
+
+
+def _most_programs(programs: int, sharing: int, device: torch.device) -> int:
+    """Programs, or groups of ``sharing`` of them, that start at once; ``programs`` as above."""
+    return max(1, programs * _launch.limits(device).multiprocessors // sharing)
+
+
+# -------------------------------------------------------------------------------- plans
+#
+# A plan is what a call needs beyond its tensors: made once per dtypes, width, options and
+# device, so that a call is a look-up, its allocations and its launches.
+
+
+class _ForwardPlan(NamedTuple):
+    """How to run a forward.
+
+    Attributes:
+        launch: the kernel.
+        statistics: dtype of mu and rsigma.
+        unit: see the kernels.
+        tile: rows of a program.
+    """
+
+    launch: _launch.Launch
+    statistics: torch.dtype
+    unit: int
+    tile: int
+
+
+class _BackwardPlan(NamedTuple):
+    """How to run a backward.
+
+    Attributes:
+        launch: the kernel for dx and the sums of each program.
+        means: the kernel for the means of each row, where one must go ahead.
+        total: the sum over the programs, and
+        blocks: how many programs that takes.
+        unit: see the kernels.
+        tile: rows that a program handles at a time.
+        most: programs that start at once on rows of their own.
+        sharing: programs among which a row's columns are divided; 0 where they are not.
+    """
+
+    launch: _launch.Launch
+    means: _launch.Launch | None
+    total: _launch.Launch
+    blocks: int
+    unit: int
+    tile: int
+    most: int
+    sharing: int
+
+
+_FORWARD_PLANS: dict[object, _ForwardPlan] = {}
+_BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
+
+
+def _plan_forward(
+    columns: int, dtype: torch.dtype, offset: bool, unit: int, device: torch.device
+) -> _ForwardPlan:
+    double = 2 if dtype == torch.float64 else 1
+    block = _block(columns)
+    statistics = contracts.statistics_dtype(dtype)
+    make = functools.partial(_launch.Launch, device=device, OFFSET=int(offset), UNIT=unit)
+    threads: int | None = _listed(_FORWARD_THREADS, block * double)
+    if threads is None:
+        launch = make(
+            _forward_wide,
+            threads=_FORWARD_CHUNK_THREADS,
+            BLOCK=_FORWARD_CHUNK // double,
+            UNROLL=_UNROLL,
+        )
+        return _ForwardPlan(launch, statistics, unit, 1)
+    rows = _rows_of_tile(_FORWARD_TILE, block * double)
+    launch = make(_forward_rows, threads=threads, ROWS=rows, BLOCK=block)
+    return _ForwardPlan(launch, statistics, unit, rows)
+
+
+def _plan_backward(
+    columns: int,
+    dtype: torch.dtype,
+    dy_dtype: torch.dtype,
+    centred: bool,
+    offset: bool,
+    unit: int,
+    device: torch.device,
+) -> _BackwardPlan:
+    double = 2 if dtype == torch.float64 else 1
+    block = _block(columns)
+    make = functools.partial(_launch.Launch, device=device, UNIT=unit)
+    sum_rows, sum_block = _listed(_SUM_TILES, block)
+    total = make(_sum_programs, threads=_SUM_THREADS, ROWS=sum_rows, BLOCK=sum_block)
+    blocks = -(-columns // sum_block)
+    tiles: _Tiles | None = _listed(_BACKWARD_TILES, block * double)
+    if tiles is not None:
+        rows = _rows_of_tile(_BACKWARD_TILE, block * double)
+        row_bytes = block * (dtype.itemsize + dy_dtype.itemsize)
+        launch = make(
+            _backward_rows,
+            threads=tiles.threads,
+            resident=tiles.programs,
+            OFFSET=int(offset),
+            ROWS=rows,
+            BLOCK=block,
+            STAGES=_stages(tiles, rows * row_bytes, device),
+        )
+        most = _most_programs(tiles.programs, 1, device)
+        return _BackwardPlan(launch, None, total, blocks, unit, rows, most, 0)
+    table = _BACKWARD_CHUNKS_CENTRED if centred else _BACKWARD_CHUNKS
+    chunks: _Chunks = _listed(table, block * double) or list(table.values())[-1]
+    constants: dict[str, Any] = {"OFFSET": int(offset), "BLOCK": chunks.block // double}
+    sharing = -(-columns * double // (chunks.block * chunks.chunks))
+    launch = make(
+        _backward_wide,
+        threads=chunks.threads,
+        resident=chunks.programs,
+        **constants,
+        CHUNKS=chunks.chunks,
+        UNROLL=_UNROLL,
+    )
+    means = None
+    if sharing > _MOST_SHARING:
+        means = make(_backward_means, threads=_MEANS_THREADS, **constants, UNROLL=_UNROLL)
+    most = _most_programs(chunks.programs, sharing, device)
+    return _BackwardPlan(launch, means, total, blocks, unit, 1, most, sharing)
+
+
+# ---------------------------------------------------------------------------- arguments
+
+_PLAIN = (torch.Tensor, Parameter)
+# What a value that is no plain tensor answers to the quick looks at a call's arguments; the
+# contract's own check then says what is wrong with it.
+_NOT_A_TENSOR = (AttributeError, IndexError, RuntimeError, TypeError)
+
+
+def _plain(op: str, name: str, tensor: Tensor) -> Tensor:
+    """The same memory as a plain tensor, or a decline if there is no such memory."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        raise NotSupportedError(
+            f"{op}: {name!r} is a {kind.__name__}, which handles operators itself; "
+            "a kernel needs a tensor with memory"
+        )
+    if tensor.layout is not torch.strided:
+        raise NotSupportedError(f"{op}: {name!r} is laid out as {tensor.layout}, not strided")
+    reason = _launch.unsupported_device(tensor.device)
+    if reason:
+        raise NotSupportedError(f"{op}: {name!r} is on {tensor.device}: {reason}")
+    return (tensor if kind in _PLAIN else tensor.as_subclass(torch.Tensor)).detach().resolve_neg()
+
+
+def _by_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The tensor with dense columns and rows one distance apart, copied if need be."""
+    step = _row_distance(tensor)
+    return (tensor.contiguous(), tensor.shape[-1]) if step is None else (tensor, step)
+
+
+def _row_distance(tensor: Tensor) -> int | None:
+    """How far rows are apart; None if that is not one number or the columns are not dense."""
+    columns = tensor.shape[-1]
+    if tensor.stride(-1) != 1 and columns != 1:
+        return None
+    distance = extent = None
+    for size, stride in zip(tensor.shape[-2::-1], tensor.stride()[-2::-1], strict=True):
+        if size == 1:
+            continue
+        if extent is not None and stride != extent:
+            return None
+        distance = stride if distance is None else distance
+        extent = size * stride
+    return columns if distance is None else distance
+
+
+def _check_size(op: str, name: str, size: int) -> None:
+    if size > _MOST:
+        raise NotSupportedError(f"{op}: {size} {name} are more than a kernel counts ({_MOST})")
+
+
+def _check_fresh(op: str, tensor: Tensor) -> None:
+    """Decline if a mode (fake tensors, tracing) gives outputs that have no memory."""
+    if type(tensor) is not torch.Tensor:
+        raise NotSupportedError(
+            f"{op}: torch allocates a {type(tensor).__name__} here; a kernel needs memory to write"
+        )
+
+
+def _is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
+    """Whether it is a plain dense vector of that size on that device."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.dim() == 1
+        and tensor.numel() == size
+        and tensor.is_contiguous()
+        and tensor.device == device
+    )
+
+
+# ---------------------------------------------------------------------------- operators
+#
+# Each call takes a quick look at its arguments; when all is plain and dense and the plan is
+# there, that look was the validation. Whatever else it finds goes to the contract's check,
+# is made dense, or is declined.
+
+
+def _examine_forward(
+    op: Contract[..., Any],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[_ForwardPlan, Tensor, Tensor, Tensor | None, float, int]:
+    """The plan, and the arguments as the kernels take them with the distance of two rows."""
+    centred = op is contracts.layernorm_fwd
+    extra = (bias,) if centred else ()
+    options = {"zero_centered_gamma": zero_centered_gamma, "out_dtype": out_dtype}
+    op.check(input, weight, *extra, eps=eps, **options)
+    if not isinstance(eps, int | float):
+        raise NotSupportedError(f"{op.name}: eps is a {type(eps).__name__}, not a number yet")
+    columns, device = input.shape[-1], input.device
+    _check_size(op.name, "columns", columns)
+    input, distance = _by_rows(_plain(op.name, "input", input))
+    weight = _plain(op.name, "weight", weight).contiguous()
+    bias = None if bias is None else _plain(op.name, "bias", bias).contiguous()
+    kinds = (input.dtype, weight.dtype, None if bias is None else bias.dtype, out_dtype)
+    unit = math.gcd(columns, distance, _WIDEST_UNIT)
+    # Where rows lie one after the other, the next quick look finds the plan.
+    key = (centred, *kinds, columns, zero_centered_gamma, device)
+    plan = _FORWARD_PLANS.get(key if distance == columns else (*key, unit))
+    if plan is None:
+        plan = _plan_forward(columns, input.dtype, zero_centered_gamma, unit, device)
+        _FORWARD_PLANS[key if distance == columns else (*key, unit)] = plan
+    return plan, input, weight, bias, float(eps), distance
+
+
+def _forward(
+    op: Contract[..., Any],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Output, mu (None unless the rows are centred) and rsigma."""
+    centred = op is contracts.layernorm_fwd
+    plan: _ForwardPlan | None = None
+    columns = 0
+    try:
+        distance = columns = input.shape[-1]
+        device = input.device
+        if (
+            type(input) in _PLAIN
+            and columns > 1  # one number may be dense and yet have its sign kept apart
+            and input.is_contiguous()
+            and _is_vector(weight, columns, device)
+            and (bias is None or _is_vector(bias, columns, device))
+            and type(eps) is float
+            and eps >= 0
+            and type(zero_centered_gamma) is bool
+        ):
+            kinds = (input.dtype, weight.dtype, None if bias is None else bias.dtype, out_dtype)
+            plan = _FORWARD_PLANS.get((centred, *kinds, columns, zero_centered_gamma, device))
+    except _NOT_A_TENSOR:
+        pass
+    if plan is None:
+        plan, input, weight, bias, eps, distance = _examine_forward(
+            op, input, weight, bias, eps, zero_centered_gamma, out_dtype
+        )
+        columns, device = input.shape[-1], input.device
+    rows = input.numel() // columns
+    if rows > _MOST:
+        _check_size(op.name, "rows", rows)
+    if out_dtype is None and distance == columns:
+        output = torch.empty_like(input)
+    else:
+        output = torch.empty(input.shape, dtype=out_dtype or input.dtype, device=device)
+    _check_fresh(op.name, output)
+    rsigma = torch.empty(rows, dtype=plan.statistics, device=device)
+    mu = torch.empty_like(rsigma) if centred else None
+    if rows:
+        unit = plan.unit
+        plan.launch(
+            (-(-rows // plan.tile), 1),
+            (input, weight, bias, output, mu, rsigma),
+            (rows, columns // unit, distance // unit, eps),
+        )
+    return output, mu, rsigma
+
+
+def _examine_backward(
+    op: Contract[..., Any],
+    dy: Tensor,
+    x: Tensor,
+    mu: Tensor | None,
+    rsigma: Tensor,
+    gamma: Tensor,
+    zero_centered_gamma: bool,
+) -> tuple[_BackwardPlan, Tensor, Tensor, Tensor | None, Tensor, Tensor, int, int]:
+    """The plan, and the arguments as the kernels take them with the distances of two rows."""
+    centred = op is contracts.layernorm_bwd
+    statistics = (mu, rsigma) if centred else (rsigma,)
+    op.check(dy, x, *statistics, gamma, zero_centered_gamma=zero_centered_gamma)
+    if centred and mu is None:
+        raise ArgumentError(op.name, "mu", "None", "one value per row of 'x'")
+    columns, device = x.shape[-1], x.device
+    _check_size(op.name, "columns", columns)
+    x, x_distance = _by_rows(_plain(op.name, "x", x))
+    dy, dy_distance = _by_rows(_plain(op.name, "dy", dy))
+    mu = None if mu is None else _plain(op.name, "mu", mu).contiguous()
+    rsigma = _plain(op.name, "rsigma", rsigma).contiguous()
+    gamma = _plain(op.name, "gamma", gamma).contiguous()
+    unit = math.gcd(columns, x_distance, dy_distance, _WIDEST_UNIT)
+    dense = x_distance == columns == dy_distance
+    key = (centred, dy.dtype, x.dtype, gamma.dtype, columns, zero_centered_gamma, device)
+    plan = _BACKWARD_PLANS.get(key if dense else (*key, unit))
+    if plan is None:
+        plan = _plan_backward(
+            columns, x.dtype, dy.dtype, centred, zero_centered_gamma, unit, device
+        )
+        _BACKWARD_PLANS[key if dense else (*key, unit)] = plan
+    return plan, dy, x, mu, rsigma, gamma, dy_distance, x_distance
+
+
+def _backward(
+    op: Contract[..., Any],
+    dy: Tensor,
+    x: Tensor,
+    mu: Tensor | None,
+    rsigma: Tensor,
+    gamma: Tensor,
+    zero_centered_gamma: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx, dgamma and dbeta (None unless the rows are centred)."""
+    centred = op is contracts.layernorm_bwd
+    plan: _BackwardPlan | None = None
+    columns = 0
+    try:
+        dy_distance = x_distance = columns = x.shape[-1]
+        device = x.device
+        if (
+            type(x) in _PLAIN
+            and type(dy) in _PLAIN
+            and columns > 1  # as in the forward
+            and x.is_contiguous()
+            and dy.is_contiguous()
+            and dy.shape == x.shape
+            and dy.device == device
+            and _is_vector(gamma, columns, device)
+            and _is_vector(rsigma, rows := x.numel() // columns, device)
+            and rsigma.dtype == (statistics := contracts.statistics_dtype(x.dtype))
+            and (mu is None or (_is_vector(mu, rows, device) and mu.dtype == statistics))
+            and (mu is None) is not centred
+            and type(zero_centered_gamma) is bool
+        ):
+            plan = _BACKWARD_PLANS.get(
+                (centred, dy.dtype, x.dtype, gamma.dtype, columns, zero_centered_gamma, device)
+            )
+    except _NOT_A_TENSOR:
+        pass
+    if plan is None:
+        plan, dy, x, mu, rsigma, gamma, dy_distance, x_distance = _examine_backward(
+            op, dy, x, mu, rsigma, gamma, zero_centered_gamma
+        )
+        columns, device = x.shape[-1], x.device
+    rows = x.numel() // columns
+    if rows > _MOST:
+        _check_size(op.name, "rows", rows)
+    if x_distance == columns:
+        dx = torch.empty_like(x)
+    else:
+        dx = torch.empty(x.shape, dtype=x.dtype, device=device)
+    _check_fresh(op.name, dx)
+    if not rows:
+        return dx, torch.zeros_like(gamma), torch.zeros_like(gamma) if centred else None
+    dgamma = torch.empty_like(gamma)
+    dbeta = torch.empty_like(gamma) if centred else None
+    programs = min(-(-rows // plan.tile), plan.most)
+    sums = 1 + centred
+    partial = torch.empty(sums * programs * columns, dtype=rsigma.dtype, device=device)
+    unit = plan.unit
+    numbers = (rows, columns // unit, dy_distance // unit, x_distance // unit)
+    if plan.sharing == 0:
+        plan.launch((programs, 1), (dy, x, mu, rsigma, gamma, dx, partial), numbers)
+    else:
+        means = None
+        if plan.means is not None:
+            means = torch.empty(2 * rows, dtype=rsigma.dtype, device=device)
+            plan.means((rows, 1), (dy, x, mu, rsigma, gamma, means), numbers)
+        plan.launch(
+            (programs, plan.sharing), (dy, x, mu, rsigma, gamma, means, dx, partial), numbers
+        )
+    plan.total((plan.blocks, sums), (partial, dgamma, dbeta), (programs, columns // unit))
+    return dx, dgamma, dbeta
+
+
+def rmsnorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``rmsnorm_fwd`` of the contract."""
+    output, _, rsigma = _forward(
+        contracts.rmsnorm_fwd, input, weight, None, eps, zero_centered_gamma, out_dtype
+    )
+    return output, rsigma
+
+
+def rmsnorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``rmsnorm_bwd`` of the contract."""
+    dx, dgamma, _ = _backward(
+        contracts.rmsnorm_bwd, dy, x, None, rsigma, gamma, zero_centered_gamma
+    )
+    return dx, dgamma
+
+
+def layernorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``layernorm_fwd`` of the contract."""
+    output, mu, rsigma = _forward(
+        contracts.layernorm_fwd, input, weight, bias, eps, zero_centered_gamma, out_dtype
+    )
+    return output, cast(Tensor, mu), rsigma
+
+
+def layernorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    mu: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``layernorm_bwd`` of the contract."""
+    dx, dgamma, dbeta = _backward(
+        contracts.layernorm_bwd, dy, x, mu, rsigma, gamma, zero_centered_gamma
+    )
+    return dx, dgamma, cast(Tensor, dbeta)

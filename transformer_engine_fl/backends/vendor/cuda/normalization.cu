@@ -1,22 +1,28 @@
 // Root mean square and layer normalization, forward and backward.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name>, the types and the numbers below, and chooses them in normalization.py.
+// KERNEL_<name> and what that kernel needs of the types and numbers below, as
+// normalization.py chooses them.
 //
 //   TX, TY, TW, TB, TDY  storage types of input, output, gamma, beta, output gradient
 //   CENTRED              1 for layer normalization, 0 for root mean square
+//   ZERO_CENTRED         1 if gamma is stored as gamma - 1
 //   VEC                  elements per vector; divides the number of columns
 //   ACCESS               elements that the addresses allow in one access, up to VEC
-//   VECS                 vectors of a row that one thread holds
+//   VECS                 vectors of a row that belong to one thread
 //   LANES                threads of a block that share a row (a power of two)
 //   ROWS                 rows that a block works on at once; 1 if LANES is above 32
 //   CLUSTER              blocks that share a row
+//   FULL                 1 if the row fills all of those vectors
+//   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   STAGES               rows under way from global to shared memory (backward)
-//   BLOCKS               blocks that must fit on a multiprocessor (backward)
+//   BLOCKS               blocks that must fit on a multiprocessor; bounds the registers
 //
-// `forward` and `backward` hold a row in registers. Rows that do not fit are served by
-// `forward_wide`, and by `backward_rows` with `backward_columns`, which read them again
-// from the L2 cache. `parameters` adds up the partial gradients of gamma and beta.
+// `forward` and `backward` keep a row in shared memory, so that it is read once. Rows that
+// do not fit are served by `forward_wide`, and by `backward_rows` with `backward_columns`,
+// which read them again from the L2 cache. `parameters` adds up the partial gradients of gamma and beta.
+//
+// `share` is 1 / columns: a division in the kernel would cost a call and registers.
 //
 // A row's result depends on its values, H and the types alone, never on the number of
 // rows. Nothing is added atomically, so the same call gives the same bits.
@@ -35,6 +41,8 @@ using float16 = __half;
 using float32 = float;
 using float64 = double;
 
+using A = Accumulator<TX>::type;
+
 #if defined(KERNEL_forward) || defined(KERNEL_backward)
 
 constexpr int kThreads = LANES * ROWS;
@@ -45,16 +53,144 @@ __device__ __forceinline__ int first_column(int v, int rank) {
   return ((v * CLUSTER + rank) * LANES + static_cast<int>(threadIdx.x) % LANES) * VEC;
 }
 
-// Makes the compiler forget that it has converted these values before. Converting
-// again is cheaper than the registers that the converted values would occupy.
-template <typename T, int N>
-__device__ __forceinline__ void forget(Vec<T, N>& value) {
-  if constexpr (sizeof(value) % 4 == 0) {
-    unsigned* words = reinterpret_cast<unsigned*>(&value);
+__device__ __forceinline__ bool in_row(int column, int columns) {
+  return FULL || column < columns;
+}
+
+__device__ __forceinline__ bool in_rows(long long row, long long rows) {
+  return ROWS == 1 || row < rows;  // the loops over rows stop by themselves
+}
+
+// This thread's slots in shared memory for its vectors of one row. A slot is read by the
+// thread that filled it, so no barrier is needed. Chunks of one vector lie a block apart,
+// so that neighbouring threads use neighbouring banks.
+template <typename T>
+struct Slots {
+  static constexpr int kChunk = least(16, VEC * static_cast<int>(sizeof(T)));
+  static constexpr int kChunks = VEC * static_cast<int>(sizeof(T)) / kChunk;
+  static constexpr int kPiece = least(16, ACCESS * static_cast<int>(sizeof(T)));
+  static constexpr int kBytes = VECS * kChunks * kChunk * kThreads;
+
+  static __device__ __forceinline__ unsigned char* chunk(unsigned char* row, int v, int c) {
+    return row + ((v * kChunks + c) * kThreads + static_cast<int>(threadIdx.x)) * kChunk;
+  }
+
+  // Asks for a vector; `Once` as in memory.cuh.
+  template <bool Once>
+  static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* from,
+                                              bool valid) {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(value)) / 4; ++i) asm volatile("" : "+r"(words[i]));
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int at = 0; at < kChunk; at += kPiece) {
+        copy_async<kPiece, Once>(chunk(row, v, c) + at,
+                                 reinterpret_cast<const char*>(from) + c * kChunk + at, valid);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ Vec<T, VEC> read(unsigned char* row, int v) {
+    return read_chunks<T, VEC>(chunk(row, v, 0), kThreads * kChunk);
+  }
+};
+
+#endif
+
+#if !defined(KERNEL_backward_columns) && !defined(KERNEL_parameters)
+
+__device__ __forceinline__ void decode_gamma(const Vec<TW, VEC>& stored, A (&gamma)[VEC]) {
+  decode(stored, gamma);
+  if constexpr (ZERO_CENTRED) {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) gamma[i] += 1;
   }
 }
+
+#endif
+
+#if defined(KERNEL_forward) || defined(KERNEL_forward_wide)
+
+__device__ __forceinline__ A sum_of(const Vec<TX, VEC>& row) {
+  A x[VEC];
+  decode(row, x);
+  A sum = 0;
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) sum += x[i];
+  return sum;
+}
+
+__device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
+  A x[VEC];
+  decode(row, x);
+  A sum = 0;
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) sum += (x[i] - mean) * (x[i] - mean);
+  return sum;
+}
+
+__device__ __forceinline__ Vec<TY, VEC> normalized(const Vec<TX, VEC>& row, A mean, A scale,
+                                                   const Vec<TW, VEC>& gamma,
+                                                   const Vec<TB, VEC>& beta) {
+  A x[VEC], g[VEC], y[VEC];
+  decode(row, x);
+  decode_gamma(gamma, g);
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) y[i] = (x[i] - mean) * scale * g[i];
+  if constexpr (CENTRED) {
+    A b[VEC];
+    decode(beta, b);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) y[i] += b[i];
+  }
+  return encode<TY>(y);
+}
+
+#endif
+
+#if defined(KERNEL_backward) || defined(KERNEL_backward_rows)
+
+constexpr int kSums = CENTRED ? 2 : 1;
+
+// What the gradients of one vector are made of: xhat, and u = dy * gamma.
+struct Terms {
+  A dy[VEC], xhat[VEC], u[VEC];
+
+  __device__ __forceinline__ Terms(const Vec<TX, VEC>& row, const Vec<TDY, VEC>& gradient,
+                                   A mean, A scale, const Vec<TW, VEC>& gamma) {
+    A x[VEC], g[VEC];
+    decode(row, x);
+    decode(gradient, dy);
+    decode_gamma(gamma, g);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      xhat[i] = (x[i] - mean) * scale;
+      u[i] = dy[i] * g[i];
+    }
+  }
+
+  // Adds the sums over the row that dx needs: of u * xhat, and of u.
+  __device__ __forceinline__ void add_to(A (&sums)[kSums]) const {
+    A products = 0;
+    A values = 0;
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      products += u[i] * xhat[i];
+      values += u[i];
+    }
+    sums[0] += products;
+    if constexpr (CENTRED) sums[1] += values;
+  }
+
+  // dx = scale * (u - xhat * product - value), from the means of products and values.
+  __device__ __forceinline__ Vec<TX, VEC> dx(A scale, A product, A value) const {
+    A result[VEC];
+    product *= scale;
+    value *= scale;
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) result[i] = u[i] * scale - (xhat[i] * product + value);
+    return encode<TX>(result);
+  }
+};
 
 #endif
 
@@ -62,115 +198,81 @@ __device__ __forceinline__ void forget(Vec<T, N>& value) {
 
 #ifdef KERNEL_forward
 
-using A = Accumulator<TX>::type;
-
-extern "C" __global__ void __launch_bounds__(kThreads)
+// One set of ROWS rows per block, or per cluster. Short-lived blocks keep the memory
+// busy: while some wait for their sums, others on the multiprocessor load and store.
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     forward(const TX* __restrict__ x, const TW* __restrict__ gamma, const TB* __restrict__ beta,
             TY* __restrict__ y, A* __restrict__ mu, A* __restrict__ rsigma, long long rows,
-            long long x_stride, int columns, int zero_centred, double eps) {
-  // gamma and beta are asked for before the sums, unless they would crowd out blocks.
-  constexpr bool kAhead =
-      VECS * VEC * static_cast<int>(sizeof(TW)) <= 64 &&
-      (!CENTRED || VECS * VEC * static_cast<int>(sizeof(TB)) <= 64) && LANES <= 512;
-
+            long long x_stride, int columns, A share, A eps) {
+  extern __shared__ __align__(16) unsigned char kept[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const long long step = static_cast<long long>(gridDim.x / CLUSTER) * ROWS;
-  const A offset = zero_centred ? 1 : 0;
+  const long long row =
+      static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
+  const bool active = in_rows(row, rows);
   RowSum<LANES, CLUSTER, 1, A> sum;
 
-  Vec<TW, VEC> gamma_ahead[kAhead ? VECS : 1];
-  Vec<TB, VEC> beta_ahead[kAhead && CENTRED ? VECS : 1];
-  bool asked = false;
-
-  for (long long base = static_cast<long long>(blockIdx.x / CLUSTER) * ROWS; base < rows;
-       base += step) {
-    const long long row = base + threadIdx.x / LANES;
-    const bool active = row < rows;
-    const TX* source = x + row * x_stride;
-
-    Vec<TX, VEC> held[VECS];
+  // The row waits in shared memory: it is read from there as often as it is needed, and
+  // takes no registers between. So more blocks fit, and more rows are under way.
+  const TX* source = x + row * x_stride;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = first_column(v, rank);
+    Slots<TX>::fill<true>(kept, v, source + column, active && in_row(column, columns));
+  }
+  commit_copies();
+  unsigned char* kept_gamma = kept + Slots<TX>::kBytes;
+  unsigned char* kept_beta = kept_gamma + Slots<TW>::kBytes;
+  if constexpr (AHEAD) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v, rank);
-      held[v] = zeros<TX, VEC>();
-      if (active && column < columns) held[v] = load_once<ACCESS, VEC>(source + column);
+      const bool valid = in_row(column, columns);
+      Slots<TW>::fill<false>(kept_gamma, v, gamma + column, valid);
+      if constexpr (CENTRED) Slots<TB>::fill<false>(kept_beta, v, beta + column, beta && valid);
     }
-    if constexpr (kAhead) {
-      if (!asked) {
-#pragma unroll
-        for (int v = 0; v < VECS; ++v) {
-          const int column = first_column(v, rank);
-          if (column < columns) {
-            gamma_ahead[v] = load_shared_data<ACCESS, VEC>(gamma + column);
-            if constexpr (CENTRED) {
-              if (beta) beta_ahead[v] = load_shared_data<ACCESS, VEC>(beta + column);
-            }
-          }
-        }
-        asked = true;
-      }
-    }
+  }
+  commit_copies();
+  wait_copies<1>();
 
-    A mean = 0;
-    if constexpr (CENTRED) {
-      A total[1] = {0};
+  A mean = 0;
+  if constexpr (CENTRED) {
+    A total[1] = {0};
 #pragma unroll
-      for (int v = 0; v < VECS; ++v) {
-        A part = 0;
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) part += widen(held[v].at[i]);
-        total[0] += part;
-      }
-      sum(total);
-      mean = total[0] / static_cast<A>(columns);
-    }
+    for (int v = 0; v < VECS; ++v) total[0] += sum_of(Slots<TX>::read(kept, v));
+    sum(total);
+    mean = total[0] * share;
+  }
 
-    A squares[1] = {0};
+  A squares[1] = {0};
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      if (CENTRED && first_column(v, rank) >= columns) continue;
-      A part = 0;
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        const A value = widen(held[v].at[i]) - mean;
-        part += value * value;
-      }
-      squares[0] += part;
-    }
-    sum(squares);
-    const A scale = inverse_sqrt(squares[0] / static_cast<A>(columns) + static_cast<A>(eps));
+  for (int v = 0; v < VECS; ++v) {
+    if (CENTRED && !in_row(first_column(v, rank), columns)) continue;
+    squares[0] += squares_of(Slots<TX>::read(kept, v), mean);
+  }
+  sum(squares);
+  const A scale = inverse_sqrt(squares[0] * share + eps);
 
-    if (active && rank == 0 && threadIdx.x % LANES == 0) {
-      if constexpr (CENTRED) mu[row] = mean;
-      rsigma[row] = scale;
-    }
-    TY* target = y + row * columns;
+  wait_copies<0>();
+  if (!active) return;
+  if (rank == 0 && threadIdx.x % LANES == 0) {
+    if constexpr (CENTRED) mu[row] = mean;
+    rsigma[row] = scale;
+  }
+  TY* target = y + row * columns;
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const int column = first_column(v, rank);
-      if (!active || column >= columns) continue;
-      Vec<TW, VEC> g;
-      Vec<TB, VEC> b;
-      if constexpr (kAhead) {
-        g = gamma_ahead[v];
-        if constexpr (CENTRED) b = beta_ahead[v];
-      } else {
-        g = load_shared_data<ACCESS, VEC>(gamma + column);
-        if constexpr (CENTRED) {
-          if (beta) b = load_shared_data<ACCESS, VEC>(beta + column);
-        }
-      }
-      A result[VEC];
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        result[i] = (static_cast<A>(widen(held[v].at[i])) - mean) * scale *
-                    (static_cast<A>(widen(g.at[i])) + offset);
-        if constexpr (CENTRED) {
-          if (beta) result[i] += static_cast<A>(widen(b.at[i]));
-        }
-      }
-      store(target + column, narrow<TY, VEC>(result));
+  for (int v = 0; v < VECS; ++v) {
+    const int column = first_column(v, rank);
+    if (!in_row(column, columns)) continue;
+    Vec<TW, VEC> g;
+    Vec<TB, VEC> b = zeros<TB, VEC>();
+    if constexpr (AHEAD) {
+      g = Slots<TW>::read(kept_gamma, v);
+      if constexpr (CENTRED) b = Slots<TB>::read(kept_beta, v);
+    } else {
+      g = load_shared_data<ACCESS, VEC>(gamma + column);
+      if (CENTRED && beta) b = load_shared_data<ACCESS, VEC>(beta + column);
     }
+    store(target + column, normalized(Slots<TX>::read(kept, v), mean, scale, g, b));
   }
 }
 
@@ -178,16 +280,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 #ifdef KERNEL_forward_wide
 
-using A = Accumulator<TX>::type;
-
 // One block per row, any number of columns; the row is read two or three times, all
 // but the first from the L2 cache.
 extern "C" __global__ void __launch_bounds__(LANES)
     forward_wide(const TX* __restrict__ x, const TW* __restrict__ gamma,
                  const TB* __restrict__ beta, TY* __restrict__ y, A* __restrict__ mu,
                  A* __restrict__ rsigma, long long rows, long long x_stride, int columns,
-                 int zero_centred, double eps) {
-  const A offset = zero_centred ? 1 : 0;
+                 A share, A eps) {
   const int first = threadIdx.x * VEC;
   RowSum<LANES, 1, 1, A> sum;
   for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -197,29 +296,18 @@ extern "C" __global__ void __launch_bounds__(LANES)
       A total[1] = {0};
 #pragma unroll 4
       for (int column = first; column < columns; column += LANES * VEC) {
-        const Vec<TX, VEC> value = load_shared_data<ACCESS, VEC>(source + column);
-        A part = 0;
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) part += widen(value.at[i]);
-        total[0] += part;
+        total[0] += sum_of(load_shared_data<ACCESS, VEC>(source + column));
       }
       sum(total);
-      mean = total[0] / static_cast<A>(columns);
+      mean = total[0] * share;
     }
     A squares[1] = {0};
 #pragma unroll 4
     for (int column = first; column < columns; column += LANES * VEC) {
-      const Vec<TX, VEC> value = load_shared_data<ACCESS, VEC>(source + column);
-      A part = 0;
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        const A centred = widen(value.at[i]) - mean;
-        part += centred * centred;
-      }
-      squares[0] += part;
+      squares[0] += squares_of(load_shared_data<ACCESS, VEC>(source + column), mean);
     }
     sum(squares);
-    const A scale = inverse_sqrt(squares[0] / static_cast<A>(columns) + static_cast<A>(eps));
+    const A scale = inverse_sqrt(squares[0] * share + eps);
     if (threadIdx.x == 0) {
       if constexpr (CENTRED) mu[row] = mean;
       rsigma[row] = scale;
@@ -227,18 +315,10 @@ extern "C" __global__ void __launch_bounds__(LANES)
     TY* target = y + row * columns;
 #pragma unroll 2
     for (int column = first; column < columns; column += LANES * VEC) {
-      const Vec<TX, VEC> value = load_shared_data<ACCESS, VEC>(source + column);
-      const Vec<TW, VEC> g = load_shared_data<ACCESS, VEC>(gamma + column);
       Vec<TB, VEC> b = zeros<TB, VEC>();
       if (CENTRED && beta) b = load_shared_data<ACCESS, VEC>(beta + column);
-      A result[VEC];
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        result[i] = (static_cast<A>(widen(value.at[i])) - mean) * scale *
-                    (static_cast<A>(widen(g.at[i])) + offset);
-        if constexpr (CENTRED) result[i] += static_cast<A>(widen(b.at[i]));
-      }
-      store(target + column, narrow<TY, VEC>(result));
+      store(target + column, normalized(load_shared_data<ACCESS, VEC>(source + column), mean,
+                                        scale, load_shared_data<ACCESS, VEC>(gamma + column), b));
     }
   }
 }
@@ -247,47 +327,6 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #ifdef KERNEL_backward
 
-using A = Accumulator<TX>::type;
-
-// This thread's slots for one tensor in the ring of rows under way. A slot is read by
-// the thread that filled it, so the ring needs no barrier. Chunks of one vector lie a
-// block apart, so that neighbouring threads use neighbouring banks.
-template <typename T>
-struct Slots {
-  static constexpr int kChunk = least(16, VEC * static_cast<int>(sizeof(T)));
-  static constexpr int kChunks = VEC * static_cast<int>(sizeof(T)) / kChunk;
-  static constexpr int kPiece = least(16, ACCESS * static_cast<int>(sizeof(T)));
-  static constexpr int kStageBytes = VECS * kChunks * kChunk * kThreads;
-
-  static __device__ __forceinline__ unsigned char* chunk(unsigned char* stage, int v, int c) {
-    return stage + ((v * kChunks + c) * kThreads + static_cast<int>(threadIdx.x)) * kChunk;
-  }
-
-  static __device__ __forceinline__ void fill(unsigned char* stage, int v, const T* from,
-                                              bool valid) {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-      for (int at = 0; at < kChunk; at += kPiece) {
-        copy_async<kPiece>(chunk(stage, v, c) + at,
-                           reinterpret_cast<const char*>(from) + c * kChunk + at, valid);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ Vec<T, VEC> read(unsigned char* stage, int v) {
-    struct alignas(kChunk) Chunk {
-      char at[kChunk];
-    };
-    Vec<T, VEC> result;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      reinterpret_cast<Chunk*>(&result)[c] = *reinterpret_cast<const Chunk*>(chunk(stage, v, c));
-    }
-    return result;
-  }
-};
-
 // A persistent grid: each group of blocks takes every so-many-th row, keeps the
 // gradients of gamma and beta of its rows in registers and writes them once, to
 // partial[gamma or beta][group][column]. STAGES rows are under way at any time.
@@ -295,18 +334,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const A* __restrict__ mu,
              const A* __restrict__ rsigma, const TW* __restrict__ gamma, TX* __restrict__ dx,
              A* __restrict__ partial, long long rows, long long dy_stride, long long x_stride,
-             int columns, int zero_centred) {
-  constexpr int kSums = CENTRED ? 2 : 1;
-  constexpr bool kHoldGamma =
-      VECS * VEC * static_cast<int>(sizeof(TW)) <= (LANES <= 32 ? 128 : 64) && LANES <= 512;
-  constexpr int kStageBytes = Slots<TX>::kStageBytes + Slots<TDY>::kStageBytes;
+             int columns, A share) {
+  constexpr int kStageBytes = Slots<TX>::kBytes + Slots<TDY>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
 
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
   const long long step = static_cast<long long>(groups) * ROWS;
-  const A offset = zero_centred ? 1 : 0;
   RowSum<LANES, CLUSTER, kSums, A> sum;
 
   auto ask = [&](long long row, int stage) {
@@ -314,122 +349,84 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v, rank);
-      const bool valid = row < rows && column < columns;
-      const long long at = valid ? row : 0;
-      const int from = valid ? column : 0;
-      Slots<TX>::fill(slots, v, x + at * x_stride + from, valid);
-      Slots<TDY>::fill(slots + Slots<TX>::kStageBytes, v, dy + at * dy_stride + from, valid);
+      const bool valid = row < rows && in_row(column, columns);
+      Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
+      Slots<TDY>::fill<true>(slots + Slots<TX>::kBytes, v, dy + row * dy_stride + column, valid);
     }
     commit_copies();
   };
 
-  long long row = static_cast<long long>(group) * ROWS + threadIdx.x / LANES;
+  const long long first_base = static_cast<long long>(group) * ROWS;
+  const int team = threadIdx.x / LANES;
+  unsigned char* own_gamma = ring + STAGES * kStageBytes;
 #pragma unroll
-  for (int stage = 0; stage < STAGES; ++stage) ask(row + stage * step, stage);
-
-  Vec<TW, VEC> held_gamma[kHoldGamma ? VECS : 1];
-  if constexpr (kHoldGamma) {
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const int column = first_column(v, rank);
-      held_gamma[v] = zeros<TW, VEC>();
-      if (column < columns) held_gamma[v] = load_shared_data<ACCESS, VEC>(gamma + column);
-    }
+  for (int v = 0; v < VECS; ++v) {
+    const int column = first_column(v, rank);
+    Slots<TW>::fill<false>(own_gamma, v, gamma + column, in_row(column, columns));
   }
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage) ask(first_base + team + stage * step, stage);
+
   A dgamma[VECS][VEC] = {};
-  A dbeta[CENTRED ? VECS : 1][VEC] = {};
-  A next_scale = row < rows ? rsigma[row] : A(0);
-  A next_mean = CENTRED && row < rows ? mu[row] : A(0);
+  A dbeta[VECS][VEC] = {};
+  A next_scale = 0;
+  A next_mean = 0;
+  auto ask_statistics = [&](long long row) {
+    next_scale = row < rows ? rsigma[row] : A(0);
+    if constexpr (CENTRED) next_mean = row < rows ? mu[row] : A(0);
+  };
+  ask_statistics(first_base + team);
 
   int stage = 0;
-  for (long long base = static_cast<long long>(group) * ROWS; base < rows; base += step) {
+  for (long long base = first_base; base < rows; base += step) {
+    const long long row = base + team;
     const A scale = next_scale;
     const A mean = next_mean;
-    const long long next = row + step;
-    next_scale = next < rows ? rsigma[next] : A(0);
-    if constexpr (CENTRED) next_mean = next < rows ? mu[next] : A(0);
 
     wait_copies<STAGES - 1>();
     unsigned char* slots = ring + stage * kStageBytes;
-    Vec<TX, VEC> held_x[VECS];
-    Vec<TDY, VEC> held_dy[VECS];
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      held_x[v] = Slots<TX>::read(slots, v);
-      held_dy[v] = Slots<TDY>::read(slots + Slots<TX>::kStageBytes, v);
-    }
+    // The row is read from its slots once for the sums and again for dx: with the sums of
+    // dgamma and dbeta it would not fit into the registers.
+    auto terms = [&](int v) {
+      return Terms(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Slots<TX>::kBytes, v),
+                   mean, scale, Slots<TW>::read(own_gamma, v));
+    };
 
     A sums[kSums] = {};
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      Vec<TW, VEC> g = zeros<TW, VEC>();
-      if constexpr (kHoldGamma) {
-        g = held_gamma[v];
-      } else {
-        const int column = first_column(v, rank);
-        if (column < columns) g = load_shared_data<ACCESS, VEC>(gamma + column);
-      }
-      A products = 0;
-      A values = 0;
+      const Terms part = terms(v);
+      part.add_to(sums);
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
-        const A d = static_cast<A>(widen(held_dy[v].at[i]));
-        const A xhat = (static_cast<A>(widen(held_x[v].at[i])) - mean) * scale;
-        const A u = d * (static_cast<A>(widen(g.at[i])) + offset);
-        products += u * xhat;
-        dgamma[v][i] += d * xhat;
-        if constexpr (CENTRED) {
-          values += u;
-          dbeta[v][i] += d;
-        }
+        dgamma[v][i] += part.dy[i] * part.xhat[i];
+        if constexpr (CENTRED) dbeta[v][i] += part.dy[i];
       }
-      sums[0] += products;
-      if constexpr (CENTRED) sums[1] += values;
     }
-    // The slots have been read: their values are in the sums.
-    ask(row + STAGES * step, stage);
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    ask_statistics(row + step);
     sum(sums);
 
-    const A product = sums[0] / static_cast<A>(columns);
-    const A value = CENTRED ? sums[kSums - 1] / static_cast<A>(columns) : A(0);
+    const A product = sums[0] * share;
+    const A value = CENTRED ? sums[kSums - 1] * share : A(0);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v, rank);
-      if (row >= rows || column >= columns) continue;
-      forget(held_x[v]);
-      forget(held_dy[v]);
-      Vec<TW, VEC> g;
-      if constexpr (kHoldGamma) {
-        g = held_gamma[v];
-      } else {
-        g = load_shared_data<ACCESS, VEC>(gamma + column);
-      }
-      A result[VEC];
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        const A xhat = (static_cast<A>(widen(held_x[v].at[i])) - mean) * scale;
-        const A u = static_cast<A>(widen(held_dy[v].at[i])) *
-                    (static_cast<A>(widen(g.at[i])) + offset);
-        result[i] = scale * (u - value - xhat * product);
-      }
-      store(dx + row * columns + column, narrow<TX, VEC>(result));
+      if (!in_rows(row, rows) || !in_row(column, columns)) continue;
+      store(dx + row * columns + column, terms(v).dx(scale, product, value));
     }
-    row = next;
+    ask(row + STAGES * step, stage);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 
   release_dependents();
+  wait_copies<0>();
   auto write = [&](const A(&sums)[VECS][VEC], int which) {
     A* target = partial + (static_cast<long long>(which) * groups + group) * columns;
     if constexpr (ROWS == 1) {
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
         const int column = first_column(v, rank);
-        if (column >= columns) continue;
-        Vec<A, VEC> piece;
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) piece.at[i] = sums[v][i];
-        store(target + column, piece);
+        if (in_row(column, columns)) store(target + column, encode<A>(sums[v]));
       }
     } else {
       // Each of the ROWS teams has sums for the same columns; the ring is free by now,
@@ -442,19 +439,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int v = 0; v < VECS; ++v) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          teams[threadIdx.x / LANES * kColumns + first_column(v, 0) + i] = sums[v][i];
+          teams[team * kColumns + first_column(v, 0) + i] = sums[v][i];
         }
       }
       __syncthreads();
+#pragma unroll 1
       for (int column = threadIdx.x; column < least(columns, kColumns); column += kThreads) {
         A total = 0;
 #pragma unroll
-        for (int team = 0; team < ROWS; ++team) total += teams[team * kColumns + column];
+        for (int other = 0; other < ROWS; ++other) total += teams[other * kColumns + column];
         target[column] = total;
       }
     }
   };
-  wait_copies<0>();
   write(dgamma, 0);
   if constexpr (CENTRED) write(dbeta, 1);
 }
@@ -463,55 +460,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
 #ifdef KERNEL_backward_rows
 
-using A = Accumulator<TX>::type;
-
 // dx of rows of any width, one block per row.
 extern "C" __global__ void __launch_bounds__(LANES)
     backward_rows(const TDY* __restrict__ dy, const TX* __restrict__ x,
                   const A* __restrict__ mu, const A* __restrict__ rsigma,
                   const TW* __restrict__ gamma, TX* __restrict__ dx, long long rows,
-                  long long dy_stride, long long x_stride, int columns, int zero_centred) {
-  constexpr int kSums = CENTRED ? 2 : 1;
-  const A offset = zero_centred ? 1 : 0;
+                  long long dy_stride, long long x_stride, int columns, A share) {
   const int first = threadIdx.x * VEC;
   RowSum<LANES, 1, kSums, A> sum;
   for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
     const A scale = rsigma[row];
     const A mean = CENTRED ? mu[row] : A(0);
-    auto terms = [&](int column, A(&xhat)[VEC], A(&u)[VEC]) {
-      const Vec<TX, VEC> xs = load_shared_data<ACCESS, VEC>(x + row * x_stride + column);
-      const Vec<TDY, VEC> ds = load_shared_data<ACCESS, VEC>(dy + row * dy_stride + column);
-      const Vec<TW, VEC> gs = load_shared_data<ACCESS, VEC>(gamma + column);
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        xhat[i] = (static_cast<A>(widen(xs.at[i])) - mean) * scale;
-        u[i] = static_cast<A>(widen(ds.at[i])) * (static_cast<A>(widen(gs.at[i])) + offset);
-      }
+    auto terms = [&](int column) {
+      return Terms(load_shared_data<ACCESS, VEC>(x + row * x_stride + column),
+                   load_shared_data<ACCESS, VEC>(dy + row * dy_stride + column), mean, scale,
+                   load_shared_data<ACCESS, VEC>(gamma + column));
     };
     A sums[kSums] = {};
 #pragma unroll 2
-    for (int column = first; column < columns; column += LANES * VEC) {
-      A xhat[VEC], u[VEC];
-      terms(column, xhat, u);
-      A products = 0;
-      A values = 0;
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        products += u[i] * xhat[i];
-        values += u[i];
-      }
-      sums[0] += products;
-      if constexpr (CENTRED) sums[1] += values;
-    }
+    for (int column = first; column < columns; column += LANES * VEC) terms(column).add_to(sums);
     sum(sums);
-    const A product = sums[0] / static_cast<A>(columns);
-    const A value = CENTRED ? sums[kSums - 1] / static_cast<A>(columns) : A(0);
+    const A product = sums[0] * share;
+    const A value = CENTRED ? sums[kSums - 1] * share : A(0);
     for (int column = first; column < columns; column += LANES * VEC) {
-      A xhat[VEC], u[VEC], result[VEC];
-      terms(column, xhat, u);
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) result[i] = scale * (u[i] - value - xhat[i] * product);
-      store(dx + row * columns + column, narrow<TX, VEC>(result));
+      store(dx + row * columns + column, terms(column).dx(scale, product, value));
     }
   }
 }
@@ -519,8 +491,6 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #endif  // KERNEL_backward_rows
 
 #ifdef KERNEL_backward_columns
-
-using A = Accumulator<TX>::type;
 
 // Partial gradients of gamma and beta for rows of any width: blockIdx.x chooses the
 // columns, blockIdx.y the group of rows.
@@ -535,25 +505,21 @@ extern "C" __global__ void __launch_bounds__(LANES)
   A dbeta[VEC] = {};
 #pragma unroll 4
   for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
-    const Vec<TX, VEC> xs = load_once<ACCESS, VEC>(x + row * x_stride + column);
-    const Vec<TDY, VEC> ds = load_once<ACCESS, VEC>(dy + row * dy_stride + column);
+    A values[VEC], gradients[VEC];
+    decode(load_once<ACCESS, VEC>(x + row * x_stride + column), values);
+    decode(load_once<ACCESS, VEC>(dy + row * dy_stride + column), gradients);
     const A scale = rsigma[row];
     const A mean = CENTRED ? mu[row] : A(0);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
-      const A d = static_cast<A>(widen(ds.at[i]));
-      dgamma[i] += d * ((static_cast<A>(widen(xs.at[i])) - mean) * scale);
-      dbeta[i] += d;
+      dgamma[i] += gradients[i] * ((values[i] - mean) * scale);
+      dbeta[i] += gradients[i];
     }
   }
-  Vec<A, VEC> piece;
-#pragma unroll
-  for (int i = 0; i < VEC; ++i) piece.at[i] = dgamma[i];
-  store(partial + static_cast<long long>(blockIdx.y) * columns + column, piece);
+  A* target = partial + static_cast<long long>(blockIdx.y) * columns + column;
+  store(target, encode<A>(dgamma));
   if constexpr (CENTRED) {
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) piece.at[i] = dbeta[i];
-    store(partial + (static_cast<long long>(gridDim.y) + blockIdx.y) * columns + column, piece);
+    store(target + static_cast<long long>(gridDim.y) * columns, encode<A>(dbeta));
   }
 }
 
@@ -561,41 +527,40 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #ifdef KERNEL_parameters
 
-// Here TX only says what the partial sums are, and LANES counts the block's threads.
-using A = Accumulator<TX>::type;
-
-// Adds partial[blockIdx.y][group][column] up over the groups. A warp owns 32 * VEC
-// columns at a time; the block's warps take turns at the groups.
+// Adds partial[blockIdx.y][group][column] up over the groups. Here LANES counts the
+// block's threads: a warp covers 32 * VEC columns, and the warps share out the groups.
 extern "C" __global__ void __launch_bounds__(LANES)
     parameters(const A* partial, TW* __restrict__ dgamma, TW* __restrict__ dbeta, int groups,
                int columns) {
   constexpr int kWarps = LANES / 32;
-  __shared__ Vec<A, VEC> sums[kWarps][32];
+  __shared__ A sums[kWarps][VEC][32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int column = (blockIdx.x * 32 + lane) * VEC;
   const A* source = partial + static_cast<long long>(blockIdx.y) * groups * columns + column;
 
-  Vec<A, VEC> total = zeros<A, VEC>();
+  A total[VEC] = {};
   wait_for_predecessor();
   if (column < columns) {
 #pragma unroll 8
     for (int group = warp; group < groups; group += kWarps) {
-      const Vec<A, VEC> value = load_written<VEC>(source + static_cast<long long>(group) * columns);
+      A value[VEC];
+      decode(load_written<VEC>(source + static_cast<long long>(group) * columns), value);
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) total.at[i] += value.at[i];
+      for (int i = 0; i < VEC; ++i) total[i] += value[i];
     }
   }
-  sums[warp][lane] = total;
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) sums[warp][i][lane] = total[i];
   __syncthreads();
   if (warp != 0 || column >= columns) return;
 #pragma unroll
   for (int other = 1; other < kWarps; ++other) {
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) total.at[i] += sums[other][lane].at[i];
+    for (int i = 0; i < VEC; ++i) total[i] += sums[other][i][lane];
   }
   TW* target = blockIdx.y == 0 ? dgamma : dbeta;
-  store(target + column, narrow<TW, VEC>(total.at));
+  store(target + column, encode<TW>(total));
 }
 
 #endif  // KERNEL_parameters

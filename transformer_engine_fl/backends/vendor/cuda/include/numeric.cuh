@@ -1,7 +1,6 @@
 // Number formats and small vectors of them.
 //
-// A kernel keeps what it read in the storage type and converts on use: a bfloat16 row
-// takes half the registers of a float32 one, and a conversion is one instruction.
+// Values are kept as they lie in memory and converted on use, which is one instruction.
 // Sums are in Accumulator<T>: float32, or float64 for float64.
 
 #pragma once
@@ -20,60 +19,94 @@ struct Accumulator<double> {
   using type = double;
 };
 
-constexpr __host__ __device__ int least(int a, int b) { return a < b ? a : b; }
-
-// N values, aligned so that up to 16 bytes of them move in one access.
-template <typename T, int N>
-struct alignas(least(16, N * static_cast<int>(sizeof(T)))) Vec {
-  T at[N];
+template <bool Short>
+struct WordOf {
+  using type = unsigned;
+};
+template <>
+struct WordOf<true> {
+  using type = unsigned short;
 };
 
-__device__ __forceinline__ double widen(double value) { return value; }
-__device__ __forceinline__ float widen(float value) { return value; }
-__device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ float widen(__half value) { return __half2float(value); }
+constexpr __host__ __device__ int least(int a, int b) { return a < b ? a : b; }
 
-// One value, rounded to nearest even.
-template <typename A>
-__device__ __forceinline__ void put(double* to, A value) {
-  *to = static_cast<double>(value);
-}
-template <typename A>
-__device__ __forceinline__ void put(float* to, A value) {
-  *to = static_cast<float>(value);
-}
-__device__ __forceinline__ void put(__nv_bfloat16* to, float value) {
-  *to = __float2bfloat16_rn(value);
-}
-__device__ __forceinline__ void put(__half* to, float value) { *to = __float2half_rn(value); }
-// From double in one rounding: through float32 it could be rounded twice.
-__device__ __forceinline__ void put(__nv_bfloat16* to, double value) {
-  *to = __double2bfloat16(value);
-}
-__device__ __forceinline__ void put(__half* to, double value) { *to = __double2half(value); }
+// N values of T as they lie in memory. They are kept as whole words, which is what
+// keeps two 16-bit values in one register.
+template <typename T, int N>
+struct alignas(least(16, N * static_cast<int>(sizeof(T)))) Vec {
+  static constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  static constexpr int kWords = kBytes < 4 ? 1 : kBytes / 4;
+  using Word = typename WordOf<(kBytes < 4)>::type;
+  Word words[kWords];
+};
 
-// Two values at once, where the chip has an instruction for the pair.
-template <typename T, typename A>
-__device__ __forceinline__ void put_pair(T* to, A first, A second) {
-  put(to, first);
-  put(to + 1, second);
-}
-__device__ __forceinline__ void put_pair(__nv_bfloat16* to, float first, float second) {
-  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(first, second);
-}
-__device__ __forceinline__ void put_pair(__half* to, float first, float second) {
-  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(first, second);
-}
-
-template <typename T, int N, typename A>
-__device__ __forceinline__ Vec<T, N> narrow(const A (&values)[N]) {
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> zeros() {
   Vec<T, N> result;
-  if constexpr (N % 2 == 0) {
 #pragma unroll
-    for (int i = 0; i < N; i += 2) put_pair(result.at + i, values[i], values[i + 1]);
+  for (int i = 0; i < Vec<T, N>::kWords; ++i) result.words[i] = 0;
+  return result;
+}
+
+__device__ __forceinline__ float widen_bits(unsigned short bits, __nv_bfloat16) {
+  return __bfloat162float(__ushort_as_bfloat16(bits));
+}
+__device__ __forceinline__ float widen_bits(unsigned short bits, __half) {
+  return __half2float(__ushort_as_half(bits));
+}
+
+template <typename A, typename T, int N>
+__device__ __forceinline__ void decode(const Vec<T, N>& from, A (&to)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (sizeof(T) == 8) {
+      to[i] = static_cast<A>(__hiloint2double(from.words[2 * i + 1], from.words[2 * i]));
+    } else if constexpr (sizeof(T) == 4) {
+      to[i] = static_cast<A>(__uint_as_float(from.words[i]));
+    } else {
+      const unsigned word = from.words[i / 2];
+      to[i] = static_cast<A>(
+          widen_bits(static_cast<unsigned short>(i % 2 ? word >> 16 : word & 0xffffu), T()));
+    }
+  }
+}
+
+// Two values rounded to nearest even, the first in the low half. From double it is one
+// rounding: through float32 it could be two.
+__device__ __forceinline__ unsigned pair_bits(float first, float second, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return __bfloat16_as_ushort(pair.x) | static_cast<unsigned>(__bfloat16_as_ushort(pair.y)) << 16;
+}
+__device__ __forceinline__ unsigned pair_bits(float first, float second, __half) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return __half_as_ushort(pair.x) | static_cast<unsigned>(__half_as_ushort(pair.y)) << 16;
+}
+__device__ __forceinline__ unsigned pair_bits(double first, double second, __nv_bfloat16) {
+  return __bfloat16_as_ushort(__double2bfloat16(first)) |
+         static_cast<unsigned>(__bfloat16_as_ushort(__double2bfloat16(second))) << 16;
+}
+__device__ __forceinline__ unsigned pair_bits(double first, double second, __half) {
+  return __half_as_ushort(__double2half(first)) |
+         static_cast<unsigned>(__half_as_ushort(__double2half(second))) << 16;
+}
+
+template <typename T, typename A, int N>
+__device__ __forceinline__ Vec<T, N> encode(const A (&from)[N]) {
+  Vec<T, N> result;
+  if constexpr (sizeof(T) == 8) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      result.words[2 * i] = __double2loint(static_cast<double>(from[i]));
+      result.words[2 * i + 1] = __double2hiint(static_cast<double>(from[i]));
+    }
+  } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) result.words[i] = __float_as_uint(static_cast<float>(from[i]));
+  } else if constexpr (N == 1) {
+    result.words[0] = static_cast<unsigned short>(pair_bits(from[0], A(0), T()));
   } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) put(result.at + i, values[i]);
+    for (int i = 0; i < N; i += 2) result.words[i / 2] = pair_bits(from[i], from[i + 1], T());
   }
   return result;
 }

@@ -1,9 +1,9 @@
 // The sum over all threads that share a row.
 //
-// A row belongs to LANES threads of each of CLUSTER blocks. Up to 32 lanes exchange by
+// A row belongs to Lanes threads of each of Cluster blocks. Up to 32 lanes exchange by
 // shuffles alone; more meet in shared memory behind one barrier; with a cluster each
 // warp's sum is written to every block of it, behind one barrier of the cluster. The
-// order of additions depends on LANES and CLUSTER only, and every thread gets the same
+// order of additions depends on Lanes and Cluster only, and every thread gets the same
 // bits.
 
 #pragma once
@@ -13,34 +13,34 @@
 namespace te_fl {
 
 // Call from all threads of the block. K sums travel together.
-template <int LANES, int CLUSTER, int K, typename A>
+template <int Lanes, int Cluster, int K, typename A>
 class RowSum {
-  static_assert((LANES & (LANES - 1)) == 0, "lanes are halved");
-  static_assert((CLUSTER & (CLUSTER - 1)) == 0, "slots are halved");
-  static_assert(CLUSTER == 1 || LANES >= 32, "a cluster shares whole warps");
-  static constexpr int kWarps = LANES > 32 ? LANES / 32 : 1;
-  static constexpr int kSlots = kWarps * CLUSTER;
+  static_assert((Lanes & (Lanes - 1)) == 0, "lanes are halved");
+  static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
+  static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
+  static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
+  static constexpr int kSlots = kWarps * Cluster;
 
  public:
   // The other blocks may only be written to once they run; the wait for that is left
   // to the first sum, behind the first loads.
   __device__ __forceinline__ RowSum() {
-    if constexpr (CLUSTER > 1) cluster_arrive();
+    if constexpr (Cluster > 1) cluster_arrive();
   }
 
   __device__ __forceinline__ void operator()(A (&value)[K]) {
-    halve<(LANES < 32 ? LANES : 32)>(value);
+    halve<(Lanes < 32 ? Lanes : 32)>(value);
     if constexpr (kSlots > 1) {
       // Two sets of slots in turn: who writes a set again has passed the barrier of
       // the other set, so everyone has read this one.
       __shared__ A slots[2][K][kSlots];
       const int lane = threadIdx.x % 32;
       const int warp = threadIdx.x / 32;
-      if constexpr (CLUSTER > 1) {
+      if constexpr (Cluster > 1) {
         if (!joined_) cluster_wait();
         joined_ = true;
         const int own = cluster_rank() * kWarps + warp;
-        if (lane < CLUSTER) {
+        if (lane < Cluster) {
 #pragma unroll
           for (int k = 0; k < K; ++k) store_remote(&slots[turn_][k][own], lane, value[k]);
         }
@@ -66,10 +66,10 @@ class RowSum {
   }
 
  private:
-  template <int WIDTH>
+  template <int Width>
   static __device__ __forceinline__ void halve(A (&value)[K]) {
 #pragma unroll
-    for (int offset = WIDTH / 2; offset > 0; offset /= 2) {
+    for (int offset = Width / 2; offset > 0; offset /= 2) {
 #pragma unroll
       for (int k = 0; k < K; ++k) value[k] += __shfl_xor_sync(0xffffffffu, value[k], offset);
     }

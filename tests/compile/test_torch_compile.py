@@ -1,0 +1,306 @@
+"""torch.compile and torch.export over dispatched operators."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import transformer_engine_fl as te
+from transformer_engine_fl import functional, ops
+
+Program = Callable[[Tensor, Tensor], Tensor]
+
+
+def doubling(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """No normalization at all, so that its values tell who served."""
+    if type(input) is not Tensor and type(input) is not torch.nn.Parameter:
+        raise AssertionError("a raw kernel was given a tensor without data")
+    return input.detach() * 2, input.new_ones(input.numel() // input.shape[-1])
+
+
+def doubling_bwd(
+    dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *, zero_centered_gamma: bool = False
+) -> tuple[Tensor, Tensor]:
+    return dy * 2, torch.zeros_like(gamma)
+
+
+@pytest.fixture(autouse=True)
+def doubler() -> Iterator[None]:
+    """A vendor with raw kernels, which must stay opaque."""
+    torch._dynamo.reset()
+    registry = te.get_default_manager().registry
+    for name, fn in (("rmsnorm_fwd", doubling), ("rmsnorm_bwd", doubling_bwd)):
+        registry.register_impl(
+            te.OpImpl(name, "vendor.doubler", "vendor", fn, vendor="doubler", devices=["cpu"])
+        )
+    yield
+    torch._dynamo.reset()
+
+
+def by_call() -> Program:
+    manager = te.get_default_manager()
+    return lambda x, w: manager.call("rmsnorm_fwd", x, w)[0] + 1
+
+
+def by_default_manager() -> Program:
+    return lambda x, w: te.get_default_manager().call("rmsnorm_fwd", x, weight=w)[0] + 1
+
+
+def by_operator() -> Program:
+    return lambda x, w: ops.rmsnorm_fwd(x, w)[0] + 1
+
+
+def by_handle() -> Program:
+    handle = te.get_default_manager().bind("rmsnorm_fwd")
+    return lambda x, w: handle(x, w)[0] + 1
+
+
+def by_functional() -> Program:
+    return lambda x, w: functional.rms_norm(x, w) + 1
+
+
+FORMS = [by_call, by_default_manager, by_operator, by_handle, by_functional]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_policy_is_compiled_once_and_then_hit(form: Callable[[], Program]) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    program = form()
+    compiled = torch.compile(program, fullgraph=True, backend=counter)
+    x, w = torch.randn(4, 64), torch.randn(64)
+    normalized = program(x, w)
+    seen = []
+    for _ in range(3):
+        te.set_global_policy(te.SelectionPolicy(prefer="vendor"))
+        torch.testing.assert_close(compiled(x, w), x * 2 + 1)
+        te.set_global_policy(te.SelectionPolicy(prefer="reference"))
+        torch.testing.assert_close(compiled(x, w), normalized)
+        with te.with_preference("vendor:doubler"):
+            torch.testing.assert_close(compiled(x, w), x * 2 + 1)
+        torch.testing.assert_close(compiled(x, w), normalized)
+        seen.append(counter.frame_count)
+    assert seen == [3, 3, 3]
+
+
+def test_dynamic_shapes_compile_once() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    for policy in ("reference", "vendor:doubler"):
+        before = counter.frame_count
+        with te.with_preference(policy):
+            program = by_call()
+            compiled = torch.compile(program, fullgraph=True, backend=counter, dynamic=True)
+            for rows in (3, 5, 9):
+                x, w = torch.randn(rows, 64), torch.randn(64)
+                torch.testing.assert_close(compiled(x, w), program(x, w))
+        assert counter.frame_count - before == 1
+
+
+def test_the_same_function_serves_every_dtype() -> None:
+    program = by_call()
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, w = torch.randn(4, 64, dtype=dtype), torch.ones(64, dtype=dtype)
+        torch.testing.assert_close(compiled(x, w), program(x, w))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_forward_and_backward_compile_without_a_break(backend: str) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return functional.rms_norm(x, w).square().sum()
+
+    compiled = torch.compile(program, fullgraph=True, backend=backend)
+    x = torch.randn(6, 64, requires_grad=True)
+    w = torch.randn(64, requires_grad=True)
+    expected = torch.autograd.grad(program(x, w), (x, w))
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, w), (x, w)), expected)
+    with te.with_preference("vendor:doubler"):
+        output = compiled(x, w)
+    dx, dw = torch.autograd.grad(output, (x, w))
+    torch.testing.assert_close(dx, 2 * (2 * (2 * x)))  # the doubler's backward, outside the block
+    assert not dw.any()
+
+
+def test_outputs_of_operators_never_require_grad() -> None:
+    compiled = torch.compile(lambda x, w: ops.rmsnorm_fwd(x, w)[0], fullgraph=True)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    assert not compiled(x, w).requires_grad
+    with te.with_preference("vendor:doubler"):
+        assert not compiled(x, w).requires_grad
+
+
+def test_each_thread_and_each_task_has_its_own_policy() -> None:
+    compiled = torch.compile(by_call(), fullgraph=True, backend="aot_eager")
+    x, w = torch.randn(4, 64), torch.randn(64)
+    normalized = by_call()(x, w)
+    results: dict[str, Tensor] = {}
+
+    async def task(prefer: str) -> Tensor:
+        with te.with_preference(prefer):
+            await asyncio.sleep(0)
+            return compiled(x, w)
+
+    async def both() -> list[Tensor]:
+        return await asyncio.gather(task("vendor:doubler"), task("reference"))
+
+    doubled, plain = asyncio.run(both())
+    torch.testing.assert_close(doubled, x * 2 + 1)
+    torch.testing.assert_close(plain, normalized)
+    with te.with_preference("vendor:doubler"):
+        thread = threading.Thread(target=lambda: results.update(thread=compiled(x, w)))
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(results["thread"], normalized)
+
+
+def test_raw_kernels_are_opaque_and_plain_torch_is_traced() -> None:
+    def targets(prefer: str) -> list[str]:
+        found: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            found.extend(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        torch._dynamo.reset()
+        with te.with_preference(prefer):
+            torch.compile(by_call(), fullgraph=True, backend=backend)(
+                torch.randn(4, 64), torch.randn(64)
+            )
+        return found
+
+    assert "te_fl.rmsnorm_fwd.default" in targets("vendor:doubler")
+    assert not any("te_fl" in target for target in targets("reference"))
+
+
+def test_a_new_registration_is_seen_by_compiled_code() -> None:
+    compiled = torch.compile(by_call(), fullgraph=True, backend="aot_eager")
+    x, w = torch.randn(4, 64), torch.randn(64)
+    te.set_global_policy(te.SelectionPolicy(prefer="vendor"))
+    torch.testing.assert_close(compiled(x, w), x * 2 + 1)
+
+    def tripling(
+        input: Tensor,
+        weight: Tensor,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return input * 3, input.new_ones(input.numel() // input.shape[-1])
+
+    te.get_default_manager().registry.register_impl(
+        te.OpImpl("rmsnorm_fwd", "vendor.tripler", "vendor", tripling, vendor="tri", priority=9)
+    )
+    torch.testing.assert_close(compiled(x, w), x * 3 + 1)
+
+
+def test_predicates_and_missing_options_decide_in_compiled_code_too() -> None:
+    def only_small(input: Tensor, *args: Any, **kwargs: Any) -> bool | str:
+        return True if input.shape[0] < 5 else "more than four rows"
+
+    def short(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        return input * 5, input.new_ones(input.numel() // input.shape[-1])
+
+    te.get_default_manager().registry.register_impl(
+        te.OpImpl(
+            "rmsnorm_fwd", "vendor.short", "vendor", short, vendor="short", supports=only_small
+        )
+    )
+    manager = te.get_default_manager()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def program(x: Tensor, w: Tensor, centred: bool) -> Tensor:
+        result: Tensor = manager.call("rmsnorm_fwd", x, w, zero_centered_gamma=centred)[0]
+        return result
+
+    with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:short", "vendor:doubler"]}):
+        w = torch.randn(8)
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(program(x, w, False), x * 5)
+        torch.testing.assert_close(program(x, w, True), x * 2)
+        x = torch.randn(6, 8)
+        torch.testing.assert_close(program(x, w, False), x * 2)
+
+
+def test_wrong_arguments_are_named_while_compiling() -> None:
+    compiled = torch.compile(by_call(), fullgraph=True, backend="aot_eager")
+    with te.with_preference("reference"), pytest.raises(Exception, match="'weight'"):
+        compiled(torch.randn(4, 8), torch.randn(3))
+
+
+def test_a_block_inside_compiled_code_says_that_it_is_not_supported() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        with te.with_preference("reference"):
+            return by_call()(x, w)
+
+    with pytest.raises(Exception, match="put the block around the call"):
+        torch.compile(program, fullgraph=True, backend="aot_eager")(
+            torch.randn(4, 8), torch.randn(8)
+        )
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = te.get_default_manager().call("rmsnorm_fwd", x, self.weight)[0]
+        return hidden + functional.rms_norm(x, self.weight)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_shows_raw_kernels_by_name(strict: bool) -> None:
+    x = torch.randn(4, 8)
+    with te.with_preference("vendor:doubler"):
+        exported = torch.export.export(Model(), (x,), strict=strict)
+    names = [
+        str(node.target)
+        for module in exported.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+    ]
+    assert names.count("te_fl.rmsnorm_fwd.default") == 2
+    torch.testing.assert_close(exported.module()(x), x * 4)
+
+
+def test_operators_pass_torchs_own_check() -> None:
+    from transformer_engine_fl.ops import _library
+
+    manager = te.get_default_manager()
+    manager.ensure_initialized()
+    for name in ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"):
+        contract = ops.CATALOGUE[name]
+        entry = next(
+            it for it in manager.registry.entries(name) if it.impl.impl_id == "reference.torch"
+        )
+        assert entry.load() is None
+        impl = _library.reference_to(entry)
+        sample = next(contract.samples("float32", "cpu"))
+        torch.library.opcheck(
+            _library.operator(contract), sample.args, {**sample.kwargs, "impl": impl}
+        )
+
+
+def test_fake_tensors_never_reach_a_raw_kernel() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), te.with_preference("vendor:doubler"):
+        output, rsigma = te.get_default_manager().call(
+            "rmsnorm_fwd", torch.empty(4, 8), torch.empty(8)
+        )
+    assert output.shape == (4, 8)
+    assert rsigma.shape == (4,)

@@ -1,0 +1,45 @@
+"""What every test starts from: a clean policy, a clean environment, no leftovers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the suite runs in several processes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _has_gpu():
+        return
+    skip = pytest.mark.skip(reason="needs a GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable of ours, no global policy, no default manager from another test."""
+    from transformer_engine_fl import reset_default_manager, reset_global_policy
+
+    for name in list(os.environ):
+        if name.startswith(("TE_FL_", "TEFL_")):
+            monkeypatch.delenv(name)
+    reset_global_policy()
+    reset_default_manager()
+    yield
+    monkeypatch.undo()
+    reset_global_policy()
+    reset_default_manager()

@@ -1,0 +1,283 @@
+"""With blocks: nested, entered again, shared, in threads and tasks, merged field by field."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from core_helpers import make_manager, one_of_each, order
+
+from transformer_engine_fl import (
+    ConfigurationError,
+    OpManager,
+    SelectionPolicy,
+    get_policy,
+    policy_context,
+    set_global_policy,
+    with_allowed_vendors,
+    with_denied_vendors,
+    with_preference,
+    with_strict_mode,
+)
+from transformer_engine_fl.core.policy import ROOT, active_scope, effective_policy
+
+
+@pytest.fixture
+def manager() -> OpManager:
+    return make_manager(*one_of_each())
+
+
+@pytest.mark.parametrize("way", ["call", "bind", "resolve", "explain"])
+def test_a_block_decides_who_serves_and_only_inside(manager: OpManager, way: str) -> None:
+    bound = manager.bind("scale")
+    ask: Callable[[], Any] = {
+        "call": lambda: manager.call("scale", None),
+        "bind": lambda: bound(None),
+        "resolve": lambda: manager.resolve("scale")(None),
+        "explain": lambda: manager.get_selected_impl_id("scale"),
+    }[way]
+    for _ in range(2):  # before any plan is kept, and after
+        assert ask() == "default.flagos"
+        with with_preference("reference"):
+            assert ask() == "reference.torch"
+            with with_preference("vendor"):
+                assert ask() == "vendor.acme"
+            assert ask() == "reference.torch"
+        assert ask() == "default.flagos"
+
+
+def test_an_inner_block_replaces_the_fields_it_names_and_keeps_the_others() -> None:
+    with policy_context(prefer="vendor", deny_vendors=["a", "b"], per_op_order={"x": ["flagos"]}):
+        with policy_context(deny_vendors=["c"], strict=True):
+            inner = get_policy()
+        outer = get_policy()
+    assert inner.prefer == "vendor"
+    assert inner.strict is True
+    assert inner.deny_vendors == {"c"}  # replaced, not united
+    assert inner.per_op_order == {"x": ("flagos",)}
+    assert outer.strict is False
+    assert outer.deny_vendors == {"a", "b"}
+
+
+def test_an_inner_order_replaces_the_whole_field_of_orders() -> None:
+    with (
+        policy_context(per_op_order={"x": ["flagos"]}),
+        policy_context(per_op_order={"y": "vendor"}),
+    ):
+        assert get_policy().per_op_order == {"y": ("vendor",)}
+
+
+def test_a_field_that_says_off_replaces_one_that_says_on() -> None:
+    with with_strict_mode():
+        with with_strict_mode(False):
+            assert get_policy().strict is False
+        assert get_policy().strict is True
+
+
+def test_a_block_outranks_the_global_policy_set_before_or_inside(manager: OpManager) -> None:
+    set_global_policy(SelectionPolicy(prefer="vendor", deny_vendors={"acme"}))
+    with with_preference("reference"):
+        assert order(manager) == ["reference.torch", "default.flagos", "vendor.zeta"]
+        set_global_policy(SelectionPolicy(prefer="flagos", deny_vendors={"zeta"}))
+        assert order(manager) == ["reference.torch", "default.flagos", "vendor.acme"]
+        assert manager.call("scale", None) == "reference.torch"
+
+
+def test_each_shorthand_sets_its_field() -> None:
+    for block, field, value in (
+        (with_preference("VENDOR:Acme"), "prefer", "vendor:acme"),
+        (with_strict_mode(), "strict", True),
+        (with_allowed_vendors("Acme", "zeta"), "allow_vendors", {"acme", "zeta"}),
+        (with_allowed_vendors(), "allow_vendors", frozenset()),
+        (with_denied_vendors("Acme"), "deny_vendors", {"acme"}),
+    ):
+        with block as said:
+            assert said.to_dict().keys() == {field}
+            assert getattr(get_policy(), field) == value
+            assert effective_policy().origins[field] == "with block"
+
+
+def test_a_block_takes_a_policy_and_fields_that_outrank_it() -> None:
+    base = SelectionPolicy(prefer="vendor", strict=True)
+    with policy_context(base, strict=False) as said:
+        assert said == SelectionPolicy(prefer="vendor", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: policy_context(preffer="vendor"), "unknown field 'preffer'.*mean 'prefer'"),
+        (lambda: policy_context(prefer="vendro"), "'vendro'.*mean 'vendor'"),
+        (lambda: policy_context("vendor"), "'vendor' is not a SelectionPolicy"),
+        (lambda: with_preference("cuda"), "'cuda' is not a selector"),
+        (lambda: with_strict_mode("yes"), "'yes' is not True or False"),  # type: ignore[arg-type]
+        (lambda: with_denied_vendors("a b"), "'a b' is not a vendor name"),
+    ],
+)
+def test_a_malformed_block_is_refused_before_it_is_entered(
+    make: Callable[[], policy_context], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make()
+    assert active_scope() is ROOT
+
+
+def test_one_object_may_be_entered_again_inside_itself(manager: OpManager) -> None:
+    block = with_preference("reference")
+    with block, with_preference("vendor"):
+        with block:
+            assert manager.call("scale", None) == "reference.torch"
+        assert manager.call("scale", None) == "vendor.acme"
+    with block:
+        assert manager.call("scale", None) == "reference.torch"
+    assert manager.call("scale", None) == "default.flagos"
+
+
+def test_an_exception_leaves_the_block_and_its_policy(manager: OpManager) -> None:
+    with pytest.raises(KeyError), with_preference("reference"), with_strict_mode():
+        raise KeyError("out")
+    assert active_scope() is ROOT
+    assert manager.call("scale", None) == "default.flagos"
+
+
+def test_a_failed_enter_changes_nothing_outside() -> None:
+    with with_preference("vendor"):
+        with pytest.raises(ConfigurationError), with_preference("vendro"):
+            raise AssertionError("never entered")
+        assert get_policy().prefer == "vendor"
+
+
+def test_equal_blocks_nested_alike_are_one_scope() -> None:
+    with with_preference("vendor"), with_strict_mode():
+        first = active_scope()
+    with policy_context(prefer="VENDOR"), policy_context(strict=True):
+        assert active_scope() is first
+    with with_strict_mode(), with_preference("vendor"):
+        assert active_scope() is not first
+
+
+def test_a_scope_that_nobody_uses_is_forgotten() -> None:
+    with with_denied_vendors("forgotten"):
+        key = active_scope().key
+        assert key in ROOT._children
+    gc.collect()
+    assert key not in ROOT._children
+
+
+def test_tables_of_plans_are_bounded_however_many_blocks_there_are(manager: OpManager) -> None:
+    for number in range(200):
+        with with_denied_vendors("acme", f"other{number}"):
+            assert manager.call("scale", None) == "default.flagos"
+    assert 1 <= len(manager._scoped) <= 64
+
+
+# ------------------------------------------------------------------------------- threads
+
+
+def test_a_block_is_not_seen_by_another_thread(manager: OpManager) -> None:
+    with ThreadPoolExecutor(1) as pool, with_preference("reference"):
+        assert pool.submit(manager.call, "scale", None).result() == "default.flagos"
+        assert pool.submit(manager.bind("scale"), None).result() == "default.flagos"
+        assert manager.call("scale", None) == "reference.torch"
+
+
+def test_one_object_may_be_shared_between_threads(manager: OpManager) -> None:
+    shared = with_preference("reference")
+    meet = threading.Barrier(4, timeout=10)
+
+    def work(own: str, expected: str) -> list[str]:
+        seen = []
+        with with_preference(own):
+            for _ in range(50):
+                meet.wait()
+                with shared:
+                    meet.wait()
+                    seen.append(manager.call("scale", None))
+                seen.append(manager.call("scale", None))
+        assert seen == ["reference.torch", expected] * 50
+        return seen
+
+    own = [("vendor", "vendor.acme"), ("impl:vendor.zeta", "vendor.zeta")] * 2
+    with ThreadPoolExecutor(4) as pool:
+        done = [pool.submit(work, *it) for it in own]
+        assert all(len(it.result()) == 100 for it in done)
+
+
+def test_a_global_policy_is_seen_in_every_thread(manager: OpManager) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(manager.call, "scale", None).result() == "default.flagos"
+        set_global_policy(SelectionPolicy(prefer="reference"))
+        assert pool.submit(manager.call, "scale", None).result() == "reference.torch"
+
+
+# --------------------------------------------------------------------------------- tasks
+
+
+def test_tasks_that_take_turns_keep_their_own_blocks(manager: OpManager) -> None:
+    async def work(prefer: str, expected: str) -> None:
+        for _ in range(20):
+            with with_preference(prefer):
+                await asyncio.sleep(0)
+                assert manager.call("scale", None) == expected
+                with with_strict_mode():
+                    await asyncio.sleep(0)
+                    assert manager.call("scale", None) == expected
+                    assert get_policy().strict is True
+                assert get_policy().strict is False
+            await asyncio.sleep(0)
+            assert manager.call("scale", None) == "default.flagos"
+
+    async def main() -> None:
+        await asyncio.gather(
+            work("vendor", "vendor.acme"),
+            work("reference", "reference.torch"),
+            work("vendor:zeta", "vendor.zeta"),
+        )
+
+    asyncio.run(main())
+
+
+def test_a_task_keeps_the_block_it_was_started_in(manager: OpManager) -> None:
+    async def later(go: asyncio.Event) -> str:
+        await go.wait()
+        return str(manager.call("scale", None))
+
+    async def main() -> tuple[str, str]:
+        go = asyncio.Event()
+        with with_preference("reference"):
+            task = asyncio.create_task(later(go))
+        go.set()
+        return await task, manager.call("scale", None)
+
+    assert asyncio.run(main()) == ("reference.torch", "default.flagos")
+
+
+def test_a_block_in_a_task_does_not_reach_its_parent(manager: OpManager) -> None:
+    async def child(inside: asyncio.Event, done: asyncio.Event) -> None:
+        with with_preference("reference"):
+            inside.set()
+            await done.wait()
+
+    async def main() -> str:
+        inside, done = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(child(inside, done))
+        await inside.wait()
+        seen = manager.call("scale", None)
+        done.set()
+        await task
+        return str(seen)
+
+    assert asyncio.run(main()) == "default.flagos"
+
+
+def test_to_thread_carries_the_block_along(manager: OpManager) -> None:
+    async def main() -> str:
+        with with_preference("reference"):
+            return str(await asyncio.to_thread(manager.call, "scale", None))
+
+    assert asyncio.run(main()) == "reference.torch"

@@ -1,0 +1,320 @@
+"""Discovery: modules, entry points and what becomes of a plugin that breaks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from core_helpers import SCALE, impl
+
+from transformer_engine_fl import OpManager, OpRegistry, reset_global_policy
+from transformer_engine_fl.core.discovery import PLUGIN_API, SourceReport, find_sources
+
+Plugin = Callable[..., str]
+
+_count = itertools.count()
+
+GOOD = """
+from core_helpers import impl
+
+def register(registry):
+    registry.register_many([impl("{name}.one"), impl("{name}.two")])
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
+    """Writes a module and returns its name; ``{name}`` in the source stands for it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source: str = GOOD) -> str:
+        name = f"te_fl_test_plugin_{next(_count)}"
+        text = textwrap.dedent(source).replace("{name}", name)
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return write
+
+
+@pytest.fixture
+def distribution(tmp_path: Path) -> Callable[..., None]:
+    """Installs a distribution's metadata with these entry points of our group."""
+
+    def write(project: str, **points: str) -> None:
+        info = tmp_path / f"{project}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n")
+        lines = [f"{name.replace('_', '-')} = {value}\n" for name, value in points.items()]
+        (info / "entry_points.txt").write_text("[te_fl.plugin]\n" + "".join(lines))
+
+    return write
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets ``TE_FL_PLUGIN_MODULES``."""
+
+    def name(*names: str) -> None:
+        monkeypatch.setenv("TE_FL_PLUGIN_MODULES", ", ".join(names))
+        reset_global_policy()
+
+    return name
+
+
+def started(registry: OpRegistry | None = None) -> OpManager:
+    manager = OpManager(registry or OpRegistry({"scale": SCALE}), builtins=False)
+    manager.ensure_initialized()
+    return manager
+
+
+def ids(manager: OpManager) -> list[str]:
+    return [it.impl_id for it in manager.registry.get_implementations("scale")]
+
+
+def report(manager: OpManager, name: str) -> SourceReport:
+    (found,) = (it for it in manager.plugins if it.name == name)
+    return found
+
+
+# --------------------------------------------------------------------- what is a plugin
+
+FORMS = {
+    "register": GOOD,
+    "te_fl_register": GOOD.replace("def register", "def te_fl_register"),
+    "both": GOOD + "def te_fl_register(registry): raise AssertionError\n",
+    "its API version stated": GOOD + f"TE_FL_PLUGIN_API = {PLUGIN_API}\n",
+    "one by one": """
+        from core_helpers import impl
+
+        def register(registry):
+            registry.register_impl(impl("{name}.one"))
+            assert len(registry.get_implementations("scale")) == 1
+            registry.register_impl(impl("{name}.two"))
+    """,
+}
+
+
+@pytest.mark.parametrize("source", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("found_by", ["module", "entry point"])
+def test_a_plugin_registers(
+    source: str,
+    found_by: str,
+    plugin: Plugin,
+    distribution: Callable[..., None],
+    modules: Callable[..., None],
+) -> None:
+    name = plugin(source)
+    if found_by == "module":
+        modules(name)
+        known, origin = f"module {name}", "TE_FL_PLUGIN_MODULES"
+    else:
+        distribution("acme-kernels", acme=name)
+        known, origin = "entry point acme", "acme-kernels"
+    manager = started()
+    assert ids(manager) == [f"{name}.one", f"{name}.two"]
+    said = report(manager, known)
+    assert (said.origin, said.error, said.traceback) == (origin, None, None)
+    assert said.registered == (f"scale/{name}.one", f"scale/{name}.two")
+
+
+def test_an_entry_point_may_name_the_function_itself(
+    plugin: Plugin, distribution: Callable[..., None]
+) -> None:
+    name = plugin(GOOD.replace("def register", "def anything"))
+    distribution("acme-kernels", acme=f"{name}:anything")
+    assert ids(started()) == [f"{name}.one", f"{name}.two"]
+
+
+def test_the_version_of_a_function_is_that_of_its_module(
+    plugin: Plugin, distribution: Callable[..., None]
+) -> None:
+    name = plugin(GOOD + f"TE_FL_PLUGIN_API = {PLUGIN_API + 1}\n")
+    distribution("acme-kernels", acme=f"{name}:register")
+    manager = started()
+    assert ids(manager) == []
+    assert "plugin API" in str(report(manager, "entry point acme").error)
+
+
+def test_plugins_of_the_same_name_from_two_distributions_both_register(
+    plugin: Plugin, distribution: Callable[..., None]
+) -> None:
+    first, second = plugin(), plugin()
+    distribution("acme-kernels", kernels=first)
+    distribution("zeta-kernels", kernels=second)
+    manager = started()
+    assert set(ids(manager)) == {f"{it}.{n}" for it in (first, second) for n in ("one", "two")}
+    ours = [it for it in manager.plugins if it.name == "entry point kernels"]
+    assert {it.origin for it in ours} == {"acme-kernels", "zeta-kernels"}
+
+
+def test_a_module_that_is_also_an_entry_point_registers_once(
+    plugin: Plugin, distribution: Callable[..., None], modules: Callable[..., None]
+) -> None:
+    name = plugin()
+    distribution("acme-kernels", acme=name)
+    modules(name)
+    manager = started()
+    assert ids(manager) == [f"{name}.one", f"{name}.two"]
+    assert [it.error for it in manager.plugins] == [None] * len(manager.plugins)
+
+
+def test_several_modules_register_in_their_order(
+    plugin: Plugin, modules: Callable[..., None]
+) -> None:
+    first, second = plugin(), plugin()
+    modules(second, first)
+    assert ids(started()) == [f"{it}.{n}" for it in (second, first) for n in ("one", "two")]
+
+
+def test_looking_for_plugins_imports_none(
+    plugin: Plugin, distribution: Callable[..., None], modules: Callable[..., None]
+) -> None:
+    distribution("acme-kernels", acme=plugin("raise AssertionError('imported')"))
+    modules(plugin("raise AssertionError('imported')"))
+    found = {source.name for source in find_sources(builtins=False)}
+    assert "entry point acme" in found
+
+
+def test_a_manager_told_not_to_leaves_plugins_alone(
+    plugin: Plugin, modules: Callable[..., None]
+) -> None:
+    modules(plugin("raise AssertionError('imported')"))
+    manager = OpManager(OpRegistry({"scale": SCALE}), builtins=False, plugins=False)
+    manager.ensure_initialized()
+    assert manager.plugins == ()
+
+
+def test_managers_that_share_a_registry_share_its_plugins(
+    plugin: Plugin, modules: Callable[..., None]
+) -> None:
+    name = plugin()
+    modules(name)
+    first = started()
+    second = started(first.registry)
+    assert ids(second) == [f"{name}.one", f"{name}.two"]
+    assert second.plugins == first.plugins
+
+
+def test_a_plugin_may_ask_the_default_manager_while_it_registers(
+    plugin: Plugin, modules: Callable[..., None]
+) -> None:
+    """It finds what is registered so far instead of waiting for itself."""
+    from transformer_engine_fl import get_default_manager
+
+    name = plugin(
+        """
+        from transformer_engine_fl import OpImpl, get_default_manager
+
+        def register(registry):
+            import torch
+
+            assert get_default_manager().get_selected_impl_id("rmsnorm_fwd")
+            registry.register_impl(OpImpl("acme_op", "acme", "reference", lambda x: x))
+        """
+    )
+    modules(name)
+    assert get_default_manager().call("acme_op", 7) == 7
+    assert report(get_default_manager(), f"module {name}").error is None
+
+
+# ---------------------------------------------------------------------------- breakage
+
+BROKEN = {
+    "breaks when imported": ("raise OSError('libacme.so')", "OSError: libacme.so"),
+    "is no Python": ("def register(", "SyntaxError"),
+    "has no register": ("x = 1", "PluginError: .* has neither register"),
+    "another API version": (
+        GOOD + f"TE_FL_PLUGIN_API = {PLUGIN_API + 1}\n",
+        f"PluginError: .* written for plugin API {PLUGIN_API + 1}, this is {PLUGIN_API}",
+    ),
+    "an API version that is no number": (GOOD + "TE_FL_PLUGIN_API = '1'\n", "plugin API '1'"),
+    "raises half-way": (GOOD + "    raise KeyError('half-way')\n", "KeyError: 'half-way'"),
+    "registers nonsense half-way": (
+        GOOD + "    registry.register_impl('nonsense')\n",
+        "RegistrationError: .* expected an OpImpl",
+    ),
+    "registers an id twice": (
+        GOOD + "    registry.register_impl(impl('{name}.one'))\n",
+        "DuplicateImplError",
+    ),
+    "takes an id that is taken": (
+        GOOD + "    registry.register_impl(impl('taken'))\n",
+        "DuplicateImplError",
+    ),
+    "does not fit": (
+        GOOD + "    registry.register_impl(impl('{name}.three', fn=lambda y: y))\n",
+        "SignatureMismatchError",
+    ),
+    "exits": ("raise SystemExit(3)", "SystemExit"),
+}
+
+
+@pytest.mark.parametrize("found_by", ["module", "entry point"])
+@pytest.mark.parametrize(("source", "error"), BROKEN.values(), ids=BROKEN)
+def test_a_plugin_that_breaks_is_reported_once_and_harms_no_other(
+    source: str,
+    error: str,
+    found_by: str,
+    plugin: Plugin,
+    distribution: Callable[..., None],
+    modules: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken, good = plugin(source), plugin()
+    if found_by == "module":
+        modules(broken, good)
+        known = f"module {broken}"
+    else:
+        distribution("acme-kernels", acme=broken)
+        modules(good)
+        known = "entry point acme"
+    registry = OpRegistry({"scale": SCALE})
+    registry.register_impl(impl("taken"))
+    for manager in (started(registry), started(registry)):
+        assert ids(manager) == ["taken", f"{good}.one", f"{good}.two"], "nothing of the broken one"
+        said = report(manager, known)
+        assert said.registered == ()
+        assert said.error is not None
+        assert said.traceback is not None
+        assert said.traceback.startswith("Traceback (most recent call last)")
+        assert said.error.partition(":")[0] in said.traceback
+        assert re.search(error, said.error)
+        assert report(manager, f"module {good}").error is None
+    warned = [it.getMessage() for it in caplog.records if known in it.getMessage()]
+    assert len(warned) == 1
+    assert "te-fl doctor" in warned[0]
+
+
+def test_a_module_that_does_not_exist_is_reported(modules: Callable[..., None]) -> None:
+    modules("no_such_module_of_ours")
+    manager = started()
+    said = report(manager, "module no_such_module_of_ours")
+    assert said.error == "ModuleNotFoundError: No module named 'no_such_module_of_ours'"
+
+
+def test_an_entry_point_that_names_nothing_is_reported(
+    plugin: Plugin, distribution: Callable[..., None]
+) -> None:
+    distribution("acme-kernels", acme=f"{plugin()}:nothing")
+    assert "AttributeError" in str(report(started(), "entry point acme").error)
+
+
+def test_the_calls_go_on_when_a_plugin_is_broken(
+    plugin: Plugin, modules: Callable[..., None]
+) -> None:
+    import torch
+
+    modules(plugin("raise OSError('libacme.so')"))
+    manager = OpManager()
+    output, _ = manager.call("rmsnorm_fwd", torch.full((1, 4), 2.0), torch.ones(4), 0.0)
+    assert output.tolist() == [[1.0] * 4]
+
+
+def test_in_tree_sets_are_found_by_their_folders() -> None:
+    names = {source.name for source in find_sources(plugins=False)}
+    assert "set reference" in names
+    assert "set vendor" not in names, "the folder of vendors is no set"

@@ -1,0 +1,486 @@
+"""The fault table: what follows from each way an implementation can fail.
+
+Every row runs by every route, with the failing candidate behind a guard and not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from core_faults import GUARDS, ROUTES, Kernel, KernelError, arrive, in_quarantine, world
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import transformer_engine_fl.core.manager as manager_module
+from transformer_engine_fl import (
+    AllCandidatesFailedError,
+    ArgumentError,
+    ConfigurationError,
+    NoImplementationError,
+    NotSupportedError,
+    OpImpl,
+    OpManager,
+    PartialMutationError,
+    with_preference,
+)
+
+EVERY_WAY = [
+    pytest.param(route, guarded, id=f"{route}-{'guarded' if guarded else 'direct'}")
+    for route, guarded in itertools.product(ROUTES, GUARDS)
+]
+every_way = pytest.mark.parametrize(("route", "guarded"), EVERY_WAY)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
+    """Makes a world the default one too, for calls through operator objects."""
+
+    def make(*args: Any, **fields: Any) -> OpManager:
+        manager = world(*args, **fields)
+        monkeypatch.setattr(manager_module, "_default", manager)
+        return manager
+
+    return make
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(4)
+
+
+def cuda_error(text: str) -> Callable[[], Exception]:
+    return lambda: RuntimeError(f"CUDA error: {text}\nSearch for `cudaError' in the manual.")
+
+
+def declined() -> Exception:
+    return NotSupportedError("only even lengths")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault, and what the design says of it.
+
+    Attributes:
+        fault: what the first candidate raises.
+        op_name: ``scale`` returns a tensor, ``scale_`` writes one.
+        in_place: the first candidate has written half when it fails.
+        raises: what the caller gets; None if the second candidate serves.
+        quarantined: the first candidate is set aside.
+        args: the arguments; the right ones unless given.
+    """
+
+    name: str
+    fault: Callable[[], Exception]
+    raises: type[Exception] | None = None
+    op_name: str = "scale"
+    in_place: bool = False
+    quarantined: bool = False
+    args: Callable[[], tuple[Any, ...]] = lambda: (ones(),)
+
+
+def wrong() -> tuple[Any, ...]:
+    return (torch.ones(2, 2),)
+
+
+TABLE = [
+    Row("raises before touching", lambda: KernelError("no image"), quarantined=True),
+    Row("TypeError of its own", lambda: TypeError("bad"), quarantined=True),
+    Row("no kernel for the device", cuda_error("no kernel image is available"), quarantined=True),
+    Row(
+        "raises before touching what it may write",
+        lambda: KernelError("no image"),
+        PartialMutationError,
+        "scale_",
+        quarantined=True,
+    ),
+    Row(
+        "raises after half a mutation",
+        lambda: KernelError("half way"),
+        PartialMutationError,
+        "scale_",
+        in_place=True,
+        quarantined=True,
+    ),
+    Row("wrong arguments", lambda: KernelError("shapes"), ArgumentError, args=wrong),
+    Row(
+        "wrong arguments, in place",
+        lambda: KernelError("shapes"),
+        ArgumentError,
+        "scale_",
+        args=wrong,
+    ),
+    Row("wrong arguments, declined", declined, ArgumentError, args=wrong),
+    Row("out of memory", lambda: torch.OutOfMemoryError("40 GiB"), torch.OutOfMemoryError),
+    Row(
+        "out of memory, in place",
+        lambda: torch.OutOfMemoryError("40 GiB"),
+        torch.OutOfMemoryError,
+        "scale_",
+        in_place=True,
+    ),
+    Row("out of host memory", MemoryError, MemoryError),
+    Row("out of memory in words", cuda_error("out of memory"), RuntimeError),
+    Row("device lost", cuda_error("an illegal memory access was encountered"), RuntimeError),
+    Row("device assert", cuda_error("device-side assert triggered"), RuntimeError),
+    Row(
+        "device lost and wrong arguments",
+        cuda_error("unspecified launch failure"),
+        RuntimeError,
+        args=wrong,
+    ),
+    Row("says not these arguments", declined),
+    Row("says not these arguments, in place", declined, op_name="scale_"),
+]
+
+
+@every_way
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name.replace(" ", "-"))
+def test_each_fault_has_its_documented_outcome(
+    row: Row,
+    route: str,
+    guarded: bool,
+    install: Callable[..., OpManager],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    raised: list[Exception] = []
+
+    def fault() -> Exception:
+        raised.append(row.fault())
+        return raised[-1]
+
+    first = Kernel(fault, in_place=row.in_place)
+    second = Kernel(in_place=row.op_name == "scale_")
+    manager = install(row.op_name, first, second, guarded=guarded)
+    args = row.args()
+    if row.raises is None:
+        result = arrive(manager, row.op_name, route)(*args)
+        assert torch.equal(result, torch.full((4,), 2.0))
+        assert second.runs == 1
+    else:
+        with pytest.raises(row.raises) as caught:
+            arrive(manager, row.op_name, route)(*args)
+        assert second.runs == 0, "nothing else may run"
+        if row.raises is type(raised[0]):
+            assert caught.value is raised[0], "raised as it is"
+    assert first.runs == 1
+    aside = {(row.op_name, "impl.0", "cpu", "float32")} if row.quarantined else set()
+    assert in_quarantine(manager) == aside
+    warned = [it for it in caplog.records if it.levelno >= logging.WARNING]
+    assert len(warned) == (row.quarantined and row.raises is None)
+
+
+@every_way
+def test_half_written_data_is_never_touched_again(
+    route: str, guarded: bool, install: Callable[..., OpManager]
+) -> None:
+    first, second = Kernel(lambda: KernelError("half way"), in_place=True), Kernel(in_place=True)
+    manager = install("scale_", first, second, guarded=guarded)
+    x = ones()
+    with pytest.raises(PartialMutationError, match="x, which may be half written") as caught:
+        arrive(manager, "scale_", route)(x)
+    assert caught.value.tensors == ("x",)
+    assert isinstance(caught.value.__cause__, KernelError)
+    assert x.tolist() == [2, 2, 1, 1]
+    again = ones()
+    arrive(manager, "scale_", route)(again)
+    assert again.tolist() == [2, 2, 2, 2]
+    assert (first.runs, second.runs) == (1, 1)
+
+
+@every_way
+def test_wrong_arguments_get_one_error_that_names_them(
+    route: str, guarded: bool, install: Callable[..., OpManager]
+) -> None:
+    first, second = Kernel(lambda: KernelError("shapes")), Kernel(lambda: KernelError("shapes"))
+    manager = install("scale", first, second, guarded=guarded)
+    with pytest.raises(ArgumentError) as caught:
+        arrive(manager, "scale", route)(torch.ones(2, 2))
+    error = caught.value
+    assert (error.op_name, error.argument) == ("scale", "x")
+    assert str(error) == "scale: argument 'x' is of 2 dimensions; the contract expects 1 dimension"
+    assert error.__cause__ is None
+    assert error.__suppress_context__, "one error, not a chain of them"
+
+
+@every_way
+def test_no_tensor_where_one_is_expected_is_the_callers_mistake(
+    route: str, guarded: bool, install: Callable[..., OpManager]
+) -> None:
+    manager = install("scale", Kernel(lambda: TypeError("int")), Kernel(), guarded=guarded)
+    with pytest.raises(ArgumentError, match="argument 'x' is int; the contract expects a tensor"):
+        arrive(manager, "scale", route)(3)
+    assert not in_quarantine(manager)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "argument", "given"),
+    [
+        ((), {}, "x", "missing"),
+        ((1,), {"facter": 2.0}, "facter", "did you mean 'factor'"),
+        ((1,), {"x": 1}, "x", "passed twice"),
+        ((1, 2.0, "plain"), {}, "#3", "one too many"),
+    ],
+)
+def test_a_call_that_does_not_fit_the_signature_is_the_callers_mistake(
+    args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, given: str
+) -> None:
+    manager = world("scale", Kernel(), Kernel())
+    with pytest.raises(ArgumentError, match=given) as caught:
+        manager.call("scale", *args, **kwargs)
+    assert caught.value.argument == argument
+    assert not in_quarantine(manager)
+
+
+@every_way
+def test_wrong_arguments_are_named_also_when_every_candidate_declined(
+    route: str, guarded: bool, install: Callable[..., OpManager]
+) -> None:
+    kernels = Kernel(), Kernel()
+    manager = install(
+        "scale",
+        *kernels,
+        guarded=guarded,
+        supports=lambda x, factor=2.0, *, mode="plain": "one dimension only",
+    )
+    with pytest.raises(ArgumentError, match="1 dimension"):
+        arrive(manager, "scale", route)(torch.ones(2, 2))
+    with pytest.raises(NoImplementationError, match="one dimension only"):
+        arrive(manager, "scale", route)(ones())
+    assert [kernel.runs for kernel in kernels] == [0, 0]
+
+
+@every_way
+def test_when_all_fail_the_error_carries_every_reason(
+    route: str, guarded: bool, install: Callable[..., OpManager]
+) -> None:
+    manager = install(
+        "scale",
+        Kernel(lambda: KernelError("no image")),
+        Kernel(declined),
+        Kernel(lambda: ValueError("no luck")),
+        guarded=guarded,
+    )
+    with pytest.raises(AllCandidatesFailedError) as caught:
+        arrive(manager, "scale", route)(ones())
+    verdicts = caught.value.decision.verdicts
+    assert [(it.cause, it.reason) for it in verdicts] == [
+        ("failed", "failed: KernelError: no image"),
+        ("supports", "declined: NotSupportedError: only even lengths"),
+        ("failed", "failed: ValueError: no luck"),
+    ]
+    for verdict in verdicts:
+        assert verdict.reason in str(caught.value)
+    assert not in_quarantine(manager), "nobody else has served: nothing is proven"
+
+
+@every_way
+@pytest.mark.parametrize(
+    "fault", [lambda: KernelError("kernel"), declined], ids=["fault", "decline"]
+)
+@pytest.mark.parametrize("state", ["fake tensors", "capture", "tracing"])
+def test_nothing_falls_back_where_the_first_failure_must_be_seen(
+    state: str,
+    fault: Callable[[], Exception],
+    route: str,
+    guarded: bool,
+    install: Callable[..., OpManager],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = Kernel(fault), Kernel()
+    manager = install("scale", first, second, guarded=guarded)
+    x = FakeTensorMode().from_tensor(ones()) if state == "fake tensors" else ones()
+    run = arrive(manager, "scale", route)
+    if state == "capture":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if state == "tracing":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(type(fault())):
+        run(x)
+    assert (first.runs, second.runs) == (1, 0)
+    assert not in_quarantine(manager)
+
+
+def test_wrong_arguments_are_named_under_fake_tensors_too() -> None:
+    manager = world("scale", Kernel(lambda: KernelError("kernel")), Kernel())
+    with pytest.raises(ArgumentError, match="1 dimension"):
+        manager.call("scale", FakeTensorMode().from_tensor(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize("guarded", GUARDS)
+@pytest.mark.parametrize("route", ["call", "handle", "pin"])
+@pytest.mark.parametrize("mutates", [None, ("x",), ()])
+def test_without_a_contract_an_operator_is_taken_to_mutate_unless_it_says_it_does_not(
+    mutates: tuple[str, ...] | None, route: str, guarded: bool
+) -> None:
+    first, second = Kernel(lambda: KernelError("kernel")), Kernel()
+    manager = world("acme_scale", first, second, guarded=guarded, mutates=mutates)
+    run = arrive(manager, "acme_scale", route)
+    if mutates == ():
+        assert run(ones()).tolist() == [2, 2, 2, 2]
+        assert second.runs == 1
+    else:
+        with pytest.raises(PartialMutationError) as caught:
+            run(ones())
+        assert caught.value.tensors == (mutates or ("#1",))
+        assert second.runs == 0
+    assert in_quarantine(manager) == {("acme_scale", "impl.0", "cpu", "float32")}
+
+
+@pytest.mark.parametrize("guarded", GUARDS)
+@pytest.mark.parametrize("route", ["call", "pin"])
+def test_without_a_contract_a_call_that_never_got_inside_is_no_fault(
+    route: str, guarded: bool
+) -> None:
+    """A mistake in the number or the names of the arguments cannot have written anything."""
+    first, second = Kernel(), Kernel()
+    manager = world("acme_scale", first, second, guarded=guarded)
+    for args, kwargs in (((ones(),), {"facter": 2.0}), ((ones(), 2.0, 3.0), {})):
+        with pytest.raises(TypeError, match="argument"):
+            arrive(manager, "acme_scale", route)(*args, **kwargs)
+    assert (first.runs, second.runs) == (0, 0)
+    assert not in_quarantine(manager)
+
+
+@every_way
+def test_a_pin_and_a_handle_keep_the_rules_when_the_policy_has_changed_since(
+    route: str, guarded: bool, install: Callable[..., OpManager]
+) -> None:
+    """What was chosen under one policy fails when another is in force."""
+    first, second = Kernel(lambda: KernelError("half way"), in_place=True), Kernel(in_place=True)
+    manager = install("scale_", first, second, guarded=guarded)
+    with with_preference("impl:impl.0"):
+        run = arrive(manager, "scale_", route)
+    with with_preference("impl:impl.1"):
+        if route != "pin":
+            assert run(ones()).tolist() == [2, 2, 2, 2]
+            assert first.runs == 0
+            return
+        with pytest.raises(ArgumentError, match="1 dimension"):
+            run(torch.ones(2, 2))
+        with pytest.raises(PartialMutationError):
+            run(ones())
+    assert (first.runs, second.runs) == (2, 0)
+
+
+def test_a_broken_availability_probe_is_a_reason_and_no_crash() -> None:
+    def probe() -> bool:
+        raise OSError("driver not loaded")
+
+    asked = []
+
+    def working() -> bool:
+        asked.append(1)
+        return True
+
+    first, second = Kernel(), Kernel()
+    manager = world("scale", second, is_available=working)
+    manager.registry.register_impl(
+        OpImpl("scale", "broken", "reference", first, priority=9, is_available=probe)  # type: ignore[arg-type]
+    )
+    for _ in range(3):
+        manager.call("scale", ones())
+    assert (first.runs, second.runs) == (0, 3)
+    assert asked == [1], "the machine is asked once"
+    verdict = manager.explain("scale").verdicts[0]
+    assert verdict.cause == "available"
+    assert verdict.reason == ("not available: is_available() raised OSError: driver not loaded")
+    assert not in_quarantine(manager)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(False, "says no"), (None, "says no"), ("needs a licence", "a licence")]
+)
+def test_an_availability_probe_may_only_say_true_to_be_believed(answer: Any, said: str) -> None:
+    kernel = Kernel()
+    manager = world("scale", kernel, is_available=lambda: answer)
+    with pytest.raises(NoImplementationError, match=said):
+        manager.call("scale", ones())
+    assert kernel.runs == 0
+
+
+@every_way
+def test_a_broken_predicate_declines_and_is_no_fault(
+    route: str, guarded: bool, install: Callable[..., OpManager]
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> bool:
+        raise KeyError("layout")
+
+    first, second = Kernel(), Kernel()
+    manager = install("scale", second, guarded=guarded)
+    manager.registry.register_impl(
+        OpImpl("scale", "picky", "reference", first, priority=9, supports=broken)  # type: ignore[arg-type]
+    )
+    arrive(manager, "scale", route)(ones())
+    assert (first.runs, second.runs) == (0, 1)
+    verdict = manager.explain("scale", ones()).verdicts[0]
+    assert verdict.cause == "supports"
+    assert verdict.reason == "supports() raised KeyError: 'layout'"
+    assert not in_quarantine(manager)
+
+
+@pytest.mark.parametrize("answer", [False, None, 1, ""])
+def test_a_predicate_may_only_say_true_to_be_believed(answer: Any) -> None:
+    kernel = Kernel()
+    manager = world("scale", kernel, supports=lambda *args, **kwargs: answer)
+    with pytest.raises(NoImplementationError, match="supports\\(\\) returned"):
+        manager.call("scale", ones())
+    assert kernel.runs == 0
+
+
+def test_an_implementation_that_cannot_be_imported_is_passed_over() -> None:
+    kernel = Kernel()
+    manager = world("scale", kernel)
+    for place, fn in enumerate(("no_such_module_of_ours:fn", "math:no_such_name", "math:pi")):
+        manager.registry.register_impl(
+            OpImpl("scale", f"late.{place}", "reference", fn, priority=9 - place)  # type: ignore[arg-type]
+        )
+    manager.call("scale", ones())
+    assert kernel.runs == 1
+    reasons = [it.reason for it in manager.explain("scale").verdicts[:3]]
+    assert "cannot import no_such_module_of_ours:fn: ModuleNotFoundError" in reasons[0]
+    assert "cannot import math:no_such_name: AttributeError" in reasons[1]
+    assert "math:pi is not callable" in reasons[2]
+
+
+def test_a_bad_environment_is_an_error_at_each_call_until_it_is_mended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = Kernel()
+    manager = world("scale", kernel)
+    monkeypatch.setenv("TE_FL_STRICT", "perhaps")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="TE_FL_STRICT"):
+            manager.call("scale", ones())
+    assert kernel.runs == 0
+    monkeypatch.setenv("TE_FL_STRICT", "1")
+    manager.call("scale", ones())
+    assert kernel.runs == 1
+    assert manager.explain("scale").policy.policy.strict is True
+
+
+def test_initialisation_that_failed_is_tried_again_and_registers_all() -> None:
+    """Here it fails half-way: after some sets, before the others."""
+    from transformer_engine_fl.core import discovery
+
+    manager = OpManager(plugins=False)
+    original, calls = discovery.install, []
+
+    def install_once_broken(registry: Any, source: Any) -> Any:
+        calls.append(source.name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(registry, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(discovery, "install", install_once_broken)
+        with pytest.raises(KeyboardInterrupt):
+            manager.call("rmsnorm_fwd", torch.ones(2, 4), torch.ones(4))
+        manager.call("rmsnorm_fwd", torch.ones(2, 4), torch.ones(4))
+    reference = manager.registry.get_implementation("rmsnorm_fwd", "reference.torch")
+    assert reference.kind == "reference"
+    assert [report.error for report in manager.plugins] == [None] * len(manager.plugins)

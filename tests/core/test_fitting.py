@@ -1,0 +1,286 @@
+"""Fitting a contract: which signatures are taken, which refused, and what an option costs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_faults import contract_of
+
+from transformer_engine_fl import (
+    Contract,
+    NoImplementationError,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    SignatureMismatchError,
+    StrictModeError,
+    with_strict_mode,
+)
+
+
+def blend(
+    x: Any, y: Any, alpha: float = 0.5, beta: Any = None, *, mode: str = "mean", scale: float = 1.0
+) -> Any:
+    """The signature that implementations must fit."""
+
+
+def gather(x: Any, *, index: Any, mode: str = "clamp") -> Any:
+    """A contract with a required keyword-only parameter."""
+
+
+CONTRACTS: dict[str, Contract[..., Any]] = {
+    "blend": contract_of(blend),
+    "gather": contract_of(gather),
+}
+
+
+def registered(fn: Callable[..., Any] | str, op_name: str = "blend") -> OpManager:
+    registry = OpRegistry(CONTRACTS)
+    registry.register_impl(OpImpl(op_name, "mine", "reference", fn))  # type: ignore[arg-type]
+    return OpManager(registry, builtins=False, plugins=False)
+
+
+# ------------------------------------------------------------------------- what is taken
+
+FITTING: dict[str, Callable[..., Any]] = {
+    "the contract's own": blend,
+    "fewer options": lambda x, y: None,
+    "the first options only": lambda x, y, alpha=0.5: None,
+    "some keyword-only options": lambda x, y, *, scale=1.0: None,
+    "keyword-only options in another order": lambda x, y, *, scale=1.0, mode="mean": None,
+    "a keyword-only option by position": lambda x, y, alpha=0.5, beta=None, mode="mean": None,
+    "an extra option at the end": lambda x, y, alpha=0.5, beta=None, stages=2: None,
+    "an extra keyword-only option": lambda x, y, *, stages=2: None,
+    "options swallowed": lambda x, y, **options: None,
+    "positions swallowed": lambda x, y, *args, **options: None,
+    "a partial": functools.partial(lambda handle, x, y: None, object()),
+}
+
+
+@pytest.mark.parametrize("fn", FITTING.values(), ids=FITTING)
+def test_a_signature_that_any_call_of_the_contract_fits_is_taken(fn: Callable[..., Any]) -> None:
+    manager = registered(fn)
+    assert manager.get_selected_impl_id("blend") == "mine"
+    assert manager.call("blend", 1, 2) is None
+    assert manager.call("blend", 1, y=2, alpha=0.5, mode="mean") is None
+    assert manager.call("blend", x=1, y=2) is None
+    assert manager.call("blend", 1, 2, 0.5, None, scale=1.0) is None
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        gather,
+        lambda x, *, index: None,
+        lambda x, index: None,
+        lambda x, index, mode="clamp": None,
+    ],
+)
+def test_a_required_keyword_may_also_be_taken_by_position(fn: Callable[..., Any]) -> None:
+    assert registered(fn, "gather").call("gather", 1, index=2, mode="clamp") is None
+
+
+# ------------------------------------------------------------------------ what is refused
+
+MISFITS: dict[str, tuple[Callable[..., Any], str]] = {
+    "a required parameter is missing": (lambda x: None, r"required parameters are \['x'\]"),
+    "a required parameter too many": (
+        lambda x, y, z: None,
+        r"required parameters are \['x', 'y', 'z'\], the contract has \['x', 'y'\]",
+    ),
+    "another name": (lambda x, other: None, r"\['x', 'other'\]"),
+    "another order": (lambda y, x: None, r"\['y', 'x'\]"),
+    "a required parameter with a default": (lambda x, y=None: None, r"\['x'\]"),
+    "an option that is required": (lambda x, y, alpha: None, r"\['x', 'y', 'alpha'\]"),
+    "only swallowed": (lambda *args, **kwargs: None, r"required parameters are \[\]"),
+    "positional-only": (lambda x, y, /: None, "'x' is positional-only"),
+    "a required parameter is keyword-only": (
+        lambda x, *, y: None,
+        "'y' is keyword-only, the contract allows it by position",
+    ),
+    "options swapped": (
+        lambda x, y, beta=None, alpha=0.5: None,
+        "position 3 is 'beta', the contract has 'alpha' there",
+    ),
+    "a stranger between the options": (
+        lambda x, y, stages=2, alpha=0.5: None,
+        "position 3 is 'stages', the contract has 'alpha' there",
+    ),
+    "an option skipped": (lambda x, y, beta=None: None, "position 3 is 'beta'"),
+    "an option by keyword only": (
+        lambda x, y, *, alpha=0.5: None,
+        "'alpha' is keyword-only, the contract allows it by position",
+    ),
+    "another default": (
+        lambda x, y, alpha=0.25: None,
+        "the default of 'alpha' is 0.25, the contract has 0.5",
+    ),
+    "another default of a keyword": (
+        lambda x, y, *, mode="sum": None,
+        "the default of 'mode' is 'sum', the contract has 'mean'",
+    ),
+    "a default of another type": (
+        lambda x, y, *, scale=1: None,
+        "the default of 'scale' is 1, the contract has 1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "reason"), MISFITS.values(), ids=MISFITS)
+def test_a_misfit_is_refused_at_registration_with_both_signatures(
+    fn: Callable[..., Any], reason: str
+) -> None:
+    with pytest.raises(SignatureMismatchError, match=reason) as caught:
+        registered(fn)
+    text = str(caught.value)
+    assert text.startswith("blend/mine: the signature does not fit the contract: ")
+    assert "\n  contract       (x: 'Any', y: 'Any', alpha: 'float' = 0.5" in text
+    assert "\n  implementation (" in text
+
+
+@pytest.mark.parametrize("fn", [lambda x, *args, index: None, lambda x, *, index: None])
+def test_a_required_keyword_is_no_misfit_of_a_keyword(fn: Callable[..., Any]) -> None:
+    registered(fn, "gather")
+
+
+def test_a_callable_that_does_not_tell_its_signature_is_refused() -> None:
+    with pytest.raises(SignatureMismatchError, match="no readable signature; wrap it") as caught:
+        registered(torch.add)
+    assert "contract       (x: 'Any'" in str(caught.value)
+
+
+def test_without_a_contract_any_signature_is_taken() -> None:
+    assert registered(lambda a, /, *b, **c: a, "acme_op").call("acme_op", 1, 2, c=3) == 1
+    assert registered(math.hypot, "acme_op").call("acme_op", 3, 4) == 5.0
+
+
+# ---------------------------------------------------------------------- loaded when chosen
+
+
+@pytest.fixture
+def late_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "late_blend.py").write_text(
+        "def fits(x, y, alpha=0.5):\n    return 'late'\ndef misfit(x, z):\n    return 'misfit'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return "late_blend"
+
+
+def test_a_misfit_named_by_a_string_is_a_rejection_with_both_signatures(late_module: str) -> None:
+    manager = registered(f"{late_module}:misfit")
+    manager.registry.register_impl(
+        OpImpl("blend", "other", "reference", lambda x, y: "other", priority=-1)  # type: ignore[arg-type]
+    )
+    assert manager.call("blend", 1, 2) == "other"
+    verdict = manager.explain("blend").verdicts[0]
+    assert (verdict.impl.impl_id, verdict.accepted, verdict.cause) == ("mine", False, "available")
+    for part in ("does not fit the contract", "contract       (x: 'Any'", "implementation (x, z)"):
+        assert part in verdict.reason
+    with with_strict_mode(), pytest.raises(StrictModeError, match="does not fit the contract"):
+        manager.call("blend", 1, 2)
+
+
+def test_a_string_is_imported_when_first_chosen_and_not_before(
+    late_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, late_module, raising=False)
+    manager = registered(f"{late_module}:fits")
+    assert late_module not in sys.modules
+    assert manager.call("blend", 1, 2) == "late"
+    assert late_module in sys.modules
+
+
+# ------------------------------------------------------------ options that are not named
+
+
+def narrow(x: Any, y: Any) -> Any:
+    return "narrow", x, y
+
+
+def swallowing(x: Any, y: Any, **options: Any) -> Any:
+    return "swallowing", x, y, options
+
+
+def full(
+    x: Any, y: Any, alpha: float = 0.5, beta: Any = None, *, mode: str = "mean", scale: float = 1.0
+) -> Any:
+    return "full", x, y, alpha, beta, mode, scale
+
+
+def two(first: Callable[..., Any], second: Callable[..., Any] = full) -> OpManager:
+    manager = registered(first)
+    manager.registry.register_impl(
+        OpImpl("blend", "second", "reference", second, priority=-1)  # type: ignore[arg-type]
+    )
+    return manager
+
+
+BEYOND: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    ((1, 2, 0.25), {}, "alpha"),
+    ((1, 2), {"alpha": 0.25}, "alpha"),
+    ((1, 2, 0.5, 3), {}, "beta"),
+    ((1, 2), {"mode": "sum"}, "mode"),
+    ((1, 2), {"scale": 1}, "scale"),
+    ((1, 2), {"beta": torch.ones(2)}, "beta"),
+]
+
+
+@pytest.mark.parametrize("first", [narrow, swallowing])
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize(("args", "kwargs", "option"), BEYOND)
+def test_an_option_that_is_not_named_counts_as_unsupported(
+    first: Callable[..., Any],
+    bound: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    option: str,
+) -> None:
+    manager = two(first)
+    run = manager.bind("blend") if bound else functools.partial(manager.call, "blend")
+    assert run(*args, **kwargs)[0] == "full"
+    verdict = manager.explain("blend", *args, **kwargs).verdicts[0]
+    assert (verdict.impl.impl_id, verdict.cause) == ("mine", "option")
+    assert f"does not take the option {option!r}" in verdict.reason
+    assert not manager.quarantine.held()
+
+
+@pytest.mark.parametrize("first", [narrow, swallowing])
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((1, 2), {}),
+        ((1, 2, 0.5), {}),
+        ((1, 2, 0.5, None), {"mode": "mean", "scale": 1.0}),
+        ((1,), {"y": 2, "alpha": 0.5}),
+    ],
+)
+def test_the_default_of_an_option_that_is_not_named_is_supported_and_not_passed_on(
+    first: Callable[..., Any], bound: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    manager = two(first)
+    run = manager.bind("blend") if bound else functools.partial(manager.call, "blend")
+    assert run(*args, **kwargs) == first(1, 2)
+
+
+def test_if_nobody_takes_an_option_the_error_names_it() -> None:
+    manager = two(narrow, swallowing)
+    with pytest.raises(NoImplementationError) as caught:
+        manager.call("blend", 1, 2, mode="sum")
+    assert str(caught.value).count("does not take the option 'mode' (given str 'sum')") == 2
+
+
+def test_what_is_named_is_passed_on_and_only_that() -> None:
+    def some(x: Any, y: Any, alpha: float = 0.5, *, scale: float = 1.0) -> Any:
+        return x, y, alpha, scale
+
+    manager = two(some)
+    assert manager.call("blend", 1, 2, 0.1, None, mode="mean", scale=3.0) == (1, 2, 0.1, 3.0)

@@ -1,0 +1,255 @@
+"""Quarantine: what it covers, what clears it, and that it keeps nothing alive."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from core_faults import GUARDS, ROUTES, Kernel, KernelError, arrive, in_quarantine, world
+
+import transformer_engine_fl.core.manager as manager_module
+from transformer_engine_fl import (
+    NotSupportedError,
+    OpImpl,
+    OpManager,
+    SelectionPolicy,
+    policy_context,
+    reset_global_policy,
+    set_global_policy,
+    with_preference,
+    with_strict_mode,
+)
+
+
+def ones(dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(4, dtype=dtype, device=device)
+
+
+class Unwell:
+    """A kernel that fails while ``ill`` says so."""
+
+    def __init__(self, ill: Callable[[torch.Tensor], bool] = lambda x: True) -> None:
+        self.ill = ill
+        self.runs = 0
+
+    def __call__(self, x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
+        self.runs += 1
+        if self.ill(x):
+            raise KernelError("unwell")
+        return x * factor
+
+
+@pytest.mark.parametrize("guarded", GUARDS)
+def test_it_covers_one_operator_implementation_device_and_dtype(guarded: bool) -> None:
+    first, second = Unwell(lambda x: x.dtype is torch.bfloat16), Kernel()
+    manager = world("scale", first, second, guarded=guarded)
+    for _ in range(3):
+        manager.call("scale", ones(torch.bfloat16))
+    assert (first.runs, second.runs) == (1, 3)
+    assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "bfloat16")}
+    manager.call("scale", ones(torch.float16))
+    manager.call("scale", ones(torch.bfloat16, "meta"))  # another device: tried, and fails there
+    manager.call("scale", ones(torch.float16, "meta"))
+    assert (first.runs, second.runs) == (4, 4)
+    assert in_quarantine(manager) == {
+        ("scale", "impl.0", "cpu", "bfloat16"),
+        ("scale", "impl.0", "meta", "bfloat16"),
+    }
+
+
+def test_the_same_implementation_serves_other_operators_and_other_managers() -> None:
+    first = Unwell()
+    manager = world("scale", first, Kernel())
+    manager.registry.register_impl(OpImpl("other", "impl.0", "reference", first, mutates=()))  # type: ignore[arg-type]
+    manager.registry.register_impl(OpImpl("other", "impl.1", "reference", Kernel(), priority=-1))  # type: ignore[arg-type]
+    manager.call("scale", ones())
+    manager.call("other", ones())
+    OpManager(manager.registry, builtins=False, plugins=False).call("scale", ones())
+    assert first.runs == 3
+
+
+@pytest.mark.parametrize("guarded", GUARDS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_there_is_one_warning_and_it_says_who_failed_why_and_who_served(
+    route: str,
+    guarded: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = world("scale", Unwell(), Kernel(), guarded=guarded)
+    monkeypatch.setattr(manager_module, "_default", manager)
+    for _ in range(5):
+        arrive(manager, "scale", route)(ones())
+    said = [it.getMessage() for it in caplog.records if it.levelno == logging.WARNING]
+    assert len(said) == 1
+    for part in ("scale", "impl.0", "KernelError: unwell", "quarantine", "impl.1"):
+        assert part in said[0]
+
+
+def test_explain_shows_it_for_such_tensors_and_only_for_them() -> None:
+    manager = world("scale", Unwell(), Kernel())
+    manager.call("scale", ones())
+    verdict = manager.explain("scale", ones()).verdicts[0]
+    assert (verdict.accepted, verdict.cause) == (False, "quarantine")
+    assert verdict.reason == "in quarantine after a fault: KernelError: unwell"
+    assert manager.explain("scale", ones(torch.float64)).verdicts[0].accepted
+
+
+def test_a_with_block_neither_scopes_nor_clears_it() -> None:
+    first, second = Unwell(), Kernel()
+    manager = world("scale", first, second)
+    with with_preference("reference"):
+        manager.call("scale", ones())
+    manager.call("scale", ones())
+    with policy_context(deny_vendors=["acme"]), with_preference("impl:impl.0"):
+        manager.call("scale", ones())
+    assert (first.runs, second.runs) == (1, 3)
+
+
+def register_another(manager: OpManager) -> None:
+    manager.registry.register_impl(
+        OpImpl("scale", "another", "reference", Kernel(), priority=-9)  # type: ignore[arg-type]
+    )
+
+
+CLEARED_BY: dict[str, Callable[[OpManager], object]] = {
+    "set_global_policy": lambda manager: set_global_policy(SelectionPolicy(prefer="reference")),
+    "reset_global_policy": lambda manager: reset_global_policy(),
+    "reset_quarantine": OpManager.reset_quarantine,
+    "a new registration": register_another,
+}
+
+
+@pytest.mark.parametrize("clear", CLEARED_BY.values(), ids=CLEARED_BY)
+@pytest.mark.parametrize("route", ROUTES)
+def test_it_is_cleared_and_the_implementation_tried_again(
+    route: str, clear: Callable[[OpManager], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Unwell(), Kernel()
+    manager = world("scale", first, second)
+    monkeypatch.setattr(manager_module, "_default", manager)
+    run = arrive(manager, "scale", "call" if route == "pin" else route)
+    run(ones())
+    run(ones())
+    assert (first.runs, second.runs) == (1, 2)
+    clear(manager)
+    assert not in_quarantine(manager)
+    first.ill = lambda x: False
+    if route == "pin":
+        run = arrive(manager, "scale", route)
+    run(ones())
+    assert (first.runs, second.runs) == (2, 2)
+
+
+def test_a_registration_of_another_operator_does_not_clear_it() -> None:
+    first = Unwell()
+    manager = world("scale", first, Kernel())
+    manager.call("scale", ones())
+    manager.registry.register_impl(OpImpl("other", "impl.0", "reference", Kernel()))  # type: ignore[arg-type]
+    manager.call("scale", ones())
+    assert first.runs == 1
+    assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
+
+
+def test_when_everyone_is_in_quarantine_the_error_says_so() -> None:
+    first = Unwell()
+    manager = world("scale_", first)
+    for message in ("half written", "in quarantine after a fault: KernelError: unwell"):
+        with pytest.raises(RuntimeError, match=message):
+            manager.call("scale_", ones())
+    assert first.runs == 1
+
+
+def test_strict_mode_neither_reads_nor_writes_it() -> None:
+    first, second = Unwell(), Kernel()
+    manager = world("scale", first, second)
+    with with_strict_mode(), pytest.raises(RuntimeError, match="strict"):
+        manager.call("scale", ones())
+    assert not in_quarantine(manager), "not written"
+    manager.call("scale", ones())
+    assert in_quarantine(manager)
+    first.ill = lambda x: False
+    with with_strict_mode():
+        manager.call("scale", ones())
+        assert manager.explain("scale", ones()).verdicts[0].accepted, "not read"
+    assert (first.runs, second.runs) == (3, 1)
+    assert in_quarantine(manager), "and not cleared"
+
+
+def test_the_reason_is_kept_as_text_of_bounded_length() -> None:
+    def talkative() -> Exception:
+        return KernelError("x" * 100_000)
+
+    manager = world("scale", Kernel(talkative), Kernel())
+    manager.call("scale", ones())
+    (reason,) = manager.quarantine.held().values()
+    assert isinstance(reason, str)
+    assert len(reason) < 1000
+
+
+# ----------------------------------------------------------------- nothing is kept alive
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Only reference counts free anything, so that a cycle shows."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def wrong_dimensions() -> torch.Tensor:
+    return torch.ones(2, 2)
+
+
+AFTERMATHS: dict[str, tuple[str, Callable[[], Exception], Callable[[], torch.Tensor]]] = {
+    "recovered": ("scale", lambda: KernelError("kernel"), ones),
+    "declined": ("scale", lambda: NotSupportedError("kernel"), ones),
+    "half written": ("scale_", lambda: KernelError("kernel"), ones),
+    "out of memory": ("scale", type("Oom", (torch.OutOfMemoryError,), {}), ones),
+    "wrong arguments": ("scale", lambda: KernelError("kernel"), wrong_dimensions),
+}
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("guarded", GUARDS)
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("all_fail", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("aftermath", AFTERMATHS)
+def test_no_tensor_and_no_exception_outlives_the_call_and_its_error(
+    aftermath: str,
+    strict: bool,
+    all_fail: bool,
+    route: str,
+    guarded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    op_name, make, tensor = AFTERMATHS[aftermath]
+    raised: list[weakref.ref[Exception]] = []
+
+    def fault() -> Exception:
+        error = make()
+        raised.append(weakref.ref(error))
+        return error
+
+    second = Kernel(fault if all_fail else None, in_place=op_name == "scale_")
+    manager = world(op_name, Kernel(fault), second, guarded=guarded)
+    monkeypatch.setattr(manager_module, "_default", manager)
+    x = tensor()
+    given = weakref.ref(x)
+    with policy_context(strict=strict):
+        run = arrive(manager, op_name, route)
+        try:
+            run(x)
+        except Exception as error:  # noqa: BLE001 - what is left of any of them is the question
+            raised.append(weakref.ref(error))
+    del x
+    assert raised
+    assert [it() for it in raised] == [None] * len(raised)
+    assert given() is None

@@ -1,0 +1,268 @@
+"""OpRegistry: duplicates, all or nothing, snapshots, sharing, nearest names."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from core_faults import Kernel, contract_of
+from core_helpers import SCALE, impl, make_manager
+
+from transformer_engine_fl import (
+    DuplicateImplError,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    RegistrationError,
+    SignatureMismatchError,
+    UnknownOperatorError,
+)
+
+
+@pytest.fixture
+def registry() -> OpRegistry:
+    return OpRegistry({"scale": SCALE})
+
+
+def ids(registry: OpRegistry, op_name: str = "scale") -> list[str]:
+    return [it.impl_id for it in registry.get_implementations(op_name)]
+
+
+def test_a_duplicate_names_both_and_where_each_was_registered(registry: OpRegistry) -> None:
+    frame = inspect.currentframe()
+    assert frame is not None
+    registry.register_impl(impl("mine", "vendor", vendor="acme"))
+    first = frame.f_lineno - 1
+    with pytest.raises(DuplicateImplError) as caught:
+        registry.register_impl(impl("mine", "reference"))
+    second = frame.f_lineno - 1
+    text = str(caught.value)
+    assert "scale/mine is registered twice" in text
+    places = [int(line) for line in re.findall(rf"{re.escape(__file__)}:(\d+)", text)]
+    assert places == [first, second]
+    assert text.index("vendor=acme") < text.index("kind=reference")
+    assert ids(registry) == ["mine"]
+
+
+def test_a_duplicate_is_found_under_an_alias_and_within_one_batch(registry: OpRegistry) -> None:
+    registry.register_impl(impl("mine"))
+    with pytest.raises(DuplicateImplError):
+        registry.register_impl(impl("mine", op_name="fused_scale"))
+    with pytest.raises(DuplicateImplError):
+        registry.register_many([impl("other"), impl("other")])
+    assert ids(registry) == ["mine"]
+
+
+def test_the_same_id_may_serve_different_operators(registry: OpRegistry) -> None:
+    registry.register_many([impl("mine"), impl("mine", op_name="other")])
+    assert registry.list_operators() == ("other", "scale")
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+def one_too_many(x: Any, y: Any) -> Any:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (impl("taken"), DuplicateImplError),
+        (impl("misfit", fn=one_too_many), SignatureMismatchError),
+        ("no implementation", RegistrationError),
+    ],
+    ids=["duplicate", "misfit", "nonsense"],
+)
+def test_register_many_is_all_or_nothing(
+    registry: OpRegistry, last: Any, error: type[Exception]
+) -> None:
+    registry.register_impl(impl("taken"))
+    before = registry.snapshot()
+    with pytest.raises(error):
+        registry.register_many([impl("new"), impl("newer", op_name="other"), last])
+    assert registry.snapshot() is before
+
+
+def test_register_many_takes_nothing_from_a_generator_that_breaks(registry: OpRegistry) -> None:
+    def impls() -> Iterator[OpImpl]:
+        yield impl("new")
+        raise KeyError("half-way")
+
+    with pytest.raises(KeyError):
+        registry.register_many(impls())
+    assert ids(registry) == []
+
+
+def test_a_snapshot_never_changes(registry: OpRegistry) -> None:
+    registry.register_impl(impl("first"))
+    snapshot = registry.snapshot()
+    registry.register_impl(impl("second"))
+    registry.register_impl(impl("elsewhere", op_name="other"))
+    registry.clear()
+    assert [entry.impl.impl_id for entry in snapshot.operators["scale"]] == ["first"]
+    assert list(snapshot.operators) == ["scale"]
+    with pytest.raises(TypeError):
+        snapshot.operators["scale"] = ()  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        snapshot.operators = {}  # type: ignore[misc]
+
+
+def test_clear_forgets_everything() -> None:
+    manager = make_manager(impl("first"))
+    assert manager.call("scale", 1) == "first"
+    manager.registry.clear()
+    assert manager.registry.list_operators() == ()
+    manager.registry.register_impl(impl("second"))
+    assert manager.call("scale", 1) == "second"
+
+
+def test_an_unknown_implementation_is_told_the_nearest(registry: OpRegistry) -> None:
+    registry.register_many([impl("vendor.acme", "vendor"), impl("reference.torch")])
+    with pytest.raises(UnknownOperatorError, match=r"did you mean 'vendor\.acme'") as caught:
+        registry.get_implementation("scale", "vendor.acne")
+    assert "reference.torch" in str(caught.value)
+    with pytest.raises(UnknownOperatorError, match="it has: none"):
+        registry.get_implementation("nothing", "vendor.acme")
+    assert registry.get_implementation("fused_scale", "vendor.acme").vendor == "acme"
+
+
+@pytest.mark.parametrize("ask", ["call", "bind", "pin", "resolve", "explain"])
+@pytest.mark.parametrize(
+    ("asked", "nearest"), [("scael", "scale"), ("Scale", "scale"), ("fused_scal", "fused_scale")]
+)
+def test_an_unknown_operator_is_told_the_nearest(ask: str, asked: str, nearest: str) -> None:
+    manager = make_manager(impl("first"))
+    with pytest.raises(UnknownOperatorError, match=f"'{asked}'; did you mean '{nearest}'"):
+        getattr(manager, ask)(asked)
+
+
+def test_an_operator_with_a_contract_and_no_implementation_is_known() -> None:
+    manager = make_manager()
+    assert manager.resolve_candidates("scale") == ()
+    with pytest.raises(UnknownOperatorError, match="'scle'; did you mean 'scale'"):
+        manager.call("scle")
+
+
+# ------------------------------------------------------------------------------ sharing
+
+
+def sets_of(manager: OpManager) -> list[str]:
+    return [it.impl_id for it in manager.registry.get_implementations("rmsnorm_fwd")]
+
+
+def test_managers_that_share_a_registry_register_the_built_in_sets_once() -> None:
+    registry = OpRegistry()
+    managers = [OpManager(registry, plugins=False) for _ in range(3)]
+    for manager in managers:
+        manager.ensure_initialized()
+        assert sets_of(manager).count("reference.torch") == 1
+    assert managers[0].plugins == managers[2].plugins
+    assert "set reference" in {report.name for report in managers[2].plugins}
+
+
+def test_a_users_own_registry_gets_the_built_in_sets_unless_told_not_to() -> None:
+    def fn(input: Any, weight: Any, eps: float = 1e-5) -> Any:
+        return "mine"
+
+    registry = OpRegistry()
+    registry.register_impl(OpImpl("rmsnorm_fwd", "mine", "reference", fn))  # type: ignore[arg-type]
+    alone = OpManager(registry, builtins=False, plugins=False)
+    alone.ensure_initialized()
+    assert sets_of(alone) == ["mine"]
+    full = OpManager(registry)
+    full.ensure_initialized()
+    assert {"mine", "reference.torch"} <= set(sets_of(full))
+
+
+def test_a_clash_with_a_built_in_set_leaves_the_users_implementation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fn(input: Any, weight: Any, eps: float = 1e-5) -> Any:
+        return "mine"
+
+    registry = OpRegistry()
+    registry.register_impl(OpImpl("rmsnorm_fwd", "reference.torch", "reference", fn))  # type: ignore[arg-type]
+    manager = OpManager(registry, plugins=False)
+    manager.ensure_initialized()
+    report = next(it for it in manager.plugins if it.name == "set reference")
+    assert "DuplicateImplError" in str(report.error)
+    assert __file__ in str(report.error)
+    assert registry.get_implementation("rmsnorm_fwd", "reference.torch").fn is fn
+    assert "reference.torch" not in ids(registry, "layernorm_fwd"), "all or nothing"
+    assert "set reference" in caplog.text
+
+
+def test_each_manager_has_its_own_quarantine_and_tensors_over_a_shared_registry() -> None:
+    first = make_manager(impl("first"))
+    second = OpManager(first.registry, builtins=False, plugins=False)
+    assert second.registry is first.registry
+    assert second.quarantine is not first.quarantine
+    assert second.tensors is not first.tensors
+
+
+# -------------------------------------------------------------------- what is registered
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "vendro"}, "unknown kind 'vendro'.*did you mean 'vendor'"),
+        ({"kind": "vendor", "vendor": None}, "needs a vendor name"),
+        ({"fn": "no colon"}, "callable or 'module:attribute'"),
+        ({"fn": 3}, "callable or 'module:attribute', got int"),
+        ({"min_arch": "hopper"}, "no architecture name"),
+        ({"traits": {"determinstic"}}, "unknown trait.*did you mean 'deterministic'"),
+        ({"priority": "high"}, "priority must be an int"),
+        ({"priority": True}, "priority must be an int"),
+        ({"supports": True}, "supports must be callable"),
+        ({"is_available": True}, "is_available must be callable"),
+        ({"supported_dtypes": "float32"}, "supported_dtypes must be a collection"),
+        ({"devices": "cuda"}, "devices must be a collection"),
+        ({"impl_id": "two words"}, "impl_id must be a name"),
+        ({"op_name": "rms norm"}, "op_name must be a name"),
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    described = {"op_name": "scale", "impl_id": "mine", "kind": "reference", "fn": Kernel()}
+    with pytest.raises(RegistrationError, match=message):
+        OpImpl(**(described | fields))
+
+
+def test_dtypes_may_be_given_as_torch_dtypes() -> None:
+    import torch
+
+    described = impl("mine", supported_dtypes=[torch.bfloat16, "torch.float16", "float32"])
+    assert described.supported_dtypes == {"bfloat16", "float16", "float32"}
+
+
+def test_a_registration_of_a_new_operator_needs_no_contract(registry: OpRegistry) -> None:
+    registry.register_impl(impl("mine", op_name="acme_scale", fn=identity))
+    manager = OpManager(registry, builtins=False, plugins=False)
+    assert manager.call("acme_scale", 5) == 5
+
+
+def test_an_alias_registers_and_calls_the_operator(registry: OpRegistry) -> None:
+    registry.register_impl(impl("mine", op_name="fused_scale"))
+    assert registry.list_operators() == ("scale",)
+    assert ids(registry) == ids(registry, "fused_scale") == ["mine"]
+
+
+def test_the_place_of_a_registration_is_outside_core(registry: OpRegistry) -> None:
+    registry.register_many([impl("mine")])
+    (entry,) = registry.entries("scale")
+    assert entry.where.startswith(f"{__file__}:")
+
+
+def test_contracts_may_be_ones_own() -> None:
+    def twice(x: Any) -> Any: ...
+
+    registry = OpRegistry({"twice": contract_of(twice)})
+    with pytest.raises(SignatureMismatchError):
+        registry.register_impl(impl("mine", op_name="twice", fn=lambda y: y))

@@ -1,0 +1,130 @@
+"""A small world of torch operators whose implementations count their runs and can fail.
+
+``scale`` returns a new tensor and ``scale_`` writes its argument. A :class:`Kernel`
+serves either. Calls arrive by each of four routes, and find the first candidate
+behind a guard or not: what happens after a failure must not depend on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from transformer_engine_fl import (
+    ArgumentError,
+    Contract,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    Sample,
+    Tolerance,
+)
+
+ROUTES = ("call", "handle", "operator", "pin")
+"""How a call arrives: by name, by a bound handle, by the operator object, by a pin."""
+
+GUARDS = (False, True)
+"""Whether the first candidate says which devices it is for, so that calls are looked at."""
+
+
+class KernelError(RuntimeError):
+    """A fault of an implementation; unlike the builtin one it can be referred to weakly."""
+
+
+class Kernel:
+    """Multiplies by ``factor``; fails on demand, before or after it has written.
+
+    Args:
+        error: makes the exception to raise at each run; None to succeed.
+        in_place: writes its argument; a failing one writes half of it first.
+    """
+
+    def __init__(
+        self, error: Callable[[], Exception] | None = None, *, in_place: bool = False
+    ) -> None:
+        self.error = error
+        self.in_place = in_place
+        self.runs = 0
+
+    def __call__(self, x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
+        self.runs += 1
+        if self.error is not None:
+            if self.in_place:
+                x[: len(x) // 2] *= factor
+            raise self.error()
+        return x.mul_(factor) if self.in_place else x * factor
+
+
+def contract_of(fn: Callable[..., Any], **fields: Any) -> Contract[..., Any]:
+    """A contract with ``fn``'s name and signature; nothing is checked unless said."""
+
+    def samples(dtype: str, device: str) -> Iterator[Sample]:
+        yield Sample("typical", ())
+
+    fields.setdefault("check", lambda op, **arguments: None)
+    return Contract(
+        fn,
+        family="stub",
+        samples=samples,
+        tolerance={"float32": Tolerance(0.0, 0.0)},
+        oracle=fn,
+        **fields,
+    )
+
+
+def _check(op: str, x: Any, factor: Any, mode: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(op, "x", type(x).__name__, "a tensor")
+    if x.ndim != 1:
+        raise ArgumentError(op, "x", f"of {x.ndim} dimensions", "1 dimension")
+
+
+def scale(x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
+    """Returns ``x * factor``."""
+
+
+def scale_(x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
+    """Multiplies ``x`` by ``factor`` where it is."""
+
+
+CONTRACTS = {
+    "scale": contract_of(scale, check=_check),
+    "scale_": contract_of(scale_, check=_check, mutates=("x",)),
+}
+
+
+def world(
+    op_name: str,
+    *kernels: Callable[..., Any],
+    guarded: bool = False,
+    kind: str = "reference",
+    **fields: Any,
+) -> OpManager:
+    """A manager in which ``op_name`` has these candidates: ``impl.0``, ``impl.1`` and so on."""
+    if guarded:
+        fields["devices"] = {"cpu", "meta"}
+    registry = OpRegistry(CONTRACTS)
+    registry.register_many(
+        OpImpl(op_name, f"impl.{place}", kind, fn, priority=-place, **fields)  # type: ignore[arg-type]
+        for place, fn in enumerate(kernels)
+    )
+    return OpManager(registry, builtins=False, plugins=False)
+
+
+def arrive(manager: OpManager, op_name: str, route: str) -> Callable[..., Any]:
+    """What a user calls. For ``operator``, ``manager`` must be the default manager."""
+    if route == "call":
+        return lambda *args, **kwargs: manager.call(op_name, *args, **kwargs)
+    if route == "handle":
+        return manager.bind(op_name)
+    if route == "pin":
+        return manager.pin(op_name)
+    return CONTRACTS[op_name]
+
+
+def in_quarantine(manager: OpManager) -> set[tuple[str, str, str | None, str | None]]:
+    """(operator, impl id, device, dtype) of all that is held."""
+    held = manager.quarantine.held()
+    return {(key.op_name, key.impl_id, key.device, key.dtype) for key in held}

@@ -1,0 +1,174 @@
+"""Every kernel compiles for every kind of GPU, on a machine that has none.
+
+The kernels are compiled as the operators launch them: this file, run as a program, calls
+the operators with a recorder in place of the launch and compiles what it recorded. It is a
+program of its own because the tests around it run Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# name -> backend, architecture, warp size, shared memory of a program
+TARGETS = {
+    "sm_80": ("cuda", 80, 32, 166_912),
+    "sm_90": ("cuda", 90, 32, 232_448),
+    "sm_100": ("cuda", 100, 32, 232_448),
+    "gfx942": ("hip", "gfx942", 64, 65_536),
+}
+# One width for each way a row is handled: tiles of several rows, one row in registers, wide.
+FORWARD_WIDTHS = {"bfloat16": (1024, 4096, 32768, 65536), "float32": (4096, 65536)}
+BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target: str, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    root = Path(__file__).parents[2]
+    found = subprocess.run(
+        [sys.executable, __file__, target],
+        cwd=root,
+        env={**environment, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    report = json.loads(found.stdout)
+    assert report["never launched"] == [], "a kernel has no case among the widths above"
+    shared_limit = TARGETS[target][3]
+    for case in report["cases"]:
+        assert case["binary"] > 0, case
+        assert case["shared"] <= shared_limit, case
+    if target == "sm_90":
+        forward = [
+            case
+            for case in report["cases"]
+            if case["kernel"] == "_forward_rows" and case["dtype"] == "bf16"
+        ]
+        assert forward
+        for case in forward:
+            assert case["wide loads"] > 0, case
+            assert case["wide stores"] > 0, case
+            assert case["narrow accesses"] == 0, case
+
+
+class Recorder:
+    """Stands in for the launch: keeps what would be compiled, once each."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, Any] = {}
+        self.cases: dict[str, tuple[Any, dict[str, str], dict[Any, Any], dict[str, int]]] = {}
+
+    def record(
+        self, launch: Any, grid: tuple[int, int], tensors: Any, numbers: tuple[Any, ...]
+    ) -> None:
+        from triton.runtime.jit import mangle_type
+
+        kernel = launch._kernel
+        signature, constants = {}, {}
+        for place, parameter in enumerate(kernel.params):
+            if parameter.is_constexpr:
+                value = launch._constants[parameter.name]
+            elif place < len(tensors):
+                value = tensors[place]
+                if value is not None:
+                    signature[parameter.name] = mangle_type(value)
+                    continue
+            else:
+                signature[parameter.name] = parameter.annotation_type
+                continue
+            signature[parameter.name] = "constexpr"
+            constants[(place,)] = value
+        case = (kernel, signature, constants, launch._options)
+        self.kernels[kernel.__name__] = kernel
+        self.cases[repr((kernel.__name__, *case[1:]))] = case
+
+
+def call_operators() -> None:
+    import torch
+
+    from transformer_engine_fl.backends.flagos import normalization as flagos
+
+    for name, widths in FORWARD_WIDTHS.items():
+        for width in widths:
+            x = torch.zeros(3, width, dtype=getattr(torch, name))
+            weight = torch.zeros(width, dtype=x.dtype)
+            flagos.rmsnorm_fwd(x, weight)
+            flagos.layernorm_fwd(x, weight, weight)
+    for name, widths in BACKWARD_WIDTHS.items():
+        for width in widths:
+            x = torch.zeros(3, width, dtype=getattr(torch, name))
+            weight, saved = torch.zeros(width, dtype=x.dtype), torch.zeros(3)
+            flagos.rmsnorm_bwd(x, x, saved, weight)
+            flagos.layernorm_bwd(x, x, saved, saved, weight)
+
+
+def kernels_of(module: Any) -> Iterator[Any]:
+    """The kernels of a module, less the functions that kernels call."""
+    from triton.runtime import JITFunction
+
+    functions = [value for value in vars(module).values() if isinstance(value, JITFunction)]
+    for function in functions:
+        call = re.compile(rf"\b{function.__name__}\(")
+        if not any(call.search(other.src) for other in functions if other is not function):
+            yield function
+
+
+def compile_for(name: str) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from transformer_engine_fl.backends.flagos import _launch
+    from transformer_engine_fl.backends.flagos import normalization as flagos
+
+    backend, arch, warp_size, shared = TARGETS[name]
+    limits = _launch.Limits(132, shared, warp_size, 65536 if backend == "cuda" else 0)
+    recorder = Recorder()
+    _launch.limits = lambda device: limits  # type: ignore[assignment]
+    _launch.unsupported_device = lambda device: None
+    _launch.Launch.__call__ = lambda *call: recorder.record(*call)  # type: ignore[method-assign]
+    call_operators()
+    cases = []
+    for kernel, signature, constants, options in recorder.cases.values():
+        attributes = {
+            (place,): [["tt.divisibility", 16]]
+            for place, kind in enumerate(signature.values())
+            if kind.startswith("*")
+        }
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants, attributes),
+            target=GPUTarget(backend, arch, warp_size),
+            options=options,
+        )
+        ptx = compiled.asm.get("ptx", "")
+        cases.append(
+            {
+                "kernel": kernel.__name__,
+                "dtype": signature.get("x_ptr", "*")[1:],
+                "constants": str(constants),
+                "binary": len(compiled.asm["cubin" if backend == "cuda" else "hsaco"]),
+                "shared": compiled.metadata.shared,
+                "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*0x10", ptx)),
+                "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
+                # one 2-byte element at a time
+                "narrow accesses": len(re.findall(r"(?:ld|st)\.global\S*[^4]\.b16", ptx)),
+            }
+        )
+    missing = [f.__name__ for f in kernels_of(flagos) if f.__name__ not in recorder.kernels]
+    return {"cases": cases, "never launched": missing}
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_for(sys.argv[1])))

@@ -1,0 +1,464 @@
+"""Triton's normalization against the contract: values, memory, arguments, launching."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos import normalization as flagos
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.ops import normalization as contracts
+
+OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is full of NaN, so what a kernel leaves out shows."""
+
+    def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
+            return allocate(*args, **kwargs).fill_(float("nan"))
+
+        return allocate_and_fill
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+
+
+def check_values(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Run ``op`` and hold every output against the contract; returns the outputs."""
+    contract = getattr(contracts, op)
+    found = getattr(flagos, op)(*args, **kwargs)
+    right = contract.oracle(*args, **kwargs)
+    kinds = contract.shapes(*args, **kwargs)
+    dispatch = contract.bind(*args, **kwargs)[contract.dispatch_on]
+    for place, (output, expected, kind) in enumerate(zip(found, right, kinds, strict=True)):
+        assert (output.shape, output.dtype, output.device) == (
+            kind.shape,
+            kind.dtype,
+            kind.device,
+        )
+        assert output.is_contiguous()
+        assert not output.requires_grad
+        # An output of a coarser dtype than the input's is as exact as that dtype.
+        names = {str(dtype).removeprefix("torch.") for dtype in (dispatch.dtype, output.dtype)}
+        allowed = max((contract.tolerance[name] for name in names), key=lambda one: one.rtol)
+        if expected.numel():
+            scale = expected.square().mean().sqrt()
+            limit = allowed.rtol * expected.abs() + allowed.atol * scale
+            excess = (output.double() - expected).abs() - limit
+            worst = excess.nan_to_num(float("inf")).max().item()
+            assert worst <= 0, f"output {place} is {worst:.3g} beyond the tolerance"
+    return tuple(found)
+
+
+def backward_inputs(x: Tensor, gamma: Tensor, centred: bool) -> tuple[Tensor, ...]:
+    forward = contracts.layernorm_fwd if centred else contracts.rmsnorm_fwd
+    saved = [
+        value.to(contracts.statistics_dtype(x.dtype)) for value in forward.oracle(x, gamma)[1:]
+    ]
+    return (torch.randn(x.shape).to(x), x, *saved, gamma)
+
+
+# ------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("dtype", contracts.DTYPES)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_sample_of_the_contract(op: str, dtype: str, device: str) -> None:
+    for sample in getattr(contracts, op).samples(dtype, device):
+        try:
+            check_values(op, *sample.args, **sample.kwargs)
+        except AssertionError as error:
+            raise AssertionError(f"{sample.label}: {error}") from None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [1, 9000, 20000, 40008, 262144])
+def test_rows_of_every_width_forward(columns: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(3, columns).to(device, dtype)
+    weight, bias = torch.randn(2, columns).to(device, dtype)
+    check_values("rmsnorm_fwd", x, weight)
+    check_values("layernorm_fwd", x, weight, bias)
+
+
+# 9000 is the first way for wide rows, 20000 and 40008 have rows shared by two programs, for
+# 70001 and 262144 a kernel of its own finds the means.
+@pytest.mark.parametrize(
+    ("columns", "dtype"),
+    [
+        (9000, torch.float32),
+        (9000, torch.float64),
+        (20000, torch.bfloat16),
+        (40008, torch.float32),
+        (70001, torch.float32),
+        (262144, torch.bfloat16),
+    ],
+)
+def test_rows_of_every_width_backward(columns: int, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(3, columns).to(device, dtype)
+    gamma = torch.randn(columns).to(device, dtype)
+    for op, centred in (("rmsnorm_bwd", False), ("layernorm_bwd", True)):
+        check_values(op, *backward_inputs(x, gamma, centred), zero_centered_gamma=True)
+
+
+@pytest.mark.parametrize("columns", [100, 40008])
+def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
+    """As a difference of mean squares it would be off by some per cent."""
+    x = (torch.randn(2, columns) + 1000).to(device, torch.float16)
+    ones = torch.ones(columns, dtype=torch.float16, device=device)
+    check_values("layernorm_fwd", x, ones, ones)
+
+
+@pytest.mark.parametrize("columns", [64, 1000, 5003, 9000, 40008])
+def test_a_row_does_not_depend_on_the_rows_around_it(columns: int, device: str) -> None:
+    x = torch.randn(67 if columns < 9000 else 7, columns, device=device)
+    gamma = torch.randn(columns, device=device)
+    dy, _, mu, rsigma, _ = backward_inputs(x, gamma, True)
+    y, *_ = flagos.layernorm_fwd(x, gamma, gamma)
+    dx, *_ = flagos.layernorm_bwd(dy, x, mu, rsigma, gamma)
+    for row in (0, len(x) // 2, len(x) - 1):
+        one = slice(row, row + 1)
+        assert torch.equal(flagos.layernorm_fwd(x[one], gamma, gamma)[0], y[one])
+        alone = flagos.layernorm_bwd(dy[one], x[one], mu[one], rsigma[one], gamma)
+        assert torch.equal(alone[0], dx[one])
+
+
+def test_parameter_gradients_are_the_same_bits_each_time(device: str) -> None:
+    x, gamma = torch.randn(300, 96, device=device), torch.randn(96, device=device)
+    arguments = backward_inputs(x, gamma, True)
+    first, second = (flagos.layernorm_bwd(*arguments) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+# ------------------------------------------------------------------------------- memory
+
+
+def strided_inputs() -> dict[str, Tensor]:
+    return {
+        "padded rows": torch.randn(6, 80)[:, :72],
+        "padded rows of three dimensions": torch.randn(2, 3, 80)[..., :72],
+        "every other row": torch.randn(12, 72)[::2],
+        "one row for all": torch.randn(1, 72).expand(6, 72),
+        "one row of several dimensions": torch.randn(1, 1, 72),
+    }
+
+
+@pytest.mark.parametrize("label", strided_inputs())
+def test_rows_that_lie_apart_are_not_copied(label: str, device: str) -> None:
+    x = strided_inputs()[label].to(device)
+    assert flagos._by_rows(x)[0] is x
+    weight = torch.randn(72, device=device)
+    check_values("rmsnorm_fwd", x, weight)
+    check_values("rmsnorm_bwd", *backward_inputs(x, weight, False))
+
+
+def test_rows_at_no_single_distance_are_copied(device: str) -> None:
+    x = torch.randn(3, 4, 80, device=device)[:, :3, :64]
+    check_values("rmsnorm_fwd", x, torch.randn(64, device=device))
+
+
+def test_a_lazily_negated_tensor_is_taken_at_its_value(device: str) -> None:
+    x = torch.randn(1, 1, dtype=torch.complex64, device=device).conj().imag
+    assert x.is_neg()
+    assert x.is_contiguous()
+    one = torch.ones(1, device=device)
+    check_values("rmsnorm_fwd", x, one)
+    check_values("rmsnorm_fwd", one.view(1, 1), x.view(1))
+
+
+def test_parameters_and_inputs_that_want_gradients_are_plain_tensors(device: str) -> None:
+    x = torch.randn(4, 64, device=device, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(64, device=device))
+    check_values("layernorm_fwd", x, weight, weight)
+
+    class Labelled(Tensor):
+        pass
+
+    output, _ = flagos.rmsnorm_fwd(x.detach().as_subclass(Labelled), weight)
+    assert type(output) is Tensor
+
+
+def test_inputs_are_left_as_they_are(device: str) -> None:
+    x = torch.randn(5, 80, device=device).bfloat16()
+    gamma = torch.randn(72, device=device).bfloat16()
+    arguments = backward_inputs(x[:, :72], gamma, True)
+    before = [value.clone() for value in (x, *arguments)]
+    flagos.layernorm_bwd(*arguments)
+    flagos.layernorm_fwd(x[:, :72], gamma, gamma)
+    assert all(map(torch.equal, before, (x, *arguments)))
+
+
+# ---------------------------------------------------------------------------- arguments
+
+
+def wrong_calls() -> dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], Any]]]:
+    """label -> argument at fault, and a call of (x [4, 64], weight [64], statistics [4])."""
+    rms, rms_bwd = flagos.rmsnorm_fwd, flagos.rmsnorm_bwd
+    layer, layer_bwd = flagos.layernorm_fwd, flagos.layernorm_bwd
+    return {
+        "no tensor": ("input", lambda x, w, s: rms([1.0], w)),  # type: ignore[arg-type]
+        "integers": ("input", lambda x, w, s: rms(x.int(), w)),
+        "no dimension": ("input", lambda x, w, s: rms(x.sum(), w)),
+        "no column": ("input", lambda x, w, s: rms(x[:, :0], w[:0])),
+        "short weight": ("weight", lambda x, w, s: rms(x, w[1:])),
+        "weight of two dimensions": ("weight", lambda x, w, s: rms(x, w[None])),
+        "weight elsewhere": ("weight", lambda x, w, s: rms(x, w.to("meta"))),
+        "no weight": ("weight", lambda x, w, s: rms(x, None)),  # type: ignore[arg-type]
+        "negative eps": ("eps", lambda x, w, s: rms(x, w, -1.0)),
+        "eps that is no number": ("eps", lambda x, w, s: layer(x, w, w, float("nan"))),
+        "eps of text": ("eps", lambda x, w, s: rms(x, w, "1")),  # type: ignore[arg-type]
+        "flag of 1": (
+            "zero_centered_gamma",
+            lambda x, w, s: rms(x, w, zero_centered_gamma=1),  # type: ignore[arg-type]
+        ),
+        "dtype by name": ("out_dtype", lambda x, w, s: rms(x, w, out_dtype="float32")),  # type: ignore[arg-type]
+        "dtype in a list": ("out_dtype", lambda x, w, s: rms(x, w, out_dtype=[])),  # type: ignore[arg-type]
+        "integer output": ("out_dtype", lambda x, w, s: rms(x, w, out_dtype=torch.int8)),
+        "short bias": ("bias", lambda x, w, s: layer(x, w, w[1:])),
+        "short dy": ("dy", lambda x, w, s: rms_bwd(x[1:], x, s, w)),
+        "dy of another shape": ("dy", lambda x, w, s: rms_bwd(x.view(2, 2, 64), x, s, w)),
+        "short rsigma": ("rsigma", lambda x, w, s: rms_bwd(x, x, s[1:], w)),
+        "rsigma by row": ("rsigma", lambda x, w, s: rms_bwd(x, x, s[:, None], w)),
+        "rsigma of another dtype": ("rsigma", lambda x, w, s: rms_bwd(x, x, s.double(), w)),
+        "mu of another dtype": ("mu", lambda x, w, s: layer_bwd(x, x, s.half(), s, w)),
+        "no mu": ("mu", lambda x, w, s: layer_bwd(x, x, None, s, w)),  # type: ignore[arg-type]
+        "short gamma": ("gamma", lambda x, w, s: layer_bwd(x, x, s, s, w[1:])),
+        "flag of None": (
+            "zero_centered_gamma",
+            lambda x, w, s: rms_bwd(x, x, s, w, zero_centered_gamma=None),  # type: ignore[arg-type]
+        ),
+    }
+
+
+@pytest.mark.parametrize("label", wrong_calls())
+def test_a_wrong_argument_is_named(label: str, device: str) -> None:
+    argument, call = wrong_calls()[label]
+    x, weight = torch.randn(4, 64, device=device), torch.randn(64, device=device)
+    statistics = torch.ones(4, device=device)
+    # First with no plan made, then with the plans of right calls at hand.
+    for _ in range(2):
+        with pytest.raises(ArgumentError) as caught:
+            call(x, weight, statistics)
+        assert caught.value.argument == argument
+        flagos.rmsnorm_fwd(x, weight)
+        flagos.rmsnorm_fwd(x, weight, zero_centered_gamma=True)
+        flagos.layernorm_fwd(x, weight, weight)
+        flagos.rmsnorm_bwd(x, x, statistics, weight)
+        flagos.layernorm_bwd(x, x, statistics, statistics, weight)
+
+
+def call_all(x: Tensor, weight: Tensor, statistics: Tensor) -> list[Callable[[], Any]]:
+    return [
+        lambda: flagos.rmsnorm_fwd(x, weight),
+        lambda: flagos.layernorm_fwd(x, weight, weight),
+        lambda: flagos.rmsnorm_bwd(x, x, statistics, weight),
+        lambda: flagos.layernorm_bwd(x, x, statistics, statistics, weight),
+    ]
+
+
+@pytest.fixture
+def plain(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments for ``call_all``, for which the plans are made."""
+    arguments = (
+        torch.randn(4, 64, device=device),
+        torch.randn(64, device=device),
+        torch.ones(4, device=device),
+    )
+    for call in call_all(*arguments):
+        call()
+    return arguments
+
+
+def assert_declined(x: Tensor, weight: Tensor, statistics: Tensor) -> None:
+    for call in call_all(x, weight, statistics):
+        with pytest.raises(NotSupportedError):
+            call()
+
+
+@pytest.mark.usefixtures("plain")
+def test_meta_tensors_are_declined() -> None:
+    assert_declined(
+        torch.empty(4, 64, device="meta"),
+        torch.empty(64, device="meta"),
+        torch.empty(4, device="meta"),
+    )
+
+
+def test_fake_tensors_are_declined(plain: tuple[Tensor, Tensor, Tensor]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert_declined(*(mode.from_tensor(tensor) for tensor in plain))
+        # Real arguments, yet what torch allocates is fake.
+        assert_declined(*plain)
+
+
+def test_tensors_inside_a_transform_are_declined(plain: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, _ = plain
+    with pytest.raises(NotSupportedError):
+        torch.vmap(lambda row: flagos.rmsnorm_fwd(row, weight)[0])(x)
+
+
+def test_sparse_tensors_are_declined(plain: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, _ = plain
+    with pytest.raises(NotSupportedError, match="strided"):
+        flagos.rmsnorm_fwd(x.to_sparse(), weight)
+
+
+def test_tensors_of_another_device_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    monkeypatch.setattr(_launch, "_driven_type", lambda: "cuda")
+    monkeypatch.setattr(flagos, "_FORWARD_PLANS", {})
+    with pytest.raises(NotSupportedError, match="'cuda'"):
+        flagos.rmsnorm_fwd(torch.randn(4, 48), torch.randn(48))
+    monkeypatch.setattr(_launch, "_driven_type", lambda: None)
+    with pytest.raises(NotSupportedError, match="no device"):
+        flagos.rmsnorm_fwd(torch.randn(4, 48), torch.randn(48))
+
+
+# ---------------------------------------------------------------------------- launching
+
+
+class StubKernel:
+    """A kernel that notes how it is launched."""
+
+    arg_names = ("a_ptr", "b_ptr", "n", "BLOCK")
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            self.log.append("ordinary")
+            compiled = object.__new__(triton.compiler.CompiledKernel)
+            compiled._run = lambda *args: self.log.append(args)
+            compiled.function, compiled.packed_metadata = 77, (4, 1, 0)
+            return compiled
+
+        return launch
+
+
+class OnDevice:
+    """Notes that the current device is switched for a while."""
+
+    def __init__(self, log: list[Any], index: int) -> None:
+        self.log, self.index = log, index
+
+    def __enter__(self) -> None:
+        self.log.append(f"on {self.index}")
+
+    def __exit__(self, *error: object) -> None:
+        self.log.append("back")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a launch on device 1 does, on a machine where nothing can really be launched."""
+    noted: list[Any] = []
+    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    monkeypatch.setattr(_launch._DirectLaunches, "allowed", True)
+    monkeypatch.setattr(_launch, "limits", lambda device: _launch.Limits(2, 1 << 16, 32, 65536))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: 500 + index, raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda index: OnDevice(noted, index))
+    return noted
+
+
+def test_a_kernel_is_started_directly_once_it_is_compiled(log: list[Any]) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    a, b = torch.zeros(64), torch.zeros(64)
+    launch((5, 1), (a, b), (3,))
+    assert log == ["on 1", "ordinary", "back"]
+    log.clear()
+    launch((5, 2), (a, b), (3,))
+    start = (5, 2, 1, 501, 77, (4, 1, 0), None, None, None)
+    assert log == [(*start, a.data_ptr(), b.data_ptr(), 3, 8)]
+
+
+def test_each_alignment_is_compiled_for_itself(log: list[Any]) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    a, b = torch.zeros(64), torch.zeros(64)
+    for tensors in ((a, b), (a[1:], b), (a, b[1:]), (a[1:], b[1:]), (a, None)):
+        log.clear()
+        launch((5, 1), tensors, (3,))
+        # None is no pointer at all, which a caller may not change: it counts as aligned.
+        assert ("ordinary" in log) is (tensors[1] is not None)
+    log.clear()
+    launch((5, 1), (a[4:], b[8:]), (3,))
+    assert "ordinary" not in log
+
+
+def test_the_current_device_is_switched_for_the_launch(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    a = torch.zeros(64)
+    launch((5, 1), (a, a), (3,))
+    log.clear()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)
+    launch((5, 1), (a, a), (3,))
+    assert log[0] == "on 1"
+    assert log[-1] == "back"
+    assert len(log) == 3
+
+
+def test_launches_are_ordinary_when_asked_for_or_watched(log: list[Any]) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    a = torch.zeros(64)
+    launch((5, 1), (a, a), (3,))
+    log.clear()
+    with _launch.ordinary_launches():
+        launch((5, 1), (a, a), (3,))
+    assert "ordinary" in log
+    log.clear()
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(print)
+    try:
+        launch((5, 1), (a, a), (3,))
+    finally:
+        hook.remove(print)
+    assert "ordinary" in log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+def test_direct_and_ordinary_launches_give_the_same_bytes(offset: int, device: str) -> None:
+    rows, columns = 37, 256
+    memory = torch.randn(rows * columns + offset, device=device).bfloat16()
+    x = memory[offset:].view(rows, columns)
+    gamma = torch.randn(columns + offset, device=device).bfloat16()[offset:]
+    arguments = backward_inputs(x, gamma, True)
+
+    def run() -> tuple[Tensor, ...]:
+        forward = flagos.layernorm_fwd(x, gamma, gamma)
+        return *forward, *flagos.layernorm_bwd(*arguments), *flagos.rmsnorm_fwd(x, gamma)
+
+    run()
+    direct = run()
+    with _launch.ordinary_launches():
+        ordinary = run()
+    assert all(map(torch.equal, direct, ordinary))
+
+
+@pytest.mark.gpu
+def test_a_launch_is_on_the_current_stream_and_can_be_captured(device: str) -> None:
+    x = torch.randn(64, 512, device=device)
+    weight = torch.randn(512, device=device)
+    flagos.rmsnorm_fwd(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, _ = flagos.rmsnorm_fwd(x, weight)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(output, flagos.rmsnorm_fwd(x, weight)[0])

@@ -1,0 +1,99 @@
+"""What README.md says is true: its code runs, its tables are complete, its figures measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from transformer_engine_fl import SelectionPolicy
+from transformer_engine_fl.core.policy import VARIABLES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results" / "dispatch_overhead.json"
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def _cells(section: str) -> list[list[str]]:
+    """The rows of every table in a section, without the heads."""
+    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
+    return [
+        [cell.strip() for cell in row]
+        for place, row in enumerate(rows)
+        if "---" not in row[0] and "---" not in (rows[place + 1 :] or [[""]])[0][0]
+    ]
+
+
+@pytest.mark.parametrize("block", _blocks("python"), ids=lambda block: block.splitlines()[-1])
+def test_every_python_block_runs(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_example_is_short_and_shows_who_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    example = _blocks("python")[0]
+    assert len(example.splitlines()) <= 15
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+    assert "'reference.torch' serves" in capsys.readouterr().out
+
+
+def test_the_backend_of_the_readme_serves_once_it_is_registered() -> None:
+    from transformer_engine_fl import get_default_manager, with_preference
+
+    (block,) = (it for it in _blocks("python") if "OpImpl(" in it)
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    with with_preference("vendor"):
+        assert get_default_manager().get_selected_impl_id("rmsnorm_fwd") == "vendor.mybackend"
+
+
+def test_the_tables_list_every_variable_and_no_other() -> None:
+    listed = [cells[0].strip("`") for cells in _cells("Environment variables")]
+    assert sorted(listed) == sorted((*VARIABLES, "CUDA_HOME", "CUDA_PATH"))
+
+
+def test_the_policy_file_of_the_readme_is_a_valid_policy() -> None:
+    (block,) = _blocks("toml")
+    assert SelectionPolicy(**tomllib.loads(block)).prefer == "vendor"
+
+
+def test_the_examples_of_the_variables_are_valid(tmp_path: Path) -> None:
+    from transformer_engine_fl.core.policy import parse_environment
+
+    (tmp_path / "policy.toml").write_text(_blocks("toml")[0], encoding="utf-8")
+    rows = _cells("Environment variables")
+    environ = {name.strip("`"): text.strip("`").replace("\\|", "|") for name, text, _ in rows}
+    environ["TE_FL_POLICY_FILE"] = str(tmp_path / environ["TE_FL_POLICY_FILE"])
+    policy = parse_environment(environ).policy
+    assert policy.prefer == "vendor:acme"
+    assert policy.per_op_order == {
+        "rmsnorm_fwd": ("vendor:acme", "reference"),
+        "rmsnorm_bwd": ("reference",),
+    }
+
+
+def test_the_figures_are_those_of_the_committed_measurement() -> None:
+    cases = json.loads(RESULTS.read_text(encoding="utf-8"))["cases"]
+    shown = {name.strip("`"): float(added) for name, added in _cells("What a dispatch costs")}
+    assert shown == {name: pytest.approx(cases[name]["added_us"], abs=6e-4) for name in shown}
+    assert {"manager.call", "torch.library.custom_op", "functools.singledispatch"} <= shown.keys()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_every_relative_link_leads_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
+    missing = [it for it in targets if not (ROOT / page).parent.joinpath(it).exists()]
+    assert missing == []
+
+
+def test_the_architecture_page_names_every_module_of_core() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    modules = (ROOT / "transformer_engine_fl" / "core").glob("[!_]*.py")
+    assert [it.name for it in modules if f"`{it.name}`" not in page] == []

@@ -1,0 +1,50 @@
+"""The flagos set: Triton kernels, on a GPU, or on the CPU in Triton's interpreter.
+
+Triton reads ``TRITON_INTERPRET`` when it is imported, so it must be set before that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from transformer_engine_fl.backends._register import register_set
+from transformer_engine_fl.core.registry import OpRegistry
+from transformer_engine_fl.core.types import BackendImplKind
+
+__all__ = ["is_available", "register"]
+
+FAMILIES = {
+    "normalization": ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"),
+}
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def is_available() -> bool | str:
+    """Whether Triton can run a kernel here; says why not."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it exists for Linux only): pip install triton"
+    if _interpreted():
+        return True
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no GPU; TRITON_INTERPRET=1 runs the kernels on the CPU, slowly"
+    return True
+
+
+def register(registry: OpRegistry) -> None:
+    """Register the set; its modules, and Triton, load when they are first chosen."""
+    register_set(
+        registry,
+        __name__,
+        FAMILIES,
+        impl_id="default.flagos",
+        kind=BackendImplKind.FLAGOS,
+        devices=frozenset({"cpu"} if _interpreted() else {"cuda"}),
+        is_available=is_available,
+        traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
+    )

@@ -1,0 +1,42 @@
+"""NVIDIA's set: CUDA C++ compiled at run time, from wheels alone.
+
+``TE_FL_SKIP_CUDA=1`` switches it off whole.
+"""
+
+from __future__ import annotations
+
+from transformer_engine_fl.backends._register import register_set
+from transformer_engine_fl.core.policy import get_environment
+from transformer_engine_fl.core.registry import OpRegistry
+from transformer_engine_fl.core.types import BackendImplKind
+
+__all__ = ["is_available", "register"]
+
+FAMILIES = {
+    "normalization": ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"),
+}
+
+
+def is_available() -> bool | str:
+    """Whether a kernel can be compiled and run here; says why not."""
+    if get_environment().skip_cuda:
+        return "switched off by TE_FL_SKIP_CUDA"
+    from transformer_engine_fl.backends.vendor.cuda import _compile
+
+    return _compile.missing() or True
+
+
+def register(registry: OpRegistry) -> None:
+    """Register the set; its modules load, and its kernels compile, when first chosen."""
+    register_set(
+        registry,
+        __name__,
+        FAMILIES,
+        impl_id="vendor.cuda",
+        kind=BackendImplKind.VENDOR,
+        vendor="nvidia",
+        devices=frozenset({"cuda"}),
+        min_arch="sm_80",
+        is_available=is_available,
+        traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
+    )

@@ -1,0 +1,372 @@
+"""Loading compiled kernels onto a device and launching them: the only place that does.
+
+:func:`load` gives a :class:`Kernel`, once per device and specialisation; ``launch`` puts
+it on torch's current stream of that device. The kernel's arguments are plain numbers
+here: whose memory they point to, and that it is big enough, is the caller's concern.
+
+Launching goes through the driver's ``cuLaunchKernelEx`` with buffers that are prepared
+once, because the host's time per call counts: for a small tensor it is all there is.
+cuda-core's ``launch`` does the same with more checks; :func:`host_time_per_launch` times
+both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from transformer_engine_fl.backends.vendor.cuda._compile import (
+    Specialisation,
+    architecture,
+    cubin,
+)
+from transformer_engine_fl.core.errors import TeFlError
+
+__all__ = ["Geometry", "Kernel", "LaunchError", "Limits", "host_time_per_launch", "limits", "load"]
+
+
+class LaunchError(TeFlError, RuntimeError):
+    """The CUDA driver refused a call.
+
+    Attributes:
+        code: the driver's number for the reason.
+    """
+
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(f"CUDA error: {_describe(code)}, in {what}")
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a kernel may use of a device.
+
+    Attributes:
+        major, minor: the compute capability.
+        multiprocessors: how many there are.
+        shared_per_block, shared_per_multiprocessor: shared memory in bytes.
+    """
+
+    major: int
+    minor: int
+    multiprocessors: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks can form clusters and launches can overlap."""
+        return self.major >= 9
+
+
+@functools.cache
+def limits(device: int) -> Limits:
+    """The limits of a CUDA device."""
+    return Limits(*(_device_attribute(attribute, device) for attribute in _LIMITS))
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a kernel is launched, but for the size of its grid.
+
+    Attributes:
+        threads: threads per block.
+        arguments: the kernel's parameters, as ``struct`` format characters.
+        shared_bytes: dynamic shared memory per block.
+        cluster: blocks per cluster.
+        dependent: may start while the kernel before it is finishing (it waits itself).
+    """
+
+    threads: int
+    arguments: str
+    shared_bytes: int = 0
+    cluster: int = 1
+    dependent: bool = False
+
+
+# ------------------------------------------------------------------- the driver's types
+
+_INVALID_CONTEXT: Final = 201
+# Device attributes in the order of Limits: the compute capability's two numbers, the
+# count of multiprocessors, the most shared memory of a block and of a multiprocessor.
+_LIMITS: Final = (75, 76, 16, 97, 81)
+_MAX_DYNAMIC_SHARED_BYTES: Final = 8
+_CLUSTER_DIMENSION: Final = 4
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+_CAPTURE_MODE_RELAXED: Final = 2
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute; the value's union is 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid_x", ctypes.c_uint32),
+        ("grid_y", ctypes.c_uint32),
+        ("grid_z", ctypes.c_uint32),
+        ("block_x", ctypes.c_uint32),
+        ("block_y", ctypes.c_uint32),
+        ("block_z", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint32),
+    ]
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The CUDA driver. Torch has initialised it: there is a tensor on a device."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        library = ctypes.CDLL("nvcuda.dll")
+    library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
+    return library
+
+
+def _device_attribute(attribute: int, device: int) -> int:
+    number, value = ctypes.c_int(), ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(number), device)
+    _call("cuDeviceGetAttribute", ctypes.byref(value), attribute, number)
+    return value.value
+
+
+def _describe(code: int) -> str:
+    texts = []
+    for function in (_driver().cuGetErrorName, _driver().cuGetErrorString):
+        text = ctypes.c_char_p()
+        function(code, ctypes.byref(text))
+        texts.append((text.value or b"unknown").decode())
+    return f"{texts[1]} ({texts[0]}, {code})"
+
+
+def _call(function: str, *arguments: Any) -> None:
+    code = getattr(_driver(), function)(*arguments)
+    if code:
+        raise LaunchError(code, function)
+
+
+# ------------------------------------------------------------------------------ kernels
+
+
+class Kernel:
+    """A kernel on a device, ready to launch."""
+
+    __slots__ = (
+        "_device_now",
+        "_function",
+        "_geometry",
+        "_handle",
+        "_idle",
+        "_launch",
+        "_stream",
+        "device",
+        "name",
+    )
+
+    def __init__(self, name: str, device: int, code: bytes, geometry: Geometry) -> None:
+        self.name = name
+        self.device = device
+        self._geometry = geometry
+        # Prepared buffers that no launch is using: taken and given back by single
+        # operations on a list, so that threads need no lock and never share one.
+        self._idle: list[_Prepared] = []
+        self._launch = _driver().cuLaunchKernelEx
+        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._device_now: Callable[[], int] = torch._C._cuda_getDevice
+        with torch.cuda.device(device):
+            _bind_context(device)
+            self._handle, self._function = _load_function(code, name)
+            if geometry.shared_bytes:
+                _call(
+                    "cuFuncSetAttribute",
+                    self._function,
+                    _MAX_DYNAMIC_SHARED_BYTES,
+                    geometry.shared_bytes,
+                )
+
+    def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
+        """Put the kernel on torch's current stream of its device.
+
+        Args:
+            blocks, rows_of_blocks: the grid, in blocks (also if they form clusters).
+            values: the kernel's arguments: addresses and numbers.
+        """
+        if self._device_now() != self.device:
+            with torch.cuda.device(self.device):
+                return self.launch(blocks, rows_of_blocks, *values)
+        try:
+            prepared = self._idle.pop()
+        except IndexError:
+            prepared = _Prepared(self._geometry)
+        prepared.pack_into(prepared.buffer, 0, *values)
+        config = prepared.config
+        config.grid_x = blocks
+        config.grid_y = rows_of_blocks
+        config.stream = self._stream(self.device)
+        code = self._launch(prepared.config_address, self._function, prepared.parameters, None)
+        if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+            _bind_context(self.device)
+            code = self._launch(prepared.config_address, self._function, prepared.parameters, None)
+        self._idle.append(prepared)
+        if code:
+            raise LaunchError(code, f"the launch of {self.name}")
+        return None
+
+    def resident_groups(self) -> int:
+        """How many groups (blocks, or clusters of them) the device can run at once."""
+        geometry = self._geometry
+        count = ctypes.c_int()
+        with torch.cuda.device(self.device):
+            if geometry.cluster > 1:
+                prepared = _Prepared(geometry)
+                prepared.config.grid_x = geometry.cluster
+                _call(
+                    "cuOccupancyMaxActiveClusters",
+                    ctypes.byref(count),
+                    self._function,
+                    ctypes.c_void_p(prepared.config_address),
+                )
+                return count.value
+            _call(
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                ctypes.byref(count),
+                self._function,
+                geometry.threads,
+                ctypes.c_size_t(geometry.shared_bytes),
+            )
+            return count.value * limits(self.device).multiprocessors
+
+    def through_cuda_core(self, blocks: int) -> Callable[..., None]:
+        """``launch`` of that many blocks by cuda-core's public interface, for comparison."""
+        from cuda.core import Kernel as CoreKernel
+        from cuda.core import LaunchConfig, Stream, launch
+
+        geometry = self._geometry
+        config = LaunchConfig(
+            grid=blocks // geometry.cluster,
+            block=geometry.threads,
+            shmem_size=geometry.shared_bytes,
+            **({"cluster": geometry.cluster} if geometry.cluster > 1 else {}),
+        )
+        stream = Stream.from_handle(self._stream(self.device))
+        return functools.partial(launch, stream, config, CoreKernel.from_handle(self._handle))
+
+
+class _Prepared:
+    """The memory of one launch: its configuration, arguments and where each lies."""
+
+    __slots__ = ("attributes", "buffer", "config", "config_address", "pack_into", "parameters")
+
+    def __init__(self, geometry: Geometry) -> None:
+        packer = struct.Struct("@" + geometry.arguments)
+        self.pack_into = packer.pack_into
+        self.buffer = ctypes.create_string_buffer(max(packer.size, 8))
+        start = ctypes.addressof(self.buffer)
+        offsets = [
+            struct.calcsize("@" + geometry.arguments[: at + 1]) - struct.calcsize("@" + kind)
+            for at, kind in enumerate(geometry.arguments)
+        ]
+        self.parameters = (ctypes.c_void_p * max(len(offsets), 1))(*(start + at for at in offsets))
+        self.attributes = (_Attribute * 2)()
+        count = 0
+        if geometry.cluster > 1:
+            self.attributes[count].id = _CLUSTER_DIMENSION
+            self.attributes[count].value[0:3] = (geometry.cluster, 1, 1)
+            count += 1
+        if geometry.dependent:
+            self.attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION
+            self.attributes[count].value[0] = 1
+            count += 1
+        self.config = _Config(
+            1, 1, 1, geometry.threads, 1, 1, geometry.shared_bytes, None, None, count
+        )
+        self.config.attributes = ctypes.addressof(self.attributes) if count else None
+        self.config_address = ctypes.addressof(self.config)
+
+
+def _load_function(code: bytes, name: str) -> tuple[int, ctypes.c_void_p]:
+    """The kernel's handle and its function in the current context; loaded for good."""
+    library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    # A first call may come while a stream is being captured, when loading counts as
+    # unsafe unless this thread says that it is not part of the capture.
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        nothing: tuple[Any, ...] = (None, None, 0, None, None, 0)
+        _call("cuLibraryLoadData", ctypes.byref(library), code, *nothing)
+        _call("cuLibraryGetKernel", ctypes.byref(kernel), library, name.encode())
+        _call("cuKernelGetFunction", ctypes.byref(function), kernel)
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    return kernel.value or 0, function
+
+
+def _bind_context(device: int) -> None:
+    """Make the device's primary context (torch's) the current one of this thread."""
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(number), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+    try:
+        _call("cuCtxSetCurrent", context)
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", number)
+
+
+_kernels: dict[tuple[int, Specialisation, Geometry], Kernel] = {}
+_loading = threading.Lock()
+
+
+def load(specialisation: Specialisation, geometry: Geometry, device: int) -> Kernel:
+    """The kernel on that device; compiled and loaded by the first who asks."""
+    key = (device, specialisation, geometry)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _loading:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                found = limits(device)
+                code = cubin(specialisation, architecture(found.major, found.minor))
+                kernel = Kernel(specialisation.kernel, device, code, geometry)
+                _kernels[key] = kernel
+    return kernel
+
+
+def host_time_per_launch(kernel: Kernel, *values: Any, repeats: int = 2000) -> dict[str, float]:
+    """Microseconds on the host to launch one block of ``kernel``, by each way to do it.
+
+    cuda-core takes 64-bit integers and doubles as they are; for others ``values`` must
+    hold ctypes numbers, which the driver's way does not take: compare kernels without.
+    """
+    ways: dict[str, Callable[[], None]] = {
+        "driver": lambda: kernel.launch(1, 1, *values),
+        "cuda-core": functools.partial(kernel.through_cuda_core(1), *values),
+    }
+    found = {}
+    for name, way in ways.items():
+        for _ in range(10):
+            way()
+        torch.cuda.synchronize(kernel.device)
+        spent = 0.0
+        for _ in range(repeats // 100):  # in pieces that the queue of launches can hold
+            start = time.perf_counter()
+            for _ in range(100):
+                way()
+            spent += time.perf_counter() - start
+            torch.cuda.synchronize(kernel.device)
+        found[name] = spent * 1e6 / (repeats // 100 * 100)
+    return found

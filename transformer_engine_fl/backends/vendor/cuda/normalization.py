@@ -1,0 +1,786 @@
+"""Root mean square and layer normalization in CUDA C++ (``normalization.cu``).
+
+The operators here check their arguments, allocate the outputs, choose the kernel and
+its shape, and launch it. Compiling is ``_compile``'s, launching ``_launch``'s.
+
+Which threads hold which columns follows from H and the dtypes alone (:class:`Tile`), so a
+row's result does not depend on how many rows there are, nor on where they lie: memory
+that is aligned badly, or rows that are, are read in smaller pieces by the same threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.core.errors import NotSupportedError
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.contract import Contract
+
+__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
+
+NAMES: Final = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
+SIZES: Final = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.float64: 8}
+OUTPUTS: Final = frozenset((*NAMES, None))
+PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
+
+# ------------------------------------------------------------------------------- tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the columns of a row are spread over threads.
+
+    Attributes:
+        vec: elements per vector.
+        vecs: vectors per thread.
+        lanes: threads of a block that share a row.
+        rows: rows that a block works on at once.
+        cluster: blocks that share a row.
+        blocks: blocks that should fit on a multiprocessor; bounds the registers.
+    """
+
+    vec: int
+    vecs: int
+    lanes: int
+    rows: int = 1
+    cluster: int = 1
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return self.lanes * self.rows
+
+    def defines(self, columns: int) -> dict[str, str | int]:
+        """The tile as macros, for rows of that many columns."""
+        return {
+            "FULL": int(columns == self.vec * self.vecs * self.lanes * self.cluster),
+            "VEC": self.vec,
+            "VECS": self.vecs,
+            "LANES": self.lanes,
+            "ROWS": self.rows,
+            "CLUSTER": self.cluster,
+            "BLOCKS": self.blocks,
+        }
+
+
+# (threads per row and block, blocks per row) from narrow to wide: the first that holds
+# the row serves. Rows within a warp come before these, rows beyond go to the wide kernels.
+FORWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (256, 4), (256, 8), (512, 8), (1024, 8))
+FORWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1), (1024, 1))
+RMS_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (512, 2), (512, 4), (512, 8))
+LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8), (512, 8))
+BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
+WIDE_LANES: Final = 1024
+COLUMN_LANES: Final = 128
+MOST_STAGES: Final = 6
+
+
+def _vector(columns: int, size: int) -> int:
+    """Elements per vector: 16 bytes, or as many as divide the columns."""
+    return min(16 // size, columns & -columns)
+
+
+def _warp_tile(vectors: int, vec: int, most: int) -> Tile | None:
+    """Rows within a warp: as many lanes as the row has vectors, several rows per block."""
+    if vectors > 32 * most:
+        return None
+    lanes = min(32, 1 << (vectors - 1).bit_length())
+    vecs = -(-vectors // lanes)
+    return Tile(vec, vecs, lanes, (256 if vecs == 1 else 128) // lanes)
+
+
+def _team_tile(
+    vectors: int, vec: int, most: int, teams: tuple[tuple[int, int], ...]
+) -> Tile | None:
+    for lanes, cluster in teams:
+        if vectors <= lanes * cluster * most:
+            return Tile(vec, -(-vectors // (lanes * cluster)), lanes, 1, cluster)
+    return None
+
+
+def _with_blocks(tile: Tile, threads: int) -> Tile:
+    """The tile with as many blocks as make that many threads on a multiprocessor."""
+    blocks = max(1, threads // tile.threads)
+    return Tile(tile.vec, tile.vecs, tile.lanes, tile.rows, tile.cluster, blocks)
+
+
+def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> Tile | None:
+    """The tile of a forward; None if the row has to be read more than once.
+
+    Args:
+        columns: H.
+        x_size: bytes of an element of the input.
+        other_size: bytes of the widest element of the others.
+        clusters: whether the device has thread block clusters.
+    """
+    vec = _vector(columns, x_size)
+    vectors = columns // vec
+    most = 4 if vec * x_size == 16 else 8
+    tile = _warp_tile(vectors, vec, most) or _team_tile(
+        vectors, vec, most, FORWARD_TEAMS if clusters else FORWARD_TEAMS_NO_CLUSTERS
+    )
+    if tile is None or x_size != 2 or other_size != 2:
+        return tile
+    return _with_blocks(tile, 1280)
+
+
+def backward_tile(
+    columns: int, x_size: int, other_size: int, centred: bool, clusters: bool
+) -> Tile | None:
+    """The tile of a backward; None if the row has to be read more than once."""
+    vec = _vector(columns, x_size)
+    vectors = columns // vec
+    sums = 8 if x_size == 8 else 16  # gradients of gamma that a thread can accumulate
+    teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
+    tile = _warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8) or _team_tile(
+        vectors, vec, sums // vec, teams if clusters else BACKWARD_TEAMS_NO_CLUSTERS
+    )
+    if tile is None:
+        return None
+    if x_size != 2 or other_size != 2:
+        return tile
+    if tile.lanes <= 32:
+        held = tile.vec * tile.vecs
+        return _with_blocks(tile, 1024 if held <= 8 else 384 if centred else 512)
+    if vec < 8:  # many short vectors: more addresses
+        return _with_blocks(tile, 512)
+    return _with_blocks(tile, 768 if centred or tile.lanes < 512 else 1024)
+
+
+def stages(tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits) -> int:
+    """How many rows may be under way in shared memory; 0 if not even one fits.
+
+    Args:
+        tile: how the row is spread.
+        stage_bytes: a block's share of a row.
+        kept_bytes: what else the block keeps in shared memory.
+        device: where it runs.
+    """
+    reserved = 1024  # per block, by the system
+    shared = device.shared_per_multiprocessor // tile.blocks - reserved
+    depth = (min(shared, device.shared_per_block) - kept_bytes) // stage_bytes
+    if depth < 1:  # fewer blocks per multiprocessor then
+        depth = min(1, (device.shared_per_block - kept_bytes) // stage_bytes)
+    return min(MOST_STAGES, depth)
+
+
+# -------------------------------------------------------------------------------- plans
+
+
+def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
+    return Specialisation("normalization", kernel, tuple(defines.items()))
+
+
+def _real(x: torch.dtype) -> str:
+    """The ``struct`` format of the kernels' own arithmetic."""
+    return "d" if x == torch.float64 else "f"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKey:
+    """What a forward's kernel depends on, besides the device."""
+
+    columns: int
+    access: int
+    x: torch.dtype
+    weight: torch.dtype
+    bias: torch.dtype
+    output: torch.dtype
+    centred: bool
+    zero_centred: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardKey:
+    """What a backward's kernels depend on, besides the device."""
+
+    columns: int
+    access: int
+    x: torch.dtype
+    dy: torch.dtype
+    gamma: torch.dtype
+    centred: bool
+    zero_centred: bool
+
+
+def forward_source(
+    key: ForwardKey, device: _launch.Limits
+) -> tuple[Specialisation, _launch.Geometry, int, int]:
+    """The kernel of a forward, with the rows and the blocks of a group (one per row set)."""
+    others = max(SIZES[key.weight], SIZES[key.bias], SIZES[key.output])
+    tile = forward_tile(key.columns, SIZES[key.x], others, device.has_clusters)
+    defines: dict[str, str | int] = {
+        "TX": NAMES[key.x],
+        "TY": NAMES[key.output],
+        "TW": NAMES[key.weight],
+        "TB": NAMES[key.bias],
+        "CENTRED": int(key.centred),
+        "ZERO_CENTRED": int(key.zero_centred),
+        "ACCESS": key.access,
+    }
+    arguments = "PPPPPPqqi" + 2 * _real(key.x)
+    if tile is None:
+        wide = {"VEC": _vector(key.columns, SIZES[key.x]), "LANES": WIDE_LANES}
+        geometry = _launch.Geometry(WIDE_LANES, arguments)
+        return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
+    held = tile.vecs * tile.vec
+    shared = held * SIZES[key.x]
+    parameters = held * (SIZES[key.weight] + (SIZES[key.bias] if key.centred else 0))
+    ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor
+    main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead)}
+    shared = tile.threads * (shared + (parameters if ahead else 0))
+    geometry = _launch.Geometry(tile.threads, arguments, shared, tile.cluster)
+    return _source("forward", main), geometry, tile.rows, tile.cluster
+
+
+class Forward:
+    """A forward's kernel on a device."""
+
+    __slots__ = ("cluster", "kernel", "rows", "share")
+
+    def __init__(self, key: ForwardKey, device: int) -> None:
+        source, geometry, self.rows, self.cluster = forward_source(key, _launch.limits(device))
+        self.kernel = _launch.load(source, geometry, device)
+        self.share = 1.0 / key.columns
+
+    def __call__(self, rows: int, *values: Any) -> None:
+        """Launch; ``values`` are the kernel's arguments up to mu and rsigma, then the rest."""
+        self.kernel.launch(-(-rows // self.rows) * self.cluster, 1, *values)
+
+
+def backward_sources(
+    key: BackwardKey, device: _launch.Limits
+) -> tuple[list[tuple[Specialisation, _launch.Geometry]], Tile | None]:
+    """The kernels of a backward in their order, and the tile unless the row is too wide."""
+    size = SIZES[key.x]
+    others = max(SIZES[key.dy], SIZES[key.gamma])
+    tile = backward_tile(key.columns, size, others, key.centred, device.has_clusters)
+    defines: dict[str, str | int] = {
+        "TX": NAMES[key.x],
+        "TDY": NAMES[key.dy],
+        "TW": NAMES[key.gamma],
+        "CENTRED": int(key.centred),
+        "ACCESS": key.access,
+    }
+    zero_centred = {"ZERO_CENTRED": int(key.zero_centred)}
+    outputs = 2 if key.centred else 1
+    real = _real(key.x)
+    depth = 0
+    if tile is not None:
+        held = tile.threads * tile.vecs * tile.vec
+        stage_bytes, gamma_bytes = held * (size + SIZES[key.dy]), held * SIZES[key.gamma]
+        slots = 2 * outputs * max(1, tile.lanes // 32) * tile.cluster * max(4, size)
+        depth = stages(tile, stage_bytes, gamma_bytes + slots, device)
+    if tile is not None and depth:
+        main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
+        shared = depth * stage_bytes + gamma_bytes
+        geometry = _launch.Geometry(tile.threads, "PPPPPPPqqqi" + real, shared, tile.cluster)
+        kernels = [(_source("backward", main), geometry)]
+    else:
+        tile = None
+        defines["VEC"] = _vector(key.columns, size)
+        rows = {**defines, **zero_centred, "LANES": WIDE_LANES}
+        columns = {**defines, "LANES": COLUMN_LANES}
+        kernels = [
+            (_source("backward_rows", rows), _launch.Geometry(WIDE_LANES, "PPPPPPqqqi" + real)),
+            (_source("backward_columns", columns), _launch.Geometry(COLUMN_LANES, "PPPPPqqqi")),
+        ]
+    kernels.append(parameters_source(key, device))
+    return kernels, tile
+
+
+def _parameters_shape(key: BackwardKey) -> tuple[int, int]:
+    """(columns per thread, threads per block) where the partial gradients are added up.
+
+    Few columns leave few blocks, so those are large; many columns take wider loads.
+    """
+    return (4, 256) if key.columns % 4 == 0 and key.columns >= 8192 else (1, 1024)
+
+
+def parameters_source(
+    key: BackwardKey, device: _launch.Limits
+) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that adds up the partial gradients of gamma and beta."""
+    vec, threads = _parameters_shape(key)
+    defines: dict[str, str | int] = {
+        "TX": "float64" if key.x == torch.float64 else "float32",
+        "TW": NAMES[key.gamma],
+        "VEC": vec,
+        "LANES": threads,
+    }
+    geometry = _launch.Geometry(threads, "PPPii", dependent=device.has_clusters)
+    return _source("parameters", defines), geometry
+
+
+class Backward:
+    """A backward's kernels on a device."""
+
+    __slots__ = (
+        "_columns",
+        "_kernels",
+        "_outputs",
+        "_parameter_blocks",
+        "_resident",
+        "_share",
+        "_tile",
+        "_vec",
+        "_wide_blocks",
+    )
+
+    def __init__(self, key: BackwardKey, device: int) -> None:
+        limits = _launch.limits(device)
+        sources, self._tile = backward_sources(key, limits)
+        self._kernels = [_launch.load(*source, device) for source in sources]
+        self._columns = key.columns
+        self._outputs = 2 if key.centred else 1
+        self._share = 1.0 / key.columns
+        self._parameter_blocks = -(-key.columns // (32 * _parameters_shape(key)[0]))
+        self._vec = _vector(key.columns, SIZES[key.x])
+        self._wide_blocks = limits.multiprocessors
+        self._resident = 0
+        if self._tile is not None:
+            self._resident = self._kernels[0].resident_groups()
+            if self._resident < 1:
+                raise NotSupportedError(
+                    f"vendor.cuda: this device cannot run clusters of {self._tile.cluster} "
+                    f"blocks for H = {key.columns}"
+                )
+
+    def groups(self, rows: int) -> int:
+        """How many partial sums of each parameter's gradient there will be."""
+        if self._tile is not None:
+            # No more groups than finish together: each costs a partial sum.
+            teams = -(-rows // self._tile.rows)
+            turns = -(-teams // self._resident)
+            return -(-teams // turns)
+        column_blocks = -(-self._columns // (COLUMN_LANES * self._vec))
+        return max(1, min(rows, 65535, 8 * self._wide_blocks // column_blocks))
+
+    def __call__(
+        self,
+        pointers: tuple[int, int, int, int, int, int],
+        partial: int,
+        gradients: tuple[int, int],
+        rows: int,
+        strides: tuple[int, int],
+        groups: int,
+    ) -> None:
+        """Launch.
+
+        Args:
+            pointers: of dy, x, mu, rsigma, gamma and dx.
+            partial: pointer to the workspace.
+            gradients: pointers of dgamma and dbeta.
+            rows: N.
+            strides: elements between rows of dy and of x.
+            groups: what :meth:`groups` says.
+        """
+        columns = self._columns
+        if self._tile is not None:
+            self._kernels[0].launch(
+                groups * self._tile.cluster,
+                1,
+                *pointers,
+                partial,
+                rows,
+                *strides,
+                columns,
+                self._share,
+            )
+        else:
+            self._kernels[0].launch(rows, 1, *pointers, rows, *strides, columns, self._share)
+            blocks = -(-columns // (COLUMN_LANES * self._vec))
+            self._kernels[1].launch(blocks, groups, *pointers[:4], partial, rows, *strides, columns)
+        self._kernels[-1].launch(
+            self._parameter_blocks, self._outputs, partial, *gradients, groups, columns
+        )
+
+
+_forwards: dict[tuple[Any, ...], Forward] = {}
+_backwards: dict[tuple[Any, ...], Backward] = {}
+_planning = threading.Lock()
+
+
+def _plan_forward(key: tuple[Any, ...]) -> Forward:
+    with _planning:
+        if key not in _forwards:
+            _forwards[key] = Forward(ForwardKey(*key[1:]), key[0])
+        return _forwards[key]
+
+
+def _plan_backward(key: tuple[Any, ...]) -> Backward:
+    with _planning:
+        if key not in _backwards:
+            _backwards[key] = Backward(BackwardKey(*key[1:]), key[0])
+        return _backwards[key]
+
+
+def representative_sources(
+    device: _launch.Limits,
+) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
+    """Kernels of every kind, type and shape that the operators ask for, on such a device.
+
+    For compiling ahead, and for the test that each of them compiles.
+    """
+    widths = (1, 64, 129, 1024, 2052, 4096, 5003, 8192, 16384, 32768, 262144, 2**21)
+    low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
+    dtypes = {width: [(low, low, low)] for width in widths}
+    dtypes[4096] += [(full, full, full), (low, full, full), (full, low, low), (half, half, half)]
+    dtypes[1024] += [(double, double, double), (half, full, double), (double, low, half)]
+    for columns, combinations in dtypes.items():
+        for x, other, weight in combinations:
+            access = _vector(columns, SIZES[x])
+            for centred in (False, True):
+                forward = ForwardKey(columns, access, x, weight, weight, other, centred, False)
+                yield forward_source(forward, device)[:2]
+                backward = BackwardKey(columns, access, x, other, weight, centred, False)
+                yield from backward_sources(backward, device)[0]
+    for access in (1, 2, 4):  # misaligned memory
+        yield forward_source(ForwardKey(64, access, low, full, low, low, True, True), device)[:2]
+        yield from backward_sources(BackwardKey(64, access, low, low, full, True, True), device)[0]
+
+
+# --------------------------------------------------------------------------- arguments
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a tensor whose memory is its own, subclass or not."""
+    return (
+        isinstance(value, Tensor)
+        and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and value.layout is torch.strided
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
+    """Say what is wrong with the arguments, or that they are not for this set."""
+    arguments = op.check(*args, **kwargs)
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    for tensor in tensors:
+        if not _is_plain(tensor):
+            raise NotSupportedError(
+                f"vendor.cuda: {op.name} needs tensors with memory of their own, "
+                f"not {type(tensor).__name__}"
+            )
+        if not tensor.is_cuda:
+            raise NotSupportedError(
+                f"vendor.cuda: {op.name} runs on CUDA devices, not on {tensor.device}"
+            )
+    raise NotSupportedError(f"vendor.cuda: {op.name} does not take these arguments: {arguments}")
+
+
+def _no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedError:
+    reason = f": {error}" if error else ""
+    return NotSupportedError(
+        f"vendor.cuda: {op.name} needs tensors with memory of their own{reason}"
+    )
+
+
+def _dense_rows(value: Tensor) -> tuple[Tensor, int]:
+    """The tensor, copied only if it must be, and the elements from row to row."""
+    columns = value.shape[-1]
+    if value.is_contiguous():
+        return value, columns
+    strides = value.stride()
+    if strides[-1] == 1:
+        shape = value.shape
+        if all(
+            shape[at] == 1 or strides[at] == strides[at + 1] * shape[at + 1]
+            for at in range(len(shape) - 2)
+        ):
+            return value, strides[-2]
+    return value.contiguous(), columns
+
+
+def _access(vec: int, *parts: tuple[int, int]) -> int:
+    """Elements that one access may cover, from (address or bytes between rows, size)."""
+    access = vec
+    while access > 1 and any(value % min(16, access * size) for value, size in parts):
+        access //= 2
+    return access
+
+
+# --------------------------------------------------------------------------- operators
+
+
+def _forward(
+    op: Contract[..., Any],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: Any,
+    zero_centered_gamma: Any,
+    out_dtype: Any,
+    centred: bool,
+) -> tuple[Tensor, Tensor | None, Tensor] | None:
+    """(output, mu, rsigma); None if the arguments are not for this set."""
+    if not (
+        (type(input) in PLAIN or _is_plain(input))
+        and (type(weight) in PLAIN or _is_plain(weight))
+        and input.is_cuda
+        and (dtype := input.dtype) in NAMES
+        and (weight_dtype := weight.dtype) in NAMES
+        and (shape := input.shape)
+        and (columns := shape[-1])
+        and weight.shape == (columns,)
+        and weight.get_device() == (device := input.get_device())
+        and (type(eps) is float or _is_number(eps))
+        and eps >= 0
+        and (zero_centered_gamma is False or zero_centered_gamma is True)
+        and out_dtype in OUTPUTS
+    ):
+        return None
+    bias_dtype = weight_dtype
+    if bias is not None and not (
+        (type(bias) in PLAIN or _is_plain(bias))
+        and (bias_dtype := bias.dtype) in NAMES
+        and bias.shape == (columns,)
+        and bias.get_device() == device
+    ):
+        return None
+    try:
+        input, stride = _dense_rows(input)
+        weight = weight.contiguous()
+        x, gamma, beta = input.data_ptr(), weight.data_ptr(), 0
+        if bias is not None:
+            bias = bias.contiguous()
+            beta = bias.data_ptr()
+    except RuntimeError as error:
+        raise _no_memory(op, error) from None
+
+    size = SIZES[dtype]
+    access = _vector(columns, size)
+    if (x | gamma | beta | stride * size) & 15:
+        row_bytes = stride * size
+        others = ((gamma, SIZES[weight_dtype]), (beta, SIZES[bias_dtype]))
+        access = _access(access, (x, size), (row_bytes, size), *others)
+    out = out_dtype or dtype
+    key = (
+        device,
+        columns,
+        access,
+        dtype,
+        weight_dtype,
+        bias_dtype,
+        out,
+        centred,
+        zero_centered_gamma,
+    )
+    plan = _forwards.get(key) or _plan_forward(key)
+
+    place = input.device
+    statistics = torch.float64 if size == 8 else torch.float32
+    rows = input.numel() // columns
+    output = torch.empty(shape, dtype=out, device=place)
+    rsigma = torch.empty((rows,), dtype=statistics, device=place)
+    mu = torch.empty((rows,), dtype=statistics, device=place) if centred else None
+    if rows:
+        if type(output) is not Tensor:
+            raise _no_memory(op, None)
+        plan(
+            rows,
+            x,
+            gamma,
+            beta,
+            output.data_ptr(),
+            0 if mu is None else mu.data_ptr(),
+            rsigma.data_ptr(),
+            rows,
+            stride,
+            columns,
+            plan.share,
+            eps,
+        )
+    return output, mu, rsigma
+
+
+def _backward(
+    op: Contract[..., Any],
+    dy: Tensor,
+    x: Tensor,
+    mu: Tensor | None,
+    rsigma: Tensor,
+    gamma: Tensor,
+    zero_centered_gamma: Any,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """(dx, dgamma, dbeta); None if the arguments are not for this set."""
+    if not (
+        (type(x) in PLAIN or _is_plain(x))
+        and (type(dy) in PLAIN or _is_plain(dy))
+        and (type(gamma) in PLAIN or _is_plain(gamma))
+        and x.is_cuda
+        and (dtype := x.dtype) in NAMES
+        and (dy_dtype := dy.dtype) in NAMES
+        and (gamma_dtype := gamma.dtype) in NAMES
+        and (shape := x.shape)
+        and (columns := shape[-1])
+        and dy.shape == shape
+        and gamma.shape == (columns,)
+        and gamma.get_device() == (device := x.get_device())
+        and dy.get_device() == device
+        and (zero_centered_gamma is False or zero_centered_gamma is True)
+    ):
+        return None
+    size = SIZES[dtype]
+    statistics = torch.float64 if size == 8 else torch.float32
+    rows = x.numel() // columns
+    saved = (rsigma,) if mu is None else (rsigma, mu)
+    for value in saved:
+        if not (
+            (type(value) in PLAIN or _is_plain(value))
+            and value.dtype == statistics
+            and value.shape == (rows,)
+            and value.get_device() == device
+        ):
+            return None
+    try:
+        x, x_stride = _dense_rows(x)
+        dy, dy_stride = _dense_rows(dy)
+        gamma = gamma.contiguous()
+        rsigma = rsigma.contiguous()
+        addresses = (dy.data_ptr(), x.data_ptr(), gamma.data_ptr(), rsigma.data_ptr())
+        mu_address = 0
+        if mu is not None:
+            mu = mu.contiguous()
+            mu_address = mu.data_ptr()
+    except RuntimeError as error:
+        raise _no_memory(op, error) from None
+
+    dy_size = SIZES[dy_dtype]
+    x_row, dy_row = x_stride * size, dy_stride * dy_size
+    access = _vector(columns, size)
+    if (addresses[0] | addresses[1] | addresses[2] | x_row | dy_row) & 15:
+        access = _access(
+            access,
+            (addresses[0], dy_size),
+            (dy_row, dy_size),
+            (addresses[1], size),
+            (x_row, size),
+            (addresses[2], SIZES[gamma_dtype]),
+        )
+    place = x.device
+    centred = mu is not None
+    dx = torch.empty(shape, dtype=dtype, device=place)
+    make = torch.empty if rows else torch.zeros
+    dgamma = make((columns,), dtype=gamma_dtype, device=place)
+    dbeta = make((columns,), dtype=gamma_dtype, device=place) if centred else None
+    if rows:
+        if type(dx) is not Tensor:
+            raise _no_memory(op, None)
+        key = (device, columns, access, dtype, dy_dtype, gamma_dtype, centred, zero_centered_gamma)
+        plan = _backwards.get(key) or _plan_backward(key)
+        groups = plan.groups(rows)
+        outputs = 2 if centred else 1
+        partial = torch.empty((outputs * groups * columns,), dtype=statistics, device=place)
+        plan(
+            (addresses[0], addresses[1], mu_address, addresses[3], addresses[2], dx.data_ptr()),
+            partial.data_ptr(),
+            (dgamma.data_ptr(), 0 if dbeta is None else dbeta.data_ptr()),
+            rows,
+            (dy_stride, x_stride),
+            groups,
+        )
+    return dx, dgamma, dbeta
+
+
+def rmsnorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``ops.rmsnorm_fwd``: (output, rsigma)."""
+    found = _forward(
+        ops.rmsnorm_fwd, input, weight, None, eps, zero_centered_gamma, out_dtype, False
+    )
+    if found is None:
+        _decline(
+            ops.rmsnorm_fwd,
+            input,
+            weight,
+            eps,
+            zero_centered_gamma=zero_centered_gamma,
+            out_dtype=out_dtype,
+        )
+    return found[0], found[2]
+
+
+def rmsnorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``ops.rmsnorm_bwd``: (dx, dgamma)."""
+    found = _backward(ops.rmsnorm_bwd, dy, x, None, rsigma, gamma, zero_centered_gamma)
+    if found is None:
+        _decline(ops.rmsnorm_bwd, dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+    return found[0], found[1]
+
+
+def layernorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``ops.layernorm_fwd``: (output, mu, rsigma)."""
+    found = _forward(
+        ops.layernorm_fwd, input, weight, bias, eps, zero_centered_gamma, out_dtype, True
+    )
+    if found is None or found[1] is None:
+        _decline(
+            ops.layernorm_fwd,
+            input,
+            weight,
+            bias,
+            eps,
+            zero_centered_gamma=zero_centered_gamma,
+            out_dtype=out_dtype,
+        )
+    return found[0], found[1], found[2]
+
+
+def layernorm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    mu: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``ops.layernorm_bwd``: (dx, dgamma, dbeta)."""
+    found = _backward(ops.layernorm_bwd, dy, x, mu, rsigma, gamma, zero_centered_gamma)
+    if found is None or found[2] is None:
+        _decline(
+            ops.layernorm_bwd, dy, x, mu, rsigma, gamma, zero_centered_gamma=zero_centered_gamma
+        )
+    return found[0], found[1], found[2]

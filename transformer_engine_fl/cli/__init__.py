@@ -1,0 +1,41 @@
+"""The command line, ``te-fl``: what is registered, who serves and why, and the main job.
+
+Exit codes: 0, the answer is good; 1, it is not (something is broken, nothing serves, losses
+disagree); 2, the question was wrong (an unknown name, a malformed setting).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from transformer_engine_fl.cli import doctor, explain, listing
+from transformer_engine_fl.cli._output import console
+from transformer_engine_fl.cli.demo import command as demo
+from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, UnknownOperatorError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="te-fl",
+    help="Operator dispatch for transformer models: what there is, who serves, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("list")(listing.list_operators)
+app.command("explain")(explain.explain)
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``te-fl``; a mistake of the user is one message and no traceback."""
+    try:
+        app(args=arguments, prog_name="te-fl")
+    except TeFlError as error:
+        console(stderr=True).print(f"te-fl: {error}", soft_wrap=True)
+        asked_wrongly = isinstance(error, ConfigurationError | UnknownOperatorError)
+        raise SystemExit(2 if asked_wrongly else 1) from None

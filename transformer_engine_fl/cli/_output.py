@@ -1,0 +1,70 @@
+"""How the commands speak: results on stdout, everything else on stderr.
+
+Under ``--json`` stdout carries one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Json", "console", "print_json", "reasons", "table"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that prints text as it is: reasons and names may contain brackets."""
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def print_json(document: Any) -> None:
+    """Print the one document of a ``--json`` command."""
+    typer.echo(json.dumps(document, indent=2))
+
+
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    numbers: Sequence[str] = (),
+    wrapped: Sequence[str] = (),
+) -> Table:
+    """A plain table that loses nothing on a narrow terminal.
+
+    Args:
+        headings: of the columns.
+        rows: their cells.
+        numbers: headings of the columns to align at the right.
+        wrapped: headings of the columns that may be broken into lines.
+    """
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for heading in headings:
+        made.add_column(
+            heading,
+            justify="right" if heading in numbers else "left",
+            no_wrap=heading not in wrapped,
+            overflow="fold",
+        )
+    for row in rows:
+        made.add_row(*row)
+    made.show_header = any(headings)
+    return made
+
+
+def reasons(affected: Mapping[tuple[str, str], Collection[str]], operators: int) -> Iterator[str]:
+    """A line for each reason why implementations are not available.
+
+    Args:
+        affected: (impl id, reason) -> the operators it holds for.
+        operators: how many there are in all.
+    """
+    for (impl_id, reason), names in affected.items():
+        where = "" if len(names) == operators else f" for {', '.join(names)}"
+        yield f"{impl_id} is not available{where}: {reason}"

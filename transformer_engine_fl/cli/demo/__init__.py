@@ -1,0 +1,1 @@
+"""The main job: a small transformer that trains on real text through the dispatcher."""

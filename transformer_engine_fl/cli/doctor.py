@@ -1,0 +1,348 @@
+"""``te-fl doctor``: what this installation is, what works, and what is broken and why.
+
+Finding a fault is its job, so nothing that is wrong here ends it: a malformed setting is
+a finding, and the rest is shown as if that setting were not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import platform
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import transformer_engine_fl
+from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
+from transformer_engine_fl.core.errors import ConfigurationError, nearest
+from transformer_engine_fl.core.log import logger
+from transformer_engine_fl.core.manager import OpManager, get_default_manager
+from transformer_engine_fl.core.policy import (
+    VARIABLES,
+    effective_policy,
+    parse_environment,
+    reset_global_policy,
+)
+from transformer_engine_fl.core.vetting import unknown_names
+
+__all__ = ["doctor"]
+
+REQUIRED = ("torch", "pydantic", "importlib-metadata", "PyYAML", "typer", "rich")
+OPTIONAL = ("triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers")
+OTHER_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
+"""Not ours, but they decide what runs."""
+
+Report = dict[str, Any]
+
+
+def doctor(json: Json = False) -> None:
+    """Check this installation. The exit code is 1 if something is broken."""
+    report = examine()
+    if json:
+        print_json(report)
+    else:
+        _show(report)
+    raise typer.Exit(0 if report["healthy"] else 1)
+
+
+def examine() -> Report:
+    """Everything the doctor has to say, as plain JSON values."""
+    findings = _Findings()
+    malformed = dict(_malformed())
+    for problem in malformed.values():
+        findings.broken(problem, "the rest is judged as if it were not set")
+    with _quiet(), _unset(malformed):
+        manager = get_default_manager()
+        report = {
+            "versions": _versions(findings),
+            "devices": findings.watch("the devices cannot be asked", _devices, []),
+            "environment": _environment(malformed),
+            "policy": _policy(manager, findings),
+            "sources": _sources(manager, findings),
+            "operators": _operators(manager, findings),
+            "quarantine": _quarantine(manager),
+        }
+    broken = any(it["severity"] == "broken" for it in findings.found)
+    return {"healthy": not broken, "findings": findings.found, **report}
+
+
+class _Findings:
+    """What was found wrong: ``broken``, or worth a ``warning``."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def broken(self, what: str, detail: str | None = None) -> None:
+        self.found.append({"severity": "broken", "what": what, "detail": detail})
+
+    def warning(self, what: str) -> None:
+        self.found.append({"severity": "warning", "what": what, "detail": None})
+
+    def watch(self, what: str, examination: Callable[[], Any], otherwise: Any) -> Any:
+        """The examination's answer; if it raises, that is a finding."""
+        try:
+            return examination()
+        except Exception as error:  # noqa: BLE001 - a broken driver may raise anything
+            said = f"{what}: {type(error).__name__}: {error}"
+            self.broken(said, "".join(traceback.format_exception(error)))
+            return otherwise
+
+
+# ----------------------------------------------------------------------- the environment
+
+
+def _malformed() -> Iterator[tuple[str, str]]:
+    """(variable, what is wrong with it), each judged by itself."""
+    for name in VARIABLES:
+        try:
+            parse_environment({name: os.environ.get(name, "")})
+        except ConfigurationError as error:
+            yield name, str(error)
+
+
+@contextlib.contextmanager
+def _unset(names: dict[str, str]) -> Iterator[None]:
+    """The environment without some variables, and put back at the end."""
+    if not names:
+        yield
+        return
+    kept = {name: os.environ.pop(name) for name in names}
+    reset_global_policy()
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+        reset_global_policy()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines: what they would say is in the report."""
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
+
+def _environment(malformed: dict[str, str]) -> dict[str, str]:
+    ours = (name for name in os.environ if name.startswith(("TE_FL_", "TEFL_")))
+    names = sorted({*ours, *(name for name in OTHER_VARIABLES if name in os.environ)})
+    return {name: os.environ[name] for name in names if name not in malformed}
+
+
+# -------------------------------------------------------------------------- the machine
+
+
+def _versions(findings: _Findings) -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "transformer_engine_fl": transformer_engine_fl.__version__,
+    }
+    for name in (*REQUIRED, *OPTIONAL):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+            if name in REQUIRED:
+                findings.broken(f"{name} is required and not installed")
+    versions["torch built for"] = findings.watch("torch cannot be imported", _torch_build, None)
+    return versions
+
+
+def _torch_build() -> str:
+    import torch
+
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+
+
+def _devices() -> list[dict[str, Any]]:
+    """The processor, and whatever accelerators torch finds."""
+    import torch
+
+    from transformer_engine_fl.ops._tensors import TorchTensors
+
+    name = platform.processor() or platform.machine()
+    devices = [{"device": "cpu", "name": name, "arch": None, "memory_bytes": None}]
+    if not torch.accelerator.is_available():
+        return devices
+    accelerator = torch.accelerator.current_accelerator()
+    kind = accelerator.type if accelerator else "cpu"
+    module = torch.get_device_module(kind)
+    for index in range(torch.accelerator.device_count()):
+        device = f"{kind}:{index}"
+        properties = getattr(module, "get_device_properties", lambda _: None)(index)
+        devices.append(
+            {
+                "device": device,
+                "name": getattr(properties, "name", None),
+                "arch": TorchTensors().facts(torch.empty(0, device=device)).arch,
+                "memory_bytes": getattr(properties, "total_memory", None),
+            }
+        )
+    return devices
+
+
+# ------------------------------------------------------------------- policy and plugins
+
+
+def _policy(manager: OpManager, findings: _Findings) -> dict[str, Any]:
+    manager.ensure_initialized()
+    effective = effective_policy()
+    for message in unknown_names(effective, manager.registry):
+        findings.warning(message)
+    for name in os.environ:
+        if name.startswith(("TE_FL_", "TEFL_")) and name not in VARIABLES:
+            close = nearest(name, VARIABLES)
+            hint = f"; did you mean {close}?" if close else ""
+            findings.warning(f"environment variable {name} is not one of ours{hint}")
+    return {
+        field: {"value": value, "origin": effective.origins[field]}
+        for field, value in effective.policy.to_dict().items()
+    }
+
+
+def _sources(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
+    for report in manager.plugins:
+        if report.error:
+            what = f"{report.name} ({report.origin}) is left out: {report.error}"
+            findings.broken(what, report.traceback)
+    return [
+        {
+            "name": report.name,
+            "origin": report.origin,
+            "registered": list(report.registered),
+            "error": report.error,
+        }
+        for report in manager.plugins
+    ]
+
+
+def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
+    """Who serves each operator here, and which implementations are not available."""
+    faults: dict[str, list[str]] = {}
+    operators = []
+    for name in manager.registry.list_operators():
+        unavailable: dict[str, str] = {}
+        for entry in manager.registry.entries(name):
+            impl_id, missing = entry.impl.impl_id, entry.unavailable()
+            problem = entry.load() if missing is None else missing
+            if problem is not None:
+                unavailable[impl_id] = problem
+            # "No" is an answer; a probe that raises or a module that does not import is not.
+            if problem is not None and (missing is None or missing.startswith(_PROBE_RAISED)):
+                faults.setdefault(f"{impl_id}: {problem}", []).append(name)
+        decision = manager.explain(name)
+        if decision.selected is None:
+            findings.broken(f"nothing serves {name!r} on this machine", str(decision))
+        serving = decision.selected.impl_id if decision.selected else None
+        operators.append({"name": name, "serving": serving, "unavailable": unavailable})
+    for fault, names in faults.items():
+        findings.broken(fault, f"for {', '.join(names)}")
+    return operators
+
+
+_PROBE_RAISED = "is_available() raised"
+"""How the registry words it."""
+
+
+def _quarantine(manager: OpManager) -> list[dict[str, Any]]:
+    return [
+        {
+            "op": key.op_name,
+            "impl_id": key.impl_id,
+            "device": key.device,
+            "dtype": key.dtype,
+            "reason": reason,
+        }
+        for key, reason in manager.quarantine.held().items()
+    ]
+
+
+# ------------------------------------------------------------------------------ as text
+
+
+def _show(report: Report) -> None:
+    out = console()
+    _section(out, "versions")
+    versions = [(name, version or "not there") for name, version in report["versions"].items()]
+    out.print(table(("", ""), versions, wrapped=("",)))
+    _section(out, "devices")
+    for it in report["devices"]:
+        details = [it["name"], it["arch"], _gibibytes(it["memory_bytes"])]
+        out.print(f"{it['device']}: {', '.join(detail for detail in details if detail)}")
+    _section(out, "environment")
+    for name, value in report["environment"].items():
+        out.print(f"{name}={value}")
+    if not report["environment"]:
+        out.print("no variable of ours is set")
+    _section(out, "policy")
+    rows = [(field, str(it["value"]), it["origin"]) for field, it in report["policy"].items()]
+    out.print(table(("field", "value", "said by"), rows, wrapped=("value", "said by")))
+    _section(out, "sets and plugins")
+    _show_sources(out, report["sources"])
+    _section(out, "operators")
+    _show_operators(out, report["operators"])
+    _section(out, "quarantine")
+    for it in report["quarantine"]:
+        where = f"{it['device']}, {it['dtype']}"
+        out.print(f"{it['op']}/{it['impl_id']} on {where}: {it['reason']}")
+    if not report["quarantine"]:
+        out.print("nothing (each process keeps its own; this one has met no fault)")
+    _section(out, "findings")
+    _show_findings(out, report["findings"])
+
+
+def _section(out: Console, title: str) -> None:
+    if title != "versions":
+        out.print()
+    out.print(title, style="bold")
+
+
+def _gibibytes(count: int | None) -> str | None:
+    return f"{count / 2**30:.0f} GiB" if count else None
+
+
+def _show_sources(out: Console, sources: list[dict[str, Any]]) -> None:
+    rows: list[tuple[str | Text, ...]] = []
+    for it in sources:
+        became = f"{len(it['registered'])} implementations" if not it["error"] else "left out"
+        rows.append((it["name"], it["origin"], Text(became, "red" if it["error"] else "")))
+    out.print(table(("name", "from", "registered"), rows, wrapped=("from",)))
+
+
+def _show_operators(out: Console, operators: list[dict[str, Any]]) -> None:
+    serving: list[tuple[str | Text, ...]] = [
+        (it["name"], it["serving"] or Text("nothing", "red")) for it in operators
+    ]
+    out.print(table(("operator", "served here by"), serving))
+    affected: dict[tuple[str, str], list[str]] = {}
+    for it in operators:
+        for impl_id, reason in it["unavailable"].items():
+            affected.setdefault((impl_id, reason), []).append(it["name"])
+    for line in reasons(affected, len(operators)):
+        out.print(line)
+
+
+def _show_findings(out: Console, findings: list[dict[str, Any]]) -> None:
+    for it in findings:
+        style = "bold red" if it["severity"] == "broken" else "yellow"
+        out.print(Text(f"{it['severity']}: ", style).append(it["what"], "not bold default"))
+        for line in (it["detail"] or "").splitlines():
+            out.print(f"  {line}", soft_wrap=True)
+    if not findings:
+        out.print("healthy: nothing is broken", style="green")

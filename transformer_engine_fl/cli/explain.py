@@ -1,0 +1,103 @@
+"""``te-fl explain OP``: who serves an operator, and why each other does not."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from transformer_engine_fl.cli._output import Json, console, print_json, table
+from transformer_engine_fl.core.errors import ConfigurationError, suggestion
+from transformer_engine_fl.core.manager import OpManager, get_default_manager
+from transformer_engine_fl.core.selection import Decision
+from transformer_engine_fl.core.types import parse_arch
+
+__all__ = ["explain"]
+
+
+def explain(
+    op: Annotated[str, typer.Argument(metavar="OP", help="The operator, by name or alias.")],
+    device: Annotated[
+        str | None, typer.Option(help="Answer for this device type (cuda), here or not.")
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="Its architecture: sm_90, gfx942 (implies --device cuda).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="The tensors' dtype: bfloat16 (needs --device).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say who serves OP, and why each other candidate does not.
+
+    Without --device: on this machine, before any tensor is seen. The policy comes from the
+    environment: TE_FL_PREFER=reference te-fl explain rmsnorm_fwd. The exit code is 1 if
+    nothing serves.
+    """
+    manager = get_default_manager()
+    decision = _decide(manager, op, device, arch, dtype)
+    if json:
+        print_json(decision.to_dict())
+    else:
+        _show(decision)
+    raise typer.Exit(0 if decision.selected else 1)
+
+
+def _decide(
+    manager: OpManager, op: str, device: str | None, arch: str | None, dtype: str | None
+) -> Decision:
+    if arch is not None and parse_arch(arch) is None:
+        raise ConfigurationError(
+            f"--arch: {arch!r} is no architecture name; examples: sm_90, gfx942"
+        )
+    if device is None and arch is not None:
+        device = "cuda"
+    if device is None:
+        if dtype is not None:
+            raise ConfigurationError("--dtype: say for which device, with --device")
+        return manager.explain(op)
+    device_type = re.fullmatch(r"([a-z][a-z0-9_]*)(:\d+)?", device)
+    if device_type is None:
+        raise ConfigurationError(f"--device: {device!r} is no device type; examples: cuda, cpu")
+    dtype = _dtype(manager, op, dtype) if dtype is not None else None
+    return manager.explain_for(op, device=device_type[1], arch=arch, dtype=dtype)
+
+
+def _dtype(manager: OpManager, op: str, dtype: str) -> str:
+    """The dtype's name, if the operator has such a dtype."""
+    manager.ensure_initialized()
+    registry, name = manager.registry, dtype.removeprefix("torch.")
+    contract = registry.contracts.get(registry.canonical(op))
+    known = set(contract.dtypes) if contract else set()
+    for impl in registry.get_implementations(op):
+        known.update(impl.supported_dtypes or ())
+    if known and name not in known:
+        raise ConfigurationError(
+            f"--dtype: {dtype!r} is not a dtype of {op!r}; valid: {', '.join(sorted(known))}"
+            f"{suggestion(name, known)}"
+        )
+    return name
+
+
+_MARKS = {"*": ("serves", "bold green"), "+": ("next", ""), "-": ("no", "yellow")}
+
+
+def _show(decision: Decision) -> None:
+    out = console()
+    out.print(decision.headline(), style="bold")
+    headings = ("", "implementation", "kind", "priority", "reason")
+    rows: list[list[str | Text]] = [
+        [Text(*_MARKS[mark]), *cells] for mark, *cells in decision.rows()
+    ]
+    if rows:
+        out.print(table(headings, rows, numbers=("priority",), wrapped=("reason",)))
+    else:
+        out.print("nothing is registered for it")
+    if decision.note:
+        out.print(decision.note)
+    origins = decision.policy.origins
+    for field, value in decision.policy.policy.to_dict().items():
+        if origins[field] != "default":
+            out.print(f"policy: {field} is {value!r} ({origins[field]})")

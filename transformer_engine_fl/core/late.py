@@ -1,0 +1,20 @@
+"""Late binding: objects that are named as text and imported when they are first needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from transformer_engine_fl.core.locks import LOADING
+
+__all__ = ["load_attribute"]
+
+
+def load_attribute(reference: str) -> Any:
+    """The object that ``"module:attribute"`` names."""
+    module, _, path = reference.partition(":")
+    with LOADING:
+        found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

@@ -1,0 +1,131 @@
+"""The operators in ``torch.library``: opaque to compilers, with the contract's shape rule.
+
+``torch.ops.te_fl.rmsnorm_fwd(x, w, 1e-5, impl="vendor.acme")`` runs exactly that
+implementation. Compiled code and exported programs call raw kernels this way; eager
+dispatch does not come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from transformer_engine_fl.core.contract import Contract
+from transformer_engine_fl.core.registry import Entry
+
+__all__ = ["NAMESPACE", "operator", "reference_to", "schema"]
+
+NAMESPACE: Final = "te_fl"
+
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_entries: dict[str, Entry] = {}
+
+_SCHEMA_TYPES: Final = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "list[Tensor]": "Tensor[]",
+    "list[int]": "int[]",
+    "int": "int",
+    "int | None": "int?",
+    "float": "float",
+    "float | None": "float?",
+    "bool": "bool",
+    "str": "str",
+    "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
+}
+
+
+def schema(contract: Contract[..., Any]) -> str:
+    """The ``torch.library`` schema of an operator, derived from its signature.
+
+    Raises:
+        TypeError: an annotation has no counterpart; give the contract a ``schema``.
+    """
+    if contract.schema is not None:
+        return contract.schema
+    parameters: list[str] = []
+    for parameter in contract.signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        kind = _schema_type(contract, str(parameter.annotation))
+        if parameter.name in contract.mutates:
+            kind = kind.replace("Tensor", "Tensor(a!)")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        parameters.append(f"{kind} {parameter.name}{default}")
+    if "*" not in parameters:
+        parameters.append("*")
+    returned = str(contract.signature.return_annotation)
+    inner = returned.removeprefix("tuple[").removesuffix("]") if "tuple[" in returned else returned
+    results = [_schema_type(contract, part.strip()) for part in inner.split(",") if part != "None"]
+    return f"{contract.name}({', '.join(parameters)}, str impl) -> ({', '.join(results)})"
+
+
+def _schema_type(contract: Contract[..., Any], annotation: str) -> str:
+    try:
+        return _SCHEMA_TYPES[annotation]
+    except KeyError:
+        raise TypeError(
+            f"{contract.name}: no schema type for the annotation {annotation!r}; "
+            "give the contract an explicit schema"
+        ) from None
+
+
+@cache
+def operator(contract: Contract[..., Any]) -> Callable[..., Any]:
+    """The ``torch.library`` operator of a contract, defined at the first request."""
+    _library.define(schema(contract), tags=(torch.Tag.pt2_compliant_tag,))
+
+    def run(*args: Any, impl: str, **kwargs: Any) -> Any:
+        return _entry(contract, impl).fn(*args, **kwargs)
+
+    def shapes(*args: Any, impl: str, **kwargs: Any) -> Any:
+        return contract.shapes(*args, **kwargs)
+
+    _library.impl(contract.name, run, "CompositeExplicitAutograd")
+    # Operators are not differentiable: functional is where gradients live.
+    _library.impl(contract.name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{contract.name}", shapes, lib=_library)
+    packet = getattr(getattr(torch.ops, NAMESPACE), contract.name)
+    overload: Callable[..., Any] = packet.default
+    return overload
+
+
+def reference_to(entry: Entry) -> str:
+    """The text by which an operator's ``impl`` argument names a loaded entry.
+
+    It is the impl id, unless another registry in the process uses the same one for
+    something else; then a number is added.
+    """
+    base = entry.impl.impl_id
+    for number in range(1, 1_000):
+        name = base if number == 1 else f"{base}#{number}"
+        held = _entries.setdefault(f"{entry.impl.op_name}/{name}", entry)
+        if held is entry:
+            return name
+    raise RuntimeError(f"{entry.impl.label}: too many registries hold one of that id")
+
+
+def _entry(contract: Contract[..., Any], impl: str) -> Entry:
+    entry = _entries.get(f"{contract.name}/{impl}")
+    if entry is None:
+        entry = _from_default_manager(contract, impl)
+    return entry
+
+
+def _from_default_manager(contract: Contract[..., Any], impl: str) -> Entry:
+    """An implementation named by a program that another process traced."""
+    from transformer_engine_fl.core.manager import get_default_manager
+
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    manager.registry.get_implementation(contract.name, impl)
+    found = next(it for it in manager.registry.entries(contract.name) if it.impl.impl_id == impl)
+    reason = found.unavailable() or found.load()
+    if reason is not None:
+        raise RuntimeError(f"{found.impl.label} cannot run here: {reason}")
+    reference_to(found)
+    return found

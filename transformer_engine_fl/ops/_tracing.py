@@ -1,0 +1,144 @@
+"""Dispatch in compiled code: what torch.compile and torch.export trace.
+
+The choice is made while tracing, from the same decision as in eager code, and becomes a
+constant of the graph. What it depends on (the ``with`` blocks, the global policy, what
+is registered and in quarantine) is guarded as plain values, so a change recompiles once
+and each policy then hits its cache. Plain torch implementations are traced through;
+raw kernels become operators of ``torch.library`` with the contract's shape rule.
+
+Nothing falls back here: an error while tracing is raised, and a compiled kernel that
+fails at run time raises there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from transformer_engine_fl.core.errors import NoImplementationError, NotSupportedError
+from transformer_engine_fl.core.policy import ROOT, policy_state
+from transformer_engine_fl.core.registry import Entry
+from transformer_engine_fl.core.tracing import constant
+from transformer_engine_fl.ops import _library
+from transformer_engine_fl.ops._tensors import facts_of
+
+__all__ = ["traced_call"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class _Target:
+    """A candidate as compiled code calls it.
+
+    Attributes:
+        entry: what it stands for; held, so that its identity names the target.
+        run: the function to trace through, or an operator of ``torch.library``.
+        added: keywords that ``run`` needs besides the call's own.
+        supports: the candidate's own check of the arguments, or None.
+        missing: (name, position or -1, default) of each option that it does not take.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.supports = entry.impl.supports
+        self.added: Kwargs = {}
+        self.run: Callable[..., Any] = entry.fn
+        if not entry.impl.traceable:
+            if entry.contract is None:
+                raise NotSupportedError(
+                    f"{entry.impl.label} cannot be compiled: the operator has no contract, so "
+                    "its shapes are unknown; give it one, or claim the trait 'traceable'"
+                )
+            self.run = _library.operator(entry.contract)
+            self.added = {"impl": _library.reference_to(entry)}
+        names = list(entry.contract.signature.parameters) if entry.contract else []
+        self.missing = tuple(
+            (name, names.index(name), default) for name, default in entry.missing.items()
+        )
+
+
+class _Targets:
+    """Holds every target under a name of its own, for the trace to read and guard."""
+
+
+_TARGETS: Final = _Targets()
+
+
+def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
+    """What ``manager.call(op_name, *args, **kwargs)`` is in compiled code."""
+    place, name = _dispatch_on(manager, op_name)
+    tensor = args[place] if place < len(args) else kwargs.get(name)
+    while isinstance(tensor, list | tuple):
+        tensor = tensor[0]
+    device, dtype = (tensor.device, tensor.dtype) if tensor is not None else (None, None)
+    for target_name in _choose(
+        manager, op_name, ROOT.active.key, policy_state.key, manager.epoch, device, dtype
+    ):
+        target = getattr(_TARGETS, target_name)
+        if _takes(target, args, kwargs):
+            if target.added:
+                return _run(target, args, kwargs)
+            with torch.no_grad():
+                return _run(target, args, kwargs)
+    raise NotSupportedError(f"{op_name}: no implementation takes these arguments")
+
+
+def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
+    for name, place, default in target.missing:
+        value = args[place] if place < len(args) else kwargs.get(name, default)
+        if value is not default and value != default:
+            return False
+    return target.supports is None or target.supports(*args, **kwargs) is True
+
+
+def _run(target: _Target, args: Args, kwargs: Kwargs) -> Any:
+    if target.missing:
+        places = [place for _, place, _ in target.missing]
+        names = [name for name, _, _ in target.missing]
+        args = tuple(value for place, value in enumerate(args) if place not in places)
+        kwargs = {name: value for name, value in kwargs.items() if name not in names}
+    return target.run(*args, **kwargs, **target.added)
+
+
+def _target_name(entry: Entry) -> str:
+    """The name of an entry's target; one entry always has the same."""
+    name = f"target_{id(entry)}"
+    if not hasattr(_TARGETS, name):
+        setattr(_TARGETS, name, _Target(entry))
+    return name
+
+
+@constant
+def _dispatch_on(manager: Any, op_name: str) -> tuple[int, str]:
+    """Position and name of the dispatch tensor. Also reads the settings and registers the
+    sets, before anything of them is guarded.
+    """
+    place: tuple[int, str] = manager.plan(op_name).dispatch_on
+    return place
+
+
+@constant
+def _choose(
+    manager: Any,
+    op_name: str,
+    scope_key: str,
+    policy_key: str,
+    epoch: str,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+) -> tuple[str, ...]:
+    """Names of the targets that may serve, best first; the keys are there to be guarded."""
+    plan = manager.plan(op_name)
+    decision = plan.explain(facts_of(device, dtype), None)
+    names = []
+    for impl in decision.accepted:
+        entry = plan.entry(impl)
+        names.append(_target_name(entry))
+        if impl.supports is None and not entry.missing:
+            break
+    if not names:
+        raise NoImplementationError(f"no implementation of {op_name!r} serves", decision)
+    return tuple(names)

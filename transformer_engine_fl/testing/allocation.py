@@ -1,0 +1,76 @@
+"""Poisoned, fenced memory for outputs: what is not written, or written outside, shows.
+
+Inside a :class:`Guarded` block every allocation of uninitialised memory (``torch.empty``
+and its relatives) is filled with poison and surrounded by a fence. An output that an
+implementation forgets to write keeps the poison, which no comparison accepts; a write
+outside breaks the fence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Guarded"]
+
+_FENCE: Final = 256
+"""Bytes on either side; a multiple of every alignment that kernels ask for."""
+
+_PATTERN: Final = 0xA5
+
+
+class Guarded(TorchFunctionMode):
+    """Poisons and fences what is allocated uninitialised inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fences: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Replace the allocators; leave everything else as it is."""
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATORS and isinstance(result, Tensor) and result.device.type != "meta":
+            return self._fenced(result)
+        return result
+
+    def _fenced(self, wanted: Tensor) -> Tensor:
+        size = wanted.element_size()
+        with torch._C.DisableTorchFunctionSubclass():
+            extent = (
+                1 + sum((n - 1) * s for n, s in zip(wanted.shape, wanted.stride(), strict=True))
+                if wanted.numel()
+                else 0
+            )
+            raw = torch.full(
+                (2 * _FENCE + extent * size,), _PATTERN, dtype=torch.uint8, device=wanted.device
+            )
+            inside = raw[_FENCE : _FENCE + extent * size].view(wanted.dtype)
+            if inside.is_floating_point() and inside.numel():
+                inside.fill_(float("nan"))
+            self._fences.append((raw, extent * size))
+            return inside.as_strided(wanted.shape, wanted.stride(), inside.storage_offset())
+
+    def broken(self) -> str | None:
+        """What was written outside an allocation, or None."""
+        for raw, size in self._fences:
+            for side, fence in (("before", raw[:_FENCE]), ("after", raw[_FENCE + size :])):
+                wrong = int((fence != _PATTERN).sum())
+                if wrong:
+                    return f"{wrong} bytes were written {side} a buffer of {size} bytes"
+        return None
+
+
+_ALLOCATORS: Final = frozenset(
+    {
+        torch.empty,
+        torch.empty_like,
+        torch.empty_strided,
+        Tensor.new_empty,
+        Tensor.new_empty_strided,
+    }
+)

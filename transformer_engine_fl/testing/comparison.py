@@ -1,0 +1,74 @@
+"""Comparing a result with its float64 value, by the contract's tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.core.contract import Tolerance
+
+__all__ = ["Worst", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The largest error of a result.
+
+    Attributes:
+        ratio: error over what the tolerance allows; above 1 is a failure.
+        relative: error over the root mean square of the expected values.
+        ulps: error in units in the last place of the result's dtype at the expected value.
+        index: where it is, as a flat index.
+        got, expected: the values there.
+    """
+
+    ratio: float
+    relative: float
+    ulps: float
+    index: int
+    got: float
+    expected: float
+
+    def __str__(self) -> str:
+        return (
+            f"element {self.index} is {self.got!r}, expected {self.expected!r}: "
+            f"{self.ratio:.3g} times the allowed error, {self.ulps:.3g} ulps"
+        )
+
+
+_NOTHING = Worst(0.0, 0.0, 0.0, -1, 0.0, 0.0)
+
+
+def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
+    """The worst element of ``result`` against ``expected`` (float64), on the result's device.
+
+    A NaN or an infinity that is not expected counts as an infinite error.
+    """
+    if not result.numel():
+        return _NOTHING
+    got = result.detach().to(torch.float64).flatten()
+    want = expected.detach().to(got).flatten()
+    finite = want.isfinite()
+    scale = want[finite].square().mean().sqrt().item() if bool(finite.any()) else 0.0
+    same = (got == want) | (got.isnan() & want.isnan())
+    error = torch.where(same, 0.0, (got - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    allowed = tolerance.rtol * want.abs() + tolerance.atol * scale
+    ratio = torch.where(same, 0.0, error / allowed.clamp_min(torch.finfo(torch.float64).tiny))
+    place = int(ratio.argmax())
+    return Worst(
+        ratio=float(ratio[place]),
+        relative=float(error.max()) / scale if scale else float(error.max()),
+        ulps=float((error / _ulp(want, result.dtype)).max()),
+        index=place,
+        got=float(got[place]),
+        expected=float(want[place]),
+    )
+
+
+def _ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The spacing of ``dtype`` at each value."""
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.finfo(torch.float64)
+    exponent = torch.frexp(values.abs().clamp_min(info.tiny)).exponent - 1
+    return torch.ldexp(torch.full_like(values, info.eps), exponent)
