@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,42 +145,42 @@ def measure(
 
 
 def host_times(impls: list[str]) -> dict[str, float]:
-    """Host microseconds of one call on a 4x64 tensor."""
+    """Host microseconds of one call on a 4x64 tensor, all measured in turns."""
     x = torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)
     w = torch.ones(64, device="cuda", dtype=torch.bfloat16)
-    manager = te.get_default_manager()
     works: dict[str, Callable[[], Any]] = {
         "torch.empty_like": lambda: torch.empty_like(x),
         "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (64,), w, 1e-5),
     }
-    times = {name: _host_time(work) for name, work in works.items()}
     for impl_id in impls:
-        before = te.set_global_policy(te.SelectionPolicy(prefer=f"impl:{impl_id}", strict=True))
-        try:
-            times[f"manager.call {impl_id}"] = _host_time(lambda: manager.call("rmsnorm_fwd", x, w))
-            handle = manager.bind("rmsnorm_fwd")
-            times[f"bound handle {impl_id}"] = _host_time(functools.partial(handle, x, w))
-            fn = manager.resolve("rmsnorm_fwd", x, w)
-            times[f"direct {impl_id}"] = _host_time(functools.partial(fn, x, w))
-        except te.TeFlError as error:
-            print(f"{impl_id}: {error}", file=sys.stderr)
-        finally:
-            te.set_global_policy(before)
-    return times
-
-
-def _host_time(work: Callable[[], Any], calls: int = 500, batches: int = 11) -> float:
-    for _ in range(50):
-        work()
-    medians = []
-    for _ in range(batches):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+        # A manager of its own for each, so that each keeps its choice.
+        registry = te.OpRegistry()
+        te.OpManager(registry, plugins=False).ensure_initialized()
+        chosen = te.OpRegistry()
+        chosen.register_impl(registry.get_implementation("rmsnorm_fwd", impl_id))
+        manager = te.OpManager(chosen, builtins=False, plugins=False)
+        works[f"manager.call, {impl_id}"] = functools.partial(manager.call, "rmsnorm_fwd", x, w)
+        works[f"bound handle, {impl_id}"] = functools.partial(manager.bind("rmsnorm_fwd"), x, w)
+        works[f"direct, {impl_id}"] = functools.partial(manager.resolve("rmsnorm_fwd"), x, w)
+    for work in works.values():
+        for _ in range(200):
             work()
-        medians.append((time.perf_counter() - start) / calls * 1e6)
+    times: dict[str, list[float]] = {name: [] for name in works}
+    gc.collect()
+    gc.disable()  # as timeit does
+    for _ in range(41):
+        for name, work in works.items():
+            times[name].append(_host_time(work))
+    gc.enable()
+    return {name: statistics.median(batches) for name, batches in times.items()}
+
+
+def _host_time(work: Callable[[], Any], calls: int = 200) -> float:
     torch.cuda.synchronize()
-    return statistics.median(medians)
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - start) / calls * 1e6
 
 
 def environment() -> dict[str, str]:
@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--wide", action="store_true", help="add rows of 65,536 and above")
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--host", action="store_true", help="also the host time of a tiny call")
+    parser.add_argument("--host-only", action="store_true", help="nothing but that")
     parser.add_argument("--out", help="write the report as JSON")
     parser.add_argument("--markdown", help="write the report as a table")
     parser.add_argument("--plot", help="write the report as a picture")
@@ -266,7 +267,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     report: dict[str, Any] = {"environment": environment(), "rows": [], "host_us": {}}
     report["roof_gbps"] = copy_roof()
-    for op in args.op or ops.CATALOGUE:
+    for op in () if args.host_only else args.op or ops.CATALOGUE:
         shapes = SHAPES[ops.CATALOGUE[op].family] + (WIDE if args.wide else ())
         if args.shape:
             shapes = tuple(tuple(int(n) for n in text.split("x")) for text in args.shape)
@@ -275,7 +276,7 @@ def main() -> None:
             report["rows"].append(row)
             shown = ", ".join(f"{k} {v['gbps']:.0f}" for k, v in row["results"].items())
             print(f"{op} {shape}: {shown} {row['absent'] or ''}", flush=True)
-    if args.host:
+    if args.host or args.host_only:
         report["host_us"] = host_times(args.impl)
     if args.out:
         Path(args.out).write_text(json.dumps(report, indent=1))

@@ -8,6 +8,7 @@ them. A peer that is not installed, or that refuses these inputs, is left out an
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,8 +32,14 @@ def _rms_formula(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _compiled(formula: Callable[..., Tensor], inputs: list[Tensor]) -> Work:
+    torch._dynamo.reset()  # else it stops compiling after a few shapes
     compiled = torch.compile(formula, dynamic=False)
     return lambda: (compiled(*inputs),)
+
+
+def _compiled_autograd(formula: Callable[..., Tensor], dy: Tensor, leaves: list[Tensor]) -> Work:
+    torch._dynamo.reset()
+    return _autograd(torch.compile(formula, dynamic=False), dy, leaves)
 
 
 def _autograd(formula: Callable[..., Tensor], dy: Tensor, leaves: list[Tensor]) -> Work:
@@ -68,14 +75,15 @@ def _torch_peers(op: str) -> Iterator[tuple[str, Maker]]:
         yield "torch.compile", lambda inputs: _compiled(_layer, inputs)
     elif op == "rmsnorm_bwd":
         yield "torch.eager", lambda inputs: _autograd(_rms, *_rmsnorm_bwd_parts(inputs))
-        compiled = torch.compile(_rms_formula, dynamic=False)
-        yield "torch.compile", lambda inputs: _autograd(compiled, *_rmsnorm_bwd_parts(inputs))
-    elif op == "layernorm_bwd":
-        yield "torch.eager", lambda inputs: _autograd(_layer, *_layernorm_bwd_parts(inputs))
-        compiled_layer = torch.compile(_layer, dynamic=False)
         yield (
             "torch.compile",
-            lambda inputs: _autograd(compiled_layer, *_layernorm_bwd_parts(inputs)),
+            lambda inputs: _compiled_autograd(_rms_formula, *_rmsnorm_bwd_parts(inputs)),
+        )
+    elif op == "layernorm_bwd":
+        yield "torch.eager", lambda inputs: _autograd(_layer, *_layernorm_bwd_parts(inputs))
+        yield (
+            "torch.compile",
+            lambda inputs: _compiled_autograd(_layer, *_layernorm_bwd_parts(inputs)),
         )
 
 
@@ -133,7 +141,8 @@ def _quack_peers(op: str) -> Iterator[tuple[str, Maker]]:
 
 
 def _flag_gems_peers(op: str) -> Iterator[tuple[str, Maker]]:
-    from flag_gems.ops import rms_norm
+    # The package has a function of the module's name, hence not a plain import.
+    rms_norm = importlib.import_module("flag_gems.ops.rms_norm")
 
     def bwd(inputs: list[Tensor]) -> Work:
         dy, x, rsigma, gamma = inputs

@@ -26,7 +26,11 @@ from transformer_engine_fl import (
     OpImpl,
     OpManager,
     PartialMutationError,
+    SelectionPolicy,
+    StrictModeError,
+    set_global_policy,
     with_preference,
+    with_strict_mode,
 )
 
 EVERY_WAY = [
@@ -365,6 +369,32 @@ def test_a_pin_and_a_handle_keep_the_rules_when_the_policy_has_changed_since(
         with pytest.raises(PartialMutationError):
             run(ones())
     assert (first.runs, second.runs) == (2, 0)
+
+
+@pytest.mark.parametrize("guarded", GUARDS)
+def test_a_pin_recovers_as_its_own_block_says(guarded: bool) -> None:
+    first, second = Kernel(lambda: KernelError("kernel")), Kernel()
+    manager = world("scale", first, second, guarded=guarded)
+    with with_strict_mode():
+        strict = manager.pin("scale")
+    free = manager.pin("scale")
+    with pytest.raises(StrictModeError):
+        strict(ones())
+    with with_strict_mode():
+        assert free(ones()).tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("guarded", GUARDS)
+def test_a_pin_keeps_the_rules_when_the_global_policy_has_changed_since(guarded: bool) -> None:
+    first = Kernel(lambda: KernelError("kernel"))
+    second = Kernel()
+    manager = world("scale", first, second, guarded=guarded)
+    run = manager.pin("scale")
+    set_global_policy(SelectionPolicy(prefer="impl:impl.1"))
+    with pytest.raises(ArgumentError, match="1 dimension"):
+        run(torch.ones(2, 2))
+    assert run(ones()).tolist() == [2, 2, 2, 2]
+    assert (first.runs, second.runs) == (2, 1)
 
 
 def test_a_broken_availability_probe_is_a_reason_and_no_crash() -> None:

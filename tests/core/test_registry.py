@@ -121,6 +121,17 @@ def test_clear_forgets_everything() -> None:
     assert manager.call("scale", 1) == "second"
 
 
+def test_a_source_that_two_register_at_once_is_registered_by_the_first(
+    registry: OpRegistry,
+) -> None:
+    with registry.transaction("plugin") as slow:
+        slow.register_impl(impl("slow"))
+        with registry.transaction("plugin") as quick:
+            quick.register_impl(impl("quick"))
+        assert ids(registry) == ["quick"], "nobody sees a transaction before its end"
+    assert ids(registry) == ["quick"]
+
+
 def test_an_unknown_implementation_is_told_the_nearest(registry: OpRegistry) -> None:
     registry.register_many([impl("vendor.acme", "vendor"), impl("reference.torch")])
     with pytest.raises(UnknownOperatorError, match=r"did you mean 'vendor\.acme'") as caught:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_faults import GUARDS, ROUTES, Kernel, KernelError, arrive, world
+from core_faults import GUARDS, ROUTES, Kernel, KernelError, arrive, in_quarantine, world
 
 import transformer_engine_fl.core.manager as manager_module
 from transformer_engine_fl import (
@@ -111,6 +111,7 @@ def test_the_callers_mistake_and_half_written_data_keep_their_own_errors(
         with pytest.raises(PartialMutationError):
             run(ones())
     assert second.runs == 0
+    assert not in_quarantine(manager)
 
 
 def test_an_operator_that_the_preferred_kind_does_not_implement_is_served_by_the_next() -> None:

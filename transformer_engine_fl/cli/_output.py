@@ -6,6 +6,7 @@ Under ``--json`` stdout carries one JSON document and nothing else.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -25,8 +26,17 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_json(document: Any) -> None:
-    """Print the one document of a ``--json`` command."""
-    typer.echo(json.dumps(document, indent=2))
+    """Print the one document of a ``--json`` command; null where a number is none."""
+    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for infinities and NaN, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +52,16 @@ from transformer_engine_fl.core.tracing import (
 from transformer_engine_fl.core.types import OpImpl, parse_arch
 from transformer_engine_fl.core.vetting import unknown_names
 
-__all__ = ["OpManager", "get_default_manager", "reset_default_manager"]
+__all__ = ["OpManager", "get_default_manager", "manager_named", "reset_default_manager"]
 
 _MAX_SCOPES = 64
 """Tables of plans that are kept, one for each nest of ``with`` blocks."""
 
 _MAX_WARNINGS = 1024
 """Names that are warned of; a program that goes on inventing them is not reminded for ever."""
+
+_numbers = itertools.count(1)
+_managers: weakref.WeakValueDictionary[str, OpManager] = weakref.WeakValueDictionary()
 
 Table = dict[str, Callable[..., Any]]
 
@@ -82,6 +87,9 @@ class OpManager:
         self.registry = OpRegistry() if registry is None else registry
         self.quarantine = Quarantine()
         self.plugins: tuple[discovery.SourceReport, ...] = ()
+        # Compiled code knows a manager by this: torch before 2.13 passes no objects on.
+        self.name = f"manager {next(_numbers)}"
+        _managers[self.name] = self
         self.epoch = "0"  # text: compiled code takes a number that changes for a variable one
         self._builtins = builtins
         self._use_plugins = plugins
@@ -435,6 +443,11 @@ class OpManager:
 
 
 _NO_TABLE: Table = {}
+
+
+def manager_named(name: str) -> OpManager:
+    """The living manager of that :attr:`OpManager.name`."""
+    return _managers[name]
 
 
 _default_lock = ForkSafeLock()

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from transformer_engine_fl.core.errors import NoImplementationError, NotSupportedError
+from transformer_engine_fl.core.manager import manager_named
 from transformer_engine_fl.core.policy import ROOT, policy_state
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tracing import constant
@@ -69,13 +70,13 @@ _TARGETS: Final = _Targets()
 
 def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
     """What ``manager.call(op_name, *args, **kwargs)`` is in compiled code."""
-    place, name = _dispatch_on(manager, op_name)
+    place, name = _dispatch_on(manager.name, op_name)
     tensor = args[place] if place < len(args) else kwargs.get(name)
     while isinstance(tensor, list | tuple):
         tensor = tensor[0]
     device, dtype = (tensor.device, tensor.dtype) if tensor is not None else (None, None)
     for target_name in _choose(
-        manager, op_name, ROOT.active.key, policy_state.key, manager.epoch, device, dtype
+        manager.name, op_name, ROOT.active.key, policy_state.key, manager.epoch, device, dtype
     ):
         target = getattr(_TARGETS, target_name)
         if _takes(target, args, kwargs):
@@ -112,17 +113,17 @@ def _target_name(entry: Entry) -> str:
 
 
 @constant
-def _dispatch_on(manager: Any, op_name: str) -> tuple[int, str]:
+def _dispatch_on(manager: str, op_name: str) -> tuple[int, str]:
     """Position and name of the dispatch tensor. Also reads the settings and registers the
     sets, before anything of them is guarded.
     """
-    place: tuple[int, str] = manager.plan(op_name).dispatch_on
+    place: tuple[int, str] = manager_named(manager).plan(op_name).dispatch_on
     return place
 
 
 @constant
 def _choose(
-    manager: Any,
+    manager: str,
     op_name: str,
     scope_key: str,
     policy_key: str,
@@ -131,7 +132,7 @@ def _choose(
     dtype: torch.dtype | None,
 ) -> tuple[str, ...]:
     """Names of the targets that may serve, best first; the keys are there to be guarded."""
-    plan = manager.plan(op_name)
+    plan = manager_named(manager).plan(op_name)
     decision = plan.explain(facts_of(device, dtype), None)
     names = []
     for impl in decision.accepted:

@@ -32,10 +32,10 @@ STEPS, COMPARED_STEPS, INTERPRETED_STEPS = 250, 20, 10
 
 def demo(
     steps: Annotated[
-        int | None, typer.Option(min=1, max=1_000_000, help="How many steps to train.")
+        int | None, typer.Option(min=1, help="How many steps to train (250, or 20 for each set).")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Of the parameters and the batches.")
+        int, typer.Option(min=0, max=2**31 - 1, help="Of the parameters and the batches.")
     ] = 0,
     device: Annotated[str | None, typer.Option(help="Where: cpu, cuda, cuda:1.")] = None,
     compare: Annotated[

@@ -83,6 +83,8 @@ class Geometry:
         shared_bytes: dynamic shared memory per block.
         cluster: blocks per cluster.
         dependent: may start while the kernel before it is finishing (it waits itself).
+        carveout: percent of a multiprocessor's memory that should be shared memory rather
+            than L1 cache; None leaves it to the driver.
     """
 
     threads: int
@@ -90,6 +92,7 @@ class Geometry:
     shared_bytes: int = 0
     cluster: int = 1
     dependent: bool = False
+    carveout: int | None = None
 
 
 # ------------------------------------------------------------------- the driver's types
@@ -99,6 +102,7 @@ _INVALID_CONTEXT: Final = 201
 # count of multiprocessors, the most shared memory of a block and of a multiprocessor.
 _LIMITS: Final = (75, 76, 16, 97, 81)
 _MAX_DYNAMIC_SHARED_BYTES: Final = 8
+_SHARED_CARVEOUT: Final = 9
 _CLUSTER_DIMENSION: Final = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 _CAPTURE_MODE_RELAXED: Final = 2
@@ -191,13 +195,12 @@ class Kernel:
         with torch.cuda.device(device):
             _bind_context(device)
             self._handle, self._function = _load_function(code, name)
-            if geometry.shared_bytes:
-                _call(
-                    "cuFuncSetAttribute",
-                    self._function,
-                    _MAX_DYNAMIC_SHARED_BYTES,
-                    geometry.shared_bytes,
-                )
+            for attribute, value in (
+                (_MAX_DYNAMIC_SHARED_BYTES, geometry.shared_bytes or None),
+                (_SHARED_CARVEOUT, geometry.carveout),
+            ):
+                if value is not None:
+                    _call("cuFuncSetAttribute", self._function, attribute, value)
 
     def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
         """Put the kernel on torch's current stream of its device.
@@ -227,6 +230,11 @@ class Kernel:
             raise LaunchError(code, f"the launch of {self.name}")
         return None
 
+    @property
+    def cluster(self) -> int:
+        """Blocks per cluster; grids are multiples of it."""
+        return self._geometry.cluster
+
     def resident_groups(self) -> int:
         """How many groups (blocks, or clusters of them) the device can run at once."""
         geometry = self._geometry
@@ -251,8 +259,8 @@ class Kernel:
             )
             return count.value * limits(self.device).multiprocessors
 
-    def through_cuda_core(self, blocks: int) -> Callable[..., None]:
-        """``launch`` of that many blocks by cuda-core's public interface, for comparison."""
+    def through_cuda_core(self, blocks: int, *values: Any) -> Callable[[], None]:
+        """The same launch by cuda-core's public interface, for comparison."""
         from cuda.core import Kernel as CoreKernel
         from cuda.core import LaunchConfig, Stream, launch
 
@@ -264,7 +272,20 @@ class Kernel:
             **({"cluster": geometry.cluster} if geometry.cluster > 1 else {}),
         )
         stream = Stream.from_handle(self._stream(self.device))
-        return functools.partial(launch, stream, config, CoreKernel.from_handle(self._handle))
+        numbers = [
+            _CORE_TYPES[kind](value) for kind, value in zip(geometry.arguments, values, strict=True)
+        ]
+        kernel = CoreKernel.from_handle(self._handle)
+        return functools.partial(launch, stream, config, kernel, *numbers)
+
+
+_CORE_TYPES: Final[dict[str, Callable[[Any], Any]]] = {
+    "P": int,  # cuda-core takes a plain int for an address
+    "q": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
 
 
 class _Prepared:
@@ -347,26 +368,21 @@ def load(specialisation: Specialisation, geometry: Geometry, device: int) -> Ker
 
 
 def host_time_per_launch(kernel: Kernel, *values: Any, repeats: int = 2000) -> dict[str, float]:
-    """Microseconds on the host to launch one block of ``kernel``, by each way to do it.
-
-    cuda-core takes 64-bit integers and doubles as they are; for others ``values`` must
-    hold ctypes numbers, which the driver's way does not take: compare kernels without.
-    """
+    """Microseconds on the host to launch one group of blocks, by each way to do it."""
+    blocks = kernel.cluster
     ways: dict[str, Callable[[], None]] = {
-        "driver": lambda: kernel.launch(1, 1, *values),
-        "cuda-core": functools.partial(kernel.through_cuda_core(1), *values),
+        "driver": lambda: kernel.launch(blocks, 1, *values),
+        "cuda-core": kernel.through_cuda_core(blocks, *values),
     }
     found = {}
     for name, way in ways.items():
-        for _ in range(10):
-            way()
-        torch.cuda.synchronize(kernel.device)
         spent = 0.0
-        for _ in range(repeats // 100):  # in pieces that the queue of launches can hold
+        for piece in range(repeats // 100 + 1):  # each short enough for the launch queue
+            torch.cuda.synchronize(kernel.device)
             start = time.perf_counter()
             for _ in range(100):
                 way()
-            spent += time.perf_counter() - start
-            torch.cuda.synchronize(kernel.device)
+            spent += time.perf_counter() - start if piece else 0.0  # the first warms up
+        torch.cuda.synchronize(kernel.device)
         found[name] = spent * 1e6 / (repeats // 100 * 100)
     return found

@@ -542,12 +542,24 @@ extern "C" __global__ void __launch_bounds__(LANES)
   A total[VEC] = {};
   wait_for_predecessor();
   if (column < columns) {
-#pragma unroll 8
-    for (int group = warp; group < groups; group += kWarps) {
-      A value[VEC];
-      decode(load_written<VEC>(source + static_cast<long long>(group) * columns), value);
+    constexpr int kBatch = 8;  // loads under way at once, also in the last round
+#pragma unroll 1
+    for (int first = warp; first < groups; first += kBatch * kWarps) {
+      Vec<A, VEC> batch[kBatch];
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) total[i] += value[i];
+      for (int i = 0; i < kBatch; ++i) {
+        // Past the end the last group again, unused: a branch would break up the loads.
+        const int group = least(first + i * kWarps, groups - 1);
+        batch[i] = load_written<VEC>(source + static_cast<long long>(group) * columns);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        A value[VEC];
+        decode(batch[i], value);
+        const bool inside = first + i * kWarps < groups;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) total[j] += inside ? value[j] : A(0);
+      }
     }
   }
 #pragma unroll

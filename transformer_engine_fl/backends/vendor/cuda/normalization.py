@@ -89,6 +89,8 @@ BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
 MOST_STAGES: Final = 6
+MOST_COLUMNS: Final = 2**30  # columns are 32-bit numbers in the kernels
+SHARED_PER_BLOCK: Final = 1024  # bytes that the system takes for each block
 
 
 def _vector(columns: int, size: int) -> int:
@@ -172,8 +174,7 @@ def stages(tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits
         kept_bytes: what else the block keeps in shared memory.
         device: where it runs.
     """
-    reserved = 1024  # per block, by the system
-    shared = device.shared_per_multiprocessor // tile.blocks - reserved
+    shared = device.shared_per_multiprocessor // tile.blocks - SHARED_PER_BLOCK
     depth = (min(shared, device.shared_per_block) - kept_bytes) // stage_bytes
     if depth < 1:  # fewer blocks per multiprocessor then
         depth = min(1, (device.shared_per_block - kept_bytes) // stage_bytes)
@@ -245,8 +246,23 @@ def forward_source(
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor
     main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead)}
     shared = tile.threads * (shared + (parameters if ahead else 0))
-    geometry = _launch.Geometry(tile.threads, arguments, shared, tile.cluster)
+    # As much shared memory as the blocks of a multiprocessor fill; the rest is L1 cache.
+    resident = (2048 if held * SIZES[key.x] <= 32 else 1280) // tile.threads
+    filled = max(1, resident) * (shared + SHARED_PER_BLOCK)
+    carveout = min(100, -(-100 * filled // device.shared_per_multiprocessor))
+    geometry = _launch.Geometry(tile.threads, arguments, shared, tile.cluster, carveout=carveout)
     return _source("forward", main), geometry, tile.rows, tile.cluster
+
+
+def _require_clusters(kernel: _launch.Kernel, columns: int) -> int:
+    """How many groups of blocks run at once; at least one, or the set declines."""
+    groups = kernel.resident_groups()
+    if groups < 1:
+        raise NotSupportedError(
+            f"vendor.cuda: this device cannot run clusters of {kernel.cluster} blocks, "
+            f"as rows of {columns} columns need"
+        )
+    return groups
 
 
 class Forward:
@@ -258,6 +274,8 @@ class Forward:
         source, geometry, self.rows, self.cluster = forward_source(key, _launch.limits(device))
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
+        if self.cluster > 1:
+            _require_clusters(self.kernel, key.columns)
 
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments up to mu and rsigma, then the rest."""
@@ -285,12 +303,15 @@ def backward_sources(
     if tile is not None:
         held = tile.threads * tile.vecs * tile.vec
         stage_bytes, gamma_bytes = held * (size + SIZES[key.dy]), held * SIZES[key.gamma]
-        slots = 2 * outputs * max(1, tile.lanes // 32) * tile.cluster * max(4, size)
+        warps = max(1, tile.lanes // 32) * tile.cluster
+        slots = 2 * outputs * warps * max(4, size) if warps > 1 else 0
         depth = stages(tile, stage_bytes, gamma_bytes + slots, device)
     if tile is not None and depth:
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
         shared = depth * stage_bytes + gamma_bytes
-        geometry = _launch.Geometry(tile.threads, "PPPPPPPqqqi" + real, shared, tile.cluster)
+        geometry = _launch.Geometry(
+            tile.threads, "PPPPPPPqqqi" + real, shared, tile.cluster, carveout=100
+        )
         kernels = [(_source("backward", main), geometry)]
     else:
         tile = None
@@ -355,12 +376,7 @@ class Backward:
         self._wide_blocks = limits.multiprocessors
         self._resident = 0
         if self._tile is not None:
-            self._resident = self._kernels[0].resident_groups()
-            if self._resident < 1:
-                raise NotSupportedError(
-                    f"vendor.cuda: this device cannot run clusters of {self._tile.cluster} "
-                    f"blocks for H = {key.columns}"
-                )
+            self._resident = _require_clusters(self._kernels[0], key.columns)
 
     def groups(self, rows: int) -> int:
         """How many partial sums of each parameter's gradient there will be."""
@@ -438,7 +454,7 @@ def representative_sources(
 
     For compiling ahead, and for the test that each of them compiles.
     """
-    widths = (1, 64, 129, 1024, 2052, 4096, 5003, 8192, 16384, 32768, 262144, 2**21)
+    widths = (1, 129, 1024, 2052, 4096, 8192, 32768, 262144, 2**21)
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     dtypes = {width: [(low, low, low)] for width in widths}
     dtypes[4096] += [(full, full, full), (low, full, full), (full, low, low), (half, half, half)]
@@ -482,6 +498,7 @@ def _decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
                 f"vendor.cuda: {op.name} needs tensors with memory of their own, "
                 f"not {type(tensor).__name__}"
             )
+    for tensor in tensors:
         if not tensor.is_cuda:
             raise NotSupportedError(
                 f"vendor.cuda: {op.name} runs on CUDA devices, not on {tensor.device}"
@@ -541,7 +558,7 @@ def _forward(
         and (dtype := input.dtype) in NAMES
         and (weight_dtype := weight.dtype) in NAMES
         and (shape := input.shape)
-        and (columns := shape[-1])
+        and 0 < (columns := shape[-1]) <= MOST_COLUMNS
         and weight.shape == (columns,)
         and weight.get_device() == (device := input.get_device())
         and (type(eps) is float or _is_number(eps))
@@ -591,7 +608,10 @@ def _forward(
     place = input.device
     statistics = torch.float64 if size == 8 else torch.float32
     rows = input.numel() // columns
-    output = torch.empty(shape, dtype=out, device=place)
+    if out == dtype and stride == columns and type(input) is Tensor and input.is_contiguous():
+        output = torch.empty_like(input)  # the cheapest way to ask for it
+    else:
+        output = torch.empty(shape, dtype=out, device=place)
     rsigma = torch.empty((rows,), dtype=statistics, device=place)
     mu = torch.empty((rows,), dtype=statistics, device=place) if centred else None
     if rows:
@@ -633,7 +653,7 @@ def _backward(
         and (dy_dtype := dy.dtype) in NAMES
         and (gamma_dtype := gamma.dtype) in NAMES
         and (shape := x.shape)
-        and (columns := shape[-1])
+        and 0 < (columns := shape[-1]) <= MOST_COLUMNS
         and dy.shape == shape
         and gamma.shape == (columns,)
         and gamma.get_device() == (device := x.get_device())

@@ -1,0 +1,121 @@
+"""te-fl doctor."""
+
+from __future__ import annotations
+
+import os
+
+BROKEN_PROBE = """
+from transformer_engine_fl import OpImpl
+
+
+def is_available():
+    raise OSError("driver too old")
+
+
+def register(registry):
+    registry.register_impl(
+        OpImpl(
+            op_name="rmsnorm_fwd", impl_id="vendor.acme", kind="vendor", vendor="acme",
+            fn="acme_kernels:nothing", is_available=is_available,
+        )
+    )
+"""
+MISSING_FUNCTION = BROKEN_PROBE.replace("raise OSError", "return True or OSError")
+
+
+def _broken(ran):
+    return [it for it in ran.document["findings"] if it["severity"] == "broken"]
+
+
+def test_healthy_installation(te_fl):
+    ran = te_fl("doctor", "--json")
+    assert ran.code == 0
+    document = ran.document
+    assert set(document) == {
+        *("healthy", "findings", "versions", "devices", "environment", "policy"),
+        *("sources", "operators", "quarantine"),
+    }
+    assert (document["healthy"], document["findings"]) == (True, [])
+    assert document["versions"]["torch"]
+    assert document["devices"][0]["device"] == "cpu"
+    assert {it["name"]: it["serving"] for it in document["operators"]}["rmsnorm_fwd"]
+    assert "healthy" in te_fl("doctor").out
+
+
+def test_says_where_each_part_of_the_policy_comes_from(te_fl, tmp_path):
+    path = tmp_path / "policy.toml"
+    path.write_text('deny_vendors = ["nvidia"]')
+    ran = te_fl("doctor", "--json", TE_FL_PREFER="reference", TE_FL_POLICY_FILE=str(path))
+    policy = ran.document["policy"]
+    assert policy["prefer"] == {"value": "reference", "origin": "TE_FL_PREFER=reference"}
+    assert policy["deny_vendors"]["value"] == ["nvidia"]
+    assert str(path) in policy["deny_vendors"]["origin"]
+    assert policy["strict"] == {"value": False, "origin": "default"}
+
+
+def test_every_malformed_variable_is_a_finding_and_the_rest_is_still_judged(te_fl):
+    ran = te_fl(
+        "doctor", "--json", TE_FL_PREFER="vendro", TE_FL_STRICT="maybe", TE_FL_DENY_VENDORS="nvidia"
+    )
+    assert ran.code == 1
+    said = " ".join(it["what"] for it in _broken(ran))
+    assert "TE_FL_PREFER: 'vendro'" in said
+    assert "TE_FL_STRICT: 'maybe'" in said
+    assert ran.document["policy"]["deny_vendors"]["value"] == ["nvidia"]
+    assert ran.document["policy"]["prefer"]["origin"] == "default"
+
+
+def test_environment_is_left_as_it_was(te_fl, monkeypatch):
+    monkeypatch.setenv("TE_FL_PREFER", "vendro")
+    te_fl("doctor")
+    assert os.environ["TE_FL_PREFER"] == "vendro"
+
+
+def test_slips_are_warnings(te_fl):
+    ran = te_fl("doctor", "--json", TE_FL_PREFFER="flagos", TE_FL_DENY_VENDORS="nvidai")
+    assert ran.code == 0
+    assert ran.document["healthy"]
+    said = " ".join(it["what"] for it in ran.document["findings"])
+    assert "TE_FL_PREFFER is not one of ours; did you mean TE_FL_PREFER?" in said
+    assert "did you mean 'nvidia'?" in said
+
+
+def test_broken_plugin_is_shown_with_its_traceback_and_harms_no_other(te_fl, install):
+    install("def register(registry):\n    raise RuntimeError('no licence')")
+    ran = te_fl("doctor", "--json")
+    assert ran.code == 1
+    (finding,) = _broken(ran)
+    assert (
+        "entry point acme (acme-kernels) is left out: RuntimeError: no licence" in (finding["what"])
+    )
+    assert "Traceback" in finding["detail"]
+    assert "acme_kernels.py" in finding["detail"]
+    assert "acme_kernels.py" in te_fl("doctor").out
+    assert {it["name"]: it["serving"] for it in ran.document["operators"]}["rmsnorm_fwd"]
+
+
+def test_probe_that_raises_is_broken(te_fl, install):
+    install(BROKEN_PROBE)
+    ran = te_fl("doctor", "--json")
+    assert ran.code == 1
+    assert "driver too old" in _broken(ran)[0]["what"]
+
+
+def test_function_that_cannot_be_imported_is_broken(te_fl, install):
+    install(MISSING_FUNCTION)
+    ran = te_fl("doctor", "--json")
+    assert ran.code == 1
+    assert "acme_kernels:nothing" in _broken(ran)[0]["what"]
+
+
+def test_what_is_only_not_available_is_not_broken(te_fl):
+    ran = te_fl("doctor", "--json", TE_FL_SKIP_CUDA="1")
+    assert ran.code == 0
+    operator = ran.document["operators"][0]
+    assert "TE_FL_SKIP_CUDA" in operator["unavailable"]["vendor.cuda"]
+
+
+def test_operator_that_nothing_serves_is_broken(te_fl):
+    ran = te_fl("doctor", "--json", TE_FL_PER_OP="rmsnorm_fwd=vendor:nobody")
+    assert ran.code == 1
+    assert "nothing serves 'rmsnorm_fwd'" in _broken(ran)[0]["what"]

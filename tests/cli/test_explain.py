@@ -1,0 +1,77 @@
+"""te-fl explain."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_answers_for_this_machine_with_a_reason_for_each(te_fl):
+    document = te_fl("explain", "rmsnorm_fwd", "--json", TE_FL_SKIP_CUDA="1").document
+    assert set(document) >= {"op", "selected", "device", "arch", "dtype", "policy", "candidates"}
+    assert document["selected"] is not None
+    by_id = {it["impl_id"]: it for it in document["candidates"]}
+    assert not by_id["vendor.cuda"]["accepted"]
+    assert "TE_FL_SKIP_CUDA" in by_id["vendor.cuda"]["reason"]
+
+
+def test_shows_the_environment_variable_that_decided(te_fl):
+    ran = te_fl("explain", "rmsnorm_fwd", TE_FL_PREFER="reference", COLUMNS="120")
+    assert ran.code == 0
+    assert "'reference.torch' serves" in ran.out
+    assert "policy: prefer is 'reference' (TE_FL_PREFER=reference)" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arch", "selected"), [("sm_80", "vendor.cuda"), ("sm_75", "reference.torch")]
+)
+def test_answers_for_another_machine(te_fl, arch, selected):
+    options = ("--device", "cuda", "--arch", arch, "--dtype", "bfloat16")
+    order = "rmsnorm_fwd=vendor:nvidia|reference"
+    ran = te_fl("explain", "rmsnorm_fwd", *options, "--json", TE_FL_PER_OP=order)
+    assert ran.document["selected"] == selected
+    assert (ran.document["device"], ran.document["arch"]) == ("cuda", arch)
+    assert ran.document["dtype"] == "bfloat16"
+
+
+def test_arch_alone_means_a_gpu(te_fl):
+    ran = te_fl("explain", "rmsnorm_fwd", "--arch", "sm_90", "--json")
+    assert ran.document["device"] == "cuda"
+
+
+def test_plugin_is_a_candidate(te_fl, acme):
+    ran = te_fl("explain", "rmsnorm_fwd", "--json", TE_FL_PREFER="vendor:acme")
+    assert ran.document["selected"] == "vendor.acme"
+
+
+def test_exit_code_tells_that_nothing_serves(te_fl):
+    ran = te_fl("explain", "rmsnorm_fwd", TE_FL_PER_OP="rmsnorm_fwd=vendor:nobody")
+    assert ran.code == 1
+    assert "nothing serves" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("rmsnorm_fwdd",), "did you mean 'rmsnorm_fwd'?"),
+        (("rmsnorm_fwd", "--device", "cuda", "--dtype", "bf16"), "did you mean 'bfloat16'?"),
+        (("rmsnorm_fwd", "--dtype", "bfloat16"), "--device"),
+        (("rmsnorm_fwd", "--arch", "hopper"), "sm_90"),
+        (("rmsnorm_fwd", "--device", "a gpu"), "'a gpu' is no device type"),
+    ],
+)
+def test_mistake_is_one_message(te_fl, arguments, said):
+    ran = te_fl("explain", *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("te-fl: ")
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["list", "explain", "demo"])
+def test_malformed_environment_is_one_message(te_fl, command):
+    arguments = ("rmsnorm_fwd",) if command == "explain" else ()
+    ran = te_fl(command, *arguments, "--json", TE_FL_PREFER="vendro")
+    assert (ran.code, ran.out) == (2, "")
+    assert "TE_FL_PREFER" in ran.err
+    assert "did you mean 'vendor'?" in ran.err
+    assert ran.err.count("\n") == 1

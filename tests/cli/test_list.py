@@ -1,0 +1,120 @@
+"""te-fl list."""
+
+from __future__ import annotations
+
+import json
+import resource
+
+import pytest
+
+OPERATORS = {"rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"}
+
+LOADED = """
+import sys
+from transformer_engine_fl.cli import main
+try:
+    main(["list"])
+finally:
+    print([name for name in ("torch", "triton", "cuda") if name in sys.modules], file=sys.stderr)
+"""
+
+
+def _implementations(document, op_name):
+    operator = next(it for it in document["operators"] if it["name"] == op_name)
+    return {it["impl_id"]: it for it in operator["implementations"]}
+
+
+def _processor_seconds():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_answers_in_half_a_second(te_fl_process):
+    # Processor time: what else the machine does meanwhile must not decide.
+    taken = []
+    for _ in range(3):
+        start = _processor_seconds()
+        assert te_fl_process("list").code == 0
+        taken.append(_processor_seconds() - start)
+    assert min(taken) < 0.5, taken
+
+
+def test_loads_neither_torch_nor_a_compiler(te_fl_process):
+    ran = te_fl_process(program=LOADED)
+    assert "reference.torch" in ran.out
+    assert ran.err.strip() == "[]"
+
+
+def test_json_has_every_operator_and_what_there_is_to_know_of_its_implementations(te_fl):
+    document = te_fl("list", "--json").document
+    assert set(document) == {"probed", "operators", "sources"}
+    assert {it["name"] for it in document["operators"]} >= OPERATORS
+    reference = _implementations(document, "rmsnorm_fwd")["reference.torch"]
+    assert set(reference) == {
+        *("impl_id", "kind", "vendor", "priority", "devices", "dtypes", "min_arch"),
+        *("traits", "available", "reason"),
+    }
+    assert (reference["kind"], reference["vendor"], reference["priority"]) == (
+        "reference",
+        None,
+        50,
+    )
+    assert reference["available"] is None  # nobody was asked
+
+
+def test_best_priority_comes_first(te_fl):
+    for operator in te_fl("list", "--json").document["operators"]:
+        priorities = [it["priority"] for it in operator["implementations"]]
+        assert priorities == sorted(priorities, reverse=True)
+
+
+def test_installed_plugin_is_named_and_not_loaded(te_fl, install):
+    install("raise RuntimeError('loaded')")
+    ran = te_fl("list", "--json")
+    plugin = next(it for it in ran.document["sources"] if it["name"] == "entry point acme")
+    assert plugin == {
+        "name": "entry point acme",
+        "origin": "acme-kernels",
+        "loaded": False,
+        "registered": [],
+        "error": None,
+    }
+    assert "entry point acme (acme-kernels) is installed and not loaded" in te_fl("list").out
+
+
+def test_probe_loads_plugins_and_shows_what_they_registered(te_fl, acme):
+    document = te_fl("list", "--probe", "--json").document
+    assert document["probed"]
+    found = _implementations(document, "rmsnorm_fwd")["vendor.acme"]
+    assert (found["vendor"], found["available"]) == ("Acme", True)
+    plugin = next(it for it in document["sources"] if it["name"] == "entry point acme")
+    assert plugin["registered"] == ["rmsnorm_fwd/vendor.acme", "rmsnorm_bwd/vendor.acme"]
+
+
+def test_probe_shows_why_a_plugin_is_left_out(te_fl, install):
+    install("raise RuntimeError('no licence')")
+    ran = te_fl("list", "--probe")
+    assert ran.code == 0
+    assert "entry point acme (acme-kernels) is left out: RuntimeError: no licence" in ran.out
+
+
+def test_probe_gives_the_reason_of_what_is_not_available(te_fl):
+    document = te_fl("list", "--probe", "--json", TE_FL_SKIP_CUDA="1").document
+    found = _implementations(document, "rmsnorm_fwd")
+    assert found["reference.torch"]["available"] is True
+    assert found["vendor.cuda"]["available"] is False
+    assert "TE_FL_SKIP_CUDA" in found["vendor.cuda"]["reason"]
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("explain", "rmsnorm_fwd"), ("doctor",)])
+def test_text_fits_a_narrow_terminal_and_is_not_cut(te_fl, arguments):
+    ran = te_fl(*arguments, COLUMNS="80")
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert "…" not in ran.out
+    assert "reference.torch" in ran.out
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("explain", "rmsnorm_fwd"), ("doctor",)])
+def test_log_lines_stay_out_of_the_document(te_fl_process, arguments):
+    ran = te_fl_process(*arguments, "--json", TEFL_LOG_LEVEL="DEBUG")
+    assert json.loads(ran.out)

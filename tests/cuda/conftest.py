@@ -1,0 +1,24 @@
+"""What the tests of the CUDA C++ set need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from transformer_engine_fl.backends.vendor.cuda import _compile
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skip where kernels cannot be compiled; no device is needed."""
+    reason = _compile.missing_compiler()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of compiled kernels, for this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return _compile.cache_directory()

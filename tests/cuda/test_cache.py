@@ -1,0 +1,226 @@
+"""Compiled kernels are kept on disk, and nothing about the disk can break a call."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from transformer_engine_fl.backends.vendor.cuda import _compile
+from transformer_engine_fl.backends.vendor.cuda._compile import (
+    KernelCompileError,
+    Specialisation,
+    cubin,
+)
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+ARCH = "sm_90a"
+SOURCE = """
+#include "value.cuh"
+#ifdef KERNEL_fill
+extern "C" __global__ void fill(float* to) { to[threadIdx.x] = VALUE * SCALE; }
+#endif
+"""
+FILL = Specialisation("kernels", "fill", (("SCALE", 2),))
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of our own with one small kernel."""
+    folder = tmp_path / "sources"
+    (folder / "include").mkdir(parents=True)
+    (folder / "kernels.cu").write_text(SOURCE)
+    (folder / "include" / "value.cuh").write_text("#define VALUE 3.0f\n")
+    monkeypatch.setattr(_compile, "FOLDER", folder)
+    return folder
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Specialisation]:
+    """What has been compiled so far."""
+    seen: list[Specialisation] = []
+    real = _compile._compile
+
+    def spy(specialisation: Specialisation, arch: str, source: str, headers: Path | None) -> bytes:
+        seen.append(specialisation)
+        return real(specialisation, arch, source, headers)
+
+    monkeypatch.setattr(_compile, "_compile", spy)
+    return seen
+
+
+@pytest.mark.usefixtures("cache", "sources")
+def test_a_kernel_is_compiled_once(compiled: list[Specialisation]) -> None:
+    first = cubin(FILL, ARCH)
+    assert cubin(FILL, ARCH) == first
+    assert len(compiled) == 1
+    assert len(_compile.cache_entries()) == 1
+
+
+@pytest.mark.usefixtures("cache", "sources")
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "foreign"])
+def test_a_damaged_entry_is_rebuilt(damage: str, compiled: list[Specialisation]) -> None:
+    good = cubin(FILL, ARCH)
+    (entry,) = _compile.cache_entries()
+    content = entry.read_bytes()
+    flipped = bytes([content[-1] ^ 1])
+    entry.write_bytes(
+        {
+            "cut": content[: len(content) // 2],
+            "changed": content[:-1] + flipped,
+            "empty": b"",
+            "foreign": b"not one of ours",
+        }[damage]
+    )
+    assert cubin(FILL, ARCH) == good
+    assert len(compiled) == 2
+    assert entry.read_bytes() == content
+
+
+@pytest.mark.usefixtures("cache")
+def test_another_source_header_macro_or_architecture_is_another_entry(
+    sources: Path, compiled: list[Specialisation]
+) -> None:
+    cubin(FILL, ARCH)
+    (sources / "kernels.cu").write_text(SOURCE + "// another\n")
+    cubin(FILL, ARCH)
+    (sources / "include" / "value.cuh").write_text("#define VALUE 4.0f\n")
+    cubin(FILL, ARCH)
+    (sources / "include" / "unused.cuh").write_text("\n")
+    cubin(FILL, ARCH)
+    cubin(Specialisation("kernels", "fill", (("SCALE", 5),)), ARCH)
+    cubin(FILL, "sm_80")
+    assert len(compiled) == 6
+    assert len(_compile.cache_entries()) == 6
+
+
+@pytest.mark.usefixtures("cache", "sources")
+def test_another_compiler_is_another_entry(
+    compiled: list[Specialisation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cubin(FILL, ARCH)
+    monkeypatch.setattr(_compile, "_nvrtc_version", lambda: "99.0")
+    cubin(FILL, ARCH)
+    assert len(compiled) == 2
+
+
+@pytest.mark.usefixtures("sources")
+def test_processes_at_once_leave_one_sound_entry(cache: Path, sources: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from transformer_engine_fl.backends.vendor.cuda import _compile\n"
+        f"_compile.FOLDER = Path({str(sources)!r})\n"
+        "wanted = _compile.Specialisation('kernels', 'fill', (('SCALE', 2),))\n"
+        f"print(len(_compile.cubin(wanted, {ARCH!r})))\n"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    running = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    sizes = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert sizes[0] == sizes[1]
+    assert len(_compile.cache_entries()) == 1
+    assert [path for path in cache.iterdir() if path.suffix != ".cubin"] == []
+    assert _compile._read_entry(_compile.cache_entries()[0]) is not None
+
+
+@pytest.mark.usefixtures("cache", "sources")
+def test_threads_at_once_get_the_same_code() -> None:
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(cubin(FILL, ARCH))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+
+
+@pytest.mark.usefixtures("sources")
+def test_a_cache_that_cannot_be_written_costs_one_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    compiled: list[Specialisation],
+) -> None:
+    blocked = tmp_path / "a file, not a folder"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr(_compile, "_warned", threading.Event())
+    logger = logging.getLogger("TE-FL")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="TE-FL"):
+        assert cubin(FILL, ARCH)
+        assert cubin(FILL, ARCH)
+    assert len(compiled) == 2
+    assert len(caplog.records) == 1
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_compile_error_names_the_file_the_line_and_the_reason(sources: Path) -> None:
+    file = sources / "kernels.cu"
+    file.write_text(SOURCE.replace("to[threadIdx.x]", "\n  nowhere[threadIdx.x]"))
+    with pytest.raises(KernelCompileError, match="nowhere") as raised:
+        cubin(FILL, ARCH)
+    assert raised.value.file == str(file)
+    assert raised.value.line == 5
+    assert f"{file}:5" in str(raised.value)
+    assert "SCALE=2" in str(raised.value)
+    assert _compile.cache_entries() == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_error_in_a_header_names_the_header(sources: Path) -> None:
+    header = sources / "include" / "value.cuh"
+    header.write_text("#define VALUE 1\nint broken = ;\n")
+    with pytest.raises(KernelCompileError) as raised:
+        cubin(FILL, ARCH)
+    assert Path(raised.value.file or "").name == header.name
+    assert raised.value.line == 2
+
+
+@pytest.mark.usefixtures("cache", "sources")
+def test_clearing_empties_the_cache() -> None:
+    cubin(FILL, ARCH)
+    assert _compile.clear_cache() == 1
+    assert _compile.cache_entries() == []
+    assert _compile.clear_cache() == 0
+
+
+def test_headers_are_looked_for_in_cuda_home_then_cuda_path_then_the_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {}
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        folders[variable] = tmp_path / variable / "include"
+        folders[variable].mkdir(parents=True)
+        for name in ("cuda_bf16.h", "cuda_fp16.h"):
+            (folders[variable] / name).write_text("")
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    assert _compile.header_directory() == folders["CUDA_HOME"]
+    (folders["CUDA_HOME"] / "cuda_bf16.h").unlink()
+    assert _compile.header_directory() == folders["CUDA_PATH"]
+    monkeypatch.delenv("CUDA_PATH")
+    assert _compile.header_directory() not in (None, *folders.values())
+
+
+@pytest.mark.parametrize("module", ["cuda.core", "cuda.bindings"])
+def test_a_missing_package_is_named_with_how_to_install_it(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = _compile._installed
+    monkeypatch.setattr(_compile, "_installed", lambda name: name != module and installed(name))
+    reason = _compile.missing_compiler()
+    assert reason is not None
+    assert module.replace(".", "-") in reason
+    assert "transformer_engine_fl[cuda]" in reason

@@ -1,0 +1,458 @@
+"""Normalization in CUDA C++: values on a GPU, and everything around a launch without one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.vendor.cuda import _launch, normalization
+from transformer_engine_fl.core.contract import Sample
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.ops.normalization import statistics_dtype
+
+OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+HOPPER = _launch.Limits(9, 0, 132, 232_448, 233_472)
+
+
+def serve(op: str) -> Callable[..., tuple[Tensor, ...]]:
+    function: Callable[..., tuple[Tensor, ...]] = getattr(normalization, op)
+    return function
+
+
+def first_sample(op: str, device: str = "cpu") -> Sample:
+    samples: Iterator[Sample] = iter(getattr(ops, op).samples("bfloat16", device))
+    return next(samples)
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if anything is compiled, loaded or launched."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("a kernel was asked for")
+
+    monkeypatch.setattr(_launch, "load", refuse)
+
+
+# ------------------------------------------------------------------ without a launch
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("kind", ["cpu", "meta", "fake", "fake cuda"])
+def test_tensors_without_device_memory_are_declined(op: str, kind: str) -> None:
+    sample = first_sample(op)
+    if kind == "cpu":
+        args = sample.args
+    elif kind == "meta":
+        args = tuple(value.to("meta") for value in sample.args)
+    else:
+        device = "cuda" if kind == "fake cuda" else "cpu"
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            args = tuple(
+                torch.empty(value.shape, dtype=value.dtype, device=device) for value in sample.args
+            )
+    with pytest.raises(NotSupportedError, match=r"vendor\.cuda"):
+        serve(op)(*args, **sample.kwargs)
+
+
+class Wrapper(Tensor):
+    """A subclass that has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError("nothing should be computed with it")
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize("op", OPERATORS)
+def test_wrapper_subclasses_are_declined(op: str) -> None:
+    sample = first_sample(op)
+    with pytest.raises(NotSupportedError, match="memory of their own"):
+        serve(op)(Wrapper(sample.args[0]), *sample.args[1:])
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_sparse_tensors_are_declined() -> None:
+    with pytest.raises(NotSupportedError):
+        normalization.rmsnorm_fwd(torch.eye(4).to_sparse(), torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"weight": torch.ones(7)}, "weight"),
+        ({"input": torch.ones(2, 8, dtype=torch.int32)}, "input"),
+        ({"input": torch.ones(())}, "input"),
+        ({"input": torch.ones(3, 0)}, "input"),
+        ({"eps": -1.0}, "eps"),
+        ({"eps": float("nan")}, "eps"),
+        ({"eps": True}, "eps"),
+        ({"zero_centered_gamma": 1}, "zero_centered_gamma"),
+        ({"out_dtype": torch.int8}, "out_dtype"),
+        ({"weight": None}, "weight"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
+)
+@pytest.mark.usefixtures("no_launch")
+def test_wrong_arguments_of_a_forward_are_named(change: dict[str, Any], named: str) -> None:
+    arguments = {"input": torch.ones(2, 8), "weight": torch.ones(8), **change}
+    for op in ("rmsnorm_fwd", "layernorm_fwd"):
+        with pytest.raises(ArgumentError) as raised:
+            serve(op)(**arguments)
+        assert raised.value.argument == named
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dy": torch.ones(2, 7)}, "dy"),
+        ({"dy": torch.ones(2, 8, dtype=torch.int32)}, "dy"),
+        ({"rsigma": torch.ones(3)}, "rsigma"),
+        ({"rsigma": torch.ones(2, dtype=torch.float64)}, "rsigma"),
+        ({"gamma": torch.ones(2, 8)}, "gamma"),
+        ({"zero_centered_gamma": None}, "zero_centered_gamma"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
+)
+@pytest.mark.usefixtures("no_launch")
+def test_wrong_arguments_of_a_backward_are_named(change: dict[str, Any], named: str) -> None:
+    arguments = {
+        "dy": torch.ones(2, 8),
+        "x": torch.ones(2, 8),
+        "rsigma": torch.ones(2),
+        "gamma": torch.ones(8),
+        **change,
+    }
+    with pytest.raises(ArgumentError) as raised:
+        normalization.rmsnorm_bwd(**arguments)
+    assert raised.value.argument == named
+    with pytest.raises(ArgumentError) as raised:
+        normalization.layernorm_bwd(mu=torch.ones(2), **arguments)
+    assert raised.value.argument == named
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_a_wrong_bias_or_mean_is_named() -> None:
+    x, gamma, rsigma = torch.ones(2, 8), torch.ones(8), torch.ones(2)
+    with pytest.raises(ArgumentError, match="'bias'"):
+        normalization.layernorm_fwd(x, gamma, torch.ones(9))
+    with pytest.raises(ArgumentError, match="'mu'"):
+        normalization.layernorm_bwd(x, x, torch.ones(3), rsigma, gamma)
+
+
+# --------------------------------------------------------------------------- planning
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("columns", [1, 3, 8, 48, 129, 1000, 1024, 2052, 4096, 5003, 8192, 32768])
+def test_a_tile_covers_its_row_and_fits_a_block(columns: int, size: int) -> None:
+    for clusters in (False, True):
+        for tile in (
+            normalization.forward_tile(columns, size, size, clusters),
+            normalization.backward_tile(columns, size, size, False, clusters),
+            normalization.backward_tile(columns, size, size, True, clusters),
+        ):
+            if tile is None:  # served by the kernels for wide rows
+                assert columns > 4096
+                continue
+            assert columns % tile.vec == 0
+            assert tile.vec * tile.vecs * tile.lanes * tile.cluster >= columns
+            assert tile.threads <= 1024
+            assert tile.rows == 1 or tile.lanes <= 32
+            assert tile.cluster == 1 or clusters
+
+
+@pytest.mark.parametrize(
+    ("parts", "access"),
+    [
+        ([(0, 2)], 8),
+        ([(1024, 2), (48, 2)], 8),
+        ([(8, 2)], 4),
+        ([(2, 2)], 1),
+        ([(0, 2), (16, 4)], 8),
+    ],
+)
+def test_badly_aligned_memory_is_read_in_smaller_pieces(
+    parts: list[tuple[int, int]], access: int
+) -> None:
+    assert normalization._access(8, *parts) == access
+
+
+def test_rows_that_lie_apart_evenly_are_not_copied() -> None:
+    storage = torch.arange(4 * 6 * 10.0)
+    padded = storage.view(4, 6, 10)[..., :8]
+    assert normalization._dense_rows(padded) == (padded, 10)
+    one = torch.ones(1, 8).expand(5, 8)
+    assert normalization._dense_rows(one)[1] == 0
+    for value in (padded[:, :5], torch.ones(8, 4).t(), torch.ones(4, 16)[:, ::2]):
+        copy, stride = normalization._dense_rows(value)
+        assert copy.is_contiguous()
+        assert stride == value.shape[-1]
+        assert torch.equal(copy, value)
+
+
+def test_the_split_of_a_row_does_not_depend_on_where_it_lies() -> None:
+    low = torch.bfloat16
+    shapes = []
+    for access in (8, 4, 1):
+        key = normalization.ForwardKey(4096, access, low, low, low, low, True, False)
+        source = normalization.forward_source(key, HOPPER)[0]
+        shapes.append({name: value for name, value in source.defines if name != "ACCESS"})
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_the_driver_types_have_the_layout_of_cuda_h() -> None:
+    assert ctypes.sizeof(_launch._Config) == 56
+    assert _launch._Config.stream.offset == 32
+    assert _launch._Config.attributes.offset == 40
+    assert ctypes.sizeof(_launch._Attribute) == 72
+    assert _launch._Attribute.value.offset == 8
+
+
+def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them() -> None:
+    prepared = _launch._Prepared(_launch.Geometry(64, "PiqPf", 1024, cluster=4, dependent=True))
+    prepared.pack_into(prepared.buffer, 0, 2**40 + 1, -3, -(2**40), 7, 0.5)
+    kinds: tuple[Any, ...] = (
+        ctypes.c_void_p,
+        ctypes.c_int32,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_float,
+    )
+    found = [
+        kind.from_address(address or 0).value
+        for kind, address in zip(kinds, prepared.parameters, strict=True)
+    ]
+    assert found == [2**40 + 1, -3, -(2**40), 7, 0.5]
+    assert all(
+        (address or 0) % ctypes.sizeof(kind) == 0
+        for kind, address in zip(kinds, prepared.parameters, strict=True)
+    )
+    assert prepared.config.attribute_count == 2
+    assert list(prepared.attributes[0].value[:3]) == [4, 1, 1]
+
+
+# ------------------------------------------------------------------------- on a device
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is handed out holds NaN, so that what is not written shows."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+
+        def filled(*args: Any, _make: Any = make, **kwargs: Any) -> Tensor:
+            made: Tensor = _make(*args, **kwargs)
+            return made.fill_(float("nan"))
+
+        monkeypatch.setattr(torch, name, filled)
+
+
+def cases() -> Iterator[Any]:
+    for op in OPERATORS:
+        for dtype in DTYPES:
+            for sample in getattr(ops, op).samples(dtype, "cpu"):
+                yield pytest.param(op, dtype, sample, id=f"{op}-{dtype}-{sample.label}")
+
+
+def to_cuda(value: Any) -> Any:
+    """The value on the device, with its strides and its offset."""
+    if not isinstance(value, Tensor):
+        return value
+    whole = value.new_empty(0).set_(value.untyped_storage())
+    return whole.cuda().as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def assert_close(op: str, outputs: tuple[Tensor, ...], expected: Any, dtype: str) -> None:
+    tolerance = getattr(ops, op).tolerance
+    for number, (output, right) in enumerate(zip(outputs, expected, strict=True)):
+        wide = right.double().reshape(output.shape)
+        by = tolerance[max(dtype, str(output.dtype)[6:], key=lambda name: tolerance[name].rtol)]
+        rms = wide.square().mean().sqrt() if wide.numel() else wide.new_zeros(())
+        error = (output.double() - wide).abs()
+        allowed = by.rtol * wide.abs() + by.atol * rms
+        assert bool((error <= allowed).all()), f"output {number}: {(error / allowed).max()}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("op", "dtype", "sample"), list(cases()))
+def test_values(op: str, dtype: str, sample: Sample) -> None:
+    args = tuple(to_cuda(value) for value in sample.args)
+    expected = getattr(ops, op).oracle(*args, **sample.kwargs)
+    assert_close(op, serve(op)(*args, **sample.kwargs), expected, dtype)
+
+
+def call_for(op: str, x: Tensor, seed: int = 0) -> tuple[Any, ...]:
+    """Arguments of an operator for an input."""
+    generator = torch.Generator(x.device).manual_seed(seed)
+    columns = x.shape[-1]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=x.device).to(x.dtype)
+
+    gamma, beta, dy = normal(columns) * 0.5 + 1, normal(columns), normal(*x.shape)
+    kind = statistics_dtype(x.dtype)
+    wide = x.double()
+    mu = wide.mean(-1)
+    if op == "rmsnorm_fwd":
+        return x, gamma
+    if op == "layernorm_fwd":
+        return x, gamma, beta
+    if op == "rmsnorm_bwd":
+        rsigma = (wide.square().mean(-1) + 1e-5).rsqrt()
+        return dy, x, rsigma.to(kind).flatten(), gamma
+    rsigma = ((wide - mu.unsqueeze(-1)).square().mean(-1) + 1e-5).rsqrt()
+    return dy, x, mu.to(kind).flatten(), rsigma.to(kind).flatten(), gamma
+
+
+def cuda_input(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator, device="cuda") + 0.5).to(dtype)
+
+
+WIDTHS = (1, 7, 129, 1024, 1536, 2052, 4096, 5003, 5120, 8192, 12288, 16384, 20001, 32768, 65536)
+VERY_WIDE = (131072, 262144, 262145)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("columns", [*WIDTHS, *VERY_WIDE])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_values_of_every_width(op: str, columns: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        args = call_for(op, cuda_input(300 if columns < 10_000 else 37, columns, dtype))
+        expected = getattr(ops, op).oracle(*args)
+        assert_close(op, serve(op)(*args), expected, str(dtype)[6:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [64, 4096, 8192, 32768])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_a_row_does_not_depend_on_the_others(op: str, columns: int) -> None:
+    args = call_for(op, cuda_input(1000, columns, torch.bfloat16))
+    rows = [value.dim() == 2 or value.shape == (1000,) for value in args]
+    all_rows = serve(op)(*args)
+    for some in (slice(0, 1), slice(3, 20)):
+        part = serve(op)(
+            *(value[some] if cut else value for value, cut in zip(args, rows, strict=True))
+        )
+        assert torch.equal(part[0], all_rows[0][some])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [64, 4096, 8192, 32768, 131072])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_the_same_call_gives_the_same_bits(op: str, columns: int) -> None:
+    args = call_for(op, cuda_input(500, columns, torch.bfloat16))
+    first = serve(op)(*args)
+    for _ in range(3):
+        again = serve(op)(*args)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPERATORS)
+def test_it_runs_on_the_current_stream(op: str) -> None:
+    args = call_for(op, cuda_input(64, 4096, torch.bfloat16))
+    expected = serve(op)(*args)
+    late = [torch.zeros_like(value) for value in args]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        # Only what is launched on this stream comes after a long wait on it.
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        for value, right in zip(late, args, strict=True):
+            value.copy_(right)
+        outputs = serve(op)(*late)
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [320, 4096, 32768])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_it_can_be_captured_and_replayed(op: str, columns: int) -> None:
+    x = cuda_input(50, columns, torch.bfloat16)
+    args = [value.clone() for value in call_for(op, x)]
+    normalization._forwards.clear()  # the first call, with its loading, is captured too
+    normalization._backwards.clear()
+    _launch._kernels.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = serve(op)(*args)
+    for seed in (2, 3):
+        fresh = call_for(op, cuda_input(50, columns, torch.bfloat16, seed), seed)
+        for value, new in zip(args, fresh, strict=True):
+            value.copy_(new)
+        graph.replay()
+        expected = serve(op)(*fresh)
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_it_works_in_a_thread_that_has_not_used_cuda() -> None:
+    import threading
+
+    args = call_for("rmsnorm_fwd", cuda_input(4, 64, torch.bfloat16))
+    expected = normalization.rmsnorm_fwd(*args)
+    found: list[tuple[Tensor, Tensor]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(normalization.rmsnorm_fwd(*args)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(output, expected[0]) for output, _ in found)
+
+
+@pytest.mark.gpu
+def test_parameters_and_plain_subclasses_are_served() -> None:
+    class Named(Tensor):
+        """A subclass that only adds a name."""
+
+    x, gamma = call_for("rmsnorm_fwd", cuda_input(4, 64, torch.bfloat16))
+    expected = normalization.rmsnorm_fwd(x, gamma)
+    for value in (torch.nn.Parameter(x), x.as_subclass(Named)):
+        output, rsigma = normalization.rmsnorm_fwd(value, torch.nn.Parameter(gamma))
+        assert not output.requires_grad
+        assert torch.equal(output, expected[0])
+        assert torch.equal(rsigma, expected[1])
+
+
+@pytest.mark.gpu
+def test_a_parameter_on_another_device_is_named() -> None:
+    x = cuda_input(4, 64, torch.float32)
+    with pytest.raises(ArgumentError, match="'weight'"):
+        normalization.rmsnorm_fwd(x, torch.ones(64))
+
+
+@pytest.mark.gpu
+def test_another_device_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    args = call_for("layernorm_bwd", cuda_input(40, 8192, torch.bfloat16))
+    expected = normalization.layernorm_bwd(*args)
+    there = [value.to("cuda:1") for value in args]
+    outputs = normalization.layernorm_bwd(*there)
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(outputs, expected, strict=True))
