@@ -16,6 +16,7 @@ from transformer_engine_fl.backends.vendor.cuda import _launch, normalization
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops.normalization import statistics_dtype
+from transformer_engine_fl.testing import Guarded
 
 OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -252,16 +253,11 @@ def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them() -> None
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned() -> Iterator[None]:
     """Memory that is handed out holds NaN, so that what is not written shows."""
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-
-        def filled(*args: Any, _make: Any = make, **kwargs: Any) -> Tensor:
-            made: Tensor = _make(*args, **kwargs)
-            return made.fill_(float("nan"))
-
-        monkeypatch.setattr(torch, name, filled)
+    with Guarded() as memory:
+        yield
+    assert memory.broken() is None
 
 
 def cases() -> Iterator[Any]:
@@ -338,8 +334,11 @@ VERY_WIDE = (131072, 262144, 262145)
 def test_values_of_every_width(op: str, columns: int) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         args = call_for(op, cuda_input(300 if columns < 10_000 else 37, columns, dtype))
+        results = serve(op)(*args)
         expected = getattr(ops, op).oracle(*args)
-        assert_close(op, serve(op)(*args), expected, str(dtype)[6:])
+        if columns == 1 and op == "layernorm_bwd":  # dx is nothing but what rounding leaves
+            results, expected = results[1:], expected[1:]
+        assert_close(op, results, expected, str(dtype)[6:])
 
 
 @pytest.mark.gpu

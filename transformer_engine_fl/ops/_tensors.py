@@ -27,8 +27,16 @@ _LOST = (
     "invalid program counter",
     "uncorrectable ecc error",
     "device is lost",
-    "device not ready",
-    "all cuda-capable devices are busy or unavailable",
+    # The same as the CUDA driver names them.
+    "cuda_error_illegal_address",
+    "cuda_error_assert",
+    "cuda_error_launch_failed",
+    "cuda_error_misaligned_address",
+    "cuda_error_illegal_instruction",
+    "cuda_error_hardware_stack_error",
+    "cuda_error_invalid_pc",
+    "cuda_error_ecc_uncorrectable",
+    "cuda_error_device_unavailable",
 )
 
 
@@ -62,7 +70,8 @@ class TorchTensors:
         if not isinstance(error, RuntimeError):
             return False
         text = str(error).lower()
-        return "out of memory" in text or any(phrase in text for phrase in _LOST)
+        no_memory = "out of memory" in text or "cuda_error_out_of_memory" in text
+        return no_memory or any(phrase in text for phrase in _LOST)
 
     def no_fallback(self, tensors: Iterable[torch.Tensor]) -> str | None:
         """Capture, tracing and fake tensors: what failed once must be seen at once."""

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_engine_fl.backends._allocation import empty
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import normalization as contracts
@@ -752,12 +753,12 @@ def _forward(
     if rows > _MOST:
         _check_size(op.name, "rows", rows)
     if out_dtype is None and distance == columns:
-        output = torch.empty_like(input)
+        output = empty(input.shape, input.stride(), input.dtype, device)
     else:
         output = torch.empty(input.shape, dtype=out_dtype or input.dtype, device=device)
     _check_fresh(op.name, output)
-    rsigma = torch.empty(rows, dtype=plan.statistics, device=device)
-    mu = torch.empty_like(rsigma) if centred else None
+    rsigma = empty((rows,), (1,), plan.statistics, device)
+    mu = empty((rows,), (1,), plan.statistics, device) if centred else None
     if rows:
         unit = plan.unit
         plan.launch(
@@ -847,17 +848,17 @@ def _backward(
     if rows > _MOST:
         _check_size(op.name, "rows", rows)
     if x_distance == columns:
-        dx = torch.empty_like(x)
+        dx = empty(x.shape, x.stride(), x.dtype, device)
     else:
         dx = torch.empty(x.shape, dtype=x.dtype, device=device)
     _check_fresh(op.name, dx)
     if not rows:
         return dx, torch.zeros_like(gamma), torch.zeros_like(gamma) if centred else None
-    dgamma = torch.empty_like(gamma)
-    dbeta = torch.empty_like(gamma) if centred else None
+    dgamma = empty((columns,), (1,), gamma.dtype, device)
+    dbeta = empty((columns,), (1,), gamma.dtype, device) if centred else None
     programs = min(-(-rows // plan.tile), plan.most)
     sums = 1 + centred
-    partial = torch.empty(sums * programs * columns, dtype=rsigma.dtype, device=device)
+    partial = empty((sums * programs * columns,), (1,), rsigma.dtype, device)
     unit = plan.unit
     numbers = (rows, columns // unit, dy_distance // unit, x_distance // unit)
     if plan.sharing == 0:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends._allocation import empty
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -609,11 +610,11 @@ def _forward(
     statistics = torch.float64 if size == 8 else torch.float32
     rows = input.numel() // columns
     if out == dtype and stride == columns and type(input) is Tensor and input.is_contiguous():
-        output = torch.empty_like(input)  # the cheapest way to ask for it
+        output = empty(shape, input.stride(), out, place)
     else:
         output = torch.empty(shape, dtype=out, device=place)
-    rsigma = torch.empty((rows,), dtype=statistics, device=place)
-    mu = torch.empty((rows,), dtype=statistics, device=place) if centred else None
+    rsigma = empty((rows,), (1,), statistics, place)
+    mu = empty((rows,), (1,), statistics, place) if centred else None
     if rows:
         if type(output) is not Tensor:
             raise _no_memory(op, None)
@@ -701,17 +702,20 @@ def _backward(
     place = x.device
     centred = mu is not None
     dx = torch.empty(shape, dtype=dtype, device=place)
-    make = torch.empty if rows else torch.zeros
-    dgamma = make((columns,), dtype=gamma_dtype, device=place)
-    dbeta = make((columns,), dtype=gamma_dtype, device=place) if centred else None
-    if rows:
+    dgamma = empty((columns,), (1,), gamma_dtype, place)
+    dbeta = empty((columns,), (1,), gamma_dtype, place) if centred else None
+    if not rows:
+        dgamma.zero_()
+        if dbeta is not None:
+            dbeta.zero_()
+    else:
         if type(dx) is not Tensor:
             raise _no_memory(op, None)
         key = (device, columns, access, dtype, dy_dtype, gamma_dtype, centred, zero_centered_gamma)
         plan = _backwards.get(key) or _plan_backward(key)
         groups = plan.groups(rows)
         outputs = 2 if centred else 1
-        partial = torch.empty((outputs * groups * columns,), dtype=statistics, device=place)
+        partial = empty((outputs * groups * columns,), (1,), statistics, place)
         plan(
             (addresses[0], addresses[1], mu_address, addresses[3], addresses[2], dx.data_ptr()),
             partial.data_ptr(),
