@@ -8,13 +8,14 @@ allocations (fake tensors, the conformance kit's poison), it is ``torch.empty`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["empty"]
+__all__ = ["Allocate", "allocator"]
 
 _function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
@@ -23,10 +24,12 @@ _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _on_current_device: Any = getattr(_guards, "_empty_strided_cuda", None)
 
 
-def empty(
-    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Uninitialised memory, as ``torch.empty_strided`` gives it."""
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""(size, stride, dtype) -> uninitialised memory; the size a tuple, not a ``torch.Size``."""
+
+
+def allocator(device: torch.device) -> Allocate:
+    """What allocates on ``device`` now; for the outputs of one call."""
     index = device.index
     if (
         index is None  # type: ignore[redundant-expr]  # the CPU's is, whatever torch declares
@@ -35,6 +38,12 @@ def empty(
         or _dispatch_modes()
         or index != _current_device()
     ):
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-    made: Tensor = _on_current_device(size, stride, dtype)
-    return made
+        return functools.partial(_through_the_dispatcher, device)
+    allocate: Allocate = _on_current_device
+    return allocate
+
+
+def _through_the_dispatcher(
+    device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -127,10 +127,23 @@ def unsupported_device(device: torch.device) -> str | None:
     return None
 
 
+class _NoCalls:
+    """Stands for a chain of hooks in a Triton that has none."""
+
+    calls = ()
+
+
+_ENTER, _LEAVE = _RUNTIME.launch_enter_hook or _NoCalls, _RUNTIME.launch_exit_hook or _NoCalls
+
+
 def _hooked() -> bool:
-    """Whether somebody wants to see each launch."""
-    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    """Whether somebody wants to see each launch: has added a hook, or put one in place."""
+    return bool(
+        _ENTER.calls
+        or _LEAVE.calls
+        or (_RUNTIME.launch_enter_hook or _NoCalls) is not _ENTER
+        or (_RUNTIME.launch_exit_hook or _NoCalls) is not _LEAVE
+    )
 
 
 _Started = tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]

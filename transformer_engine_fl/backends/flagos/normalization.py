@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
-from transformer_engine_fl.backends._allocation import empty
+from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import normalization as contracts
@@ -752,13 +752,14 @@ def _forward(
     rows = input.numel() // columns
     if rows > _MOST:
         _check_size(op.name, "rows", rows)
+    empty = allocator(device)
     if out_dtype is None and distance == columns:
-        output = empty(input.shape, input.stride(), input.dtype, device)
+        output = empty(tuple(input.shape), input.stride(), input.dtype)
     else:
         output = torch.empty(input.shape, dtype=out_dtype or input.dtype, device=device)
     _check_fresh(op.name, output)
-    rsigma = empty((rows,), (1,), plan.statistics, device)
-    mu = empty((rows,), (1,), plan.statistics, device) if centred else None
+    rsigma = empty((rows,), (1,), plan.statistics)
+    mu = empty((rows,), (1,), plan.statistics) if centred else None
     if rows:
         unit = plan.unit
         plan.launch(
@@ -847,18 +848,19 @@ def _backward(
     rows = x.numel() // columns
     if rows > _MOST:
         _check_size(op.name, "rows", rows)
+    empty = allocator(device)
     if x_distance == columns:
-        dx = empty(x.shape, x.stride(), x.dtype, device)
+        dx = empty(tuple(x.shape), x.stride(), x.dtype)
     else:
         dx = torch.empty(x.shape, dtype=x.dtype, device=device)
     _check_fresh(op.name, dx)
     if not rows:
         return dx, torch.zeros_like(gamma), torch.zeros_like(gamma) if centred else None
-    dgamma = empty((columns,), (1,), gamma.dtype, device)
-    dbeta = empty((columns,), (1,), gamma.dtype, device) if centred else None
+    dgamma = empty((columns,), (1,), gamma.dtype)
+    dbeta = empty((columns,), (1,), gamma.dtype) if centred else None
     programs = min(-(-rows // plan.tile), plan.most)
     sums = 1 + centred
-    partial = empty((sums * programs * columns,), (1,), rsigma.dtype, device)
+    partial = empty((sums * programs * columns,), (1,), rsigma.dtype)
     unit = plan.unit
     numbers = (rows, columns // unit, dy_distance // unit, x_distance // unit)
     if plan.sharing == 0:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends._allocation import empty
+from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -609,12 +609,13 @@ def _forward(
     place = input.device
     statistics = torch.float64 if size == 8 else torch.float32
     rows = input.numel() // columns
+    empty = allocator(place)
     if out == dtype and stride == columns and type(input) is Tensor and input.is_contiguous():
-        output = empty(shape, input.stride(), out, place)
+        output = empty(tuple(shape), input.stride(), out)
     else:
         output = torch.empty(shape, dtype=out, device=place)
-    rsigma = empty((rows,), (1,), statistics, place)
-    mu = empty((rows,), (1,), statistics, place) if centred else None
+    rsigma = empty((rows,), (1,), statistics)
+    mu = empty((rows,), (1,), statistics) if centred else None
     if rows:
         if type(output) is not Tensor:
             raise _no_memory(op, None)
@@ -702,8 +703,9 @@ def _backward(
     place = x.device
     centred = mu is not None
     dx = torch.empty(shape, dtype=dtype, device=place)
-    dgamma = empty((columns,), (1,), gamma_dtype, place)
-    dbeta = empty((columns,), (1,), gamma_dtype, place) if centred else None
+    empty = allocator(place)
+    dgamma = empty((columns,), (1,), gamma_dtype)
+    dbeta = empty((columns,), (1,), gamma_dtype) if centred else None
     if not rows:
         dgamma.zero_()
         if dbeta is not None:
@@ -715,7 +717,7 @@ def _backward(
         plan = _backwards.get(key) or _plan_backward(key)
         groups = plan.groups(rows)
         outputs = 2 if centred else 1
-        partial = empty((outputs * groups * columns,), (1,), statistics, place)
+        partial = empty((outputs * groups * columns,), (1,), statistics)
         plan(
             (addresses[0], addresses[1], mu_address, addresses[3], addresses[2], dx.data_ptr()),
             partial.data_ptr(),
