@@ -87,6 +87,9 @@ def _torch_peers(op: str) -> Iterator[tuple[str, Maker]]:
         )
 
 
+# Two of these packages hide a module behind a function of its name: hence import_module.
+
+
 def _liger_peers(op: str) -> Iterator[tuple[str, Maker]]:
     from liger_kernel.ops import layer_norm, rms_norm
 
@@ -118,7 +121,7 @@ def _liger_peers(op: str) -> Iterator[tuple[str, Maker]]:
 
 
 def _quack_peers(op: str) -> Iterator[tuple[str, Maker]]:
-    from quack import rmsnorm
+    rmsnorm = importlib.import_module("quack.rmsnorm")
 
     def layer_fwd(inputs: list[Tensor]) -> Work:
         x, weight, bias = inputs
@@ -141,7 +144,6 @@ def _quack_peers(op: str) -> Iterator[tuple[str, Maker]]:
 
 
 def _flag_gems_peers(op: str) -> Iterator[tuple[str, Maker]]:
-    # The package has a function of the module's name, hence not a plain import.
     rms_norm = importlib.import_module("flag_gems.ops.rms_norm")
 
     def bwd(inputs: list[Tensor]) -> Work:
