@@ -85,12 +85,40 @@ def test_the_figures_are_those_of_the_committed_measurement() -> None:
     assert {"manager.call", "torch.library.custom_op", "functools.singledispatch"} <= shown.keys()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md"))
+)
+
+
+def test_the_pages_that_people_read_are_among_those_checked() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/performance.md"} <= {*PAGES}
+    assert "plugins/te_fl_acme/README.md" in PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_relative_link_leads_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
     missing = [it for it in targets if not (ROOT / page).parent.joinpath(it).exists()]
     assert missing == []
+
+
+def test_every_page_of_docs_is_reached_from_the_readme() -> None:
+    pages = (path.name for path in (ROOT / "docs").glob("*.md"))
+    assert [name for name in pages if f"](docs/{name})" not in README] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_by_its_path_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(
+        r"`((?:transformer_engine_fl|core|ops|backends|testing|cli|tests|benchmarks"
+        r"|docs|plugins|examples)/[\w/]*\w\.(?:py|cu|md|json))`",
+        text,
+    )
+    roots = (ROOT, ROOT / "transformer_engine_fl")
+    assert [it for it in named if not any((root / it).exists() for root in roots)] == []
 
 
 def test_the_architecture_page_names_every_module_of_core() -> None:

@@ -214,6 +214,37 @@ def test_a_new_registration_is_seen_by_compiled_code() -> None:
     torch.testing.assert_close(compiled(x, w), x * 3 + 1)
 
 
+@pytest.mark.parametrize("form", [by_default_manager, by_operator, by_functional])
+def test_compiled_code_notices_a_new_default_manager(form: Callable[[], Program]) -> None:
+    compiled = torch.compile(form(), fullgraph=True, backend="aot_eager")
+    x, w = torch.randn(4, 64), torch.randn(64)
+    te.set_global_policy(te.SelectionPolicy(prefer="vendor"))
+    torch.testing.assert_close(compiled(x, w), x * 2 + 1)
+    te.reset_default_manager()  # the new one has no doubler
+    torch.testing.assert_close(compiled(x, w), plainly(form(), x, w))
+
+
+def test_a_reset_that_changes_nothing_compiles_nothing() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(by_operator(), fullgraph=True, backend=counter)
+    x, w = torch.randn(4, 64), torch.randn(64)
+    for _ in range(10):
+        te.reset_global_policy()
+        compiled(x, w)
+    assert counter.frame_count == 1
+
+
+def test_a_kernel_without_a_contract_is_passed_over_in_compiled_code() -> None:
+    registry = te.OpRegistry({})
+    registry.register_impl(
+        te.OpImpl("twice", "raw", "vendor", lambda x: x * 9, vendor="raw", devices=["cpu"])
+    )
+    registry.register_impl(te.OpImpl("twice", "plain", "reference", lambda x: x * 2))
+    manager = te.OpManager(registry, builtins=False, plugins=False)
+    compiled = torch.compile(lambda x: manager.call("twice", x), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(3)), torch.full((3,), 2.0))
+
+
 def test_predicates_and_missing_options_decide_in_compiled_code_too() -> None:
     def only_small(input: Tensor, *args: Any, **kwargs: Any) -> bool | str:
         return True if input.shape[0] < 5 else "more than four rows"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from transformer_engine_fl.core.types import DEFAULT_PRIORITY, BackendImplKind, OpImpl
+from transformer_engine_fl.ops import CATALOGUE
 
 if TYPE_CHECKING:
     from transformer_engine_fl.core.registry import OpRegistry
@@ -16,28 +17,30 @@ __all__ = ["register_set"]
 def register_set(
     registry: OpRegistry,
     package: str,
-    families: Mapping[str, Sequence[str]],
     *,
     kind: BackendImplKind,
+    families: Collection[str] | None = None,
+    omit: Collection[str] = (),
     **common: Any,
 ) -> None:
-    """Register ``package.family:operator`` for each operator of each family.
+    """Register ``package.family:operator`` for the operators of the catalogue.
 
     Args:
         registry: where to.
         package: the set's package.
-        families: family file -> the operators in it.
         kind: the set's kind; decides its priority.
+        families: the families it has a file for; all of them unless given.
+        omit: operators of those families that it does not implement.
         common: the other fields of every :class:`OpImpl`.
     """
     registry.register_many(
         OpImpl(
-            op_name=operator,
+            op_name=contract.name,
             kind=kind,
-            fn=f"{package}.{family}:{operator}",
+            fn=f"{package}.{contract.family}:{contract.name}",
             priority=DEFAULT_PRIORITY[kind],
             **common,
         )
-        for family, operators in families.items()
-        for operator in operators
+        for contract in CATALOGUE.values()
+        if (families is None or contract.family in families) and contract.name not in omit
     )

@@ -34,7 +34,7 @@ from transformer_engine_fl.core.vetting import unknown_names
 
 __all__ = ["doctor"]
 
-REQUIRED = ("torch", "pydantic", "importlib-metadata", "PyYAML", "typer", "rich")
+REQUIRED = ("torch", "pydantic", "PyYAML", "typer", "rich")
 OPTIONAL = ("triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers")
 OTHER_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
 """Not ours, but they decide what runs."""

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from transformer_engine_fl.cli._output import Json, console, print_json, table
-from transformer_engine_fl.core.errors import ConfigurationError, suggestion
+from transformer_engine_fl.core.errors import ConfigurationError
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.core.selection import Decision
 from transformer_engine_fl.core.types import parse_arch
@@ -61,24 +61,7 @@ def _decide(
     device_type = re.fullmatch(r"([a-z][a-z0-9_]*)(:\d+)?", device)
     if device_type is None:
         raise ConfigurationError(f"--device: {device!r} is no device type; examples: cuda, cpu")
-    dtype = _dtype(manager, op, dtype) if dtype is not None else None
     return manager.explain_for(op, device=device_type[1], arch=arch, dtype=dtype)
-
-
-def _dtype(manager: OpManager, op: str, dtype: str) -> str:
-    """The dtype's name, if the operator has such a dtype."""
-    manager.ensure_initialized()
-    registry, name = manager.registry, dtype.removeprefix("torch.")
-    contract = registry.contracts.get(registry.canonical(op))
-    known = set(contract.dtypes) if contract else set()
-    for impl in registry.get_implementations(op):
-        known.update(impl.supported_dtypes or ())
-    if known and name not in known:
-        raise ConfigurationError(
-            f"--dtype: {dtype!r} is not a dtype of {op!r}; valid: {', '.join(sorted(known))}"
-            f"{suggestion(name, known)}"
-        )
-    return name
 
 
 _MARKS = {"*": ("serves", "bold green"), "+": ("next", ""), "-": ("no", "yellow")}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
 from transformer_engine_fl.core.errors import ArgumentError, SignatureMismatchError, suggestion
+from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.tracing import in_compiled_code, traced_default_call
 
 __all__ = ["Backward", "Contract", "Fit", "Sample", "Tolerance", "contract", "fit"]
@@ -136,14 +137,28 @@ class Contract(Generic[P, R]):
     @in_compiled_code(_traced_contract_call)
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         handle = _Handles.made.get(self.name) or self._handle()
-        result: R = handle(*args, **kwargs)
+        try:
+            result: R = handle(*args, **kwargs)
+        except TypeError:
+            self.bind(*args, **kwargs)  # names the argument, if it is the call that is wrong
+            raise
         return result
 
     def _handle(self) -> Callable[..., Any]:
+        made = _Handles.made  # a reset in between puts another one in its place
         if _Handles.bind is None:
             raise RuntimeError(f"{self.name}: import transformer_engine_fl before calling it")
-        handle = _Handles.made[self.name] = _Handles.bind(self.name)
+        handle = made[self.name] = _Handles.bind(self.name)
         return handle
+
+    def __copy__(self) -> Contract[P, R]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Contract[P, R]:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_attribute, (f"{self._shape_rule.__module__}:{self.name}",)
 
     def __repr__(self) -> str:
         return f"<contract {self.name}{self.signature}>"

@@ -9,7 +9,7 @@ package can still handle it. Deciding *when* to raise is left to the callers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformer_engine_fl.core.selection import Decision
@@ -99,15 +99,20 @@ class _DecisionError(TeFlError, RuntimeError):
     """An error that carries the decision it came from.
 
     Attributes:
-        decision: every candidate with the reason it was rejected or failed.
+        decision: every candidate with the reason it was rejected or failed. None in a
+            copy that has left its process: there the text alone is left of it.
     """
 
-    def __init__(self, message: str, decision: Decision) -> None:
+    def __init__(self, message: str, decision: Decision | None) -> None:
         super().__init__(message)
         self.decision = decision
 
     def __str__(self) -> str:
-        return f"{self.args[0]}\n{self.decision}"
+        message = str(self.args[0])
+        return f"{message}\n{self.decision}" if self.decision is not None else message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), None)
 
 
 class NoImplementationError(_DecisionError):
@@ -131,9 +136,12 @@ class PartialMutationError(_DecisionError):
         tensors: names of the arguments that may be half written.
     """
 
-    def __init__(self, message: str, decision: Decision, tensors: tuple[str, ...]) -> None:
+    def __init__(self, message: str, decision: Decision | None, tensors: tuple[str, ...]) -> None:
         super().__init__(message, decision)
         self.tensors = tensors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), None, self.tensors)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -44,6 +44,7 @@ from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.selection import Decision
 from transformer_engine_fl.core.tensors import TORCH, Facts, Tensors
 from transformer_engine_fl.core.tracing import (
+    forget_default_manager,
     in_compiled_code,
     traced_call,
     traced_default_manager,
@@ -63,7 +64,19 @@ _MAX_WARNINGS = 1024
 _numbers = itertools.count(1)
 _managers: weakref.WeakValueDictionary[str, OpManager] = weakref.WeakValueDictionary()
 
-Table = dict[str, Callable[..., Any]]
+
+class Table(dict[str, Callable[..., Any]]):
+    """Operator -> what serves it, under one policy.
+
+    Attributes:
+        plans: operator -> the plan behind it.
+    """
+
+    __slots__ = ("plans",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans: dict[str, Plan] = {}
 
 
 class OpManager:
@@ -97,7 +110,7 @@ class OpManager:
         self._lock = ForkSafeLock()
         self._starting: tuple[int, int] | None = None
         self._started = False
-        self._table: Table = {}
+        self._table = Table()
         self._scoped: dict[Scope, Table] = {}
         self._cells: dict[str, Cell] = {}
         self._monitors: tuple[Monitor, ...] = ()
@@ -159,14 +172,15 @@ class OpManager:
 
         A backward keeps to what its forward was told, in whichever thread it runs.
         """
-        scope = active_scope()
-        fn = self._find(op_name, scope)
+        fn, plan = self._built(op_name, active_scope())
 
         def pinned(*args: Any, **kwargs: Any) -> Any:
             try:
                 return fn(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
-                return self._failed(op_name, fn, args, kwargs, error, scope)
+            except Exception as error:
+                if hasattr(fn, "settles_failures"):
+                    raise
+                return plan.recover(fn, args, kwargs, error)
 
         return pinned
 
@@ -200,7 +214,12 @@ class OpManager:
         Without arguments: who serves on this machine before any tensor is seen.
         """
         plan = self.plan(op_name)
-        return plan.explain(*self._question(plan, args, kwargs))
+        decision = plan.explain(*self._question(plan, args, kwargs))
+        wrong = plan.wrong_arguments(args, kwargs) if args or kwargs else None
+        if wrong is not None:
+            blamed = {impl.impl_id: ("arguments", str(wrong)) for impl in decision.accepted}
+            decision = decision.rejecting(blamed).with_note("the call itself is wrong")
+        return decision
 
     def explain_for(
         self, op_name: str, *, device: str, arch: str | None = None, dtype: str | None = None
@@ -208,23 +227,27 @@ class OpManager:
         """The same for a machine that need not be here; its availability is assumed.
 
         Raises:
-            ConfigurationError: ``arch`` is no architecture name.
+            ConfigurationError: ``arch`` is no architecture name, ``dtype`` none of this operator.
         """
+        plan = self.plan(op_name)
         if arch is not None and parse_arch(arch) is None:
             raise ConfigurationError(
                 f"arch: {arch!r} is no architecture name; examples: 'sm_90', 'gfx942'"
             )
-        dtype = str(dtype).removeprefix("torch.") if dtype else None
+        device = str(device).partition(":")[0]  # "cuda:0" is a cuda device
+        dtype = plan.checked_dtype(str(dtype).removeprefix("torch.")) if dtype else None
         given = {"device": device, "arch": arch, "dtype": dtype}
         judged = frozenset(name for name, value in given.items() if value)
-        facts = Facts(device=device, arch=arch, dtype=dtype, judged=judged)
-        return self.plan(op_name).what_if(facts)
+        return plan.what_if(Facts(device=device, arch=arch, dtype=dtype, judged=judged))
 
     def monitor(self, callback: Monitor) -> Callable[[], None]:
         """Call ``callback(op_name, impl)`` after each operator served; returns the undo.
 
-        While a monitor is set, dispatch takes its slow path.
+        While a monitor is set, dispatch takes its slow path. Compiled code dispatches
+        when it is traced, so a monitor sees nothing of it.
         """
+        if not callable(callback):
+            raise TypeError(f"a monitor is a callable, not {type(callback).__name__}")
         with self._lock:
             self._monitors = (*self._monitors, callback)
         self._invalidate()
@@ -290,20 +313,30 @@ class OpManager:
         return table.get(op_name) or self._build(op_name, scope)
 
     def _build(self, op_name: str, scope: Scope) -> Callable[..., Any]:
-        """Build the callable for an operator and keep it.
+        """Build the callable for an operator and keep it."""
+        return self._built(op_name, scope, anew=True)[0]
+
+    def _built(
+        self, op_name: str, scope: Scope, *, anew: bool = False
+    ) -> tuple[Callable[..., Any], Plan]:
+        """The callable for an operator, and the plan behind it.
 
         The table is taken before the policy and the registry are read. A change after
         that replaces the table, so what is built from the old state is never kept.
         """
         self.ensure_initialized()
         table = self._table_for(scope)
-        fn = self.plan(op_name, scope).callable()
+        if not anew and op_name in table:
+            return table[op_name], table.plans[op_name]
+        plan = self.plan(op_name, scope)
+        fn = plan.callable()
         with self._lock:
             if table is self._table_for(scope):
+                table.plans[op_name] = plan
                 table[op_name] = fn
                 if scope is ROOT and (cell := self._cells.get(op_name)) is not None:
                     cell.fn = fn
-        return fn
+        return fn, plan
 
     def _unbuilt(self, op_name: str) -> Handle:
         """Stands in a handle's cell until there is a plan."""
@@ -324,7 +357,7 @@ class OpManager:
                 kept = dict(self._scoped)
                 while len(kept) >= _MAX_SCOPES:
                     del kept[next(iter(kept))]
-                table = kept[scope] = {}
+                table = kept[scope] = Table()
                 self._scoped = kept
             return table
 
@@ -436,13 +469,13 @@ class OpManager:
         """
         with self._lock:
             self.epoch = str(int(self.epoch) + epoch)
-            self._table = {}
+            self._table = Table()
             self._scoped = {}
             for cell in self._cells.values():
                 cell.fn = cell.unbuilt
 
 
-_NO_TABLE: Table = {}
+_NO_TABLE = Table()
 
 
 def manager_named(name: str) -> OpManager:
@@ -470,6 +503,7 @@ def reset_default_manager() -> None:
     global _default
     with _default_lock:
         _default = None
+        forget_default_manager()
         contracts.set_binder(_default_handle)
 
 

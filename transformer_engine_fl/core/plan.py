@@ -15,9 +15,11 @@ from transformer_engine_fl.core.dispatch import Steps, guarded, settles_failures
 from transformer_engine_fl.core.errors import (
     AllCandidatesFailedError,
     ArgumentError,
+    ConfigurationError,
     NoImplementationError,
     PartialMutationError,
     StrictModeError,
+    suggestion,
 )
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.recovery import Outcome, QuarantineKey, judge
@@ -122,6 +124,22 @@ class Plan:
             if key.op_name == self._op_name
         ]
         return decision.with_note("; ".join([decision.note] * bool(decision.note) + held))
+
+    def checked_dtype(self, name: str) -> str:
+        """``name``, if the operator or a candidate has such a dtype.
+
+        Raises:
+            ConfigurationError: it has not; names the nearest.
+        """
+        known = set(self._contract.dtypes) if self._contract else set()
+        for entry in self._entries.values():
+            known.update(entry.impl.supported_dtypes or ())
+        if known and name not in known:
+            raise ConfigurationError(
+                f"dtype: {name!r} is not a dtype of {self._op_name!r}; "
+                f"valid: {', '.join(sorted(known))}{suggestion(name, known)}"
+            )
+        return name
 
     def facts(self, args: Args, kwargs: Kwargs) -> Facts:
         """What is known of a call's dispatch tensor."""
@@ -289,7 +307,7 @@ class Plan:
         outcome, wrong = judge(
             error,
             is_fatal=tensors.is_fatal,
-            check_arguments=lambda: self._wrong_arguments(args, kwargs),
+            check_arguments=lambda: self.wrong_arguments(args, kwargs),
             no_fallback=lambda: tensors.no_fallback(self._tensors_in((args, *kwargs.values()))),
             mutates=self._mutated(entry.impl) != (),
         )
@@ -326,7 +344,8 @@ class Plan:
         given = {f"#{place + 1}": value for place, value in enumerate(args)} | kwargs
         return tuple(name for name, value in given.items() if [*self._tensors_in((value,))])
 
-    def _wrong_arguments(self, args: Args, kwargs: Kwargs) -> ArgumentError | None:
+    def wrong_arguments(self, args: Args, kwargs: Kwargs) -> ArgumentError | None:
+        """What the contract says against a call, or None."""
         if self._contract is None:
             return None
         try:
@@ -374,7 +393,7 @@ class Plan:
         kwargs: Kwargs,
     ) -> Exception:
         """The error for a call that nobody has served."""
-        wrong = self._wrong_arguments(args, kwargs)
+        wrong = self.wrong_arguments(args, kwargs)
         if wrong is not None:
             return wrong
         decision = self.explain(self.facts(args, kwargs), (args, kwargs)).rejecting(reasons)

@@ -8,6 +8,7 @@ is selection.py's business.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import os
@@ -509,8 +510,16 @@ class _State:
         self.key = ""
 
     def renew_key(self) -> None:
-        """Put what is said outside ``with`` blocks into one text, for compiled code to guard."""
-        said = (self.policy, self.environment and self.environment.policy)
+        """Put what is said outside ``with`` blocks into one text, for compiled code to guard.
+
+        The environment that will be read next counts already, so that a reset which
+        changes nothing compiles nothing anew.
+        """
+        environment = self.environment
+        if environment is None:
+            with contextlib.suppress(ConfigurationError):
+                environment = parse_environment(os.environ)
+        said = (self.policy, environment and environment.policy)
         self.key = " / ".join(policy.key if policy else "" for policy in said)
 
 

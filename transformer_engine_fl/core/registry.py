@@ -35,6 +35,10 @@ CATALOGUE: Final = "transformer_engine_fl.ops:CATALOGUE"
 """Where the contracts are: named, not imported, because the catalogue builds on core."""
 
 
+_NEVER_ASKED: Final = ForkSafeLock()
+"""For entries without a probe, which have nothing to ask."""
+
+
 class Entry:
     """A registered implementation, and what is learnt of it once.
 
@@ -44,7 +48,16 @@ class Entry:
         contract: the operator's contract, or None.
     """
 
-    __slots__ = ("_fit", "_fn", "_unavailable", "contract", "impl", "where")
+    __slots__ = (
+        "__weakref__",
+        "_asking",
+        "_fit",
+        "_fn",
+        "_unavailable",
+        "contract",
+        "impl",
+        "where",
+    )
 
     def __init__(self, impl: OpImpl, where: str, contract: Contract[..., Any] | None) -> None:
         self.impl = impl
@@ -52,7 +65,8 @@ class Entry:
         self.contract = contract
         self._fn: Callable[..., Any] | None = None
         self._fit: Fit | None = None
-        self._unavailable: str | None = None
+        self._unavailable: str | None = None if impl.is_available else ""
+        self._asking = ForkSafeLock() if impl.is_available else _NEVER_ASKED
         if not isinstance(impl.fn, str):
             self._settle(impl.fn)
 
@@ -89,7 +103,7 @@ class Entry:
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None as far as is known; asks once."""
         if self._unavailable is None:
-            with LOADING:
+            with self._asking:
                 if self._unavailable is None:
                     self._unavailable = self._ask()
         return self._unavailable or None
@@ -103,8 +117,7 @@ class Entry:
         return None if self._fn is not None else self._unavailable
 
     def _ask(self) -> str:
-        if self.impl.is_available is None:
-            return ""
+        assert self.impl.is_available is not None  # an invariant of ours
         try:
             answer = self.impl.is_available()
         except Exception as error:  # noqa: BLE001 - somebody's code; what it said is kept
@@ -317,12 +330,13 @@ def _refuse_duplicate(entry: Entry, present: tuple[Entry, ...]) -> None:
 
 
 _HERE: Final = str(Path(__file__).parent)
+_SETS: Final = str(Path(__file__).parents[1] / "backends" / "_register.py")
 
 
 def _caller() -> str:
     """``file:line`` of the nearest frame outside core."""
     frame = inspect.currentframe()
-    ours = (_HERE, contextlib.__file__)
+    ours = (_HERE, _SETS, contextlib.__file__)
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"

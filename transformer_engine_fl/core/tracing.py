@@ -15,6 +15,7 @@ from transformer_engine_fl.core.late import load_attribute
 
 __all__ = [
     "constant",
+    "forget_default_manager",
     "in_compiled_code",
     "refuse_block",
     "traced_call",
@@ -55,7 +56,7 @@ class _Above:
     """What is fetched from above, for the trace to read."""
 
     call: Callable[..., Any]
-    default_manager: Any
+    default_manager: Any = None
 
 
 _ABOVE: Final = _Above()
@@ -75,6 +76,11 @@ def traced_call(manager: Any, op_name: str, /, *args: Any, **kwargs: Any) -> Any
 @constant
 def _fetch_default_manager() -> None:
     _ABOVE.default_manager = load_attribute(DEFAULT_MANAGER)()
+
+
+def forget_default_manager() -> None:
+    """The default manager is another one from now on; compiled code notices."""
+    _ABOVE.default_manager = None
 
 
 def traced_default_manager() -> Any:

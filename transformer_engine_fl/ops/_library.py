@@ -7,6 +7,7 @@ dispatch does not come here.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
@@ -21,7 +22,7 @@ __all__ = ["NAMESPACE", "operator", "reference_to", "schema"]
 NAMESPACE: Final = "te_fl"
 
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
-_entries: dict[str, Entry] = {}
+_entries: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
 
 _SCHEMA_TYPES: Final = {
     "Tensor": "Tensor",

@@ -12,6 +12,7 @@ fails at run time raises there.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -35,7 +36,6 @@ class _Target:
     """A candidate as compiled code calls it.
 
     Attributes:
-        entry: what it stands for; held, so that its identity names the target.
         run: the function to trace through, or an operator of ``torch.library``.
         added: keywords that ``run`` needs besides the call's own.
         supports: the candidate's own check of the arguments, or None.
@@ -43,16 +43,10 @@ class _Target:
     """
 
     def __init__(self, entry: Entry) -> None:
-        self.entry = entry
         self.supports = entry.impl.supports
         self.added: Kwargs = {}
         self.run: Callable[..., Any] = entry.fn
-        if not entry.impl.traceable:
-            if entry.contract is None:
-                raise NotSupportedError(
-                    f"{entry.impl.label} cannot be compiled: the operator has no contract, so "
-                    "its shapes are unknown; give it one, or claim the trait 'traceable'"
-                )
+        if not entry.impl.traceable and entry.contract is not None:
             self.run = _library.operator(entry.contract)
             self.added = {"impl": _library.reference_to(entry)}
         names = list(entry.contract.signature.parameters) if entry.contract else []
@@ -80,7 +74,7 @@ def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
     ):
         target = getattr(_TARGETS, target_name)
         if _takes(target, args, kwargs):
-            if target.added:
+            if target.added or not torch.is_grad_enabled():
                 return _run(target, args, kwargs)
             with torch.no_grad():
                 return _run(target, args, kwargs)
@@ -105,10 +99,11 @@ def _run(target: _Target, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _target_name(entry: Entry) -> str:
-    """The name of an entry's target; one entry always has the same."""
+    """The name of an entry's target; one entry always has the same, as long as it lives."""
     name = f"target_{id(entry)}"
     if not hasattr(_TARGETS, name):
         setattr(_TARGETS, name, _Target(entry))
+        weakref.finalize(entry, delattr, _TARGETS, name)
     return name
 
 
@@ -137,9 +132,15 @@ def _choose(
     names = []
     for impl in decision.accepted:
         entry = plan.entry(impl)
+        if entry.contract is None and not impl.traceable:
+            continue  # its shapes are unknown, so it can be neither traced nor stood for
         names.append(_target_name(entry))
         if impl.supports is None and not entry.missing:
             break
     if not names:
-        raise NoImplementationError(f"no implementation of {op_name!r} serves", decision)
+        raise NoImplementationError(
+            f"no implementation of {op_name!r} can be compiled; a kernel needs a contract for "
+            "its shapes, or claims the trait 'traceable'",
+            decision,
+        )
     return tuple(names)

@@ -14,10 +14,6 @@ from transformer_engine_fl.core.types import BackendImplKind
 
 __all__ = ["is_available", "register"]
 
-FAMILIES = {
-    "normalization": ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"),
-}
-
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
@@ -41,7 +37,7 @@ def register(registry: OpRegistry) -> None:
     register_set(
         registry,
         __name__,
-        FAMILIES,
+        families=("normalization",),
         impl_id="default.flagos",
         kind=BackendImplKind.FLAGOS,
         devices=frozenset({"cpu"} if _interpreted() else {"cuda"}),

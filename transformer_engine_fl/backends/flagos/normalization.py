@@ -533,6 +533,14 @@ class _BackwardPlan(NamedTuple):
 
 _FORWARD_PLANS: dict[object, _ForwardPlan] = {}
 _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
+_MOST_PLANS = 1024
+
+
+def _keep(plans: dict[object, Any], key: object, plan: Any) -> None:
+    """Remember a plan; they are cheap to make again, so a full memory simply starts over."""
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
 
 
 def _plan_forward(
@@ -710,7 +718,7 @@ def _examine_forward(
     plan = _FORWARD_PLANS.get(key if distance == columns else (*key, unit))
     if plan is None:
         plan = _plan_forward(columns, input.dtype, zero_centered_gamma, unit, device)
-        _FORWARD_PLANS[key if distance == columns else (*key, unit)] = plan
+        _keep(_FORWARD_PLANS, key if distance == columns else (*key, unit), plan)
     return plan, input, weight, bias, float(eps), distance
 
 
@@ -800,7 +808,7 @@ def _examine_backward(
         plan = _plan_backward(
             columns, x.dtype, dy.dtype, centred, zero_centered_gamma, unit, device
         )
-        _BACKWARD_PLANS[key if dense else (*key, unit)] = plan
+        _keep(_BACKWARD_PLANS, key if dense else (*key, unit), plan)
     return plan, dy, x, mu, rsigma, gamma, dy_distance, x_distance
 
 

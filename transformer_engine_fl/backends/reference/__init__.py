@@ -4,18 +4,13 @@ from transformer_engine_fl.backends._register import register_set
 from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.types import BackendImplKind
 
-FAMILIES = {
-    "normalization": ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"),
-}
-
 
 def register(registry: OpRegistry) -> None:
     """Register the set; its modules, and torch, load when they are first chosen."""
     register_set(
         registry,
         __name__,
-        FAMILIES,
         impl_id="reference.torch",
         kind=BackendImplKind.REFERENCE,
-        traits=frozenset({"deterministic", "batch_invariant"}),
+        traits=frozenset({"deterministic"}),
     )

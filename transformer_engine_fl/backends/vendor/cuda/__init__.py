@@ -12,10 +12,6 @@ from transformer_engine_fl.core.types import BackendImplKind
 
 __all__ = ["is_available", "register"]
 
-FAMILIES = {
-    "normalization": ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"),
-}
-
 
 def is_available() -> bool | str:
     """Whether a kernel can be compiled and run here; says why not."""
@@ -31,7 +27,7 @@ def register(registry: OpRegistry) -> None:
     register_set(
         registry,
         __name__,
-        FAMILIES,
+        families=("normalization",),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,
         vendor="nvidia",

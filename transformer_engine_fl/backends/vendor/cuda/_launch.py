@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from transformer_engine_fl.backends.vendor.cuda._compile import (
     cubin,
 )
 from transformer_engine_fl.core.errors import TeFlError
+from transformer_engine_fl.core.locks import ForkSafeLock
 
 __all__ = ["Geometry", "Kernel", "LaunchError", "Limits", "host_time_per_launch", "limits", "load"]
 
@@ -349,7 +349,7 @@ def _bind_context(device: int) -> None:
 
 
 _kernels: dict[tuple[int, Specialisation, Geometry], Kernel] = {}
-_loading = threading.Lock()
+_loading = ForkSafeLock()
 
 
 def load(specialisation: Specialisation, geometry: Geometry, device: int) -> Kernel:

@@ -10,10 +10,9 @@ that is aligned badly, or rows that are, are read in smaller pieces by the same 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.locks import ForkSafeLock
 
 if TYPE_CHECKING:
     from transformer_engine_fl.core.contract import Contract
@@ -429,23 +429,35 @@ class Backward:
         )
 
 
+Plan = TypeVar("Plan")
+
 _forwards: dict[tuple[Any, ...], Forward] = {}
 _backwards: dict[tuple[Any, ...], Backward] = {}
-_planning = threading.Lock()
+_planning = ForkSafeLock()
+
+
+_MOST_PLANS = 1024
 
 
 def _plan_forward(key: tuple[Any, ...]) -> Forward:
-    with _planning:
-        if key not in _forwards:
-            _forwards[key] = Forward(ForwardKey(*key[1:]), key[0])
-        return _forwards[key]
+    return _kept(_forwards, key, lambda: Forward(ForwardKey(*key[1:]), key[0]))
 
 
 def _plan_backward(key: tuple[Any, ...]) -> Backward:
+    return _kept(_backwards, key, lambda: Backward(BackwardKey(*key[1:]), key[0]))
+
+
+def _kept(
+    plans: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], make: Callable[[], Plan]
+) -> Plan:
+    """The plan of that key, made by the first who asks; a full memory starts over."""
     with _planning:
-        if key not in _backwards:
-            _backwards[key] = Backward(BackwardKey(*key[1:]), key[0])
-        return _backwards[key]
+        plan = plans.get(key)
+        if plan is None:
+            if len(plans) >= _MOST_PLANS:
+                plans.clear()
+            plan = plans[key] = make()
+        return plan
 
 
 def representative_sources(
@@ -517,6 +529,8 @@ def _no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedE
 def _dense_rows(value: Tensor) -> tuple[Tensor, int]:
     """The tensor, copied only if it must be, and the elements from row to row."""
     columns = value.shape[-1]
+    if columns == 1:  # one column may be dense and yet have its sign kept apart
+        value = value.resolve_neg()
     if value.is_contiguous():
         return value, columns
     strides = value.stride()

@@ -1,0 +1,104 @@
+"""What outlives the moment it was made in: pins, pickled errors, copied contracts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import transformer_engine_fl as te
+from transformer_engine_fl import ops
+
+
+def manager_with(**fields: Any) -> te.OpManager:
+    def failing(x: Any) -> str:
+        raise RuntimeError("out of order")
+
+    registry = te.OpRegistry({})
+    registry.register_impl(
+        te.OpImpl("work", "first", "flagos", failing, mutates=(), priority=9, **fields)
+    )
+    registry.register_impl(te.OpImpl("work", "second", "reference", lambda x: "second", mutates=()))
+    return te.OpManager(registry, builtins=False, plugins=False)
+
+
+@pytest.mark.parametrize("fields", [{}, {"devices": ["cpu"]}], ids=["direct", "guarded"])
+def test_a_pin_fails_by_the_rules_of_the_policy_it_was_made_under(fields: dict[str, Any]) -> None:
+    x = torch.ones(2)
+    strict, loose = te.SelectionPolicy(strict=True), te.SelectionPolicy(strict=False)
+
+    te.set_global_policy(strict)
+    pinned = manager_with(**fields).pin("work")
+    te.set_global_policy(loose)
+    with pytest.raises(te.StrictModeError):
+        pinned(x)
+
+    pinned = manager_with(**fields).pin("work")
+    te.set_global_policy(strict)
+    assert pinned(x) == "second"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ops.rmsnorm_fwd(),  # type: ignore[call-arg]
+        lambda: ops.rmsnorm_fwd(torch.ones(2, 4)),  # type: ignore[call-arg]
+        lambda: te.get_default_manager().call("rmsnorm_fwd", torch.ones(2, 4)),
+    ],
+)
+def test_a_missing_argument_is_named_however_the_operator_is_called(
+    call: Callable[[], Any],
+) -> None:
+    with pytest.raises(te.ArgumentError, match=r"'(input|weight)' is missing"):
+        call()
+
+
+def test_a_contract_is_one_object_however_it_travels() -> None:
+    assert copy.copy(ops.rmsnorm_fwd) is ops.rmsnorm_fwd
+    assert copy.deepcopy([ops.rmsnorm_fwd])[0] is ops.rmsnorm_fwd
+    assert pickle.loads(pickle.dumps(ops.rmsnorm_fwd)) is ops.rmsnorm_fwd
+
+
+def test_an_error_keeps_its_words_when_it_leaves_the_process() -> None:
+    with te.policy_context(per_op_order={"work": ["vendor:nobody"]}):
+        with pytest.raises(te.NoImplementationError) as raised:
+            manager_with().call("work", torch.ones(2))
+        arrived = pickle.loads(pickle.dumps(raised.value))
+    assert type(arrived) is te.NoImplementationError
+    assert str(arrived) == str(raised.value)
+    half = te.PartialMutationError("half written", None, ("p",))
+    assert pickle.loads(pickle.dumps(half)).tensors == ("p",)
+
+
+def test_explain_says_that_the_call_itself_is_wrong() -> None:
+    decision = te.get_default_manager().explain("rmsnorm_fwd", torch.ones(2, 4), torch.ones(3))
+    assert decision.selected is None
+    assert "the call itself is wrong" in str(decision)
+    assert "'weight'" in str(decision)
+
+
+def test_a_what_if_question_takes_a_device_with_an_index_and_refuses_an_unknown_dtype() -> None:
+    manager = te.get_default_manager()
+    decision = manager.explain_for("rmsnorm_fwd", device="cuda:1", arch="sm_90", dtype="bfloat16")
+    assert decision.selected is not None
+    assert decision.selected.impl_id == "default.flagos"
+    with pytest.raises(te.ConfigurationError, match="did you mean 'bfloat16'"):
+        manager.explain_for("rmsnorm_fwd", device="cuda", dtype="bf16")
+
+
+def test_a_monitor_must_be_callable() -> None:
+    with pytest.raises(TypeError, match="a monitor is a callable, not int"):
+        te.get_default_manager().monitor(3)  # type: ignore[arg-type]
+
+
+def test_a_duplicate_in_tree_names_the_set_and_not_its_helper() -> None:
+    manager = te.get_default_manager()
+    manager.ensure_initialized()
+    with pytest.raises(te.DuplicateImplError, match=r"reference/__init__\.py"):
+        manager.registry.register_impl(
+            te.OpImpl("rmsnorm_fwd", "reference.torch", "reference", "a.b:c")
+        )
