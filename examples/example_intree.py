@@ -31,7 +31,9 @@ def rmsnorm_fwd(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Root mean square normalization, by a backend that knows plain gamma only."""
-    ops.rmsnorm_fwd.check(input, weight, eps, out_dtype=out_dtype)
+    ops.rmsnorm_fwd.check(
+        input, weight, eps, zero_centered_gamma=zero_centered_gamma, out_dtype=out_dtype
+    )
     if zero_centered_gamma:
         raise NotSupportedError("zero_centered_gamma")  # the next implementation serves
     with torch.no_grad():

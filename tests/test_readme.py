@@ -53,6 +53,17 @@ def test_the_backend_of_the_readme_serves_once_it_is_registered() -> None:
         assert get_default_manager().get_selected_impl_id("rmsnorm_fwd") == "vendor.mybackend"
 
 
+def test_the_backend_of_the_readme_passes_the_conformance_kit() -> None:
+    from transformer_engine_fl import testing
+
+    (block,) = (it for it in _blocks("python") if "OpImpl(" in it)
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    cases = list(testing.cases("vendor.mybackend"))
+    assert cases
+    for case in cases:
+        case.run()
+
+
 def test_the_tables_list_every_variable_and_no_other() -> None:
     listed = [cells[0].strip("`") for cells in _cells("Environment variables")]
     assert sorted(listed) == sorted((*VARIABLES, "CUDA_HOME", "CUDA_PATH"))
@@ -125,3 +136,9 @@ def test_the_architecture_page_names_every_module_of_core() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     modules = (ROOT / "transformer_engine_fl" / "core").glob("[!_]*.py")
     assert [it.name for it in modules if f"`{it.name}`" not in page] == []
+
+
+def test_the_architecture_page_names_every_module_of_the_conformance_kit() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    modules = (ROOT / "transformer_engine_fl" / "testing").glob("[!_]*.py")
+    assert [it.name for it in modules if it.name not in page] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -88,6 +88,35 @@ def stale(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
 
 _kept: dict[Any, Tensor] = {}
 
+
+def reused(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
+    kept = _buffers.setdefault((output.shape, output.dtype), torch.zeros_like(output))
+    return kept.copy_(output), rsigma
+
+
+_buffers: dict[Any, Tensor] = {}
+
+
+def remembered(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
+    """The weight is kept by its address, alive, as somebody's cache of conversions does."""
+    kept = _weights.setdefault(weight.data_ptr(), (weight, output.clone()))[1]
+    return (kept.clone() if kept.shape == output.shape else output), rsigma
+
+
+_weights: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+def padding_cleared(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
+    if not input.is_contiguous() and input.ndim == 2 and input.stride(0) > input.shape[1]:
+        beside = input.stride(0) - input.shape[1]
+        input.as_strided((1, beside), input.stride(), input.shape[1]).zero_()
+    return output, rsigma
+
+
+def depending_on_the_rows(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
+    return output * (1 + 2e-7 * (input.shape[0] > 200)), rsigma
+
+
 FAULTS: dict[str, tuple[Rms, str]] = {
     "statistics of another dtype": (broken(lambda y, r, x, w: (y, r.double())), "shape rule"),
     "statistics of low precision": (broken(low_precision), "allowed error"),
@@ -98,34 +127,96 @@ FAULTS: dict[str, tuple[Rms, str]] = {
     "written outside": (broken(written_outside), "written after a buffer"),
     "an input written": (broken(input_scaled), "written its input 'input'"),
     "a stale buffer": (broken(stale), "allowed error"),
+    "an output of the call before reused": (broken(reused), "an output of the call before"),
+    "a result remembered by address": (broken(remembered), "/repeated/typical"),
+    "the padding of an input written": (broken(padding_cleared), "written its input 'input'"),
     "not deterministic": (broken(different_each_time), "same bits"),
+    "not batch invariant": (broken(depending_on_the_rows), "bits from the same among 257"),
 }
 
 
-def failures(fn: Rms, **fields: Any) -> list[str]:
-    registry = te.OpRegistry()
+def cases(fn: Callable[..., Any], **fields: Any) -> list[testing.Case]:
+    return list(testing.cases("vendor.broken", dtypes=["float32"], manager=holding(fn, **fields)))
+
+
+def holding(
+    fn: Callable[..., Any],
+    contract: te.Contract[..., Any] = ops.rmsnorm_fwd,
+    **fields: Any,
+) -> te.OpManager:
+    registry = te.OpRegistry({contract.name: contract})
     registry.register_impl(
-        te.OpImpl("rmsnorm_fwd", "vendor.broken", "vendor", fn, vendor="broken", **fields)
+        te.OpImpl(contract.name, "vendor.broken", "vendor", fn, vendor="broken", **fields)
     )
-    manager = te.OpManager(registry, builtins=False, plugins=False)
+    return te.OpManager(registry, builtins=False, plugins=False)
+
+
+def failures(fn: Callable[..., Any], **fields: Any) -> list[str]:
     found = []
-    for case in testing.cases("vendor.broken", dtypes=["float32"], manager=manager):
+    for case in cases(fn, **fields):
         try:
             case.run()
         except testing.ConformanceError as error:
-            found.append(f"{case.name}: {error}")
+            found.append(str(error))
     return found
+
+
+def assert_caught(fn: Callable[..., Any], words: str, **fields: Any) -> None:
+    found = failures(fn, **fields)
+    assert any(words in failure for failure in found), found
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_set_is_caught(fault: str) -> None:
     fn, words = FAULTS[fault]
-    found = failures(fn, traits=["deterministic"])
-    assert any(words in failure for failure in found), found
+    assert_caught(fn, words, traits=["deterministic", "batch_invariant"])
 
 
 def test_the_right_one_passes() -> None:
     assert failures(right, traits=["deterministic"]) == []
+    assert [case.name for case in cases(right) if case.run().declined] == []
+
+
+# ----------------------------------------------------------------------------- declining
+
+
+def declining(input: Tensor, weight: Tensor, eps: float = 1e-5) -> Any:
+    raise te.NotSupportedError("not today")
+
+
+def test_one_that_declines_everything_is_caught() -> None:
+    for fields in ({}, {"supports": lambda *args, **kwargs: "not today"}):
+        assert_caught(declining, "declines the typical sample", **fields)
+    assert_caught(declining, "not today")
+
+
+def test_a_sample_may_be_declined_and_the_outcome_says_why() -> None:
+    def plain(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        ops.rmsnorm_fwd.check(input, weight, eps)
+        if not input.is_contiguous():
+            raise te.NotSupportedError("contiguous inputs only")
+        return right(input, weight, eps)
+
+    assert failures(plain) == []
+    declined = {case.name.split("/", 3)[-1]: case.run().declined for case in cases(plain)}
+    assert declined["values/transposed"] == "contiguous inputs only"
+    assert "zero_centered_gamma" in str(declined["values/zero_centered_gamma=True"])
+    assert declined["values/typical"] is None
+
+
+def test_an_unknown_set_operator_or_dtype_is_an_error_that_names_the_nearest() -> None:
+    manager = holding(right, devices=["cuda"])
+    with pytest.raises(te.UnknownOperatorError, match=r"did you mean 'vendor\.broken'"):
+        testing.cases("vendor.brokn", manager=manager)
+    with pytest.raises(te.UnknownOperatorError):
+        testing.cases("vendor.broken", operators=["rmsnorm_bwd"], manager=manager)
+    with pytest.raises(te.ConfigurationError, match="did you mean 'float32'"):
+        testing.cases("vendor.broken", dtypes=["flaot32"], manager=holding(right))
+    with pytest.raises(te.ConfigurationError, match="runs on cuda only"):
+        testing.cases("vendor.broken", device="cpu", manager=manager)
+
+
+# ------------------------------------------------------------------------------ refusing
 
 
 def test_one_that_checks_nothing_is_caught() -> None:
@@ -141,19 +232,180 @@ def test_one_that_checks_nothing_is_caught() -> None:
         gain = weight + 1 if zero_centered_gamma else weight
         return (input * rsigma[..., None] * gain).to(out_dtype or input.dtype), rsigma.flatten()
 
-    found = failures(trusting)
-    assert any("refuses/one dimension too many as weight" in failure for failure in found), found
+    for what in (
+        "one dimension too many as weight",
+        "dtype int32 as input",
+        "a tensor on meta as weight",
+        "a negative number as eps",
+        "NaN as eps",
+        "an int as zero_centered_gamma",
+        "None as zero_centered_gamma",
+        "a dict as out_dtype",
+    ):
+        assert_caught(trusting, f"/refuses/{what}: ")
+
+
+def test_one_that_writes_before_it_refuses_is_caught() -> None:
+    def hasty(
+        input: Tensor,
+        weight: Tensor,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {
+            "zero_centered_gamma": zero_centered_gamma,
+            "out_dtype": out_dtype,
+        }
+        try:
+            return right(input, weight, eps, **options)
+        except te.ArgumentError:
+            if isinstance(input, Tensor):
+                input.zero_()
+            raise
+
+    found = failures(hasty)
+    assert found
+    assert all("/refuses/" in it and "written its input 'input'" in it for it in found), found
 
 
 def test_outputs_that_require_grad_are_caught() -> None:
-    found = failures(broken(lambda y, r, x, w: (y * w.sum() / w.sum().detach(), r)))
-    assert any("requires grad" in failure for failure in found), found
+    fn = broken(lambda y, r, x, w: (y * w.sum() / w.sum().detach(), r))
+    for sample in ("typical", "eps=0.01", "transposed"):
+        assert_caught(fn, f"outputs never require grad/{sample}: ")
+
+
+def test_wrong_shapes_of_fake_tensors_are_caught() -> None:
+    def faked(y: Tensor, r: Tensor, x: Tensor, w: Tensor) -> Any:
+        return y, (r[None] if x.is_meta or type(x) is not Tensor else r)
+
+    assert_caught(broken(faked), "wrong shapes for fake tensors")
+
+
+# ------------------------------------------------------------------------------- writing
+
+
+def _accumulate_check(op: str, total: Any, parts: Any, scale: Any) -> None:
+    if not isinstance(scale, Tensor) or scale.shape != ():
+        raise te.ArgumentError(op, "scale", repr(scale), "a tensor of one number")
+    if not isinstance(total, Tensor) or total.dtype != torch.float32:
+        raise te.ArgumentError(op, "total", repr(total), "a float32 tensor")
+    if not isinstance(parts, list) or not all(
+        isinstance(it, Tensor) and it.shape == total.shape and it.dtype == total.dtype
+        for it in parts
+    ):
+        raise te.ArgumentError(op, "parts", repr(parts), "tensors as 'total'")
+
+
+def _accumulate_samples(dtype: str, device: str) -> Iterator[te.Sample]:
+    values = torch.linspace(-1, 1, 4 * 6, device=device).view(4, 6)
+    scale = torch.tensor(0.5, device=device)
+    yield te.Sample("typical", (values, [values.flip(0), values * 3]), {"scale": scale})
+    padded = torch.ones(4, 8, device=device)[:, :6]
+    yield te.Sample("padded", (padded, [values]), {"scale": scale})
+
+
+def _accumulate_oracle(total: Tensor, parts: list[Tensor], *, scale: Tensor) -> Any:
+    after = total.double() + sum(it.double() for it in parts) * scale.double()
+    return after > 0, after
+
+
+@te.contract(
+    family="example",
+    check=_accumulate_check,
+    samples=_accumulate_samples,
+    tolerance={"float32": te.Tolerance(1e-6, 1e-6)},
+    oracle=_accumulate_oracle,
+    mutates=("total",),
+)
+def accumulate(total: Tensor, parts: list[Tensor], *, scale: Tensor) -> Tensor:
+    """``total += scale * sum(parts)``; returns where it is positive."""
+    return torch.empty_like(total, dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
+def accumulating(change: Callable[[Tensor, list[Tensor], Tensor], Any]) -> Callable[..., Tensor]:
+    @torch.no_grad()
+    def operator(total: Tensor, parts: list[Tensor], *, scale: Tensor) -> Tensor:
+        accumulate.check(total, parts, scale=scale)
+        for part in parts:
+            total.add_(part * scale)
+        positive = (total > 0).contiguous()
+        changed = change(total, parts, scale)
+        return changed if isinstance(changed, Tensor) and changed.dtype == torch.bool else positive
+
+    return operator
+
+
+def test_an_operator_that_writes_what_it_declares_passes() -> None:
+    fn = accumulating(lambda total, parts, scale: None)
+    traits = ["deterministic", "batch_invariant"]
+    assert failures(fn, contract=accumulate, traits=traits) == []
+    names = [case.name for case in cases(fn, contract=accumulate, traits=traits)]
+    assert any("batch invariant" in name for name in names)
+    assert any("refuses/None inside as parts" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda total, parts, scale: total.add_(1e-3), "argument 'total': element"),
+        (lambda total, parts, scale: scale.mul_(2), "written its input 'scale'"),
+        (lambda total, parts, scale: parts[-1].neg_(), "written its input 'parts'"),
+        (lambda total, parts, scale: total <= 0, "output 0: element"),
+        (
+            lambda total, parts, scale: total.as_strided(
+                (4, total.stride(0)), total.stride()
+            ).abs_(),
+            "argument 'total': element",
+        ),
+        (
+            lambda total, parts, scale: total.as_strided((1,), (1,), total.stride(0) - 1).fill_(7),
+            "the memory beside its input 'total'",
+        ),
+    ],
+    ids=["wrong values", "a keyword", "in a list", "a wrong bool", "all wrong", "beside"],
+)
+def test_writing_anything_else_is_caught(change: Callable[..., Any], words: str) -> None:
+    assert_caught(accumulating(change), words, contract=accumulate)
+
+
+@te.contract(
+    family="example",
+    check=lambda op, input: None,
+    samples=lambda dtype, device: iter([te.Sample("typical", (torch.ones(3, device=device),))]),
+    tolerance={"float32": te.Tolerance(0.0, 0.0)},
+    oracle=lambda input: input.double(),
+)
+def duplicate(input: Tensor) -> Tensor:
+    """A copy."""
+    return torch.empty_like(input)
+
+
+def test_an_input_as_the_output_is_caught() -> None:
+    assert failures(lambda input: input.detach().clone(), contract=duplicate) == []
+    assert_caught(lambda input: input.detach(), "shares the memory of 'input'", contract=duplicate)
+
+
+# ------------------------------------------------------------------------------ the kit
 
 
 def test_cases_have_unique_names_and_cover_every_operator_of_a_set() -> None:
     names = [case.name for case in testing.cases("reference.torch")]
     assert len(set(names)) == len(names)
     assert {name.split("/")[0] for name in names} == set(ops.CATALOGUE)
+
+
+def test_integers_bools_and_float8_compare_exactly() -> None:
+    loose = te.Tolerance(1.0, 1.0)
+    expected = torch.tensor([1.0, 2.0, 448.0], dtype=torch.float64)
+    for dtype in (torch.int32, torch.uint8, torch.float8_e4m3fn):
+        result = torch.tensor([1, 2, 100 if dtype == torch.uint8 else 448]).to(dtype)
+        want = result.double()
+        assert testing.compare(result, want, loose).ratio == 0
+        result.view(torch.uint8)[-1] ^= 1
+        assert testing.compare(result, want, loose).ratio == float("inf")
+    assert testing.compare(expected > 1, expected > 2, loose).index == 1
 
 
 def test_infinite_and_missing_values_are_errors() -> None:

@@ -95,6 +95,9 @@ class Contract(Generic[P, R]):
         backward: its backward operator, if it has one.
         aliases: other names of the same operator.
         tolerance: allowed error against float64, by dtype name.
+        oracle: the formula in float64. It writes nothing. For an operator that writes
+            arguments it returns, after the outputs, what each argument named in
+            ``mutates`` must hold afterwards, in float64 and in that order.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class ForkSafeLock:
 
 
 LOADING: Final = ForkSafeLock()
-"""Held while code is imported late, registers or is asked whether it is available."""
+"""Held while code is imported late or registers."""
 
 _PATIENCE: Final = 60.0
 """Seconds that a fork waits for :data:`LOADING`, should its holder wait for the fork."""

@@ -44,10 +44,13 @@ _NOTHING = Worst(0.0, 0.0, 0.0, -1, 0.0, 0.0)
 def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
     """The worst element of ``result`` against ``expected`` (float64), on the result's device.
 
-    A NaN or an infinity that is not expected counts as an infinite error.
+    A NaN or an infinity that is not expected counts as an infinite error. Integers, bools
+    and types of one byte (float8) have no tolerance: any other bit is an infinite error.
     """
     if not result.numel():
         return _NOTHING
+    if not result.is_floating_point() or result.element_size() == 1:
+        return _exactly(result.detach(), expected.detach().to(result.device))
     got = result.detach().to(torch.float64).flatten()
     want = expected.detach().to(got).flatten()
     finite = want.isfinite()
@@ -65,6 +68,19 @@ def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
         got=float(got[place]),
         expected=float(want[place]),
     )
+
+
+def _exactly(result: Tensor, expected: Tensor) -> Worst:
+    """Nothing, or the first element that is not, bit for bit, the expected one in its dtype."""
+    size = result.element_size()
+    got = result.contiguous().flatten()
+    want = expected.to(result.dtype).contiguous().flatten()
+    differ = (got.view(torch.uint8) != want.view(torch.uint8)).view(-1, size).any(-1)
+    if not bool(differ.any()):
+        return _NOTHING
+    place = int(differ.to(torch.uint8).argmax())
+    value, right = float(got[place].double()), float(want[place].double())
+    return Worst(torch.inf, torch.inf, torch.inf, place, value, right)
 
 
 def _ulp(values: Tensor, dtype: torch.dtype) -> Tensor:

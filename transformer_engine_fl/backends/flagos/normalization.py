@@ -432,8 +432,13 @@ class _Chunks(NamedTuple):
 # By width: columns rounded up to a power of two, float64 counting double. The widest row
 # listed is the widest that is kept in registers: up to 32 columns a thread in the forward,
 # 16 in the backward, which also holds the sums for the parameters.
-_FORWARD_THREADS = {2048: 128, 4096: 256, 16384: 512, 32768: 1024}
-_FORWARD_TILE, _BACKWARD_TILE = 2048, 4096  # width of a tile of several rows
+_FORWARD_TILES = {  # threads of a program, and width of a tile of one or several rows
+    2048: (128, 2048),
+    8192: (256, 8192),
+    16384: (512, 16384),
+    32768: (1024, 32768),
+}
+_BACKWARD_TILE = 4096  # width of a tile of several rows
 _FORWARD_CHUNK, _FORWARD_CHUNK_THREADS = 4096, 256
 _BACKWARD_TILES = {
     4096: _Tiles(threads=256, programs=2, stages=3),
@@ -550,8 +555,8 @@ def _plan_forward(
     block = _block(columns)
     statistics = contracts.statistics_dtype(dtype)
     make = functools.partial(_launch.Launch, device=device, OFFSET=int(offset), UNIT=unit)
-    threads: int | None = _listed(_FORWARD_THREADS, block * double)
-    if threads is None:
+    tile: tuple[int, int] | None = _listed(_FORWARD_TILES, block * double)
+    if tile is None:
         launch = make(
             _forward_wide,
             threads=_FORWARD_CHUNK_THREADS,
@@ -559,7 +564,8 @@ def _plan_forward(
             UNROLL=_UNROLL,
         )
         return _ForwardPlan(launch, statistics, unit, 1)
-    rows = _rows_of_tile(_FORWARD_TILE, block * double)
+    threads, width = tile
+    rows = _rows_of_tile(width, block * double)
     launch = make(_forward_rows, threads=threads, ROWS=rows, BLOCK=block)
     return _ForwardPlan(launch, statistics, unit, rows)
 

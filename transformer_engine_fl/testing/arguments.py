@@ -1,0 +1,156 @@
+"""A call's arguments: their tensors wherever they are, copies, bytes, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.core.contract import Contract, Sample
+
+__all__ = [
+    "as_tuple",
+    "bits",
+    "by_name",
+    "changed",
+    "clone",
+    "copy_into",
+    "memory",
+    "overlaps",
+    "replaced",
+    "rows_of",
+    "taking_rows",
+    "tensors",
+    "tiled",
+    "transformed",
+]
+
+
+def by_name(contract: Contract[..., Any], sample: Sample) -> dict[str, Any]:
+    """What the sample passes, by parameter; defaults are not filled in."""
+    names = contract.signature.parameters
+    return {**dict(zip(names, sample.args, strict=False)), **sample.kwargs}
+
+
+def replaced(contract: Contract[..., Any], sample: Sample, label: str, **new: Any) -> Sample:
+    """The same call with other values for some parameters, each passed as it was."""
+    names = list(contract.signature.parameters)
+    args = tuple(new.pop(name, it) for name, it in zip(names, sample.args, strict=False))
+    return Sample(label, args, {**sample.kwargs, **new})
+
+
+def transformed(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The value with each of its tensors changed, in tuples, lists and dicts too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: transformed(it, change) for name, it in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(transformed(it, change) for it in value)
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Each tensor in the value."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for it in value.values() if isinstance(value, dict) else value:
+            yield from tensors(it)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """What an operator returned, as a tuple of its outputs."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def clone(value: Any) -> Any:
+    """A copy with the same strides, storage offset and aliasing within each tensor."""
+    return transformed(value, _clone)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "meta":
+        return tensor
+    base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return base.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def bits(value: Tensor) -> Tensor:
+    """The elements' bytes, so that NaN equals itself and -0.0 differs from 0.0."""
+    return value.detach().contiguous().flatten().view(torch.uint8)
+
+
+def memory(value: Tensor) -> Tensor:
+    """The bytes of the whole storage, with what lies between and around the elements."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+
+
+def overlaps(value: Tensor) -> bool:
+    """Whether elements share memory, so that the tensor cannot be written."""
+    return any(step == 0 and n > 1 for n, step in zip(value.shape, value.stride(), strict=True))
+
+
+def changed(sample: Sample, change: Callable[[Tensor], Tensor]) -> Sample:
+    """The call with other values in its floating-point tensors; integers may be positions."""
+
+    def other(value: Tensor) -> Tensor:
+        fixed = not value.is_floating_point() or overlaps(value)
+        return _clone(value) if fixed else _clone(value).copy_(change(value))
+
+    args, kwargs = transformed((sample.args, sample.kwargs), other)
+    return Sample(sample.label, args, kwargs)
+
+
+def copy_into(call: Sample, values: Sample) -> None:
+    """Write the values of another call into the tensors of this one."""
+    sources = tensors((values.args, values.kwargs))
+    for place, source in zip(tensors((call.args, call.kwargs)), sources, strict=True):
+        if not overlaps(place):
+            place.copy_(source)
+
+
+# --------------------------------------------------------------------------------- rows
+#
+# Rows are the leading dimension of the dispatch tensor; a tensor argument has rows if its
+# leading size is the same. Whether that was chance, the contract's check tells.
+
+
+def rows_of(contract: Contract[..., Any], sample: Sample) -> int:
+    """How many rows a call has; 0 if its dispatch tensor has no dimension to spare."""
+    tensor = by_name(contract, sample).get(contract.dispatch_on)
+    return tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim > 1 else 0
+
+
+def taking_rows(contract: Contract[..., Any], sample: Sample, first: int, end: int) -> Sample:
+    """The call on some rows alone, each argument with its strides and alignment kept."""
+    rows = rows_of(contract, sample)
+
+    def take(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != rows:
+            return _clone(tensor)
+        if overlaps(tensor):
+            return _clone(tensor)[first:end]
+        some = _clone(tensor)[: end - first]
+        return some.copy_(tensor[first:end])
+
+    args, kwargs = transformed((sample.args, sample.kwargs), take)
+    return Sample(f"rows {first} to {end} of {sample.label}", args, kwargs)
+
+
+def tiled(contract: Contract[..., Any], sample: Sample, least: int) -> Sample:
+    """The call with its rows repeated until there are ``least`` of them."""
+    rows = rows_of(contract, sample)
+    times = -(-least // rows)
+
+    def repeat(tensor: Tensor) -> Tensor:
+        has_rows = tensor.ndim > 0 and tensor.shape[0] == rows
+        return torch.cat([tensor] * times) if has_rows else tensor
+
+    args, kwargs = transformed((sample.args, sample.kwargs), repeat)
+    return Sample(f"{sample.label}, {rows * times} rows", args, kwargs)

@@ -1,0 +1,248 @@
+"""Cases generated from the contracts, each of which an implementation must pass.
+
+A case is one thing that must hold on one sample; its name says which, and running it
+alone reproduces a failure. What holds is asked in ``checks`` and ``streams``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from transformer_engine_fl.core.contract import Contract, Sample
+from transformer_engine_fl.core.errors import (
+    ArgumentError,
+    ConfigurationError,
+    UnknownOperatorError,
+    suggestion,
+)
+from transformer_engine_fl.core.manager import OpManager, get_default_manager
+from transformer_engine_fl.core.registry import Entry
+from transformer_engine_fl.testing import streams
+from transformer_engine_fl.testing.arguments import (
+    as_tuple,
+    by_name,
+    rows_of,
+    taking_rows,
+    tensors,
+    tiled,
+)
+from transformer_engine_fl.testing.checks import Declined, Run, row_ranges
+from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
+from transformer_engine_fl.testing.refusals import refused_calls
+
+__all__ = ["Case", "cases"]
+
+_MANY_ROWS = 512
+"""How many rows the widest sample is repeated to on a GPU: more than it has processors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing that must hold.
+
+    Attributes:
+        name: ``operator/impl_id/dtype/what/sample``, unique.
+        check: what :meth:`run` runs.
+        required: declining is a failure.
+    """
+
+    name: str
+    check: Callable[[], Outcome]
+    required: bool = False
+
+    def run(self) -> Outcome:
+        """Check it; whatever an implementation raises is a failure like any other.
+
+        Returns:
+            The outcome: the worst error of a comparison, or why the sample was declined.
+
+        Raises:
+            ConformanceError: it does not hold.
+        """
+        try:
+            return self.check()
+        except ConformanceError as error:
+            raise ConformanceError(f"{self.name}: {error}") from error
+        except Declined as declined:
+            if self.required:
+                raise ConformanceError(
+                    f"{self.name}: declines the typical sample of a dtype that it claims: "
+                    f"{declined}"
+                ) from declined
+            return Outcome(declined=str(declined))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ConformanceError(f"{self.name} raised {said}") from error
+
+
+def cases(
+    impl_id: str,
+    *,
+    operators: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    device: str = "cpu",
+    manager: OpManager | None = None,
+) -> Iterator[Case]:
+    """Every case for an implementation set.
+
+    Args:
+        impl_id: the set, e.g. ``"vendor.acme"``.
+        operators: only these; all that it implements unless given.
+        dtypes: only these; all that the contract has and it supports unless given.
+        device: where to run.
+        manager: whose registry holds it; the default one unless given.
+
+    Raises:
+        UnknownOperatorError: nothing here has that id, or an operator of ``operators``
+            has no implementation of that id.
+        ConfigurationError: there is nothing to test: no contract, no such dtype, or the
+            set does not run on that device.
+    """
+    manager = manager or get_default_manager()
+    manager.ensure_initialized()
+    found = _entries(impl_id, operators, manager)
+    wanted = None if dtypes is None else frozenset(dtypes)
+    kind = torch.device(device).type
+    here = [it for it in found if it[0].impl.devices is None or kind in it[0].impl.devices]
+    if not here:
+        theirs = ", ".join(
+            sorted({name for entry, _ in found for name in entry.impl.devices or ()})
+        )
+        raise ConfigurationError(f"device {device!r}: {impl_id!r} runs on {theirs} only")
+    known = sorted({dtype for _, contract in here for dtype in contract.dtypes})
+    for dtype in sorted(wanted or ()):
+        if dtype not in known:
+            raise ConfigurationError(
+                f"dtypes: {dtype!r} is in no contract of {impl_id!r}; "
+                f"they have {', '.join(known)}{suggestion(dtype, known)}"
+            )
+    return (case for it in here for case in _of_entry(*it, device, wanted))
+
+
+def _entries(
+    impl_id: str, operators: Iterable[str] | None, manager: OpManager
+) -> list[tuple[Entry, Contract[..., Any]]]:
+    registry = manager.registry
+    known = {
+        entry.impl.impl_id for name in registry.list_operators() for entry in registry.entries(name)
+    }
+    if impl_id not in known:
+        raise UnknownOperatorError(
+            f"no operator has an implementation {impl_id!r}; there are: "
+            f"{', '.join(sorted(known)) or 'none'}{suggestion(impl_id, known)}"
+        )
+    names = registry.list_operators() if operators is None else tuple(operators)
+    for name in () if operators is None else names:
+        registry.get_implementation(name, impl_id)  # or it says what there is
+    entries = (it for name in names for it in registry.entries(name) if it.impl.impl_id == impl_id)
+    found = [(entry, entry.contract) for entry in entries if entry.contract is not None]
+    if not found:
+        raise ConfigurationError(f"no operator of {impl_id!r} has a contract to be tested against")
+    return found
+
+
+def _of_entry(
+    entry: Entry, contract: Contract[..., Any], device: str, wanted: frozenset[str] | None
+) -> Iterator[Case]:
+    supported = entry.impl.supported_dtypes
+    for dtype in contract.dtypes:
+        if (wanted is None or dtype in wanted) and (supported is None or dtype in supported):
+            yield from _of_dtype(entry, contract, dtype, list(contract.samples(dtype, device)))
+
+
+def _of_dtype(
+    entry: Entry, contract: Contract[..., Any], dtype: str, samples: list[Sample]
+) -> Iterator[Case]:
+    """Every case of a dtype; the first sample is the typical one."""
+    label = f"{contract.name}/{entry.impl.impl_id}/{dtype}"
+    traits = entry.impl.traits
+
+    def of(chosen: Iterable[Sample]) -> Iterator[tuple[str, Run]]:
+        for sample in chosen:
+            yield sample.label, Run(entry, contract, dtype, sample)
+
+    typical = samples[0]
+    for name, run in of(samples):
+        yield Case(f"{label}/values/{name}", run.values, required=run.sample is typical)
+    for name, run in of(_unlike(contract, samples)):
+        yield Case(f"{label}/outputs never require grad/{name}", run.no_grad)
+        yield Case(f"{label}/fake tensors/{name}", run.fake)
+    for name, run in of([typical]):
+        yield Case(f"{label}/repeated/{name}", run.repeated)
+        if _device(typical) == "cuda":
+            yield Case(f"{label}/stream/{name}", functools.partial(streams.stream, run))
+            if "graph_safe" in traits:
+                yield Case(f"{label}/graph safe/{name}", functools.partial(streams.graph_safe, run))
+    sizes = _sizes(contract, samples)
+    if "deterministic" in traits:
+        for name, run in of(sizes):
+            yield Case(f"{label}/deterministic/{name}", run.deterministic)
+    if "batch_invariant" in traits:
+        for name, run in of(it for it in sizes if _rows_are_independent(contract, it)):
+            yield Case(f"{label}/batch invariant/{name}", run.batch_invariant)
+    for name, run in of(refused_calls(contract, samples)):
+        yield Case(f"{label}/refuses/{name}", run.refused)
+
+
+def _unlike(contract: Contract[..., Any], samples: list[Sample]) -> Iterator[Sample]:
+    """The typical sample, one with an option, one that is not contiguous."""
+
+    def strided(sample: Sample) -> bool:
+        value = by_name(contract, sample).get(contract.dispatch_on)
+        return isinstance(value, torch.Tensor) and not value.is_contiguous()
+
+    kinds = (samples[:1], filter(lambda it: it.kwargs, samples), filter(strided, samples))
+    firsts = [it for kind in kinds for it in list(kind)[:1]]
+    yield from {id(it): it for it in firsts}.values()
+
+
+def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
+    """The typical sample, the one of most rows, the widest; on a GPU that with many rows."""
+
+    def width(sample: Sample) -> int:
+        value = by_name(contract, sample).get(contract.dispatch_on)
+        return value.shape[-1] if isinstance(value, torch.Tensor) and value.ndim else 0
+
+    rows = functools.partial(rows_of, contract)
+    widest = max(samples, key=lambda it: (rows(it) > 1, width(it)))
+    chosen = [samples[0], max(samples, key=rows), widest]
+    if rows(widest) > 1 and _device(widest) != "cpu":
+        tall = tiled(contract, widest, _MANY_ROWS)
+        chosen += [tall] * (_checked(contract, tall) is not None)
+    return list({it.label: it for it in chosen}.values())
+
+
+def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
+    """Whether by the definition some rows alone have the values that they have among all."""
+    rows = rows_of(contract, sample)
+    if rows < 2:
+        return False
+    first, end = row_ranges(rows)[-1]
+    some = taking_rows(contract, sample, first, end)
+    shapes = _checked(contract, some)
+    if shapes is None or not any(len(it) == end - first for it in tensors(shapes) if it.ndim):
+        return False
+    whole = tensors(contract.oracle(*sample.args, **sample.kwargs))
+    alone = tensors(contract.oracle(*some.args, **some.kwargs))
+    return all(
+        torch.allclose(value[first:end].double(), part.double(), rtol=1e-9, equal_nan=True)
+        for value, part in zip(whole, alone, strict=True)
+        if value.ndim and (len(value), len(part)) == (rows, end - first)
+    )
+
+
+def _checked(contract: Contract[..., Any], sample: Sample) -> tuple[Any, ...] | None:
+    """The outputs by the shape rule, None if the contract refuses the call."""
+    try:
+        return as_tuple(contract.shapes(*sample.args, **sample.kwargs))
+    except ArgumentError:
+        return None
+
+
+def _device(sample: Sample) -> str:
+    return next(tensors((sample.args, sample.kwargs))).device.type

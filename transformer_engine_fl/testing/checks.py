@@ -1,0 +1,332 @@
+"""What may be asked of an implementation on one sample.
+
+It is called directly, not through dispatch. What the contract lets it decline is told
+as an outcome; everything that it computes is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.core.contract import Contract, Sample
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.core.registry import Entry
+from transformer_engine_fl.core.selection import ask_supports, options_decline
+from transformer_engine_fl.testing.allocation import Guarded
+from transformer_engine_fl.testing.arguments import (
+    as_tuple,
+    bits,
+    by_name,
+    changed,
+    clone,
+    copy_into,
+    memory,
+    replaced,
+    rows_of,
+    taking_rows,
+    tensors,
+    transformed,
+)
+from transformer_engine_fl.testing.comparison import Worst, compare
+from transformer_engine_fl.testing.outcome import PASSED, ConformanceError, Outcome
+
+__all__ = ["Declined", "Run", "row_ranges"]
+
+Values = tuple[Any, ...]
+"""The outputs of a call, then what each argument in ``mutates`` holds afterwards."""
+
+
+class Declined(Exception):  # noqa: N818 - not an error: the way out of a check
+    """The implementation does not take the sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One sample, and what may be asked of an implementation on it.
+
+    Attributes:
+        entry: the implementation.
+        contract: what it must keep.
+        dtype: the dtype whose sample it is.
+        sample: the call.
+    """
+
+    entry: Entry
+    contract: Contract[..., Any]
+    dtype: str
+    sample: Sample
+
+    # ----------------------------------------------------------------------- the checks
+
+    def values(self) -> Outcome:
+        """Values, shapes, dtypes; poison overwritten, fences whole, inputs as declared."""
+        call = self.fresh()
+        with Guarded() as allocations:
+            values = self.serve(call)
+        outside = allocations.broken()
+        if outside is not None:
+            raise self.error(outside)
+        self.check_inputs(call)
+        self.check_aliases(call, values)
+        return Outcome(self.check_values(values))
+
+    def repeated(self) -> Outcome:
+        """Nothing is kept from an earlier call: neither its inputs' values nor its outputs.
+
+        The first call sees zeros in the same tensors; what it returned is then the
+        caller's, and so is what the second one returned.
+        """
+        call, true = changed(self.sample, torch.zeros_like), self.fresh()
+        first = self.serve(call)[: self.outputs]
+        kept = [bits(value).clone() for value in tensors(first)]
+        copy_into(call, true)
+        second = self.serve(call)
+        for before, value in zip(kept, tensors(first), strict=True):
+            if not torch.equal(before, bits(value)):
+                raise self.error("a call has written an output of the call before")
+        worst = self.check_values(second)
+        for value in tensors(second[: self.outputs]):
+            value.zero_()
+        copy_into(call, true)
+        self.check_values(self.serve(call))
+        return Outcome(worst)
+
+    def no_grad(self) -> Outcome:
+        """Outputs do not require grad, whatever the inputs do."""
+
+        def requiring_grad(value: Tensor) -> Tensor:
+            differentiable = value.is_floating_point() or value.is_complex()
+            return value.requires_grad_() if differentiable else value
+
+        given = by_name(self.contract, self.fresh())
+        call = {
+            name: value if name in self.contract.mutates else transformed(value, requiring_grad)
+            for name, value in given.items()
+        }
+        fresh = replaced(self.contract, self.sample, self.sample.label, **call)
+        values = self.serve(fresh)
+        for what, value, _ in self.pairs(values, values):
+            if value.requires_grad:
+                raise self.error(f"{what} requires grad")
+        return PASSED
+
+    def fake(self) -> Outcome:
+        """Fake and meta tensors give the right shapes, or are refused; nothing is launched."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.decline_beforehand(self.sample)
+        expected = self.shapes()
+        mode = FakeTensorMode()
+        makers: tuple[tuple[str, Callable[[Tensor], Any]], ...] = (
+            ("fake", mode.from_tensor),
+            ("meta", lambda tensor: tensor.to("meta")),
+        )
+        for kind, make in makers:
+            args, kwargs = transformed((self.sample.args, self.sample.kwargs), make)
+            try:
+                results = as_tuple(self.call(args, kwargs))
+            except NotSupportedError:
+                continue
+            self.check_count(results, expected)
+            for result, shape in zip(results, expected, strict=True):
+                if shape is not None and _kind(result) != _kind(make(shape)):
+                    raise self.error(
+                        f"wrong shapes for {kind} tensors: {_kind(result)}, "
+                        f"the shape rule says {_kind(make(shape))}"
+                    )
+        return PASSED
+
+    def deterministic(self) -> Outcome:
+        """The same bits from run to run."""
+        first = [bits(it).clone() for it in tensors(self.serve(self.fresh()))]
+        for _ in range(3):
+            again = tensors(self.serve(self.fresh()))
+            if not all(torch.equal(bits(a), b) for a, b in zip(again, first, strict=True)):
+                raise self.error("not the same bits again")
+        return PASSED
+
+    def batch_invariant(self) -> Outcome:
+        """Some rows alone give the same bits as among all."""
+        rows = rows_of(self.contract, self.sample)
+        whole = self.serve(self.fresh())
+        for first, end in row_ranges(rows):
+            some = taking_rows(self.contract, self.sample, first, end)
+            for what, value, part in self.pairs(whole, self.serve(some)):
+                has_rows = value.ndim and (len(value), len(part)) == (rows, end - first)
+                if has_rows and not torch.equal(bits(value[first:end]), bits(part)):
+                    raise self.error(
+                        f"{what}: rows {first} to {end} alone differ in their "
+                        f"bits from the same among {rows}"
+                    )
+        return PASSED
+
+    def refused(self) -> Outcome:
+        """A call that breaks the contract is refused, and no input has been written."""
+        if options_decline(self.entry, self.sample.args, self.sample.kwargs) is not None:
+            return PASSED  # an option that it does not have at all
+        call = self.fresh()
+        try:
+            self.call(call.args, call.kwargs)
+        except (ArgumentError, NotSupportedError):
+            self.check_inputs(call, declared=())
+            return PASSED
+        except Exception as error:
+            raise self.error(
+                f"fails on {self.sample.label} with {type(error).__name__}, "
+                f"not with an ArgumentError: {error}"
+            ) from error
+        raise self.error(f"takes {self.sample.label}")
+
+    # ------------------------------------------------------------------- what they share
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs the operator has."""
+        return len(self.shapes())
+
+    def error(self, message: str) -> ConformanceError:
+        """What is wrong; the case says with whom and where."""
+        return ConformanceError(message)
+
+    def fresh(self) -> Sample:
+        """The sample on memory of its own."""
+        return Sample(self.sample.label, clone(self.sample.args), clone(self.sample.kwargs))
+
+    def shapes(self) -> tuple[Any, ...]:
+        """The outputs by the shape rule."""
+        return as_tuple(self.contract.shapes(*self.sample.args, **self.sample.kwargs))
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the implementation, whatever that comes to."""
+        reason = self.entry.unavailable() or self.entry.load()
+        if reason is not None:
+            raise self.error(f"not available: {reason}")
+        return self.entry.fn(*args, **kwargs)
+
+    def serve(self, call: Sample) -> Values:
+        """Call the implementation.
+
+        Raises:
+            Declined: it says, beforehand or when it is called, that it does not take that.
+        """
+        self.decline_beforehand(call)
+        try:
+            results = as_tuple(self.call(call.args, call.kwargs))
+        except NotSupportedError as error:
+            raise Declined(str(error)) from error
+        given = by_name(self.contract, call)
+        return *results, *(given.get(name) for name in self.contract.mutates)
+
+    def decline_beforehand(self, call: Sample) -> None:
+        """Raise Declined if dispatch would not call the implementation with that."""
+        self.entry.load()  # which options it has, its signature says
+        reason = options_decline(self.entry, call.args, call.kwargs)
+        if reason is None and self.entry.impl.supports is not None:
+            reason = ask_supports(self.entry.impl, (call.args, call.kwargs))
+        if reason is not None:
+            raise Declined(reason)
+
+    def named(self, place: int) -> str:
+        """What a value of :meth:`serve` is."""
+        written = place - self.outputs
+        return f"output {place}" if written < 0 else f"argument {self.contract.mutates[written]!r}"
+
+    def pairs(self, values: Values, others: Values) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Each tensor of one call beside that of another, with what it is."""
+        for place, (value, other) in enumerate(zip(values, others, strict=True)):
+            for one, two in zip(tensors(value), tensors(other), strict=True):
+                yield self.named(place), one, two
+
+    def expected(self) -> Values:
+        """The float64 values of the outputs, then of the written arguments."""
+        call = self.fresh()
+        expected = as_tuple(self.contract.oracle(*call.args, **call.kwargs))
+        count = self.outputs + len(self.contract.mutates)
+        if len(expected) != count:
+            raise ConformanceError(
+                f"the oracle of {self.contract.name} returns {len(expected)} values; the "
+                f"outputs and the arguments in mutates are {count}"
+            )
+        return expected
+
+    def check_count(self, results: tuple[Any, ...], shapes: tuple[Any, ...]) -> None:
+        """As many outputs as the shape rule has."""
+        if len(results) != len(shapes):
+            raise self.error(f"returned {len(results)} outputs, not {len(shapes)}")
+
+    def check_values(self, values: Values) -> Worst | None:
+        """Kinds by the shape rule, values by the oracle; returns the worst error."""
+        shapes = self.shapes()
+        written = len(self.contract.mutates)
+        self.check_count(values[: len(values) - written], shapes)
+        for place, (result, shape) in enumerate(zip(values, shapes, strict=False)):
+            found, asked = _kind(result), _kind(shape)
+            if found != asked:
+                raise self.error(f"output {place} is {found}, the shape rule says {asked}")
+        worst: Worst | None = None
+        for what, result, expected in self.pairs(values, self.expected()):
+            name = str(result.dtype).removeprefix("torch.")
+            error = compare(result, expected, self.contract.tolerance_for(self.dtype, name))
+            if error.ratio > 1:
+                raise self.error(f"{what}: {error}")
+            worst = error if worst is None or error.ratio > worst.ratio else worst
+        return worst
+
+    def check_inputs(self, call: Sample, declared: tuple[str, ...] | None = None) -> None:
+        """Every input is as it was, to the last byte of its memory, unless it is declared.
+
+        Of a declared one, what lies between and around its elements is.
+        """
+        before, after = by_name(self.contract, self.sample), by_name(self.contract, call)
+        for name, value in after.items():
+            mutable = name in (self.contract.mutates if declared is None else declared)
+            for old, new in zip(tensors(before[name]), tensors(value), strict=True):
+                if not _unwritten(old, new, mutable):
+                    beside = "the memory beside " if mutable else ""
+                    raise self.error(f"has written {beside}its input {name!r}")
+
+    def check_aliases(self, call: Sample, values: Values) -> None:
+        """No output is in the memory of an input."""
+        inputs = {
+            _address(it): name
+            for name, value in by_name(self.contract, call).items()
+            for it in tensors(value)
+            if it.numel()
+        }
+        for place, value in enumerate(values[: self.outputs]):
+            for it in tensors(value):
+                if it.numel() and _address(it) in inputs:
+                    shared = inputs[_address(it)]
+                    raise self.error(f"{self.named(place)} shares the memory of {shared!r}")
+
+
+def row_ranges(rows: int) -> list[tuple[int, int]]:
+    """The rows that are computed alone: the first, the second half, the last."""
+    return sorted({(0, 1), (rows // 2, rows), (rows - 1, rows)})
+
+
+def _kind(value: Any) -> Any:
+    """What the shape rule decides of an output."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.device
+    return None if value is None else type(value)
+
+
+def _address(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _unwritten(old: Tensor, new: Tensor, mutable: bool) -> bool:
+    if old.device.type == "meta":
+        return True
+    if (old.shape, old.dtype, old.stride()) != (new.shape, new.dtype, new.stride()):
+        return False
+    if mutable:
+        old = clone(old)
+        old.copy_(new)
+    return torch.equal(memory(old), memory(new))
