@@ -36,7 +36,6 @@ NAMES: Final = {
     torch.float64: "float64",
 }
 SIZES: Final = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.float64: 8}
-OUTPUTS: Final = frozenset((*NAMES, None))
 PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
 
 # ------------------------------------------------------------------------------- tiles
@@ -579,7 +578,7 @@ def _forward(
         and (type(eps) is float or _is_number(eps))
         and eps >= 0
         and (zero_centered_gamma is False or zero_centered_gamma is True)
-        and out_dtype in OUTPUTS
+        and (out_dtype is None or (type(out_dtype) is torch.dtype and out_dtype in NAMES))
     ):
         return None
     bias_dtype = weight_dtype
