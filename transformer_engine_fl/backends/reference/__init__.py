@@ -5,7 +5,25 @@ from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.types import BackendImplKind
 
 FAMILIES = {
+    "activation": (
+        *("gelu", "dgelu", "dbias_dgelu", "geglu", "dgeglu"),
+        *("qgelu", "dqgelu", "dbias_dqgelu", "qgeglu", "dqgeglu"),
+        *("relu", "drelu", "dbias_drelu", "reglu", "dreglu"),
+        *("srelu", "dsrelu", "dbias_dsrelu", "sreglu", "dsreglu"),
+        *("silu", "dsilu", "dbias_dsilu", "swiglu", "dswiglu"),
+        *("glu", "dglu", "clamped_swiglu", "clamped_dswiglu"),
+    ),
     "normalization": ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"),
+    "softmax": (
+        "scaled_softmax_forward",
+        "scaled_softmax_backward",
+        "scaled_masked_softmax_forward",
+        "scaled_masked_softmax_backward",
+        "scaled_upper_triang_masked_softmax_forward",
+        "scaled_upper_triang_masked_softmax_backward",
+        "scaled_aligned_causal_masked_softmax_forward",
+        "scaled_aligned_causal_masked_softmax_backward",
+    ),
 }
 
 
