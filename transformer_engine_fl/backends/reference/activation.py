@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,10 +121,22 @@ def _gated_slopes(activation: Activation, grad: Tensor, a: Tensor, b: Tensor) ->
 Forward = Callable[[Tensor], Tensor]
 Backward = Callable[[Tensor, Tensor], Tensor]
 BiasBackward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _implementing(contract: Contract[..., Any]) -> Callable[[Function], Function]:
+    """Give the function its operator's name and first line, and keep gradients out of it."""
+
+    def decorate(function: Function) -> Function:
+        function.__name__ = function.__qualname__ = contract.name
+        function.__doc__ = (contract.__doc__ or "").partition("\n")[0]
+        return torch.no_grad()(function)
+
+    return decorate
 
 
 def _forward(contract: Contract[..., Tensor], activation: Activation) -> Forward:
-    @torch.no_grad()
+    @_implementing(contract)
     def forward(input: Tensor) -> Tensor:
         contract.check(input)
         return as_output(activation.value(_math(input, input)), input.dtype)
@@ -132,7 +145,7 @@ def _forward(contract: Contract[..., Tensor], activation: Activation) -> Forward
 
 
 def _backward(contract: Contract[..., Tensor], activation: Activation) -> Backward:
-    @torch.no_grad()
+    @_implementing(contract)
     def backward(grad: Tensor, fwd_input: Tensor) -> Tensor:
         contract.check(grad, fwd_input)
         dx = _math(grad, fwd_input) * activation.slope(_math(fwd_input, fwd_input))
@@ -144,7 +157,7 @@ def _backward(contract: Contract[..., Tensor], activation: Activation) -> Backwa
 def _bias_backward(
     contract: Contract[..., tuple[Tensor, Tensor]], activation: Activation
 ) -> BiasBackward:
-    @torch.no_grad()
+    @_implementing(contract)
     def backward(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
         contract.check(grad, fwd_input)
         dact = _math(grad, fwd_input) * activation.slope(_math(fwd_input, fwd_input))
@@ -154,7 +167,7 @@ def _bias_backward(
 
 
 def _gated_forward(contract: Contract[..., Tensor], activation: Activation) -> Forward:
-    @torch.no_grad()
+    @_implementing(contract)
     def forward(input: Tensor) -> Tensor:
         contract.check(input)
         a, b = _math(input, input).chunk(2, -1)
@@ -164,7 +177,7 @@ def _gated_forward(contract: Contract[..., Tensor], activation: Activation) -> F
 
 
 def _gated_backward(contract: Contract[..., Tensor], activation: Activation) -> Backward:
-    @torch.no_grad()
+    @_implementing(contract)
     def backward(grad: Tensor, fwd_input: Tensor) -> Tensor:
         contract.check(grad, fwd_input)
         a, b = _math(fwd_input, fwd_input).chunk(2, -1)
