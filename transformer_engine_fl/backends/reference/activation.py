@@ -69,7 +69,9 @@ def _swish(logit: Elementwise, logit_slope: Elementwise) -> Activation:
     """``x * sigmoid(logit(x))``, without cancellation, and without 0 * inf far out."""
 
     def value(x: Tensor) -> Tensor:
-        return x * logit(x).sigmoid()
+        z = logit(x)
+        # sigmoid(z) is 1 - sigmoid(-z): what is taken from x is small, and so its error.
+        return torch.where(x > 0, x - x * (-z).sigmoid(), x * z.sigmoid())
 
     def slope(x: Tensor) -> Tensor:
         z = logit(x)
