@@ -123,6 +123,13 @@ def test_gradients_far_out_are_numbers(name: str, dtype: torch.dtype) -> None:
     assert (gradient[[0, 2]] > 0).all()
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_infinity_stays_and_what_is_no_number_stays_none(name: str) -> None:
+    values = function(name)(torch.tensor([math.inf, math.nan]))
+    assert values[0] == math.inf
+    assert values[1].isnan()
+
+
 def test_an_odd_last_dimension_is_refused_with_the_reason() -> None:
     with pytest.raises(te.ArgumentError, match="even last dimension"):
         functional.swiglu(torch.ones(2, 7))

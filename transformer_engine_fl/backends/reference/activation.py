@@ -71,7 +71,8 @@ def _swish(logit: Elementwise, logit_slope: Elementwise) -> Activation:
     def value(x: Tensor) -> Tensor:
         z = logit(x)
         # sigmoid(z) is 1 - sigmoid(-z): what is taken from x is small, and so its error.
-        return torch.where(x > 0, x - x * (-z).sigmoid(), x * z.sigmoid())
+        taken_from = (x > 0) & x.isfinite()
+        return torch.where(taken_from, x - x * (-z).sigmoid(), x * z.sigmoid())
 
     def slope(x: Tensor) -> Tensor:
         z = logit(x)
