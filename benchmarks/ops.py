@@ -250,7 +250,7 @@ def plot(report: dict[str, Any], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--impl", action="append", default=[], help="an implementation id")
-    parser.add_argument("--op", action="append", help="an operator (all unless given)")
+    parser.add_argument("--op", action="append", help="an operator (all that have shapes here)")
     parser.add_argument("--shape", action="append", help="8192x4096 (the standard ones)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--wide", action="store_true", help="add rows of 65,536 and above")
@@ -267,7 +267,8 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     report: dict[str, Any] = {"environment": environment(), "rows": [], "host_us": {}}
     report["roof_gbps"] = copy_roof()
-    for op in () if args.host_only else args.op or ops.CATALOGUE:
+    measured = [op for op, contract in ops.CATALOGUE.items() if contract.family in SHAPES]
+    for op in () if args.host_only else args.op or measured:
         shapes = SHAPES[ops.CATALOGUE[op].family] + (WIDE if args.wide else ())
         if args.shape:
             shapes = tuple(tuple(int(n) for n in text.split("x")) for text in args.shape)

@@ -140,6 +140,30 @@ def test_forward_and_backward_compile_without_a_break(backend: str) -> None:
     assert not dw.any()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        functional.gelu,
+        functional.sreglu,
+        functional.clamped_swiglu,
+        functional.scaled_softmax,
+        functional.scaled_aligned_causal_masked_softmax,
+        lambda x: functional.scaled_masked_softmax(x, x.detach() > 1, 0.5),
+    ],
+)
+def test_operators_of_one_output_compile_forward_and_backward(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for shape in ((6, 8), (3, 4)):
+        x = torch.randn(shape, requires_grad=True)
+        results = [
+            (output.detach(), *torch.autograd.grad(output.square().sum(), x))
+            for output in (function(x), compiled(x))
+        ]
+        torch.testing.assert_close(results[1], results[0])
+
+
 def test_outputs_of_operators_never_require_grad() -> None:
     compiled = torch.compile(lambda x, w: ops.rmsnorm_fwd(x, w)[0], fullgraph=True)
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
@@ -315,22 +339,20 @@ def test_export_shows_raw_kernels_by_name(strict: bool) -> None:
     torch.testing.assert_close(exported.module()(x), x * 4)
 
 
-def test_operators_pass_torchs_own_check() -> None:
+@pytest.mark.parametrize("name", ops.CATALOGUE)
+def test_operators_pass_torchs_own_check(name: str) -> None:
     from transformer_engine_fl.ops import _library
 
     manager = te.get_default_manager()
     manager.ensure_initialized()
-    for name in ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"):
-        contract = ops.CATALOGUE[name]
-        entry = next(
-            it for it in manager.registry.entries(name) if it.impl.impl_id == "reference.torch"
-        )
-        assert entry.load() is None
-        impl = _library.reference_to(entry)
-        sample = next(contract.samples("float32", "cpu"))
-        torch.library.opcheck(
-            _library.operator(contract), sample.args, {**sample.kwargs, "impl": impl}
-        )
+    contract = ops.CATALOGUE[name]
+    entry = next(
+        it for it in manager.registry.entries(name) if it.impl.impl_id == "reference.torch"
+    )
+    assert entry.load() is None
+    impl = _library.reference_to(entry)
+    sample = next(contract.samples("float32", "cpu"))
+    torch.library.opcheck(_library.operator(contract), sample.args, {**sample.kwargs, "impl": impl})
 
 
 def test_fake_tensors_never_reach_a_raw_kernel() -> None:

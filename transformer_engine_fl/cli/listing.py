@@ -100,7 +100,7 @@ def _show(document: dict[str, Any]) -> None:
     out = console()
     headings = ("operator", "implementation", "kind", "vendor", "priority", "available")
     rows = [row for operator in document["operators"] for row in _rows(operator)]
-    out.print(table(headings, rows, numbers=("priority",)))
+    out.print(table(headings, rows, numbers=("priority",), wrapped=("operator",)))
     for line in (*_reasons(document), *_plugins(document)):
         out.print(line)
     if not document["probed"]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "describe",
     "dtype_name",
+    "expands_to",
     "has_shape",
     "is_dtype",
     "is_flag",
@@ -60,6 +61,18 @@ def has_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int], why
     """Require exactly ``shape``; ``why`` says where that shape comes from."""
     if tuple(value.shape) != tuple(shape):
         raise ArgumentError(op, name, describe(value), f"shape {tuple(shape)}: {why}")
+
+
+def expands_to(op: str, name: str, value: torch.Tensor, shape: Sequence[int], why: str) -> None:
+    """Require a shape that expands to ``shape``: its last dimensions, each equal or 1."""
+    given = tuple(value.shape)
+    behind = tuple(shape)[len(shape) - len(given) :] if len(given) <= len(shape) else ()
+    fits = len(given) == len(behind) and all(
+        a in (1, b) for a, b in zip(given, behind, strict=True)
+    )
+    if not fits:
+        expected = f"a shape that expands to {tuple(shape)}: {why}"
+        raise ArgumentError(op, name, describe(value), expected)
 
 
 def same_device(op: str, anchor: str, tensors: dict[str, Any]) -> None:

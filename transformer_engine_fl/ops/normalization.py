@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformer_engine_fl.core.contract import Backward, Sample, Tolerance, contract
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
+from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = FLOATS
 
 FORWARD_TOLERANCE = {
     "float32": Tolerance(rtol=2e-6, atol=2e-6),
@@ -38,9 +39,7 @@ BACKWARD_TOLERANCE = {
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of mu, rsigma and every sum for an input of ``dtype``."""
-    import torch
-
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return math_dtype(dtype)
 
 
 def _rows(input: Tensor) -> int:

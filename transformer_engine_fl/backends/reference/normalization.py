@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends.reference._values import as_output, over_rows
 from transformer_engine_fl.ops.normalization import statistics_dtype
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
@@ -32,7 +33,7 @@ def rmsnorm_fwd(
     x = input.to(statistics_dtype(input.dtype))
     rsigma = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
     output = x * rsigma * _gamma(weight, zero_centered_gamma, x.dtype)
-    return _as_output(output, out_dtype or input.dtype), rsigma.flatten()
+    return as_output(output, out_dtype or input.dtype), rsigma.flatten()
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def rmsnorm_bwd(
     xhat = x.to(rsigma.dtype) * rsigma
     u = grad * _gamma(gamma, zero_centered_gamma, rsigma.dtype)
     dx = rsigma * (u - xhat * (u * xhat).mean(-1, keepdim=True))
-    return _as_output(dx, x.dtype), _over_rows(grad * xhat).to(gamma.dtype)
+    return as_output(dx, x.dtype), over_rows(grad * xhat).to(gamma.dtype)
 
 
 @torch.no_grad()
@@ -75,7 +76,7 @@ def layernorm_fwd(
     output = centred * rsigma * _gamma(weight, zero_centered_gamma, x.dtype)
     if bias is not None:
         output = output + bias.to(x.dtype)
-    return _as_output(output, out_dtype or input.dtype), mu.flatten(), rsigma.flatten()
+    return as_output(output, out_dtype or input.dtype), mu.flatten(), rsigma.flatten()
 
 
 @torch.no_grad()
@@ -96,14 +97,5 @@ def layernorm_bwd(
     u = grad * _gamma(gamma, zero_centered_gamma, rsigma.dtype)
     along = (u * xhat).mean(-1, keepdim=True)
     dx = rsigma.view(rows) * (u - u.mean(-1, keepdim=True) - xhat * along)
-    dgamma = _over_rows(grad * xhat).to(gamma.dtype)
-    return _as_output(dx, x.dtype), dgamma, _over_rows(grad).to(gamma.dtype)
-
-
-def _as_output(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the output's dtype and contiguous, sharing no memory with an input."""
-    return value.to(dtype).contiguous()
-
-
-def _over_rows(value: Tensor) -> Tensor:
-    return value.reshape(-1, value.shape[-1]).sum(0)
+    dgamma = over_rows(grad * xhat).to(gamma.dtype)
+    return as_output(dx, x.dtype), dgamma, over_rows(grad).to(gamma.dtype)

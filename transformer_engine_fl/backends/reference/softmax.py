@@ -1,0 +1,108 @@
+"""Scaled softmax in plain PyTorch: the definitions, in float32 (float64 for float64)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.reference._values import as_output
+from transformer_engine_fl.ops._dtypes import math_dtype
+
+__all__ = [
+    "scaled_aligned_causal_masked_softmax_backward",
+    "scaled_aligned_causal_masked_softmax_forward",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
+    "scaled_softmax_backward",
+    "scaled_softmax_forward",
+    "scaled_upper_triang_masked_softmax_backward",
+    "scaled_upper_triang_masked_softmax_forward",
+]
+
+
+def _softmax(input: Tensor, scale: float, hidden: Tensor | None = None) -> Tensor:
+    scores = input.to(math_dtype(input.dtype)) * scale
+    if hidden is None:
+        return as_output(scores.softmax(-1), input.dtype)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    # Also clears the rows of which everything is hidden, where softmax is 0 / 0.
+    return as_output(weights.masked_fill(hidden, 0), input.dtype)
+
+
+def _gradient(output_grad: Tensor, softmax_output: Tensor, scale: float) -> Tensor:
+    y = softmax_output.to(math_dtype(softmax_output.dtype))
+    dy = output_grad.to(y.dtype)
+    dx = scale * y * (dy - (y * dy).sum(-1, keepdim=True))
+    return as_output(dx, softmax_output.dtype)
+
+
+def _future(input: Tensor) -> Tensor:
+    """``[sq, sk]``: keys after the query, the last key belonging to the last query."""
+    queries, keys = input.shape[-2:]
+    everywhere = input.new_ones((queries, keys), dtype=torch.bool)
+    return everywhere.triu(keys - queries + 1)
+
+
+@torch.no_grad()
+def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
+    """Softmax of scaled scores."""
+    ops.scaled_softmax_forward.check(input, scale)
+    return _softmax(input, scale)
+
+
+@torch.no_grad()
+def scaled_softmax_backward(
+    output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Its gradient."""
+    ops.scaled_softmax_backward.check(output_grad, softmax_output, scale)
+    return _gradient(output_grad, softmax_output, scale)
+
+
+@torch.no_grad()
+def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+    """Softmax of the scaled scores that a mask leaves visible."""
+    ops.scaled_masked_softmax_forward.check(input, mask, scale)
+    return _softmax(input, scale, mask.to(torch.bool))
+
+
+@torch.no_grad()
+def scaled_masked_softmax_backward(
+    output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Its gradient."""
+    ops.scaled_masked_softmax_backward.check(output_grad, softmax_output, scale)
+    return _gradient(output_grad, softmax_output, scale)
+
+
+@torch.no_grad()
+def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
+    """Causal softmax of square scores."""
+    ops.scaled_upper_triang_masked_softmax_forward.check(input, scale)
+    return _softmax(input, scale, _future(input))
+
+
+@torch.no_grad()
+def scaled_upper_triang_masked_softmax_backward(
+    output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Its gradient."""
+    ops.scaled_upper_triang_masked_softmax_backward.check(output_grad, softmax_output, scale)
+    return _gradient(output_grad, softmax_output, scale)
+
+
+@torch.no_grad()
+def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
+    """Causal softmax, the last query aligned with the last key."""
+    ops.scaled_aligned_causal_masked_softmax_forward.check(input, scale)
+    return _softmax(input, scale, _future(input))
+
+
+@torch.no_grad()
+def scaled_aligned_causal_masked_softmax_backward(
+    output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Its gradient."""
+    ops.scaled_aligned_causal_masked_softmax_backward.check(output_grad, softmax_output, scale)
+    return _gradient(output_grad, softmax_output, scale)

@@ -1,0 +1,19 @@
+"""The dtypes of the operators on floating-point values, and what they calculate in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FLOATS", "math_dtype"]
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What an operator calculates in for an input of ``dtype``: float64 or else float32."""
+    import torch
+
+    return torch.float64 if dtype == torch.float64 else torch.float32
