@@ -417,6 +417,14 @@ def test_infinite_and_missing_values_are_errors() -> None:
         assert testing.compare(result, expected, tolerance).ratio == float("inf")
 
 
+@pytest.mark.parametrize("expected", [float("nan"), float("inf")])
+def test_a_finite_value_where_none_is_expected_is_an_error(expected: float) -> None:
+    wanted = torch.tensor([1.0, expected], dtype=torch.float64)
+    worst = testing.compare(torch.tensor([1.0, 2.0]), wanted, te.Tolerance(1e-3, 1e-3))
+    assert worst.ratio == float("inf")
+    assert testing.compare(wanted.float(), wanted, te.Tolerance(1e-3, 1e-3)).ratio == 0
+
+
 def test_the_bound_scales_with_the_values() -> None:
     tolerance = te.Tolerance(rtol=0.0, atol=1e-3)
     for scale in (1e-20, 1.0, 1e20):
