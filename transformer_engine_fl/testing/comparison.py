@@ -59,7 +59,8 @@ def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
     error = torch.where(same, 0.0, (got - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
     allowed = tolerance.rtol * want.abs() + tolerance.atol * scale
     ratio = torch.where(same, 0.0, error / allowed.clamp_min(torch.finfo(torch.float64).tiny))
-    ratio = ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)  # NaN or infinity was expected, and is not there
+    # What is not finite now: NaN or infinity was expected, and is not there, or the reverse.
+    ratio = ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)
     place = int(ratio.argmax())
     return Worst(
         ratio=float(ratio[place]),
