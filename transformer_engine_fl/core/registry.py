@@ -206,10 +206,10 @@ class OpRegistry:
         """Register all of ``impls``, or none if one of them cannot be."""
         self._register(impls)
 
-    def _register(self, impls: Iterable[OpImpl], source: tuple[str, Any] | None = None) -> None:
+    def _register(self, impls: Iterable[OpImpl]) -> None:
         where = _caller()
         entries = [self._entry(impl, where) for impl in impls]
-        self._commit(entries, source)
+        self._commit(entries)
 
     def _entry(self, impl: OpImpl, where: str) -> Entry:
         if not isinstance(impl, OpImpl):
