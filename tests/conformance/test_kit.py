@@ -173,6 +173,17 @@ def test_the_bound_scales_with_the_values() -> None:
         assert testing.compare(result, expected, tolerance).ratio == pytest.approx(0.5)
 
 
+def test_integers_and_flags_must_be_equal() -> None:
+    generous = te.Tolerance(rtol=1.0, atol=1.0)
+    expected = torch.tensor([1, 0, 255], dtype=torch.float64)
+    for dtype, wrong in ((torch.uint8, [1, 0, 254]), (torch.int64, [1, 1, 255])):
+        right = expected.to(dtype)
+        assert testing.compare(right, expected, generous).ratio == 0
+        assert testing.compare(torch.tensor(wrong, dtype=dtype), expected, generous).ratio > 1
+    flags = torch.tensor([True, False])
+    assert testing.compare(flags, torch.tensor([1.0, 1.0]).double(), generous).ratio > 1
+
+
 def test_the_ulp_of_an_error() -> None:
     expected = torch.tensor([1.0], dtype=torch.float64)
     result = torch.tensor([1.0 + 2**-7], dtype=torch.bfloat16)

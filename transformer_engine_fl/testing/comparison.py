@@ -44,7 +44,8 @@ _NOTHING = Worst(0.0, 0.0, 0.0, -1, 0.0, 0.0)
 def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
     """The worst element of ``result`` against ``expected`` (float64), on the result's device.
 
-    A NaN or an infinity that is not expected counts as an infinite error.
+    A NaN or an infinity that is not expected counts as an infinite error. Integers and
+    flags must be equal: a tolerance is for what is rounded.
     """
     if not result.numel():
         return _NOTHING
@@ -55,6 +56,8 @@ def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
     same = (got == want) | (got.isnan() & want.isnan())
     error = torch.where(same, 0.0, (got - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
     allowed = tolerance.rtol * want.abs() + tolerance.atol * scale
+    if not result.is_floating_point():
+        allowed = torch.zeros_like(want)
     ratio = torch.where(same, 0.0, error / allowed.clamp_min(torch.finfo(torch.float64).tiny))
     place = int(ratio.argmax())
     return Worst(

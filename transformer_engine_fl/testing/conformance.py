@@ -7,6 +7,7 @@ and running it alone reproduces a failure.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -201,14 +202,20 @@ class _Run:
 
         expected = _as_tuple(self.contract.shapes(*self.sample.args, **self.sample.kwargs))
         mode = FakeTensorMode()
-        makers: tuple[tuple[str, Callable[[Tensor], Any]], ...] = (
-            ("fake", mode.from_tensor),
-            ("meta", lambda tensor: tensor.to("meta")),
+        # Fake tensors come in a block of their mode; what is made there is fake as well.
+        makers: tuple[tuple[str, Any, Callable[[Tensor], Any]], ...] = (
+            ("fake", mode, mode.from_tensor),
+            ("meta", contextlib.nullcontext(), lambda tensor: tensor.to("meta")),
         )
-        for kind, make in makers:
+        for kind, block, make in makers:
             args = tuple(make(it) if isinstance(it, Tensor) else it for it in self.sample.args)
+            kwargs = {
+                name: make(it) if isinstance(it, Tensor) else it
+                for name, it in self.sample.kwargs.items()
+            }
             try:
-                results = self.call(args, self.sample.kwargs)
+                with block:
+                    results = self.call(args, kwargs)
             except NotSupportedError:
                 continue
             self._check_count(results, expected)
