@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -83,9 +84,8 @@ class Recording:
             )
 
     def _recorded(self, name: str, contract: Any) -> Any:
-        from transformer_engine_fl.backends.reference import normalization
-
-        inner = getattr(normalization, name)
+        family = import_module(f"transformer_engine_fl.backends.reference.{contract.family}")
+        inner = getattr(family, name)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.calls.append((name, threading.current_thread().name))
