@@ -13,10 +13,20 @@ from transformer_engine_fl.ops.normalization import (
     layernorm_bwd,
     layernorm_fwd,
     rmsnorm_bwd,
+    rmsnorm_bwd_add,
     rmsnorm_fwd,
+    rmsnorm_fwd_add,
 )
 
-__all__ = ["CATALOGUE", "layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
+__all__ = [
+    "CATALOGUE",
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
+    "rmsnorm_fwd",
+    "rmsnorm_fwd_add",
+]
 
 
 def _index(values: Iterable[object]) -> Mapping[str, Contract[..., Any]]:

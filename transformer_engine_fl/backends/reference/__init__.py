@@ -5,7 +5,14 @@ from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.types import BackendImplKind
 
 FAMILIES = {
-    "normalization": ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"),
+    "normalization": (
+        "rmsnorm_fwd",
+        "rmsnorm_bwd",
+        "rmsnorm_fwd_add",
+        "rmsnorm_bwd_add",
+        "layernorm_fwd",
+        "layernorm_bwd",
+    ),
 }
 
 
