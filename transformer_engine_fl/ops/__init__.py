@@ -17,9 +17,19 @@ from transformer_engine_fl.ops.normalization import (
     rmsnorm_fwd,
     rmsnorm_fwd_add,
 )
+from transformer_engine_fl.ops.rope import (
+    fused_qkv_rope_backward,
+    fused_qkv_rope_forward,
+    fused_rope_backward,
+    fused_rope_forward,
+)
 
 __all__ = [
     "CATALOGUE",
+    "fused_qkv_rope_backward",
+    "fused_qkv_rope_forward",
+    "fused_rope_backward",
+    "fused_rope_forward",
     "layernorm_bwd",
     "layernorm_fwd",
     "rmsnorm_bwd",

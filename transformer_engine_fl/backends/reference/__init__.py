@@ -13,6 +13,12 @@ FAMILIES = {
         "layernorm_fwd",
         "layernorm_bwd",
     ),
+    "rope": (
+        "fused_rope_forward",
+        "fused_rope_backward",
+        "fused_qkv_rope_forward",
+        "fused_qkv_rope_backward",
+    ),
 }
 
 
