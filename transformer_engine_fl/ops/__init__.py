@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from transformer_engine_fl.core.contract import Contract
+from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
 from transformer_engine_fl.ops.normalization import (
     layernorm_bwd,
     layernorm_fwd,
@@ -26,6 +27,8 @@ from transformer_engine_fl.ops.rope import (
 
 __all__ = [
     "CATALOGUE",
+    "dropout_bwd",
+    "dropout_fwd",
     "fused_qkv_rope_backward",
     "fused_qkv_rope_forward",
     "fused_rope_backward",

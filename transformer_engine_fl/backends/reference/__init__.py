@@ -5,6 +5,7 @@ from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.types import BackendImplKind
 
 FAMILIES = {
+    "dropout": ("dropout_fwd", "dropout_bwd"),
     "normalization": (
         "rmsnorm_fwd",
         "rmsnorm_bwd",
