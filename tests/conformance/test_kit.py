@@ -163,6 +163,9 @@ def test_infinite_and_missing_values_are_errors() -> None:
     for wrong in (float("nan"), float("inf")):
         result = torch.tensor([1.0, wrong, 3.0])
         assert testing.compare(result, expected, tolerance).ratio == float("inf")
+        asked = torch.tensor([1.0, wrong, 3.0], dtype=torch.float64)
+        assert testing.compare(asked.float(), asked, tolerance).ratio == 0
+        assert testing.compare(expected.float(), asked, tolerance).ratio == float("inf")
 
 
 def test_the_bound_scales_with_the_values() -> None:

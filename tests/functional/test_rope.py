@@ -140,11 +140,13 @@ def test_products_depend_on_the_distance_alone(interleaved: bool) -> None:
 
 def test_rotation_is_that_of_complex_numbers() -> None:
     freqs, x = angles(4, alike=True), tokens(4, 2, 3, 6)
-    turned = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(
-        torch.ones(4, 1, 1, 3).double(), freqs[..., :3].double()
-    )
+    unit = torch.polar(torch.ones(4, 1, 1, 3).double(), freqs[..., :3].double())
+    turned = torch.complex(x[..., :3], x[..., 3:]) * unit
     expected = torch.cat([turned.real, turned.imag], -1)
     torch.testing.assert_close(functional.rope(x, freqs), expected)
+    freqs = freqs[..., :3].repeat_interleave(2, -1)
+    expected = torch.view_as_real(torch.view_as_complex(x.view(4, 2, 3, 3, 2)) * unit).flatten(-2)
+    torch.testing.assert_close(functional.rope(x, freqs, interleaved=True), expected)
 
 
 def test_the_backward_undoes_the_forward_where_pairs_have_one_angle() -> None:
@@ -222,10 +224,10 @@ def test_values_are_a_copy_even_where_they_could_be_a_view() -> None:
 
 def test_positions_outside_the_table_are_nan_in_the_rotated_features_only() -> None:
     x, freqs = tokens(3, 2, 1, 6), angles(4, 4)
-    starts = torch.tensor([-1, 2], dtype=torch.int32)
+    starts = torch.tensor([-2, 2], dtype=torch.int32)
     for op in (ops.fused_rope_forward, ops.fused_rope_backward):
         output = op(x, freqs, start_positions=starts)
-        missing = torch.tensor([[True, False], [False, False], [False, True]])
+        missing = torch.tensor([[True, False], [True, False], [False, True]])
         assert torch.equal(output[..., :4].isnan().all(-1).squeeze(-1), missing)
         assert torch.equal(output[..., :4].isnan().any(-1).squeeze(-1), missing)
         assert torch.equal(output[..., 4:], x[..., 4:])

@@ -147,6 +147,7 @@ _CALLS: dict[str, tuple[float, dict[str, int]]] = {
     "nothing dropped": (0.0, {"seed": 1}),
     "everything dropped": (1.0, {"seed": 1}),
     "half dropped": (0.5, {"seed": 1}),
+    "a word at the threshold": (0x6627E8D5 / 2**32, {"seed": 0}),  # that of element 0
     "nearly nothing dropped": (2.0**-33, {"seed": 1}),
     "nearly everything dropped": (0.99, {"seed": 1}),
     "a seed of 63 bits": (0.3, {"seed": 0x7EDCBA9876543210}),

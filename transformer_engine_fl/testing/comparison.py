@@ -44,7 +44,8 @@ _NOTHING = Worst(0.0, 0.0, 0.0, -1, 0.0, 0.0)
 def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
     """The worst element of ``result`` against ``expected`` (float64), on the result's device.
 
-    A NaN or an infinity that is not expected counts as an infinite error. Integers and
+    A NaN or an infinity where it is not expected, or not where it is, counts as an infinite
+    error. Integers and
     flags must be equal: a tolerance is for what is rounded.
     """
     if not result.numel():
@@ -58,7 +59,8 @@ def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
     allowed = tolerance.rtol * want.abs() + tolerance.atol * scale
     if not result.is_floating_point():
         allowed = torch.zeros_like(want)
-    ratio = torch.where(same, 0.0, error / allowed.clamp_min(torch.finfo(torch.float64).tiny))
+    ratio = error / allowed.clamp_min(torch.finfo(torch.float64).tiny)
+    ratio = torch.where(same, 0.0, ratio.nan_to_num(nan=torch.inf, posinf=torch.inf))
     place = int(ratio.argmax())
     return Worst(
         ratio=float(ratio[place]),
