@@ -230,6 +230,15 @@ def test_dropout_compiles_and_a_new_seed_is_no_new_program() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
+def test_inductor_draws_the_same_mask_and_comes_to_an_end() -> None:
+    # It expands each use of a value: rounds written at greater length take it minutes.
+    torch._dynamo.reset()
+    x, options = torch.randn(5, 33), {"seed": 2**62 + 5, "offset": 2**40}
+    compiled = torch.compile(lambda it: ops.dropout_fwd(it, 0.3, **options), fullgraph=True)
+    torch.testing.assert_close(compiled(x), ops.dropout_fwd(x, 0.3, **options))
+
+
 # ----------------------------------------------------------------------------- errors
 
 

@@ -14,10 +14,11 @@ _WORD = 0xFFFFFFFF
 
 
 def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """(high, low) word of a product, through halves of the factor that cannot overflow int64."""
-    low = (factor & 0xFFFF) * word
-    high = (factor >> 16) * word + (low >> 16)  # the product without its lowest 16 bits
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+    """(high, low) word of a product."""
+    # int64 wraps around, so the product's 64 bits are right whatever sign they make. Ten
+    # rounds of anything longer take inductor minutes: it expands each use of a value.
+    product = factor * word
+    return product >> 32 & _WORD, product & _WORD
 
 
 def philox(
