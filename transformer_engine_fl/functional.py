@@ -79,19 +79,18 @@ def _apply(op_name: str, options: dict[str, Any], *tensors: Tensor | None) -> tu
         tensors: the operator's first arguments.
     """
     contract = CATALOGUE[op_name]
-    given = dict(zip(contract.signature.parameters, tensors, strict=False))
-    plain = {}
+    keywords, plain = {}, {}
     for name, value in options.items():
         if isinstance(value, Tensor):
-            given[name] = value
+            keywords[name] = value
         elif name not in contract.options or value != contract.options[name]:
             # What has its default is not passed on: an implementation need not know
             # every option.
             plain[name] = value
-    wanted = any(tensor is not None and tensor.requires_grad for tensor in given.values())
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if not (wanted and torch.is_grad_enabled()):
-        args, keywords = _arranged(op_name, given)
-        return _as_tuple(get_default_manager().call(op_name, *args, **keywords, **plain))
+        return _as_tuple(get_default_manager().call(op_name, *tensors, **keywords, **plain))
+    given = {**dict(zip(contract.signature.parameters, tensors, strict=False)), **keywords}
     places: dict[str, int] = {}
     different: list[Tensor | None] = []
     for name, tensor in given.items():
