@@ -415,6 +415,9 @@ def test_infinite_and_missing_values_are_errors() -> None:
     for wrong in (float("nan"), float("inf")):
         result = torch.tensor([1.0, wrong, 3.0])
         assert testing.compare(result, expected, tolerance).ratio == float("inf")
+        asked = torch.tensor([1.0, wrong, 3.0], dtype=torch.float64)
+        assert testing.compare(asked.float(), asked, tolerance).ratio == 0
+        assert testing.compare(expected.float(), asked, tolerance).ratio == float("inf")
 
 
 @pytest.mark.parametrize("expected", [float("nan"), float("inf")])
@@ -431,6 +434,17 @@ def test_the_bound_scales_with_the_values() -> None:
         expected = torch.tensor([1.0, -1.0], dtype=torch.float64) * scale
         result = expected + 0.0005 * scale
         assert testing.compare(result, expected, tolerance).ratio == pytest.approx(0.5)
+
+
+def test_integers_and_flags_must_be_equal() -> None:
+    generous = te.Tolerance(rtol=1.0, atol=1.0)
+    expected = torch.tensor([1, 0, 255], dtype=torch.float64)
+    for dtype, wrong in ((torch.uint8, [1, 0, 254]), (torch.int64, [1, 1, 255])):
+        right = expected.to(dtype)
+        assert testing.compare(right, expected, generous).ratio == 0
+        assert testing.compare(torch.tensor(wrong, dtype=dtype), expected, generous).ratio > 1
+    flags = torch.tensor([True, False])
+    assert testing.compare(flags, torch.tensor([1.0, 1.0]).double(), generous).ratio > 1
 
 
 def test_the_ulp_of_an_error() -> None:

@@ -62,13 +62,18 @@ class Backward:
         saves: backward parameter -> where it comes from: a forward argument's name,
             or ``"output[i]"``.
         options: forward options that are passed on to the backward by name.
-        gradients: forward arguments, in the order of the backward's outputs.
+        gradients: forward arguments, in the order of the backward's outputs; a tuple of
+            them where one output is the gradient of several.
+        output_grads: backward parameters that take the gradients of the forward's
+            outputs, from the first on; the outputs without one are not differentiable.
+            Unless given, the first output's gradient is the first parameter.
     """
 
     op: str
     saves: Mapping[str, str]
-    gradients: tuple[str, ...]
+    gradients: tuple[str | tuple[str, ...], ...]
     options: tuple[str, ...] = ()
+    output_grads: tuple[str, ...] = ()
 
 
 def _traced_contract_call(contract: Any, *args: Any, **kwargs: Any) -> Any:

@@ -40,11 +40,20 @@ from transformer_engine_fl.ops.activation import (
     srelu,
     swiglu,
 )
+from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
 from transformer_engine_fl.ops.normalization import (
     layernorm_bwd,
     layernorm_fwd,
     rmsnorm_bwd,
+    rmsnorm_bwd_add,
     rmsnorm_fwd,
+    rmsnorm_fwd_add,
+)
+from transformer_engine_fl.ops.rope import (
+    fused_qkv_rope_backward,
+    fused_qkv_rope_forward,
+    fused_rope_backward,
+    fused_rope_forward,
 )
 from transformer_engine_fl.ops.softmax import (
     scaled_aligned_causal_masked_softmax_backward,
@@ -73,10 +82,16 @@ __all__ = [
     "dqgelu",
     "dreglu",
     "drelu",
+    "dropout_bwd",
+    "dropout_fwd",
     "dsilu",
     "dsreglu",
     "dsrelu",
     "dswiglu",
+    "fused_qkv_rope_backward",
+    "fused_qkv_rope_forward",
+    "fused_rope_backward",
+    "fused_rope_forward",
     "geglu",
     "gelu",
     "glu",
@@ -87,7 +102,9 @@ __all__ = [
     "reglu",
     "relu",
     "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
     "rmsnorm_fwd",
+    "rmsnorm_fwd_add",
     "scaled_aligned_causal_masked_softmax_backward",
     "scaled_aligned_causal_masked_softmax_forward",
     "scaled_masked_softmax_backward",

@@ -19,8 +19,10 @@ __all__ = [
     "dtype_name",
     "expands_to",
     "has_shape",
+    "is_choice",
     "is_dtype",
     "is_flag",
+    "is_integer",
     "is_number",
     "is_tensor",
     "same_device",
@@ -83,8 +85,15 @@ def same_device(op: str, anchor: str, tensors: dict[str, Any]) -> None:
             raise ArgumentError(op, name, describe(value), f"device {device}, as {anchor!r} has")
 
 
-def is_number(op: str, name: str, value: object, *, at_least: float | None = None) -> None:
-    """Require a real number (no tensor, no bool), not below ``at_least``."""
+def is_number(
+    op: str,
+    name: str,
+    value: object,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> None:
+    """Require a real number (no tensor, no bool), within the bounds."""
     import torch
 
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
@@ -92,12 +101,35 @@ def is_number(op: str, name: str, value: object, *, at_least: float | None = Non
         raise ArgumentError(op, name, describe(value), "a number")
     if at_least is not None and isinstance(value, int | float) and not value >= at_least:
         raise ArgumentError(op, name, describe(value), f"a number of at least {at_least}")
+    if at_most is not None and isinstance(value, int | float) and not value <= at_most:
+        raise ArgumentError(op, name, describe(value), f"a number of at most {at_most}")
+
+
+def is_integer(
+    op: str, name: str, value: object, *, at_least: int = 0, below: int | None = None
+) -> None:
+    """Require an integer (no bool), ``at_least <= value < below``."""
+    import torch
+
+    allowed = f"an integer of at least {at_least}" + (f" and below {below}" if below else "")
+    if isinstance(value, torch.SymInt):
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(op, name, describe(value), allowed)
+    if value < at_least or (below is not None and value >= below):
+        raise ArgumentError(op, name, describe(value), allowed)
 
 
 def is_flag(op: str, name: str, value: object) -> None:
     """Require a bool."""
     if not isinstance(value, bool):
         raise ArgumentError(op, name, describe(value), "True or False")
+
+
+def is_choice(op: str, name: str, value: object, choices: Collection[str]) -> None:
+    """Require one of the words in ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(op, name, describe(value), f"one of {', '.join(choices)}")
 
 
 def is_dtype(op: str, name: str, value: object, *, dtypes: Collection[str]) -> None:

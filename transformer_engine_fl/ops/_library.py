@@ -29,6 +29,7 @@ _SCHEMA_TYPES: Final = {
     "Tensor | None": "Tensor?",
     "list[Tensor]": "Tensor[]",
     "list[int]": "int[]",
+    "Sequence[int]": "int[]",
     "int": "int",
     "int | None": "int?",
     "float": "float",
@@ -55,7 +56,10 @@ def schema(contract: Contract[..., Any]) -> str:
         kind = _schema_type(contract, str(parameter.annotation))
         if parameter.name in contract.mutates:
             kind = kind.replace("Tensor", "Tensor(a!)")
-        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        default = ""
+        if parameter.default is not parameter.empty:
+            text = isinstance(parameter.default, str)
+            default = f'="{parameter.default}"' if text else f"={parameter.default}"
         parameters.append(f"{kind} {parameter.name}{default}")
     if "*" not in parameters:
         parameters.append("*")

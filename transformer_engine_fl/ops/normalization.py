@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
+__all__ = [
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
+    "rmsnorm_fwd",
+    "rmsnorm_fwd_add",
+]
 
 DTYPES = FLOATS
 
@@ -98,6 +105,22 @@ def _check_backward(
     check.same_device(op, "x", {"x": x, "dy": dy, "gamma": gamma, **statistics})
 
 
+def _check_forward_add(op: str, input: Any, residual: Any, **others: Any) -> None:
+    _check_forward(op, input=input, **others)
+    tensor = check.is_tensor(op, "residual", residual, dtypes=(check.dtype_name(input.dtype),))
+    check.has_shape(op, "residual", tensor, input.shape, "the shape of 'input'")
+    check.same_device(op, "input", {"input": input, "residual": residual})
+
+
+def _check_backward_add(op: str, dz: Any, x: Any, add: Any, **others: Any) -> None:
+    _check_input(op, "x", x)
+    for name, value in {"dz": dz, "add": add}.items():
+        tensor = check.is_tensor(op, name, value, dtypes=DTYPES)
+        check.has_shape(op, name, tensor, x.shape, "the shape of 'x'")
+        check.same_device(op, "x", {"x": x, name: tensor})
+    _check_backward(op, dz, x, **others)
+
+
 # ------------------------------------------------------------------------------ oracles
 
 
@@ -152,6 +175,34 @@ def _rmsnorm_bwd_oracle(
     dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *, zero_centered_gamma: bool = False
 ) -> tuple[Tensor, Tensor]:
     return _gradients(dy, x, None, rsigma, gamma, float(zero_centered_gamma))[:2]
+
+
+def _rmsnorm_fwd_add_oracle(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    exact = input.double() + residual.double()
+    offset = float(zero_centered_gamma)
+    output, _, rsigma = _normalize(exact.to(input.dtype), weight, None, eps, offset, False)
+    return output, exact, rsigma
+
+
+def _rmsnorm_bwd_add_oracle(
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    dx, dgamma, _ = _gradients(dz, x, None, rsigma, gamma, float(zero_centered_gamma))
+    return dx + add.double(), dgamma
 
 
 def _layernorm_fwd_oracle(
@@ -264,6 +315,20 @@ def _layernorm_fwd_samples(dtype: str, device: str) -> Iterator[Sample]:
     return _forward_samples(dtype, device, bias=True)
 
 
+def _rmsnorm_fwd_add_samples(dtype: str, device: str) -> Iterator[Sample]:
+    import torch
+
+    for sample in _forward_samples(dtype, device, bias=False):
+        input, weight = sample.args
+        generator = torch.Generator().manual_seed(25)
+        residual = torch.randn(input.shape, generator=generator).to(device, input.dtype)
+        yield Sample(sample.label, (input, residual, weight), sample.kwargs)
+        if sample.label == "typical":
+            strided = residual.t().contiguous().t()
+            yield Sample("transposed residual", (input, strided, weight))
+            yield Sample("a residual that cancels", (input, (residual / 64) - input, weight))
+
+
 def _backward_samples(dtype: str, device: str, centred: bool) -> Iterator[Sample]:
     import torch
 
@@ -285,6 +350,21 @@ def _backward_samples(dtype: str, device: str, centred: bool) -> Iterator[Sample
 
 def _rmsnorm_bwd_samples(dtype: str, device: str) -> Iterator[Sample]:
     return _backward_samples(dtype, device, centred=False)
+
+
+def _rmsnorm_bwd_add_samples(dtype: str, device: str) -> Iterator[Sample]:
+    import torch
+
+    for sample in _backward_samples(dtype, device, centred=False):
+        dz, x, rsigma, gamma = sample.args
+        generator = torch.Generator().manual_seed(26)
+        add = torch.randn(x.shape, generator=generator).to(device, x.dtype)
+        yield Sample(sample.label, (dz, x, add, rsigma, gamma), sample.kwargs)
+        if sample.label == "typical":
+            strided = add.t().contiguous().t()
+            yield Sample("transposed add", (dz, x, strided, rsigma, gamma))
+            other = torch.float32 if x.dtype != torch.float32 else torch.bfloat16
+            yield Sample("add of another dtype", (dz, x, add.to(other), rsigma, gamma))
 
 
 def _layernorm_bwd_samples(dtype: str, device: str) -> Iterator[Sample]:
@@ -362,6 +442,95 @@ def rmsnorm_bwd(
     Args:
         dy: ``[..., H]``, the gradient of the output; any dtype of the contract.
         x: ``[..., H]``, the forward's input.
+        rsigma: ``[N]``, as the forward returned it.
+        gamma: ``[H]``, the forward's weight.
+        zero_centered_gamma: as in the forward.
+
+    Returns:
+        dx: ``[..., H]``, contiguous, dtype of ``x``.
+        dgamma: ``[H]``, dtype of ``gamma``; summed in float32 (float64 for float64).
+
+    Raises:
+        ArgumentError: a shape, dtype or device does not agree.
+    """
+    return x.new_empty(x.shape), gamma.new_empty(gamma.shape)
+
+
+@contract(
+    family="normalization",
+    check=_check_forward_add,
+    samples=_rmsnorm_fwd_add_samples,
+    tolerance=FORWARD_TOLERANCE,
+    oracle=_rmsnorm_fwd_add_oracle,
+    backward=Backward(
+        "rmsnorm_bwd_add",
+        saves={"x": "output[1]", "rsigma": "output[2]", "gamma": "weight"},
+        gradients=(("input", "residual"), "weight"),
+        options=("zero_centered_gamma",),
+        output_grads=("dz", "add"),
+    ),
+)
+def rmsnorm_fwd_add(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds a residual, then :func:`rmsnorm_fwd`; returns the sum as well.
+
+    ``sum = input + residual``, rounded to the input's dtype, is the input of the norm and
+    of what comes after the block: both see the same numbers.
+
+    Args:
+        input: ``[..., H]``, H at least 1; float32, bfloat16, float16 or float64.
+        residual: ``[..., H]``, dtype of ``input``.
+        weight: ``[H]``, any of those dtypes.
+        eps: added to the mean of squares; not negative.
+        zero_centered_gamma: the weight is stored as ``gamma - 1``.
+        out_dtype: dtype of the output; the input's unless given.
+
+    Returns:
+        output: ``[..., H]``, contiguous, ``out_dtype``.
+        sum: ``[..., H]``, contiguous, dtype of ``input``; saved for the backward, as its x.
+        rsigma: ``[N]``, float32 (float64 for a float64 input); saved for the backward.
+
+    Raises:
+        ArgumentError: a shape, dtype or device does not agree.
+    """
+    rsigma = input.new_empty((_rows(input),), dtype=statistics_dtype(input.dtype))
+    output = input.new_empty(input.shape, dtype=out_dtype or input.dtype)
+    return output, input.new_empty(input.shape), rsigma
+
+
+@contract(
+    family="normalization",
+    check=_check_backward_add,
+    samples=_rmsnorm_bwd_add_samples,
+    tolerance=BACKWARD_TOLERANCE,
+    oracle=_rmsnorm_bwd_add_oracle,
+    dispatch_on="x",
+)
+def rmsnorm_bwd_add(
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`rmsnorm_fwd_add`: those of the norm, and the sum's own on top.
+
+    ``dx`` is that of :func:`rmsnorm_bwd` plus ``add``, rounded once. It is the gradient of
+    the forward's input and of its residual alike.
+
+    Args:
+        dz: ``[..., H]``, the gradient of the output; any dtype of the contract.
+        x: ``[..., H]``, the forward's sum.
+        add: ``[..., H]``, the gradient of the sum; any dtype of the contract.
         rsigma: ``[N]``, as the forward returned it.
         gamma: ``[H]``, the forward's weight.
         zero_centered_gamma: as in the forward.

@@ -6,6 +6,7 @@ as an outcome; everything that it computes is checked.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -122,14 +123,16 @@ class Run:
         self.decline_beforehand(self.sample)
         expected = self.shapes()
         mode = FakeTensorMode()
-        makers: tuple[tuple[str, Callable[[Tensor], Any]], ...] = (
-            ("fake", mode.from_tensor),
-            ("meta", lambda tensor: tensor.to("meta")),
+        # Fake tensors come in a block of their mode; what is made there is fake as well.
+        makers: tuple[tuple[str, Any, Callable[[Tensor], Any]], ...] = (
+            ("fake", mode, mode.from_tensor),
+            ("meta", contextlib.nullcontext(), lambda tensor: tensor.to("meta")),
         )
-        for kind, make in makers:
+        for kind, block, make in makers:
             args, kwargs = transformed((self.sample.args, self.sample.kwargs), make)
             try:
-                results = as_tuple(self.call(args, kwargs))
+                with block:
+                    results = as_tuple(self.call(args, kwargs))
             except NotSupportedError:
                 continue
             self.check_count(results, expected)

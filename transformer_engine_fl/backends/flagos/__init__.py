@@ -38,6 +38,7 @@ def register(registry: OpRegistry) -> None:
         registry,
         __name__,
         families=("normalization",),
+        omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="default.flagos",
         kind=BackendImplKind.FLAGOS,
         devices=frozenset({"cpu"} if _interpreted() else {"cuda"}),

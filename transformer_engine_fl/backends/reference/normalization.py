@@ -9,7 +9,14 @@ from transformer_engine_fl import ops
 from transformer_engine_fl.backends.reference._values import as_output, over_rows
 from transformer_engine_fl.ops.normalization import statistics_dtype
 
-__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
+__all__ = [
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
+    "rmsnorm_fwd",
+    "rmsnorm_fwd_add",
+]
 
 
 def _gamma(weight: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
@@ -30,10 +37,27 @@ def rmsnorm_fwd(
     ops.rmsnorm_fwd.check(
         input, weight, eps, zero_centered_gamma=zero_centered_gamma, out_dtype=out_dtype
     )
-    x = input.to(statistics_dtype(input.dtype))
-    rsigma = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    output = x * rsigma * _gamma(weight, zero_centered_gamma, x.dtype)
-    return as_output(output, out_dtype or input.dtype), rsigma.flatten()
+    output, rsigma = _rms(input, weight, eps, zero_centered_gamma)
+    return as_output(output, out_dtype or input.dtype), rsigma
+
+
+@torch.no_grad()
+def rmsnorm_fwd_add(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Root mean square normalization of a sum."""
+    ops.rmsnorm_fwd_add.check(
+        input, residual, weight, eps, zero_centered_gamma=zero_centered_gamma, out_dtype=out_dtype
+    )
+    total = as_output(input + residual, input.dtype)
+    output, rsigma = _rms(total, weight, eps, zero_centered_gamma)
+    return as_output(output, out_dtype or input.dtype), total, rsigma
 
 
 @torch.no_grad()
@@ -47,12 +71,24 @@ def rmsnorm_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of root mean square normalization."""
     ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
-    grad = dy.to(rsigma.dtype)
-    rsigma = rsigma.view(*x.shape[:-1], 1)
-    xhat = x.to(rsigma.dtype) * rsigma
-    u = grad * _gamma(gamma, zero_centered_gamma, rsigma.dtype)
-    dx = rsigma * (u - xhat * (u * xhat).mean(-1, keepdim=True))
-    return as_output(dx, x.dtype), over_rows(grad * xhat).to(gamma.dtype)
+    dx, dgamma = _rms_gradients(dy, x, rsigma, gamma, zero_centered_gamma)
+    return as_output(dx, x.dtype), dgamma
+
+
+@torch.no_grad()
+def rmsnorm_bwd_add(
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of root mean square normalization, and another on top."""
+    ops.rmsnorm_bwd_add.check(dz, x, add, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+    dx, dgamma = _rms_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
+    return as_output(dx + add.to(dx.dtype), x.dtype), dgamma
 
 
 @torch.no_grad()
@@ -99,3 +135,21 @@ def layernorm_bwd(
     dx = rsigma.view(rows) * (u - u.mean(-1, keepdim=True) - xhat * along)
     dgamma = over_rows(grad * xhat).to(gamma.dtype)
     return as_output(dx, x.dtype), dgamma, over_rows(grad).to(gamma.dtype)
+
+
+def _rms(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
+    x = input.to(statistics_dtype(input.dtype))
+    rsigma = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * rsigma * _gamma(weight, zero_centered, x.dtype), rsigma.flatten()
+
+
+def _rms_gradients(
+    dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """dx in the dtype of the statistics, dgamma in its own."""
+    grad = dy.to(rsigma.dtype)
+    rsigma = rsigma.view(*x.shape[:-1], 1)
+    xhat = x.to(rsigma.dtype) * rsigma
+    u = grad * _gamma(gamma, zero_centered, rsigma.dtype)
+    dx = rsigma * (u - xhat * (u * xhat).mean(-1, keepdim=True))
+    return dx, over_rows(grad * xhat).to(gamma.dtype)

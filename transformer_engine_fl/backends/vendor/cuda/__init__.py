@@ -28,6 +28,7 @@ def register(registry: OpRegistry) -> None:
         registry,
         __name__,
         families=("normalization",),
+        omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,
         vendor="nvidia",

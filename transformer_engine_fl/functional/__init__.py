@@ -1,0 +1,64 @@
+"""Differentiable functions over the operators.
+
+Operators compute values; gradients live here. Which implementation runs a backward is
+settled when the forward runs, so that a ``with`` block may end, and autograd may use a
+thread of its own, in between.
+"""
+
+from transformer_engine_fl.functional.activation import (
+    clamped_swiglu,
+    geglu,
+    gelu,
+    glu,
+    qgeglu,
+    qgelu,
+    reglu,
+    relu,
+    silu,
+    sreglu,
+    srelu,
+    swiglu,
+)
+from transformer_engine_fl.functional.dropout import (
+    dropout,
+)
+from transformer_engine_fl.functional.normalization import (
+    layer_norm,
+    rms_norm,
+    rms_norm_add,
+)
+from transformer_engine_fl.functional.rope import (
+    qkv_rope,
+    rope,
+)
+from transformer_engine_fl.functional.softmax import (
+    scaled_aligned_causal_masked_softmax,
+    scaled_masked_softmax,
+    scaled_softmax,
+    scaled_upper_triang_masked_softmax,
+)
+
+__all__ = [
+    "clamped_swiglu",
+    "dropout",
+    "geglu",
+    "gelu",
+    "glu",
+    "layer_norm",
+    "qgeglu",
+    "qgelu",
+    "qkv_rope",
+    "reglu",
+    "relu",
+    "rms_norm",
+    "rms_norm_add",
+    "rope",
+    "scaled_aligned_causal_masked_softmax",
+    "scaled_masked_softmax",
+    "scaled_softmax",
+    "scaled_upper_triang_masked_softmax",
+    "silu",
+    "sreglu",
+    "srelu",
+    "swiglu",
+]

@@ -1,0 +1,112 @@
+"""Autograd over any operator whose contract names its backward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from transformer_engine_fl.core.manager import get_default_manager
+from transformer_engine_fl.ops import CATALOGUE
+
+__all__ = ["apply"]
+
+
+class _Differentiable(torch.autograd.Function):
+    """Any operator whose contract names its backward; returns the differentiable outputs.
+
+    ``places`` says which of ``tensors`` each argument is. Two arguments may be one tensor,
+    which torch.compile takes only once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        op_name: str,
+        options: dict[str, Any],
+        places: dict[str, int],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        backward = CATALOGUE[op_name].backward
+        assert backward is not None  # an invariant of ours: only such operators come here
+        known = {name: tensors[place] for name, place in places.items()}
+        args, keywords = _arranged(op_name, known)
+        manager = get_default_manager()
+        outputs = _as_tuple(manager.call(op_name, *args, **keywords, **options))
+        known |= {f"output[{place}]": output for place, output in enumerate(outputs)}
+        ctx.save_for_backward(*(known.get(source) for source in backward.saves.values()))
+        ctx.options = {name: options[name] for name in backward.options if name in options}
+        ctx.run = manager.pin(backward.op)
+        ctx.op_name = op_name
+        ctx.places = places
+        ctx.count = len(tensors)
+        grads = backward.output_grads or (next(iter(CATALOGUE[backward.op].signature.parameters)),)
+        ctx.given = (*grads, *backward.saves)
+        return tuple(outputs[: len(grads)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        backward = CATALOGUE[ctx.op_name].backward
+        assert backward is not None
+        given = dict(zip(ctx.given, (*grads, *ctx.saved_tensors), strict=True))
+        args, keywords = _arranged(backward.op, given)
+        gradients = _as_tuple(ctx.run(*args, **keywords, **ctx.options))
+        returned: list[Tensor | None] = [None] * ctx.count
+        for owners, gradient in zip(backward.gradients, gradients, strict=True):
+            for owner in (owners,) if isinstance(owners, str) else owners:
+                place = ctx.places[owner]
+                if ctx.needs_input_grad[3 + place]:
+                    before = returned[place]
+                    returned[place] = gradient if before is None else before + gradient
+        return None, None, None, *returned
+
+
+def apply(op_name: str, options: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The operator's outputs, those that have a gradient first.
+
+    Args:
+        options: the other arguments by name, tensors among them.
+        tensors: the operator's first arguments.
+    """
+    contract = CATALOGUE[op_name]
+    keywords, plain = {}, {}
+    for name, value in options.items():
+        if isinstance(value, Tensor):
+            keywords[name] = value
+        elif name not in contract.options or value != contract.options[name]:
+            # What has its default is not passed on: an implementation need not know
+            # every option.
+            plain[name] = value
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if not (wanted and torch.is_grad_enabled()):
+        return _as_tuple(get_default_manager().call(op_name, *tensors, **keywords, **plain))
+    given = {**dict(zip(contract.signature.parameters, tensors, strict=False)), **keywords}
+    places: dict[str, int] = {}
+    different: list[Tensor | None] = []
+    for name, tensor in given.items():
+        same = [place for place, other in enumerate(different) if other is tensor]
+        places[name] = same[0] if same else len(different)
+        if not same:
+            different.append(tensor)
+    result: tuple[Tensor, ...] = _Differentiable.apply(op_name, plain, places, *different)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _arranged(
+    op_name: str, given: dict[str, Tensor | None]
+) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    """Tensors by position as far as the signature goes, the others by name."""
+    args, rest = [], dict(given)
+    for name, parameter in CATALOGUE[op_name].signature.parameters.items():
+        if name not in rest or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            break
+        args.append(rest.pop(name))
+    return args, {name: tensor for name, tensor in rest.items() if tensor is not None}
+
+
+def _as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
