@@ -41,6 +41,14 @@ from transformer_engine_fl.ops.activation import (
     swiglu,
 )
 from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
+from transformer_engine_fl.ops.loss import (
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    cross_entropy_merge,
+    cross_entropy_partial_fwd,
+    fused_linear_cross_entropy_bwd,
+    fused_linear_cross_entropy_fwd,
+)
 from transformer_engine_fl.ops.normalization import (
     layernorm_bwd,
     layernorm_fwd,
@@ -70,6 +78,10 @@ __all__ = [
     "CATALOGUE",
     "clamped_dswiglu",
     "clamped_swiglu",
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "cross_entropy_merge",
+    "cross_entropy_partial_fwd",
     "dbias_dgelu",
     "dbias_dqgelu",
     "dbias_drelu",
@@ -88,6 +100,8 @@ __all__ = [
     "dsreglu",
     "dsrelu",
     "dswiglu",
+    "fused_linear_cross_entropy_bwd",
+    "fused_linear_cross_entropy_fwd",
     "fused_qkv_rope_backward",
     "fused_qkv_rope_forward",
     "fused_rope_backward",

@@ -1,0 +1,319 @@
+"""Cross entropy in plain PyTorch: the definitions, in float32 (float64 for float64)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.reference._values import as_output
+from transformer_engine_fl.ops._dtypes import math_dtype
+
+__all__ = [
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "cross_entropy_merge",
+    "cross_entropy_partial_fwd",
+    "fused_linear_cross_entropy_bwd",
+    "fused_linear_cross_entropy_fwd",
+]
+
+
+def _scores(input: Tensor, target: Tensor, ignore_index: int, softcap: float | None) -> Tensor:
+    """The scores, zero in the rows that are ignored."""
+    ignored = (target == ignore_index).unsqueeze(-1)
+    logits = input.to(math_dtype(input.dtype)).masked_fill(ignored, 0)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _column(target: Tensor, columns: int, vocab_start: int) -> tuple[Tensor, Tensor]:
+    """(a column of each row, whether it is the target's), each with a last dimension of 1."""
+    column = (target - vocab_start).unsqueeze(-1)
+    inside = (column >= 0) & (column < columns)
+    return column.clamp(0, columns - 1), inside
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """What to take off scores before exp: 0 where all are hidden, and ``-inf`` the highest."""
+    return highest.masked_fill(highest == -torch.inf, 0)
+
+
+def _partial(
+    input: Tensor, target: Tensor, vocab_start: int, ignore_index: int, softcap: float | None
+) -> Tensor:
+    scores = _scores(input, target, ignore_index, softcap)
+    highest = scores.amax(-1, keepdim=True)
+    total = (scores - _finite(highest)).exp().sum(-1, keepdim=True)
+    column, inside = _column(target, input.shape[-1], vocab_start)
+    at_target = scores.gather(-1, column).masked_fill(~inside, 0)
+    stats = torch.cat((highest, total, at_target, scores.sum(-1, keepdim=True)), -1)
+    return stats.masked_fill((target == ignore_index).unsqueeze(-1), 0)
+
+
+def _merge(
+    stats: Tensor,
+    target: Tensor,
+    vocab_size: int,
+    label_smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    highest, total, at_target, summed = stats.unbind(-1)
+    shift = _finite(highest.amax(0))
+    log_total = (total * (highest - shift).exp()).sum(0).log()
+    lse = shift + log_total
+    # Not from lse, in which a large shift would round off what log_total says.
+    loss = log_total - (at_target.sum(0) - shift)
+    if label_smoothing:
+        uniform = log_total - (summed.sum(0) / vocab_size - shift)
+        loss = (1 - label_smoothing) * loss + label_smoothing * uniform
+    if z_loss:
+        loss = loss + z_loss * lse.square()
+    loss = loss.masked_fill((target < 0) | (target >= vocab_size), torch.nan)
+    ignored = target == ignore_index
+    return loss.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
+
+
+def _gradient(
+    grad_loss: Tensor,
+    input: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+    softcap: float | None,
+    vocab_start: int,
+    vocab_size: int,
+) -> Tensor:
+    """The gradient of the logits, in the dtype that is calculated in."""
+    scores = _scores(input, target, ignore_index, softcap)
+    factor = grad_loss if grad_lse is None else grad_loss + grad_lse
+    if z_loss:
+        factor = factor + 2 * z_loss * lse * grad_loss
+    gradient = factor.unsqueeze(-1) * (scores - lse.unsqueeze(-1)).exp()
+    column, inside = _column(target, input.shape[-1], vocab_start)
+    at_target = (label_smoothing - 1) * grad_loss.unsqueeze(-1)
+    gradient.scatter_add_(-1, column, at_target.masked_fill(~inside, 0))
+    if label_smoothing:
+        gradient -= (label_smoothing / vocab_size * grad_loss).unsqueeze(-1)
+    if softcap is not None:
+        gradient *= 1 - (scores / softcap).square()
+    outside = (target < 0) | (target >= vocab_size)
+    gradient.masked_fill_(outside.unsqueeze(-1), torch.nan)
+    return gradient.masked_fill_((target == ignore_index).unsqueeze(-1), 0)
+
+
+@torch.no_grad()
+def cross_entropy_fwd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy: that of a vocabulary in one shard."""
+    ops.cross_entropy_fwd.check(
+        input,
+        target,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    stats = _partial(input, target, 0, ignore_index, softcap).unsqueeze(0)
+    return _merge(stats, target, input.shape[-1], label_smoothing, ignore_index, z_loss)
+
+
+@torch.no_grad()
+def cross_entropy_bwd(
+    grad_loss: Tensor,
+    input: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Its gradient."""
+    ops.cross_entropy_bwd.check(
+        grad_loss,
+        input,
+        target,
+        lse,
+        grad_lse,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+    )
+    size = vocab_start + input.shape[-1] if vocab_size is None else vocab_size
+    gradient = _gradient(
+        grad_loss,
+        input,
+        target,
+        lse,
+        grad_lse,
+        label_smoothing,
+        ignore_index,
+        z_loss,
+        softcap,
+        vocab_start,
+        size,
+    )
+    return as_output(gradient, input.dtype)
+
+
+@torch.no_grad()
+def cross_entropy_partial_fwd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    vocab_start: int = 0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+) -> Tensor:
+    """What a shard of the vocabulary adds."""
+    ops.cross_entropy_partial_fwd.check(
+        input, target, vocab_start=vocab_start, ignore_index=ignore_index, softcap=softcap
+    )
+    return _partial(input, target, vocab_start, ignore_index, softcap)
+
+
+@torch.no_grad()
+def cross_entropy_merge(
+    stats: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Loss and lse out of what the shards add."""
+    ops.cross_entropy_merge.check(
+        stats,
+        target,
+        vocab_size=vocab_size,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+    )
+    return _merge(stats, target, vocab_size, label_smoothing, ignore_index, z_loss)
+
+
+def _chunk_rows(input: Tensor, weight: Tensor) -> int:
+    """How many rows at a time: their logits are no more numbers than ``input`` is."""
+    return max(1, input.numel() // weight.shape[0])
+
+
+@torch.no_grad()
+def fused_linear_cross_entropy_fwd(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of a linear layer's outputs, some rows at a time."""
+    ops.fused_linear_cross_entropy_fwd.check(
+        input,
+        weight,
+        target,
+        bias,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    wide = math_dtype(input.dtype)
+    matrix, rows = weight.to(wide), _chunk_rows(input, weight)
+    offset = None if bias is None else bias.to(wide)
+    hidden, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    losses = []
+    for x, chosen in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = torch.nn.functional.linear(x.to(wide), matrix, offset)
+        stats = _partial(logits, chosen, 0, ignore_index, softcap).unsqueeze(0)
+        losses.append(
+            _merge(stats, chosen, len(weight), label_smoothing, ignore_index, z_loss)
+        )
+    loss, lse = (torch.cat(parts).view(target.shape) for parts in zip(*losses, strict=True))
+    return loss, lse
+
+
+@torch.no_grad()
+def fused_linear_cross_entropy_bwd(
+    grad_loss: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    bias: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Its gradients, from logits that are calculated again."""
+    ops.fused_linear_cross_entropy_bwd.check(
+        grad_loss,
+        input,
+        weight,
+        target,
+        lse,
+        bias,
+        grad_lse,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    wide = math_dtype(input.dtype)
+    matrix, rows = weight.to(wide), _chunk_rows(input, weight)
+    offset = None if bias is None else bias.to(wide)
+    others = torch.zeros_like(grad_loss) if grad_lse is None else grad_lse
+    hidden = input.reshape(-1, input.shape[-1])
+    grad_input = torch.empty_like(hidden, dtype=wide)
+    grad_weight = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+    grad_bias = matrix.new_zeros(len(weight))
+    per_row = (it.reshape(-1).split(rows) for it in (target, grad_loss, lse, others))
+    parts = zip(hidden.split(rows), grad_input.split(rows), *per_row, strict=True)
+    for x, dx, chosen, dloss, normalizer, dlse in parts:
+        x = x.to(wide)
+        gradient = _gradient(
+            dloss,
+            torch.nn.functional.linear(x, matrix, offset),
+            chosen,
+            normalizer,
+            dlse,
+            label_smoothing,
+            ignore_index,
+            z_loss,
+            softcap,
+            0,
+            len(weight),
+        )
+        dx.copy_(gradient @ matrix)
+        grad_weight.addmm_(gradient.t(), x)
+        grad_bias += gradient.sum(0)
+    return (
+        as_output(grad_input, input.dtype).view(input.shape),
+        as_output(grad_weight, weight.dtype),
+        None if bias is None else as_output(grad_bias, bias.dtype),
+    )
