@@ -22,6 +22,10 @@ from transformer_engine_fl.functional.activation import (
 from transformer_engine_fl.functional.dropout import (
     dropout,
 )
+from transformer_engine_fl.functional.loss import (
+    cross_entropy,
+    fused_linear_cross_entropy,
+)
 from transformer_engine_fl.functional.normalization import (
     layer_norm,
     rms_norm,
@@ -40,7 +44,9 @@ from transformer_engine_fl.functional.softmax import (
 
 __all__ = [
     "clamped_swiglu",
+    "cross_entropy",
     "dropout",
+    "fused_linear_cross_entropy",
     "geglu",
     "gelu",
     "glu",

@@ -47,7 +47,7 @@ def _partial(
     column, inside = _column(target, input.shape[-1], vocab_start)
     at_target = scores.gather(-1, column).masked_fill(~inside, 0)
     stats = torch.cat((highest, total, at_target, scores.sum(-1, keepdim=True)), -1)
-    return stats.masked_fill((target == ignore_index).unsqueeze(-1), 0)
+    return stats.masked_fill((target == ignore_index).unsqueeze(-1), 0).contiguous()
 
 
 def _merge(
@@ -71,7 +71,7 @@ def _merge(
         loss = loss + z_loss * lse.square()
     loss = loss.masked_fill((target < 0) | (target >= vocab_size), torch.nan)
     ignored = target == ignore_index
-    return loss.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
+    return loss.masked_fill(ignored, 0).contiguous(), lse.masked_fill(ignored, 0).contiguous()
 
 
 def _gradient(
@@ -245,12 +245,10 @@ def fused_linear_cross_entropy_fwd(
     offset = None if bias is None else bias.to(wide)
     hidden, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     losses = []
-    for x, chosen in zip(hidden.split(rows), targets.split(rows), strict=True):
+    for x, chosen in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
         logits = torch.nn.functional.linear(x.to(wide), matrix, offset)
         stats = _partial(logits, chosen, 0, ignore_index, softcap).unsqueeze(0)
-        losses.append(
-            _merge(stats, chosen, len(weight), label_smoothing, ignore_index, z_loss)
-        )
+        losses.append(_merge(stats, chosen, len(weight), label_smoothing, ignore_index, z_loss))
     loss, lse = (torch.cat(parts).view(target.shape) for parts in zip(*losses, strict=True))
     return loss, lse
 
@@ -292,8 +290,8 @@ def fused_linear_cross_entropy_bwd(
     grad_input = torch.empty_like(hidden, dtype=wide)
     grad_weight = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
     grad_bias = matrix.new_zeros(len(weight))
-    per_row = (it.reshape(-1).split(rows) for it in (target, grad_loss, lse, others))
-    parts = zip(hidden.split(rows), grad_input.split(rows), *per_row, strict=True)
+    per_row = (torch.split(it.reshape(-1), rows) for it in (target, grad_loss, lse, others))
+    parts = zip(torch.split(hidden, rows), torch.split(grad_input, rows), *per_row, strict=True)
     for x, dx, chosen, dloss, normalizer, dlse in parts:
         x = x.to(wide)
         gradient = _gradient(

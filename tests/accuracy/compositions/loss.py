@@ -1,0 +1,140 @@
+"""Cross entropy as torch's own functions make it, in the dtype that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["COMPOSITIONS"]
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def cross_entropy_fwd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    logits = _capped(input, softcap)
+    ignored = target == ignore_index
+    outside = ((target < 0) | (target >= input.shape[-1])) & ~ignored  # torch refuses these
+    loss = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        target.masked_fill(outside, ignore_index).reshape(-1),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    ).view(target.shape)
+    lse = logits.logsumexp(-1).masked_fill(ignored, 0)
+    if z_loss:
+        loss = loss + z_loss * lse.square()
+    return loss.masked_fill(outside, torch.nan), lse
+
+
+def cross_entropy_bwd(
+    grad_loss: Tensor,
+    input: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    **options: Any,
+) -> tuple[Tensor | None]:
+    if vocab_start or vocab_size is not None:
+        return (None,)  # torch has nothing for a shard
+    leaf = input.detach().requires_grad_()
+    return _gradients((leaf,), cross_entropy_fwd(leaf, target, **options), grad_loss, grad_lse)
+
+
+def cross_entropy_partial_fwd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    vocab_start: int = 0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+) -> tuple[Tensor]:
+    scores = _capped(input, softcap)
+    column = (target - vocab_start).unsqueeze(-1)
+    outside = (column < 0) | (column >= input.shape[-1])
+    highest = scores.amax(-1, keepdim=True)
+    total = (scores - highest).exp().sum(-1, keepdim=True).masked_fill(highest == -torch.inf, 0)
+    at_target = scores.gather(-1, column.masked_fill(outside, 0)).masked_fill(outside, 0)
+    stats = torch.cat((highest, total, at_target, scores.sum(-1, keepdim=True)), -1)
+    return (stats.masked_fill((target == ignore_index).unsqueeze(-1), 0),)
+
+
+def cross_entropy_merge(
+    stats: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    highest, total, at_target, summed = stats.unbind(-1)
+    lse = (highest + total.log()).logsumexp(0)
+    loss = (1 - label_smoothing) * (lse - at_target.sum(0))
+    if label_smoothing:
+        loss = loss + label_smoothing * (lse - summed.sum(0) / vocab_size)
+    loss = loss + z_loss * lse.square() if z_loss else loss
+    loss = loss.masked_fill((target < 0) | (target >= vocab_size), torch.nan)
+    ignored = target == ignore_index
+    return loss.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
+
+
+def fused_linear_cross_entropy_fwd(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return cross_entropy_fwd(F.linear(input, weight, bias), target, **options)
+
+
+def fused_linear_cross_entropy_bwd(
+    grad_loss: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    bias: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    given = (input, weight) if bias is None else (input, weight, bias)
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in given)
+    outputs = fused_linear_cross_entropy_fwd(leaves[0], leaves[1], target, *leaves[2:], **options)
+    gradients = _gradients(leaves, outputs, grad_loss, grad_lse)
+    return (*gradients, None) if bias is None else gradients
+
+
+def _gradients(
+    leaves: tuple[Tensor, ...],
+    outputs: tuple[Tensor, Tensor],
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Any, ...]:
+    given = (grad_loss, torch.zeros_like(grad_loss) if grad_lse is None else grad_lse)
+    cast = [grad.to(output.dtype) for grad, output in zip(given, outputs, strict=True)]
+    return torch.autograd.grad(outputs, leaves, cast)
+
+
+COMPOSITIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "cross_entropy_bwd": cross_entropy_bwd,
+    "cross_entropy_fwd": cross_entropy_fwd,
+    "cross_entropy_merge": cross_entropy_merge,
+    "cross_entropy_partial_fwd": cross_entropy_partial_fwd,
+    "fused_linear_cross_entropy_bwd": fused_linear_cross_entropy_bwd,
+    "fused_linear_cross_entropy_fwd": fused_linear_cross_entropy_fwd,
+}

@@ -1,0 +1,325 @@
+"""functional: cross entropy against torch's, its gradients, shards of the vocabulary, memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vocabulary_shards
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_engine_fl as te
+from transformer_engine_fl import functional, ops
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 1.0},
+    {"z_loss": 0.1},
+    {"softcap": 1.5},
+    {"ignore_index": 2},
+    {"label_smoothing": 0.2, "z_loss": 0.05, "softcap": 3.0, "ignore_index": 0},
+]
+ROW_TARGETS = [0, 6, 2, -100, 3, 2]
+
+
+def logits(dtype: torch.dtype = torch.float64) -> Tensor:
+    torch.manual_seed(30)
+    return torch.randn(6, 7, dtype=dtype).requires_grad_()
+
+
+def targets(ignore_index: int = -100) -> Tensor:
+    return torch.tensor([ignore_index if it == -100 else it for it in ROW_TARGETS])
+
+
+def linear(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(31)
+    shapes = ((6, 4), (7, 4), (7,))
+    x, weight, bias = (torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)
+    return x, weight, bias
+
+
+# ------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_the_gradient_of_the_loss(options: dict[str, Any], reduction: str) -> None:
+    target = targets(options.get("ignore_index", -100))
+    assert torch.autograd.gradcheck(
+        lambda it: functional.cross_entropy(it, target, reduction=reduction, **options),
+        (logits(),),
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS[3:])
+@pytest.mark.parametrize("used", [slice(0, 2), slice(1, 2)])
+def test_the_gradient_of_the_part_that_z_loss_makes(options: dict[str, Any], used: slice) -> None:
+    target = targets(options.get("ignore_index", -100))
+
+    def both(input: Tensor) -> tuple[Tensor, ...]:
+        return functional.cross_entropy(input, target, return_z_loss=True, **options)[used]
+
+    assert torch.autograd.gradcheck(both, (logits(),))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_gradients_of_the_fused_linear_form(options: dict[str, Any], biased: bool) -> None:
+    target = targets(options.get("ignore_index", -100))
+
+    def losses(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, *bias = leaves
+        return functional.fused_linear_cross_entropy(
+            x, weight, target, *bias, return_z_loss=True, **options
+        )
+
+    assert torch.autograd.gradcheck(losses, linear()[: 3 if biased else 2])
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_only_the_gradients_that_are_wanted_are_returned(wanted: int) -> None:
+    leaves = [tensor.detach() for tensor in linear()]
+    leaves[wanted].requires_grad_()
+    x, weight, bias = leaves
+    functional.fused_linear_cross_entropy(x, weight, targets(), bias).backward()
+    assert [tensor.grad is not None for tensor in leaves] == [i == wanted for i in range(3)]
+
+
+# ---------------------------------------------------------------------- against torch
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+def test_it_is_torchs_own(reduction: str, label_smoothing: float, ignore_index: int) -> None:
+    x, options = logits(), {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
+    target = targets(ignore_index)
+    found = functional.cross_entropy(x, target, reduction=reduction, **options)
+    expected = F.cross_entropy(x, target, reduction=reduction, **options)
+    torch.testing.assert_close(found, expected)
+    weights = torch.arange(1.0, 1 + found.numel()).double().view(found.shape)
+    torch.testing.assert_close(
+        torch.autograd.grad((found * weights).sum(), x),
+        torch.autograd.grad((expected * weights).sum(), x),
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_fused_form_is_the_linear_layer_and_the_loss(
+    options: dict[str, Any], biased: bool
+) -> None:
+    leaves = linear()[: 3 if biased else 2]
+    x, weight, *bias = leaves
+    target = targets(options.get("ignore_index", -100)).view(3, 2)
+    x = x.view(3, 2, 4)
+    found = functional.fused_linear_cross_entropy(x, weight, target, *bias, **options)
+    expected = functional.cross_entropy(F.linear(x, weight, *bias), target, **options)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves)
+    )
+
+
+def test_every_row_ignored_is_nan_as_the_mean_and_nothing_as_the_sum() -> None:
+    x, target = logits(), torch.full((6,), -100)
+    assert functional.cross_entropy(x, target).isnan()
+    assert F.cross_entropy(x, target).isnan()
+    assert functional.cross_entropy(x, target, reduction="sum") == 0
+    (gradient,) = torch.autograd.grad(functional.cross_entropy(x, target), x)
+    assert not gradient.any()
+
+
+def test_losses_of_narrow_logits_are_float32_and_gradients_keep_their_dtype() -> None:
+    x, target = logits(torch.bfloat16), targets()
+    loss = functional.cross_entropy(x, target)
+    loss.backward()
+    expected = F.cross_entropy(x.detach().float(), target)
+    assert (loss.dtype, x.grad is not None and x.grad.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(loss, expected)
+
+
+# --------------------------------------------------------------------------- meaning
+
+
+def test_values_are_those_of_the_formula() -> None:
+    row, target, e, z, cap = [0.5, -1.0, 2.0], 1, 0.3, 0.01, 4.0
+    scores = [cap * math.tanh(it / cap) for it in row]
+    lse = math.log(sum(math.exp(it) for it in scores))
+    smooth = lse - sum(scores) / 3
+    expected = (1 - e) * (lse - scores[target]) + e * smooth + z * lse**2
+    loss, part = functional.cross_entropy(
+        torch.tensor([row], dtype=torch.float64),
+        torch.tensor([target]),
+        label_smoothing=e,
+        z_loss=z,
+        softcap=cap,
+        return_z_loss=True,
+    )
+    assert loss.item() == pytest.approx(expected, rel=1e-14)
+    assert part.item() == pytest.approx(z * lse**2, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ignored_rows_have_no_loss_and_gradients_of_exactly_zero(dtype: torch.dtype) -> None:
+    x = logits(dtype).detach()
+    x[2], x[3, 1:], x[5] = torch.nan, torch.inf, -torch.inf
+    x.requires_grad_()
+    target = torch.tensor([0, 6, -100, -100, 3, -100])
+    ignored = target == -100
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.1}
+    losses = functional.cross_entropy(x, target, reduction="none", return_z_loss=True, **options)
+    torch.autograd.backward(losses, [torch.full((6,), torch.nan), torch.ones(6)])
+    assert x.grad is not None
+    for values in (*losses, x.grad):
+        assert not values[ignored].any()
+    assert losses[0][~ignored].gt(0).all()
+
+
+def test_a_target_outside_the_vocabulary_shows_as_nan_in_its_row_alone() -> None:
+    x, target = logits(), torch.tensor([0, 7, 1, -1, 3, -100])
+    loss = functional.cross_entropy(x, target, reduction="none")
+    (gradient,) = torch.autograd.grad(loss.sum(), x)
+    assert loss.isnan().tolist() == [False, True, False, True, False, False]
+    assert gradient.isnan().all(-1).tolist() == loss.isnan().tolist()
+    assert gradient.isnan().any(-1).tolist() == loss.isnan().tolist()
+
+
+def test_a_masked_word_has_no_probability_and_no_gradient() -> None:
+    x = logits().detach()
+    x[:, 4:] = -torch.inf
+    x.requires_grad_()
+    target = torch.tensor([0, 1, 2, 3, 0, 1])
+    loss = functional.cross_entropy(x, target)
+    torch.testing.assert_close(loss, F.cross_entropy(x[:, :4], target))
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert not gradient[:, 4:].any()
+
+
+@pytest.mark.parametrize("offset", [-1e4, 1e4])
+def test_a_common_offset_of_the_logits_takes_nothing_from_the_loss(offset: float) -> None:
+    x = (logits().detach() * 64).round() / 64  # exact in float32 with the offset, too
+    found = functional.cross_entropy((x + offset).float(), targets())
+    assert found.item() == pytest.approx(functional.cross_entropy(x, targets()).item(), rel=2e-7)
+
+
+# ------------------------------------------------------------- shards of the vocabulary
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, tuple[Tensor, ...]]]:
+    """What two processes of a gloo group have made of their shards."""
+    folder: Path = tmp_path_factory.mktemp("group")
+    torch.multiprocessing.spawn(vocabulary_shards.run, (folder,), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", vocabulary_shards.CALLS)
+@pytest.mark.parametrize("way", vocabulary_shards.WIDTHS)
+def test_two_processes_with_half_of_the_vocabulary_each_agree_with_one(
+    way: str, name: str, shards: list[dict[Any, tuple[Tensor, ...]]]
+) -> None:
+    options = vocabulary_shards.CALLS[name]
+    x, target = vocabulary_shards.logits_and_targets(**options)
+    x.requires_grad_()
+    losses = functional.cross_entropy(x, target, return_z_loss=True, **options)
+    grads = [it.expand_as(losses[0]) for it in vocabulary_shards.GRADIENTS]
+    torch.autograd.backward(losses, grads)
+    for loss, part, _ in (results[way, name] for results in shards):
+        torch.testing.assert_close((loss, part), losses)
+    gradient = torch.cat([results[way, name][2] for results in shards], -1)
+    torch.testing.assert_close(gradient, x.grad)
+
+
+def test_what_does_not_fit_a_group_is_refused() -> None:
+    x, target = logits(), targets()
+    with pytest.raises(te.ArgumentError, match="vocab_start"):
+        functional.cross_entropy(x, target, vocab_start=0)
+    with pytest.raises(te.ArgumentError, match="vocab_size"):
+        functional.cross_entropy(x, target, vocab_size=7)
+    stats = ops.cross_entropy_partial_fwd(x, target)
+    with pytest.raises(te.ArgumentError, match="stats"):
+        ops.cross_entropy_merge(stats, target, vocab_size=7)
+    saved = torch.ones(6, dtype=torch.float64)
+    with pytest.raises(te.ArgumentError, match="vocab_size"):
+        ops.cross_entropy_bwd(saved, x, target, saved, vocab_start=2, vocab_size=8)
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many elements the largest new tensor in the block had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS[-1]])
+def test_the_logits_of_the_fused_form_are_never_there_as_a_whole(options: dict[str, Any]) -> None:
+    rows, features, words = 512, 8, 1024
+    torch.manual_seed(32)
+    x = torch.randn(rows, features, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(words, features, dtype=torch.bfloat16).requires_grad_()
+    bias = torch.randn(words, dtype=torch.bfloat16).requires_grad_()
+    target = torch.randint(0, words, (rows,))
+    with Largest() as seen:
+        functional.fused_linear_cross_entropy(x, weight, target, bias, **options).backward()
+    assert seen.elements <= words * features == rows * words // 64
+    with Largest() as seen:
+        functional.cross_entropy(F.linear(x, weight, bias), target, **options).backward()
+    assert seen.elements == rows * words
+
+
+# -------------------------------------------------------------------------- compiling
+
+
+def test_both_forms_are_compiled_with_their_gradients() -> None:
+    torch._dynamo.reset()
+    target = targets()
+
+    def program(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        fused = functional.fused_linear_cross_entropy(x, weight, target, bias, z_loss=0.1)
+        loss, part = functional.cross_entropy(x @ weight.t(), target, return_z_loss=True)
+        return fused + loss + part
+
+    found = []
+    for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
+        leaves = linear()
+        run(*leaves).backward()
+        found.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*found)
+
+
+def test_what_does_not_agree_is_refused() -> None:
+    x, weight, bias = linear()
+    with pytest.raises(te.ArgumentError, match="reduction"):
+        functional.cross_entropy(x, targets(), reduction="average")
+    with pytest.raises(te.ArgumentError, match="target"):
+        functional.cross_entropy(x, targets()[1:])
+    with pytest.raises(te.ArgumentError, match="softcap"):
+        functional.cross_entropy(x, targets(), softcap=0.0)
+    with pytest.raises(te.ArgumentError, match="input"):
+        functional.cross_entropy(x[:, :0], targets())
+    with pytest.raises(te.ArgumentError, match="weight"):
+        functional.fused_linear_cross_entropy(x, weight.float(), targets())
+    with pytest.raises(te.ArgumentError, match="weight"):
+        functional.fused_linear_cross_entropy(x, weight[:, 1:], targets())
+    with pytest.raises(te.ArgumentError, match="bias"):
+        functional.fused_linear_cross_entropy(x, weight, targets(), bias[1:])

@@ -1,0 +1,69 @@
+"""One rank of a group that shares a vocabulary; a process of its own runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from transformer_engine_fl import functional
+
+__all__ = ["CALLS", "GRADIENTS", "WIDTHS", "logits_and_targets", "run"]
+
+WORDS: Final = 14
+
+CALLS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "rows": {"reduction": "none"},
+    "label smoothing": {"label_smoothing": 0.2},
+    "z-loss": {"z_loss": 0.03},
+    "soft cap": {"softcap": 1.5},
+    "a word as ignore index": {"ignore_index": 5},
+    "everything": {"label_smoothing": 0.1, "z_loss": 0.03, "softcap": 2.0, "ignore_index": 9},
+}
+
+WIDTHS: Final[dict[str, tuple[int, int]]] = {"equal": (7, 7), "unequal": (10, 4)}
+
+GRADIENTS: Final = torch.tensor([1.0, -2.0], dtype=torch.float64)
+"""Of the loss and of the part that z_loss makes."""
+
+
+def logits_and_targets(
+    label_smoothing: float = 0.0, ignore_index: int = -100, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The same on every rank: targets in both shards, at their ends, and ignored.
+
+    One row has nothing but masked words in the first shard; smoothing would make its loss
+    infinite.
+    """
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn((3, 4, WORDS), generator=generator, dtype=torch.float64)
+    if not label_smoothing:
+        logits[0, 0, :7] = -torch.inf
+    none = ignore_index
+    return logits, torch.tensor([[7, 6, 0, 13], [none, 3, 9, 10], [5, 9, none, 12]])
+
+
+def run(rank: int, folder: Path) -> None:
+    """Save, for each call and each way of sharing, losses and the gradient of the shard."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    assert group is not None
+    results = {}
+    for way, widths in WIDTHS.items():
+        start = sum(widths[:rank])
+        place = {} if way == "equal" else {"vocab_start": start, "vocab_size": WORDS}
+        for name, options in CALLS.items():
+            logits, target = logits_and_targets(**options)
+            shard = logits[..., start : start + widths[rank]].requires_grad_()
+            losses = functional.cross_entropy(
+                shard, target, return_z_loss=True, process_group=group, **options, **place
+            )
+            torch.autograd.backward(losses, [it.expand_as(losses[0]) for it in GRADIENTS])
+            results[way, name] = (*(loss.detach() for loss in losses), shard.grad)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,254 @@
+"""Cross entropy, differentiable, reduced over the rows as the caller says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.core.manager import get_default_manager
+from transformer_engine_fl.functional._differentiable import apply
+from transformer_engine_fl.ops import _checks as check
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+]
+
+_REDUCTIONS: Final = ("none", "mean", "sum")
+
+
+class _Options(TypedDict, total=False):
+    label_smoothing: float
+    ignore_index: int
+    z_loss: float
+    softcap: float | None
+    reduction: str
+
+
+class _ShardOptions(_Options, total=False):
+    process_group: ProcessGroup | None
+    vocab_start: int | None
+    vocab_size: int | None
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    *,
+    return_z_loss: Literal[False] = False,
+    **options: Unpack[_ShardOptions],
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    *,
+    return_z_loss: Literal[True],
+    **options: Unpack[_ShardOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    return_z_loss: bool = False,
+    process_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross entropy of logits, differentiable with respect to them.
+
+    See :func:`transformer_engine_fl.ops.cross_entropy_fwd` for the formula and the other
+    arguments. The logits are kept for the backward; the probabilities are calculated again.
+
+    With a process group the logits are this rank's columns, a shard of the vocabulary, and
+    every rank has the same targets. One all-gather of four numbers for each row is all
+    that is sent, and the backward sends nothing. Every rank returns the same loss; each
+    calls backward on its own and gets the gradient of its own columns.
+
+    Args:
+        input: ``[..., V]``; with a process group ``[..., C]``.
+        target: ``[...]``, int64, counted in the whole vocabulary.
+        reduction: "none", one loss for each row; "sum"; "mean", the sum over the number of
+            rows that are not ignored, which is NaN if all are.
+        return_z_loss: whether to return what z_loss adds to the loss, too.
+        process_group: the ranks that share the vocabulary; None: it is here as a whole.
+        vocab_start: the word of the first column; unless given the shards are as wide as
+            one another and in the order of the ranks.
+        vocab_size: V of all shards together; goes with ``vocab_start``.
+
+    Returns:
+        loss: float32 (float64 for float64), a scalar or, for "none", ``[...]``.
+        z_loss: the part of it that z_loss makes, likewise, if asked for.
+    """
+    check.is_choice("cross_entropy", "reduction", reduction, _REDUCTIONS)
+    options = {
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "z_loss": z_loss,
+        "softcap": softcap,
+    }
+    if process_group is None:
+        for name, value in {"vocab_start": vocab_start, "vocab_size": vocab_size}.items():
+            if value is not None:
+                raise ArgumentError("cross_entropy", name, str(value), "a process_group with it")
+        loss, lse = apply("cross_entropy_fwd", options, input, target)
+    else:
+        start, size = _shard(input, process_group, vocab_start, vocab_size)
+        loss, lse = _VocabularyParallel.apply(  # type: ignore[no-untyped-call]
+            input, target, process_group, start, size, options
+        )
+    results = (loss, z_loss * lse.square()) if return_z_loss else (loss,)
+    return _reduced(results, target, ignore_index, reduction)
+
+
+@overload
+def fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+
+
+@overload
+def fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_z_loss: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    return_z_loss: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross entropy of ``input @ weight.T + bias``, differentiable in all three.
+
+    Neither those logits nor their gradient are ever held whole, forward or backward. See
+    :func:`transformer_engine_fl.ops.fused_linear_cross_entropy_fwd`.
+
+    Args:
+        input: ``[..., H]``.
+        weight: ``[V, H]``.
+        target: ``[...]``, int64.
+        bias: ``[V]`` or None.
+        reduction: as in :func:`cross_entropy`.
+        return_z_loss: as in :func:`cross_entropy`.
+
+    Returns:
+        As :func:`cross_entropy`.
+    """
+    check.is_choice("fused_linear_cross_entropy", "reduction", reduction, _REDUCTIONS)
+    options = {
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "z_loss": z_loss,
+        "softcap": softcap,
+    }
+    loss, lse = apply("fused_linear_cross_entropy_fwd", options, input, weight, target, bias)
+    results = (loss, z_loss * lse.square()) if return_z_loss else (loss,)
+    return _reduced(results, target, ignore_index, reduction)
+
+
+def _reduced(
+    results: tuple[Tensor, ...], target: Tensor, ignore_index: int, reduction: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The one result, or the two, over the rows."""
+    if reduction != "none":
+        results = tuple(rows.sum() for rows in results)
+    if reduction == "mean":
+        count = (target != ignore_index).sum()
+        results = tuple(total / count for total in results)
+    return results[0] if len(results) == 1 else (results[0], results[1])
+
+
+def _shard(
+    input: Tensor, group: ProcessGroup, vocab_start: int | None, vocab_size: int | None
+) -> tuple[int, int]:
+    """(word of the first column, words in all shards)."""
+    if vocab_start is None and vocab_size is None:
+        columns = input.shape[-1]
+        return group.rank() * columns, group.size() * columns
+    if vocab_start is None or vocab_size is None:
+        missing = "vocab_start" if vocab_start is None else "vocab_size"
+        raise ArgumentError("cross_entropy", missing, "None", "both of the two, or neither")
+    return vocab_start, vocab_size
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    """(loss, lse) of each row, of logits whose columns are on several ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        target: Tensor,
+        group: ProcessGroup,
+        vocab_start: int,
+        vocab_size: int,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        manager = get_default_manager()
+        ignore_index, softcap = options["ignore_index"], options["softcap"]
+        stats = manager.call(
+            "cross_entropy_partial_fwd",
+            input,
+            target,
+            vocab_start=vocab_start,
+            ignore_index=ignore_index,
+            softcap=softcap,
+        )
+        gathered = stats.new_empty((group.size(), *stats.shape))
+        torch.distributed.all_gather_into_tensor(gathered.view(-1), stats.view(-1), group=group)
+        loss, lse = manager.call(
+            "cross_entropy_merge",
+            gathered,
+            target,
+            vocab_size=vocab_size,
+            label_smoothing=options["label_smoothing"],
+            ignore_index=ignore_index,
+            z_loss=options["z_loss"],
+        )
+        ctx.save_for_backward(input, target, lse)
+        ctx.run = manager.pin("cross_entropy_bwd")
+        ctx.options = {**options, "vocab_start": vocab_start, "vocab_size": vocab_size}
+        return loss, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = ctx.run(grad_loss, *ctx.saved_tensors, grad_lse, **ctx.options)
+        return gradient, None, None, None, None, None
