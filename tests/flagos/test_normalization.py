@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos import _arguments, _launch
 from transformer_engine_fl.backends.flagos import normalization as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import normalization as contracts
@@ -154,7 +154,7 @@ def strided_inputs() -> dict[str, Tensor]:
 @pytest.mark.parametrize("label", strided_inputs())
 def test_rows_that_lie_apart_are_not_copied(label: str, device: str) -> None:
     x = strided_inputs()[label].to(device)
-    assert flagos._by_rows(x)[0] is x
+    assert _arguments.by_rows(x)[0] is x
     weight = torch.randn(72, device=device)
     check_values("rmsnorm_fwd", x, weight)
     check_values("rmsnorm_bwd", *backward_inputs(x, weight, False))

@@ -22,6 +22,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 import triton
 import triton.language as tl
@@ -236,7 +237,8 @@ class Launch:
         numbers: tuple[int | float, ...],
     ) -> None:
         if INTERPRETED:
-            with _bfloat16_in_float32(tensors) as stand_ins:
+            # No device warns of infinities and NaN, as NumPy would.
+            with _bfloat16_in_float32(tensors) as stand_ins, numpy.errstate(all="ignore"):
                 self._kernel[grid](*stand_ins, *numbers, **self._constants, **self._options)
             return
         with torch.get_device_module(self._device).device(self._index):

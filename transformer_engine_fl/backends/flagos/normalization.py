@@ -24,10 +24,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import Parameter
 
 from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import (
+    MOST,
+    NOT_A_TENSOR,
+    PLAIN,
+    WIDEST_UNIT,
+    block_of,
+    by_rows,
+    check_fresh,
+    check_size,
+    is_vector,
+    keep,
+    listed,
+    plain,
+    rows_of_tile,
+)
+from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import normalization as contracts
 
@@ -365,38 +380,6 @@ def _backward_wide(
             tl.store(other_ptr + column, dbetas[chunk], mask=column < columns)
 
 
-@triton.jit(do_not_specialize=["programs", "columns"])  # type: ignore[untyped-decorator]
-def _sum_programs(
-    partial_ptr: tl.tensor,
-    dgamma_ptr: tl.tensor,
-    dbeta_ptr: tl.tensor,
-    programs: tl.int32,
-    columns: tl.int32,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """The sums of ``partial`` over the programs: dgamma, and dbeta on the second grid axis."""
-    ACC: tl.constexpr = partial_ptr.dtype.element_ty
-    columns = columns * UNIT
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    partial_ptr += tl.program_id(1).to(tl.int64) * programs * columns
-    total = tl.zeros((ROWS, BLOCK), ACC)
-    for first in tl.range(0, programs, ROWS):
-        row = first + tl.arange(0, ROWS)
-        total += tl.load(
-            partial_ptr + row.to(tl.int64)[:, None] * columns + column[None, :],
-            mask=(row < programs)[:, None] & inside[None, :],
-            other=0,
-        )
-    result = tl.sum(total, axis=0).to(dgamma_ptr.dtype.element_ty)
-    if dbeta_ptr is None or tl.program_id(1) == 0:
-        tl.store(dgamma_ptr + column, result, mask=inside)
-    else:
-        tl.store(dbeta_ptr + column, result, mask=inside)
-
-
 # --------------------------------------------------------------------------- heuristics
 
 
@@ -457,26 +440,6 @@ _BACKWARD_CHUNKS_CENTRED = {
 _MOST_SHARING = 2
 _MEANS_THREADS = 256
 _UNROLL = 4
-# The sum over the programs reads tiles of this many of them by that many columns: narrow
-# ones give enough programs where there are few columns.
-_SUM_TILES = {8192: (128, 32), 2**31: (32, 128)}
-_SUM_THREADS = 256
-
-_MOST = 2**31 - 2 * _BACKWARD_TILE  # rows, and columns: with a tile beyond them, within an int32
-_WIDEST_UNIT = 16
-
-
-def _block(columns: int) -> int:
-    return int(max(16, triton.next_power_of_2(columns)))
-
-
-def _listed(table: dict[int, Any], width: int) -> Any:
-    """The entry of the narrowest listed width that holds ``width``; None if none does."""
-    return next((entry for most, entry in table.items() if width <= most), None)
-
-
-def _rows_of_tile(tile: int, width: int) -> int:
-    return max(1, min(64, tile // width))
 
 
 def _stages(tiles: _Tiles, tile_bytes: int, device: torch.device) -> int:
@@ -518,8 +481,7 @@ class _BackwardPlan(NamedTuple):
     Attributes:
         launch: the kernel for dx and the sums of each program.
         means: the kernel for the means of each row, where one must go ahead.
-        total: the sum over the programs, and
-        blocks: how many programs that takes.
+        total: the sum over the programs.
         unit: see the kernels.
         tile: rows that a program handles at a time.
         most: programs that start at once on rows of their own.
@@ -528,8 +490,7 @@ class _BackwardPlan(NamedTuple):
 
     launch: _launch.Launch
     means: _launch.Launch | None
-    total: _launch.Launch
-    blocks: int
+    total: SumOfPrograms
     unit: int
     tile: int
     most: int
@@ -538,24 +499,16 @@ class _BackwardPlan(NamedTuple):
 
 _FORWARD_PLANS: dict[object, _ForwardPlan] = {}
 _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
-_MOST_PLANS = 1024
-
-
-def _keep(plans: dict[object, Any], key: object, plan: Any) -> None:
-    """Remember a plan; they are cheap to make again, so a full memory simply starts over."""
-    if len(plans) >= _MOST_PLANS:
-        plans.clear()
-    plans[key] = plan
 
 
 def _plan_forward(
     columns: int, dtype: torch.dtype, offset: bool, unit: int, device: torch.device
 ) -> _ForwardPlan:
     double = 2 if dtype == torch.float64 else 1
-    block = _block(columns)
+    block = block_of(columns)
     statistics = contracts.statistics_dtype(dtype)
     make = functools.partial(_launch.Launch, device=device, OFFSET=int(offset), UNIT=unit)
-    tile: tuple[int, int] | None = _listed(_FORWARD_TILES, block * double)
+    tile: tuple[int, int] | None = listed(_FORWARD_TILES, block * double)
     if tile is None:
         launch = make(
             _forward_wide,
@@ -565,7 +518,7 @@ def _plan_forward(
         )
         return _ForwardPlan(launch, statistics, unit, 1)
     threads, width = tile
-    rows = _rows_of_tile(width, block * double)
+    rows = rows_of_tile(width, block * double)
     launch = make(_forward_rows, threads=threads, ROWS=rows, BLOCK=block)
     return _ForwardPlan(launch, statistics, unit, rows)
 
@@ -580,14 +533,12 @@ def _plan_backward(
     device: torch.device,
 ) -> _BackwardPlan:
     double = 2 if dtype == torch.float64 else 1
-    block = _block(columns)
+    block = block_of(columns)
     make = functools.partial(_launch.Launch, device=device, UNIT=unit)
-    sum_rows, sum_block = _listed(_SUM_TILES, block)
-    total = make(_sum_programs, threads=_SUM_THREADS, ROWS=sum_rows, BLOCK=sum_block)
-    blocks = -(-columns // sum_block)
-    tiles: _Tiles | None = _listed(_BACKWARD_TILES, block * double)
+    total = SumOfPrograms(columns, unit, device)
+    tiles: _Tiles | None = listed(_BACKWARD_TILES, block * double)
     if tiles is not None:
-        rows = _rows_of_tile(_BACKWARD_TILE, block * double)
+        rows = rows_of_tile(_BACKWARD_TILE, block * double)
         row_bytes = block * (dtype.itemsize + dy_dtype.itemsize)
         launch = make(
             _backward_rows,
@@ -599,9 +550,9 @@ def _plan_backward(
             STAGES=_stages(tiles, rows * row_bytes, device),
         )
         most = _most_programs(tiles.programs, 1, device)
-        return _BackwardPlan(launch, None, total, blocks, unit, rows, most, 0)
+        return _BackwardPlan(launch, None, total, unit, rows, most, 0)
     table = _BACKWARD_CHUNKS_CENTRED if centred else _BACKWARD_CHUNKS
-    chunks: _Chunks = _listed(table, block * double) or list(table.values())[-1]
+    chunks: _Chunks = listed(table, block * double) or list(table.values())[-1]
     constants: dict[str, Any] = {"OFFSET": int(offset), "BLOCK": chunks.block // double}
     sharing = -(-columns * double // (chunks.block * chunks.chunks))
     launch = make(
@@ -616,77 +567,7 @@ def _plan_backward(
     if sharing > _MOST_SHARING:
         means = make(_backward_means, threads=_MEANS_THREADS, **constants, UNROLL=_UNROLL)
     most = _most_programs(chunks.programs, sharing, device)
-    return _BackwardPlan(launch, means, total, blocks, unit, 1, most, sharing)
-
-
-# ---------------------------------------------------------------------------- arguments
-
-_PLAIN = (torch.Tensor, Parameter)
-# What a value that is no plain tensor answers to the quick looks at a call's arguments; the
-# contract's own check then says what is wrong with it.
-_NOT_A_TENSOR = (AttributeError, IndexError, RuntimeError, TypeError)
-
-
-def _plain(op: str, name: str, tensor: Tensor) -> Tensor:
-    """The same memory as a plain tensor, or a decline if there is no such memory."""
-    kind = type(tensor)
-    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-        raise NotSupportedError(
-            f"{op}: {name!r} is a {kind.__name__}, which handles operators itself; "
-            "a kernel needs a tensor with memory"
-        )
-    if tensor.layout is not torch.strided:
-        raise NotSupportedError(f"{op}: {name!r} is laid out as {tensor.layout}, not strided")
-    reason = _launch.unsupported_device(tensor.device)
-    if reason:
-        raise NotSupportedError(f"{op}: {name!r} is on {tensor.device}: {reason}")
-    return (tensor if kind in _PLAIN else tensor.as_subclass(torch.Tensor)).detach().resolve_neg()
-
-
-def _by_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The tensor with dense columns and rows one distance apart, copied if need be."""
-    step = _row_distance(tensor)
-    return (tensor.contiguous(), tensor.shape[-1]) if step is None else (tensor, step)
-
-
-def _row_distance(tensor: Tensor) -> int | None:
-    """How far rows are apart; None if that is not one number or the columns are not dense."""
-    columns = tensor.shape[-1]
-    if tensor.stride(-1) != 1 and columns != 1:
-        return None
-    distance = extent = None
-    for size, stride in zip(tensor.shape[-2::-1], tensor.stride()[-2::-1], strict=True):
-        if size == 1:
-            continue
-        if extent is not None and stride != extent:
-            return None
-        distance = stride if distance is None else distance
-        extent = size * stride
-    return columns if distance is None else distance
-
-
-def _check_size(op: str, name: str, size: int) -> None:
-    if size > _MOST:
-        raise NotSupportedError(f"{op}: {size} {name} are more than a kernel counts ({_MOST})")
-
-
-def _check_fresh(op: str, tensor: Tensor) -> None:
-    """Decline if a mode (fake tensors, tracing) gives outputs that have no memory."""
-    if type(tensor) is not torch.Tensor:
-        raise NotSupportedError(
-            f"{op}: torch allocates a {type(tensor).__name__} here; a kernel needs memory to write"
-        )
-
-
-def _is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
-    """Whether it is a plain dense vector of that size on that device."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.dim() == 1
-        and tensor.numel() == size
-        and tensor.is_contiguous()
-        and tensor.device == device
-    )
+    return _BackwardPlan(launch, means, total, unit, 1, most, sharing)
 
 
 # ---------------------------------------------------------------------------- operators
@@ -713,18 +594,18 @@ def _examine_forward(
     if not isinstance(eps, int | float):
         raise NotSupportedError(f"{op.name}: eps is a {type(eps).__name__}, not a number yet")
     columns, device = input.shape[-1], input.device
-    _check_size(op.name, "columns", columns)
-    input, distance = _by_rows(_plain(op.name, "input", input))
-    weight = _plain(op.name, "weight", weight).contiguous()
-    bias = None if bias is None else _plain(op.name, "bias", bias).contiguous()
+    check_size(op.name, "columns", columns)
+    input, distance = by_rows(plain(op.name, "input", input))
+    weight = plain(op.name, "weight", weight).contiguous()
+    bias = None if bias is None else plain(op.name, "bias", bias).contiguous()
     kinds = (input.dtype, weight.dtype, None if bias is None else bias.dtype, out_dtype)
-    unit = math.gcd(columns, distance, _WIDEST_UNIT)
+    unit = math.gcd(columns, distance, WIDEST_UNIT)
     # Where rows lie one after the other, the next quick look finds the plan.
     key = (centred, *kinds, columns, zero_centered_gamma, device)
     plan = _FORWARD_PLANS.get(key if distance == columns else (*key, unit))
     if plan is None:
         plan = _plan_forward(columns, input.dtype, zero_centered_gamma, unit, device)
-        _keep(_FORWARD_PLANS, key if distance == columns else (*key, unit), plan)
+        keep(_FORWARD_PLANS, key if distance == columns else (*key, unit), plan)
     return plan, input, weight, bias, float(eps), distance
 
 
@@ -745,18 +626,18 @@ def _forward(
         distance = columns = input.shape[-1]
         device = input.device
         if (
-            type(input) in _PLAIN
+            type(input) in PLAIN
             and columns > 1  # one number may be dense and yet have its sign kept apart
             and input.is_contiguous()
-            and _is_vector(weight, columns, device)
-            and (bias is None or _is_vector(bias, columns, device))
+            and is_vector(weight, columns, device)
+            and (bias is None or is_vector(bias, columns, device))
             and type(eps) is float
             and eps >= 0
             and type(zero_centered_gamma) is bool
         ):
             kinds = (input.dtype, weight.dtype, None if bias is None else bias.dtype, out_dtype)
             plan = _FORWARD_PLANS.get((centred, *kinds, columns, zero_centered_gamma, device))
-    except _NOT_A_TENSOR:
+    except NOT_A_TENSOR:
         pass
     if plan is None:
         plan, input, weight, bias, eps, distance = _examine_forward(
@@ -764,14 +645,14 @@ def _forward(
         )
         columns, device = input.shape[-1], input.device
     rows = input.numel() // columns
-    if rows > _MOST:
-        _check_size(op.name, "rows", rows)
+    if rows > MOST:
+        check_size(op.name, "rows", rows)
     empty = allocator(device)
     if out_dtype is None and distance == columns:
         output = empty(tuple(input.shape), input.stride(), input.dtype)
     else:
         output = torch.empty(input.shape, dtype=out_dtype or input.dtype, device=device)
-    _check_fresh(op.name, output)
+    check_fresh(op.name, output)
     rsigma = empty((rows,), (1,), plan.statistics)
     mu = empty((rows,), (1,), plan.statistics) if centred else None
     if rows:
@@ -800,13 +681,13 @@ def _examine_backward(
     if centred and mu is None:
         raise ArgumentError(op.name, "mu", "None", "one value per row of 'x'")
     columns, device = x.shape[-1], x.device
-    _check_size(op.name, "columns", columns)
-    x, x_distance = _by_rows(_plain(op.name, "x", x))
-    dy, dy_distance = _by_rows(_plain(op.name, "dy", dy))
-    mu = None if mu is None else _plain(op.name, "mu", mu).contiguous()
-    rsigma = _plain(op.name, "rsigma", rsigma).contiguous()
-    gamma = _plain(op.name, "gamma", gamma).contiguous()
-    unit = math.gcd(columns, x_distance, dy_distance, _WIDEST_UNIT)
+    check_size(op.name, "columns", columns)
+    x, x_distance = by_rows(plain(op.name, "x", x))
+    dy, dy_distance = by_rows(plain(op.name, "dy", dy))
+    mu = None if mu is None else plain(op.name, "mu", mu).contiguous()
+    rsigma = plain(op.name, "rsigma", rsigma).contiguous()
+    gamma = plain(op.name, "gamma", gamma).contiguous()
+    unit = math.gcd(columns, x_distance, dy_distance, WIDEST_UNIT)
     dense = x_distance == columns == dy_distance
     key = (centred, dy.dtype, x.dtype, gamma.dtype, columns, zero_centered_gamma, device)
     plan = _BACKWARD_PLANS.get(key if dense else (*key, unit))
@@ -814,7 +695,7 @@ def _examine_backward(
         plan = _plan_backward(
             columns, x.dtype, dy.dtype, centred, zero_centered_gamma, unit, device
         )
-        _keep(_BACKWARD_PLANS, key if dense else (*key, unit), plan)
+        keep(_BACKWARD_PLANS, key if dense else (*key, unit), plan)
     return plan, dy, x, mu, rsigma, gamma, dy_distance, x_distance
 
 
@@ -835,24 +716,24 @@ def _backward(
         dy_distance = x_distance = columns = x.shape[-1]
         device = x.device
         if (
-            type(x) in _PLAIN
-            and type(dy) in _PLAIN
+            type(x) in PLAIN
+            and type(dy) in PLAIN
             and columns > 1  # as in the forward
             and x.is_contiguous()
             and dy.is_contiguous()
             and dy.shape == x.shape
             and dy.device == device
-            and _is_vector(gamma, columns, device)
-            and _is_vector(rsigma, rows := x.numel() // columns, device)
+            and is_vector(gamma, columns, device)
+            and is_vector(rsigma, rows := x.numel() // columns, device)
             and rsigma.dtype == (statistics := contracts.statistics_dtype(x.dtype))
-            and (mu is None or (_is_vector(mu, rows, device) and mu.dtype == statistics))
+            and (mu is None or (is_vector(mu, rows, device) and mu.dtype == statistics))
             and (mu is None) is not centred
             and type(zero_centered_gamma) is bool
         ):
             plan = _BACKWARD_PLANS.get(
                 (centred, dy.dtype, x.dtype, gamma.dtype, columns, zero_centered_gamma, device)
             )
-    except _NOT_A_TENSOR:
+    except NOT_A_TENSOR:
         pass
     if plan is None:
         plan, dy, x, mu, rsigma, gamma, dy_distance, x_distance = _examine_backward(
@@ -860,14 +741,14 @@ def _backward(
         )
         columns, device = x.shape[-1], x.device
     rows = x.numel() // columns
-    if rows > _MOST:
-        _check_size(op.name, "rows", rows)
+    if rows > MOST:
+        check_size(op.name, "rows", rows)
     empty = allocator(device)
     if x_distance == columns:
         dx = empty(tuple(x.shape), x.stride(), x.dtype)
     else:
         dx = torch.empty(x.shape, dtype=x.dtype, device=device)
-    _check_fresh(op.name, dx)
+    check_fresh(op.name, dx)
     if not rows:
         return dx, torch.zeros_like(gamma), torch.zeros_like(gamma) if centred else None
     dgamma = empty((columns,), (1,), gamma.dtype)
@@ -887,7 +768,7 @@ def _backward(
         plan.launch(
             (programs, plan.sharing), (dy, x, mu, rsigma, gamma, means, dx, partial), numbers
         )
-    plan.total((plan.blocks, sums), (partial, dgamma, dbeta), (programs, columns // unit))
+    plan.total(partial, dgamma, dbeta, programs)
     return dx, dgamma, dbeta
 
 

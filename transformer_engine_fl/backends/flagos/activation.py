@@ -1,0 +1,625 @@
+"""Activations in Triton: elementwise and gated, their gradients, and that of a bias.
+
+What an activation is stands in ``_value_and_slope``, once; one kernel makes all forwards
+and backwards of it, and a second one the backwards that also sum over the rows. Elementwise
+tensors without gaps are one long row, whatever their shape.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import (
+    NOT_A_TENSOR,
+    PLAIN,
+    WIDEST_UNIT,
+    block_of,
+    by_rows,
+    check_fresh,
+    check_size,
+    keep,
+    plain,
+    rows_of_tile,
+)
+from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import activation as contracts
+from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.contract import Contract
+
+__all__ = [
+    "clamped_dswiglu",
+    "clamped_swiglu",
+    "dbias_dgelu",
+    "dbias_dqgelu",
+    "dbias_drelu",
+    "dbias_dsilu",
+    "dbias_dsrelu",
+    "dgeglu",
+    "dgelu",
+    "dglu",
+    "dqgeglu",
+    "dqgelu",
+    "dreglu",
+    "drelu",
+    "dsilu",
+    "dsreglu",
+    "dsrelu",
+    "dswiglu",
+    "geglu",
+    "gelu",
+    "glu",
+    "qgeglu",
+    "qgelu",
+    "reglu",
+    "relu",
+    "silu",
+    "sreglu",
+    "srelu",
+    "swiglu",
+]
+
+# ------------------------------------------------------------------------------ kernels
+#
+# ``columns`` and the row strides count units of UNIT elements. A gated row holds the
+# activated half and, ``columns`` further on, the gate. Arithmetic is in ACC.
+
+_GELU_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
+_GELU_CUBE = tl.constexpr(0.044715)
+_QGELU_SLOPE = tl.constexpr(1.702)
+_FAR = tl.constexpr(32.0)  # where a gelu is 0 or x, in float64 too, and x ** 3 still finite
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sigmoid(z: tl.tensor) -> tl.tensor:
+    one = tl.full((), 1.0, z.dtype)
+    return one / (one + tl.exp(-z))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _value_and_slope(
+    x: tl.tensor, steepness: tl.tensor, KIND: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """An activation and its derivative; what is not used costs nothing."""
+    if KIND == "relu":
+        return tl.where(x <= 0, 0.0, x), (x > 0).to(x.dtype)
+    elif KIND == "srelu":
+        above = tl.where(x <= 0, 0.0, x)
+        return above * above, above + above
+    elif KIND == "sigmoid":
+        s = _sigmoid(x)
+        return s, s * _sigmoid(-x)
+    else:
+        # x * sigmoid(logit(x)); (1 + tanh(u)) / 2 is sigmoid(2 * u)
+        if KIND == "gelu":
+            near = tl.clamp(x, -_FAR, _FAR, propagate_nan=tl.PropagateNan.ALL)
+            square = near * near * tl.full((), _GELU_CUBE, x.dtype)
+            slope = tl.full((), _GELU_SLOPE, x.dtype)
+            logit = slope * (near + near * square)
+            logit_slope = slope * (1 + 3 * square)
+        elif KIND == "silu":
+            logit = x
+            logit_slope = x * 0 + 1
+        elif KIND == "qgelu":
+            logit_slope = tl.full((), _QGELU_SLOPE, x.dtype)
+            logit = x * logit_slope
+        else:
+            logit_slope = steepness
+            logit = x * steepness
+        s = _sigmoid(logit)
+        value = x * s
+        # sigmoid's own slope falls faster than x grows, but 0 * inf must not be asked for.
+        bend = tl.where(s == 0, 0.0, x * (1 - s) * logit_slope)
+        return value, s * (1 + bend)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "grad_stride", "x_stride", "limit", "alpha"])  # type: ignore[untyped-decorator]
+def _elementwise(
+    grad_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int64,
+    grad_stride: tl.int64,
+    x_stride: tl.int64,
+    limit: tl.float64,
+    alpha: tl.float64,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ACC: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The activation, or where ``grad_ptr`` is given its gradient, of one tile."""
+    columns = columns * UNIT
+    blocks = tl.cdiv(columns, BLOCK)
+    tile = tl.program_id(0).to(tl.int64)
+    row = (tile // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (column < columns)
+    x_ptr += row * (x_stride * UNIT) + column
+    x = tl.load(x_ptr, mask=mask, other=0).to(ACC)
+    clamped: tl.constexpr = KIND == "clamped"
+    if GATED:
+        gate = tl.load(x_ptr + columns, mask=mask, other=0).to(ACC)
+        if clamped:
+            most = tl.full((), limit, ACC)
+            inside = x <= most
+            gate_inside = (gate <= most) & (gate >= -most)
+            x = tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
+            gate = tl.clamp(gate, -most, most, propagate_nan=tl.PropagateNan.ALL) + 1
+    steepness = tl.full((), alpha, ACC)
+    value, slope = _value_and_slope(x, steepness, KIND)
+    if grad_ptr is None:
+        if GATED:
+            value *= gate
+        out = out_ptr + row * columns + column
+        tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        grad = tl.load(grad_ptr + row * (grad_stride * UNIT) + column, mask=mask, other=0).to(ACC)
+        if GATED:
+            dx = grad * gate * slope
+            dgate = grad * value
+            if clamped:
+                dx = tl.where(inside, dx, 0)
+                dgate = tl.where(gate_inside, dgate, 0)
+            out = out_ptr + row * (2 * columns) + column
+            tl.store(out, dx.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out + columns, dgate.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            out = out_ptr + row * columns + column
+            tl.store(out, (grad * slope).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "grad_stride", "x_stride"])  # type: ignore[untyped-decorator]
+def _with_bias(
+    grad_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int32,
+    grad_stride: tl.int64,
+    x_stride: tl.int64,
+    KIND: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The gradient of many tiles, one below the other, and its sum over their rows."""
+    ACC: tl.constexpr = partial_ptr.dtype.element_ty
+    columns = columns * UNIT
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((ROWS, BLOCK), ACC)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        start = row.to(tl.int64)[:, None]
+        grad = tl.load(
+            grad_ptr + start * (grad_stride * UNIT) + column[None, :], mask=mask, other=0
+        ).to(ACC)
+        x = tl.load(x_ptr + start * (x_stride * UNIT) + column[None, :], mask=mask, other=0).to(ACC)
+        _, slope = _value_and_slope(x, x, KIND)
+        dx = grad * slope
+        total += dx
+        out = out_ptr + start * columns + column[None, :]
+        tl.store(out, dx.to(out_ptr.dtype.element_ty), mask=mask)
+    partial_ptr += tl.program_id(0).to(tl.int64) * columns
+    tl.store(partial_ptr + column, tl.sum(total, axis=0), mask=inside)
+
+
+# -------------------------------------------------------------------------------- plans
+
+_TILE_BYTES = {False: 4096, True: 2048}  # of the input, or of one half of a gated row
+_WIDEST_TILE = 4096
+_THREADS = 128
+_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 256, 128, 8
+
+
+class _Activation(NamedTuple):
+    """An operator.
+
+    Attributes:
+        contract: its contract, which says whether there is a gradient, and which options.
+        kind: see the kernels.
+        gated: whether a row has two halves.
+        backward: whether it takes a gradient.
+    """
+
+    contract: Contract[..., Any]
+    kind: str
+    gated: bool = False
+    backward: bool = False
+
+
+class _Plan(NamedTuple):
+    """How to run an activation or its gradient.
+
+    Attributes:
+        launch: the kernel.
+        unit, rows, block: see the kernels.
+    """
+
+    launch: _launch.Launch
+    unit: int
+    rows: int
+    block: int
+
+
+class _BiasPlan(NamedTuple):
+    """How to run a gradient together with that of a bias.
+
+    Attributes:
+        launch: the kernel.
+        total: the sum over its programs.
+        unit, rows, block: see the kernels.
+        most: programs that start at once on each block of columns.
+        sums: dtype of the sums.
+    """
+
+    launch: _launch.Launch
+    total: SumOfPrograms
+    unit: int
+    rows: int
+    block: int
+    most: int
+    sums: torch.dtype
+
+
+_PLANS: dict[object, _Plan] = {}
+_BIAS_PLANS: dict[object, _BiasPlan] = {}
+_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+_FLOATS = frozenset(getattr(torch, name) for name in FLOATS)
+
+
+def _plan(
+    of: _Activation, dtype: torch.dtype, columns: int, unit: int, device: torch.device
+) -> _Plan:
+    tile = _TILE_BYTES[of.gated] // dtype.itemsize
+    block = min(block_of(columns), tile)
+    rows = rows_of_tile(tile, block)
+    launch = _launch.Launch(
+        _elementwise,
+        device,
+        threads=_THREADS,
+        KIND=of.kind,
+        GATED=of.gated,
+        ACC=_TRITON_TYPES[math_dtype(dtype)],
+        UNIT=unit,
+        ROWS=rows,
+        BLOCK=block,
+    )
+    return _Plan(launch, unit, rows, block)
+
+
+def _bias_plan(
+    of: _Activation, dtype: torch.dtype, columns: int, unit: int, device: torch.device
+) -> _BiasPlan:
+    block = min(block_of(columns), _BIAS_COLUMNS)
+    rows = rows_of_tile(_BIAS_TILE, block)
+    launch = _launch.Launch(
+        _with_bias,
+        device,
+        threads=_BIAS_THREADS,
+        KIND=of.kind,
+        UNIT=unit,
+        ROWS=rows,
+        BLOCK=block,
+    )
+    blocks = -(-columns // block)
+    most = max(1, _BIAS_PROGRAMS * _launch.limits(device).multiprocessors // blocks)
+    total = SumOfPrograms(columns, unit, device)
+    return _BiasPlan(launch, total, unit, rows, block, most, math_dtype(dtype))
+
+
+# ---------------------------------------------------------------------------- operators
+
+
+def _is_dense(of: _Activation, grad: Tensor | None, x: Tensor) -> bool:
+    """Whether a quick look finds nothing but plain tensors without gaps that agree."""
+    try:
+        return bool(
+            type(x) in PLAIN
+            and x.is_contiguous()
+            and x.dim()
+            and x.numel() > 1  # one number may be dense and yet have its sign kept apart
+            and x.dtype in _FLOATS
+            and not (of.gated and x.shape[-1] % 2)
+            and _launch.unsupported_device(x.device) is None
+            and (
+                not of.backward
+                or (
+                    grad is not None
+                    and type(grad) in PLAIN
+                    and grad.is_contiguous()
+                    and grad.dtype in _FLOATS
+                    and grad.dim() == x.dim()
+                    and grad.shape[:-1] == x.shape[:-1]
+                    and grad.shape[-1] << of.gated == x.shape[-1]
+                    and grad.device == x.device
+                )
+            )
+        )
+    except NOT_A_TENSOR:
+        return False
+
+
+def _examined(
+    of: _Activation, grad: Tensor | None, x: Tensor, options: dict[str, Any]
+) -> tuple[Tensor | None, Tensor, int, int]:
+    """The tensors after every check, with dense columns, and how far their rows are apart."""
+    op = of.contract
+    if of.backward:
+        op.check(grad, x, **options)
+    else:
+        op.check(x, **options)
+    if grad is not None:
+        grad = plain(op.name, "grad", grad)
+    x = plain(op.name, op.dispatch_on, x)
+    if not all(isinstance(value, int | float) for value in options.values()):
+        raise NotSupportedError(f"{op.name}: its options are no numbers yet")
+    if not x.dim():
+        return grad, x, 1, 1
+    x, x_step = by_rows(x)
+    grad_step = x_step if x_step != x.shape[-1] else x.shape[-1] >> of.gated
+    if grad is not None:
+        grad, grad_step = by_rows(grad)
+    return grad, x, grad_step, x_step
+
+
+def _run(
+    of: _Activation, grad: Tensor | None, x: Tensor, limit: float = 0.0, alpha: float = 0.0
+) -> Tensor:
+    """The activation of ``x``, or its gradient."""
+    options = {"limit": limit, "alpha": alpha} if of.kind == "clamped" else {}
+    if not options and _is_dense(of, grad, x):
+        x_step = x.shape[-1]
+        grad_step = x_step >> of.gated
+    else:
+        grad, x, grad_step, x_step = _examined(of, grad, x, options)
+    shape = tuple(x.shape)
+    columns = shape[-1] >> of.gated if shape else 1
+    if of.gated and grad is None:
+        shape = (*shape[:-1], columns)
+    output = torch.empty(shape, dtype=x.dtype, device=x.device)
+    check_fresh(of.contract.name, output)
+    size = x.numel() >> of.gated
+    if not size:
+        return output
+    if not of.gated and x_step == columns == grad_step:
+        columns = x_step = grad_step = size
+    unit = math.gcd(columns, grad_step, x_step, WIDEST_UNIT)
+    dtypes = (x.dtype, None if grad is None else grad.dtype)
+    key = (of.kind, of.gated, dtypes, min(columns, _WIDEST_TILE), unit, x.device)
+    plan = _PLANS.get(key) or keep(_PLANS, key, _plan(of, x.dtype, columns, unit, x.device))
+    rows = size // columns
+    tiles = -(-rows // plan.rows) * -(-columns // plan.block)
+    check_size(of.contract.name, "tiles", tiles)
+    plan.launch(
+        (tiles, 1),
+        (grad, x, output),
+        (rows, columns // unit, grad_step // unit, x_step // unit, float(limit), float(alpha)),
+    )
+    return output
+
+
+def _run_with_bias(of: _Activation, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over the rows of the activation's gradient, and that gradient."""
+    if _is_dense(of, grad, x):
+        grad_step = x_step = x.shape[-1]
+        given: Tensor | None = grad
+    else:
+        given, x, grad_step, x_step = _examined(of, grad, x, {})
+    assert given is not None
+    columns = x.shape[-1]
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    check_fresh(of.contract.name, output)
+    if not x.numel():
+        return grad.new_zeros((columns,)), output
+    rows = x.numel() // columns
+    check_size(of.contract.name, "rows", rows)
+    check_size(of.contract.name, "columns", columns)
+    unit = math.gcd(columns, grad_step, x_step, WIDEST_UNIT)
+    key = (of.kind, x.dtype, given.dtype, columns, unit, x.device)
+    plan = _BIAS_PLANS.get(key) or keep(
+        _BIAS_PLANS, key, _bias_plan(of, x.dtype, columns, unit, x.device)
+    )
+    programs = min(-(-rows // plan.rows), plan.most)
+    partial = torch.empty((programs, columns), dtype=plan.sums, device=x.device)
+    dbias = torch.empty((columns,), dtype=given.dtype, device=x.device)
+    plan.launch(
+        (programs, -(-columns // plan.block)),
+        (given, x, output, partial),
+        (rows, columns // unit, grad_step // unit, x_step // unit),
+    )
+    plan.total(partial, dbias, None, programs)
+    return dbias, output
+
+
+_GELU = _Activation(contracts.gelu, "gelu")
+_DGELU = _Activation(contracts.dgelu, "gelu", backward=True)
+_DBIAS_DGELU = _Activation(contracts.dbias_dgelu, "gelu", backward=True)
+_QGELU = _Activation(contracts.qgelu, "qgelu")
+_DQGELU = _Activation(contracts.dqgelu, "qgelu", backward=True)
+_DBIAS_DQGELU = _Activation(contracts.dbias_dqgelu, "qgelu", backward=True)
+_RELU = _Activation(contracts.relu, "relu")
+_DRELU = _Activation(contracts.drelu, "relu", backward=True)
+_DBIAS_DRELU = _Activation(contracts.dbias_drelu, "relu", backward=True)
+_SRELU = _Activation(contracts.srelu, "srelu")
+_DSRELU = _Activation(contracts.dsrelu, "srelu", backward=True)
+_DBIAS_DSRELU = _Activation(contracts.dbias_dsrelu, "srelu", backward=True)
+_SILU = _Activation(contracts.silu, "silu")
+_DSILU = _Activation(contracts.dsilu, "silu", backward=True)
+_DBIAS_DSILU = _Activation(contracts.dbias_dsilu, "silu", backward=True)
+_GLU = _Activation(contracts.glu, "sigmoid", gated=True)
+_DGLU = _Activation(contracts.dglu, "sigmoid", gated=True, backward=True)
+_GEGLU = _Activation(contracts.geglu, "gelu", gated=True)
+_DGEGLU = _Activation(contracts.dgeglu, "gelu", gated=True, backward=True)
+_QGEGLU = _Activation(contracts.qgeglu, "qgelu", gated=True)
+_DQGEGLU = _Activation(contracts.dqgeglu, "qgelu", gated=True, backward=True)
+_REGLU = _Activation(contracts.reglu, "relu", gated=True)
+_DREGLU = _Activation(contracts.dreglu, "relu", gated=True, backward=True)
+_SREGLU = _Activation(contracts.sreglu, "srelu", gated=True)
+_DSREGLU = _Activation(contracts.dsreglu, "srelu", gated=True, backward=True)
+_SWIGLU = _Activation(contracts.swiglu, "silu", gated=True)
+_DSWIGLU = _Activation(contracts.dswiglu, "silu", gated=True, backward=True)
+_CLAMPED_SWIGLU = _Activation(contracts.clamped_swiglu, "clamped", gated=True)
+_CLAMPED_DSWIGLU = _Activation(contracts.clamped_dswiglu, "clamped", gated=True, backward=True)
+
+
+def gelu(input: Tensor) -> Tensor:
+    """``gelu`` of the contract."""
+    return _run(_GELU, None, input)
+
+
+def qgelu(input: Tensor) -> Tensor:
+    """``qgelu`` of the contract."""
+    return _run(_QGELU, None, input)
+
+
+def relu(input: Tensor) -> Tensor:
+    """``relu`` of the contract."""
+    return _run(_RELU, None, input)
+
+
+def srelu(input: Tensor) -> Tensor:
+    """``srelu`` of the contract."""
+    return _run(_SRELU, None, input)
+
+
+def silu(input: Tensor) -> Tensor:
+    """``silu`` of the contract."""
+    return _run(_SILU, None, input)
+
+
+def glu(input: Tensor) -> Tensor:
+    """``glu`` of the contract."""
+    return _run(_GLU, None, input)
+
+
+def geglu(input: Tensor) -> Tensor:
+    """``geglu`` of the contract."""
+    return _run(_GEGLU, None, input)
+
+
+def qgeglu(input: Tensor) -> Tensor:
+    """``qgeglu`` of the contract."""
+    return _run(_QGEGLU, None, input)
+
+
+def reglu(input: Tensor) -> Tensor:
+    """``reglu`` of the contract."""
+    return _run(_REGLU, None, input)
+
+
+def sreglu(input: Tensor) -> Tensor:
+    """``sreglu`` of the contract."""
+    return _run(_SREGLU, None, input)
+
+
+def swiglu(input: Tensor) -> Tensor:
+    """``swiglu`` of the contract."""
+    return _run(_SWIGLU, None, input)
+
+
+def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    """``clamped_swiglu`` of the contract."""
+    return _run(_CLAMPED_SWIGLU, None, input, limit, alpha)
+
+
+def dgelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dgelu`` of the contract."""
+    return _run(_DGELU, grad, fwd_input)
+
+
+def dqgelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dqgelu`` of the contract."""
+    return _run(_DQGELU, grad, fwd_input)
+
+
+def drelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``drelu`` of the contract."""
+    return _run(_DRELU, grad, fwd_input)
+
+
+def dsrelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dsrelu`` of the contract."""
+    return _run(_DSRELU, grad, fwd_input)
+
+
+def dsilu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dsilu`` of the contract."""
+    return _run(_DSILU, grad, fwd_input)
+
+
+def dglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dglu`` of the contract."""
+    return _run(_DGLU, grad, fwd_input)
+
+
+def dgeglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dgeglu`` of the contract."""
+    return _run(_DGEGLU, grad, fwd_input)
+
+
+def dqgeglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dqgeglu`` of the contract."""
+    return _run(_DQGEGLU, grad, fwd_input)
+
+
+def dreglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dreglu`` of the contract."""
+    return _run(_DREGLU, grad, fwd_input)
+
+
+def dsreglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dsreglu`` of the contract."""
+    return _run(_DSREGLU, grad, fwd_input)
+
+
+def dswiglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
+    """``dswiglu`` of the contract."""
+    return _run(_DSWIGLU, grad, fwd_input)
+
+
+def clamped_dswiglu(
+    grad: Tensor, fwd_input: Tensor, limit: float = 7.0, alpha: float = 1.702
+) -> Tensor:
+    """``clamped_dswiglu`` of the contract."""
+    return _run(_CLAMPED_DSWIGLU, grad, fwd_input, limit, alpha)
+
+
+def dbias_dgelu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
+    """``dbias_dgelu`` of the contract."""
+    return _run_with_bias(_DBIAS_DGELU, grad, fwd_input)
+
+
+def dbias_dqgelu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
+    """``dbias_dqgelu`` of the contract."""
+    return _run_with_bias(_DBIAS_DQGELU, grad, fwd_input)
+
+
+def dbias_drelu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
+    """``dbias_drelu`` of the contract."""
+    return _run_with_bias(_DBIAS_DRELU, grad, fwd_input)
+
+
+def dbias_dsrelu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
+    """``dbias_dsrelu`` of the contract."""
+    return _run_with_bias(_DBIAS_DSRELU, grad, fwd_input)
+
+
+def dbias_dsilu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
+    """``dbias_dsilu`` of the contract."""
+    return _run_with_bias(_DBIAS_DSILU, grad, fwd_input)
