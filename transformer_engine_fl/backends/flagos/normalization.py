@@ -28,6 +28,7 @@ from torch import Tensor
 from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    FORWARD_TILES,
     MOST,
     NOT_A_TENSOR,
     PLAIN,
@@ -415,12 +416,6 @@ class _Chunks(NamedTuple):
 # By width: columns rounded up to a power of two, float64 counting double. The widest row
 # listed is the widest that is kept in registers: up to 32 columns a thread in the forward,
 # 16 in the backward, which also holds the sums for the parameters.
-_FORWARD_TILES = {  # threads of a program, and width of a tile of one or several rows
-    2048: (128, 2048),
-    8192: (256, 8192),
-    16384: (512, 16384),
-    32768: (1024, 32768),
-}
 _BACKWARD_TILE = 4096  # width of a tile of several rows
 _FORWARD_CHUNK, _FORWARD_CHUNK_THREADS = 4096, 256
 _BACKWARD_TILES = {
@@ -508,7 +503,7 @@ def _plan_forward(
     block = block_of(columns)
     statistics = contracts.statistics_dtype(dtype)
     make = functools.partial(_launch.Launch, device=device, OFFSET=int(offset), UNIT=unit)
-    tile: tuple[int, int] | None = listed(_FORWARD_TILES, block * double)
+    tile: tuple[int, int] | None = listed(FORWARD_TILES, block * double)
     if tile is None:
         launch = make(
             _forward_wide,
