@@ -103,8 +103,6 @@ class Contract(Generic[P, R]):
         oracle: the formula in float64. It writes nothing. For an operator that writes
             arguments it returns, after the outputs, what each argument named in
             ``mutates`` must hold afterwards, in float64 and in that order.
-        row_ndim: trailing dimensions of the dispatch tensor that make one row; rows do not
-            depend on each other.
     """
 
     def __init__(
@@ -121,7 +119,6 @@ class Contract(Generic[P, R]):
         backward: Backward | None = None,
         aliases: tuple[str, ...] = (),
         schema: str | None = None,
-        row_ndim: int | None = 1,
     ) -> None:
         functools.update_wrapper(self, shape_rule)
         self.name = shape_rule.__name__
@@ -134,7 +131,6 @@ class Contract(Generic[P, R]):
         self.samples = samples
         self.oracle = oracle
         self.schema = schema
-        self.row_ndim = row_ndim
         self._shape_rule = shape_rule
         self._check = check
         self.signature = inspect.signature(shape_rule)
@@ -245,7 +241,6 @@ def contract(
     backward: Backward | None = None,
     aliases: tuple[str, ...] = (),
     schema: str | None = None,
-    row_ndim: int | None = 1,
 ) -> Callable[[Callable[P, R]], Contract[P, R]]:
     """Decorate a shape rule into a :class:`Contract`.
 
@@ -262,9 +257,6 @@ def contract(
         backward: the backward operator and what is saved for it.
         aliases: other names of the same operator.
         schema: an explicit ``torch.library`` schema, where derivation falls short.
-        row_ndim: how many trailing dimensions of the dispatch tensor make one row. The
-            leading one counts rows, which do not depend on each other, where there are
-            more dimensions; None: it never does.
     """
 
     def decorate(shape_rule: Callable[P, R]) -> Contract[P, R]:
@@ -280,7 +272,6 @@ def contract(
             backward=backward,
             aliases=aliases,
             schema=schema,
-            row_ndim=row_ndim,
         )
 
     return decorate

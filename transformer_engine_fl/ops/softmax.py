@@ -285,7 +285,6 @@ def _backward(
         tolerance=BACKWARD_TOLERANCE,
         oracle=_backward_oracle,
         dispatch_on="softmax_output",
-        row_ndim=form.min_ndim,
     )
 
 
@@ -405,7 +404,6 @@ def scaled_masked_softmax_backward(
 @contract(
     family="softmax",
     check=_TRIANGLE.check_forward,
-    row_ndim=_TRIANGLE.min_ndim,
     samples=_forward_samples(_TRIANGLE),
     tolerance=FORWARD_TOLERANCE,
     oracle=_causal_oracle,
@@ -458,7 +456,6 @@ def scaled_upper_triang_masked_softmax_backward(
 @contract(
     family="softmax",
     check=_ALIGNED.check_forward,
-    row_ndim=_ALIGNED.min_ndim,
     samples=_forward_samples(_ALIGNED),
     tolerance=FORWARD_TOLERANCE,
     oracle=_causal_oracle,

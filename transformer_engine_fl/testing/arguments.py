@@ -123,10 +123,8 @@ def copy_into(call: Sample, values: Sample) -> None:
 
 def rows_of(contract: Contract[..., Any], sample: Sample) -> int:
     """How many rows a call has; 0 if its dispatch tensor has no dimension to spare."""
-    tensor, row_ndim = by_name(contract, sample).get(contract.dispatch_on), contract.row_ndim
-    if row_ndim is None or not isinstance(tensor, Tensor) or tensor.ndim <= row_ndim:
-        return 0
-    return tensor.shape[0]
+    tensor = by_name(contract, sample).get(contract.dispatch_on)
+    return tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim > 1 else 0
 
 
 def taking_rows(contract: Contract[..., Any], sample: Sample, first: int, end: int) -> Sample:

@@ -1,0 +1,175 @@
+"""Dropout in Triton; the mask is the contract's, bit for bit.
+
+A tile is read as bytes of the mask by their eight elements. The two Philox blocks that a
+byte needs come as four words each, which are put side by side in the order of the elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import check_fresh, check_size, keep, plain
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import dropout as contracts
+from transformer_engine_fl.ops._dtypes import math_dtype
+
+__all__ = ["dropout_bwd", "dropout_fwd"]
+
+# ------------------------------------------------------------------------------ kernels
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _kept(
+    byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.tensor, BYTES: tl.constexpr
+) -> tl.tensor:
+    """Which of the eight elements of each byte stay, ``[BYTES, 8]``."""
+    block = byte[:, None] * 2 + tl.arange(0, 2)[None, :]
+    low = (block & 0xFFFFFFFF).to(tl.uint32)
+    high = (block >> 32).to(tl.uint32)
+    zero = low * 0
+    offset = tl.full((), offset, tl.int64)  # the interpreter takes a small one for an int32
+    third = (offset & 0xFFFFFFFF).to(tl.uint32) + zero
+    fourth = (offset >> 32).to(tl.uint32) + zero
+    w0, w1, w2, w3 = tl.philox(seed, low, high, third, fourth)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return words.reshape(BYTES, 8).to(tl.int64) >= threshold
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["size", "seed", "offset", "threshold", "scale"]
+)
+def _forward(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    mask_ptr: tl.tensor,
+    size: tl.int64,
+    seed: tl.int64,
+    offset: tl.int64,
+    threshold: tl.int64,
+    scale: tl.float64,
+    ACC: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BYTES: tl.constexpr,
+) -> None:
+    """BYTES bytes of the mask, and their elements; WHOLE: the last byte is full."""
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    element = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    kept = _kept(byte, seed, offset, threshold, BYTES)
+    if WHOLE:
+        inside = (byte * 8 < size)[:, None]
+    else:
+        inside = element < size
+        kept = kept & inside
+    x = tl.load(x_ptr + element, mask=inside, other=0)
+    y = tl.where(kept, x.to(ACC) * tl.full((), scale, ACC), 0)
+    tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
+    bits = tl.sum(kept.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
+    tl.store(mask_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < size)
+
+
+@triton.jit(do_not_specialize=["size", "scale"])  # type: ignore[untyped-decorator]
+def _backward(
+    dy_ptr: tl.tensor,
+    mask_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    size: tl.int64,
+    scale: tl.float64,
+    ACC: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BYTES: tl.constexpr,
+) -> None:
+    """BYTES bytes of the mask, and their elements."""
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    element = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if WHOLE:
+        inside = (byte * 8 < size)[:, None]
+    else:
+        inside = element < size
+    dy = tl.load(dy_ptr + element, mask=inside, other=0)
+    bits = tl.load(mask_ptr + byte, mask=byte * 8 < size, other=0).to(tl.int32)
+    kept = (bits[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    dx = tl.where(kept != 0, dy.to(ACC) * tl.full((), scale, ACC), 0)
+    tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+# -------------------------------------------------------------------------------- plans
+
+_BYTES = {"forward": 256, "backward": 256}  # a program's share of the mask
+_THREADS = 128
+_KERNELS = {"forward": _forward, "backward": _backward}
+_LAUNCHES: dict[object, _launch.Launch] = {}
+_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def _start(
+    op: str, way: str, tensors: tuple[Tensor, Tensor, Tensor], size: int, *numbers: float
+) -> None:
+    """Launch the kernel of a way, for ``size`` elements."""
+    value = tensors[0]
+    whole = not size % 8
+    key = (way, value.dtype, whole, value.device)
+    launch = _LAUNCHES.get(key) or keep(
+        _LAUNCHES,
+        key,
+        _launch.Launch(
+            _KERNELS[way],
+            value.device,
+            threads=_THREADS,
+            ACC=_TRITON_TYPES[math_dtype(value.dtype)],
+            WHOLE=whole,
+            BYTES=_BYTES[way],
+        ),
+    )
+    programs = -(-size // (8 * _BYTES[way]))
+    check_size(op, "tiles", programs)
+    launch((programs, 1), tensors, (size, *numbers))
+
+
+# ---------------------------------------------------------------------------- operators
+
+
+def _check_numbers(op: str, *values: Any) -> None:
+    if not all(isinstance(value, int | float) for value in values):
+        raise NotSupportedError(f"{op}: its options are no numbers yet")
+
+
+def _scale(probability: float) -> float:
+    return 1 / (1 - probability) if probability < 1 else 0.0
+
+
+def dropout_fwd(
+    input: Tensor, dropout_probability: float, *, seed: int, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``dropout_fwd`` of the contract."""
+    contracts.dropout_fwd.check(input, dropout_probability, seed=seed, offset=offset)
+    _check_numbers("dropout_fwd", dropout_probability, seed, offset)
+    input = plain("dropout_fwd", "input", input)
+    output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    check_fresh("dropout_fwd", output)
+    size = input.numel()
+    mask = torch.empty((contracts.mask_bytes(size),), dtype=torch.uint8, device=input.device)
+    if size:
+        threshold = int(dropout_probability * 2**32)
+        numbers = (seed, offset, threshold, _scale(dropout_probability))
+        _start("dropout_fwd", "forward", (input.contiguous(), output, mask), size, *numbers)
+    return output, mask
+
+
+def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -> Tensor:
+    """``dropout_bwd`` of the contract."""
+    contracts.dropout_bwd.check(grad_output, mask, dropout_probability)
+    _check_numbers("dropout_bwd", dropout_probability)
+    grad_output = plain("dropout_bwd", "grad_output", grad_output)
+    mask = plain("dropout_bwd", "mask", mask)
+    grad_input = torch.empty(grad_output.shape, dtype=grad_output.dtype, device=grad_output.device)
+    check_fresh("dropout_bwd", grad_input)
+    if size := grad_output.numel():
+        tensors = (grad_output.contiguous(), mask.contiguous(), grad_input)
+        _start("dropout_bwd", "backward", tensors, size, _scale(dropout_probability))
+    return grad_input
