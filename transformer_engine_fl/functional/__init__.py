@@ -19,6 +19,9 @@ from transformer_engine_fl.functional.activation import (
     srelu,
     swiglu,
 )
+from transformer_engine_fl.functional.attention import (
+    attention,
+)
 from transformer_engine_fl.functional.dropout import (
     dropout,
 )
@@ -43,6 +46,7 @@ from transformer_engine_fl.functional.softmax import (
 )
 
 __all__ = [
+    "attention",
     "clamped_swiglu",
     "cross_entropy",
     "dropout",

@@ -40,6 +40,7 @@ from transformer_engine_fl.ops.activation import (
     srelu,
     swiglu,
 )
+from transformer_engine_fl.ops.attention import fused_attn_bwd, fused_attn_fwd
 from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
 from transformer_engine_fl.ops.loss import (
     cross_entropy_bwd,
@@ -100,6 +101,8 @@ __all__ = [
     "dsreglu",
     "dsrelu",
     "dswiglu",
+    "fused_attn_bwd",
+    "fused_attn_fwd",
     "fused_linear_cross_entropy_bwd",
     "fused_linear_cross_entropy_fwd",
     "fused_qkv_rope_backward",

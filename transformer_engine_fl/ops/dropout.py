@@ -78,7 +78,7 @@ def _check_backward(op: str, grad_output: Any, mask: Any, dropout_probability: A
 # ------------------------------------------------------------------------------ oracles
 
 
-def _block(counter: int, key: int) -> list[int]:
+def philox_block(counter: int, key: int) -> list[int]:
     """Philox4x32-10 in Python's integers: 128 bits and 64 bits in, four words out."""
     word = 0xFFFFFFFF
     c0, c1, c2, c3 = (counter >> shift & word for shift in (0, 32, 64, 96))
@@ -106,7 +106,7 @@ def _dropout_fwd_oracle(
     count = input.numel()
     words: list[int] = []
     for block in range((count + 3) // 4):
-        words += _block(block + (offset << 64), seed)
+        words += philox_block(block + (offset << 64), seed)
     kept = [word >= int(dropout_probability * 2**32) for word in words[:count]]
     packed = [0] * mask_bytes(count)
     for index, keep in enumerate(kept):

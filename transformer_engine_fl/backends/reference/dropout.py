@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 
-__all__ = ["dropout_bwd", "dropout_fwd", "philox"]
+__all__ = ["dropout_bwd", "dropout_fwd", "philox", "words_of_blocks"]
 
 _WORD = 0xFFFFFFFF
 
@@ -35,17 +35,15 @@ def philox(
     return c0, c1, c2, c3
 
 
-def _words(count: int, seed: int, offset: int, device: torch.device) -> Tensor:
-    """The word of each element, int64."""
-    block = torch.arange((count + 3) // 4, device=device)
+def words_of_blocks(block: Tensor, seed: int, offset: int) -> Tensor:
+    """``[..., 4]``: the words of the blocks of these numbers (int64, none negative)."""
     counter = (
         block & _WORD,
         block >> 32,
         torch.full_like(block, offset % 2**32),
         torch.full_like(block, offset // 2**32),
     )
-    words = philox(counter, (seed % 2**32, seed // 2**32))
-    return torch.stack(words, -1).flatten()[:count]
+    return torch.stack(philox(counter, (seed % 2**32, seed // 2**32)), -1)
 
 
 def _pack(kept: Tensor) -> Tensor:
@@ -72,7 +70,8 @@ def dropout_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Dropout with a bit-packed mask."""
     ops.dropout_fwd.check(input, dropout_probability, seed=seed, offset=offset)
-    words = _words(input.numel(), seed, offset, input.device)
+    block = torch.arange((input.numel() + 3) // 4, device=input.device)
+    words = words_of_blocks(block, seed, offset).flatten()[: input.numel()]
     kept = words >= int(dropout_probability * 2**32)
     return _scaled(input, kept, dropout_probability), _pack(kept)
 
