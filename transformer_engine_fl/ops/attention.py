@@ -312,10 +312,12 @@ def spans(
     cu_seqlens_kv_padded: Tensor | None = None,
     **others: Any,
 ) -> Iterator[Span]:
+    """Every sequence of a call; reads the lengths."""
+
     def places(
         tokens: Tensor, lengths: Tensor | None, begins: Tensor | None
     ) -> Iterator[tuple[int, int]]:
-        """(begin, length) of each sequence; all of them begin at 0 unless packed."""
+        """(begin, length) of each sequence; all of them begin at 0 except in thd."""
         if lengths is None:
             batch, length = (tokens.shape[qkv_format.index(axis)] for axis in "bs")
             yield from [(0, length)] * batch
@@ -609,6 +611,8 @@ _CASES: dict[str, _Case] = {
         _SIZES, {"softmax_type": "learnable", "attn_mask_type": "padding", **_LENGTHS}
     ),
     "dropout": _Case(_SIZES, _DROPOUT),
+    # That of element 0.
+    "dropout, a word at the threshold": _Case(_SIZES, {"dropout_p": 0x6627E8D5 / 2**32}),
     "dropout, everything": _Case(
         _SIZES,
         {"dropout_p": 1.0, "seed": 2**63 - 1, "offset": 2**62 + 5, "attn_mask_type": "causal"},
@@ -913,7 +917,7 @@ def fused_attn_bwd(
         k: as in the forward.
         v: as in the forward.
         out: as the forward returned it.
-        softmax_lse: as the forward returned it; -inf for a query that passes no gradient on.
+        softmax_lse: as the forward returned it.
         bias: as in the forward.
         softmax_offset: as in the forward.
         scale: as in the forward.

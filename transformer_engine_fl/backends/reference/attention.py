@@ -317,16 +317,15 @@ def fused_attn_bwd(
     if qkv_format == "thd":
         lse = it.queries.gather(lse.t().unsqueeze(-1)).squeeze(-1)
     lse = lse.unsqueeze(-1)
-    unseen = lse == -torch.inf
     scores = it.scores(queries, keys, bias)
-    weights = (scores - lse).exp().masked_fill((scores == -torch.inf) | unseen, 0)
+    weights = (scores - lse).exp().masked_fill(scores == -torch.inf, 0)
     delta = (grad * it.queries.gather(out)).sum(-1, keepdim=True)
     dscores = weights * (it.dropped(grad @ values.mT) - delta)
     dbias = None if bias is None else as_output(dscores.sum_to_size(bias.shape), bias.dtype)
     doffset = None
     if softmax_offset is not None:
         sink = softmax_offset.to(lse.dtype)[:, None, None]
-        beside = (sink - lse).exp().masked_fill(unseen, 0)
+        beside = (sink - lse).exp().masked_fill(lse == -torch.inf, 0)
         doffset = as_output(-(beside * delta).sum((0, 2, 3)), softmax_offset.dtype)
     return (
         as_output(it.queries.scatter(it.scale * (dscores @ keys)), q.dtype),
