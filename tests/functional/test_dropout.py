@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_engine_fl import functional, ops
 from transformer_engine_fl.backends.reference.dropout import philox
 from transformer_engine_fl.core.errors import ArgumentError
-from transformer_engine_fl.ops.dropout import _block
+from transformer_engine_fl.ops.dropout import philox_block
 
 # Counter, key, block: philox4x32 with 10 rounds in kat_vectors of Random123.
 PUBLISHED = [
@@ -44,7 +44,7 @@ def dropped(count: int, p: float, **options: int) -> list[int]:
     seed, offset = options["seed"], options.get("offset", 0)
     found = []
     for block in range(math.ceil(count / 4)):
-        found += _block(block + (offset << 64), seed)
+        found += philox_block(block + (offset << 64), seed)
     return [int(word >= math.floor(p * 2**32)) for word in found[:count]]
 
 
@@ -56,7 +56,7 @@ def test_the_generator_gives_the_published_blocks(counter: str, key: str, block:
     given = [torch.tensor([word]) for word in words(counter)]
     found = philox((given[0], given[1], given[2], given[3]), (words(key)[0], words(key)[1]))
     assert [int(word) for word in found] == words(block)
-    assert _block(joined(words(counter)), joined(words(key))) == words(block)
+    assert philox_block(joined(words(counter)), joined(words(key))) == words(block)
 
 
 def test_both_generators_agree_on_random_counters_and_keys() -> None:
@@ -66,7 +66,7 @@ def test_both_generators_agree_on_random_counters_and_keys() -> None:
     for (*counter,), (k0, k1) in zip(counters.T.tolist(), keys.T.tolist(), strict=True):
         c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
         found = [int(word) for word in philox((c0, c1, c2, c3), (k0, k1))]
-        assert found == _block(joined(counter), joined([k0, k1]))
+        assert found == philox_block(joined(counter), joined([k0, k1]))
 
 
 def test_words_stay_within_32_bits_for_a_vector_of_counters() -> None:
