@@ -41,6 +41,7 @@ from transformer_engine_fl.ops.activation import (
     swiglu,
 )
 from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
+from transformer_engine_fl.ops.gemm import generic_gemm, te_general_grouped_gemm
 from transformer_engine_fl.ops.loss import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -108,6 +109,7 @@ __all__ = [
     "fused_rope_forward",
     "geglu",
     "gelu",
+    "generic_gemm",
     "glu",
     "layernorm_bwd",
     "layernorm_fwd",
@@ -131,6 +133,7 @@ __all__ = [
     "sreglu",
     "srelu",
     "swiglu",
+    "te_general_grouped_gemm",
 ]
 
 
