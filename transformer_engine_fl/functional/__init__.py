@@ -22,6 +22,10 @@ from transformer_engine_fl.functional.activation import (
 from transformer_engine_fl.functional.dropout import (
     dropout,
 )
+from transformer_engine_fl.functional.gemm import (
+    grouped_linear,
+    linear,
+)
 from transformer_engine_fl.functional.loss import (
     cross_entropy,
     fused_linear_cross_entropy,
@@ -50,7 +54,9 @@ __all__ = [
     "geglu",
     "gelu",
     "glu",
+    "grouped_linear",
     "layer_norm",
+    "linear",
     "qgeglu",
     "qgelu",
     "qkv_rope",

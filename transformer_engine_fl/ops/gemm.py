@@ -231,7 +231,7 @@ def _check_grouped(
     if bias is not None:
         for it in check.is_list(op, "bias", bias, length=len(rows), why="one for each group"):
             _check_bias(op, it, columns)
-    if bias_grad and len({it.shape[1] for it in B}) > 1:
+    if bias_grad and any(it.shape[1] != B[0].shape[1] for it in B):
         expected = "as many columns in each, for the bias gradients to be rows of one tensor"
         raise ArgumentError(op, "B", ", ".join(map(check.describe, B)), expected)
     for it, shape in _accumulated(op, accumulate_into, rows, columns):
