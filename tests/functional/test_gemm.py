@@ -322,6 +322,18 @@ def test_a_vendor_that_fails_leaves_a_product_to_the_others() -> None:
     torch.testing.assert_close(D, x @ weight.T)
 
 
+@pytest.mark.parametrize("block", ["1x128", "128x128", "MX"])
+def test_scales_of_blocks_compile(block: str) -> None:
+    """With inductor, which has read out of bounds where the last block is cut off."""
+    torch._dynamo.reset()
+    label = f"A scaled {block}, B {block}"
+    samples = ops.generic_gemm.samples("float8_e4m3fn", "cpu")
+    sample = next(it for it in samples if it.label == label)
+    compiled = torch.compile(lambda *args, **kw: ops.generic_gemm(*args, **kw), fullgraph=True)
+    expected = ops.generic_gemm(*sample.args, **sample.kwargs)
+    torch.testing.assert_close(compiled(*sample.args, **sample.kwargs), expected)
+
+
 def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return functional.linear(x, weight, bias, gelu=True)
 

@@ -29,11 +29,14 @@ def _operand(data: Tensor, scale_inv: Tensor | None) -> Tensor:
         return value
     if scale_inv.ndim == 1:
         return value * scale_inv
-    rows, columns = value.shape
-    height = 1 if scale_inv.shape[0] == rows else 128
+    height = 1 if scale_inv.shape[0] == value.shape[0] else 128
     width = 32 if scale_inv.dtype == torch.float8_e8m0fnu else 128
-    scale = scale_inv.float().repeat_interleave(height, 0).repeat_interleave(width, 1)
-    return value * scale[:rows, :columns]
+    # Indices, because what is repeated and then cut off inductor reads out of bounds.
+    row, column = (
+        torch.arange(size, device=data.device) // block
+        for size, block in zip(value.shape, (height, width), strict=True)
+    )
+    return value * scale_inv.float()[row][:, column]
 
 
 def _z(
