@@ -89,9 +89,14 @@ def scale_(x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
     """Multiplies ``x`` by ``factor`` where it is."""
 
 
+def scale_into(x: Any, factor: float = 2.0, *, into: Any = None) -> Any:
+    """Returns ``x * factor``, or adds it to ``into`` where that is given."""
+
+
 CONTRACTS = {
     "scale": contract_of(scale, check=_check),
     "scale_": contract_of(scale_, check=_check, mutates=("x",)),
+    "scale_into": contract_of(scale_into, mutates=("into",)),
 }
 
 

@@ -195,6 +195,31 @@ def test_half_written_data_is_never_touched_again(
     assert (first.runs, second.runs) == (1, 1)
 
 
+@pytest.mark.parametrize("into", [None, torch.zeros(4), [torch.zeros(4)]])
+@every_way
+def test_a_call_that_passes_nothing_to_write_falls_back(
+    route: str, guarded: bool, into: Any, install: Callable[..., OpManager]
+) -> None:
+    """An operator may write an argument that is optional."""
+
+    def failing(x: Any, factor: float = 2.0, *, into: Any = None) -> Any:
+        raise KernelError("kernel")
+
+    def well(x: Any, factor: float = 2.0, *, into: Any = None) -> Any:
+        assert into is None, "nothing else may run"
+        return x * factor
+
+    manager = install("scale_into", failing, well, guarded=guarded)
+    run = arrive(manager, "scale_into", route)
+    if into is None:
+        assert run(ones()).tolist() == [2, 2, 2, 2]
+    else:
+        with pytest.raises(PartialMutationError) as caught:
+            run(ones(), into=into)
+        assert caught.value.tensors == ("into",)
+    assert in_quarantine(manager) == {("scale_into", "impl.0", "cpu", "float32")}
+
+
 @every_way
 def test_wrong_arguments_get_one_error_that_names_them(
     route: str, guarded: bool, install: Callable[..., OpManager]

@@ -309,7 +309,7 @@ class Plan:
             is_fatal=tensors.is_fatal,
             check_arguments=lambda: self.wrong_arguments(args, kwargs),
             no_fallback=lambda: tensors.no_fallback(self._tensors_in((args, *kwargs.values()))),
-            mutates=self._mutated(entry.impl) != (),
+            mutates=self._written(entry.impl, args, kwargs) != (),
         )
         if outcome is Outcome.RAISE:
             return error
@@ -327,7 +327,7 @@ class Plan:
     def _half_written(
         self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs
     ) -> PartialMutationError:
-        names = self._mutated(impl) or self._tensor_names(args, kwargs)
+        names = self._written(impl, args, kwargs) or self._tensor_names(args, kwargs)
         self._set_aside(impl, said, args, kwargs)
         return PartialMutationError(
             f"{impl.label} failed while it was writing {', '.join(names)}, which may be half "
@@ -336,9 +336,14 @@ class Plan:
             names,
         )
 
-    def _mutated(self, impl: OpImpl) -> tuple[str, ...] | None:
-        """Arguments that are written; None if nobody has said."""
-        return self._contract.mutates if self._contract is not None else impl.mutates
+    def _written(self, impl: OpImpl, args: Args, kwargs: Kwargs) -> tuple[str, ...] | None:
+        """Arguments that this call writes; None if nobody has said."""
+        if self._contract is None:
+            return impl.mutates
+        given = dict(zip(self._contract.signature.parameters, args, strict=False)) | kwargs
+        return tuple(
+            name for name in self._contract.mutates if [*self._tensors_in((given.get(name),))]
+        )
 
     def _tensor_names(self, args: Args, kwargs: Kwargs) -> tuple[str, ...]:
         given = {f"#{place + 1}": value for place, value in enumerate(args)} | kwargs

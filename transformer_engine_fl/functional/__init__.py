@@ -25,6 +25,10 @@ from transformer_engine_fl.functional.attention import (
 from transformer_engine_fl.functional.dropout import (
     dropout,
 )
+from transformer_engine_fl.functional.gemm import (
+    grouped_linear,
+    linear,
+)
 from transformer_engine_fl.functional.loss import (
     cross_entropy,
     fused_linear_cross_entropy,
@@ -54,7 +58,9 @@ __all__ = [
     "geglu",
     "gelu",
     "glu",
+    "grouped_linear",
     "layer_norm",
+    "linear",
     "qgeglu",
     "qgelu",
     "qkv_rope",

@@ -42,6 +42,7 @@ from transformer_engine_fl.ops.activation import (
 )
 from transformer_engine_fl.ops.attention import fused_attn_bwd, fused_attn_fwd
 from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
+from transformer_engine_fl.ops.gemm import generic_gemm, te_general_grouped_gemm
 from transformer_engine_fl.ops.loss import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -111,6 +112,7 @@ __all__ = [
     "fused_rope_forward",
     "geglu",
     "gelu",
+    "generic_gemm",
     "glu",
     "layernorm_bwd",
     "layernorm_fwd",
@@ -134,6 +136,7 @@ __all__ = [
     "sreglu",
     "srelu",
     "swiglu",
+    "te_general_grouped_gemm",
 ]
 
 

@@ -23,8 +23,10 @@ __all__ = [
     "is_dtype",
     "is_flag",
     "is_integer",
+    "is_list",
     "is_number",
     "is_tensor",
+    "is_writable",
     "same_device",
 ]
 
@@ -75,6 +77,24 @@ def expands_to(op: str, name: str, value: torch.Tensor, shape: Sequence[int], wh
     if not fits:
         expected = f"a shape that expands to {tuple(shape)}: {why}"
         raise ArgumentError(op, name, describe(value), expected)
+
+
+def is_list(
+    op: str, name: str, value: Any, *, length: int | None = None, why: str = ""
+) -> Sequence[Any]:
+    """Require a list (or tuple) of at least one item, or of ``length``; ``why`` says of what."""
+    if not isinstance(value, list | tuple) or not value:
+        raise ArgumentError(op, name, describe(value), "a list of at least one item")
+    if length is not None and len(value) != length:
+        raise ArgumentError(op, name, f"{len(value)} items", f"{length}: {why}")
+    return value
+
+
+def is_writable(op: str, name: str, value: torch.Tensor) -> None:
+    """Require that no two elements of a tensor are in the same memory by being expanded."""
+    if any(step == 0 and n > 1 for n, step in zip(value.shape, value.stride(), strict=True)):
+        expected = "memory of its own for each element, for it is written"
+        raise ArgumentError(op, name, f"{describe(value)}, expanded", expected)
 
 
 def same_device(op: str, anchor: str, tensors: dict[str, Any]) -> None:

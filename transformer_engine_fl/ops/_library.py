@@ -28,7 +28,9 @@ _SCHEMA_TYPES: Final = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
     "list[Tensor]": "Tensor[]",
+    "list[Tensor] | None": "Tensor[]?",
     "list[int]": "int[]",
+    "list[int] | None": "int[]?",
     "Sequence[int]": "int[]",
     "int": "int",
     "int | None": "int?",
@@ -55,7 +57,8 @@ def schema(contract: Contract[..., Any]) -> str:
             parameters.append("*")
         kind = _schema_type(contract, str(parameter.annotation))
         if parameter.name in contract.mutates:
-            kind = kind.replace("Tensor", "Tensor(a!)")
+            # Each written argument is an alias set of its own, all items of a list in one.
+            kind = kind.replace("Tensor", f"Tensor(a{contract.mutates.index(parameter.name)}!)")
         default = ""
         if parameter.default is not parameter.empty:
             text = isinstance(parameter.default, str)
@@ -65,7 +68,9 @@ def schema(contract: Contract[..., Any]) -> str:
         parameters.append("*")
     returned = str(contract.signature.return_annotation)
     inner = returned.removeprefix("tuple[").removesuffix("]") if "tuple[" in returned else returned
-    results = [_schema_type(contract, part.strip()) for part in inner.split(",") if part != "None"]
+    # A result is never optional in a schema: an operator may return None for any tensor.
+    parts = [part.strip().removesuffix(" | None") for part in inner.split(",") if part != "None"]
+    results = [_schema_type(contract, part) for part in parts]
     return f"{contract.name}({', '.join(parameters)}, str impl) -> ({', '.join(results)})"
 
 

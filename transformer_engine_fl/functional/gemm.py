@@ -1,0 +1,192 @@
+"""Linear layers, differentiable: one, and one for each of several groups.
+
+A backward here is two products, and the slope of GELU before them, so that no contract can
+name it as its own. Each of these operators stays with what the forward was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.core.manager import get_default_manager
+
+__all__ = ["grouped_linear", "linear"]
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    main_grad: Tensor | None = None,
+) -> Tensor:
+    """``input @ weight.T + bias``, or GELU (tanh form) of it, differentiable.
+
+    See :func:`transformer_engine_fl.ops.generic_gemm`.
+
+    Args:
+        input: ``[..., in]``.
+        weight: ``[out, in]``, dtype of ``input``.
+        bias: ``[out]``.
+        gelu: apply GELU as well; its input is saved for the backward.
+        main_grad: ``[out, in]``, usually float32. The backward adds the weight's gradient
+            to it, not rounded to the weight's dtype, and leaves ``weight.grad`` alone.
+
+    Returns:
+        ``[..., out]``, dtype of ``input``.
+    """
+    result: Tensor = _Linear.apply(gelu, main_grad, input, weight, bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+def grouped_linear(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    m_splits: Sequence[int],
+    biases: Sequence[Tensor] | None = None,
+    *,
+    gelu: bool = False,
+    main_grads: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """:func:`linear` of groups of rows, each with a weight of its own, differentiable.
+
+    See :func:`transformer_engine_fl.ops.te_general_grouped_gemm`.
+
+    Args:
+        input: ``[rows, in]``, one group after the other.
+        weights: ``[out, in]`` for each group, dtype of ``input``.
+        m_splits: rows of each group, on the host; 0 for an empty one.
+        biases: ``[out]`` for each group.
+        gelu: as in :func:`linear`.
+        main_grads: as in :func:`linear`, for each group.
+
+    Returns:
+        ``[rows, out]``, dtype of ``input``.
+    """
+    if len(weights) != len(m_splits):
+        expected = f"{len(m_splits)}, one for each of m_splits"
+        raise ArgumentError("grouped_linear", "weights", f"{len(weights)} tensors", expected)
+    into = None if main_grads is None else list(main_grads)
+    result: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        gelu, into, list(m_splits), input, *weights, *(biases or ())
+    )
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gelu: bool,
+        main_grad: Tensor | None,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        options = _given(bias=bias, gelu=gelu or None)
+        output, pre_gelu = _forward(ctx, "generic_gemm", (weight, input), options)
+        _, _, of_input, of_weight, _ = ctx.needs_input_grad
+        kept = input if of_weight else None, weight if of_input else None
+        ctx.save_for_backward(*kept, pre_gelu)
+        ctx.main_grad = main_grad
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, pre_gelu = ctx.saved_tensors
+        _, _, of_input, of_weight, of_bias = ctx.needs_input_grad
+        grad = _before_gelu(ctx, grad, pre_gelu)
+        dx = dw = db = None
+        if of_input:
+            dx, _, _ = ctx.gemm(weight, grad, transa=False)
+        if of_weight:
+            dw, db, _ = ctx.gemm(input, grad, **_wgrad(of_bias, ctx.main_grad))
+        elif of_bias:
+            db = _sum_of_rows(grad)
+        return None, None, dx, dw, db
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Takes the weights, then the biases if there are some, as the last arguments."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gelu: bool,
+        main_grads: list[Tensor] | None,
+        m_splits: list[int],
+        input: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        groups = len(m_splits)
+        weights, biases = list(parameters[:groups]), list(parameters[groups:])
+        options = _given(bias=biases or None, gelu=gelu or None)
+        call = weights, [input], m_splits
+        output, pre_gelu = _forward(ctx, "te_general_grouped_gemm", call, options)
+        of_input, *wanted = ctx.needs_input_grad[3:]
+        kept = input if any(wanted[:groups]) else None
+        ctx.save_for_backward(pre_gelu, kept, *(weights if of_input else ()))
+        ctx.main_grads = main_grads
+        ctx.m_splits = m_splits
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pre_gelu, input, *weights = ctx.saved_tensors
+        groups = len(ctx.m_splits)
+        of_input, *wanted = ctx.needs_input_grad[3:]
+        of_weights, of_biases = any(wanted[:groups]), any(wanted[groups:])
+        grad = _before_gelu(ctx, grad, pre_gelu)
+        dx = dw = db = None
+        if of_input:
+            dx, _, _ = ctx.gemm(weights, [grad], ctx.m_splits, transa=False)
+        if of_weights:
+            options = _wgrad(of_biases, ctx.main_grads)
+            dw, db, _ = ctx.gemm([input], [grad], ctx.m_splits, **options)
+        elif of_biases:
+            db = [_sum_of_rows(it) for it in torch.split(grad, ctx.m_splits)]
+        gradients = [None] * groups if dw is None else [*dw.view(groups, -1, dw.shape[-1])]
+        if len(wanted) > groups:
+            gradients += [None] * groups if db is None else [*db]
+        return None, None, None, dx, *gradients
+
+
+def _forward(
+    ctx: Any, op_name: str, tensors: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """The output and the input of GELU; fixes who runs the backward."""
+    manager = get_default_manager()
+    output, _, pre_gelu = manager.call(op_name, *tensors, **options)
+    ctx.gemm = manager.pin(op_name)
+    ctx.dgelu = manager.pin("dgelu") if "gelu" in options else None
+    return output, pre_gelu
+
+
+def _before_gelu(ctx: Any, grad: Tensor, pre_gelu: Tensor | None) -> Tensor:
+    return grad if pre_gelu is None else ctx.dgelu(grad, pre_gelu)
+
+
+def _sum_of_rows(grad: Tensor) -> Tensor:
+    return grad.unsqueeze(0).flatten(0, -2).sum(0)
+
+
+def _wgrad(bias_grad: bool, main_grad: Any) -> dict[str, Any]:
+    """The options of a product that is the weight's gradient."""
+    flags = {"transa": False, "transb": True}
+    return flags | _given(
+        grad=bias_grad or None, bias_grad=bias_grad or None, accumulate_into=main_grad
+    )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that are there: an implementation need not know every option."""
+    return {name: value for name, value in options.items() if value is not None}
