@@ -19,6 +19,11 @@ from transformer_engine_fl.functional.activation import (
     srelu,
     swiglu,
 )
+from transformer_engine_fl.functional.attention_layout import (
+    bshd_to_thd,
+    fa_prepare,
+    thd_to_bshd,
+)
 from transformer_engine_fl.functional.dropout import (
     dropout,
 )
@@ -43,9 +48,11 @@ from transformer_engine_fl.functional.softmax import (
 )
 
 __all__ = [
+    "bshd_to_thd",
     "clamped_swiglu",
     "cross_entropy",
     "dropout",
+    "fa_prepare",
     "fused_linear_cross_entropy",
     "geglu",
     "gelu",
@@ -67,4 +74,5 @@ __all__ = [
     "sreglu",
     "srelu",
     "swiglu",
+    "thd_to_bshd",
 ]

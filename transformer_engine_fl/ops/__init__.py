@@ -40,6 +40,13 @@ from transformer_engine_fl.ops.activation import (
     srelu,
     swiglu,
 )
+from transformer_engine_fl.ops.attention_layout import (
+    convert_bshd_to_thd,
+    convert_thd_to_bshd,
+    copy_to_kv_cache,
+    fa_prepare_bwd,
+    fa_prepare_fwd,
+)
 from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
 from transformer_engine_fl.ops.loss import (
     cross_entropy_bwd,
@@ -78,6 +85,9 @@ __all__ = [
     "CATALOGUE",
     "clamped_dswiglu",
     "clamped_swiglu",
+    "convert_bshd_to_thd",
+    "convert_thd_to_bshd",
+    "copy_to_kv_cache",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
     "cross_entropy_merge",
@@ -100,6 +110,8 @@ __all__ = [
     "dsreglu",
     "dsrelu",
     "dswiglu",
+    "fa_prepare_bwd",
+    "fa_prepare_fwd",
     "fused_linear_cross_entropy_bwd",
     "fused_linear_cross_entropy_fwd",
     "fused_qkv_rope_backward",

@@ -6,14 +6,14 @@ for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["layouts", "normal"]
+__all__ = ["int32", "layouts", "normal"]
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
@@ -22,6 +22,13 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -
 
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def int32(values: Sequence[object], device: str) -> Tensor:
+    """Offsets, lengths, indices."""
+    import torch
+
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def layouts(
