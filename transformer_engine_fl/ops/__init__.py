@@ -47,6 +47,14 @@ from transformer_engine_fl.ops.attention_layout import (
     fa_prepare_bwd,
     fa_prepare_fwd,
 )
+from transformer_engine_fl.ops.context_parallel import (
+    thd_get_partitioned_indices,
+    thd_grad_correction,
+    thd_out_correction,
+    thd_read_half_tensor,
+    thd_read_second_half_lse,
+    thd_second_half_lse_correction,
+)
 from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
 from transformer_engine_fl.ops.loss import (
     cross_entropy_bwd,
@@ -143,6 +151,12 @@ __all__ = [
     "sreglu",
     "srelu",
     "swiglu",
+    "thd_get_partitioned_indices",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_read_half_tensor",
+    "thd_read_second_half_lse",
+    "thd_second_half_lse_correction",
 ]
 
 

@@ -24,7 +24,7 @@ from transformer_engine_fl.core.contract import Backward, Sample, Tolerance, con
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import COPIED
-from transformer_engine_fl.ops._samples import int32, normal
+from transformer_engine_fl.ops._samples import arranged, data, int32, with_extremes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -234,46 +234,6 @@ def _cache_oracle(
 # ------------------------------------------------------------------------------ samples
 
 
-def _data(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> Tensor:
-    """Any values of a dtype; of uint8 every one of a byte."""
-    import torch
-
-    if dtype == "uint8":
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device)
-    return normal(shape, getattr(torch, dtype), device, seed)
-
-
-def _special(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> Tensor:
-    """Values among which are the largest of the dtype, and what is not finite."""
-    import torch
-
-    values = _data(shape, dtype, device, seed)
-    if dtype == "uint8":
-        return values
-    flat = values.view(-1)
-    extremes = [torch.finfo(values.dtype).max, -torch.finfo(values.dtype).smallest_normal, -0.0]
-    if dtype not in ("float8_e4m3fn", "float8_e5m2"):
-        extremes += [torch.inf, -torch.inf, torch.nan]
-    for place, value in enumerate(extremes):
-        flat[place :: 7 + place] = value
-    return values
-
-
-def _arranged(
-    shape: tuple[int, ...], dtype: str, device: str, seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one shape that lie in memory in other ways than in rows."""
-    import torch
-
-    turned = _data(shape[::-1], dtype, device, seed)
-    yield "transposed", turned.permute(*reversed(range(len(shape))))
-    yield "strided", _data((*shape[:-1], 2 * shape[-1]), dtype, device, seed)[..., ::2]
-    size = torch.Size(shape).numel()
-    yield "unaligned start", _data((size + 1,), dtype, device, seed)[1:].view(shape)
-    yield "expanded", _data((1, *shape[1:]), dtype, device, seed).expand(shape)
-
-
 _PACKED = {
     "typical": (6, 2, 3, 24),
     "odd sizes": (5, 3, 7, 33),
@@ -289,10 +249,10 @@ _PACKED = {
 
 def _prepare_samples(dtype: str, device: str) -> Iterator[Sample]:
     for seed, (label, shape) in enumerate(_PACKED.items()):
-        yield Sample(label, (_data(shape, dtype, device, seed),))
-    for label, tensor in _arranged(_PACKED["typical"], dtype, device, seed=60):
+        yield Sample(label, (data(shape, dtype, device, seed),))
+    for label, tensor in arranged(_PACKED["typical"], dtype, device, seed=60):
         yield Sample(label, (tensor,))
-    yield Sample("special values", (_special(_PACKED["typical"], dtype, device, seed=61),))
+    yield Sample("special values", (with_extremes(_PACKED["typical"], dtype, device, seed=61),))
 
 
 def _prepare_backward_samples(dtype: str, device: str) -> Iterator[Sample]:
@@ -301,7 +261,7 @@ def _prepare_backward_samples(dtype: str, device: str) -> Iterator[Sample]:
         parts = packed.transpose(0, 1).unflatten(-1, (3, packed.shape[-1] // 3)).unbind(-2)
         yield Sample(f"{sample.label}, parts of one tensor", parts)
     shape = (2, 6, 3, 8)
-    apart = tuple(_data(shape, dtype, device, seed) for seed in (62, 63, 64))
+    apart = tuple(data(shape, dtype, device, seed) for seed in (62, 63, 64))
     yield Sample("three tensors", apart)
     yield Sample(
         "three layouts", (apart[0], apart[1].mT.contiguous().mT, apart[2][:1].expand(shape))
@@ -325,28 +285,30 @@ _SEQUENCES: dict[str, tuple[int, list[int], int]] = {
 
 def _thd_to_bshd_samples(dtype: str, device: str) -> Iterator[Sample]:
     for label, (tokens, bounds, longest) in _SEQUENCES.items():
-        tensor = _data((tokens, 2, 5), dtype, device, seed=70)
+        tensor = data((tokens, 2, 5), dtype, device, seed=70)
         yield Sample(label, (tensor, int32(bounds, device), longest))
     offsets = int32([0, 3, 8, 9], device)
-    for label, tensor in _arranged((9, 3, 8), dtype, device, seed=71):
+    for label, tensor in arranged((9, 3, 8), dtype, device, seed=71):
         yield Sample(label, (tensor, offsets, 5))
-    yield Sample("special values", (_special((9, 3, 8), dtype, device, seed=72), offsets, 6))
-    yield Sample("no heads", (_data((9, 0, 8), dtype, device, seed=73), offsets, 5))
-    yield Sample("wide", (_data((9, 2, 256), dtype, device, seed=74), offsets, 5))
+    yield Sample("special values", (with_extremes((9, 3, 8), dtype, device, seed=72), offsets, 6))
+    yield Sample("no heads", (data((9, 0, 8), dtype, device, seed=73), offsets, 5))
+    yield Sample("wide", (data((9, 2, 256), dtype, device, seed=74), offsets, 5))
     strided = int32([0, 1, 3, 2, 8, 7, 9, 5], device)[::2]
-    yield Sample("strided cu_seqlens", (_data((9, 3, 8), dtype, device, seed=75), strided, 5))
+    yield Sample("strided cu_seqlens", (data((9, 3, 8), dtype, device, seed=75), strided, 5))
 
 
 def _bshd_to_thd_samples(dtype: str, device: str) -> Iterator[Sample]:
     for label, (tokens, bounds, longest) in _SEQUENCES.items():
-        tensor = _data((len(bounds) - 1, longest, 2, 5), dtype, device, seed=80)
+        tensor = data((len(bounds) - 1, longest, 2, 5), dtype, device, seed=80)
         yield Sample(label, (tensor, int32(bounds, device), tokens))
     offsets = int32([0, 3, 8, 9], device)
-    for label, tensor in _arranged((3, 5, 3, 8), dtype, device, seed=81):
+    for label, tensor in arranged((3, 5, 3, 8), dtype, device, seed=81):
         yield Sample(label, (tensor, offsets, 9))
-    yield Sample("special values", (_special((3, 6, 3, 8), dtype, device, seed=82), offsets, 9))
-    yield Sample("no heads", (_data((3, 5, 0, 8), dtype, device, seed=83), offsets, 9))
-    yield Sample("wide", (_data((3, 5, 2, 256), dtype, device, seed=84), offsets, 9))
+    yield Sample(
+        "special values", (with_extremes((3, 6, 3, 8), dtype, device, seed=82), offsets, 9)
+    )
+    yield Sample("no heads", (data((3, 5, 0, 8), dtype, device, seed=83), offsets, 9))
+    yield Sample("wide", (data((3, 5, 2, 256), dtype, device, seed=84), offsets, 9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,10 +337,10 @@ class _Step:
             "sbhd": (max(self.added), len(self.added)),
         }[qkv_format]
         given = {
-            "new_k": _data((*leading, 2, 6), dtype, device, seed=85),
-            "new_v": _data((*leading, 2, 4), dtype, device, seed=86),
-            "k_cache": _data((*self.pages, 2, 6), dtype, device, seed=87),
-            "v_cache": _data((*self.pages, 2, 4), dtype, device, seed=88),
+            "new_k": data((*leading, 2, 6), dtype, device, seed=85),
+            "new_v": data((*leading, 2, 4), dtype, device, seed=86),
+            "k_cache": data((*self.pages, 2, 6), dtype, device, seed=87),
+            "v_cache": data((*self.pages, 2, 4), dtype, device, seed=88),
             "cu_new_lens": int32([0, *accumulate(self.added)], device),
             "cu_cached_lens": int32([0, *accumulate(self.lengths)], device),
         }
@@ -428,17 +390,17 @@ def _cache_samples(dtype: str, device: str) -> Iterator[Sample]:
     def typical(label: str, **other: Tensor) -> Sample:
         return _STEPS["typical"].sample(label, dtype, device, "thd", **other)
 
-    for label, tensor in _arranged((6, 2, 6), dtype, device, seed=91):
+    for label, tensor in arranged((6, 2, 6), dtype, device, seed=91):
         yield typical(f"{label} new_k", new_k=tensor)
-    for label, tensor in _arranged((8, 2, 2, 6), dtype, device, seed=92):
+    for label, tensor in arranged((8, 2, 2, 6), dtype, device, seed=92):
         if label != "expanded":
             yield typical(f"{label} k_cache", k_cache=tensor)
-    whole = _data((8, 2, 2, 10), dtype, device, seed=93)
+    whole = data((8, 2, 2, 10), dtype, device, seed=93)
     yield typical("caches in one tensor", k_cache=whole[..., :6], v_cache=whole[..., 6:])
-    yield typical("special values", new_k=_special((6, 2, 6), dtype, device, seed=94))
+    yield typical("special values", new_k=with_extremes((6, 2, 6), dtype, device, seed=94))
     tokens = {"tokens of no sequence": 9, "fewer tokens than are new": 5, "no tokens": 0}
     for label, count in tokens.items():
-        keys = _data((count, 2, 6), dtype, device, seed=95)
+        keys = data((count, 2, 6), dtype, device, seed=95)
         yield typical(label, new_k=keys, new_v=keys[..., 2:])
 
 

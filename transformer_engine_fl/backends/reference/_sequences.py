@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "Padded", "Tokens", "as_bytes", "rows_at"]
+__all__ = ["Packed", "Padded", "Tokens", "as_bytes", "has_row", "rows_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
+def has_row(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Which of ``rows`` there are."""
+    return (rows >= 0) & (rows < tensor.shape[0])
+
+
 def rows_at(tensor: Tensor, rows: Tensor) -> Tensor:
     """``tensor[rows]``, fresh and contiguous; zeros for a row that there is not, such as -1."""
     given = as_bytes(tensor)
-    count = given.shape[0]
-    known = (rows >= 0) & (rows < count)
     with_zeros = torch.cat([given, given.new_zeros((1, *given.shape[1:]))]).contiguous()
-    return with_zeros[torch.where(known, rows, count)].view(tensor.dtype)
+    return with_zeros[torch.where(has_row(given, rows), rows, given.shape[0])].view(tensor.dtype)
