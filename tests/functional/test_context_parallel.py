@@ -287,7 +287,7 @@ def test_a_query_that_sees_nothing_stays_as_it_is(dtype: torch.dtype) -> None:
     step = torch.full_like(out, torch.nan)
     step[3] = 1
     lse = torch.tensor([[-math.inf, 0.5, -math.inf, 0.5]])
-    per_step = torch.tensor([[-math.inf, -math.inf, -math.inf, 0.5]])
+    per_step = torch.tensor([[-math.inf, -math.inf, 2.0, 0.5]])
     before = out.clone()
     ops.thd_out_correction(out, step, lse, per_step, int32(0, 4), lse_packed=True)
     assert torch.equal(out[:3].view(torch.uint8), before[:3].view(torch.uint8))

@@ -577,6 +577,8 @@ def copy_to_kv_cache(
     Without a ``page_table``, ``batch_indices`` may say in which row each sequence stood
     before this step: ``cache[i, p]`` for p below ``c - n`` is then what
     ``cache[batch_indices[i], p]`` was before the call, whatever the order of the rows.
+    (Transformer Engine's operator of this name takes these as its ``page_table`` if
+    ``is_non_paged``.)
 
     A token is left out where ``new_k`` has no such token, or p or its page is outside the
     cache or the table; the same of rows that are moved. Everything else in the caches

@@ -20,9 +20,9 @@ halves have the same layout at half the offsets. An lse is ``[h, t]`` if it is p
 What belongs to no sequence is 0 in what is returned, and stays as it is in what is written.
 
 What stands in ``cu_seqlens`` is not checked, which would mean to wait for the device. With
-odd lengths the values of those sequences are not defined, and with offsets beyond the
-tensors a token that there is not counts as 0, its lse as -inf; nothing is read or written
-outside the tensors, whatever the offsets are.
+an odd length the values of that sequence are not defined. With offsets beyond a tensor, a
+token that it does not have is 0 in what is returned and changes nothing in what is
+written. Nothing is read or written outside the tensors, whatever the offsets are.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def _out_correction_oracle(
         known = row < out.shape[0] and step_row < step.shape[0]
         if not known or all_keys is None or some is None:
             continue
-        seen = some > -torch.inf
+        seen = (some > -torch.inf) & (all_keys > -torch.inf)
         share = (some - all_keys)[seen, None].exp()
         output[row][seen] += share * step[step_row][seen]
     return output
@@ -496,6 +496,8 @@ def _out_correction_samples(dtype: str, device: str) -> Iterator[Sample]:
     strange[::3] = torch.nan
     args = (tokens(12, 2, 151), strange, hidden, hidden, offsets)
     yield Sample("steps that see nothing and are NaN", args, {"lse_packed": True})
+    args = (tokens(12, 2, 151), strange, hidden, step, offsets)
+    yield Sample("an lse that leaves out the step", args, {"lse_packed": True})
     other_kind = torch.float64 if kind == "float32" else torch.float32
     lses = lse.to(other_kind), step.to(other_kind)
     args = (tokens(12, 2, 152), tokens(12, 2, 153), *lses, offsets)
@@ -691,8 +693,8 @@ def thd_out_correction(
     ``out = out + exp(lse_per_step - lse) * out_per_step`` for every query and head, or for
     those of second halves alone. ``out`` begins as zeros, and is the output over all keys
     after every step has been added with the lse over all keys. Computed in float32
-    (float64 if ``out`` or ``lse`` is) and rounded once. A query with an lse_per_step of -inf
-    stays as it is, whatever ``lse`` and ``out_per_step`` are there. What the layouts are is
+    (float64 if ``out`` or ``lse`` is) and rounded once. Where ``lse`` or ``lse_per_step`` is
+    -inf, ``out`` stays as it is, whatever ``out_per_step`` is there. What the layouts are is
     told at the head of this module.
 
     Args:

@@ -64,7 +64,7 @@ def thd_out_correction(
             count, end = here.stop - here.start, second.stop - first.start
             merged, step = lse[number, :, end - count : end], lse_per_step[number, :, :count]
         share = (step - merged).exp().T[..., None].to(out.dtype)
-        seen = (step > -torch.inf).T[..., None]
+        seen = ((step > -torch.inf) & (merged > -torch.inf)).T[..., None]
         out[here] = torch.where(seen, out[here] + share * out_per_step[there], out[here])
     return (out,)
 

@@ -117,7 +117,8 @@ def thd_out_correction(
     all_keys, known = lse_at(lse, offsets, held.place)
     some_keys, also_known = lse_at(lse_per_step, of_step, place)
     known = held.inside & (place >= 0) & has_row(out_per_step, step_rows) & known & also_known
-    changed = known[:, None, None] & (some_keys > -torch.inf)
+    seen = (some_keys > -torch.inf) & (all_keys > -torch.inf)
+    changed = known[:, None, None] & seen
     step = rows_at(out_per_step, step_rows).to(dtype)
     after = (out.to(dtype) + (some_keys - all_keys).exp() * step).to(out.dtype)
     out.copy_(torch.where(changed, after, out))
