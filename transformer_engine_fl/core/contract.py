@@ -67,6 +67,10 @@ class Backward:
         output_grads: backward parameters that take the gradients of the forward's
             outputs, from the first on; the outputs without one are not differentiable.
             Unless given, the first output's gradient is the first parameter.
+        sizes: backward parameter -> (forward argument, dimension), a size that the backward
+            cannot tell from what it is given.
+        unbind: the forward's one output is several, put together along its first dimension;
+            they are differentiated, and returned by ``functional``, apart.
     """
 
     op: str
@@ -74,6 +78,8 @@ class Backward:
     gradients: tuple[str | tuple[str, ...], ...]
     options: tuple[str, ...] = ()
     output_grads: tuple[str, ...] = ()
+    sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    unbind: bool = False
 
 
 def _traced_contract_call(contract: Any, *args: Any, **kwargs: Any) -> Any:

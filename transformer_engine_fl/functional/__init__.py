@@ -22,6 +22,11 @@ from transformer_engine_fl.functional.activation import (
 from transformer_engine_fl.functional.attention import (
     attention,
 )
+from transformer_engine_fl.functional.attention_layout import (
+    bshd_to_thd,
+    fa_prepare,
+    thd_to_bshd,
+)
 from transformer_engine_fl.functional.dropout import (
     dropout,
 )
@@ -51,9 +56,11 @@ from transformer_engine_fl.functional.softmax import (
 
 __all__ = [
     "attention",
+    "bshd_to_thd",
     "clamped_swiglu",
     "cross_entropy",
     "dropout",
+    "fa_prepare",
     "fused_linear_cross_entropy",
     "geglu",
     "gelu",
@@ -77,4 +84,5 @@ __all__ = [
     "sreglu",
     "srelu",
     "swiglu",
+    "thd_to_bshd",
 ]

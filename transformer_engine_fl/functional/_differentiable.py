@@ -35,10 +35,14 @@ class _Differentiable(torch.autograd.Function):
         known = {name: tensors[place] for name, place in places.items()}
         args, keywords = _arranged(op_name, known)
         manager = get_default_manager()
-        outputs = _as_tuple(manager.call(op_name, *args, **keywords, **options))
+        outputs = _outputs(op_name, manager.call(op_name, *args, **keywords, **options))
         known |= {f"output[{place}]": output for place, output in enumerate(outputs)}
         ctx.save_for_backward(*(known.get(source) for source in backward.saves.values()))
         ctx.options = {name: options[name] for name in backward.options if name in options}
+        for name, (source, dimension) in backward.sizes.items():
+            tensor = known[source]
+            assert tensor is not None  # what has a size to save is no optional argument
+            ctx.options[name] = tensor.shape[dimension]
         ctx.run = manager.pin(backward.op)
         ctx.op_name = op_name
         ctx.places = places
@@ -83,7 +87,8 @@ def apply(op_name: str, options: dict[str, Any], *tensors: Tensor | None) -> tup
             plain[name] = value
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if not (wanted and torch.is_grad_enabled()):
-        return _as_tuple(get_default_manager().call(op_name, *tensors, **keywords, **plain))
+        value = get_default_manager().call(op_name, *tensors, **keywords, **plain)
+        return _outputs(op_name, value)
     given = {**dict(zip(contract.signature.parameters, tensors, strict=False)), **keywords}
     places: dict[str, int] = {}
     different: list[Tensor | None] = []
@@ -106,6 +111,13 @@ def _arranged(
             break
         args.append(rest.pop(name))
     return args, {name: tensor for name, tensor in rest.items() if tensor is not None}
+
+
+def _outputs(op_name: str, value: Any) -> tuple[Tensor, ...]:
+    """What an operator returned, as the tuple of what is differentiated."""
+    backward = CATALOGUE[op_name].backward
+    outputs = _as_tuple(value)
+    return outputs[0].unbind() if backward is not None and backward.unbind else outputs
 
 
 def _as_tuple(value: Any) -> tuple[Tensor, ...]:

@@ -40,9 +40,33 @@ from transformer_engine_fl.ops.activation import (
     srelu,
     swiglu,
 )
-from transformer_engine_fl.ops.attention import fused_attn_bwd, fused_attn_fwd
-from transformer_engine_fl.ops.dropout import dropout_bwd, dropout_fwd
-from transformer_engine_fl.ops.gemm import generic_gemm, te_general_grouped_gemm
+from transformer_engine_fl.ops.attention import (
+    fused_attn_bwd,
+    fused_attn_fwd,
+)
+from transformer_engine_fl.ops.attention_layout import (
+    convert_bshd_to_thd,
+    convert_thd_to_bshd,
+    copy_to_kv_cache,
+    fa_prepare_bwd,
+    fa_prepare_fwd,
+)
+from transformer_engine_fl.ops.context_parallel import (
+    thd_get_partitioned_indices,
+    thd_grad_correction,
+    thd_out_correction,
+    thd_read_half_tensor,
+    thd_read_second_half_lse,
+    thd_second_half_lse_correction,
+)
+from transformer_engine_fl.ops.dropout import (
+    dropout_bwd,
+    dropout_fwd,
+)
+from transformer_engine_fl.ops.gemm import (
+    generic_gemm,
+    te_general_grouped_gemm,
+)
 from transformer_engine_fl.ops.loss import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -80,6 +104,9 @@ __all__ = [
     "CATALOGUE",
     "clamped_dswiglu",
     "clamped_swiglu",
+    "convert_bshd_to_thd",
+    "convert_thd_to_bshd",
+    "copy_to_kv_cache",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
     "cross_entropy_merge",
@@ -102,6 +129,8 @@ __all__ = [
     "dsreglu",
     "dsrelu",
     "dswiglu",
+    "fa_prepare_bwd",
+    "fa_prepare_fwd",
     "fused_attn_bwd",
     "fused_attn_fwd",
     "fused_linear_cross_entropy_bwd",
@@ -137,6 +166,12 @@ __all__ = [
     "srelu",
     "swiglu",
     "te_general_grouped_gemm",
+    "thd_get_partitioned_indices",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_read_half_tensor",
+    "thd_read_second_half_lse",
+    "thd_second_half_lse_correction",
 ]
 
 

@@ -18,8 +18,10 @@ __all__ = [
     "describe",
     "dtype_name",
     "expands_to",
+    "has_axes",
     "has_shape",
     "is_choice",
+    "is_cu_seqlens",
     "is_dtype",
     "is_flag",
     "is_integer",
@@ -61,6 +63,16 @@ def is_tensor(
     return value
 
 
+def has_axes(op: str, name: str, value: torch.Tensor, *axes: str) -> None:
+    """Require one dimension for each axis that is named, as in ``"[t, h, d]"``.
+
+    Args:
+        axes: the ways in which the tensor may lie; one of them.
+    """
+    if value.ndim not in [it.count(",") + 1 for it in axes]:
+        raise ArgumentError(op, name, describe(value), " or ".join(axes))
+
+
 def has_shape(op: str, name: str, value: torch.Tensor, shape: Sequence[int], why: str) -> None:
     """Require exactly ``shape``; ``why`` says where that shape comes from."""
     if tuple(value.shape) != tuple(shape):
@@ -95,6 +107,15 @@ def is_writable(op: str, name: str, value: torch.Tensor) -> None:
     if any(step == 0 and n > 1 for n, step in zip(value.shape, value.stride(), strict=True)):
         expected = "memory of its own for each element, for it is written"
         raise ArgumentError(op, name, f"{describe(value)}, expanded", expected)
+
+
+def is_cu_seqlens(op: str, name: str, value: Any) -> int:
+    """Require where sequences begin and the last one ends; returns how many there are."""
+    offsets = is_tensor(op, name, value, dtypes=("int32",))
+    if offsets.ndim != 1 or offsets.shape[0] < 2:
+        expected = "[b + 1], where each of at least one sequence begins and the last ends"
+        raise ArgumentError(op, name, describe(value), expected)
+    return offsets.shape[0] - 1
 
 
 def same_device(op: str, anchor: str, tensors: dict[str, Any]) -> None:

@@ -78,11 +78,7 @@ def _check_positions(
     check.is_integer(op, "cp_size", cp_size, at_least=1)
     check.is_integer(op, "cp_rank", cp_rank, below=cp_size)
     if qkv_format == "thd":
-        offsets = check.is_tensor(op, "cu_seqlens", cu_seqlens, dtypes=("int32",))
-        if offsets.ndim != 1 or offsets.shape[0] < 2:
-            expected = "[b + 1], where each of at least one sequence begins and the last ends"
-            raise ArgumentError(op, "cu_seqlens", check.describe(cu_seqlens), expected)
-        sequences, rows = offsets.shape[0] - 1, 0
+        sequences, rows = check.is_cu_seqlens(op, "cu_seqlens", cu_seqlens), 0
     else:
         if cu_seqlens is not None:
             expected = f"None: sequences in {qkv_format!r} all have the same length"

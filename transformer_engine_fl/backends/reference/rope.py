@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends.reference._sequences import Packed
 
 __all__ = [
     "fused_qkv_rope_backward",
@@ -19,7 +20,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
+class _Places:
     """Where each token stands, shaped to broadcast over the tokens' own dimensions.
 
     Attributes:
@@ -31,32 +32,27 @@ class _Tokens:
     inside: Tensor | None
 
 
-def _tokens(
+def _places(
     tokens: Tensor,
     start_positions: Tensor | None,
     qkv_format: str,
     cu_seqlens: Tensor | None,
     cp_size: int,
     cp_rank: int,
-) -> _Tokens:
+) -> _Places:
     if cu_seqlens is not None:
-        token = torch.arange(tokens.shape[0], device=tokens.device)
-        offsets = cu_seqlens.long() // cp_size
-        sequence = torch.searchsorted(offsets, token, right=True) - 1
-        inside = sequence < offsets.shape[0] - 1
-        sequence = sequence.clamp_max(offsets.shape[0] - 2)
-        lengths = offsets.diff()[sequence]
-        positions = _in_full(token - offsets[sequence], lengths, cp_size, cp_rank)
+        held = Packed(cu_seqlens.long() // cp_size, tokens.shape[0]).tokens()
+        positions = _in_full(held.place, held.length, cp_size, cp_rank)
         if start_positions is not None:
-            positions = positions + start_positions[sequence]
-        return _Tokens(positions, inside)
+            positions = positions + start_positions[held.sequence]
+        return _Places(positions, held.inside)
     axis = qkv_format.index("s")
     length = tokens.shape[axis]
     token = torch.arange(length, device=tokens.device)
     positions = _in_full(token, length, cp_size, cp_rank).unsqueeze(1 - axis)
     if start_positions is not None:
         positions = positions + start_positions.unsqueeze(axis)
-    return _Tokens(positions, None)
+    return _Places(positions, None)
 
 
 def _in_full(place: Tensor, length: Tensor | int, cp_size: int, cp_rank: int) -> Tensor:
@@ -96,7 +92,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _turn(
-    tokens: Tensor, freqs: Tensor, places: _Tokens, interleaved: bool, *, back: bool
+    tokens: Tensor, freqs: Tensor, places: _Places, interleaved: bool, *, back: bool
 ) -> Tensor:
     """Rotate the leading features; ``back`` is the transpose, which the gradient goes through."""
     width = freqs.shape[-1]
@@ -134,7 +130,7 @@ def fused_rope_forward(
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
-    places = _tokens(input, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
+    places = _places(input, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _turn(input, freqs, places, interleaved, back=False)
 
 
@@ -161,7 +157,7 @@ def fused_rope_backward(
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
-    places = _tokens(output_grads, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
+    places = _places(output_grads, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _turn(output_grads, freqs, places, interleaved, back=True)
 
 
@@ -192,7 +188,7 @@ def fused_qkv_rope_forward(
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
-    places = _tokens(qkv_input, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
+    places = _places(qkv_input, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     dq, dk, dv = qkv_split
     q, k, v = torch.split(qkv_input, [dq, dk, dv], -1)
     q = q.reshape(*q.shape[:-2], q.shape[-2] * (dq // dk), dk)
@@ -234,7 +230,7 @@ def fused_qkv_rope_backward(
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
-    places = _tokens(k_grad, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
+    places = _places(k_grad, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     dq = qkv_split[0]
     q = _turn(q_grad, q_freqs, places, interleaved, back=True)
     k = _turn(k_grad, k_freqs, places, interleaved, back=True)
