@@ -113,6 +113,19 @@ def call_operators() -> None:
     call_normalization()
     call_activation()
     call_softmax()
+    call_dropout()
+
+
+def call_dropout() -> None:
+    import torch
+
+    from transformer_engine_fl.backends.flagos import dropout as flagos
+
+    for dtype in (torch.bfloat16, torch.float64):
+        for width in (4096, 4097):
+            x = torch.zeros(3, width, dtype=dtype)
+            _, mask = flagos.dropout_fwd(x, 0.1, seed=1)
+            flagos.dropout_bwd(x, mask, 0.1)
 
 
 def call_activation() -> None:
@@ -183,6 +196,7 @@ def compile_for(name: str) -> dict[str, Any]:
         _launch,
         _sums,
         activation,
+        dropout,
         normalization,
         softmax,
     )
@@ -192,6 +206,7 @@ def compile_for(name: str) -> dict[str, Any]:
     recorder = Recorder()
     _launch.limits = lambda device: limits  # type: ignore[assignment]
     _launch.unsupported_device = lambda device: None
+    _launch.has_ptx = lambda: backend == "cuda"
     _launch.Launch.__call__ = lambda *call: recorder.record(*call)  # type: ignore[method-assign]
     call_operators()
     cases = []
@@ -220,7 +235,7 @@ def compile_for(name: str) -> dict[str, Any]:
                 "narrow accesses": len(re.findall(r"(?:ld|st)\.global\S*[^4]\.b16", ptx)),
             }
         )
-    modules = (_sums, activation, normalization, softmax)
+    modules = (_sums, activation, dropout, normalization, softmax)
     kernels = [kernel for module in modules for kernel in kernels_of(module)]
     missing = [f"{it.module}.{it.__name__}" for it in kernels if id(it) not in recorder.kernels]
     return {"cases": cases, "never launched": missing}

@@ -42,10 +42,11 @@ def bits(mask: Tensor) -> list[int]:
 def dropped(count: int, p: float, **options: int) -> list[int]:
     """1 for each element that is kept, by the words of the published generator."""
     seed, offset = options["seed"], options.get("offset", 0)
-    found = []
-    for block in range(math.ceil(count / 4)):
-        found += philox_block(block + (offset << 64), seed)
-    return [int(word >= math.floor(p * 2**32)) for word in found[:count]]
+    found: list[int] = []
+    for block in range(math.ceil(count / 8)):
+        for word in philox_block(block + (offset << 64), seed):
+            found += [word % 2**16, word // 2**16]
+    return [int(number >= math.floor(p * 2**16)) for number in found[:count]]
 
 
 # --------------------------------------------------------------------------- generator
@@ -91,22 +92,22 @@ def test_every_bit_is_where_the_contract_says(count: int) -> None:
 
 
 def test_the_first_mask_of_all_in_full() -> None:
-    # Words of counters 0 and 1 under seed 0: a change of the definition shows here.
-    _, mask = ops.dropout_fwd(torch.ones(4), 0.5, seed=0)
-    # 6627e8d5 is below 80000000; e169c58d, bc57ac4c and 9b00dbd8 are not.
-    assert mask.tolist() == [0b1110]
+    # The block of counter 0 under seed 0: a change of the definition shows here.
+    _, mask = ops.dropout_fwd(torch.ones(8), 0.5, seed=0)
+    # Of 6627e8d5, e169c58d, bc57ac4c and 9b00dbd8 the half 6627 alone is below 8000.
+    assert mask.tolist() == [0b11111101]
 
 
 @pytest.mark.parametrize("step", [-1, 0, 1])
-def test_a_word_that_equals_the_threshold_is_kept(step: int) -> None:
-    word = 0x6627E8D5
-    _, mask = ops.dropout_fwd(torch.ones(1), (word + step) / 2**32, seed=0)
+def test_a_number_that_equals_the_threshold_is_kept(step: int) -> None:
+    number = 0xE8D5
+    _, mask = ops.dropout_fwd(torch.ones(1), (number + step) / 2**16, seed=0)
     assert mask.tolist() == [int(step <= 0)]
 
 
 def test_the_threshold_is_rounded_down() -> None:
-    word = 0x6627E8D5
-    _, mask = ops.dropout_fwd(torch.ones(1), (word + 0.75) / 2**32, seed=0)
+    number = 0xE8D5
+    _, mask = ops.dropout_fwd(torch.ones(1), (number + 0.75) / 2**16, seed=0)
     assert mask.tolist() == [1]
 
 
@@ -130,7 +131,7 @@ def test_as_many_are_dropped_as_the_probability_says(p: float) -> None:
     kept = torch.tensor(bits(ops.dropout_fwd(torch.ones(count), p, seed=11)[1])).double()
     deviation = math.sqrt(p * (1 - p) / count)
     assert abs(float(kept.mean()) - (1 - p)) < 5 * deviation
-    # Neighbours at several distances are independent: so is a word of the next block.
+    # Neighbours at several distances are independent: so is a number of the next block.
     for distance in (1, 2, 4, 8, 128):
         both = float((kept[distance:] * kept[:-distance]).mean())
         assert abs(both - (1 - p) ** 2) < 10 * deviation

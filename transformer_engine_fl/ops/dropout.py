@@ -13,13 +13,16 @@ are unsigned and of 32 bits; ``lo`` and ``hi`` are the halves of a 64-bit produc
 with M0 = 0xD2511F53 and M1 = 0xCD9E8D57; after each round ``k0 += 0x9E3779B9`` and
 ``k1 += 0xBB67AE85``, modulo 2**32.
 
-**The word of an element.** The element with the index i, counted in row-major order
-whatever the strides are, takes word ``i % 4`` of the block with the counter
-``(lo(i // 4), hi(i // 4), lo(offset), hi(offset))`` and the key ``(lo(seed), hi(seed))``. Calls
-with another offset therefore share no block.
+**The number of an element.** The element with the index i, counted in row-major order
+whatever the strides are, takes 16 bits of the block with the counter
+``(lo(i // 8), hi(i // 8), lo(offset), hi(offset))`` and the key ``(lo(seed), hi(seed))``: of its
+word ``i % 8 // 2`` the lower half if i is even, the upper half if it is odd. Calls with
+another offset therefore share no block.
 
-**The threshold.** The element is kept if its word is at least ``floor(p * 2**32)``, where p
-is the probability as a float64; the product is exact. For p = 1 none is kept.
+**The threshold.** The element is kept if its number is at least ``floor(p * 2**16)``, where p
+is the probability as a float64; the product is exact. For p = 1 none is kept. Sixteen bits
+make one block serve a byte of the mask, and keep an element with a probability that is
+less than 2**-16 above 1 - p.
 
 **The mask.** Bit ``i % 8`` of byte ``i // 8`` is 1 if element i is kept, the lowest bit first;
 the bits after the last element are 0.
@@ -104,10 +107,11 @@ def _dropout_fwd_oracle(
     import torch
 
     count = input.numel()
-    words: list[int] = []
-    for block in range((count + 3) // 4):
-        words += philox_block(block + (offset << 64), seed)
-    kept = [word >= int(dropout_probability * 2**32) for word in words[:count]]
+    numbers: list[int] = []
+    for block in range(mask_bytes(count)):
+        for word in philox_block(block + (offset << 64), seed):
+            numbers += [word & 0xFFFF, word >> 16]
+    kept = [number >= int(dropout_probability * 2**16) for number in numbers[:count]]
     packed = [0] * mask_bytes(count)
     for index, keep in enumerate(kept):
         packed[index // 8] |= keep << index % 8
@@ -147,8 +151,8 @@ _CALLS: dict[str, tuple[float, dict[str, int]]] = {
     "nothing dropped": (0.0, {"seed": 1}),
     "everything dropped": (1.0, {"seed": 1}),
     "half dropped": (0.5, {"seed": 1}),
-    "a word at the threshold": (0x6627E8D5 / 2**32, {"seed": 0}),  # that of element 0
-    "nearly nothing dropped": (2.0**-33, {"seed": 1}),
+    "a number at the threshold": (0xE8D5 / 2**16, {"seed": 0}),  # that of element 0
+    "a probability below 16 bits": (2.0**-17, {"seed": 1}),
     "nearly everything dropped": (0.99, {"seed": 1}),
     "a seed of 63 bits": (0.3, {"seed": 0x7EDCBA9876543210}),
     "an offset": (0.3, {"seed": 1, "offset": 1}),
@@ -222,8 +226,8 @@ def dropout_fwd(
     """Dropout (Srivastava et al., 2014, JMLR 15), scaled so that the mean is kept.
 
     ``output = input / (1 - p)`` where an element is kept, and 0 where it is not, whatever
-    stands there. Which elements are kept is laid down at the head of this module, word by
-    word and bit by bit; it depends on nothing but their index, p, the seed and the offset.
+    stands there. Which elements are kept is laid down at the head of this module, bit by
+    bit; it depends on nothing but their index, p, the seed and the offset.
     The product with ``1 / (1 - p)``, taken in float64, is computed in float32 (float64 for
     float64) and rounded once.
 

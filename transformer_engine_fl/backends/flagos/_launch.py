@@ -32,7 +32,15 @@ from transformer_engine_fl.core.errors import NotSupportedError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["INTERPRETED", "Launch", "Limits", "limits", "ordinary_launches", "unsupported_device"]
+__all__ = [
+    "INTERPRETED",
+    "Launch",
+    "Limits",
+    "has_ptx",
+    "limits",
+    "ordinary_launches",
+    "unsupported_device",
+]
 
 INTERPRETED: bool = not isinstance(tl.sum, triton.runtime.JITFunction)
 """Whether kernels run in Triton's interpreter, on the CPU.
@@ -114,6 +122,11 @@ def _driven_type() -> str | None:
         return str(triton.runtime.driver.active.get_active_torch_device().type)
     except RuntimeError:  # no driver is active
         return None
+
+
+def has_ptx() -> bool:
+    """Whether kernels are compiled to PTX, so that its instructions can be written in them."""
+    return not INTERPRETED and torch.version.hip is None and torch.version.cuda is not None
 
 
 def unsupported_device(device: torch.device) -> str | None:

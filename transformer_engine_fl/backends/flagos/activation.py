@@ -86,6 +86,12 @@ def _sigmoid(z: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _clamp(x: tl.tensor, most: tl.tensor) -> tl.tensor:
+    """To ``most`` of either sign; NaN stays, which tl.clamp has no float64 code for."""
+    return tl.where(x > most, most, tl.where(x < -most, -most, x))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _value_and_slope(
     x: tl.tensor, steepness: tl.tensor, KIND: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -101,7 +107,7 @@ def _value_and_slope(
     else:
         # x * sigmoid(logit(x)); (1 + tanh(u)) / 2 is sigmoid(2 * u)
         if KIND == "gelu":
-            near = tl.clamp(x, -_FAR, _FAR, propagate_nan=tl.PropagateNan.ALL)
+            near = _clamp(x, tl.full((), _FAR, x.dtype))
             square = near * near * tl.full((), _GELU_CUBE, x.dtype)
             slope = tl.full((), _GELU_SLOPE, x.dtype)
             logit = slope * (near + near * square)
@@ -156,8 +162,8 @@ def _elementwise(
             most = tl.full((), limit, ACC)
             inside = x <= most
             gate_inside = (gate <= most) & (gate >= -most)
-            x = tl.minimum(x, most, propagate_nan=tl.PropagateNan.ALL)
-            gate = tl.clamp(gate, -most, most, propagate_nan=tl.PropagateNan.ALL) + 1
+            x = tl.where(x > most, most, x)
+            gate = _clamp(gate, most) + 1
     steepness = tl.full((), alpha, ACC)
     value, slope = _value_and_slope(x, steepness, KIND)
     if grad_ptr is None:
@@ -221,10 +227,11 @@ def _with_bias(
 
 # -------------------------------------------------------------------------------- plans
 
-_TILE_BYTES = {False: 4096, True: 2048}  # of the input, or of one half of a gated row
-_WIDEST_TILE = 4096
+# Bytes of a program's share of the input, or of one half of a gated row.
+_TILE_BYTES = {"forward": 4096, "backward": 8192, "gated": 2048}
+_WIDEST_TILE = max(_TILE_BYTES.values())
 _THREADS = 128
-_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 256, 128, 8
+_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 512, 128, 8
 
 
 class _Activation(NamedTuple):
@@ -286,7 +293,8 @@ _FLOATS = frozenset(getattr(torch, name) for name in FLOATS)
 def _plan(
     of: _Activation, dtype: torch.dtype, columns: int, unit: int, device: torch.device
 ) -> _Plan:
-    tile = _TILE_BYTES[of.gated] // dtype.itemsize
+    way = "gated" if of.gated else "backward" if of.backward else "forward"
+    tile = _TILE_BYTES[way] // dtype.itemsize
     block = min(block_of(columns), tile)
     rows = rows_of_tile(tile, block)
     launch = _launch.Launch(

@@ -1,7 +1,7 @@
 """Dropout in Triton; the mask is the contract's, bit for bit.
 
-A tile is read as bytes of the mask by their eight elements. The two Philox blocks that a
-byte needs come as four words each, which are put side by side in the order of the elements.
+A tile is read as bytes of the mask by their eight elements: a Philox block each, whose four
+words are put side by side in halves, in the order of the elements.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ def _kept(
     byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.tensor, BYTES: tl.constexpr
 ) -> tl.tensor:
     """Which of the eight elements of each byte stay, ``[BYTES, 8]``."""
-    block = byte[:, None] * 2 + tl.arange(0, 2)[None, :]
-    low = (block & 0xFFFFFFFF).to(tl.uint32)
-    high = (block >> 32).to(tl.uint32)
-    zero = low * 0
     offset = tl.full((), offset, tl.int64)  # the interpreter takes a small one for an int32
-    third = (offset & 0xFFFFFFFF).to(tl.uint32) + zero
-    fourth = (offset >> 32).to(tl.uint32) + zero
+    low = (byte & 0xFFFFFFFF).to(tl.uint32)
+    high = (byte >> 32).to(tl.uint32)
+    third = (offset & 0xFFFFFFFF).to(tl.uint32) + low * 0
+    fourth = (offset >> 32).to(tl.uint32) + low * 0
     w0, w1, w2, w3 = tl.philox(seed, low, high, third, fourth)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return words.reshape(BYTES, 8).to(tl.int64) >= threshold
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BYTES, 2, 2]: w0, w1; w2, w3
+    halves = tl.join(words & 0xFFFF, words >> 16).reshape(BYTES, 8)
+    return halves.to(tl.int32) >= threshold
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -51,7 +50,7 @@ def _forward(
     size: tl.int64,
     seed: tl.int64,
     offset: tl.int64,
-    threshold: tl.int64,
+    threshold: tl.int32,
     scale: tl.float64,
     ACC: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -155,7 +154,7 @@ def dropout_fwd(
     size = input.numel()
     mask = torch.empty((contracts.mask_bytes(size),), dtype=torch.uint8, device=input.device)
     if size:
-        threshold = int(dropout_probability * 2**32)
+        threshold = int(dropout_probability * 2**16)
         numbers = (seed, offset, threshold, _scale(dropout_probability))
         _start("dropout_fwd", "forward", (input.contiguous(), output, mask), size, *numbers)
     return output, mask

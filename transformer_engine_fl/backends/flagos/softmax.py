@@ -18,7 +18,6 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
-    FORWARD_TILES,
     WIDEST_UNIT,
     block_of,
     by_rows,
@@ -73,7 +72,6 @@ def _loaded(
     exists: tl.tensor,
     columns: tl.tensor,
     bound: tl.tensor,
-    ACC: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tl.tensor:
     """The values at these columns, 0 beyond the bound, though some of those are read."""
@@ -81,7 +79,18 @@ def _loaded(
     if CAUSAL:
         # Rounded up to whole vectors, so that it is loaded in such.
         wanted = wanted & (column < (bound + 15) // 16 * 16)
-    return tl.load(x_ptr + start + column, mask=wanted, other=0).to(ACC)
+    return tl.load(x_ptr + start + column, mask=wanted, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _again(x: tl.tensor) -> tl.tensor:
+    """The same 16-bit values, of which the compiler believes that they are new.
+
+    What it made of them before, twice as wide, then need not be kept in registers.
+    """
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -108,6 +117,7 @@ def _forward_rows(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -118,7 +128,7 @@ def _forward_rows(
     exists = row < rows
     bound = _bound(row, columns, queries, ahead, CAUSAL)
     start = row.to(tl.int64)
-    x = _loaded(x_ptr, start * (stride * UNIT), column, exists, columns, bound, ACC, CAUSAL)
+    x = _loaded(x_ptr, start * (stride * UNIT), column, exists, columns, bound, CAUSAL)
     visible = column < bound
     if mask_ptr is not None:
         where = (start // queries // heads) * mask_batch + (start // queries % heads) * mask_head
@@ -127,12 +137,21 @@ def _forward_rows(
             mask_ptr + where + column * MASK_STEP, mask=exists & (column < columns), other=1
         )
         visible = visible & (hidden == 0)
-    scores = tl.where(visible, x * tl.full((), scale, ACC), float("-inf"))
+    factor = tl.full((), scale, ACC)
+    scores = tl.where(visible, x.to(ACC) * factor, float("-inf"))
     highest = tl.max(scores, axis=1)[:, None]
-    # Where nothing is visible there is nothing to take off, and nothing to divide by.
-    highest = tl.where(tl.max(visible.to(tl.int32), axis=1)[:, None] > 0, highest, 0)
-    weights = tl.exp(scores - highest)
-    total = tl.sum(weights, axis=1)[:, None]
+    if CAUSAL or mask_ptr is not None:
+        # Where nothing is visible there is nothing to take off, and nothing to divide by.
+        highest = tl.where(highest == float("-inf"), 0, highest)
+    if PACKED:
+        x = _again(x)
+        weights = tl.where(visible, tl.exp(x.to(ACC) * factor - highest), 0)
+        total = tl.sum(weights, axis=1)[:, None]
+        x = _again(x)
+        weights = tl.where(visible, tl.exp(x.to(ACC) * factor - highest), 0)
+    else:
+        weights = tl.exp(scores - highest)
+        total = tl.sum(weights, axis=1)[:, None]
     y = weights / tl.where(total == 0, 1, total)
     out = y_ptr + start * columns + column
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=exists & (column < columns))
@@ -182,7 +201,7 @@ def _forward_wide(
     chunks = tl.cdiv(tl.maximum(bound, 0), BLOCK)  # with something to see
     for chunk in tl.range(0, chunks, loop_unroll_factor=UNROLL):
         column = chunk * BLOCK + lane
-        x = _loaded(x_ptr, 0, column, True, columns, bound, ACC, CAUSAL)
+        x = _loaded(x_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
         visible = column < bound
         if mask_ptr is not None:
             inside = column < columns
@@ -201,7 +220,7 @@ def _forward_wide(
     for done in tl.range(0, chunks, loop_unroll_factor=UNROLL):
         column = (chunks - 1 - done) * BLOCK + lane
         inside = column < columns
-        x = _loaded(x_ptr, 0, column, True, columns, bound, ACC, CAUSAL)
+        x = _loaded(x_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
         visible = column < bound
         if mask_ptr is not None:
             hidden = tl.load(mask_ptr + column * MASK_STEP, mask=inside, other=1)
@@ -241,10 +260,12 @@ def _backward_rows(
     exists = row < rows
     bound = _bound(row, columns, queries, ahead, CAUSAL)
     start = row.to(tl.int64)
-    y = _loaded(y_ptr, start * (y_stride * UNIT), column, exists, columns, bound, ACC, CAUSAL)
-    dy = _loaded(dy_ptr, start * (dy_stride * UNIT), column, exists, columns, bound, ACC, CAUSAL)
+    y = _loaded(y_ptr, start * (y_stride * UNIT), column, exists, columns, bound, CAUSAL)
+    y = y.to(ACC)
+    dy = _loaded(dy_ptr, start * (dy_stride * UNIT), column, exists, columns, bound, CAUSAL)
+    dy = dy.to(ACC)
     along = tl.sum(y * dy, axis=1)[:, None]
-    dx = y * (dy - along) * tl.full((), scale, ACC)
+    dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
     out = dx_ptr + start * columns + column
     tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=exists & (column < columns))
 
@@ -283,14 +304,14 @@ def _backward_wide(
     chunks = tl.cdiv(tl.maximum(bound, 0), BLOCK)
     for chunk in tl.range(0, chunks, loop_unroll_factor=UNROLL):
         column = chunk * BLOCK + lane
-        y = _loaded(y_ptr, 0, column, True, columns, bound, ACC, CAUSAL)
-        products += y * _loaded(dy_ptr, 0, column, True, columns, bound, ACC, CAUSAL)
+        y = _loaded(y_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
+        products += y * _loaded(dy_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
     along = tl.sum(products, axis=0)
     for done in tl.range(0, chunks, loop_unroll_factor=UNROLL):
         column = (chunks - 1 - done) * BLOCK + lane
-        y = _loaded(y_ptr, 0, column, True, columns, bound, ACC, CAUSAL)
-        dy = _loaded(dy_ptr, 0, column, True, columns, bound, ACC, CAUSAL)
-        dx = y * (dy - along) * factor
+        y = _loaded(y_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
+        dy = _loaded(dy_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
+        dx = y * (dy - along) * factor + 0.0
         tl.store(dx_ptr + column, dx.to(dx_ptr.dtype.element_ty), mask=column < columns)
     for chunk in tl.range(chunks, tl.cdiv(columns, BLOCK)):
         column = chunk * BLOCK + lane
@@ -300,7 +321,22 @@ def _backward_wide(
 
 # -------------------------------------------------------------------------------- plans
 
-_BACKWARD_TILES = {1024: (128, 1024), 4096: (256, 4096), 8192: (512, 8192), 16384: (1024, 16384)}
+# (threads of a program, width of its tile), by width as in FORWARD_TILES.
+_FORWARD_TILES = {
+    2048: (128, 2048),
+    4096: (256, 4096),
+    8192: (512, 8192),
+    16384: (512, 16384),
+    32768: (1024, 32768),
+}
+_BACKWARD_TILES = {
+    1024: (128, 1024),
+    4096: (128, 4096),
+    8192: (256, 8192),
+    16384: (512, 16384),
+    32768: (1024, 32768),
+}
+_PACKED_FROM = 32768  # width from which a forward keeps 16-bit values as they are
 _CHUNK, _CHUNK_THREADS = 4096, 256
 _UNROLL = 2
 
@@ -341,6 +377,9 @@ def _plan(
         )
     threads, width = tile
     rows = rows_of_tile(width, block * double)
+    if kernels[0] is _forward_rows:
+        narrow = block >= _PACKED_FROM and dtype.itemsize == 2
+        constants["PACKED"] = narrow and _launch.has_ptx()
     launch = _launch.Launch(
         kernels[0], device, threads=threads, ROWS=rows, BLOCK=block, **constants
     )
@@ -397,7 +436,7 @@ def _forward(
         key,
         _plan(
             (_forward_rows, _forward_wide),
-            FORWARD_TILES,
+            _FORWARD_TILES,
             columns,
             input.dtype,
             input.device,

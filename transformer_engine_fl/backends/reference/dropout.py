@@ -70,9 +70,10 @@ def dropout_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Dropout with a bit-packed mask."""
     ops.dropout_fwd.check(input, dropout_probability, seed=seed, offset=offset)
-    block = torch.arange((input.numel() + 3) // 4, device=input.device)
-    words = words_of_blocks(block, seed, offset).flatten()[: input.numel()]
-    kept = words >= int(dropout_probability * 2**32)
+    block = torch.arange((input.numel() + 7) // 8, device=input.device)
+    words = words_of_blocks(block, seed, offset)
+    numbers = torch.stack([words & 0xFFFF, words >> 16], -1).flatten()[: input.numel()]
+    kept = numbers >= int(dropout_probability * 2**16)
     return _scaled(input, kept, dropout_probability), _pack(kept)
 
 
