@@ -80,9 +80,16 @@ _FAR = tl.constexpr(32.0)  # where a gelu is 0 or x, in float64 too, and x ** 3 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sigmoid(z: tl.tensor) -> tl.tensor:
+def _sigmoid(z: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
     one = tl.full((), 1.0, z.dtype)
-    return one / (one + tl.exp(-z))
+    below = one + tl.exp(-z)
+    if PTX and z.dtype == tl.float32:
+        # A division takes several instructions, this one, with an error of one ulp.
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return one / below
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -93,7 +100,7 @@ def _clamp(x: tl.tensor, most: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _value_and_slope(
-    x: tl.tensor, steepness: tl.tensor, KIND: tl.constexpr
+    x: tl.tensor, steepness: tl.tensor, KIND: tl.constexpr, PTX: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """An activation and its derivative; what is not used costs nothing."""
     if KIND == "relu":
@@ -102,8 +109,8 @@ def _value_and_slope(
         above = tl.where(x <= 0, 0.0, x)
         return above * above, above + above
     elif KIND == "sigmoid":
-        s = _sigmoid(x)
-        return s, s * _sigmoid(-x)
+        s = _sigmoid(x, PTX)
+        return s, s * _sigmoid(-x, PTX)
     else:
         # x * sigmoid(logit(x)); (1 + tanh(u)) / 2 is sigmoid(2 * u)
         if KIND == "gelu":
@@ -121,7 +128,7 @@ def _value_and_slope(
         else:
             logit_slope = steepness
             logit = x * steepness
-        s = _sigmoid(logit)
+        s = _sigmoid(logit, PTX)
         value = x * s
         # sigmoid's own slope falls faster than x grows, but 0 * inf must not be asked for.
         bend = tl.where(s == 0, 0.0, x * (1 - s) * logit_slope)
@@ -140,6 +147,7 @@ def _elementwise(
     limit: tl.float64,
     alpha: tl.float64,
     KIND: tl.constexpr,
+    PTX: tl.constexpr,
     GATED: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
@@ -165,7 +173,7 @@ def _elementwise(
             x = tl.where(x > most, most, x)
             gate = _clamp(gate, most) + 1
     steepness = tl.full((), alpha, ACC)
-    value, slope = _value_and_slope(x, steepness, KIND)
+    value, slope = _value_and_slope(x, steepness, KIND, PTX)
     if grad_ptr is None:
         if GATED:
             value *= gate
@@ -198,6 +206,7 @@ def _with_bias(
     grad_stride: tl.int64,
     x_stride: tl.int64,
     KIND: tl.constexpr,
+    PTX: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -216,7 +225,7 @@ def _with_bias(
             grad_ptr + start * (grad_stride * UNIT) + column[None, :], mask=mask, other=0
         ).to(ACC)
         x = tl.load(x_ptr + start * (x_stride * UNIT) + column[None, :], mask=mask, other=0).to(ACC)
-        _, slope = _value_and_slope(x, x, KIND)
+        _, slope = _value_and_slope(x, x, KIND, PTX)
         dx = grad * slope
         total += dx
         out = out_ptr + start * columns + column[None, :]
@@ -228,10 +237,10 @@ def _with_bias(
 # -------------------------------------------------------------------------------- plans
 
 # Bytes of a program's share of the input, or of one half of a gated row.
-_TILE_BYTES = {"forward": 4096, "backward": 8192, "gated": 2048}
+_TILE_BYTES = {"forward": 4096, "backward": 4096, "gated": 2048}
 _WIDEST_TILE = max(_TILE_BYTES.values())
 _THREADS = 128
-_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 512, 128, 8
+_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 1024, 128, 8
 
 
 class _Activation(NamedTuple):
@@ -302,6 +311,7 @@ def _plan(
         device,
         threads=_THREADS,
         KIND=of.kind,
+        PTX=_launch.has_ptx(),
         GATED=of.gated,
         ACC=_TRITON_TYPES[math_dtype(dtype)],
         UNIT=unit,
@@ -321,6 +331,7 @@ def _bias_plan(
         device,
         threads=_BIAS_THREADS,
         KIND=of.kind,
+        PTX=_launch.has_ptx(),
         UNIT=unit,
         ROWS=rows,
         BLOCK=block,

@@ -1,7 +1,7 @@
 """Dropout in Triton; the mask is the contract's, bit for bit.
 
-A tile is read as bytes of the mask by their eight elements: a Philox block each, whose four
-words are put side by side in halves, in the order of the elements.
+A tile is read as bytes of the mask by their eight elements, for which one Philox block
+serves.
 """
 
 from __future__ import annotations
@@ -24,20 +24,45 @@ __all__ = ["dropout_bwd", "dropout_fwd"]
 # ------------------------------------------------------------------------------ kernels
 
 
+_FACTOR_0, _FACTOR_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_STEP_0, _STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _kept(
-    byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.tensor, BYTES: tl.constexpr
-) -> tl.tensor:
-    """Which of the eight elements of each byte stay, ``[BYTES, 8]``."""
-    offset = tl.full((), offset, tl.int64)  # the interpreter takes a small one for an int32
-    low = (byte & 0xFFFFFFFF).to(tl.uint32)
-    high = (byte >> 32).to(tl.uint32)
-    third = (offset & 0xFFFFFFFF).to(tl.uint32) + low * 0
-    fourth = (offset >> 32).to(tl.uint32) + low * 0
-    w0, w1, w2, w3 = tl.philox(seed, low, high, third, fourth)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BYTES, 2, 2]: w0, w1; w2, w3
-    halves = tl.join(words & 0xFFFF, words >> 16).reshape(BYTES, 8)
-    return halves.to(tl.int32) >= threshold
+def _bits(byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.tensor) -> tl.tensor:
+    """The bytes of the mask with these numbers.
+
+    Both words of a product come out of one wide multiplication, where tl.philox has two.
+    """
+    seed = tl.full((), seed, tl.int64)  # the interpreter takes a small one for an int32
+    offset = tl.full((), offset, tl.int64)
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    c0 = (byte & 0xFFFFFFFF).to(tl.uint32)
+    c1 = (byte >> 32).to(tl.uint32)
+    c2 = (offset & 0xFFFFFFFF).to(tl.uint32) + c0 * 0
+    c3 = (offset >> 32).to(tl.uint32) + c0 * 0
+    for _ in tl.static_range(10):
+        first = c0.to(tl.uint64) * tl.full((), _FACTOR_0, tl.uint64)
+        second = c2.to(tl.uint64) * tl.full((), _FACTOR_1, tl.uint64)
+        c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = second.to(tl.uint32)
+        c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = first.to(tl.uint32)
+        k0 = tl.add(k0, tl.full((), _STEP_0, tl.uint32), sanitize_overflow=False)
+        k1 = tl.add(k1, tl.full((), _STEP_1, tl.uint32), sanitize_overflow=False)
+    bits = _pair(c0, threshold)
+    bits |= _pair(c1, threshold) << 2
+    bits |= _pair(c2, threshold) << 4
+    return bits | (_pair(c3, threshold) << 6)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair(word: tl.tensor, threshold: tl.tensor) -> tl.tensor:
+    """The two bits of a word's halves."""
+    lower = ((word & 0xFFFF).to(tl.int32) >= threshold).to(tl.int32)
+    upper = ((word >> 16).to(tl.int32) >= threshold).to(tl.int32)
+    return lower | (upper << 1)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -59,17 +84,18 @@ def _forward(
     """BYTES bytes of the mask, and their elements; WHOLE: the last byte is full."""
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     element = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
-    kept = _kept(byte, seed, offset, threshold, BYTES)
+    bits = _bits(byte, seed, offset, threshold)
     if WHOLE:
         inside = (byte * 8 < size)[:, None]
     else:
         inside = element < size
-        kept = kept & inside
-    x = tl.load(x_ptr + element, mask=inside, other=0)
-    y = tl.where(kept, x.to(ACC) * tl.full((), scale, ACC), 0)
-    tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
-    bits = tl.sum(kept.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
+        beyond = tl.minimum(tl.maximum(byte * 8 + 8 - size, 0), 8).to(tl.int32)
+        bits &= 0xFF >> beyond
     tl.store(mask_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < size)
+    kept = (bits[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    x = tl.load(x_ptr + element, mask=inside, other=0)
+    y = tl.where(kept != 0, x.to(ACC) * tl.full((), scale, ACC), 0)
+    tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size", "scale"])  # type: ignore[untyped-decorator]

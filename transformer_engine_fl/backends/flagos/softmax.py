@@ -82,17 +82,6 @@ def _loaded(
     return tl.load(x_ptr + start + column, mask=wanted, other=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _again(x: tl.tensor) -> tl.tensor:
-    """The same 16-bit values, of which the compiler believes that they are new.
-
-    What it made of them before, twice as wide, then need not be kept in registers.
-    """
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-    )
-
-
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "rows", "columns", "stride", "queries", "heads", "ahead",
@@ -117,11 +106,11 @@ def _forward_rows(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
-    PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, ROWS to a program."""
+    """Rows that fit into registers, ROWS to a program; EXACT: they fill a tile's width."""
     columns = columns * UNIT
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -137,22 +126,16 @@ def _forward_rows(
             mask_ptr + where + column * MASK_STEP, mask=exists & (column < columns), other=1
         )
         visible = visible & (hidden == 0)
-    factor = tl.full((), scale, ACC)
-    scores = tl.where(visible, x.to(ACC) * factor, float("-inf"))
+    scores = x.to(ACC) * tl.full((), scale, ACC)
+    if CAUSAL or mask_ptr is not None or not EXACT:
+        scores = tl.where(visible, scores, float("-inf"))
     highest = tl.max(scores, axis=1)[:, None]
     if CAUSAL or mask_ptr is not None:
         # Where nothing is visible there is nothing to take off, and nothing to divide by.
         highest = tl.where(highest == float("-inf"), 0, highest)
-    if PACKED:
-        x = _again(x)
-        weights = tl.where(visible, tl.exp(x.to(ACC) * factor - highest), 0)
-        total = tl.sum(weights, axis=1)[:, None]
-        x = _again(x)
-        weights = tl.where(visible, tl.exp(x.to(ACC) * factor - highest), 0)
-    else:
-        weights = tl.exp(scores - highest)
-        total = tl.sum(weights, axis=1)[:, None]
-    y = weights / tl.where(total == 0, 1, total)
+    weights = tl.exp(scores - highest)
+    total = tl.sum(weights, axis=1)[:, None]
+    y = weights * (1 / tl.where(total == 0, 1, total))
     out = y_ptr + start * columns + column
     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=exists & (column < columns))
 
@@ -326,7 +309,7 @@ _FORWARD_TILES = {
     2048: (128, 2048),
     4096: (256, 4096),
     8192: (512, 8192),
-    16384: (512, 16384),
+    16384: (1024, 16384),
     32768: (1024, 32768),
 }
 _BACKWARD_TILES = {
@@ -336,8 +319,7 @@ _BACKWARD_TILES = {
     16384: (512, 16384),
     32768: (1024, 32768),
 }
-_PACKED_FROM = 32768  # width from which a forward keeps 16-bit values as they are
-_CHUNK, _CHUNK_THREADS = 4096, 256
+_CHUNK, _CHUNK_THREADS = 8192, 1024
 _UNROLL = 2
 
 
@@ -378,8 +360,7 @@ def _plan(
     threads, width = tile
     rows = rows_of_tile(width, block * double)
     if kernels[0] is _forward_rows:
-        narrow = block >= _PACKED_FROM and dtype.itemsize == 2
-        constants["PACKED"] = narrow and _launch.has_ptx()
+        constants["EXACT"] = columns == block
     launch = _launch.Launch(
         kernels[0], device, threads=threads, ROWS=rows, BLOCK=block, **constants
     )
