@@ -164,10 +164,10 @@ def _forward_wide(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ) -> None:
-    """One row per program in chunks of BLOCK columns, read twice."""
+    """One row per program in chunks of PARTS times BLOCK columns, read twice."""
     columns = columns * UNIT
     row = tl.program_id(0)
     bound = _bound(row, columns, queries, ahead, CAUSAL)
@@ -178,30 +178,29 @@ def _forward_wide(
         mask_ptr += (start // queries // heads) * mask_batch
         mask_ptr += (start // queries % heads) * mask_head + start % queries * mask_query
     factor = tl.full((), scale, ACC)
-    lane = tl.arange(0, BLOCK)
+    place = tl.arange(0, PARTS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     highest = tl.full((BLOCK,), float("-inf"), ACC)
     total = tl.zeros((BLOCK,), ACC)
-    chunks = tl.cdiv(tl.maximum(bound, 0), BLOCK)  # with something to see
-    for chunk in tl.range(0, chunks, loop_unroll_factor=UNROLL):
-        column = chunk * BLOCK + lane
+    chunks = tl.cdiv(tl.maximum(bound, 0), PARTS * BLOCK)  # with something to see
+    for chunk in tl.range(0, chunks):
+        column = chunk * (PARTS * BLOCK) + place
         x = _loaded(x_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
         visible = column < bound
         if mask_ptr is not None:
-            inside = column < columns
-            hidden = tl.load(mask_ptr + column * MASK_STEP, mask=inside, other=1)
+            hidden = tl.load(mask_ptr + column * MASK_STEP, mask=column < columns, other=1)
             visible = visible & (hidden == 0)
         scores = tl.where(visible, x * factor, float("-inf"))
-        above = tl.maximum(highest, scores, propagate_nan=tl.PropagateNan.ALL)
+        above = tl.maximum(highest, tl.max(scores, axis=0))
         taken = tl.where(above == float("-inf"), 0, above)
-        total = total * tl.exp(highest - taken) + tl.exp(scores - taken)
+        total = total * tl.exp(highest - taken) + tl.sum(tl.exp(scores - taken[None, :]), axis=0)
         highest = above
     most = tl.max(highest, axis=0)
     most = tl.where(most == float("-inf"), 0, most)
     sum_of_all = tl.sum(total * tl.exp(highest - most), axis=0)
     share = 1 / tl.where(sum_of_all == 0, 1, sum_of_all)
     # From the end: what was read last is the likeliest to be in the cache still.
-    for done in tl.range(0, chunks, loop_unroll_factor=UNROLL):
-        column = (chunks - 1 - done) * BLOCK + lane
+    for done in tl.range(0, chunks):
+        column = (chunks - 1 - done) * (PARTS * BLOCK) + place
         inside = column < columns
         x = _loaded(x_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
         visible = column < bound
@@ -210,9 +209,9 @@ def _forward_wide(
             visible = visible & (hidden == 0)
         y = tl.where(visible, tl.exp(x * factor - most) * share, 0)
         tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=inside)
-    for chunk in tl.range(chunks, tl.cdiv(columns, BLOCK)):
-        column = chunk * BLOCK + lane
-        zeros = tl.zeros((BLOCK,), y_ptr.dtype.element_ty)
+    zeros = tl.zeros((PARTS, BLOCK), y_ptr.dtype.element_ty)
+    for chunk in tl.range(chunks, tl.cdiv(columns, PARTS * BLOCK)):
+        column = chunk * (PARTS * BLOCK) + place
         tl.store(y_ptr + column, zeros, mask=column < columns)
 
 
@@ -270,10 +269,10 @@ def _backward_wide(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
 ) -> None:
-    """One row per program in chunks of BLOCK columns, read twice."""
+    """One row per program in chunks of PARTS times BLOCK columns, read twice."""
     columns = columns * UNIT
     row = tl.program_id(0)
     bound = _bound(row, columns, queries, ahead, CAUSAL)
@@ -282,23 +281,24 @@ def _backward_wide(
     dy_ptr += start * (dy_stride * UNIT)
     dx_ptr += start * columns
     factor = tl.full((), scale, ACC)
-    lane = tl.arange(0, BLOCK)
+    place = tl.arange(0, PARTS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     products = tl.zeros((BLOCK,), ACC)
-    chunks = tl.cdiv(tl.maximum(bound, 0), BLOCK)
-    for chunk in tl.range(0, chunks, loop_unroll_factor=UNROLL):
-        column = chunk * BLOCK + lane
+    chunks = tl.cdiv(tl.maximum(bound, 0), PARTS * BLOCK)
+    for chunk in tl.range(0, chunks):
+        column = chunk * (PARTS * BLOCK) + place
         y = _loaded(y_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
-        products += y * _loaded(dy_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
+        dy = _loaded(dy_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
+        products += tl.sum(y * dy, axis=0)
     along = tl.sum(products, axis=0)
-    for done in tl.range(0, chunks, loop_unroll_factor=UNROLL):
-        column = (chunks - 1 - done) * BLOCK + lane
+    for done in tl.range(0, chunks):
+        column = (chunks - 1 - done) * (PARTS * BLOCK) + place
         y = _loaded(y_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
         dy = _loaded(dy_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
         dx = y * (dy - along) * factor + 0.0
         tl.store(dx_ptr + column, dx.to(dx_ptr.dtype.element_ty), mask=column < columns)
-    for chunk in tl.range(chunks, tl.cdiv(columns, BLOCK)):
-        column = chunk * BLOCK + lane
-        zeros = tl.zeros((BLOCK,), dx_ptr.dtype.element_ty)
+    zeros = tl.zeros((PARTS, BLOCK), dx_ptr.dtype.element_ty)
+    for chunk in tl.range(chunks, tl.cdiv(columns, PARTS * BLOCK)):
+        column = chunk * (PARTS * BLOCK) + place
         tl.store(dx_ptr + column, zeros, mask=column < columns)
 
 
@@ -319,8 +319,7 @@ _BACKWARD_TILES = {
     16384: (512, 16384),
     32768: (1024, 32768),
 }
-_CHUNK, _CHUNK_THREADS = 8192, 1024
-_UNROLL = 2
+_PARTS, _CHUNK, _CHUNK_THREADS = 4, 8192, 1024
 
 
 class _Plan(NamedTuple):
@@ -353,7 +352,7 @@ def _plan(
     constants["ACC"] = _TRITON_TYPES[math_dtype(dtype)]
     tile = listed(tiles, block * double)
     if tile is None:
-        wide = {"BLOCK": _CHUNK // double, "UNROLL": _UNROLL}
+        wide = {"PARTS": _PARTS, "BLOCK": _CHUNK // double}
         return _Plan(
             _launch.Launch(kernels[1], device, threads=_CHUNK_THREADS, **wide, **constants), 1
         )
