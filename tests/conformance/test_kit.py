@@ -566,6 +566,16 @@ def test_integers_bools_and_float8_compare_exactly() -> None:
     assert testing.compare(expected > 1, expected > 2, loose).index == 1
 
 
+def test_one_nan_of_float8_is_as_good_as_another() -> None:
+    exact = te.Tolerance(0.0, 0.0)
+    nan, one = torch.tensor([float("nan")]).double(), torch.tensor([1.0]).double()
+    for byte in (0x7F, 0xFF):
+        result = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        assert testing.compare(result, nan, exact).ratio == 0
+        assert testing.compare(result, one, exact).ratio == float("inf")
+    assert testing.compare(one.to(torch.float8_e4m3fn), nan, exact).ratio == float("inf")
+
+
 def test_infinite_and_missing_values_are_errors() -> None:
     tolerance = te.Tolerance(rtol=1e-3, atol=1e-3)
     expected = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
