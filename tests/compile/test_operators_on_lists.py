@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import transformer_engine_fl as te
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops import _library
 
 
-def _check(op: str, parts: Any, total: Any, by: Any, squares: Any) -> None:
+def _check(op: str, parts: Any, total: Any, by: Any, squares: Any, times: Any) -> None:
     check.are_tensors(op, "parts", parts, dtypes=["float32"])
     if squares is not None:
         check.are_tensors(op, "squares", squares, dtypes=["float32"])
@@ -31,11 +32,16 @@ def _samples(dtype: str, device: str) -> Iterator[te.Sample]:
     check=_check,
     samples=_samples,
     tolerance={"float32": te.Tolerance(0.0, 0.0)},
-    oracle=lambda parts, total, by, *, squares=None: None,
+    oracle=lambda parts, total, by, *, squares=None, times=1: None,
     mutates=("parts", "total", "squares"),
 )
 def grow_lists(
-    parts: list[Tensor], total: Tensor | None, by: float, *, squares: list[Tensor] | None = None
+    parts: list[Tensor],
+    total: Tensor | None,
+    by: float,
+    *,
+    squares: list[Tensor] | None = None,
+    times: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """Multiplies each part; returns how many, and what ``total`` has grown to, if there is one."""
     return torch.empty(1), None if total is None else torch.empty_like(total)
@@ -43,11 +49,16 @@ def grow_lists(
 
 @torch.no_grad()
 def growing(
-    parts: list[Tensor], total: Tensor | None, by: float, *, squares: list[Tensor] | None = None
+    parts: list[Tensor],
+    total: Tensor | None,
+    by: float,
+    *,
+    squares: list[Tensor] | None = None,
+    times: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    grow_lists.check(parts, total, by, squares=squares)
+    grow_lists.check(parts, total, by, squares=squares, times=times)
     for it in parts:
-        it.mul_(by)
+        it.mul_(by**times)
     for square, it in zip(squares or (), parts, strict=False):
         square.copy_(it * it)
     count = torch.full((1,), float(len(parts)))
@@ -67,7 +78,7 @@ def manager_with(**fields: Any) -> te.OpManager:
 def test_every_written_argument_is_an_alias_set_of_its_own() -> None:
     assert _library.schema(grow_lists) == (
         "grow_lists(Tensor(a0!)[] parts, Tensor(a1!)? total, float by, *, "
-        "Tensor(a2!)[]? squares=None, str impl) -> (Tensor, Tensor)"
+        "Tensor(a2!)[]? squares=None, SymInt times=1, str impl) -> (Tensor, Tensor)"
     )
 
 
@@ -103,3 +114,20 @@ def test_written_lists_compile(passed: Callable[[], Any], traits: list[str]) -> 
     given, wanted = passed(), passed()
     torch.testing.assert_close(compiled(*given), program(*wanted))
     torch.testing.assert_close(given, wanted)
+
+
+@pytest.mark.parametrize("traits", [["traceable"], []], ids=["traced", "opaque"])
+def test_a_number_that_counts_up_is_not_compiled_each_time(traits: list[str]) -> None:
+    torch._dynamo.reset()
+    manager = manager_with(vendor="own", traits=traits)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def program(parts: list[Tensor], times: int) -> Any:
+        return manager.call("grow_lists", parts, None, 2.0, times=times)
+
+    for times in range(1, 6):
+        parts = [torch.ones(3)]
+        program(parts, times)
+        assert parts[0].tolist() == [2.0**times] * 3
+    assert counter.frame_count == 2
