@@ -121,9 +121,12 @@ def is_cu_seqlens(op: str, name: str, value: Any) -> int:
 
 
 def are_tensors(
-    op: str, name: str, value: Any, *, dtypes: Collection[str]
+    op: str, name: str, value: Any, *, dtypes: Collection[str], written: bool = False
 ) -> Sequence[torch.Tensor]:
-    """Require a list (or a tuple) of tensors of ``dtypes`` on one device; it may be empty."""
+    """Require a list (or tuple), maybe empty, of tensors of ``dtypes`` on one device.
+
+    Those that are ``written`` must be writable.
+    """
     if not isinstance(value, list | tuple):
         raise ArgumentError(op, name, describe(value), "a list of tensors")
     for place, item in enumerate(value):
@@ -131,6 +134,8 @@ def are_tensors(
         if tensor.device != value[0].device:
             expected = f"device {value[0].device}, as '{name}[0]' has"
             raise ArgumentError(op, f"{name}[{place}]", describe(tensor), expected)
+        if written:
+            is_writable(op, f"{name}[{place}]", tensor)
     return value
 
 
