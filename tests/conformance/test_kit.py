@@ -12,6 +12,7 @@ from torch import Tensor
 import transformer_engine_fl as te
 from transformer_engine_fl import ops, testing
 from transformer_engine_fl.backends.reference import normalization as reference
+from transformer_engine_fl.ops import _checks as check
 
 Rms = Callable[..., tuple[Tensor, Tensor]]
 
@@ -370,6 +371,163 @@ def test_writing_anything_else_is_caught(change: Callable[..., Any], words: str)
     assert_caught(accumulating(change), words, contract=accumulate)
 
 
+# --------------------------------------------------------------------------- lists of tensors
+
+
+def _blend_check(op: str, totals: Any, parts: Any, weight: Any, counts: Any, flag: Any) -> None:
+    check.are_tensors(op, "totals", totals, dtypes=["float32"])
+    check.are_tensors(op, "parts", parts, dtypes=["float32"])
+    check.are_like(op, "parts", parts, "totals", totals)
+    check.is_number(op, "weight", weight, at_least=0)
+    if counts is not None:
+        check.are_tensors(op, "counts", counts, dtypes=["int32"])
+        check.are_like(op, "counts", counts, "totals", totals)
+    if flag is not None:
+        check.is_tensor(op, "flag", flag, dtypes=["int32"])
+        check.has_shape(op, "flag", flag, (1,), "one element")
+        check.same_device(op, "flag", {"totals": (*totals, flag)[0], "flag": flag})
+
+
+def _blend_samples(dtype: str, device: str) -> Iterator[te.Sample]:
+    shapes = ((3, 4), (5,), (0, 2), ())
+    totals = [torch.full(shape, 2.0, device=device) for shape in shapes]
+    parts = [torch.full(shape, -3.0, device=device) for shape in shapes]
+    counts = [torch.full(shape, 7, dtype=torch.int32, device=device) for shape in shapes]
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    yield te.Sample("typical", (totals, parts, 0.5))
+    yield te.Sample("counted", (totals, parts, 0.5), {"counts": counts, "flag": flag})
+    yield te.Sample("no tensors", ([], [], 0.5))
+    beside = [torch.ones(4, 8, device=device)[:, :6], torch.ones(3, device=device)[1:]]
+    yield te.Sample("strided", (beside, [torch.ones_like(it) for it in beside], 0.5))
+
+
+def _blend_oracle(
+    totals: list[Tensor],
+    parts: list[Tensor],
+    weight: float,
+    *,
+    counts: list[Tensor] | None = None,
+    flag: Tensor | None = None,
+) -> Any:
+    after = [t.double() + weight * p.double() for t, p in zip(totals, parts, strict=True)]
+    counted = None if counts is None else [it.double() + 1 for it in counts]
+    return after, after, counted, None if flag is None else flag.double() + 1
+
+
+@te.contract(
+    family="example",
+    check=_blend_check,
+    samples=_blend_samples,
+    tolerance={"float32": te.Tolerance(1e-6, 1e-6)},
+    oracle=_blend_oracle,
+    mutates=("totals", "counts", "flag"),
+)
+def blend(
+    totals: list[Tensor],
+    parts: list[Tensor],
+    weight: float,
+    *,
+    counts: list[Tensor] | None = None,
+    flag: Tensor | None = None,
+) -> list[Tensor]:
+    """``totals += weight * parts``; counts and flag go up by one. Returns copies of the totals."""
+    return [torch.empty_like(it, memory_format=torch.contiguous_format) for it in totals]
+
+
+Lists = Callable[[list[Tensor], list[Tensor]], object]
+
+
+def blending(change: Lists) -> Callable[..., list[Tensor]]:
+    @torch.no_grad()
+    def operator(
+        totals: list[Tensor],
+        parts: list[Tensor],
+        weight: float,
+        *,
+        counts: list[Tensor] | None = None,
+        flag: Tensor | None = None,
+    ) -> list[Tensor]:
+        blend.check(totals, parts, weight, counts=counts, flag=flag)
+        for total, part in zip(totals, parts, strict=True):
+            total.add_(part, alpha=weight)
+        for it in (*(counts or ()), *(() if flag is None else (flag,))):
+            it.add_(1)
+        copies = [it.clone(memory_format=torch.contiguous_format) for it in totals]
+        if totals:
+            change(totals, parts)
+        return copies
+
+    return operator
+
+
+def test_an_operator_that_writes_lists_passes() -> None:
+    fn = blending(lambda totals, parts: None)
+    assert failures(fn, contract=blend, traits=["deterministic"]) == []
+    names = [case.name for case in cases(fn, contract=blend)]
+    for what in ("one item too few", "no item", "dtype int32 in an item", "None inside"):
+        for name in ("totals", "parts"):
+            assert f"blend/vendor.broken/float32/refuses/{what} as {name}" in names
+    assert "blend/vendor.broken/float32/refuses/dtype float32 in an item as counts" in names
+    assert "blend/vendor.broken/float32/fake tensors/strided" in names
+
+
+def put_another(totals: list[Tensor], parts: list[Tensor]) -> None:
+    totals[1] = totals[1].clone()
+
+
+def write_behind(totals: list[Tensor], parts: list[Tensor]) -> None:
+    last = totals[1]
+    last.as_strided((1,), (1,), last.storage_offset() + last.numel()).zero_()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda totals, parts: totals[1].add_(1e-3), "argument 'totals': element"),
+        (lambda totals, parts: parts[0].neg_(), "written its input 'parts'"),
+        (put_another, "changed a list that it was given"),
+        (lambda totals, parts: parts.append(parts[0]), "changed a list that it was given"),
+        (write_behind, "the memory beside its input 'totals'"),
+    ],
+    ids=["wrong values", "another list", "another tensor", "one more", "behind an item"],
+)
+def test_writing_lists_wrongly_is_caught(change: Lists, words: str) -> None:
+    assert_caught(blending(change), words, contract=blend)
+
+
+def test_writing_that_autograd_records_is_caught() -> None:
+    recorded = blending(lambda totals, parts: None).__wrapped__  # type: ignore[attr-defined]
+    assert_caught(recorded, "outputs never require grad/", contract=blend)
+
+
+def test_values_that_are_one_number_together_are_decoded() -> None:
+    def oracle(high: Tensor, low: Tensor) -> Any:
+        return high.double(), 256.0 * high.double() + low.double()
+
+    def decode(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        return high, high.float() * 256 + low.float()
+
+    @te.contract(
+        family="example",
+        check=lambda op, high, low: None,
+        samples=lambda dtype, device: iter(
+            [te.Sample("typical", (torch.ones(2, device=device), torch.zeros(2, device=device)))]
+        ),
+        tolerance={"float32": te.Tolerance(0.0, 0.0)},
+        oracle=oracle,
+        mutates=("high", "low"),
+        decode=decode,
+    )
+    def carry(high: Tensor, low: Tensor) -> None:
+        """Leaves the number as it is."""
+
+    def wrong(high: Tensor, low: Tensor) -> None:
+        low.add_(1)
+
+    assert failures(lambda high, low: None, contract=carry) == []
+    assert_caught(wrong, "argument 'low'", contract=carry)
+
+
 @te.contract(
     family="example",
     check=lambda op, input: None,
@@ -406,6 +564,16 @@ def test_integers_bools_and_float8_compare_exactly() -> None:
         result.view(torch.uint8)[-1] ^= 1
         assert testing.compare(result, want, loose).ratio == float("inf")
     assert testing.compare(expected > 1, expected > 2, loose).index == 1
+
+
+def test_one_nan_of_float8_is_as_good_as_another() -> None:
+    exact = te.Tolerance(0.0, 0.0)
+    nan, one = torch.tensor([float("nan")]).double(), torch.tensor([1.0]).double()
+    for byte in (0x7F, 0xFF):
+        result = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn)
+        assert testing.compare(result, nan, exact).ratio == 0
+        assert testing.compare(result, one, exact).ratio == float("inf")
+    assert testing.compare(one.to(torch.float8_e4m3fn), nan, exact).ratio == float("inf")
 
 
 def test_infinite_and_missing_values_are_errors() -> None:

@@ -108,7 +108,10 @@ class Contract(Generic[P, R]):
         tolerance: allowed error against float64, by dtype name.
         oracle: the formula in float64. It writes nothing. For an operator that writes
             arguments it returns, after the outputs, what each argument named in
-            ``mutates`` must hold afterwards, in float64 and in that order.
+            ``mutates`` must hold afterwards, in float64 and in that order; for an argument
+            that is a list, a list.
+        decode: makes numbers of what the arguments in ``mutates`` hold, where only several
+            of them together are one; None where each is a number by itself.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class Contract(Generic[P, R]):
         backward: Backward | None = None,
         aliases: tuple[str, ...] = (),
         schema: str | None = None,
+        decode: Callable[..., tuple[Any, ...]] | None = None,
     ) -> None:
         functools.update_wrapper(self, shape_rule)
         self.name = shape_rule.__name__
@@ -137,6 +141,7 @@ class Contract(Generic[P, R]):
         self.samples = samples
         self.oracle = oracle
         self.schema = schema
+        self.decode = decode
         self._shape_rule = shape_rule
         self._check = check
         self.signature = inspect.signature(shape_rule)
@@ -247,6 +252,7 @@ def contract(
     backward: Backward | None = None,
     aliases: tuple[str, ...] = (),
     schema: str | None = None,
+    decode: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Callable[[Callable[P, R]], Contract[P, R]]:
     """Decorate a shape rule into a :class:`Contract`.
 
@@ -263,6 +269,8 @@ def contract(
         backward: the backward operator and what is saved for it.
         aliases: other names of the same operator.
         schema: an explicit ``torch.library`` schema, where derivation falls short.
+        decode: takes what each argument in ``mutates`` holds and returns as many values to
+            compare with the oracle's, where a number is spread over several arguments.
     """
 
     def decorate(shape_rule: Callable[P, R]) -> Contract[P, R]:
@@ -278,6 +286,7 @@ def contract(
             backward=backward,
             aliases=aliases,
             schema=schema,
+            decode=decode,
         )
 
     return decorate

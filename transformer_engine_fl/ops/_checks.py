@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "are_like",
+    "are_tensors",
     "describe",
     "dtype_name",
     "expands_to",
@@ -116,6 +118,42 @@ def is_cu_seqlens(op: str, name: str, value: Any) -> int:
         expected = "[b + 1], where each of at least one sequence begins and the last ends"
         raise ArgumentError(op, name, describe(value), expected)
     return offsets.shape[0] - 1
+
+
+def are_tensors(
+    op: str, name: str, value: Any, *, dtypes: Collection[str], written: bool = False
+) -> Sequence[torch.Tensor]:
+    """Require a list (or tuple), maybe empty, of tensors of ``dtypes`` on one device.
+
+    Those that are ``written`` must be writable.
+    """
+    if not isinstance(value, list | tuple):
+        raise ArgumentError(op, name, describe(value), "a list of tensors")
+    for place, item in enumerate(value):
+        tensor = is_tensor(op, f"{name}[{place}]", item, dtypes=dtypes)
+        if tensor.device != value[0].device:
+            expected = f"device {value[0].device}, as '{name}[0]' has"
+            raise ArgumentError(op, f"{name}[{place}]", describe(tensor), expected)
+        if written:
+            is_writable(op, f"{name}[{place}]", tensor)
+    return value
+
+
+def are_like(
+    op: str,
+    name: str,
+    values: Sequence[torch.Tensor],
+    anchor: str,
+    others: Sequence[torch.Tensor],
+) -> None:
+    """Require for each of ``others``, the argument ``anchor``, a tensor of its shape and device."""
+    if len(values) != len(others):
+        expected = f"{len(others)} tensors, as many as in {anchor!r}"
+        raise ArgumentError(op, name, f"{len(values)} tensors", expected)
+    for place, (value, other) in enumerate(zip(values, others, strict=True)):
+        if value.shape != other.shape or value.device != other.device:
+            expected = f"shape and device as '{anchor}[{place}]' has: {describe(other)}"
+            raise ArgumentError(op, f"{name}[{place}]", describe(value), expected)
 
 
 def same_device(op: str, anchor: str, tensors: dict[str, Any]) -> None:

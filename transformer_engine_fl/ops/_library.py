@@ -32,7 +32,7 @@ _SCHEMA_TYPES: Final = {
     "list[int]": "int[]",
     "list[int] | None": "int[]?",
     "Sequence[int]": "int[]",
-    "int": "int",
+    "int": "SymInt",
     "int | None": "int?",
     "float": "float",
     "float | None": "float?",

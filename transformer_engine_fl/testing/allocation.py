@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Guarded"]
+__all__ = ["FENCE", "PATTERN", "Guarded"]
 
-_FENCE: Final = 256
+FENCE: Final = 256
 """Bytes on either side; a multiple of every alignment that kernels ask for."""
 
-_PATTERN: Final = 0xA5
+PATTERN: Final = 0xA5
 
 
 class Guarded(TorchFunctionMode):
@@ -47,9 +47,9 @@ class Guarded(TorchFunctionMode):
                 else 0
             )
             raw = torch.full(
-                (2 * _FENCE + extent * size,), _PATTERN, dtype=torch.uint8, device=wanted.device
+                (2 * FENCE + extent * size,), PATTERN, dtype=torch.uint8, device=wanted.device
             )
-            inside = raw[_FENCE : _FENCE + extent * size].view(wanted.dtype)
+            inside = raw[FENCE : FENCE + extent * size].view(wanted.dtype)
             if inside.is_floating_point() and inside.numel():
                 inside.fill_(float("nan"))
             self._fences.append((raw, extent * size))
@@ -58,8 +58,8 @@ class Guarded(TorchFunctionMode):
     def broken(self) -> str | None:
         """What was written outside an allocation, or None."""
         for raw, size in self._fences:
-            for side, fence in (("before", raw[:_FENCE]), ("after", raw[_FENCE + size :])):
-                wrong = int((fence != _PATTERN).sum())
+            for side, fence in (("before", raw[:FENCE]), ("after", raw[FENCE + size :])):
+                wrong = int((fence != PATTERN).sum())
                 if wrong:
                     return f"{wrong} bytes were written {side} a buffer of {size} bytes"
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.core.contract import Contract, Sample
+from transformer_engine_fl.testing.allocation import FENCE, PATTERN
 
 __all__ = [
     "as_tuple",
@@ -17,6 +18,7 @@ __all__ = [
     "changed",
     "clone",
     "copy_into",
+    "flipped",
     "memory",
     "overlaps",
     "replaced",
@@ -62,14 +64,18 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """What an operator returned, as a tuple of its outputs."""
+    """What an operator returned, as a tuple of its outputs; a list is one output."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
+    return value if isinstance(value, tuple) else (value,)
 
 
 def clone(value: Any) -> Any:
-    """A copy with the same strides, storage offset and aliasing within each tensor."""
+    """A copy with the same strides, alignment and aliasing within each tensor, fenced.
+
+    Before and after a tensor's storage there is memory of the same storage that is nobody's,
+    so that :func:`memory` shows what is written outside.
+    """
     return transformed(value, _clone)
 
 
@@ -77,8 +83,11 @@ def _clone(tensor: Tensor) -> Tensor:
     if tensor.device.type == "meta":
         return tensor
     base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-    return base.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    held = memory(tensor)
+    fence = torch.full((FENCE,), PATTERN, dtype=torch.uint8, device=tensor.device)
+    storage = torch.cat([fence, held, fence]).untyped_storage()
+    offset = tensor.storage_offset() + FENCE // tensor.element_size()
+    return base.set_(storage, offset, tensor.shape, tensor.stride())
 
 
 def bits(value: Tensor) -> Tensor:
@@ -89,6 +98,12 @@ def bits(value: Tensor) -> Tensor:
 def memory(value: Tensor) -> Tensor:
     """The bytes of the whole storage, with what lies between and around the elements."""
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+
+
+def flipped(value: Tensor) -> Tensor:
+    """The elements in the opposite order; torch does not flip types of one byte itself."""
+    raw = value.view(torch.uint8) if value.element_size() == 1 else value
+    return raw.flip(tuple(range(value.ndim))).view(value.dtype)
 
 
 def overlaps(value: Tensor) -> bool:

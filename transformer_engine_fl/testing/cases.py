@@ -194,7 +194,7 @@ def _unlike(contract: Contract[..., Any], samples: list[Sample]) -> Iterator[Sam
 
     def strided(sample: Sample) -> bool:
         value = by_name(contract, sample).get(contract.dispatch_on)
-        return isinstance(value, torch.Tensor) and not value.is_contiguous()
+        return not all(it.is_contiguous() for it in tensors(value))
 
     kinds = (samples[:1], filter(lambda it: it.kwargs, samples), filter(strided, samples))
     firsts = [it for kind in kinds for it in list(kind)[:1]]

@@ -27,7 +27,6 @@ from transformer_engine_fl.testing.arguments import (
     clone,
     copy_into,
     memory,
-    replaced,
     rows_of,
     taking_rows,
     tensors,
@@ -98,22 +97,21 @@ class Run:
         return Outcome(worst)
 
     def no_grad(self) -> Outcome:
-        """Outputs do not require grad, whatever the inputs do."""
+        """Outputs do not require grad, whatever the inputs do; writing is not recorded."""
 
         def requiring_grad(value: Tensor) -> Tensor:
             differentiable = value.is_floating_point() or value.is_complex()
             return value.requires_grad_() if differentiable else value
 
-        given = by_name(self.contract, self.fresh())
-        call = {
-            name: value if name in self.contract.mutates else transformed(value, requiring_grad)
-            for name, value in given.items()
-        }
-        fresh = replaced(self.contract, self.sample, self.sample.label, **call)
-        values = self.serve(fresh)
-        for what, value, _ in self.pairs(values, values):
-            if value.requires_grad:
-                raise self.error(f"{what} requires grad")
+        call = self.fresh()
+        args, kwargs = transformed((call.args, call.kwargs), requiring_grad)
+        fresh = Sample(call.label, args, kwargs)
+        for place, value in enumerate(self.serve(fresh)[: self.outputs]):
+            if any(it.requires_grad for it in tensors(value)):
+                raise self.error(f"{self.named(place)} requires grad")
+        for name in self.contract.mutates:
+            if not all(it.is_leaf for it in tensors(by_name(self.contract, fresh).get(name))):
+                raise self.error(f"has written {name!r} under autograd's eyes")
         return PASSED
 
     def fake(self) -> Outcome:
@@ -137,10 +135,11 @@ class Run:
                 continue
             self.check_count(results, expected)
             for result, shape in zip(results, expected, strict=True):
-                if shape is not None and _kind(result) != _kind(make(shape)):
+                asked = _kind(transformed(shape, make))
+                if shape is not None and _kind(result) != asked:
                     raise self.error(
                         f"wrong shapes for {kind} tensors: {_kind(result)}, "
-                        f"the shape rule says {_kind(make(shape))}"
+                        f"the shape rule says {asked}"
                     )
         return PASSED
 
@@ -218,12 +217,20 @@ class Run:
             Declined: it says, beforehand or when it is called, that it does not take that.
         """
         self.decline_beforehand(call)
+        passed = [*tensors((call.args, call.kwargs))]
         try:
             results = as_tuple(self.call(call.args, call.kwargs))
         except NotSupportedError as error:
             raise Declined(str(error)) from error
+        held = [*tensors((call.args, call.kwargs))]
+        if len(held) != len(passed) or any(a is not b for a, b in zip(held, passed, strict=True)):
+            raise self.error("has changed a list that it was given, not the tensors in it")
         given = by_name(self.contract, call)
-        return *results, *(given.get(name) for name in self.contract.mutates)
+        written = tuple(given.get(name) for name in self.contract.mutates)
+        if self.contract.decode is not None:
+            with torch.no_grad():
+                written = self.contract.decode(*written)
+        return *results, *written
 
     def decline_beforehand(self, call: Sample) -> None:
         """Raise Declined if dispatch would not call the implementation with that."""
@@ -285,7 +292,7 @@ class Run:
 
         Of a declared one, what lies between and around its elements is.
         """
-        before, after = by_name(self.contract, self.sample), by_name(self.contract, call)
+        before, after = by_name(self.contract, self.fresh()), by_name(self.contract, call)
         for name, value in after.items():
             mutable = name in (self.contract.mutates if declared is None else declared)
             for old, new in zip(tensors(before[name]), tensors(value), strict=True):
@@ -317,6 +324,8 @@ def _kind(value: Any) -> Any:
     """What the shape rule decides of an output."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.device
+    if isinstance(value, list):
+        return [_kind(it) for it in value]
     return None if value is None else type(value)
 
 
@@ -325,11 +334,11 @@ def _address(value: Tensor) -> int:
 
 
 def _unwritten(old: Tensor, new: Tensor, mutable: bool) -> bool:
+    """Whether the memory is as it was, but for the elements of a mutable tensor; writes ``old``."""
     if old.device.type == "meta":
         return True
     if (old.shape, old.dtype, old.stride()) != (new.shape, new.dtype, new.stride()):
         return False
     if mutable:
-        old = clone(old)
         old.copy_(new)
     return torch.equal(memory(old), memory(new))

@@ -45,7 +45,8 @@ def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
     """The worst element of ``result`` against ``expected`` (float64), on the result's device.
 
     A NaN or an infinity that is not expected counts as an infinite error. Integers, bools
-    and types of one byte (float8) have no tolerance: any other bit is an infinite error.
+    and types of one byte (float8) have no tolerance: any other bit is an infinite error,
+    except that one NaN is as good as another.
     """
     if not result.numel():
         return _NOTHING
@@ -78,6 +79,8 @@ def _exactly(result: Tensor, expected: Tensor) -> Worst:
     got = result.contiguous().flatten()
     want = expected.to(result.dtype).contiguous().flatten()
     differ = (got.view(torch.uint8) != want.view(torch.uint8)).view(-1, size).any(-1)
+    if got.is_floating_point():
+        differ &= ~(got.isnan() & want.isnan())
     if not bool(differ.any()):
         return _NOTHING
     place = int(differ.to(torch.uint8).argmax())

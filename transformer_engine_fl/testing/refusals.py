@@ -32,9 +32,13 @@ def refused_calls(contract: Contract[..., Any], samples: list[Sample]) -> Iterat
 
 
 def _passing(contract: Contract[..., Any], samples: list[Sample], name: str) -> Sample:
-    """The first sample that passes a tensor (or a list) for a parameter, else the first."""
-    passed = (it for it in samples if isinstance(by_name(contract, it).get(name), Tensor | list))
-    return next(passed, samples[0])
+    """The first sample that passes a tensor (or a list of some) for a parameter, else the first."""
+
+    def passes(sample: Sample) -> bool:
+        value = by_name(contract, sample).get(name)
+        return isinstance(value, Tensor) or (isinstance(value, list) and bool(value))
+
+    return next(filter(passes, samples), samples[0])
 
 
 def _wrong(right: Any, device: torch.device) -> Mapping[str, Any]:
@@ -50,24 +54,35 @@ def _wrong(right: Any, device: torch.device) -> Mapping[str, Any]:
     if isinstance(right, Tensor):
         return wrong | _wrong_tensors(right)
     if isinstance(right, list) and right:
-        some = [right[0], *right[1:-1]]
-        return wrong | {"no item": [], "one item too few": some, "None inside": [*right, None]}
+        *some, last = right
+        wrong |= {
+            "no item": [],
+            "one item too few": some,
+            "one item too many": [*right, last],
+            "None inside": [*right, None],
+        }
+        inside = _wrong_tensors(last) if isinstance(last, Tensor) else {}
+        return wrong | {f"{what} in an item": [*some, it] for what, it in inside.items()}
     return wrong | {"a tensor": torch.ones(2, device=device)}
 
 
 def _wrong_tensors(right: Tensor) -> dict[str, Any]:
-    wrong: dict[str, Any] = {"one dimension too many": right.unsqueeze(0)}
-    if right.ndim:
-        wrong["one dimension too few"] = right.select(0, 0) if right.shape[0] else right.flatten()
-        wrong["one column too many"] = torch.cat([right, right[..., :1]], -1)
-        wrong["one column too few"] = right[..., :-1]
-        wrong["one row too many"] = torch.cat([right, right[:1]], 0)
+    """Like ``right`` but for its shape, dtype or device; the values are any at all."""
+    shape = tuple(right.shape)
+    wrong: dict[str, Any] = {"one dimension too many": right.new_empty((1, *shape))}
+    if shape:
+        *before, columns = shape
+        wrong["one dimension too few"] = right.new_empty(shape[1:])
+        wrong["one column too many"] = right.new_empty((*before, columns + 1))
+        wrong["one column too few"] = right.new_empty((*before, max(columns - 1, 0)))
+        wrong["one row too many"] = right.new_empty((shape[0] + 1, *shape[1:]))
     for dtype in (torch.int32, torch.float32, torch.float64, torch.complex64):
         if dtype != right.dtype:
-            wrong[f"dtype {str(dtype).removeprefix('torch.')}"] = right.to(dtype)
+            name = str(dtype).removeprefix("torch.")
+            wrong[f"dtype {name}"] = right.new_empty(shape, dtype=dtype)
     # Where there is no other device, the one without memory is another one too.
     elsewhere = "meta" if right.device.type == "cpu" else "cpu"
-    wrong[f"a tensor on {elsewhere}"] = right.to(elsewhere)
+    wrong[f"a tensor on {elsewhere}"] = right.new_empty(shape, device=elsewhere)
     return wrong
 
 

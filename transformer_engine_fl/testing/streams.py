@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from transformer_engine_fl.core.contract import Sample
-from transformer_engine_fl.testing.arguments import changed, copy_into, tensors
+from transformer_engine_fl.testing.arguments import changed, copy_into, flipped, tensors
 from transformer_engine_fl.testing.checks import Run
 from transformer_engine_fl.testing.comparison import compare
 from transformer_engine_fl.testing.outcome import PASSED, Outcome
@@ -50,7 +50,7 @@ def graph_safe(run: Run) -> Outcome:
             values = run.serve(call)
         for value in tensors(values):
             value.zero_()
-        fresh = changed(run.fresh(), lambda value: value.flip(tuple(range(value.ndim))))
+        fresh = changed(run.fresh(), flipped)
         copy_into(call, fresh)
         graph.replay()
         torch.cuda.synchronize()
