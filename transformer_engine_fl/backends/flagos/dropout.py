@@ -125,7 +125,7 @@ def _backward(
 
 # -------------------------------------------------------------------------------- plans
 
-_BYTES = {"forward": 256, "backward": 256}  # a program's share of the mask
+_BYTES = {"forward": 128, "backward": 128}  # a program's share of the mask
 _THREADS = 128
 _KERNELS = {"forward": _forward, "backward": _backward}
 _LAUNCHES: dict[object, _launch.Launch] = {}
