@@ -232,6 +232,14 @@ class Contract(Generic[P, R]):
         self._check(self.name, **arguments)
         return arguments
 
+    def check_as(self, op_name: str, **arguments: Any) -> None:
+        """Check arguments, all of them, of another operator that has them as this one does.
+
+        Raises:
+            ArgumentError: names that operator, and the first argument that breaks the contract.
+        """
+        self._check(op_name, **arguments)
+
     def shapes(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The shape rule: checks the call, then returns empty outputs of the right kind."""
         self.check(*args, **kwargs)

@@ -40,6 +40,18 @@ from transformer_engine_fl.core.contract import Between, Sample, Tolerance, cont
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._formats import FLOAT8, FORMATS, LARGEST, Format
+from transformer_engine_fl.ops._rounding import (
+    E2M1,
+    LARGEST_FLOAT32,
+    NARROW,
+    float32,
+    largest_of,
+    microscaling_exponent,
+    nearest,
+    power_of_two,
+    scale_of,
+    unpacked,
+)
 from transformer_engine_fl.ops._samples import layouts, normal
 
 if TYPE_CHECKING:
@@ -90,7 +102,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 # ------------------------------------------------------------------------------ checks
 
 
-def _check_options(
+def check_options(
     op: str,
     format: Any,
     dtype: Any,
@@ -119,16 +131,23 @@ def _check_options(
 def _check_input(op: str, name: str, value: Any, form: Format, columnwise: bool) -> Tensor:
     """Check a tensor that is quantised."""
     tensor = check.is_tensor(op, name, value, dtypes=DTYPES, min_ndim=1)
-    rows, columns = matrix_shape(tensor.shape)
+    check_shape(op, name, tensor, tensor.shape, form, columnwise)
+    return tensor
+
+
+def check_shape(
+    op: str, name: str, value: Tensor, shape: Sequence[int], form: Format, columnwise: bool
+) -> None:
+    """Check the shape of what is quantised and comes of the argument ``value``."""
+    rows, columns = matrix_shape(shape)
     together = form.values_per_byte
     if columns % together or (columnwise and rows % together):
         which = "rows and columns" if columnwise else "columns"
         expected = f"a multiple of {together} {which}, which share a byte in {form.name}"
         raise ArgumentError(op, name, check.describe(value), expected)
-    return tensor
 
 
-def _check_scale(op: str, name: str, value: Any, form: Format, count: int = 1) -> None:
+def check_scale(op: str, name: str, value: Any, form: Format, count: int = 1) -> None:
     """Check a scale that is given, or None."""
     if value is None:
         return
@@ -140,9 +159,9 @@ def _check_scale(op: str, name: str, value: Any, form: Format, count: int = 1) -
 
 
 def _check_quantize(op: str, input: Any, scale: Any, **options: Any) -> None:
-    form = _check_options(op, **options)
+    form = check_options(op, **options)
     tensor = _check_input(op, "input", input, form, options["columnwise"])
-    _check_scale(op, "scale", scale, form)
+    check_scale(op, "scale", scale, form)
     check.same_device(op, "input", {"input": tensor, "scale": scale})
 
 
@@ -150,24 +169,21 @@ def _check_scales(op: str, scales: Any, count: int, anchor: Tensor, form: Format
     """Check the list of scales beside ``count`` tensors on the anchor's device, or None."""
     if scales is None:
         return
+    check.is_list(op, "scales", scales, length=count, why="one for each tensor that is quantised")
     check.are_tensors(op, "scales", scales, dtypes=("float32",))
-    if len(scales) != count:
-        expected = f"{count} tensors, one for each that is quantised"
-        raise ArgumentError(op, "scales", f"{len(scales)} tensors", expected)
     for place, scale in enumerate(scales):
         name = f"scales[{place}]"
-        _check_scale(op, name, scale, form)
+        check_scale(op, name, scale, form)
         check.same_device(op, "the data", {"the data": anchor, name: scale})
 
 
 def _check_split_quantize(
     op: str, input: Any, split_sections: Any, scales: Any, **options: Any
 ) -> None:
-    form = _check_options(op, **options)
+    form = check_options(op, **options)
     tensor = check.is_tensor(op, "input", input, dtypes=DTYPES, min_ndim=2)
     expected = f"integers of at least 0 whose sum is {tensor.shape[0]}, the first size of 'input'"
-    if not isinstance(split_sections, list | tuple) or not split_sections:
-        raise ArgumentError(op, "split_sections", check.describe(split_sections), expected)
+    check.is_list(op, "split_sections", split_sections)
     for place, section in enumerate(split_sections):
         check.is_integer(op, f"split_sections[{place}]", section)
         part = tensor[:section]
@@ -180,23 +196,22 @@ def _check_split_quantize(
 def _check_group_quantize(
     op: str, input: Any, group_sizes: Any, scale: Any, **options: Any
 ) -> None:
-    form = _check_options(op, **options)
+    form = check_options(op, **options)
     tensor = check.is_tensor(op, "input", input, dtypes=DTYPES, min_ndim=2)
     _check_input(op, "input", tensor, form, options["columnwise"])
     sizes = check.is_tensor(op, "group_sizes", group_sizes, dtypes=("int64", "int32"))
     if sizes.ndim != 1 or not sizes.shape[0]:
         expected = "one dimension, of at least one group"
         raise ArgumentError(op, "group_sizes", check.describe(sizes), expected)
-    _check_scale(op, "scale", scale, form, sizes.shape[0])
+    check_scale(op, "scale", scale, form, sizes.shape[0])
     given = {"input": tensor, "group_sizes": sizes, "scale": scale}
     check.same_device(op, "input", given)
 
 
 def _check_multi_tensor_quantize(op: str, inputs: Any, scales: Any, **options: Any) -> None:
-    form = _check_options(op, **options)
+    form = check_options(op, **options)
+    check.is_list(op, "inputs", inputs)
     check.are_tensors(op, "inputs", inputs, dtypes=DTYPES)
-    if not inputs:
-        raise ArgumentError(op, "inputs", "no tensor", "at least one")
     first = check.dtype_name(inputs[0].dtype)
     for place, value in enumerate(inputs):
         name = f"inputs[{place}]"
@@ -255,9 +270,8 @@ def _check_update(
     )
     check.are_tensors(op, "amax_histories", amax_histories, dtypes=("float32",))
     check.are_tensors(op, "scales", scales, dtypes=("float32",))
-    if len(amax_histories) != len(scales):
-        expected = f"{len(amax_histories)} tensors, as many as in 'amax_histories'"
-        raise ArgumentError(op, "scales", f"{len(scales)} tensors", expected)
+    count = len(amax_histories)
+    check.is_list(op, "scales", scales, length=count, why="one for each of 'amax_histories'")
     total = 0
     for place, (history, scale) in enumerate(zip(amax_histories, scales, strict=True)):
         name = f"amax_histories[{place}]"
@@ -267,6 +281,8 @@ def _check_update(
         total += history.shape[1]
         other = f"scales[{place}]"
         check.has_shape(op, other, scale, history.shape[1:], f"a scale per column of {name!r}")
+        check.is_writable(op, name, history)
+        check.is_writable(op, other, scale)
         anchor = "amax_reduction_buffer"
         check.same_device(op, anchor, {anchor: buffer, name: history, other: scale})
     check.has_shape(op, "amax_reduction_buffer", buffer, (total,), "an amax for each scale")
@@ -305,65 +321,6 @@ def blocks_of(h: int, w: int, block_len: int) -> tuple[int, int]:
 
 # ----------------------------------------------------------------------------- oracles
 #
-# Float32 arithmetic by way of float64: it has more than twice as many bits, so that what is
-# calculated in it from float32 numbers and then rounded is rounded as if once.
-
-_NARROW = {
-    # bits of the mantissa, least exponent of a normal number
-    "float8_e4m3fn": (3, -6),
-    "float8_e5m2": (2, -14),
-    "uint8": (1, 0),
-}
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def _float32(value: Tensor) -> Tensor:
-    return value.float().double()
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    import torch
-
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent)
-
-
-def _nearest(value: Tensor, dtype: str) -> Tensor:
-    """The value of a data dtype that is nearest, ties to even, clamped."""
-    import torch
-
-    mantissa, least = _NARROW[dtype]
-    value = value.clamp(-LARGEST[dtype], LARGEST[dtype])
-    exponent = torch.frexp(value.nan_to_num(1.0)).exponent - 1
-    step = _power_of_two(exponent.clamp_min(least) - mantissa)
-    return (value / step).round() * step
-
-
-def _scale_of(
-    amax: Tensor, largest: float, epsilon: float = 0.0, power_of_2: bool = False
-) -> Tensor:
-    """The float32 scale of an amax."""
-    import torch
-
-    a = amax.clamp_min(_float32(torch.tensor(epsilon)).item())
-    quotient = _float32(largest / a).clamp_max(torch.finfo(torch.float32).max)
-    scale = quotient.masked_fill((a == 0) | a.isinf(), 1.0)
-    return _power_of_two(torch.frexp(scale).exponent - 1) if power_of_2 else scale
-
-
-def _microscaling_exponent(amax: Tensor, largest: float) -> Tensor:
-    """The least e with amax <= largest * 2**e, from -127 to 127."""
-    import torch
-
-    mantissa, exponent = torch.frexp(amax / largest)
-    e = torch.where(mantissa > 0.5, exponent, exponent - 1)
-    e = e.masked_fill(amax == 0, -127).masked_fill(amax.isinf(), 127)
-    return e.clamp(-127, 127)
-
-
-def _largest_of(magnitude: Tensor, owner: Tensor, count: int) -> Tensor:
-    """The largest magnitude of each of so many owners, 0 for one that has none."""
-    start = magnitude.new_zeros(count)
-    return start.scatter_reduce(0, owner.flatten(), magnitude.flatten(), "amax")
 
 
 def _packed(value: Tensor) -> Tensor:
@@ -371,18 +328,9 @@ def _packed(value: Tensor) -> Tensor:
     import torch
 
     size = value.abs().nan_to_num(6.0).contiguous()
-    code = torch.searchsorted(value.new_tensor(_E2M1), size)
+    code = torch.searchsorted(value.new_tensor(E2M1), size)
     code = code + 8 * (value.signbit() & ~value.isnan())
     return (code[:, ::2] + 16 * code[:, 1::2]).double()
-
-
-def _unpacked(data: Tensor) -> Tensor:
-    """Bytes of two e2m1 values each, to float64 values."""
-    import torch
-
-    code = torch.stack([data & 15, data >> 4], -1).flatten(-2).long()
-    size = torch.tensor(_E2M1, dtype=torch.float64, device=data.device)[code & 7]
-    return torch.where(code >= 8, -size, size)
 
 
 def _quantized(
@@ -403,33 +351,33 @@ def _quantized(
     import torch
 
     magnitude = x.abs().nan_to_num(0.0, posinf=torch.inf)
-    whole = _largest_of(magnitude, group, groups)
+    whole = largest_of(magnitude, group, groups)
     down, across = form.grid(*x.shape)
     if form.block is None:
-        s = _scale_of(whole, LARGEST[dtype], epsilon, power_of_2)
+        s = scale_of(whole, LARGEST[dtype], epsilon, power_of_2)
         s = s if scale is None else scale.double()
-        data = _nearest(_float32(x * s[group]), dtype)
-        return data, _float32(1 / s), whole, None
+        data = nearest(float32(x * s[group]), dtype)
+        return data, float32(1 / s), whole, None
     row = torch.arange(x.shape[0], device=x.device)[:, None] // form.block[0]
     column = torch.arange(x.shape[1], device=x.device) // form.block[1]
     block = row * across + column
-    amax = _largest_of(magnitude, block, down * across)
+    amax = largest_of(magnitude, block, down * across)
     if form.scale_dtype == "float32":
-        s = _scale_of(amax, LARGEST[dtype], epsilon, power_of_2)
-        data = _nearest(_float32(x * s[block]), dtype)
-        return data, _float32(1 / s).view(down, across), None, None
+        s = scale_of(amax, LARGEST[dtype], epsilon, power_of_2)
+        data = nearest(float32(x * s[block]), dtype)
+        return data, float32(1 / s).view(down, across), None, None
     if form.scale_dtype == "float8_e8m0fnu":
-        e = _microscaling_exponent(amax, LARGEST[dtype])
-        data = _nearest(_float32(x * _power_of_two(-e)[block]), dtype)
-        return data, _power_of_two(e).view(down, across), None, None
-    s = scale.double() if scale is not None else _scale_of(whole, GLOBAL_LARGEST)
-    global_inv = _float32(1 / s)
+        e = microscaling_exponent(amax, LARGEST[dtype])
+        data = nearest(float32(x * power_of_two(-e)[block]), dtype)
+        return data, power_of_two(e).view(down, across), None, None
+    s = scale.double() if scale is not None else scale_of(whole, GLOBAL_LARGEST)
+    global_inv = float32(1 / s)
     owner = group[:: form.block[0], :: form.block[1]].flatten()
-    sixth = _float32(s.new_tensor(1 / 6))
-    inverse = _nearest(_float32(amax * _float32(s * sixth)[owner]), "float8_e4m3fn")
-    factor = _float32(1 / _float32(inverse * global_inv[owner]))
-    factor = factor.clamp_max(torch.finfo(torch.float32).max)
-    data = _packed(_nearest(_float32(x * factor[block]), dtype))
+    sixth = float32(s.new_tensor(1 / 6))
+    inverse = nearest(float32(amax * float32(s * sixth)[owner]), "float8_e4m3fn")
+    factor = float32(1 / float32(inverse * global_inv[owner]))
+    factor = factor.clamp_max(LARGEST_FLOAT32)
+    data = _packed(nearest(float32(x * factor[block]), dtype))
     return data, inverse.view(down, across), whole, global_inv
 
 
@@ -519,7 +467,7 @@ def _dequantize_oracle(
     import torch
 
     form = FORMATS[format]
-    value = _unpacked(data) if form.values_per_byte == 2 else data.double()
+    value = unpacked(data) if form.values_per_byte == 2 else data.double()
     rows, columns = matrix_shape(value.shape)
     factor = scale_inv.double()
     if form.block is not None:
@@ -536,7 +484,7 @@ def _amax_oracle(input: Tensor) -> Tensor:
     import torch
 
     magnitude = input.double().abs().nan_to_num(0.0, posinf=torch.inf)
-    return _largest_of(magnitude, torch.zeros_like(magnitude, dtype=torch.int64), 1)
+    return largest_of(magnitude, torch.zeros_like(magnitude, dtype=torch.int64), 1)
 
 
 def _transpose_oracle(data: Tensor) -> Tensor:
@@ -560,12 +508,11 @@ def _update_oracle(
     """In Python's numbers, one scale after another."""
     import struct
 
-    def float32(value: float) -> float:
+    def rounded(value: float) -> float:
         return float(struct.unpack("f", struct.pack("f", value))[0])
 
     kind = "float8_e4m3fn" if dtype is None else check.dtype_name(dtype)
-    largest = float32(LARGEST[kind] * 2.0**-margin)
-    limit = (2 - 2**-23) * 2.0**127
+    largest = rounded(LARGEST[kind] * 2.0**-margin)
     reduced = iter(amax_reduction_buffer.tolist())
     new_histories, new_scales = [], []
     for history, scale in zip(amax_histories, scales, strict=True):
@@ -580,7 +527,9 @@ def _update_oracle(
                 used = max((it for it in rolled if not math.isnan(it)), default=math.nan)
             if math.isfinite(used) and used > 0:
                 quotient = largest / used
-                factors[place] = float32(quotient) if quotient < limit else limit
+                factors[place] = (
+                    rounded(quotient) if quotient < LARGEST_FLOAT32 else LARGEST_FLOAT32
+                )
             columns[place] = [0.0, *rolled[1:]]
         new_histories.append(history.new_tensor(columns).double().t().reshape(history.shape))
         new_scales.append(scale.new_tensor(factors).double())
@@ -620,7 +569,7 @@ def _partial_cast_oracle(
     kind = FLOAT8[0] if dtype is None else check.dtype_name(dtype)
     scales = scale.double().tolist()
     factors = [scales[i][j] for i, j in _places(input.numel(), w, start_offset, block_len)]
-    return _nearest(_float32(input.double() * scale.new_tensor(factors).double()), kind)
+    return nearest(float32(input.double() * scale.new_tensor(factors).double()), kind)
 
 
 # ----------------------------------------------------------------------------- samples
@@ -648,7 +597,7 @@ def _ties(dtype: torch.dtype, device: str) -> Tensor:
     import torch
 
     rows: list[list[float]] = [[-0.0] * 16]
-    for name, (mantissa, least) in _NARROW.items():
+    for name, (mantissa, least) in NARROW.items():
         codes = [k + 0.5 for k in range(2**mantissa)]
         ties = [it * 2.0 ** (least - mantissa) for it in codes]
         ties += [(1 + it * 2.0**-mantissa) * 2.0**e for it in codes for e in (least, 0, 1)]
@@ -715,7 +664,7 @@ def _factor(value: float, device: str) -> Tensor:
     return torch.tensor([value], device=device)
 
 
-def _option_samples(input: Tensor, form: Format) -> Iterator[tuple[str, dict[str, Any]]]:
+def option_samples(input: Tensor, form: Format) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each option away from its default, and what it goes with."""
     import torch
 
@@ -742,7 +691,7 @@ def _quantize_samples(dtype: str, device: str) -> Iterator[Sample]:
             yield Sample(name, (input,), plain)
             with_options = ("typical", "blocks cut off", "ties", "missing values", "no rows")
             if label in with_options:
-                for option, given in _option_samples(input, form):
+                for option, given in option_samples(input, form):
                     yield Sample(f"{name}, {option}", (input,), {**plain, **given})
             elif label in ("transposed", "three dimensions", "infinite values", "zeros"):
                 yield Sample(f"{name}, columnwise", (input,), {**plain, "columnwise": True})
@@ -773,7 +722,7 @@ def _split_quantize_samples(dtype: str, device: str) -> Iterator[Sample]:
             ("no rows", typical[:0], [0, 0]),
         ):
             yield Sample(f"{label}, {form.name}", (input, sections), plain)
-        for option, given in _option_samples(typical, form):
+        for option, given in option_samples(typical, form):
             given = dict(given)
             scale = given.pop("scale", None)
             if scale is not None:
@@ -808,7 +757,7 @@ def _group_quantize_samples(dtype: str, device: str) -> Iterator[Sample]:
                         f"{name}, columnwise", (input, groups), {**plain, "columnwise": True}
                     )
         groups = torch.tensor([16, 13, 8], device=device)
-        for option, given in _option_samples(typical, form):
+        for option, given in option_samples(typical, form):
             given = dict(given)
             if "scale" in given:
                 given["scale"] = given["scale"] * torch.tensor([1.0, 3.0, 0.2], device=device)
@@ -830,7 +779,7 @@ def _multi_tensor_quantize_samples(dtype: str, device: str) -> Iterator[Sample]:
         yield Sample(f"one tensor, {form.name}", ([tensors[0]],), plain)
         even = [it for it in tensors if form.values_per_byte == 1 or _two(it.shape)]
         yield Sample(f"several, {form.name}", ([*even, strided],), plain)
-        for option, given in _option_samples(tensors[0], form):
+        for option, given in option_samples(tensors[0], form):
             given = dict(given)
             scale = given.pop("scale", None)
             if scale is not None:
@@ -1026,7 +975,7 @@ def _partial_cast_samples(dtype: str, device: str) -> Iterator[Sample]:
 # --------------------------------------------------------------------------- contracts
 
 
-def _quantized_shapes(
+def quantized_shapes(
     input: Tensor,
     groups: int,
     format: str,
@@ -1060,7 +1009,7 @@ def _quantized_shapes(
 def _quantized_lists(
     inputs: Sequence[Tensor], format: str, dtype: torch.dtype | None, columnwise: bool
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    each = [_quantized_shapes(it, 1, format, dtype, columnwise) for it in inputs]
+    each = [quantized_shapes(it, 1, format, dtype, columnwise) for it in inputs]
     data, scale_inv, amax, global_inv, data_t, scale_inv_t = (
         [it for it in outputs if it is not None] for outputs in zip(*each, strict=True)
     )
@@ -1114,7 +1063,7 @@ def quantize(
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
     """
-    return _quantized_shapes(input, 1, format, dtype, columnwise)
+    return quantized_shapes(input, 1, format, dtype, columnwise)
 
 
 @contract(
@@ -1152,7 +1101,7 @@ def bgrad_quantize(
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
     """
-    outputs = _quantized_shapes(input, 1, format, dtype, columnwise)
+    outputs = quantized_shapes(input, 1, format, dtype, columnwise)
     return input.new_empty(input.shape[-1:]), *outputs
 
 
@@ -1243,7 +1192,7 @@ def group_quantize(
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
     """
-    return _quantized_shapes(input, group_sizes.shape[0], format, dtype, columnwise)
+    return quantized_shapes(input, group_sizes.shape[0], format, dtype, columnwise)
 
 
 @contract(

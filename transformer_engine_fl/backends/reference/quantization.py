@@ -119,8 +119,9 @@ def _over_blocks(per_block: Tensor, form: Format, rows: int, columns: int) -> Te
     """What each block has, for each element."""
     assert form.block is not None  # an invariant of ours
     height, width = form.block
-    tall = per_block.repeat_interleave(height, 0)[:rows]
-    return tall.repeat_interleave(width, 1)[:, :columns]
+    row = torch.arange(rows, device=per_block.device) // height
+    column = torch.arange(columns, device=per_block.device) // width
+    return per_block[row[:, None], column]
 
 
 def _cast_blocks(
