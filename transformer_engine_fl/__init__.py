@@ -3,7 +3,14 @@
 The public names, and nothing else: importing this loads neither torch nor any kernel.
 """
 
-from transformer_engine_fl.core.contract import Backward, Contract, Sample, Tolerance, contract
+from transformer_engine_fl.core.contract import (
+    Backward,
+    Between,
+    Contract,
+    Sample,
+    Tolerance,
+    contract,
+)
 from transformer_engine_fl.core.errors import (
     AllCandidatesFailedError,
     ArgumentError,
@@ -46,6 +53,7 @@ __all__ = [
     "ArgumentError",
     "BackendImplKind",
     "Backward",
+    "Between",
     "ConfigurationError",
     "Contract",
     "Decision",

@@ -576,6 +576,55 @@ def test_one_nan_of_float8_is_as_good_as_another() -> None:
     assert testing.compare(one.to(torch.float8_e4m3fn), nan, exact).ratio == float("inf")
 
 
+def test_bounds_are_kept_by_every_element() -> None:
+    low = torch.tensor([1.0, 2.0, torch.nan, -1.0], dtype=torch.float64)
+    bounds = te.Between(low, low + 1)
+    loose = te.Tolerance(10.0, 10.0)
+
+    def worst(*values: float, of: te.Between = bounds) -> testing.Worst:
+        return testing.compare(torch.tensor(values), of, loose)
+
+    assert worst(1.0, 3.0, torch.nan, -0.5).ratio == 0
+    for index, wrong in enumerate((0.99, 3.01, 2.0, torch.nan)):
+        values = [1.0, 3.0, torch.nan, -0.5]
+        values[index] = wrong
+        found = worst(*values)
+        assert (found.ratio, found.index) == (float("inf"), index)
+    doubled = te.Between(low, low, values=lambda it: it * 2)
+    assert worst(0.5, 1.0, torch.nan, -0.5, of=doubled).ratio == 0
+    assert worst(0.5, 1.0, torch.nan, -0.25, of=doubled).index == 3
+    assert testing.compare(torch.ones(0), te.Between(low[:0], low[:0]), loose).ratio == 0
+
+
+def test_an_oracle_may_return_bounds_in_place_of_a_tensor() -> None:
+    def oracle(input: Tensor) -> Any:
+        exact = input.double() * 2
+        return te.Between(exact, exact), [te.Between(exact - 1, exact + 1), exact]
+
+    @te.contract(
+        family="example",
+        check=lambda op, input: check.is_tensor(op, "input", input, dtypes=["float32"]),  # type: ignore[arg-type,return-value]
+        samples=lambda dtype, device: iter([te.Sample("typical", (torch.ones(4, device=device),))]),
+        tolerance={"float32": te.Tolerance(0.5, 0.5)},
+        oracle=oracle,
+    )
+    def bounded(input: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Twice the input: exactly, to one, and to the tolerance."""
+        return torch.empty_like(input), [torch.empty_like(input), torch.empty_like(input)]
+
+    def adding(first: float, second: float) -> Callable[..., Any]:
+        def implementation(input: Tensor) -> Any:
+            bounded.check(input)
+            twice = input.detach() * 2
+            return twice + first, [twice + second, twice + second]
+
+        return implementation
+
+    assert failures(adding(0.0, 0.75), contract=bounded) == []
+    assert_caught(adding(0.1, 0.0), "output 0", contract=bounded)
+    assert_caught(adding(0.0, 1.1), "output 1", contract=bounded)
+
+
 def test_infinite_and_missing_values_are_errors() -> None:
     tolerance = te.Tolerance(rtol=1e-3, atol=1e-3)
     expected = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)

@@ -21,7 +21,7 @@ from transformer_engine_fl.core.errors import ArgumentError, SignatureMismatchEr
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.tracing import in_compiled_code, traced_default_call
 
-__all__ = ["Backward", "Contract", "Fit", "Sample", "Tolerance", "contract", "fit"]
+__all__ = ["Backward", "Between", "Contract", "Fit", "Sample", "Tolerance", "contract", "fit"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +51,23 @@ class Tolerance:
 
     rtol: float
     atol: float
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What an oracle returns for an output that has bounds of its own, not a tolerance.
+
+    Every element must be at least its ``low`` and at most its ``high``, or NaN where both
+    are. ``Between(value, value)`` asks for exactly that.
+
+    Attributes:
+        low, high: tensors in float64.
+        values: turns the output into what is compared with them, where it is not that itself.
+    """
+
+    low: Any
+    high: Any
+    values: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +126,7 @@ class Contract(Generic[P, R]):
         oracle: the formula in float64. It writes nothing. For an operator that writes
             arguments it returns, after the outputs, what each argument named in
             ``mutates`` must hold afterwards, in float64 and in that order; for an argument
-            that is a list, a list.
+            that is a list, a list. In place of a tensor there may be a :class:`Between`.
         decode: makes numbers of what the arguments in ``mutates`` hold, where only several
             of them together are one; None where each is a number by itself.
     """
@@ -214,6 +231,14 @@ class Contract(Generic[P, R]):
         arguments = self.bind(*args, **kwargs)
         self._check(self.name, **arguments)
         return arguments
+
+    def check_as(self, op_name: str, **arguments: Any) -> None:
+        """Check arguments, all of them, of another operator that has them as this one does.
+
+        Raises:
+            ArgumentError: names that operator, and the first argument that breaks the contract.
+        """
+        self._check(op_name, **arguments)
 
     def shapes(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The shape rule: checks the call, then returns empty outputs of the right kind."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.core.contract import Tolerance
+from transformer_engine_fl.core.contract import Between, Tolerance
 
 __all__ = ["Worst", "compare"]
 
@@ -41,13 +41,15 @@ class Worst:
 _NOTHING = Worst(0.0, 0.0, 0.0, -1, 0.0, 0.0)
 
 
-def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
+def compare(result: Tensor, expected: Tensor | Between, tolerance: Tolerance) -> Worst:
     """The worst element of ``result`` against ``expected`` (float64), on the result's device.
 
     A NaN or an infinity that is not expected counts as an infinite error. Integers, bools
     and types of one byte (float8) have no tolerance: any other bit is an infinite error,
-    except that one NaN is as good as another.
+    except that one NaN is as good as another. Nor has what is outside of bounds.
     """
+    if isinstance(expected, Between):
+        return _within(result.detach(), expected)
     if not result.numel():
         return _NOTHING
     if not result.is_floating_point() or result.element_size() == 1:
@@ -81,9 +83,23 @@ def _exactly(result: Tensor, expected: Tensor) -> Worst:
     differ = (got.view(torch.uint8) != want.view(torch.uint8)).view(-1, size).any(-1)
     if got.is_floating_point():
         differ &= ~(got.isnan() & want.isnan())
-    if not bool(differ.any()):
+    return _first(differ, got, want)
+
+
+def _within(result: Tensor, bounds: Between) -> Worst:
+    """Nothing, or the first element that is outside of the bounds."""
+    values = result if bounds.values is None else bounds.values(result)
+    got = values.double().flatten()
+    low, high = (it.to(got).flatten() for it in (bounds.low, bounds.high))
+    inside = (low <= got) & (got <= high) | got.isnan() & low.isnan() & high.isnan()
+    return _first(~inside, got, torch.where(got < low, low, high))
+
+
+def _first(wrong: Tensor, got: Tensor, want: Tensor) -> Worst:
+    """Nothing, or the first element that is wrong."""
+    if not bool(wrong.any()):
         return _NOTHING
-    place = int(differ.to(torch.uint8).argmax())
+    place = int(wrong.to(torch.uint8).argmax())
     value, right = float(got[place].double()), float(want[place].double())
     return Worst(torch.inf, torch.inf, torch.inf, place, value, right)
 
