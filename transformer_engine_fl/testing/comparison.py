@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_engine_fl.core.contract import Tolerance
 
-__all__ = ["Worst", "compare"]
+__all__ = ["Worst", "compare", "ulp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def compare(result: Tensor, expected: Tensor, tolerance: Tolerance) -> Worst:
     return Worst(
         ratio=float(ratio[place]),
         relative=float(error.max()) / scale if scale else float(error.max()),
-        ulps=float((error / _ulp(want.abs().clamp_min(small), result.dtype)).max()),
+        ulps=float((error / ulp(want.abs().clamp_min(small), result.dtype)).max()),
         index=place,
         got=float(got[place]),
         expected=float(want[place]),
@@ -97,7 +97,7 @@ def _exactly(result: Tensor, expected: Tensor) -> Worst:
     return Worst(torch.inf, torch.inf, torch.inf, place, value, right)
 
 
-def _ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
+def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The spacing of ``dtype`` at each value."""
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.finfo(torch.float64)
     exponent = torch.frexp(values.abs().clamp_min(info.tiny)).exponent - 1
