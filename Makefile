@@ -31,7 +31,7 @@ OTHER := $(filter-out $(PRESENT),$(WANTED))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench clean FORCE
+.PHONY: help demo test check format bench docs clean FORCE
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,9 @@ format: $(STAMP)  ## apply ruff's format and its safe fixes
 
 bench: $(STAMP)  ## measure what a dispatch costs
 	$(BIN)/python benchmarks/dispatch_overhead.py $(ARGS)
+
+docs: $(STAMP)  ## write the pages of docs/operators from the contracts
+	$(BIN)/python docs/generate.py
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
