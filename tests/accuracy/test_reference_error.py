@@ -5,7 +5,12 @@ root mean square of the reference's errors nor its largest error is above the co
 by more than an allowance, which is less than one rounding step. It is there because of two
 calculations that are equally good one is always a little worse on given numbers: a value
 just beside the middle between two others is rounded up by one and down by the other, and
-the last bit of a float32 sum depends on the order of its terms.
+the last bits of a float32 sum depend on the order of its terms. Where the output is float32
+nothing covers those bits, and of many elements the one most in error is a matter of luck:
+there the largest error may be up to twice as large as well. The root mean square may not.
+
+A composition is a function of the same arguments: a backward's is written with what the
+forward saved, where autograd would find it again and get something else.
 
 float64 is left out: there the formula in float64 is no measure of anything.
 """
@@ -27,6 +32,9 @@ RMS_ALLOWANCE = 0.05
 LARGEST_ALLOWANCE = 0.9
 """In units in the last place of the output's dtype."""
 
+LARGEST_OF_SUMS = 2.0
+"""How many times as large the largest error of a float32 output may be."""
+
 
 def _compositions() -> dict[str, Composition]:
     found: dict[str, Composition] = {}
@@ -47,10 +55,11 @@ DTYPES = {
 def excess(op_name: str, dtype: str, composition: Composition) -> list[str]:
     """In which outputs the reference is worse than the composition, and by how much."""
     found = []
-    for place, (ours, torchs) in measured(op_name, dtype, composition).items():
+    for (place, _), (ours, torchs) in measured(op_name, dtype, composition).items():
         if ours.rms > torchs.rms + RMS_ALLOWANCE:
             found.append(f"output {place}: rms {ours.rms:.4f} ulps, torch's {torchs.rms:.4f}")
-        if ours.largest > torchs.largest + LARGEST_ALLOWANCE:
+        factor = LARGEST_OF_SUMS if torchs.dtype == torch.float32 else 1.0
+        if ours.largest > torchs.largest * factor + LARGEST_ALLOWANCE:
             found.append(
                 f"output {place}: {ours.largest:.4f} ulps in {ours.where!r}, "
                 f"torch's largest is {torchs.largest:.4f}"

@@ -13,21 +13,11 @@ PENDING = frozenset(
     {
         "bgrad_quantize",
         "compute_amax",
-        "convert_bshd_to_thd",
-        "convert_thd_to_bshd",
-        "copy_to_kv_cache",
-        "cross_entropy_bwd",
-        "cross_entropy_fwd",
         "dequantize",
-        "fa_prepare_bwd",
-        "fa_prepare_fwd",
         "fp8_block_scaling_compute_partial_amax",
         "fp8_block_scaling_partial_cast",
         "fp8_transpose",
         "fused_amax_and_scale_update_after_reduction",
-        "fused_attn_bwd",
-        "fused_attn_fwd",
-        "fused_linear_cross_entropy",
         "fused_moe_aux_loss_bwd",
         "fused_moe_aux_loss_fwd",
         "fused_multi_row_padding",
@@ -36,7 +26,6 @@ PENDING = frozenset(
         "fused_score_for_moe_aux_loss_fwd",
         "fused_topk_with_score_function_bwd",
         "fused_topk_with_score_function_fwd",
-        "generic_gemm",
         "group_quantize",
         "moe_permute_bwd",
         "moe_permute_fwd",
@@ -58,13 +47,6 @@ PENDING = frozenset(
         "quantize",
         "split_quantize",
         "swap_first_dims",
-        "te_general_grouped_gemm",
-        "thd_get_partitioned_indices",
-        "thd_grad_correction",
-        "thd_out_correction",
-        "thd_read_half_tensor",
-        "thd_read_second_half_lse",
-        "thd_second_half_lse_correction",
     }
 )
 """Those that are still to come; one that has come is to be taken out."""
@@ -104,7 +86,7 @@ def test_an_operator_of_the_catalogue_is_whole(
     assert entries["reference.torch"].load() is None
     for dtype in contract.dtypes:
         labels = [sample.label for sample in contract.samples(dtype, "cpu")]
-        assert labels[:1] == ["typical"]
+        assert labels[0].startswith("typical")
         assert len(set(labels)) == len(labels) > 2
     if contract.backward is not None:
         assert contract.backward.op in ops.CATALOGUE

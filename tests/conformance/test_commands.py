@@ -29,14 +29,14 @@ def _ids(out: str) -> list[str]:
 # -------------------------------------------------------------------- the whole catalogue
 
 
-@pytest.mark.slow
-def test_the_loopback_passes_in_te_fl_verify_and_the_scorecard_has_all_of_it(
+def test_the_loopback_passes_in_te_fl_verify_whose_scorecard_has_every_operator_and_dtype(
     vendor: Vendor,
 ) -> None:
-    ran = vendor.te_fl("verify", "vendor.loopback", "--output", "cards")
+    options = ("--case", "*/values/*typical*", "--case", "*/repeated/*", "--output", "cards")
+    ran = vendor.te_fl("verify", "vendor.loopback", *options)
     assert ran.code == 0, ran.out[-2000:]
     card = json.loads((vendor.folder / "cards" / "scorecard-vendor.loopback.json").read_text())
-    assert (card["passed"], card["failures"], card["missing"]) == (True, [], [])
+    assert (card["passed"], card["failures"]) == (True, [])
     found = {(row["operator"], row["dtype"]) for row in card["results"]}
     assert found == {(it.name, dtype) for it in ops.CATALOGUE.values() for dtype in it.dtypes}
     assert card["source"] == "module kit_loopback (TE_FL_PLUGIN_MODULES)"
