@@ -31,7 +31,7 @@ OTHER := $(filter-out $(PRESENT),$(WANTED))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench clean FORCE
+.PHONY: help demo test check format bench docs clean FORCE
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,7 +41,7 @@ demo: $(STAMP)  ## train a small transformer through the dispatcher (the main jo
 
 # Triton decides when it is imported whether it interprets, hence two runs. Status 5 is
 # pytest's word for a selection that selects nothing: right in one of them, not in both.
-INTERPRETED := $(if $(TESTS),$(filter tests/flagos% tests/conformance%,$(TESTS)),tests/flagos tests/conformance)
+INTERPRETED := $(if $(TESTS),$(filter tests/flagos% tests/conformance%,$(TESTS)),tests/flagos tests/conformance/test_sets.py)
 test: $(STAMP)  ## run the whole test suite, or TESTS="tests/core" of it
 	@first=0; second=5; \
 	$(BIN)/python -m pytest -n $(JOBS) $(TESTS) $(ARGS) || first=$$?; \
@@ -61,6 +61,9 @@ format: $(STAMP)  ## apply ruff's format and its safe fixes
 
 bench: $(STAMP)  ## measure what a dispatch costs
 	$(BIN)/python benchmarks/dispatch_overhead.py $(ARGS)
+
+docs: $(STAMP)  ## write the pages of docs/operators from the contracts
+	$(BIN)/python docs/generate.py
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -113,7 +113,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         (tmp_path / "acme_kernels.py").write_text(source)
         metadata = tmp_path / "acme_kernels-1.0.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\n")
+        named = "Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n"
+        (metadata / "METADATA").write_text(named)
         (metadata / "entry_points.txt").write_text("[te_fl.plugin]\nacme = acme_kernels\n")
         monkeypatch.syspath_prepend(str(tmp_path))
         return tmp_path

@@ -50,6 +50,10 @@ def low_precision(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor)
     return output, rsigma.half().float()
 
 
+def transposed(output: Tensor) -> Tensor:
+    return output.transpose(0, -1).contiguous().transpose(0, -1)
+
+
 def off_by_one_row(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
     return output.roll(1, 0), rsigma
 
@@ -123,6 +127,7 @@ FAULTS: dict[str, tuple[Rms, str]] = {
     "statistics of low precision": (broken(low_precision), "allowed error"),
     "outputs swapped": (broken(lambda y, r, x, w: (r, y)), "shape rule"),
     "an output missing": (broken(lambda y, r, x, w: (y,)), "1 outputs, not 2"),
+    "strides of its own": (broken(lambda y, r, x, w: (transposed(y), r)), "has strides"),
     "off by one row": (broken(off_by_one_row), "allowed error"),
     "an element unwritten": (broken(an_element_unwritten), "allowed error"),
     "written outside": (broken(written_outside), "written after a buffer"),
@@ -171,6 +176,23 @@ def assert_caught(fn: Callable[..., Any], words: str, **fields: Any) -> None:
 def test_a_broken_set_is_caught(fault: str) -> None:
     fn, words = FAULTS[fault]
     assert_caught(fn, words, traits=["deterministic", "batch_invariant"])
+
+
+def test_outputs_swapped_that_look_alike_are_caught() -> None:
+    def swapped(
+        dy: Tensor,
+        x: Tensor,
+        mu: Tensor,
+        rsigma: Tensor,
+        gamma: Tensor,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        options = {"zero_centered_gamma": zero_centered_gamma}
+        dx, dgamma, dbeta = reference.layernorm_bwd(dy, x, mu, rsigma, gamma, **options)
+        return dx, dbeta, dgamma
+
+    assert_caught(swapped, "output 1: element", contract=ops.layernorm_bwd)
 
 
 def test_the_right_one_passes() -> None:
@@ -548,6 +570,65 @@ def test_an_input_as_the_output_is_caught() -> None:
 # ------------------------------------------------------------------------------ the kit
 
 
+def test_cases_can_be_chosen_by_name() -> None:
+    manager = holding(right)
+    name = "rmsnorm_fwd/vendor.broken/float32/values/typical"
+    alone = list(testing.cases("vendor.broken", only=[name], manager=manager))
+    assert [case.name for case in alone] == [name]
+    (case,) = alone
+    assert (case.operator, case.impl_id, case.dtype) == ("rmsnorm_fwd", "vendor.broken", "float32")
+    every = [it.name for it in testing.cases("vendor.broken", manager=manager)]
+    some = [it.name for it in testing.cases("vendor.broken", only=["*/values/*"], manager=manager)]
+    assert some == [it for it in every if "/values/" in it]
+    with pytest.raises(te.ConfigurationError, match=r"did you mean '.*/values/typical'"):
+        testing.cases("vendor.broken", only=[name.replace("typical", "typcal")], manager=manager)
+
+
+def test_operators_are_known_by_their_aliases() -> None:
+    aliased = next(it for it in ops.CATALOGUE.values() if it.aliases)
+    chosen = testing.cases("reference.torch", operators=[aliased.aliases[0]])
+    assert next(chosen).operator == aliased.name
+
+
+def test_the_devices_of_a_set_are_those_of_this_machine() -> None:
+    assert testing.devices("reference.torch")[0] == "cpu"
+    assert testing.devices("vendor.broken", manager=holding(right, devices=["cpu", "npu"])) == (
+        "cpu",
+    )
+    with pytest.raises(te.ConfigurationError, match=r"runs on npu only; this machine has: cpu"):
+        testing.devices("vendor.broken", manager=holding(right, devices=["npu"]))
+
+
+def test_verify_gathers_what_fails_and_goes_on() -> None:
+    seen: list[tuple[int, int, str, int]] = []
+    fn, words = FAULTS["off by one row"]
+    card = testing.verify(
+        "vendor.broken",
+        dtypes=["float32"],
+        manager=holding(fn),
+        progress=lambda *said: seen.append(said),
+    )
+    assert not card.passed
+    assert len(card.failures) == card.total("failed") == len(failures(fn))
+    assert any(words in failure.said for failure in card.failures)
+    count = len(cases(fn))
+    assert [done for done, *_ in seen] == [*range(count), count]
+    assert seen[-1][1:] == (count, "", len(card.failures))
+    (row,) = card.rows
+    assert row.passed + row.declined + row.failed == count
+    assert row.worst is not None
+    assert row.worst.ratio > 1
+    assert str(row.at).startswith("rmsnorm_fwd/vendor.broken/float32/values/")
+    assert card.source == "registered by the program"
+
+
+def test_the_largest_errors_of_several_outputs_are_kept() -> None:
+    one = testing.Worst(0.5, relative=0.1, ulps=7.0, index=3, got=1.0, expected=2.0)
+    two = testing.Worst(0.9, relative=0.01, ulps=2.0, index=5, got=4.0, expected=3.0)
+    for both in (one.and_of(two), two.and_of(one)):
+        assert (both.ratio, both.relative, both.ulps, both.index) == (0.9, 0.1, 7.0, 5)
+
+
 def test_cases_have_unique_names_and_cover_every_operator_of_a_set() -> None:
     names = [case.name for case in testing.cases("reference.torch")]
     assert len(set(names)) == len(names)
@@ -668,3 +749,13 @@ def test_the_ulp_of_an_error() -> None:
     expected = torch.tensor([1.0], dtype=torch.float64)
     result = torch.tensor([1.0 + 2**-7], dtype=torch.bfloat16)
     assert testing.compare(result, expected, te.Tolerance(1.0, 1.0)).ulps == pytest.approx(1.0)
+
+
+def test_where_the_tolerance_is_absolute_an_ulp_is_one_of_what_it_calls_small() -> None:
+    expected = torch.tensor([1.0, 2.0**-30], dtype=torch.float64)
+    result = expected.float()
+    result[1] += 2.0**-25
+    tolerance = te.Tolerance(rtol=2.0**-20, atol=2.0**-22)  # small: a quarter of the rms, 0.7
+    worst = testing.compare(result, expected, tolerance)
+    assert worst.ulps == pytest.approx(2.0**-25 / 2.0**-26)
+    assert testing.compare(result, expected, te.Tolerance(2.0**-20, 0.0)).ulps > 2**20

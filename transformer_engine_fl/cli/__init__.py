@@ -1,7 +1,8 @@
-"""The command line, ``te-fl``: what is registered, who serves and why, and the main job.
+"""The command line, ``te-fl``: what is registered, who serves and why, who is right, the main job.
 
-Exit codes: 0, the answer is good; 1, it is not (something is broken, nothing serves, losses
-disagree); 2, the question was wrong (an unknown name, a malformed setting).
+Exit codes: 0, the answer is good; 1, it is not (something is broken, nothing serves, a set
+breaks a contract, losses disagree); 2, the question was wrong (an unknown name, a malformed
+setting).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-from transformer_engine_fl.cli import doctor, explain, listing
+from transformer_engine_fl.cli import doctor, explain, listing, verify
 from transformer_engine_fl.cli._output import console
 from transformer_engine_fl.cli.demo import command as demo
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, UnknownOperatorError
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command("list")(listing.list_operators)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.command("verify")(verify.verify)
 app.command("demo")(demo.demo)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Json", "console", "print_json", "reasons", "table"]
+__all__ = ["Json", "as_json", "console", "print_json", "reasons", "table"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
@@ -26,8 +26,13 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_json(document: Any) -> None:
-    """Print the one document of a ``--json`` command; null where a number is none."""
-    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+    """Print the one document of a ``--json`` command."""
+    typer.echo(as_json(document))
+
+
+def as_json(document: Any) -> str:
+    """The document as JSON; null where a number is none."""
+    return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -7,10 +7,8 @@ a finding, and the rest is shown as if that setting were not there.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
-import platform
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +17,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-import transformer_engine_fl
 from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
 from transformer_engine_fl.core.errors import ConfigurationError, nearest
 from transformer_engine_fl.core.log import logger
@@ -31,6 +28,7 @@ from transformer_engine_fl.core.policy import (
     reset_global_policy,
 )
 from transformer_engine_fl.core.vetting import unknown_names
+from transformer_engine_fl.testing.machine import devices, torch_build, versions
 
 __all__ = ["doctor"]
 
@@ -62,7 +60,7 @@ def examine() -> Report:
         manager = get_default_manager()
         report = {
             "versions": _versions(findings),
-            "devices": findings.watch("the devices cannot be asked", _devices, []),
+            "devices": findings.watch("the devices cannot be asked", devices, []),
             "environment": _environment(malformed),
             "policy": _policy(manager, findings),
             "sources": _sources(manager, findings),
@@ -146,55 +144,12 @@ def _environment(malformed: dict[str, str]) -> dict[str, str]:
 
 
 def _versions(findings: _Findings) -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "transformer_engine_fl": transformer_engine_fl.__version__,
-    }
-    for name in (*REQUIRED, *OPTIONAL):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-            if name in REQUIRED:
-                findings.broken(f"{name} is required and not installed")
-    versions["torch built for"] = findings.watch("torch cannot be imported", _torch_build, None)
-    return versions
-
-
-def _torch_build() -> str:
-    import torch
-
-    if torch.version.hip:
-        return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-
-
-def _devices() -> list[dict[str, Any]]:
-    """The processor, and whatever accelerators torch finds."""
-    import torch
-
-    from transformer_engine_fl.ops._tensors import TorchTensors
-
-    name = platform.processor() or platform.machine()
-    devices = [{"device": "cpu", "name": name, "arch": None, "memory_bytes": None}]
-    if not torch.accelerator.is_available():
-        return devices
-    accelerator = torch.accelerator.current_accelerator()
-    kind = accelerator.type if accelerator else "cpu"
-    module = torch.get_device_module(kind)
-    for index in range(torch.accelerator.device_count()):
-        device = f"{kind}:{index}"
-        properties = getattr(module, "get_device_properties", lambda _: None)(index)
-        devices.append(
-            {
-                "device": device,
-                "name": getattr(properties, "name", None),
-                "arch": TorchTensors().facts(torch.empty(0, device=device)).arch,
-                "memory_bytes": getattr(properties, "total_memory", None),
-            }
-        )
-    return devices
+    found = versions((*REQUIRED, *OPTIONAL))
+    for name in REQUIRED:
+        if found[name] is None:
+            findings.broken(f"{name} is required and not installed")
+    found["torch built for"] = findings.watch("torch cannot be imported", torch_build, None)
+    return found
 
 
 # ------------------------------------------------------------------- policy and plugins

@@ -1,5 +1,7 @@
 """The conformance kit: what a vendor runs to know that an implementation is right.
 
+``pytest --te-fl-impl vendor.acme`` and ``te-fl verify vendor.acme`` run it whole. In code:
+
 >>> from transformer_engine_fl import testing
 >>> for case in testing.cases("vendor.acme"):  # doctest: +SKIP
 ...     outcome = case.run()
@@ -13,11 +15,50 @@ claims it must serve.
 An operator that writes arguments (``Contract.mutates``) has an oracle that writes
 nothing: after the outputs it returns, in float64, what each argument named in ``mutates``
 must hold afterwards, in that order.
+
+Importing this loads no torch: pytest imports it on every run, as the home of the plugin.
 """
 
-from transformer_engine_fl.testing.allocation import Guarded
-from transformer_engine_fl.testing.cases import Case, cases
-from transformer_engine_fl.testing.comparison import Worst, compare
-from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Case", "ConformanceError", "Guarded", "Outcome", "Worst", "cases", "compare"]
+from transformer_engine_fl.core.late import load_attribute
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.testing.allocation import Guarded
+    from transformer_engine_fl.testing.case import Case, cases, devices
+    from transformer_engine_fl.testing.comparison import Worst, compare
+    from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
+    from transformer_engine_fl.testing.scorecard import Scorecard, verify
+
+__all__ = [
+    "Case",
+    "ConformanceError",
+    "Guarded",
+    "Outcome",
+    "Scorecard",
+    "Worst",
+    "cases",
+    "compare",
+    "devices",
+    "verify",
+]
+
+_HOMES = {
+    "Case": "case",
+    "ConformanceError": "outcome",
+    "Guarded": "allocation",
+    "Outcome": "outcome",
+    "Scorecard": "scorecard",
+    "Worst": "comparison",
+    "cases": "case",
+    "compare": "comparison",
+    "devices": "case",
+    "verify": "scorecard",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = load_attribute(f"{__name__}.{_HOMES[name]}:{name}")
+    return value

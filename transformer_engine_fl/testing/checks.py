@@ -278,13 +278,18 @@ class Run:
             found, asked = _kind(result), _kind(shape)
             if found != asked:
                 raise self.error(f"output {place} is {found}, the shape rule says {asked}")
+            if isinstance(result, Tensor) and _steps(result) != _steps(shape):
+                raise self.error(
+                    f"output {place} has strides {result.stride()}, "
+                    f"the shape rule says {shape.stride()}"
+                )
         worst: Worst | None = None
         for what, result, expected in self.pairs(values, self.expected()):
             name = str(result.dtype).removeprefix("torch.")
             error = compare(result, expected, self.contract.tolerance_for(self.dtype, name))
             if error.ratio > 1:
-                raise self.error(f"{what}: {error}")
-            worst = error if worst is None or error.ratio > worst.ratio else worst
+                raise ConformanceError(f"{what}: {error}", error)
+            worst = error if worst is None else worst.and_of(error)
         return worst
 
     def check_inputs(self, call: Sample, declared: tuple[str, ...] | None = None) -> None:
@@ -338,6 +343,13 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(it)
     else:
         yield from tensors(value)
+
+
+def _steps(value: Tensor) -> list[int]:
+    """The strides, of the dimensions where they mean something."""
+    if not value.numel():
+        return []
+    return [step for n, step in zip(value.shape, value.stride(), strict=True) if n > 1]
 
 
 def _address(value: Tensor) -> int:

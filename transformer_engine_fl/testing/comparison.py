@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from transformer_engine_fl.core.contract import Between, Tolerance
 
-__all__ = ["Worst", "compare"]
+__all__ = ["Worst", "compare", "ulp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Worst:
     Attributes:
         ratio: error over what the tolerance allows; above 1 is a failure.
         relative: error over the root mean square of the expected values.
-        ulps: error in units in the last place of the result's dtype at the expected value.
+        ulps: error in units in the last place of the result's dtype at the expected value;
+            below what the tolerance calls small, at that, for there it is absolute.
         index: where it is, as a flat index.
         got, expected: the values there.
     """
@@ -30,6 +32,15 @@ class Worst:
     index: int
     got: float
     expected: float
+
+    def and_of(self, other: Worst) -> Worst:
+        """The largest errors of two results, and where the worse one is."""
+        worse = other if other.ratio > self.ratio else self
+        return dataclasses.replace(
+            worse,
+            relative=max(self.relative, other.relative),
+            ulps=max(self.ulps, other.ulps),
+        )
 
     def __str__(self) -> str:
         return (
@@ -65,10 +76,11 @@ def compare(result: Tensor, expected: Tensor | Between, tolerance: Tolerance) ->
     # What is not finite now: NaN or infinity was expected, and is not there, or the reverse.
     ratio = ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)
     place = int(ratio.argmax())
+    small = tolerance.atol / tolerance.rtol * scale if tolerance.rtol else 0.0
     return Worst(
         ratio=float(ratio[place]),
         relative=float(error.max()) / scale if scale else float(error.max()),
-        ulps=float((error / _ulp(want, result.dtype)).max()),
+        ulps=float((error / ulp(want.abs().clamp_min(small), result.dtype)).max()),
         index=place,
         got=float(got[place]),
         expected=float(want[place]),
@@ -104,7 +116,7 @@ def _first(wrong: Tensor, got: Tensor, want: Tensor) -> Worst:
     return Worst(torch.inf, torch.inf, torch.inf, place, value, right)
 
 
-def _ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
+def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The spacing of ``dtype`` at each value."""
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.finfo(torch.float64)
     exponent = torch.frexp(values.abs().clamp_min(info.tiny)).exponent - 1

@@ -10,7 +10,15 @@ __all__ = ["PASSED", "ConformanceError", "Outcome"]
 
 
 class ConformanceError(AssertionError):
-    """An implementation does not keep the contract."""
+    """An implementation does not keep the contract.
+
+    Attributes:
+        worst: the error of the values, if that is what is wrong.
+    """
+
+    def __init__(self, message: str, worst: Worst | None = None) -> None:
+        super().__init__(message)
+        self.worst = worst
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,27 @@
-"""What may be asked of an implementation on a CUDA device: other streams, CUDA graphs."""
+"""What may be asked of an implementation on a CUDA device besides.
+
+Other streams, another device than the current one, CUDA graphs.
+"""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
 from transformer_engine_fl.core.contract import Sample
-from transformer_engine_fl.testing.arguments import changed, copy_into, flipped, tensors
+from transformer_engine_fl.testing.arguments import (
+    changed,
+    copy_into,
+    flipped,
+    tensors,
+    transformed,
+)
 from transformer_engine_fl.testing.checks import Run
 from transformer_engine_fl.testing.comparison import compare
 from transformer_engine_fl.testing.outcome import PASSED, Outcome
 
-__all__ = ["graph_safe", "stream"]
+__all__ = ["graph_safe", "other_device", "stream"]
 
 _BUSY = 50_000_000
 """Clock cycles, some 30 ms: longer than a call takes on the host."""
@@ -34,6 +45,18 @@ def stream(run: Run) -> Outcome:
             values = run.serve(call)
         side.synchronize()
     return Outcome(run.check_values(values))
+
+
+def other_device(run: Run) -> Outcome:
+    """Right on a device that is not the current one."""
+    current = _device(run.sample)
+    other = torch.device("cuda", ((current.index or 0) + 1) % torch.cuda.device_count())
+    args, kwargs = transformed((run.sample.args, run.sample.kwargs), lambda it: it.to(other))
+    there = dataclasses.replace(run, sample=Sample(run.sample.label, args, kwargs))
+    with torch.cuda.device(current):
+        values = there.serve(there.fresh())
+        torch.cuda.synchronize(other)
+        return Outcome(there.check_values(values))
 
 
 def graph_safe(run: Run) -> Outcome:

@@ -69,17 +69,49 @@ def _backward(
     softmax_lse: Tensor,
     bias: Tensor | None = None,
     softmax_offset: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softmax_type: str = "vanilla",
+    dropout_p: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    given = (q, k, v, bias, softmax_offset)
-    leaves = [None if it is None else it.detach().requires_grad_() for it in given]
-    with torch.enable_grad():
-        again, _ = _forward(*leaves, **options)
-    if again is None or not again.requires_grad:
-        return (None,) * len(given)
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    found = iter(torch.autograd.grad(again, wanted, dout))
-    return tuple(None if leaf is None else next(found) for leaf in leaves)
+    """From what is saved, as the operator: autograd would find other lse and out."""
+    if dropout_p:
+        return (None,) * 5
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    heads, groups = q.shape[-2], k.shape[-2]
+    dq, dk, dv = (torch.zeros_like(it) for it in (q, k, v))
+    dbias = None if bias is None else torch.zeros_like(bias)
+    doffset = None if softmax_offset is None else torch.zeros_like(softmax_offset)
+    for it in spans(q, k, **options):
+        queries, grad, saved = (x[it.queries].transpose(0, 1) for x in (q, dout, out))
+        keys, values = (
+            x[it.keys].transpose(0, 1).repeat_interleave(heads // groups, 0) for x in (k, v)
+        )
+        hidden = torch.tensor(
+            hidden_keys(it.lq, it.lkv, **options), dtype=torch.bool, device=q.device
+        )
+        scores = queries @ keys.mT * factor
+        if bias is not None:
+            scores = scores + bias_of(bias, it).to(q.dtype)
+        lse = softmax_lse[it.lse].to(q.dtype)[..., None]
+        seen = ~hidden.view(it.lq, it.lkv) & (scores > -torch.inf)
+        weights = torch.where(seen, (scores - lse).exp(), 0)
+        delta = (grad * saved).sum(-1, keepdim=True)
+        dscores = weights * (grad @ values.mT - delta)
+        dq[it.queries] = (dscores @ keys * factor).transpose(0, 1)
+        of_keys = (dscores.mT @ queries * factor, dk), (weights.mT @ grad, dv)
+        for per_head, gradient in of_keys:
+            summed = per_head.unflatten(0, (groups, heads // groups)).sum(1)
+            gradient[it.keys] = summed.transpose(0, 1)
+        if dbias is not None:
+            place = bias_of(dbias, it)
+            place += dscores.sum_to_size(place.shape).to(place.dtype)
+        if doffset is not None:
+            beside = (softmax_offset[:, None, None].to(q.dtype) - lse).exp()
+            beside = beside.masked_fill(lse == -torch.inf, 0)
+            doffset -= (beside * delta).sum((1, 2)).to(doffset.dtype)
+    return dq, dk, dv, dbias, doffset
 
 
 COMPOSITIONS: dict[str, Callable[..., Any]] = {

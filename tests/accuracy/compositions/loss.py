@@ -48,14 +48,31 @@ def cross_entropy_bwd(
     lse: Tensor,
     grad_lse: Tensor | None = None,
     *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-    **options: Any,
 ) -> tuple[Tensor | None]:
+    """From the saved lse, as the operator: autograd would find another one."""
     if vocab_start or vocab_size is not None:
         return (None,)  # torch has nothing for a shard
-    leaf = input.detach().requires_grad_()
-    return _gradients((leaf,), cross_entropy_fwd(leaf, target, **options), grad_loss, grad_lse)
+    words, dtype = input.shape[-1], input.dtype
+    scores = _capped(input, softcap)
+    dloss, normalizer = grad_loss.to(dtype).unsqueeze(-1), lse.to(dtype).unsqueeze(-1)
+    outside = (target < 0) | (target >= words)
+    chosen = F.one_hot(target.masked_fill(outside, 0), words).to(dtype)
+    wanted = (1 - label_smoothing) * chosen + label_smoothing / words
+    weights = (scores - normalizer).exp()
+    factor = 2 * z_loss * normalizer * dloss
+    if grad_lse is not None:
+        factor = factor + grad_lse.to(dtype).unsqueeze(-1)
+    gradient = dloss * (weights - wanted) + factor * weights
+    if softcap is not None:
+        gradient = gradient * (1 - (scores / softcap).square())
+    gradient = gradient.masked_fill(outside.unsqueeze(-1), torch.nan)
+    return (gradient.masked_fill((target == ignore_index).unsqueeze(-1), 0),)
 
 
 def cross_entropy_partial_fwd(
@@ -112,22 +129,12 @@ def fused_linear_cross_entropy_bwd(
     grad_lse: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    given = (input, weight) if bias is None else (input, weight, bias)
-    leaves = tuple(tensor.detach().requires_grad_() for tensor in given)
-    outputs = fused_linear_cross_entropy_fwd(leaves[0], leaves[1], target, *leaves[2:], **options)
-    gradients = _gradients(leaves, outputs, grad_loss, grad_lse)
-    return (*gradients, None) if bias is None else gradients
-
-
-def _gradients(
-    leaves: tuple[Tensor, ...],
-    outputs: tuple[Tensor, Tensor],
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-) -> tuple[Any, ...]:
-    given = (grad_loss, torch.zeros_like(grad_loss) if grad_lse is None else grad_lse)
-    cast = [grad.to(output.dtype) for grad, output in zip(given, outputs, strict=True)]
-    return torch.autograd.grad(outputs, leaves, cast)
+    logits = F.linear(input, weight, bias)
+    (gradient,) = cross_entropy_bwd(grad_loss, logits, target, lse, grad_lse, **options)
+    assert gradient is not None
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    dweight = rows.T @ input.reshape(-1, input.shape[-1])
+    return gradient @ weight, dweight, None if bias is None else rows.sum(0)
 
 
 COMPOSITIONS: dict[str, Callable[..., tuple[Any, ...]]] = {

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from transformer_engine_fl.cli._output import Json, console, print_json
-from transformer_engine_fl.core.errors import ConfigurationError
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.core.types import BackendImplKind, OpImpl
+from transformer_engine_fl.testing.machine import device_types, usable_device
 
 if TYPE_CHECKING:
     import torch
@@ -153,23 +153,7 @@ def _device(name: str | None) -> torch.device:
     Raises:
         ConfigurationError: there is no such device here.
     """
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator()
-    here = ["cpu", *([accelerator.type] if accelerator else [])]
-    if name is None:
-        return torch.device(here[-1])
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        said = str(error).partition("\n")[0][:100]
-        raise ConfigurationError(
-            f"--device: {name!r} cannot be used ({said}); this machine has: {', '.join(here)}"
-        ) from None
-    if device.type == "meta":
-        raise ConfigurationError("--device: nothing is computed on 'meta'")
-    return device
+    return usable_device(name if name is not None else device_types()[-1], "--device")
 
 
 def _job(

@@ -7,6 +7,7 @@ alone reproduces a failure. What holds is asked in ``checks`` and ``streams``.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +33,11 @@ from transformer_engine_fl.testing.arguments import (
     tiled,
 )
 from transformer_engine_fl.testing.checks import Declined, Run, row_ranges
+from transformer_engine_fl.testing.machine import device_types, usable_device
 from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
 from transformer_engine_fl.testing.refusals import refused_calls
 
-__all__ = ["Case", "cases"]
+__all__ = ["Case", "cases", "devices"]
 
 _MANY_ROWS = 512
 """How many rows the widest sample is repeated to on a GPU: more than it has processors."""
@@ -55,6 +57,21 @@ class Case:
     check: Callable[[], Outcome]
     required: bool = False
 
+    @property
+    def operator(self) -> str:
+        """The operator's name."""
+        return self.name.split("/")[0]
+
+    @property
+    def impl_id(self) -> str:
+        """The implementation set's."""
+        return self.name.split("/")[1]
+
+    @property
+    def dtype(self) -> str:
+        """Whose sample it is."""
+        return self.name.split("/")[2]
+
     def run(self) -> Outcome:
         """Check it; whatever an implementation raises is a failure like any other.
 
@@ -67,7 +84,7 @@ class Case:
         try:
             return self.check()
         except ConformanceError as error:
-            raise ConformanceError(f"{self.name}: {error}") from error
+            raise ConformanceError(f"{self.name}: {error}", error.worst) from error
         except Declined as declined:
             if self.required:
                 raise ConformanceError(
@@ -86,6 +103,7 @@ def cases(
     operators: Iterable[str] | None = None,
     dtypes: Iterable[str] | None = None,
     device: str = "cpu",
+    only: Iterable[str] | None = None,
     manager: OpManager | None = None,
 ) -> Iterator[Case]:
     """Every case for an implementation set.
@@ -95,20 +113,20 @@ def cases(
         operators: only these; all that it implements unless given.
         dtypes: only these; all that the contract has and it supports unless given.
         device: where to run.
+        only: only the cases of these names, in which ``*`` stands for anything.
         manager: whose registry holds it; the default one unless given.
 
     Raises:
         UnknownOperatorError: nothing here has that id, or an operator of ``operators``
             has no implementation of that id.
-        ConfigurationError: there is nothing to test: no contract, no such dtype, or the
-            set does not run on that device.
+        ConfigurationError: there is nothing to test: no contract, no such dtype or case,
+            or the set does not run on that device.
     """
     manager = manager or get_default_manager()
-    manager.ensure_initialized()
     found = _entries(impl_id, operators, manager)
     wanted = None if dtypes is None else frozenset(dtypes)
-    kind = torch.device(device).type
-    here = [it for it in found if it[0].impl.devices is None or kind in it[0].impl.devices]
+    kind = usable_device(device, "device").type
+    here = [it for it in found if _runs_on(it[0], kind)]
     if not here:
         theirs = ", ".join(
             sorted({name for entry, _ in found for name in entry.impl.devices or ()})
@@ -121,12 +139,44 @@ def cases(
                 f"dtypes: {dtype!r} is in no contract of {impl_id!r}; "
                 f"they have {', '.join(known)}{suggestion(dtype, known)}"
             )
-    return (case for it in here for case in _of_entry(*it, device, wanted))
+    if only is None:
+        return (case for it in here for case in _of_entry(*it, device, wanted))
+    return iter([case for name in only for case in _named(name, here, device, wanted)])
 
 
-def _entries(
-    impl_id: str, operators: Iterable[str] | None, manager: OpManager
-) -> list[tuple[Entry, Contract[..., Any]]]:
+def devices(
+    impl_id: str, *, operators: Iterable[str] | None = None, manager: OpManager | None = None
+) -> tuple[str, ...]:
+    """The device types of this machine that a set runs on, the CPU first.
+
+    Args:
+        impl_id, operators, manager: as for :func:`cases`.
+
+    Raises:
+        UnknownOperatorError: as :func:`cases`.
+        ConfigurationError: there are none.
+    """
+    found = _entries(impl_id, operators, manager or get_default_manager())
+    here = device_types()
+    served = tuple(kind for kind in here if any(_runs_on(entry, kind) for entry, _ in found))
+    if not served:
+        theirs = {name for entry, _ in found for name in entry.impl.devices or ()}
+        raise ConfigurationError(
+            f"{impl_id!r} runs on {', '.join(sorted(theirs))} only; "
+            f"this machine has: {', '.join(here)}"
+        )
+    return served
+
+
+def _runs_on(entry: Entry, kind: str) -> bool:
+    return entry.impl.devices is None or kind in entry.impl.devices
+
+
+Found = list[tuple[Entry, Contract[..., Any]]]
+
+
+def _entries(impl_id: str, operators: Iterable[str] | None, manager: OpManager) -> Found:
+    manager.ensure_initialized()
     registry = manager.registry
     known = {
         entry.impl.impl_id for name in registry.list_operators() for entry in registry.entries(name)
@@ -136,30 +186,66 @@ def _entries(
             f"no operator has an implementation {impl_id!r}; there are: "
             f"{', '.join(sorted(known)) or 'none'}{suggestion(impl_id, known)}"
         )
-    names = registry.list_operators() if operators is None else tuple(operators)
-    for name in () if operators is None else names:
-        registry.get_implementation(name, impl_id)  # or it says what there is
-    entries = (it for name in names for it in registry.entries(name) if it.impl.impl_id == impl_id)
+    theirs = {
+        name: entry
+        for name in registry.list_operators()
+        for entry in registry.entries(name)
+        if entry.impl.impl_id == impl_id
+    }
+    names = list(theirs)
+    if operators is not None:
+        names = [registry.canonical(name) for name in dict.fromkeys(operators)]
+        for name in names:
+            if name not in theirs:
+                raise UnknownOperatorError(
+                    f"{impl_id!r} implements no operator {name!r}{suggestion(name, theirs)}"
+                )
+    entries = (theirs[name] for name in names)
     found = [(entry, entry.contract) for entry in entries if entry.contract is not None]
     if not found:
         raise ConfigurationError(f"no operator of {impl_id!r} has a contract to be tested against")
     return found
 
 
+def _named(name: str, here: Found, device: str, wanted: frozenset[str] | None) -> Iterator[Case]:
+    """The cases of a name, in which ``*`` stands for anything; there must be some."""
+    literal = name.partition("*")[0]
+    pattern = re.compile(".*".join(map(re.escape, name.split("*"))))
+    chosen = (case for it in here for case in _of_entry(*it, device, wanted, literal))
+    matching = [case for case in chosen if pattern.fullmatch(case.name)]
+    if not matching:
+        operator = [it for it in here if it[1].name == name.partition("/")[0]]
+        near = [case.name for it in operator for case in _of_entry(*it, device, wanted)]
+        raise ConfigurationError(f"no case is named {name!r}{suggestion(name, near)}")
+    yield from matching
+
+
 def _of_entry(
-    entry: Entry, contract: Contract[..., Any], device: str, wanted: frozenset[str] | None
+    entry: Entry,
+    contract: Contract[..., Any],
+    device: str,
+    wanted: frozenset[str] | None,
+    start: str = "",
 ) -> Iterator[Case]:
+    """The cases of an implementation; at least those whose name has that start."""
     supported = entry.impl.supported_dtypes
     for dtype in contract.dtypes:
+        label = f"{_label(entry, contract, dtype)}/"
+        if not (label.startswith(start) or start.startswith(label)):
+            continue
         if (wanted is None or dtype in wanted) and (supported is None or dtype in supported):
             yield from _of_dtype(entry, contract, dtype, list(contract.samples(dtype, device)))
+
+
+def _label(entry: Entry, contract: Contract[..., Any], dtype: str) -> str:
+    return f"{contract.name}/{entry.impl.impl_id}/{dtype}"
 
 
 def _of_dtype(
     entry: Entry, contract: Contract[..., Any], dtype: str, samples: list[Sample]
 ) -> Iterator[Case]:
     """Every case of a dtype; the first sample is the typical one."""
-    label = f"{contract.name}/{entry.impl.impl_id}/{dtype}"
+    label = _label(entry, contract, dtype)
     traits = entry.impl.traits
 
     def of(chosen: Iterable[Sample]) -> Iterator[tuple[str, Run]]:
@@ -176,6 +262,9 @@ def _of_dtype(
         yield Case(f"{label}/repeated/{name}", run.repeated)
         if _device(typical) == "cuda":
             yield Case(f"{label}/stream/{name}", functools.partial(streams.stream, run))
+            if torch.cuda.device_count() > 1:
+                other = functools.partial(streams.other_device, run)
+                yield Case(f"{label}/other device/{name}", other)
             if "graph_safe" in traits:
                 yield Case(f"{label}/graph safe/{name}", functools.partial(streams.graph_safe, run))
     sizes = _sizes(contract, samples)

@@ -1,0 +1,180 @@
+"""te-fl verify."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+BOTH = ("--op", "rmsnorm_fwd", "--op", "rmsnorm_bwd")
+RAISING = """
+from transformer_engine_fl import OpImpl, ops
+
+
+def silu(input):
+    ops.silu.check(input)
+    raise RuntimeError("the [kernel] is | gone")
+
+
+def register(registry):
+    registry.register_impl(
+        OpImpl(op_name="silu", impl_id="vendor.acme", kind="vendor", vendor="acme", fn=silu)
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where the scorecards go: the current directory."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+def test_a_right_set_passes_and_its_scorecard_is_written_twice(te_fl, acme, folder):
+    ran = te_fl("verify", "vendor.acme", COLUMNS="80")
+    assert ran.code == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "scorecard-vendor.acme.json",
+        "scorecard-vendor.acme.md",
+    ]
+    assert ran.out.splitlines()[-1].startswith("vendor.acme: all ")
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_the_scorecard_has_operators_dtypes_errors_versions_and_devices(te_fl, acme, folder):
+    te_fl("verify", "vendor.acme")
+    card = json.loads((folder / "scorecard-vendor.acme.json").read_text())
+    assert card["operators"] == ["rmsnorm_bwd", "rmsnorm_fwd"]
+    assert "silu" in card["missing"]
+    assert card["source"] == "entry point acme (acme-kernels 1.0)"
+    assert card["versions"]["torch"]
+    assert card["devices"][0]["device"] == "cpu"
+    rows = {(it["operator"], it["device"], it["dtype"]): it for it in card["results"]}
+    row = rows["rmsnorm_fwd", "cpu", "bfloat16"]
+    assert 0.4 < row["ulps"] < 4
+    assert 1e-4 < row["relative"] < 0.1
+    assert 0 < row["of_allowed"] <= 1
+    assert row["worst_case"].startswith("rmsnorm_fwd/vendor.acme/bfloat16/values/")
+    assert sum(it["passed"] for it in card["results"]) == card["cases"]["passed"]
+    page = (folder / "scorecard-vendor.acme.md").read_text()
+    assert (
+        f"| `rmsnorm_fwd` | cpu | bfloat16 | {row['passed']} | 0 | 0 | {row['ulps']:.3g} |" in page
+    )
+    assert "## Failures" not in page
+    assert "`silu`" in page.split("## Not implemented")[1]
+
+
+def test_a_wrong_set_fails_and_each_failure_can_be_reproduced(te_fl, wrong_acme, folder):
+    ran = te_fl("verify", "vendor.acme", *BOTH, "--dtype", "float32")
+    assert ran.code == 1
+    card = json.loads((folder / "scorecard-vendor.acme.json").read_text())
+    assert card["failures"]
+    assert {it["case"].split("/")[0] for it in card["failures"]} == {"rmsnorm_bwd"}
+    first = card["failures"][0]
+    assert "times the allowed error" in first["said"]
+    assert f"fails: {first['case']}" in ran.out
+    assert first["reproduce"] in ran.out
+    assert first["reproduce"] in (folder / "scorecard-vendor.acme.md").read_text()
+    row = next(it for it in card["results"] if it["failed"])
+    assert row["of_allowed"] > 1
+    alone = te_fl("verify", "vendor.acme", "--device", "cpu", "--case", first["case"], "--json")
+    assert [it["case"] for it in alone.document["failures"]] == [first["case"]]
+    assert sum(alone.document["cases"].values()) == 1
+
+
+def test_what_an_implementation_raises_is_shown_with_its_traceback(te_fl, install, folder):
+    install(RAISING)
+    ran = te_fl("verify", "vendor.acme", "--case", "silu/vendor.acme/float32/values/typical")
+    assert ran.code == 1
+    assert "raised RuntimeError: the [kernel] is | gone" in ran.out
+    assert "acme_kernels.py" in ran.out
+    assert list(folder.iterdir()) == []  # one case makes no scorecard
+    ran = te_fl("verify", "vendor.acme")
+    assert "acme_kernels.py" not in ran.out
+    assert "\nand " in ran.out
+    assert " more\n" in ran.out
+
+
+def test_a_star_stands_for_anything_in_the_name_of_a_case(te_fl, acme):
+    ran = te_fl("verify", "vendor.acme", "--case", "rmsnorm_*/float32/values/typical", "--json")
+    assert ran.document["operators"] == ["rmsnorm_bwd", "rmsnorm_fwd"]
+    assert ran.document["cases"] == {"passed": 2, "declined": 0, "failed": 0}
+    assert ran.document["missing"] is None
+
+
+def test_json_writes_nothing_unless_a_folder_is_given(te_fl, acme, folder):
+    document = te_fl("verify", "vendor.acme", *BOTH, "--json").document
+    assert document["passed"]
+    assert list(folder.iterdir()) == []
+    te_fl("verify", "vendor.acme", *BOTH, "--json", "--output", "new/folder")
+    written = json.loads((folder / "new" / "folder" / "scorecard-vendor.acme.json").read_text())
+    assert written["cases"] == document["cases"]
+
+
+def test_quiet_leaves_the_verdict(te_fl, acme):
+    ran = te_fl("verify", "vendor.acme", *BOTH, "--quiet")
+    (line,) = ran.out.splitlines()
+    assert line.startswith("vendor.acme: all ")
+    assert all(said.startswith("written: ") for said in ran.err.splitlines())
+
+
+def test_the_bar_and_the_log_stay_out_of_the_document(te_fl_process):
+    options = ("--op", "relu", "--dtype", "float16", "--json")
+    ran = te_fl_process("verify", "reference.torch", *options, TEFL_LOG_LEVEL="DEBUG")
+    assert json.loads(ran.out)["passed"]
+    assert "reference.torch" in ran.err
+
+
+def test_declined_samples_are_counted_with_their_reason(te_fl, install, folder):
+    install(
+        RAISING.replace(
+            'raise RuntimeError("the [kernel] is | gone")',
+            "if input.ndim != 2:\n"
+            '        raise NotSupportedError("two dimensions | only")\n'
+            "    from transformer_engine_fl.backends.reference import activation\n\n"
+            "    return activation.silu(input)",
+        ).replace("import OpImpl", "import NotSupportedError, OpImpl")
+    )
+    ran = te_fl("verify", "vendor.acme", "--dtype", "float32")
+    assert ran.code == 0, ran.out
+    card = json.loads((folder / "scorecard-vendor.acme.json").read_text())
+    (row,) = card["results"]
+    assert row["declined"] == row["declined_because"]["two dimensions | only"] > 0
+    assert f"{row['declined']} declined" in ran.out
+    page = (folder / "scorecard-vendor.acme.md").read_text()
+    assert f"| `silu` | {row['declined']} | two dimensions \\| only |" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("vendor.acm",), "did you mean 'vendor.acme'?"),
+        (("vendor.acme", "--op", "rmsnorm_fw"), "did you mean 'rmsnorm_fwd'?"),
+        (("vendor.acme", "--dtype", "bf16"), "did you mean 'bfloat16'?"),
+        (("vendor.acme", "--device", "toaster"), "'toaster' cannot be used"),
+        (
+            ("vendor.acme", "--case", "rmsnorm_fwd/vendor.acme/float32/values/typicl"),
+            "did you mean 'rmsnorm_fwd/vendor.acme/float32/values/typical'?",
+        ),
+        (("vendor.acme", "--op", "rmsnorm_fwd", "--output", "/dev/null/x"), "--output: "),
+    ],
+)
+def test_mistake_is_one_message(te_fl, acme, folder, arguments, said):
+    ran = te_fl("verify", *arguments, "--quiet")
+    assert ran.code == 2
+    assert ran.err.startswith("te-fl: ")
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+    assert list(folder.iterdir()) == []
+
+
+def test_a_set_for_another_device_says_what_this_machine_has(te_fl):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    ran = te_fl("verify", "vendor.cuda")
+    assert (ran.code, ran.out) == (2, "")
+    assert "'vendor.cuda' runs on cuda only; this machine has: cpu" in ran.err

@@ -1,0 +1,97 @@
+"""Every operator that is listed has a contract, a reference implementation and samples."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from operator_names import ALL, LISTED, OUT_OF_SCOPE
+
+from transformer_engine_fl import Contract, OpManager, ops
+
+PENDING = frozenset(
+    {
+        "bgrad_quantize",
+        "compute_amax",
+        "dequantize",
+        "fp8_block_scaling_compute_partial_amax",
+        "fp8_block_scaling_partial_cast",
+        "fp8_transpose",
+        "fused_amax_and_scale_update_after_reduction",
+        "fused_moe_aux_loss_bwd",
+        "fused_moe_aux_loss_fwd",
+        "fused_multi_row_padding",
+        "fused_multi_row_unpadding",
+        "fused_score_for_moe_aux_loss_bwd",
+        "fused_score_for_moe_aux_loss_fwd",
+        "fused_topk_with_score_function_bwd",
+        "fused_topk_with_score_function_fwd",
+        "group_quantize",
+        "moe_permute_bwd",
+        "moe_permute_fwd",
+        "moe_unpermute_bwd",
+        "moe_unpermute_fwd",
+        "multi_tensor_adam",
+        "multi_tensor_adam_capturable",
+        "multi_tensor_adam_capturable_master",
+        "multi_tensor_adam_fp8",
+        "multi_tensor_adam_param_remainder",
+        "multi_tensor_compute_scale_and_scale_inv",
+        "multi_tensor_compute_scale_inv_e8m0",
+        "multi_tensor_l2norm",
+        "multi_tensor_quantize",
+        "multi_tensor_scale",
+        "multi_tensor_scale_tensor",
+        "multi_tensor_sgd",
+        "multi_tensor_unscale_l2norm",
+        "quantize",
+        "split_quantize",
+        "swap_first_dims",
+    }
+)
+"""Those that are still to come; one that has come is to be taken out."""
+
+NAMES = {name: it for it in ops.CATALOGUE.values() for name in (it.name, *it.aliases)}
+PRESENT = sorted(ALL & NAMES.keys())
+
+
+def test_exactly_the_pending_operators_are_missing() -> None:
+    assert ALL - NAMES.keys() == PENDING
+
+
+def test_no_name_is_listed_twice_or_both_in_scope_and_out_of_it() -> None:
+    every = [*itertools.chain(*LISTED.values()), *OUT_OF_SCOPE]
+    assert len(set(every)) == len(every)
+
+
+def test_what_is_out_of_scope_has_a_reason_and_no_contract() -> None:
+    assert all(OUT_OF_SCOPE.values())
+    assert OUT_OF_SCOPE.keys() & NAMES.keys() == set()
+
+
+@pytest.fixture(scope="module")
+def manager() -> OpManager:
+    made = OpManager(plugins=False)
+    made.ensure_initialized()
+    return made
+
+
+@pytest.mark.parametrize("contract", ops.CATALOGUE.values(), ids=lambda it: it.name)
+def test_an_operator_of_the_catalogue_is_whole(
+    contract: Contract[..., object], manager: OpManager
+) -> None:
+    assert len(contract.__doc__ or "") > 100
+    entries = {it.impl.impl_id: it for it in manager.registry.entries(contract.name)}
+    assert "reference.torch" in entries
+    assert entries["reference.torch"].load() is None
+    for dtype in contract.dtypes:
+        labels = [sample.label for sample in contract.samples(dtype, "cpu")]
+        assert labels[0].startswith("typical")
+        assert len(set(labels)) == len(labels) > 2
+    if contract.backward is not None:
+        assert contract.backward.op in ops.CATALOGUE
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_a_listed_name_leads_to_its_operator(name: str, manager: OpManager) -> None:
+    assert manager.registry.canonical(name) == NAMES[name].name

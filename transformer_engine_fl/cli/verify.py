@@ -1,0 +1,178 @@
+"""``te-fl verify IMPL_ID``: the conformance kit without pytest, and a scorecard of the result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from transformer_engine_fl.cli._output import Json, as_json, console, print_json, table
+from transformer_engine_fl.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.testing.scorecard import Failure, Progress, Row, Scorecard
+
+__all__ = ["verify"]
+
+SHOWN_FAILURES = 10
+
+
+def verify(
+    impl_id: Annotated[str, typer.Argument(metavar="IMPL_ID", help="The set: vendor.acme.")],
+    op: Annotated[
+        list[str] | None, typer.Option(metavar="OP", help="Only this operator; repeatable.")
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="Where: cpu, cuda, cuda:1; repeatable (each that the set runs on here).",
+        ),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="Only the samples of this dtype; repeatable."),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Only the case of this name, * standing for anything; repeatable.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where the scorecard is written (the current directory; "
+            "with --case or --json, nowhere).",
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No progress bar and no table.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Hold an implementation set against the contracts, and write a scorecard.
+
+    scorecard-IMPL_ID.json and scorecard-IMPL_ID.md have the operators covered, the largest
+    errors, and each failure with the command that reproduces it alone. The exit code is 1
+    if a case fails. In pytest: pytest --te-fl-impl IMPL_ID.
+    """
+    # Threads that wait must not spin: beside other work on the machine each call would stall.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from transformer_engine_fl import testing
+
+    with _progress_bar(impl_id, hidden=quiet) as progress:
+        card = testing.verify(
+            impl_id,
+            operators=op or None,
+            dtypes=dtype or None,
+            on=device or None,
+            only=case or None,
+            progress=progress,
+        )
+    wanted = output is not None or not (case or json)
+    written = _write(card, output or Path()) if wanted else []
+    if json:
+        print_json(card.to_dict())
+    else:
+        _show(console(), card, quiet=quiet, traced=bool(case))
+        for path in written:
+            console(stderr=True).print(f"written: {path}", soft_wrap=True)
+    raise typer.Exit(0 if card.passed else 1)
+
+
+@contextmanager
+def _progress_bar(label: str, *, hidden: bool) -> Iterator[Progress]:
+    """A bar on stderr with the operator and the failures so far."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}", markup=False),
+    )
+    bar = Bar(*columns, console=console(stderr=True), expand=True, disable=hidden)
+    task = bar.add_task(label, total=None, said="")
+
+    def progress(done: int, total: int, operator: str, failed: int) -> None:
+        bar.start()  # not before there are cases: a mistake in the question shows no bar
+        said = f"{failed} failed  {operator}" if failed else operator
+        bar.update(task, completed=done, total=total, said=said)
+
+    try:
+        yield progress
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _write(card: Scorecard, folder: Path) -> list[Path]:
+    """Write the scorecard as JSON and as Markdown.
+
+    Raises:
+        ConfigurationError: nothing can be written there.
+    """
+    paths = [folder / f"scorecard-{card.impl_id}.{suffix}" for suffix in ("json", "md")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = (as_json(card.to_dict()) + "\n", card.to_markdown())
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--output: {error}") from error
+    return paths
+
+
+# ------------------------------------------------------------------------------ as text
+
+
+def _show(out: Console, card: Scorecard, *, quiet: bool, traced: bool) -> None:
+    if not quiet:
+        headings = ("operator", "device", "passed", "declined", "failed", "ulps", "relative")
+        rows = [_cells(operator, device, rows) for (operator, device), rows in _grouped(card)]
+        out.print(table(headings, rows, numbers=headings[2:], wrapped=("operator",)))
+    for failure in card.failures[:SHOWN_FAILURES]:
+        _show_failure(out, failure, traced=traced)
+    if len(card.failures) > SHOWN_FAILURES:
+        out.print(f"and {len(card.failures) - SHOWN_FAILURES} more")
+    if card.missing and not quiet:
+        out.print(f"not implemented: {', '.join(card.missing)}")
+    out.print(Text(card.verdict(), "green" if card.passed else "bold red"))
+
+
+def _grouped(card: Scorecard) -> Iterator[tuple[tuple[str, str], list[Row]]]:
+    """The rows of each operator on each device: its dtypes."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in card.rows:
+        groups.setdefault((row.operator, row.device), []).append(row)
+    yield from groups.items()
+
+
+def _cells(operator: str, device: str, rows: list[Row]) -> tuple[str | Text, ...]:
+    passed, declined, failed = (
+        sum(getattr(row, what) for row in rows) for what in ("passed", "declined", "failed")
+    )
+    worst = [row.worst for row in rows if row.worst]
+    ulps = f"{max(it.ulps for it in worst):.3g}" if worst else "-"
+    relative = f"{max(it.relative for it in worst):.2g}" if worst else "-"
+    wrong = Text(str(failed), "red" if failed else "")
+    return operator, device, str(passed), str(declined), wrong, ulps, relative
+
+
+def _show_failure(out: Console, failure: Failure, *, traced: bool) -> None:
+    out.print(Text("fails: ", "bold red").append(failure.case, "not bold default"))
+    out.print(f"  {failure.said}")
+    if traced and failure.traceback:
+        for line in failure.traceback.splitlines():
+            out.print(f"  {line}", soft_wrap=True)
+    out.print(f"  to reproduce: {failure.reproduce}", soft_wrap=True)

@@ -1,0 +1,354 @@
+"""Running every case of a set, and what came of it: as plain values, and as a page to read."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import shlex
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformer_engine_fl.core.manager import OpManager, get_default_manager
+from transformer_engine_fl.testing import machine
+from transformer_engine_fl.testing.case import Case, cases, devices
+from transformer_engine_fl.testing.comparison import Worst
+from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
+
+__all__ = ["Failure", "Row", "Scorecard", "verify"]
+
+PACKAGES = ("torch", "triton")
+
+REPEATED_VARIABLES = ("TE_FL_PLUGIN_MODULES", "TRITON_INTERPRET")
+"""What decides which implementations there are, so that a command needs them again."""
+
+Progress = Callable[[int, int, str, int], None]
+"""Told the cases done, those in all, the operator it is at, how many have failed."""
+
+
+@dataclass(slots=True)
+class Row:
+    """What came of the samples of one dtype.
+
+    Attributes:
+        operator, family, device, dtype: whose.
+        passed, declined, failed: numbers of cases.
+        worst: the largest errors of its comparisons; None if nothing was compared.
+        at: the case whose values come nearest to what is allowed, or exceed it most.
+        reasons: why samples were declined, and how many.
+    """
+
+    operator: str
+    family: str
+    device: str
+    dtype: str
+    passed: int = 0
+    declined: int = 0
+    failed: int = 0
+    worst: Worst | None = None
+    at: str | None = None
+    reasons: dict[str, int] | None = None
+
+    def count(self, case: Case, outcome: Outcome | None, worst: Worst | None) -> None:
+        """Count a case that ended so; no outcome is a failure."""
+        if outcome is None:
+            self.failed += 1
+        elif outcome.declined is not None:
+            self.declined += 1
+            self.reasons = self.reasons or {}
+            self.reasons[outcome.declined] = self.reasons.get(outcome.declined, 0) + 1
+        else:
+            self.passed += 1
+        if worst is None:
+            return
+        if self.worst is None or worst.ratio > self.worst.ratio:
+            self.at = case.name
+        self.worst = worst if self.worst is None else self.worst.and_of(worst)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values; the errors are null where nothing was compared."""
+        worst = self.worst
+        return {
+            "operator": self.operator,
+            "family": self.family,
+            "device": self.device,
+            "dtype": self.dtype,
+            "passed": self.passed,
+            "declined": self.declined,
+            "failed": self.failed,
+            "ulps": worst.ulps if worst else None,
+            "relative": worst.relative if worst else None,
+            "of_allowed": worst.ratio if worst else None,
+            "worst_case": self.at,
+            "declined_because": dict(self.reasons or {}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A case that does not hold.
+
+    Attributes:
+        case, device: which, and where.
+        said: what is wrong.
+        traceback: of what the implementation raised; None if it raised nothing.
+        reproduce: a command that runs this case alone.
+    """
+
+    case: str
+    device: str
+    said: str
+    traceback: str | None
+    reproduce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scorecard:
+    """What came of every case of a set.
+
+    Attributes:
+        impl_id: the set.
+        source: who registered it.
+        date: when, in UTC.
+        seconds: how long it took.
+        versions, devices: what it ran with.
+        rows: by operator, device and dtype.
+        failures: every case that does not hold.
+        missing: operators of the catalogue that the set does not implement; None if only
+            some operators were asked for.
+    """
+
+    impl_id: str
+    source: str
+    date: str
+    seconds: float
+    versions: dict[str, str | None]
+    devices: list[dict[str, Any]]
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...]
+    missing: tuple[str, ...] | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything holds."""
+        return not self.failures
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The operators that were tested."""
+        return tuple(dict.fromkeys(row.operator for row in self.rows))
+
+    def total(self, what: str) -> int:
+        """How many cases ``passed``, were ``declined`` or ``failed``."""
+        return sum(getattr(row, what) for row in self.rows)
+
+    def verdict(self) -> str:
+        """The result in a line."""
+        total = sum(map(self.total, ("passed", "declined", "failed")))
+        declined = self.total("declined")
+        said = (
+            f"{self.total('failed')} of {total} cases fail"
+            if self.failures
+            else (f"all {self.total('passed')} cases hold")
+        )
+        more = f", {declined} declined" if declined else ""
+        return f"{self.impl_id}: {said}{more}; operators: {len(self.operators)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return {
+            "impl_id": self.impl_id,
+            "source": self.source,
+            "date": self.date,
+            "seconds": round(self.seconds, 3),
+            "versions": self.versions,
+            "devices": self.devices,
+            "passed": self.passed,
+            "cases": {what: self.total(what) for what in ("passed", "declined", "failed")},
+            "operators": list(self.operators),
+            "missing": None if self.missing is None else list(self.missing),
+            "results": [row.to_dict() for row in self.rows],
+            "failures": [
+                {name: getattr(failure, name) for name in Failure.__slots__}
+                for failure in self.failures
+            ],
+        }
+
+    def to_markdown(self) -> str:
+        """As a page."""
+        return "\n".join(_page(self))
+
+
+def verify(
+    impl_id: str,
+    *,
+    operators: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    on: Iterable[str] | None = None,
+    only: Iterable[str] | None = None,
+    manager: OpManager | None = None,
+    progress: Progress | None = None,
+) -> Scorecard:
+    """Run every case of a set, whatever fails on the way.
+
+    Args:
+        impl_id, operators, dtypes, only, manager: as for ``cases``.
+        on: devices; each type of this machine that the set runs on unless given.
+        progress: told before each case and at the end.
+
+    Raises:
+        UnknownOperatorError, ConfigurationError: as ``cases``.
+    """
+    manager = manager or get_default_manager()
+    operators = None if operators is None else tuple(operators)
+    only = None if only is None else tuple(only)
+    dtypes = None if dtypes is None else tuple(dtypes)
+    places = tuple(on) if on is not None else devices(impl_id, operators=operators, manager=manager)
+    found = [
+        (device, case)
+        for device in places
+        for case in cases(
+            impl_id, operators=operators, dtypes=dtypes, device=device, only=only, manager=manager
+        )
+    ]
+    start = time.perf_counter()
+    rows, failures = _run(found, manager, progress or (lambda *_: None))
+    whole = operators is None and only is None
+    covered = {row.operator for row in rows}
+    kinds = {place.partition(":")[0] for place in places}
+    return Scorecard(
+        impl_id=impl_id,
+        source=_source(impl_id, manager),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - start,
+        versions=machine.versions(PACKAGES) | {"torch built for": machine.torch_build()},
+        devices=[it for it in machine.devices() if it["device"].partition(":")[0] in kinds],
+        rows=tuple(rows),
+        failures=tuple(failures),
+        missing=tuple(sorted(set(manager.registry.contracts) - covered)) if whole else None,
+    )
+
+
+def _run(
+    found: list[tuple[str, Case]], manager: OpManager, progress: Progress
+) -> tuple[list[Row], list[Failure]]:
+    rows: dict[tuple[str, str, str], Row] = {}
+    failures: list[Failure] = []
+    contracts = manager.registry.contracts
+    for done, (device, case) in enumerate(found):
+        progress(done, len(found), case.operator, len(failures))
+        key = (case.operator, device, case.dtype)
+        if key not in rows:
+            rows[key] = Row(key[0], contracts[case.operator].family, device, case.dtype)
+        try:
+            outcome = case.run()
+        except ConformanceError as error:
+            rows[key].count(case, None, error.worst)
+            failures.append(_failure(case, device, error))
+        else:
+            rows[key].count(case, outcome, outcome.worst)
+    progress(len(found), len(found), "", len(failures))
+    return list(rows.values()), failures
+
+
+def _failure(case: Case, device: str, error: ConformanceError) -> Failure:
+    """In text: an exception would keep the tensors of the call."""
+    cause = error.__cause__
+    raised = cause is not None and not isinstance(cause, ConformanceError)
+    return Failure(
+        case.name,
+        device,
+        said=str(error).removeprefix(f"{case.name}: ").removeprefix(f"{case.name} "),
+        traceback="".join(traceback.format_exception(cause)) if cause and raised else None,
+        reproduce=reproduction(case, device),
+    )
+
+
+def reproduction(case: Case, device: str) -> str:
+    """The command that runs a case alone."""
+    set_here = [f"{name}={os.environ[name]}" for name in REPEATED_VARIABLES if name in os.environ]
+    command = ("te-fl", "verify", case.impl_id, "--device", device, "--case", case.name)
+    return shlex.join([*set_here, *command])
+
+
+def _source(impl_id: str, manager: OpManager) -> str:
+    """The set or plugin that registered it, with the version of what it was installed as."""
+    for report in manager.registry.snapshot().sources.values():
+        if any(label.endswith(f"/{impl_id}") for label in report.registered):
+            try:
+                version = f" {importlib.metadata.version(report.origin)}"
+            except importlib.metadata.PackageNotFoundError:
+                version = ""
+            return f"{report.name} ({report.origin}{version})"
+    return "registered by the program"
+
+
+# --------------------------------------------------------------------------- as a page
+
+
+def _page(card: Scorecard) -> Iterator[str]:
+    yield f"# Scorecard of {card.impl_id}"
+    yield ""
+    yield f"**{card.verdict()}.**"
+    yield ""
+    yield "| | |"
+    yield "| --- | --- |"
+    yield f"| source | {card.source} |"
+    yield f"| date | {card.date} |"
+    for it in card.devices:
+        named = ", ".join(str(it[key]) for key in ("name", "arch") if it[key])
+        yield f"| {it['device']} | {named} |"
+    for name, version in card.versions.items():
+        yield f"| {name} | {version or 'not there'} |"
+    yield ""
+    yield "## Operators"
+    yield ""
+    yield "The largest errors against float64: in units in the last place of the output's dtype,"
+    yield "relative to the root mean square of the output, and as a part of what the contract"
+    yield "allows (above 1 is a failure). `-` stands where nothing was compared."
+    yield ""
+    headings = ("operator", "device", "dtype", "passed", "declined", "failed")
+    yield f"| {' | '.join((*headings, 'ulps', 'relative', 'of allowed'))} |"
+    yield f"| --- | --- | --- |{' ---: |' * 6}"
+    for row in card.rows:
+        counts = f"{row.passed} | {row.declined} | {row.failed}"
+        errors = " | ".join(shown(row.worst))
+        yield f"| `{row.operator}` | {row.device} | {row.dtype} | {counts} | {errors} |"
+    yield from _failures(card)
+    yield from _declined(card)
+    if card.missing:
+        yield from ("", "## Not implemented", "")
+        yield ", ".join(f"`{name}`" for name in card.missing)
+    yield ""
+
+
+def shown(worst: Worst | None) -> tuple[str, str, str]:
+    """The largest errors as text: ulps, relative, part of what is allowed."""
+    if worst is None:
+        return "-", "-", "-"
+    return f"{worst.ulps:.3g}", f"{worst.relative:.2g}", f"{worst.ratio:.2g}"
+
+
+def _failures(card: Scorecard) -> Iterator[str]:
+    if not card.failures:
+        return
+    yield from ("", "## Failures")
+    for failure in card.failures:
+        yield from ("", f"### `{failure.case}` on {failure.device}", "")
+        yield from ("```", failure.said, "```", "", "```sh", failure.reproduce, "```")
+
+
+def _declined(card: Scorecard) -> Iterator[str]:
+    reasons: dict[tuple[str, str], int] = {}
+    for row in card.rows:
+        for reason, count in (row.reasons or {}).items():
+            key = (row.operator, " ".join(reason.split()).replace("|", "\\|"))
+            reasons[key] = reasons.get(key, 0) + count
+    if not reasons:
+        return
+    yield from ("", "## Declined", "", "| operator | cases | reason |", "| --- | ---: | --- |")
+    for (operator, reason), count in reasons.items():
+        yield f"| `{operator}` | {count} | {reason} |"
