@@ -279,9 +279,13 @@ def _docstring(contract: Contract[..., Any], here: str) -> Iterator[str]:
 
 
 def _entries(text: str, here: str) -> Iterator[str]:
-    """``name: what it is`` as list items; anything else as it is."""
+    """``name: what it is`` as list items; anything else, one paragraph, as it is."""
+    lines = text.splitlines()
+    if not any(_ITEM.match(line) for line in lines):
+        yield _inline(" ".join(line.strip() for line in lines), here)
+        return
     entry: list[str] = []
-    for line in [*text.splitlines(), None]:
+    for line in [*lines, None]:
         if line is None or (line and not line.startswith(" ")):
             if entry:
                 yield _entry(" ".join(entry), here)

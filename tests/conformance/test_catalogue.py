@@ -11,13 +11,6 @@ from transformer_engine_fl import Contract, OpManager, ops
 
 PENDING = frozenset(
     {
-        "bgrad_quantize",
-        "compute_amax",
-        "dequantize",
-        "fp8_block_scaling_compute_partial_amax",
-        "fp8_block_scaling_partial_cast",
-        "fp8_transpose",
-        "fused_amax_and_scale_update_after_reduction",
         "fused_moe_aux_loss_bwd",
         "fused_moe_aux_loss_fwd",
         "fused_multi_row_padding",
@@ -26,27 +19,10 @@ PENDING = frozenset(
         "fused_score_for_moe_aux_loss_fwd",
         "fused_topk_with_score_function_bwd",
         "fused_topk_with_score_function_fwd",
-        "group_quantize",
         "moe_permute_bwd",
         "moe_permute_fwd",
         "moe_unpermute_bwd",
         "moe_unpermute_fwd",
-        "multi_tensor_adam",
-        "multi_tensor_adam_capturable",
-        "multi_tensor_adam_capturable_master",
-        "multi_tensor_adam_fp8",
-        "multi_tensor_adam_param_remainder",
-        "multi_tensor_compute_scale_and_scale_inv",
-        "multi_tensor_compute_scale_inv_e8m0",
-        "multi_tensor_l2norm",
-        "multi_tensor_quantize",
-        "multi_tensor_scale",
-        "multi_tensor_scale_tensor",
-        "multi_tensor_sgd",
-        "multi_tensor_unscale_l2norm",
-        "quantize",
-        "split_quantize",
-        "swap_first_dims",
     }
 )
 """Those that are still to come; one that has come is to be taken out."""
