@@ -95,7 +95,8 @@ def test_a_docstring_becomes_markdown() -> None:
                 tensor``.
 
         Returns:
-            Nothing at all: it writes.
+            Nothing at all: it writes,
+            in two lines.
         """
 
     lines = list(generate._docstring(example, "rope"))
@@ -111,7 +112,7 @@ def test_a_docstring_becomes_markdown() -> None:
         "",
         "**Returns**",
         "",
-        "- Nothing at all: it writes.",
+        "Nothing at all: it writes, in two lines.",
     ]
     assert generate._row("a", "b|c") == "| a | b\\|c |"
     assert generate._literal("a|b") == '"a|b"'
