@@ -88,6 +88,8 @@ class Backward:
             cannot tell from what it is given.
         unbind: the forward's one output is several, put together along its first dimension;
             they are differentiated, and returned by ``functional``, apart.
+        saved_with: backward parameter -> a forward argument; where that is None, nothing is
+            saved for the parameter, and the backward gets None for it.
     """
 
     op: str
@@ -97,6 +99,7 @@ class Backward:
     output_grads: tuple[str, ...] = ()
     sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     unbind: bool = False
+    saved_with: Mapping[str, str] = field(default_factory=dict)
 
 
 def _traced_contract_call(contract: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,14 +38,28 @@ from transformer_engine_fl.functional.loss import (
     cross_entropy,
     fused_linear_cross_entropy,
 )
+from transformer_engine_fl.functional.moe import (
+    moe_permute,
+    moe_permute_with_probs,
+    moe_unpermute,
+)
 from transformer_engine_fl.functional.normalization import (
     layer_norm,
     rms_norm,
     rms_norm_add,
 )
+from transformer_engine_fl.functional.padding import (
+    multi_row_padding,
+    multi_row_unpadding,
+)
 from transformer_engine_fl.functional.rope import (
     qkv_rope,
     rope,
+)
+from transformer_engine_fl.functional.router import (
+    moe_aux_loss,
+    score_for_moe_aux_loss,
+    topk_router,
 )
 from transformer_engine_fl.functional.softmax import (
     scaled_aligned_causal_masked_softmax,
@@ -68,6 +82,12 @@ __all__ = [
     "grouped_linear",
     "layer_norm",
     "linear",
+    "moe_aux_loss",
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_unpermute",
+    "multi_row_padding",
+    "multi_row_unpadding",
     "qgeglu",
     "qgelu",
     "qkv_rope",
@@ -80,9 +100,11 @@ __all__ = [
     "scaled_masked_softmax",
     "scaled_softmax",
     "scaled_upper_triang_masked_softmax",
+    "score_for_moe_aux_loss",
     "silu",
     "sreglu",
     "srelu",
     "swiglu",
     "thd_to_bshd",
+    "topk_router",
 ]

@@ -16,10 +16,11 @@ __all__ = ["apply"]
 
 
 class _Differentiable(torch.autograd.Function):
-    """Any operator whose contract names its backward; returns the differentiable outputs.
+    """Any operator whose contract names its backward; returns its first outputs.
 
-    ``places`` says which of ``tensors`` each argument is. Two arguments may be one tensor,
-    which torch.compile takes only once.
+    ``wanted`` says how many, all that are differentiable unless given; the others among
+    them are marked. ``places`` says which of ``tensors`` each argument is. Two arguments may
+    be one tensor, which torch.compile takes only once.
     """
 
     @staticmethod
@@ -28,6 +29,7 @@ class _Differentiable(torch.autograd.Function):
         op_name: str,
         options: dict[str, Any],
         places: dict[str, int],
+        wanted: int | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         backward = CATALOGUE[op_name].backward
@@ -37,7 +39,11 @@ class _Differentiable(torch.autograd.Function):
         manager = get_default_manager()
         outputs = _outputs(op_name, manager.call(op_name, *args, **keywords, **options))
         known |= {f"output[{place}]": output for place, output in enumerate(outputs)}
-        ctx.save_for_backward(*(known.get(source) for source in backward.saves.values()))
+        saved = {name: known.get(source) for name, source in backward.saves.items()}
+        for name, other in backward.saved_with.items():
+            if known.get(other) is None:
+                saved[name] = None
+        ctx.save_for_backward(*saved.values())
         ctx.options = {name: options[name] for name in backward.options if name in options}
         for name, (source, dimension) in backward.sizes.items():
             tensor = known[source]
@@ -47,34 +53,40 @@ class _Differentiable(torch.autograd.Function):
         ctx.op_name = op_name
         ctx.places = places
         ctx.count = len(tensors)
-        grads = backward.output_grads or (next(iter(CATALOGUE[backward.op].signature.parameters)),)
-        ctx.given = (*grads, *backward.saves)
-        return tuple(outputs[: len(grads)])
+        first = next(iter(CATALOGUE[backward.op].signature.parameters))
+        ctx.grads = backward.output_grads or (first,)
+        returned = outputs[: len(ctx.grads) if wanted is None else wanted]
+        ctx.mark_non_differentiable(*returned[len(ctx.grads) :])
+        return returned
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         backward = CATALOGUE[ctx.op_name].backward
         assert backward is not None
-        given = dict(zip(ctx.given, (*grads, *ctx.saved_tensors), strict=True))
+        given = dict(zip(ctx.grads, grads, strict=False))
+        given |= dict(zip(backward.saves, ctx.saved_tensors, strict=True))
         args, keywords = _arranged(backward.op, given)
         gradients = _as_tuple(ctx.run(*args, **keywords, **ctx.options))
         returned: list[Tensor | None] = [None] * ctx.count
         for owners, gradient in zip(backward.gradients, gradients, strict=True):
             for owner in (owners,) if isinstance(owners, str) else owners:
                 place = ctx.places[owner]
-                if ctx.needs_input_grad[3 + place]:
+                if ctx.needs_input_grad[4 + place]:
                     before = returned[place]
                     returned[place] = gradient if before is None else before + gradient
-        return None, None, None, *returned
+        return None, None, None, None, *returned
 
 
-def apply(op_name: str, options: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def apply(
+    op_name: str, options: dict[str, Any], *tensors: Tensor | None, outputs: int | None = None
+) -> tuple[Tensor, ...]:
     """The operator's outputs, those that have a gradient first.
 
     Args:
         options: the other arguments by name, tensors among them.
         tensors: the operator's first arguments.
+        outputs: how many of them are wanted, where some without a gradient are.
     """
     contract = CATALOGUE[op_name]
     keywords, plain = {}, {}
@@ -88,7 +100,7 @@ def apply(op_name: str, options: dict[str, Any], *tensors: Tensor | None) -> tup
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if not (wanted and torch.is_grad_enabled()):
         value = get_default_manager().call(op_name, *tensors, **keywords, **plain)
-        return _outputs(op_name, value)
+        return _outputs(op_name, value)[:outputs]
     given = {**dict(zip(contract.signature.parameters, tensors, strict=False)), **keywords}
     places: dict[str, int] = {}
     different: list[Tensor | None] = []
@@ -97,7 +109,7 @@ def apply(op_name: str, options: dict[str, Any], *tensors: Tensor | None) -> tup
         places[name] = same[0] if same else len(different)
         if not same:
             different.append(tensor)
-    result: tuple[Tensor, ...] = _Differentiable.apply(op_name, plain, places, *different)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _Differentiable.apply(op_name, plain, places, outputs, *different)  # type: ignore[no-untyped-call]
     return result
 
 

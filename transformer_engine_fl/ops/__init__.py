@@ -109,6 +109,16 @@ from transformer_engine_fl.ops.loss import (
     fused_linear_cross_entropy_bwd,
     fused_linear_cross_entropy_fwd,
 )
+from transformer_engine_fl.ops.moe import (
+    moe_permute_bwd,
+    moe_permute_fwd,
+    moe_permute_mask_bwd,
+    moe_permute_mask_fwd,
+    moe_unpermute_bwd,
+    moe_unpermute_fwd,
+    moe_unpermute_mask_bwd,
+    moe_unpermute_mask_fwd,
+)
 from transformer_engine_fl.ops.normalization import (
     layernorm_bwd,
     layernorm_fwd,
@@ -131,6 +141,10 @@ from transformer_engine_fl.ops.optimizer import (
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
+from transformer_engine_fl.ops.padding import (
+    fused_multi_row_padding,
+    fused_multi_row_unpadding,
+)
 from transformer_engine_fl.ops.quantization import (
     bgrad_quantize,
     compute_amax,
@@ -150,6 +164,14 @@ from transformer_engine_fl.ops.rope import (
     fused_qkv_rope_forward,
     fused_rope_backward,
     fused_rope_forward,
+)
+from transformer_engine_fl.ops.router import (
+    fused_moe_aux_loss_bwd,
+    fused_moe_aux_loss_fwd,
+    fused_score_for_moe_aux_loss_bwd,
+    fused_score_for_moe_aux_loss_fwd,
+    fused_topk_with_score_function_bwd,
+    fused_topk_with_score_function_fwd,
 )
 from transformer_engine_fl.ops.softmax import (
     scaled_aligned_causal_masked_softmax_backward,
@@ -222,10 +244,18 @@ __all__ = [
     "fused_attn_fwd",
     "fused_linear_cross_entropy_bwd",
     "fused_linear_cross_entropy_fwd",
+    "fused_moe_aux_loss_bwd",
+    "fused_moe_aux_loss_fwd",
+    "fused_multi_row_padding",
+    "fused_multi_row_unpadding",
     "fused_qkv_rope_backward",
     "fused_qkv_rope_forward",
     "fused_rope_backward",
     "fused_rope_forward",
+    "fused_score_for_moe_aux_loss_bwd",
+    "fused_score_for_moe_aux_loss_fwd",
+    "fused_topk_with_score_function_bwd",
+    "fused_topk_with_score_function_fwd",
     "geglu",
     "geglu_quantize",
     "gelu",
@@ -237,6 +267,14 @@ __all__ = [
     "layernorm_bwd",
     "layernorm_fwd",
     "layernorm_fwd_quantize",
+    "moe_permute_bwd",
+    "moe_permute_fwd",
+    "moe_permute_mask_bwd",
+    "moe_permute_mask_fwd",
+    "moe_unpermute_bwd",
+    "moe_unpermute_fwd",
+    "moe_unpermute_mask_bwd",
+    "moe_unpermute_mask_fwd",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
     "multi_tensor_adam_capturable_master",

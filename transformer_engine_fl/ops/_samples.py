@@ -76,6 +76,8 @@ def layouts(
 ) -> Iterator[tuple[str, Tensor]]:
     """(what is special about it, normal values) for each shape and each memory layout.
 
+    Of uint8, the bytes of such values.
+
     Args:
         shapes: contiguous tensors, by label.
         rows, columns: the shape of those that lie in memory in another way.
@@ -86,7 +88,10 @@ def layouts(
     kind: torch.dtype = getattr(torch, dtype)
 
     def values(*shape: int) -> Tensor:
-        return normal(shape, kind, device, seed=sum(shape) + 1)
+        seed = sum(shape) + 1
+        if kind == torch.uint8:
+            return normal(shape, torch.float8_e4m3fn, device, seed).view(kind)
+        return normal(shape, kind, device, seed)
 
     for label, shape in shapes.items():
         yield label, values(*shape)
