@@ -29,6 +29,7 @@ EXACT: dict[str, str] = {
     "fused_multi_row_unpadding": MOVES,
     "group_quantize": LAID_DOWN,
     "moe_permute_fwd": MOVES,
+    "moe_permute_mask_fwd": MOVES,
     "multi_tensor_compute_scale_inv_e8m0": LAID_DOWN,
     "multi_tensor_quantize": LAID_DOWN,
     "quantize": LAID_DOWN,
