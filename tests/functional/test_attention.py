@@ -14,6 +14,7 @@ from torch import Tensor
 import transformer_engine_fl as te
 from transformer_engine_fl import functional, ops
 from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.ops.dropout import philox_block
 
 B, SQ, SKV, H, H_KV, D, DV = 2, 3, 5, 4, 2, 3, 2
 MASKS = ("no_mask", "causal", "causal_bottom_right")
@@ -412,11 +413,12 @@ def test_keys_in_parts_make_the_whole() -> None:
 # ------------------------------------------------------------------------------- dropout
 
 
-def test_the_first_row_is_dropped_as_the_dropout_family_drops() -> None:
+def test_the_first_row_is_dropped_by_the_words_of_the_first_blocks() -> None:
     options = {"seed": 77, "offset": 9}
     found = weights(2, 41, dropout_p=0.4, **options)[0, 0]
-    expected, _ = ops.dropout_fwd(torch.full((41,), 1 / 41), 0.4, **options)
-    torch.testing.assert_close(found, expected)
+    words = [word for block in range(11) for word in philox_block(block + (9 << 64), 77)]
+    kept = torch.tensor([word >= int(0.4 * 2**32) for word in words[:41]])
+    torch.testing.assert_close(found, kept / (41 * 0.6))
 
 
 def test_what_is_dropped_depends_on_neither_sizes_nor_masks() -> None:

@@ -32,14 +32,16 @@ where o is -inf for the softmax type ``vanilla``, 0 for ``off_by_one``, and the 
 whatever the softmax type, and passes no gradient on; so does a place of no sequence.
 
 **Dropout.** ``out_i = sum over j of D_ij * p_ij * v_j / (1 - dropout_p)``, with D_ij 0 where
-a weight is dropped, and 1 elsewhere (for dropout_p = 1, out is 0). Which are dropped is
-laid down in the dropout family, where the index of an element is here
+a weight is dropped, and 1 elsewhere (for dropout_p = 1, out is 0). The weight of query i and
+key j of sequence n, both counted within the sequence, has the index
 
-    ``((n * h + head) * 2**22 + i) * 2**22 + j``
+    ``w = ((n * h + head) * 2**22 + i) * 2**22 + j``
 
-of sequence n, query i and key j, both counted within the sequence. It depends on nothing
-else: not on the format, nor on the sizes. With dropout, ``b * h`` is therefore at most 2**21,
-and sq and skv are at most 2**22.
+and takes word ``w % 4`` of the block that the generator of the dropout family gives for the
+counter ``(lo(w // 4), hi(w // 4), lo(offset), hi(offset))`` and the key ``(lo(seed), hi(seed))``;
+it is kept if its word is at least ``floor(dropout_p * 2**32)``. That depends on nothing else:
+not on the format, nor on the sizes. With dropout, ``b * h`` is therefore at most 2**21, and
+sq and skv are at most 2**22.
 
 **Precision.** Scores, softmax and sums are in float32 (float64 for float64). For the two
 products that follow, weights and their gradients may be rounded to the dtype of the
