@@ -1478,7 +1478,8 @@ def multi_tensor_adam_param_remainder(
 
         ``master bits = (param bits - (remainder < 0)) << 16 | (remainder & 0xffff)``
 
-    and writing is the reverse. That is rounding to nearest, away from zero in a tie. The update
+    and writing is the reverse. That is rounding to nearest, away from zero in a tie. A NaN is
+    written with the bits 0x7fc00000: others, rounded up, could become a number. The update
     itself is :func:`multi_tensor_adam`'s on the masters.
 
     Args:

@@ -388,7 +388,8 @@ def _join(param: Tensor, remainder: Tensor) -> Tensor:
 
 def _split(master: Tensor) -> tuple[Tensor, Tensor]:
     """A float32's rounding, as bfloat16, and its lower half, as int16."""
-    bits = master.view(torch.int32)
+    # Of a NaN any bits may be set, and rounded up they could become a number.
+    bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
     low = bits << 16 >> 16  # with its sign
     high = (bits >> 16) + (low < 0).to(torch.int32)
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)

@@ -51,7 +51,7 @@ def _magnitudes(x: Tensor) -> Tensor:
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 values to a data dtype; uint8 is e2m1, of which two share a byte."""
     name = str(dtype).removeprefix("torch.")
-    value = value.clamp(-LARGEST[name], LARGEST[name])
+    value = value.contiguous().clamp(-LARGEST[name], LARGEST[name])
     if dtype != torch.uint8:
         return value.to(dtype)
     # How many midpoints are behind a value is its code; ties go to the even code.
@@ -345,7 +345,7 @@ def dequantize(
     factor = scale_inv.float()
     if form.block is not None:
         factor = _over_blocks(factor, form, rows, columns)
-    values = values.reshape(rows, columns) * factor
+    values = values.reshape(rows, columns).contiguous() * factor
     if global_scale_inv is not None:
         values = values * global_scale_inv
     return values.view(shape).to(out_dtype or torch.float32)
