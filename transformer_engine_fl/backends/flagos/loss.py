@@ -1,0 +1,1074 @@
+"""Cross entropy in Triton: of logits, of shards of a vocabulary, and of a linear layer.
+
+Forward, a program reads its rows once: each lane keeps the highest score and the sum of
+exponentials of what it has read, in chunks of which several vectors are under way at a
+time. Backward, each tile of the logits is read and its gradient written, from lse, so that
+nothing is read twice. The linear forms make the logits of some words at a time, in float32,
+as torch multiplies matrices; the kernels are the same.
+
+The order in which a row is summed depends on how wide it is and how it lies in memory
+alone, so a row's result is the same whichever rows come with it; but for the linear forms,
+of which torch decides that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import (
+    block_of,
+    by_rows,
+    check_fresh,
+    check_size,
+    keep,
+    listed,
+    plain,
+    rows_of_tile,
+)
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import loss as contracts
+from transformer_engine_fl.ops._dtypes import math_dtype
+
+__all__ = [
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "cross_entropy_merge",
+    "cross_entropy_partial_fwd",
+    "fused_linear_cross_entropy_bwd",
+    "fused_linear_cross_entropy_fwd",
+]
+
+# ------------------------------------------------------------------------------ kernels
+#
+# Rows are read in vectors of VEC elements, 16 bytes where they lie so that this is
+# possible. ``step`` counts elements between the starts of two rows. Words are counted in
+# the whole vocabulary, columns in the logits at hand, the first of which is word ``start``.
+
+_LOG2E = tl.constexpr(1 / math.log(2))
+# tanh(u) = u + u**3 * P(u**2), for u up to _NEAR: fitted with a relative error of 1e-8
+_NEAR = tl.constexpr(0.625)
+_P0 = tl.constexpr(-0.3333328068256378)
+_P1 = tl.constexpr(0.13331441581249237)
+_P2 = tl.constexpr(-0.05373971164226532)
+_P3 = tl.constexpr(0.020639078691601753)
+_P4 = tl.constexpr(-0.005704978480935097)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exp(x: tl.tensor) -> tl.tensor:
+    return tl.exp2(x * tl.full((), _LOG2E, x.dtype))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _capped(x: tl.tensor, cap: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Scores of logits under a cap, and their derivatives."""
+    one = tl.full((), 1.0, x.dtype)
+    bound = tl.full((), cap, x.dtype)
+    u = x * (one / bound)
+    shrunk = _exp(-2 * tl.abs(u))
+    share = one / (one + shrunk)
+    far = one - 2 * shrunk * share
+    tanh = tl.where(u < 0, -far, far)
+    if x.dtype == tl.float32:  # in which that cancels too much where u is small
+        square = u * u
+        series = _P0 + square * (_P1 + square * (_P2 + square * (_P3 + square * _P4)))
+        tanh = tl.where(tl.abs(u) < _NEAR, u + u * square * series, tanh)
+    # As 1 - tanh**2 the derivative would cancel where tanh is near 1.
+    return bound * tanh, 4 * shrunk * share * share
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(x: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
+    if CAPPED:
+        scores, _ = _capped(x, cap)
+        return scores
+    else:
+        return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _to_take_off(highest: tl.tensor) -> tl.tensor:
+    """What to take off scores before exp: 0 where all are hidden, and ``-inf`` the highest."""
+    return tl.where(highest == float("-inf"), 0, highest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_loss(
+    loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    row: tl.tensor,
+    exists: tl.tensor,
+    target: tl.tensor,
+    ignored: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    at_target: tl.tensor,
+    summed: tl.tensor,
+    last: tl.tensor,
+    words: tl.tensor,
+    smoothing: tl.tensor,
+    z: tl.tensor,
+    SUMMED: tl.constexpr,
+    ACC: tl.constexpr,
+) -> None:
+    """Loss and lse of rows out of the four numbers of each; words end before ``last``."""
+    shift = _to_take_off(highest)
+    log_total = tl.log(total)
+    lse = shift + log_total
+    # Not from lse, in which a large shift would round off what log_total says.
+    loss = log_total - (at_target - shift)
+    if SUMMED:
+        smooth = tl.full((), smoothing, ACC)
+        uniform = log_total - (summed / tl.full((), words, ACC) - shift)
+        loss = (1 - smooth) * loss + smooth * uniform
+    factor = tl.full((), z, ACC)
+    loss += tl.where(factor == 0, 0, factor * lse * lse)
+    outside = (target < 0) | (target >= last)
+    loss = tl.where(outside, float("nan"), loss)
+    tl.store(loss_ptr + row, tl.where(ignored, 0, loss), mask=exists)
+    tl.store(lse_ptr + row, tl.where(ignored, 0, lse), mask=exists)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_of_lane(ROWS: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
+    """Which of ROWS rows each of ROWS times LANES lanes has; of one row, once for all lanes."""
+    if ROWS == 1:
+        return tl.zeros((1,), tl.int32)
+    else:
+        return tl.arange(0, ROWS * LANES) // LANES
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "columns", "step", "start", "ignore", "last", "words", "smoothing", "z", "cap",
+    ]
+)  # fmt: skip
+def _forward(
+    x_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int32,
+    step: tl.int64,
+    start: tl.int64,
+    ignore: tl.int64,
+    last: tl.int64,
+    words: tl.float64,
+    smoothing: tl.float64,
+    z: tl.float64,
+    cap: tl.float64,
+    CAPPED: tl.constexpr,
+    SUMMED: tl.constexpr,
+    TAIL: tl.constexpr,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """ROWS rows in chunks of DEPTH times LANES vectors: their statistics, or loss and lse.
+
+    VEC divides the step; TAIL: it does not divide the columns, which end in a part of one.
+    """
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    exists = row < rows
+    target = tl.load(target_ptr + row, mask=exists, other=0)
+    ignored = target == ignore
+    read = exists & (target != ignore)
+    start_of_row = x_ptr + row.to(tl.int64) * (step // VEC) * VEC
+    # The target's score, wherever it is: its vector is read with the others.
+    word = target - start
+    inside = read & (target >= start) & (word < columns)
+    word = tl.where(inside, word, 0)
+    chosen = tl.load(start_of_row + word, mask=inside, other=0).to(ACC)
+    if bias_ptr is not None:
+        chosen += tl.load(bias_ptr + word, mask=inside, other=0).to(ACC)
+    at_target = tl.where(inside, _scores(chosen, cap, CAPPED), 0)
+
+    own = first_row + _row_of_lane(ROWS, LANES)
+    wanted = (own < rows) & (tl.load(target_ptr + own, mask=own < rows, other=0) != ignore)
+    wanted = wanted[:, None]
+    x_ptr += (own.to(tl.int64) * (step // VEC) * VEC)[:, None]
+    lane = (tl.arange(0, ROWS * LANES) % LANES)[:, None]
+    place = tl.arange(0, VEC)[None, :]
+    vectors = columns // VEC
+    chunks = tl.cdiv(vectors, DEPTH * LANES)
+    chunks = tl.where(tl.max(read.to(tl.int32), axis=0) > 0, chunks, 0)
+    highest = tl.full((ROWS * LANES,), float("-inf"), ACC)
+    total = tl.zeros((ROWS * LANES,), ACC)
+    summed = tl.zeros((ROWS * LANES,), ACC)
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        # All are asked for before the first is needed.
+        tiles = ()
+        for part in tl.static_range(DEPTH):
+            vector = (chunk * DEPTH + part) * LANES + lane
+            tiles += (
+                tl.load(
+                    x_ptr + (vector * VEC + place),
+                    mask=wanted & (vector < vectors),
+                    other=float("-inf"),
+                ),
+            )
+        above = highest
+        scores = ()
+        for part in tl.static_range(DEPTH):
+            x = tiles[part].to(ACC)
+            vector = (chunk * DEPTH + part) * LANES + lane
+            if bias_ptr is not None:
+                column = vector * VEC + place
+                x += tl.load(bias_ptr + column, mask=vector < vectors, other=0).to(ACC)
+            if CAPPED:
+                x = tl.where(vector < vectors, _scores(x, cap, CAPPED), float("-inf"))
+            above = tl.maximum(above, tl.max(x, axis=1))
+            scores += (x,)
+        taken = _to_take_off(above)
+        total *= _exp(highest - taken)
+        highest = above
+        for part in tl.static_range(DEPTH):
+            total += tl.sum(_exp(scores[part] - taken[:, None]), axis=1)
+            if SUMMED:
+                vector = (chunk * DEPTH + part) * LANES + lane
+                summed += tl.sum(tl.where(vector < vectors, scores[part], 0), axis=1)
+    highest = tl.reshape(highest, (ROWS, LANES))
+    most = tl.max(highest, axis=1)
+    total = tl.reshape(total, (ROWS, LANES)) * _exp(highest - _to_take_off(most)[:, None])
+    sum_of_all = tl.sum(total, axis=1)
+    sum_of_scores = tl.sum(tl.reshape(summed, (ROWS, LANES)), axis=1)
+    if TAIL:
+        column = vectors * VEC + place
+        there = read[:, None] & (column < columns)
+        x = tl.load(start_of_row[:, None] + column, mask=there, other=float("-inf")).to(ACC)
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + column, mask=column < columns, other=0).to(ACC)
+        last_scores = tl.where(there, _scores(x, cap, CAPPED), float("-inf"))
+        before = most
+        most = tl.maximum(most, tl.max(last_scores, axis=1))
+        taken_at_last = _to_take_off(most)
+        sum_of_all *= _exp(before - taken_at_last)
+        sum_of_all += tl.sum(_exp(last_scores - taken_at_last[:, None]), axis=1)
+        if SUMMED:
+            sum_of_scores += tl.sum(tl.where(there, last_scores, 0), axis=1)
+
+    if stats_ptr is not None:
+        stats_ptr += row.to(tl.int64) * 4
+        tl.store(stats_ptr, tl.where(ignored, 0, most), mask=exists)
+        tl.store(stats_ptr + 1, tl.where(ignored, 0, sum_of_all), mask=exists)
+        tl.store(stats_ptr + 2, at_target, mask=exists)
+        tl.store(stats_ptr + 3, tl.where(ignored, 0, sum_of_scores), mask=exists)
+    else:
+        _store_loss(
+            loss_ptr, lse_ptr, row, exists, target, ignored,
+            most, sum_of_all, at_target, sum_of_scores,
+            last, words, smoothing, z, SUMMED, ACC,
+        )  # fmt: skip
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "shards", "ignore", "last", "words", "smoothing", "z"]
+)
+def _merge(
+    stats_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    rows: tl.int32,
+    shards: tl.int32,
+    ignore: tl.int64,
+    last: tl.int64,
+    words: tl.float64,
+    smoothing: tl.float64,
+    z: tl.float64,
+    SUMMED: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Loss and lse of ROWS rows out of the statistics of their shards, one after the other."""
+    ACC: tl.constexpr = loss_ptr.dtype.element_ty
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    target = tl.load(target_ptr + row, mask=exists, other=0)
+    highest = tl.full((ROWS,), float("-inf"), ACC)
+    for shard in tl.range(0, shards):
+        where = stats_ptr + (tl.full((), shard, tl.int64) * rows + row) * 4
+        highest = tl.maximum(highest, tl.load(where, mask=exists, other=0))
+    taken = _to_take_off(highest)
+    total = tl.zeros((ROWS,), ACC)
+    at_target = tl.zeros((ROWS,), ACC)
+    summed = tl.zeros((ROWS,), ACC)
+    for shard in tl.range(0, shards):
+        where = stats_ptr + (tl.full((), shard, tl.int64) * rows + row) * 4
+        own = tl.load(where, mask=exists, other=0)
+        total += tl.load(where + 1, mask=exists, other=0) * _exp(own - taken)
+        at_target += tl.load(where + 2, mask=exists, other=0)
+        if SUMMED:
+            summed += tl.load(where + 3, mask=exists, other=0)
+    _store_loss(
+        loss_ptr, lse_ptr, row, exists, target, target == ignore,
+        highest, total, at_target, summed,
+        last, words, smoothing, z, SUMMED, ACC,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradients(
+    x: tl.tensor,
+    column: tl.tensor,
+    word: tl.tensor,
+    lse: tl.tensor,
+    factor: tl.tensor,
+    pull: tl.tensor,
+    uniform: tl.tensor,
+    cap: tl.tensor,
+    CAPPED: tl.constexpr,
+) -> tl.tensor:
+    """The gradients of logits of two dimensions, the first of which is that of the rest."""
+    scores = x
+    if CAPPED:
+        scores, slopes = _capped(x, cap)
+    d = factor[:, None] * _exp(scores - lse[:, None])
+    d -= tl.where(column == word[:, None], pull[:, None], uniform[:, None])
+    if CAPPED:
+        d *= slopes
+    return d
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "columns", "step", "out_step", "start", "ignore", "last",
+        "smoothing", "share", "z", "cap",
+    ]
+)  # fmt: skip
+def _backward(
+    x_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    grad_loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    grad_lse_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int32,
+    step: tl.int64,
+    out_step: tl.int64,
+    start: tl.int64,
+    ignore: tl.int64,
+    last: tl.int64,
+    smoothing: tl.float64,
+    share: tl.float64,
+    z: tl.float64,
+    cap: tl.float64,
+    CAPPED: tl.constexpr,
+    EDGES: tl.constexpr,
+    VEC: tl.constexpr,
+    ROWS: tl.constexpr,
+    VECTORS: tl.constexpr,
+) -> None:
+    """A tile of ROWS rows by VECTORS vectors.
+
+    EDGES, of one row: rows may start and end inside a vector, at the same place in ``x`` and
+    in ``out``; the first tile of a row does the parts of vectors at its ends.
+    """
+    ACC: tl.constexpr = lse_ptr.dtype.element_ty
+    blocks = tl.cdiv(columns + (VEC - 1) * EDGES, VEC * VECTORS)
+    # From the end: what the forward read last is the likeliest to be in the cache still.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (tile // blocks) * ROWS + _row_of_lane(ROWS, VECTORS)
+    block = tile % blocks
+    exists = row < rows
+    target = tl.load(target_ptr + row, mask=exists, other=0)
+    grad_loss = tl.load(grad_loss_ptr + row, mask=exists, other=0)
+    lse = tl.load(lse_ptr + row, mask=exists, other=0)
+    read = exists & (target != ignore)
+    # A row that is not read gets zeros of these.
+    grad_loss = tl.where(read, grad_loss, 0)
+    lse = tl.where(read, lse, 0)
+    factor = grad_loss
+    if grad_lse_ptr is not None:
+        factor += tl.where(read, tl.load(grad_lse_ptr + row, mask=exists, other=0), 0)
+    twice_z = tl.full((), 2 * z, ACC)
+    factor += tl.where(twice_z == 0, 0, twice_z * lse * grad_loss)
+    smooth = tl.full((), smoothing, ACC)
+    uniform = tl.where(smooth == 0, 0, tl.full((), share, ACC) * grad_loss)
+    pull = (1 - smooth) * grad_loss + uniform
+    factor = tl.where(read & ((target < 0) | (target >= last)), float("nan"), factor)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        factor *= scale
+        uniform *= scale
+        pull *= scale
+    word = target - start
+    word = tl.where((target >= start) & (word < columns), word, -1).to(tl.int32)
+
+    exists = exists[:, None]
+    read = read[:, None]
+    where = row.to(tl.int64)[:, None]
+    first = where * step // VEC
+    x_ptr += first * VEC
+    out_ptr += where * out_step // VEC * VEC
+    place = tl.arange(0, VEC)[None, :]
+    lane = (tl.arange(0, ROWS * VECTORS) % VECTORS)[:, None]
+    vector = block * VECTORS + lane
+    shift = 0
+    if EDGES:
+        shift = (where * step - first * VEC).to(tl.int32)
+    begin = vector * VEC - shift
+    whole = (begin >= 0) & (begin + VEC <= columns)
+    column = begin + place
+    x = tl.load(x_ptr + (vector * VEC + place), mask=whole & read, other=0).to(ACC)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + column, mask=whole, other=0).to(ACC)
+    d = _gradients(x, column, word, lse, factor, pull, uniform, cap, CAPPED)
+    out = out_ptr + (vector * VEC + place)
+    tl.store(out, d.to(out_ptr.dtype.element_ty), mask=whole & exists)
+    if EDGES:  # noqa: SIM102 - known when it is compiled, the other when it runs
+        if block == 0:
+            # The elements before a row's first whole vector and behind its last one.
+            edge = tl.arange(0, 2 * VEC)[None, :]
+            head = (VEC - shift) % VEC
+            behind = tl.maximum(head, (shift + columns) // VEC * VEC - shift)
+            at = tl.where(edge < VEC, edge, behind + edge - VEC)
+            inside = ((edge < head) | (edge >= VEC)) & (at < columns)
+            few = tl.load(x_ptr + (shift + at), mask=inside & read, other=0).to(ACC)
+            if bias_ptr is not None:
+                few += tl.load(bias_ptr + at, mask=inside, other=0).to(ACC)
+            d_few = _gradients(few, at, word, lse, factor, pull, uniform, cap, CAPPED)
+            out_few = out_ptr + (shift + at)
+            tl.store(out_few, d_few.to(out_ptr.dtype.element_ty), mask=inside & exists)
+
+
+# -------------------------------------------------------------------------------- plans
+
+_FORWARD_TILES = {2048: (128, 2048), 8192: (256, 8192), 2**32: (512, 16384)}
+"""By width: (threads of a program, elements that it reads at a time).
+
+A width is columns rounded up to a power of two, float64 counting double.
+"""
+_FORWARD_STAGES = 1
+_BACKWARD_TILE, _BACKWARD_THREADS = 4096, 128
+_MERGE_ROWS = 128
+
+# How many logits the linear forms hold at a time, and of how many words at least.
+_LOGITS = {"forward": 2**26, "backward": 2**26}
+_FEWEST_WORDS = 256
+_WHOLE = 16  # divides the distance of their rows
+
+_VECTOR_BYTES = 16
+_LAST = 2**63 - 1
+
+
+class _Plan(NamedTuple):
+    """How to run a kernel.
+
+    Attributes:
+        launch: the kernel.
+        rows: of a program.
+        columns: of a program, where each has some.
+    """
+
+    launch: _launch.Launch
+    rows: int
+    columns: int
+
+
+_PLANS: dict[object, _Plan] = {}
+_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def _lies_at(op: str, tensor: Tensor) -> int:
+    """The address of a tensor, in elements; what is no whole element off counts as odd."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
+        raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
+    return address // tensor.element_size() if address % tensor.element_size() == 0 else 1
+
+
+def _forward_plan(
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    vec: int,
+    *,
+    capped: bool,
+    summed: bool,
+) -> _Plan:
+    double = 2 if dtype == torch.float64 else 1
+    block = block_of(columns)
+    threads, tile = listed(_FORWARD_TILES, block * double)
+    tile //= double
+    block = min(block, tile)
+    rows = rows_of_tile(tile, block)
+    lanes = min(threads, block // vec)
+    launch = _launch.Launch(
+        _forward,
+        device,
+        threads=threads,
+        CAPPED=capped,
+        SUMMED=summed,
+        TAIL=bool(columns % vec),
+        ACC=_TRITON_TYPES[math_dtype(dtype)],
+        VEC=vec,
+        ROWS=rows,
+        DEPTH=block // (lanes * vec),
+        LANES=lanes,
+        STAGES=_FORWARD_STAGES,
+    )
+    return _Plan(launch, rows, columns)
+
+
+def _backward_plan(
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    vec: int,
+    *,
+    capped: bool,
+    edges: bool,
+) -> _Plan:
+    tile = _BACKWARD_TILE // (2 if dtype == torch.float64 else 1)
+    block = min(max(vec, block_of(columns)), tile)
+    rows = rows_of_tile(tile, block)
+    launch = _launch.Launch(
+        _backward,
+        device,
+        threads=_BACKWARD_THREADS,
+        CAPPED=capped,
+        EDGES=edges,
+        VEC=vec,
+        ROWS=rows,
+        VECTORS=block // vec,
+    )
+    return _Plan(launch, rows, block)
+
+
+# --------------------------------------------------------------------------- on logits
+
+
+class _Options(NamedTuple):
+    """The options that all forms have, as the kernels take them."""
+
+    smoothing: float
+    ignore: int
+    z: float
+    softcap: float | None
+
+    @property
+    def cap(self) -> float:
+        """The bound of the scores, 1 where they have none."""
+        return 1.0 if self.softcap is None else self.softcap
+
+
+def _options(
+    op: str,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> _Options:
+    given = (label_smoothing, ignore_index, z_loss, 1.0 if softcap is None else softcap)
+    _check_numbers(op, *given)
+    cap = None if softcap is None else float(softcap)
+    return _Options(float(label_smoothing), ignore_index, float(z_loss), cap)
+
+
+def _check_numbers(op: str, *values: Any) -> None:
+    if not all(isinstance(value, int | float) for value in values):
+        raise NotSupportedError(f"{op}: its options are no numbers yet")
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    """One number for each row, one after the other."""
+    return tensor.reshape(-1).contiguous()
+
+
+def _run_forward(
+    op: str,
+    logits: Tensor,
+    step: int,
+    bias: Tensor | None,
+    target: Tensor,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    start: int,
+    options: _Options,
+) -> None:
+    """Write (statistics, None, None) or (None, loss, lse) of rows that lie ``step`` apart."""
+    columns, rows = logits.shape[-1], target.numel()
+    check_size(op, "columns", columns)
+    check_size(op, "rows", rows)
+    widest = _VECTOR_BYTES // logits.element_size()
+    vec = math.gcd(step, _lies_at(op, logits), widest)
+    summed = outputs[0] is not None or bool(options.smoothing)
+    capped = options.softcap is not None
+    dtypes = (logits.dtype, None if bias is None else bias.dtype, outputs[0] is None)
+    key = ("forward", *dtypes, columns, vec, capped, summed, logits.device)
+    plan = _PLANS.get(key) or keep(
+        _PLANS,
+        key,
+        _forward_plan(columns, logits.dtype, logits.device, vec, capped=capped, summed=summed),
+    )
+    words = (min(start + columns, _LAST), float(columns))
+    plan.launch(
+        (-(-rows // plan.rows), 1),
+        (logits, bias, target, *outputs),
+        (rows, columns, step, start, options.ignore, *words,
+         options.smoothing, options.z, options.cap),
+    )  # fmt: skip
+
+
+def _run_merge(
+    op: str, stats: Tensor, target: Tensor, loss: Tensor, lse: Tensor, words: int, options: _Options
+) -> None:
+    """Write loss and lse of dense statistics."""
+    rows = target.numel()
+    check_size(op, "rows", rows)
+    check_size(op, "shards", stats.shape[0])
+    summed = bool(options.smoothing)
+    key = ("merge", stats.dtype, summed, stats.device)
+    plan = _PLANS.get(key) or keep(
+        _PLANS,
+        key,
+        _Plan(
+            _launch.Launch(
+                _merge, stats.device, threads=_MERGE_ROWS, SUMMED=summed, ROWS=_MERGE_ROWS
+            ),
+            _MERGE_ROWS,
+            4,
+        ),
+    )
+    plan.launch(
+        (-(-rows // plan.rows), 1),
+        (stats, target, loss, lse),
+        (rows, stats.shape[0], options.ignore, words, float(words), options.smoothing, options.z),
+    )
+
+
+class _Rows(NamedTuple):
+    """What a backward has of each row, one after the other.
+
+    Attributes:
+        target, grad_loss, lse, grad_lse: as the contract has them.
+        scale: a number by which every gradient is multiplied.
+    """
+
+    target: Tensor
+    grad_loss: Tensor
+    lse: Tensor
+    grad_lse: Tensor | None
+    scale: Tensor | None = None
+
+
+def _run_backward(
+    op: str,
+    logits: Tensor,
+    step: int,
+    bias: Tensor | None,
+    rows: _Rows,
+    out: Tensor,
+    out_step: int,
+    start: int,
+    words: int,
+    options: _Options,
+) -> None:
+    """Write the gradients of logits that lie ``step`` apart to rows that do ``out_step``."""
+    columns, count, device = logits.shape[-1], rows.target.numel(), logits.device
+    check_size(op, "columns", columns)
+    widest = _VECTOR_BYTES // min(logits.element_size(), out.element_size())
+    at = math.gcd(_lies_at(op, logits), _lies_at(op, out))
+    vec = math.gcd(columns, step, out_step, at, widest)
+    # Rows that start anywhere, but alike: most of a wide one still is whole vectors.
+    alike = at % widest == 0 and (step - out_step) % widest == 0
+    edges = alike and vec < widest and columns >= _BACKWARD_TILE
+    if edges:
+        vec = widest
+    capped = options.softcap is not None
+    present = (bias is None, rows.grad_lse is None, rows.scale is None)
+    kind = (logits.dtype, out.dtype, None if bias is None else bias.dtype, *present)
+    key = ("backward", *kind, min(columns, _BACKWARD_TILE), vec, edges, capped, device)
+    plan = _PLANS.get(key) or keep(
+        _PLANS,
+        key,
+        _backward_plan(columns, logits.dtype, device, vec, capped=capped, edges=edges),
+    )
+    blocks = -(-(columns + (vec - 1) * edges) // plan.columns)
+    tiles = -(-count // plan.rows) * blocks
+    check_size(op, "tiles", tiles)
+    plan.launch(
+        (tiles, 1),
+        (logits, bias, *rows, out),
+        (count, columns, step, out_step, start, options.ignore, min(words, _LAST),
+         options.smoothing, options.smoothing / words, options.z, options.cap),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- operators
+
+
+def _empty(op: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    output = torch.empty(shape, dtype=dtype, device=like.device)
+    check_fresh(op, output)
+    return output
+
+
+def cross_entropy_fwd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``cross_entropy_fwd`` of the contract."""
+    op = "cross_entropy_fwd"
+    contracts.cross_entropy_fwd.check(
+        input,
+        target,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
+    input, target = plain(op, "input", input), plain(op, "target", target)
+    shape, dtype = tuple(target.shape), math_dtype(input.dtype)
+    loss, lse = (_empty(op, input, shape, dtype) for _ in range(2))
+    if target.numel():
+        logits, step = by_rows(input)
+        _run_forward(op, logits, step, None, _vector(target), (None, loss, lse), 0, options)
+    return loss, lse
+
+
+def cross_entropy_partial_fwd(
+    input: Tensor,
+    target: Tensor,
+    *,
+    vocab_start: int = 0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+) -> Tensor:
+    """``cross_entropy_partial_fwd`` of the contract."""
+    op = "cross_entropy_partial_fwd"
+    contracts.cross_entropy_partial_fwd.check(
+        input, target, vocab_start=vocab_start, ignore_index=ignore_index, softcap=softcap
+    )
+    options = _options(op, ignore_index=ignore_index, softcap=softcap)
+    _check_numbers(op, vocab_start)
+    input, target = plain(op, "input", input), plain(op, "target", target)
+    stats = _empty(op, input, (*target.shape, 4), math_dtype(input.dtype))
+    if target.numel():
+        logits, step = by_rows(input)
+        outputs = (stats, None, None)
+        _run_forward(op, logits, step, None, _vector(target), outputs, vocab_start, options)
+    return stats
+
+
+def cross_entropy_merge(
+    stats: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``cross_entropy_merge`` of the contract."""
+    op = "cross_entropy_merge"
+    contracts.cross_entropy_merge.check(
+        stats,
+        target,
+        vocab_size=vocab_size,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+    )
+    options = _options(op, label_smoothing, ignore_index, z_loss)
+    _check_numbers(op, vocab_size)
+    stats, target = plain(op, "stats", stats), plain(op, "target", target)
+    loss, lse = (_empty(op, stats, tuple(target.shape), stats.dtype) for _ in range(2))
+    if target.numel():
+        _run_merge(op, stats.contiguous(), _vector(target), loss, lse, vocab_size, options)
+    return loss, lse
+
+
+def cross_entropy_bwd(
+    grad_loss: Tensor,
+    input: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """``cross_entropy_bwd`` of the contract."""
+    op = "cross_entropy_bwd"
+    contracts.cross_entropy_bwd.check(
+        grad_loss,
+        input,
+        target,
+        lse,
+        grad_lse,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+    )
+    options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
+    words = vocab_start + input.shape[-1] if vocab_size is None else vocab_size
+    _check_numbers(op, vocab_start, words)
+    input = plain(op, "input", input)
+    rows = _rows(op, target, grad_loss, lse, grad_lse)
+    grad_input = _empty(op, input, tuple(input.shape), input.dtype)
+    if target.numel():
+        logits, step = by_rows(input)
+        columns = input.shape[-1]
+        _run_backward(
+            op, logits, step, None, rows, grad_input, columns, vocab_start, words, options
+        )
+    return grad_input
+
+
+def _rows(
+    op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> _Rows:
+    return _Rows(
+        _vector(plain(op, "target", target)),
+        _vector(plain(op, "grad_loss", grad_loss)),
+        _vector(plain(op, "lse", lse)),
+        None if grad_lse is None else _vector(plain(op, "grad_lse", grad_lse)),
+    )
+
+
+# ---------------------------------------------------------------------- of linear layers
+#
+# The logits are made for some words at a time, and all rows: backward, their gradients then
+# give a part of the weight's gradient that nothing is added to, and it is the gradient of
+# the input, the smaller one, that is summed over the parts.
+
+# Whether torch multiplies narrow matrices into a wider one, and adds such a product, by the
+# type of the device; so until it turns out that it does not.
+_WIDENS: dict[str, bool] = {}
+_ADDS: dict[str, bool] = {}
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the product to ``out``, in whose dtype it is summed."""
+    kind = out.device.type
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+        return
+    if _WIDENS.get(kind, True):
+        try:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+            return
+        except (NotImplementedError, TypeError):  # not on this device, or not in this torch
+            _WIDENS[kind] = False
+    torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product to ``total``, in whose dtype it is summed."""
+    kind = total.device.type
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)
+        return
+    if _ADDS.get(kind, True):
+        try:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError):  # some versions want three matrices of one dtype
+            _ADDS[kind] = False
+    product = torch.empty_like(total)
+    _multiply(left, right, product)
+    total += product
+
+
+class _Linear(NamedTuple):
+    """A linear layer whose outputs are logits, which are made for some words at a time.
+
+    Attributes:
+        op: the operator.
+        input: ``[rows, H]``.
+        weight, bias: as the contract has them.
+        most: so many words at a time, whole vectors of them.
+    """
+
+    op: str
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    most: int
+
+    def parts(self) -> list[slice]:
+        """The words, in their order."""
+        words = self.weight.shape[0]
+        return [slice(at, min(at + self.most, words)) for at in range(0, words, self.most)]
+
+    def memory(self, dtype: torch.dtype) -> Tensor:
+        """Memory for the logits of a part."""
+        return _empty(self.op, self.input, (self.input.shape[0], self.most), dtype)
+
+    def logits(self, words: slice, memory: Tensor) -> Tensor:
+        """The logits of a part, less the bias, in the memory."""
+        logits = memory[:, : words.stop - words.start]
+        _multiply(self.input, self.weight[words].t(), logits)
+        return logits
+
+    def offset(self, words: slice) -> Tensor | None:
+        """The bias of a part."""
+        return None if self.bias is None else self.bias[words]
+
+
+def _linear(
+    op: str, way: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
+) -> _Linear:
+    rows = target.numel()
+    hidden = plain(op, "input", input).reshape(rows, input.shape[-1])
+    weight = plain(op, "weight", weight)
+    bias = None if bias is None else plain(op, "bias", bias).contiguous()
+    most = min(weight.shape[0], max(_FEWEST_WORDS, _LOGITS[way] // max(1, rows)))
+    return _Linear(op, hidden, weight, bias, -(-most // _WHOLE) * _WHOLE)
+
+
+def fused_linear_cross_entropy_fwd(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``fused_linear_cross_entropy_fwd`` of the contract."""
+    op = "fused_linear_cross_entropy_fwd"
+    contracts.fused_linear_cross_entropy_fwd.check(
+        input,
+        weight,
+        target,
+        bias,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
+    layer = _linear(op, "forward", input, weight, target, bias)
+    targets = _vector(plain(op, "target", target))
+    shape, dtype = tuple(target.shape), math_dtype(input.dtype)
+    loss, lse = (_empty(op, layer.input, shape, dtype) for _ in range(2))
+    if not targets.numel():
+        return loss, lse
+    parts, memory = layer.parts(), layer.memory(dtype)
+    stats = _empty(op, layer.input, (len(parts), targets.numel(), 4), dtype)
+    for words, part in zip(parts, stats, strict=True):
+        logits, outputs = layer.logits(words, memory), (part, None, None)
+        _run_forward(
+            op,
+            logits,
+            layer.most,
+            layer.offset(words),
+            targets,
+            outputs,
+            words.start,
+            options,
+        )
+    _run_merge(op, stats, targets, loss, lse, weight.shape[0], options)
+    return loss, lse
+
+
+def _scale(rows: _Rows, options: _Options) -> Tensor:
+    """A power of two that brings gradients of float16 logits far above what it cannot hold."""
+    largest = rows.grad_loss.abs()
+    if rows.grad_lse is not None:
+        largest = largest + rows.grad_lse.abs()
+    if options.z:
+        largest = largest + (2 * options.z * rows.lse * rows.grad_loss).abs()
+    counts = largest.isfinite() & (rows.target != options.ignore)
+    exponent = torch.frexp(torch.where(counts, largest, 0).amax()).exponent
+    return torch.ldexp(torch.ones_like(largest[0]), (12 - exponent).clamp(-100, 100))
+
+
+def fused_linear_cross_entropy_bwd(
+    grad_loss: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    bias: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``fused_linear_cross_entropy_bwd`` of the contract."""
+    op = "fused_linear_cross_entropy_bwd"
+    contracts.fused_linear_cross_entropy_bwd.check(
+        grad_loss,
+        input,
+        weight,
+        target,
+        lse,
+        bias,
+        grad_lse,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
+    layer = _linear(op, "backward", input, weight, target, bias)
+    rows = _rows(op, target, grad_loss, lse, grad_lse)
+    dtype, wide = input.dtype, math_dtype(input.dtype)
+    grad_input = _empty(op, layer.input, tuple(input.shape), dtype)
+    grad_weight = _empty(op, layer.input, tuple(weight.shape), dtype)
+    grad_bias = None if bias is None else _empty(op, layer.input, tuple(bias.shape), dtype)
+    if not target.numel():
+        return grad_input, grad_weight.zero_(), None if grad_bias is None else grad_bias.zero_()
+    unscaled: Tensor | float = 1.0
+    if dtype == torch.float16:
+        rows = rows._replace(scale=_scale(rows, options))
+        unscaled = rows.scale.reciprocal()
+    memory = layer.memory(wide)
+    # The logits' gradients, in their place if they have their dtype.
+    narrow = memory if dtype == wide else layer.memory(dtype)
+    total = torch.empty_like(layer.input, dtype=wide, memory_format=torch.contiguous_format)
+    for words in layer.parts():
+        logits = layer.logits(words, memory)
+        d = narrow[:, : logits.shape[1]]
+        place = (layer.most, words.start, weight.shape[0])
+        _run_backward(op, logits, layer.most, layer.offset(words), rows, d, *place, options)
+        if words.start:
+            _add_product(total, d, layer.weight[words])
+        else:
+            _multiply(d, layer.weight[words], total)
+        product = torch.empty_like(grad_weight[words], dtype=wide)
+        _multiply(d.t(), layer.input, product)
+        grad_weight[words] = product * unscaled
+        if grad_bias is not None:
+            grad_bias[words] = d.sum(0, dtype=wide) * unscaled
+    grad_input.copy_((total * unscaled).view(grad_input.shape))
+    return grad_input, grad_weight, grad_bias
