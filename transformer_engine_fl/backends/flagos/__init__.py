@@ -32,6 +32,11 @@ def is_available() -> bool | str:
     return True
 
 
+_TRAITS = frozenset({"deterministic", "batch_invariant", "graph_safe"})
+# How torch sums a matrix product may depend on how many rows there are.
+_OF_PRODUCTS = {"traits": _TRAITS - {"batch_invariant"}}
+
+
 def register(registry: OpRegistry) -> None:
     """Register the set; its modules, and Triton, load when they are first chosen."""
     register_set(
@@ -43,5 +48,9 @@ def register(registry: OpRegistry) -> None:
         kind=BackendImplKind.FLAGOS,
         devices=frozenset({"cpu"} if _interpreted() else {"cuda"}),
         is_available=is_available,
-        traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
+        traits=_TRAITS,
+        differing={
+            "fused_linear_cross_entropy_fwd": _OF_PRODUCTS,
+            "fused_linear_cross_entropy_bwd": _OF_PRODUCTS,
+        },
     )

@@ -200,7 +200,13 @@ def _forward(
     own = first_row + _row_of_lane(ROWS, LANES)
     wanted = (own < rows) & (tl.load(target_ptr + own, mask=own < rows, other=0) != ignore)
     wanted = wanted[:, None]
-    x_ptr += (own.to(tl.int64) * (step // VEC) * VEC)[:, None]
+    # The tensor itself may be aligned less, and the order of sums must not depend on that.
+    BYTES: tl.constexpr = VEC * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    if ROWS == 1:
+        x_ptr = tl.multiple_of(x_ptr + first_row.to(tl.int64) * (step // VEC) * VEC, BYTES)
+    else:
+        x_ptr += (own.to(tl.int64) * (step // VEC) * VEC)[:, None]
+        x_ptr = tl.multiple_of(x_ptr, (BYTES, BYTES))
     lane = (tl.arange(0, ROWS * LANES) % LANES)[:, None]
     place = tl.arange(0, VEC)[None, :]
     vectors = columns // VEC
@@ -211,7 +217,7 @@ def _forward(
     summed = tl.zeros((ROWS * LANES,), ACC)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
         # All are asked for before the first is needed.
-        tiles = ()
+        tiles = tl.tuple(())
         for part in tl.static_range(DEPTH):
             vector = (chunk * DEPTH + part) * LANES + lane
             tiles += (
@@ -222,7 +228,7 @@ def _forward(
                 ),
             )
         above = highest
-        scores = ()
+        scores = tl.tuple(())
         for part in tl.static_range(DEPTH):
             x = tiles[part].to(ACC)
             vector = (chunk * DEPTH + part) * LANES + lane
@@ -428,7 +434,7 @@ def _backward(
     column = begin + place
     x = tl.load(x_ptr + (vector * VEC + place), mask=whole & read, other=0).to(ACC)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + column, mask=whole, other=0).to(ACC)
+        x += tl.load(bias_ptr + column, mask=whole & read, other=0).to(ACC)
     d = _gradients(x, column, word, lse, factor, pull, uniform, cap, CAPPED)
     out = out_ptr + (vector * VEC + place)
     tl.store(out, d.to(out_ptr.dtype.element_ty), mask=whole & exists)
@@ -442,7 +448,7 @@ def _backward(
             inside = ((edge < head) | (edge >= VEC)) & (at < columns)
             few = tl.load(x_ptr + (shift + at), mask=inside & read, other=0).to(ACC)
             if bias_ptr is not None:
-                few += tl.load(bias_ptr + at, mask=inside, other=0).to(ACC)
+                few += tl.load(bias_ptr + at, mask=inside & read, other=0).to(ACC)
             d_few = _gradients(few, at, word, lse, factor, pull, uniform, cap, CAPPED)
             out_few = out_ptr + (shift + at)
             tl.store(out_few, d_few.to(out_ptr.dtype.element_ty), mask=inside & exists)
@@ -457,7 +463,7 @@ A width is columns rounded up to a power of two, float64 counting double.
 """
 _FORWARD_STAGES = 1
 _BACKWARD_TILE, _BACKWARD_THREADS = 4096, 128
-_MERGE_ROWS = 128
+_MERGE_ROWS = 128  # one to a thread
 
 # How many logits the linear forms hold at a time, and of how many words at least.
 _LOGITS = {"forward": 2**26, "backward": 2**26}
@@ -474,12 +480,12 @@ class _Plan(NamedTuple):
     Attributes:
         launch: the kernel.
         rows: of a program.
-        columns: of a program, where each has some.
+        columns: of a program; 0 where each has whole rows.
     """
 
     launch: _launch.Launch
     rows: int
-    columns: int
+    columns: int = 0
 
 
 _PLANS: dict[object, _Plan] = {}
@@ -525,7 +531,7 @@ def _forward_plan(
         LANES=lanes,
         STAGES=_FORWARD_STAGES,
     )
-    return _Plan(launch, rows, columns)
+    return _Plan(launch, rows)
 
 
 def _backward_plan(
@@ -644,7 +650,6 @@ def _run_merge(
                 _merge, stats.device, threads=_MERGE_ROWS, SUMMED=summed, ROWS=_MERGE_ROWS
             ),
             _MERGE_ROWS,
-            4,
         ),
     )
     plan.launch(
@@ -684,6 +689,7 @@ def _run_backward(
     """Write the gradients of logits that lie ``step`` apart to rows that do ``out_step``."""
     columns, count, device = logits.shape[-1], rows.target.numel(), logits.device
     check_size(op, "columns", columns)
+    check_size(op, "rows", count)
     widest = _VECTOR_BYTES // min(logits.element_size(), out.element_size())
     at = math.gcd(_lies_at(op, logits), _lies_at(op, out))
     vec = math.gcd(columns, step, out_step, at, widest)
@@ -707,7 +713,7 @@ def _run_backward(
     plan.launch(
         (tiles, 1),
         (logits, bias, *rows, out),
-        (count, columns, step, out_step, start, options.ignore, min(words, _LAST),
+        (count, columns, step, out_step, start, options.ignore, words,
          options.smoothing, options.smoothing / words, options.z, options.cap),
     )  # fmt: skip
 
@@ -834,6 +840,7 @@ def cross_entropy_bwd(
     options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
     words = vocab_start + input.shape[-1] if vocab_size is None else vocab_size
     _check_numbers(op, vocab_start, words)
+    words = min(words, _LAST)
     input = plain(op, "input", input)
     rows = _rows(op, target, grad_loss, lse, grad_lse)
     grad_input = _empty(op, input, tuple(input.shape), input.dtype)
@@ -1010,6 +1017,19 @@ def _scale(rows: _Rows, options: _Options) -> Tensor:
     return torch.ldexp(torch.ones_like(largest[0]), (12 - exponent).clamp(-100, 100))
 
 
+def _as_summed(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for what is summed in ``dtype``: the output's own, if that is its dtype."""
+    return output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+
+
+def _finish(output: Tensor, value: Tensor, scale: Tensor | None) -> None:
+    """Write a value of :func:`_as_summed`, which is so many times too large."""
+    if scale is not None:
+        value = value / scale
+    if value is not output:
+        output.copy_(value)
+
+
 def fused_linear_cross_entropy_bwd(
     grad_loss: Tensor,
     input: Tensor,
@@ -1048,27 +1068,29 @@ def fused_linear_cross_entropy_bwd(
     grad_bias = None if bias is None else _empty(op, layer.input, tuple(bias.shape), dtype)
     if not target.numel():
         return grad_input, grad_weight.zero_(), None if grad_bias is None else grad_bias.zero_()
-    unscaled: Tensor | float = 1.0
+    scale = None
     if dtype == torch.float16:
-        rows = rows._replace(scale=_scale(rows, options))
-        unscaled = rows.scale.reciprocal()
+        scale = _scale(rows, options)
+        rows = rows._replace(scale=scale)
     memory = layer.memory(wide)
     # The logits' gradients, in their place if they have their dtype.
     narrow = memory if dtype == wide else layer.memory(dtype)
-    total = torch.empty_like(layer.input, dtype=wide, memory_format=torch.contiguous_format)
+    total = _as_summed(grad_input, wide)
+    along = total.view(layer.input.shape)
     for words in layer.parts():
         logits = layer.logits(words, memory)
         d = narrow[:, : logits.shape[1]]
         place = (layer.most, words.start, weight.shape[0])
         _run_backward(op, logits, layer.most, layer.offset(words), rows, d, *place, options)
         if words.start:
-            _add_product(total, d, layer.weight[words])
+            _add_product(along, d, layer.weight[words])
         else:
-            _multiply(d, layer.weight[words], total)
-        product = torch.empty_like(grad_weight[words], dtype=wide)
-        _multiply(d.t(), layer.input, product)
-        grad_weight[words] = product * unscaled
+            _multiply(d, layer.weight[words], along)
+        part = grad_weight[words]
+        summed = _as_summed(part, wide)
+        _multiply(d.t(), layer.input, summed)
+        _finish(part, summed, scale)
         if grad_bias is not None:
-            grad_bias[words] = d.sum(0, dtype=wide) * unscaled
-    grad_input.copy_((total * unscaled).view(grad_input.shape))
+            _finish(grad_bias[words], d.sum(0, dtype=wide), scale)
+    _finish(grad_input, total, scale)
     return grad_input, grad_weight, grad_bias
