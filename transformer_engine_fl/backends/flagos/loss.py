@@ -721,6 +721,13 @@ def _run_backward(
 # ---------------------------------------------------------------------------- operators
 
 
+def _memory_of(op: str, name: str, tensor: Tensor) -> Tensor:
+    """The same memory as a plain tensor, or a decline if there is no such memory."""
+    tensor = plain(op, name, tensor)
+    _lies_at(op, tensor)
+    return tensor
+
+
 def _empty(op: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     output = torch.empty(shape, dtype=dtype, device=like.device)
     check_fresh(op, output)
@@ -747,7 +754,7 @@ def cross_entropy_fwd(
         softcap=softcap,
     )
     options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
-    input, target = plain(op, "input", input), plain(op, "target", target)
+    input, target = _memory_of(op, "input", input), _memory_of(op, "target", target)
     shape, dtype = tuple(target.shape), math_dtype(input.dtype)
     loss, lse = (_empty(op, input, shape, dtype) for _ in range(2))
     if target.numel():
@@ -771,7 +778,7 @@ def cross_entropy_partial_fwd(
     )
     options = _options(op, ignore_index=ignore_index, softcap=softcap)
     _check_numbers(op, vocab_start)
-    input, target = plain(op, "input", input), plain(op, "target", target)
+    input, target = _memory_of(op, "input", input), _memory_of(op, "target", target)
     stats = _empty(op, input, (*target.shape, 4), math_dtype(input.dtype))
     if target.numel():
         logits, step = by_rows(input)
@@ -801,7 +808,7 @@ def cross_entropy_merge(
     )
     options = _options(op, label_smoothing, ignore_index, z_loss)
     _check_numbers(op, vocab_size)
-    stats, target = plain(op, "stats", stats), plain(op, "target", target)
+    stats, target = _memory_of(op, "stats", stats), _memory_of(op, "target", target)
     loss, lse = (_empty(op, stats, tuple(target.shape), stats.dtype) for _ in range(2))
     if target.numel():
         _run_merge(op, stats.contiguous(), _vector(target), loss, lse, vocab_size, options)
@@ -841,7 +848,7 @@ def cross_entropy_bwd(
     words = vocab_start + input.shape[-1] if vocab_size is None else vocab_size
     _check_numbers(op, vocab_start, words)
     words = min(words, _LAST)
-    input = plain(op, "input", input)
+    input = _memory_of(op, "input", input)
     rows = _rows(op, target, grad_loss, lse, grad_lse)
     grad_input = _empty(op, input, tuple(input.shape), input.dtype)
     if target.numel():
@@ -857,10 +864,10 @@ def _rows(
     op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> _Rows:
     return _Rows(
-        _vector(plain(op, "target", target)),
-        _vector(plain(op, "grad_loss", grad_loss)),
-        _vector(plain(op, "lse", lse)),
-        None if grad_lse is None else _vector(plain(op, "grad_lse", grad_lse)),
+        _vector(_memory_of(op, "target", target)),
+        _vector(_memory_of(op, "grad_loss", grad_loss)),
+        _vector(_memory_of(op, "lse", lse)),
+        None if grad_lse is None else _vector(_memory_of(op, "grad_lse", grad_lse)),
     )
 
 
@@ -950,9 +957,9 @@ def _linear(
     op: str, way: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
 ) -> _Linear:
     rows = target.numel()
-    hidden = plain(op, "input", input).reshape(rows, input.shape[-1])
-    weight = plain(op, "weight", weight)
-    bias = None if bias is None else plain(op, "bias", bias).contiguous()
+    hidden = _memory_of(op, "input", input).reshape(rows, input.shape[-1])
+    weight = _memory_of(op, "weight", weight)
+    bias = None if bias is None else _memory_of(op, "bias", bias).contiguous()
     most = min(weight.shape[0], max(_FEWEST_WORDS, _LOGITS[way] // max(1, rows)))
     return _Linear(op, hidden, weight, bias, -(-most // _WHOLE) * _WHOLE)
 
@@ -982,7 +989,7 @@ def fused_linear_cross_entropy_fwd(
     )
     options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
     layer = _linear(op, "forward", input, weight, target, bias)
-    targets = _vector(plain(op, "target", target))
+    targets = _vector(_memory_of(op, "target", target))
     shape, dtype = tuple(target.shape), math_dtype(input.dtype)
     loss, lse = (_empty(op, layer.input, shape, dtype) for _ in range(2))
     if not targets.numel():

@@ -1,0 +1,281 @@
+"""Triton's cross entropy beyond the contract's samples: widths, alignment, parts, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformer_engine_fl.backends.flagos import loss as flagos
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import loss as contracts
+from transformer_engine_fl.ops._dtypes import math_dtype
+from transformer_engine_fl.testing import compare
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 8.0, "ignore_index": 3},
+}
+IGNORED = 3
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is full of NaN, so what a kernel leaves out shows."""
+
+    def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
+            return allocate(*args, **kwargs).fill_(float("nan"))
+
+        return allocate_and_fill
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+
+
+def check_values(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Run ``op`` and hold every output against the contract; returns the outputs."""
+    contract = getattr(contracts, op)
+    found = getattr(flagos, op)(*args, **kwargs)
+    right = contract.oracle(*args, **kwargs)
+    found, right = (it if isinstance(it, tuple) else (it,) for it in (found, right))
+    dispatch = contract.bind(*args, **kwargs)[contract.dispatch_on]
+    allowed = contract.tolerance[str(dispatch.dtype).removeprefix("torch.")]
+    for place, (output, expected) in enumerate(zip(found, right, strict=True)):
+        if expected is None:
+            assert output is None
+            continue
+        assert output.is_contiguous()
+        worst = compare(output, expected, allowed)
+        assert worst.ratio <= 1, f"output {place}: {worst}"
+    return tuple(found)
+
+
+def targets_of(logits: Tensor) -> Tensor:
+    """Both ends of the vocabulary, the middle, none, and words that do not exist."""
+    words = logits.shape[-1]
+    some = torch.tensor([0, words - 1, words // 2, IGNORED, words, -7, 2**40])
+    return some.repeat(len(logits))[: len(logits)].to(logits.device)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Forward, as a shard, and backward, with and without options."""
+    target = targets_of(logits)
+    kind = math_dtype(logits.dtype)
+    grads = torch.randn(2, len(logits), dtype=kind, device=logits.device)
+    for options in OPTIONS.values():
+        _, lse = check_values("cross_entropy_fwd", logits, target, **options)
+        check_values("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
+    shard = {"vocab_start": 1, "ignore_index": IGNORED}
+    check_values("cross_entropy_partial_fwd", logits, target, **shard)
+
+
+# ------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [2, 100, 1001, 2048, 9000, 20001, 40008])
+def test_rows_of_every_width(columns: int, dtype: torch.dtype, device: str) -> None:
+    check_logits(torch.randn(7, columns).to(device, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("columns", "step"),
+    # Rows that begin at whole vectors and do not end there; that begin anywhere, and wide
+    # enough to have whole vectors in their middle; that agree with none of the output's.
+    [(77, 96), (5001, 5024), (5001, 5009), (5001, 5013), (4100, 4100), (4096, 5001)],
+)
+def test_rows_that_lie_in_memory_in_any_way(
+    columns: int, step: int, dtype: torch.dtype, device: str
+) -> None:
+    memory = torch.randn(17, step).to(device, dtype)
+    for logits in (memory[:, :columns], memory.view(-1)[1:-step].view(-1, step)[:, :columns]):
+        check_logits(logits)
+
+
+@pytest.mark.parametrize("columns", [60, 5001])
+def test_rows_that_are_ignored_are_not_looked_at(columns: int, device: str) -> None:
+    logits = torch.randn(5, columns, device=device)
+    target = torch.tensor([1, -100, 3, -100, 5], device=device)
+    logits[target == -100] = torch.nan
+    ones = torch.full((5,), torch.inf, device=device).masked_fill(target != -100, 1)
+    loss, lse = check_values("cross_entropy_fwd", logits, target)
+    gradient = flagos.cross_entropy_bwd(ones, logits, target, lse * ones, ones)
+    assert torch.equal(gradient[target == -100], torch.zeros(2, columns, device=device))
+    assert gradient.isfinite().all()
+    assert loss.isfinite().all()
+
+
+@pytest.mark.parametrize("columns", [64, 129, 1001, 5003, 9000, 40008])
+def test_a_row_does_not_depend_on_the_rows_around_it(columns: int, device: str) -> None:
+    logits = torch.randn(67 if columns < 2000 else 5, columns, device=device).bfloat16()
+    target = torch.randint(0, columns, (len(logits),), device=device)
+    loss, lse = flagos.cross_entropy_fwd(logits, target)
+    stats = flagos.cross_entropy_partial_fwd(logits, target)
+    gradient = flagos.cross_entropy_bwd(loss, logits, target, lse)
+    for first in range(0, len(logits), 3):
+        some = slice(first, first + 2)
+        part = logits[some], target[some]
+        assert torch.equal(flagos.cross_entropy_fwd(*part)[0], loss[some])
+        assert torch.equal(flagos.cross_entropy_partial_fwd(*part), stats[some])
+        alone = flagos.cross_entropy_bwd(loss[some], *part, lse[some])
+        assert torch.equal(alone, gradient[some])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_shards_of_any_width_make_the_whole(options: str, device: str) -> None:
+    logits = torch.randn(9, 7000, device=device)
+    target = torch.randint(0, 7000, (9,), device=device)
+    target[4] = IGNORED
+    given = OPTIONS[options]
+    widths, starts = (96, 4001, 2903), (0, 96, 4097)
+    own = {name: it for name, it in given.items() if name in ("ignore_index", "softcap")}
+    stats = torch.stack(
+        [
+            flagos.cross_entropy_partial_fwd(part, target, vocab_start=start, **own)
+            for start, part in zip(starts, logits.split(widths, -1), strict=True)
+        ]
+    )
+    others = {name: it for name, it in given.items() if name != "softcap"}
+    merged = flagos.cross_entropy_merge(stats, target, vocab_size=7000, **others)
+    whole = contracts.cross_entropy_fwd.oracle(logits, target, **given)
+    tolerance = contracts.cross_entropy_fwd.tolerance["float32"]
+    for value, expected in zip(merged, whole, strict=True):
+        assert compare(value, expected, tolerance).ratio <= 1
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_scores_under_a_cap_are_as_exact_as_float32_where_tanh_is_put_together(
+    cap: float, device: str
+) -> None:
+    """The gradient of lse at one word against all but hidden others is the score's slope."""
+    u = torch.cat((torch.logspace(-6, 0.5, 200), torch.linspace(0.5, 0.75, 200)))
+    logits = (cap * torch.cat((u, -u)))[:, None].to(device)
+    target = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    stats = flagos.cross_entropy_partial_fwd(logits, target, softcap=cap)
+    expected = cap * torch.tanh(logits[:, 0].double() / cap)
+    error = (stats[:, 2] - expected).abs() / expected.abs()
+    assert error.max() < 4 * torch.finfo(torch.float32).eps
+
+
+# ---------------------------------------------------------------------- linear layers
+
+
+def linear_call(
+    dtype: torch.dtype, device: str, words: int = 1003
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Input, weight, target and bias."""
+    input = torch.randn(21, 24).to(device, dtype)
+    weight = (torch.randn(words, 24) / 5).to(device, dtype)
+    target = torch.randint(0, words, (21,), device=device)
+    target[5] = IGNORED
+    return input, weight, target, torch.randn(words).to(device, dtype)
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers have their logits made for a few words at a time."""
+    monkeypatch.setattr(flagos, "_LOGITS", {"forward": 21 * 300, "backward": 21 * 200})
+    monkeypatch.setattr(flagos, "_FEWEST_WORDS", 16)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_linear_layers_in_parts(options: str, dtype: torch.dtype, device: str) -> None:
+    input, weight, target, bias = linear_call(dtype, device)
+    given = OPTIONS[options]
+    _, lse = check_values("fused_linear_cross_entropy_fwd", input, weight, target, bias, **given)
+    grads = torch.randn(2, 21, device=device)
+    call = (grads[0], input, weight, target, lse, bias, grads[1])
+    check_values("fused_linear_cross_entropy_bwd", *call, **given)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest result."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.untyped_storage().nbytes() // 4)
+        return result
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_linear_layers_never_hold_all_logits(device: str) -> None:
+    input, weight, target, bias = linear_call(torch.float32, device, words=4000)
+    with Largest() as largest:
+        _, lse = flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)
+        flagos.fused_linear_cross_entropy_bwd(lse, input, weight, target, lse, bias)
+    assert largest.numel == weight.numel(), "the largest is the weight's gradient"
+    assert largest.numel > 21 * 300
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("adds", [True, False])
+def test_matrix_products_are_widened_by_torch_where_it_can(
+    adds: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    multiply, add = torch.mm, torch.addmm
+    calls = []
+
+    def mm(left: Tensor, right: Tensor, *, out: Tensor, out_dtype: Any = None) -> Tensor:
+        calls.append((left.dtype, out_dtype))
+        return multiply(left.to(out.dtype), right.to(out.dtype), out=out)
+
+    def addmm(
+        total: Tensor, left: Tensor, right: Tensor, *, out: Tensor, out_dtype: Any = None
+    ) -> Tensor:
+        if not adds:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        calls.append((left.dtype, out_dtype))
+        return add(total, left.to(out.dtype), right.to(out.dtype), out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(flagos, "_WIDENS", {})
+    monkeypatch.setattr(flagos, "_ADDS", {})
+    input, weight, target, _ = linear_call(torch.bfloat16, device)
+    _, lse = check_values("fused_linear_cross_entropy_fwd", input, weight, target)
+    check_values("fused_linear_cross_entropy_bwd", lse, input, weight, target, lse)
+    assert set(calls) == {(torch.bfloat16, torch.float32)}
+
+
+def test_small_gradients_of_float16_do_not_vanish(device: str) -> None:
+    input, weight, target, bias = linear_call(torch.float16, device)
+    lse = flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)[1]
+    grad = torch.full((21,), 2.0**-16, device=device)
+    grad[5] = torch.inf  # of the row that is ignored
+    call = (grad, input, weight, target, lse, bias)
+    check_values("fused_linear_cross_entropy_bwd", *call, ignore_index=IGNORED)
+
+
+# ---------------------------------------------------------------------------- arguments
+
+
+def test_tensors_without_memory_are_declined(device: str) -> None:
+    input, weight, target, _ = linear_call(torch.float32, device, words=40)
+    row = torch.ones(21, device=device)
+    logits = input @ weight.t()
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda x: flagos.cross_entropy_fwd(x + logits, target),
+        lambda x: flagos.cross_entropy_partial_fwd(x + logits, target),
+        lambda x: flagos.cross_entropy_bwd(row, x + logits, target, row),
+        lambda x: flagos.cross_entropy_merge(
+            (x + row)[None, :, None].expand(1, 21, 4), target, vocab_size=40
+        ),
+        lambda x: flagos.fused_linear_cross_entropy_fwd(input, x + weight, target),
+        lambda x: flagos.fused_linear_cross_entropy_bwd(x + row, input, weight, target, row),
+    ]
+    for call in calls:
+        with pytest.raises(NotSupportedError):
+            torch.vmap(call)(torch.zeros(2, device=device))
+        with pytest.raises(NotSupportedError):
+            call(torch.zeros((), device="meta").to("meta"))
