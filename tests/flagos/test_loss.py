@@ -33,6 +33,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return allocate_and_fill
 
+    torch.manual_seed(0)
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
 
@@ -62,12 +63,12 @@ def targets_of(logits: Tensor) -> Tensor:
     return some.repeat(len(logits))[: len(logits)].to(logits.device)
 
 
-def check_logits(logits: Tensor) -> None:
-    """Forward, as a shard, and backward, with and without options."""
+def check_logits(logits: Tensor, *calls: dict[str, Any]) -> None:
+    """Forward and backward, with these options, and as a shard."""
     target = targets_of(logits)
     kind = math_dtype(logits.dtype)
     grads = torch.randn(2, len(logits), dtype=kind, device=logits.device)
-    for options in OPTIONS.values():
+    for options in calls:
         _, lse = check_values("cross_entropy_fwd", logits, target, **options)
         check_values("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
     shard = {"vocab_start": 1, "ignore_index": IGNORED}
@@ -78,24 +79,38 @@ def check_logits(logits: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("columns", [2, 100, 1001, 2048, 9000, 20001, 40008])
+@pytest.mark.parametrize("columns", [2, 100, 1001, 2048, 9000, 40008])
 def test_rows_of_every_width(columns: int, dtype: torch.dtype, device: str) -> None:
-    check_logits(torch.randn(7, columns).to(device, dtype))
+    rows = 7 if columns < 9000 else 3
+    check_logits(torch.randn(rows, columns).to(device, dtype), *OPTIONS.values())
+
+
+# Rows that begin at whole vectors and do not end there; that begin anywhere, alike in input
+# and gradient, and are wide enough to have whole vectors in their middle; and not alike.
+PLACES = [(77, 96), (5001, 5024), (5001, 5009), (4100, 4100), (4097, 5001)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_rows_that_lie_in_memory_in_any_way(
+    place: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    columns, step = place
+    memory = torch.randn(4, step).to(device, dtype)
+    shifted = memory.view(-1)[1 : 1 + 3 * step].view(3, step)
+    for rows in (memory[:3], shifted):
+        check_logits(rows[:, :columns], OPTIONS["everything"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    ("columns", "step"),
-    # Rows that begin at whole vectors and do not end there; that begin anywhere, and wide
-    # enough to have whole vectors in their middle; that agree with none of the output's.
-    [(77, 96), (5001, 5024), (5001, 5009), (5001, 5013), (4100, 4100), (4096, 5001)],
-)
-def test_rows_that_lie_in_memory_in_any_way(
-    columns: int, step: int, dtype: torch.dtype, device: str
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_gradients_of_rows_that_begin_anywhere_in_a_vector(
+    place: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    memory = torch.randn(17, step).to(device, dtype)
-    for logits in (memory[:, :columns], memory.view(-1)[1:-step].view(-1, step)[:, :columns]):
-        check_logits(logits)
+    columns, step = place
+    logits = torch.randn(10, step).to(device, dtype)[:, :columns]
+    lse = logits.to(math_dtype(dtype)).logsumexp(-1)
+    check_values("cross_entropy_bwd", torch.randn_like(lse), logits, targets_of(logits), lse)
 
 
 @pytest.mark.parametrize("columns", [60, 5001])
@@ -111,14 +126,14 @@ def test_rows_that_are_ignored_are_not_looked_at(columns: int, device: str) -> N
     assert loss.isfinite().all()
 
 
-@pytest.mark.parametrize("columns", [64, 129, 1001, 5003, 9000, 40008])
+@pytest.mark.parametrize("columns", [64, 129, 5003, 9000])
 def test_a_row_does_not_depend_on_the_rows_around_it(columns: int, device: str) -> None:
     logits = torch.randn(67 if columns < 2000 else 5, columns, device=device).bfloat16()
     target = torch.randint(0, columns, (len(logits),), device=device)
     loss, lse = flagos.cross_entropy_fwd(logits, target)
     stats = flagos.cross_entropy_partial_fwd(logits, target)
     gradient = flagos.cross_entropy_bwd(loss, logits, target, lse)
-    for first in range(0, len(logits), 3):
+    for first in (0, len(logits) // 2, len(logits) - 1):
         some = slice(first, first + 2)
         part = logits[some], target[some]
         assert torch.equal(flagos.cross_entropy_fwd(*part)[0], loss[some])
@@ -167,7 +182,7 @@ def test_scores_under_a_cap_are_as_exact_as_float32_where_tanh_is_put_together(
 
 
 def linear_call(
-    dtype: torch.dtype, device: str, words: int = 1003
+    dtype: torch.dtype, device: str, words: int = 203
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Input, weight, target and bias."""
     input = torch.randn(21, 24).to(device, dtype)
@@ -180,7 +195,7 @@ def linear_call(
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers have their logits made for a few words at a time."""
-    monkeypatch.setattr(flagos, "_LOGITS", {"forward": 21 * 300, "backward": 21 * 200})
+    monkeypatch.setattr(flagos, "_LOGITS", {"forward": 21 * 64, "backward": 21 * 48})
     monkeypatch.setattr(flagos, "_FEWEST_WORDS", 16)
 
 
@@ -210,12 +225,12 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.usefixtures("in_parts")
 def test_linear_layers_never_hold_all_logits(device: str) -> None:
-    input, weight, target, bias = linear_call(torch.float32, device, words=4000)
+    input, weight, target, bias = linear_call(torch.float32, device, words=1000)
     with Largest() as largest:
         _, lse = flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)
         flagos.fused_linear_cross_entropy_bwd(lse, input, weight, target, lse, bias)
     assert largest.numel == weight.numel(), "the largest is the weight's gradient"
-    assert largest.numel > 21 * 300
+    assert largest.numel > 21 * 64
 
 
 @pytest.mark.usefixtures("in_parts")
@@ -248,11 +263,11 @@ def test_matrix_products_are_widened_by_torch_where_it_can(
     assert set(calls) == {(torch.bfloat16, torch.float32)}
 
 
-def test_small_gradients_of_float16_do_not_vanish(device: str) -> None:
+def test_the_scale_of_float16_gradients_is_not_that_of_ignored_rows(device: str) -> None:
     input, weight, target, bias = linear_call(torch.float16, device)
     lse = flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)[1]
-    grad = torch.full((21,), 2.0**-16, device=device)
-    grad[5] = torch.inf  # of the row that is ignored
+    grad = torch.full((21,), 2.0**-9, device=device)
+    grad[target == IGNORED] = torch.inf
     call = (grad, input, weight, target, lse, bias)
     check_values("fused_linear_cross_entropy_bwd", *call, ignore_index=IGNORED)
 
@@ -277,5 +292,3 @@ def test_tensors_without_memory_are_declined(device: str) -> None:
     for call in calls:
         with pytest.raises(NotSupportedError):
             torch.vmap(call)(torch.zeros(2, device=device))
-        with pytest.raises(NotSupportedError):
-            call(torch.zeros((), device="meta").to("meta"))
