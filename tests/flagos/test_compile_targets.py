@@ -40,6 +40,8 @@ SOFTMAX = (
 )
 # Kernels that read and write each number once, so by whole vectors.
 STREAMING = {"_forward_rows", "_backward_rows", "_elementwise", "_with_bias"}
+# Several rows in a tile; one by the chunk; one whose rows begin anywhere.
+LOSS_WIDTHS = (96, 32000, 50257)
 SOFTMAX_WIDTHS = (1024, 16384, 65536)
 
 
@@ -74,6 +76,11 @@ def test_every_kernel_compiles(target: str, tmp_path: Path) -> None:
             assert case["wide loads"] > 0, case
             assert case["wide stores"] > 0, case
             assert case["narrow accesses"] == 0, case
+        loss = [case for case in report["cases"] if case["vector"] == 8]
+        assert {case["kernel"] for case in loss} == {"_forward", "_backward"}
+        for case in loss:
+            assert case["wide loads"] >= 2, case
+            assert case["wide stores"] >= (case["kernel"] == "_backward"), case
 
 
 class Recorder:
@@ -114,6 +121,7 @@ def call_operators() -> None:
     call_activation()
     call_softmax()
     call_dropout()
+    call_loss()
 
 
 def call_dropout() -> None:
@@ -157,6 +165,27 @@ def call_softmax() -> None:
             getattr(flagos, f"{name}_backward")(scores, scores)
 
 
+def call_loss() -> None:
+    import torch
+
+    from transformer_engine_fl.backends.flagos import loss as flagos
+
+    target, row = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+    for width in LOSS_WIDTHS:
+        logits = torch.zeros(3, width, dtype=torch.bfloat16)
+        for options in ({}, {"softcap": 30.0, "label_smoothing": 0.1}):
+            flagos.cross_entropy_fwd(logits, target, **options)
+            flagos.cross_entropy_bwd(row, logits, target, row, row, **options)
+    flagos.cross_entropy_partial_fwd(logits.float(), target)
+    flagos.cross_entropy_bwd(row.double(), logits.double(), target, row.double())
+    flagos.cross_entropy_merge(torch.zeros(2, 3, 4), target, vocab_size=8, label_smoothing=0.1)
+    for dtype in (torch.bfloat16, torch.float16):
+        input, weight = torch.zeros(3, 16, dtype=dtype), torch.zeros(5001, 16, dtype=dtype)
+        bias = torch.zeros(5001, dtype=dtype)
+        flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)
+        flagos.fused_linear_cross_entropy_bwd(row, input, weight, target, row, bias)
+
+
 def call_normalization() -> None:
     import torch
 
@@ -197,6 +226,7 @@ def compile_for(name: str) -> dict[str, Any]:
         _sums,
         activation,
         dropout,
+        loss,
         normalization,
         softmax,
     )
@@ -221,21 +251,23 @@ def compile_for(name: str) -> dict[str, Any]:
             target=GPUTarget(backend, arch, warp_size),
             options=options,
         )
-        ptx = compiled.asm.get("ptx", "")
+        ptx, names = compiled.asm.get("ptx", ""), kernel.arg_names
         cases.append(
             {
                 "kernel": kernel.__name__,
                 "dtype": signature.get("x_ptr", "*")[1:],
                 "constants": str(constants),
+                # elements, where a kernel has them laid out in vectors itself
+                "vector": constants.get((names.index("VEC"),)) if "VEC" in names else None,
                 "binary": len(compiled.asm["cubin" if backend == "cuda" else "hsaco"]),
                 "shared": compiled.metadata.shared,
                 "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*0x10", ptx)),
                 "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
                 # one 2-byte element at a time
-                "narrow accesses": len(re.findall(r"(?:ld|st)\.global\S*[^4]\.b16", ptx)),
+                "narrow accesses": len(re.findall(r"(?:ld|st)\.global(?!\S*\.v4)\S*\.b16", ptx)),
             }
         )
-    modules = (_sums, activation, dropout, normalization, softmax)
+    modules = (_sums, activation, dropout, loss, normalization, softmax)
     kernels = [kernel for module in modules for kernel in kernels_of(module)]
     missing = [f"{it.module}.{it.__name__}" for it in kernels if id(it) not in recorder.kernels]
     return {"cases": cases, "never launched": missing}
