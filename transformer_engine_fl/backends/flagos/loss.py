@@ -456,7 +456,7 @@ def _backward(
 
 # -------------------------------------------------------------------------------- plans
 
-_FORWARD_TILES = {2048: (128, 2048), 8192: (256, 8192), 2**32: (512, 16384)}
+_FORWARD_TILES = {2048: (128, 2048), 8192: (256, 8192), 2**32: (128, 4096)}
 """By width: (threads of a program, elements that it reads at a time).
 
 A width is columns rounded up to a power of two, float64 counting double.
