@@ -20,6 +20,8 @@ from transformer_engine_fl import (
     SignatureMismatchError,
     UnknownOperatorError,
 )
+from transformer_engine_fl.backends._register import register_set
+from transformer_engine_fl.core.types import BackendImplKind
 
 
 @pytest.fixture
@@ -277,3 +279,23 @@ def test_contracts_may_be_ones_own() -> None:
     registry = OpRegistry({"twice": contract_of(twice)})
     with pytest.raises(SignatureMismatchError):
         registry.register_impl(impl("mine", op_name="twice", fn=lambda y: y))
+
+
+def test_single_operators_of_a_set_may_differ_from_the_others() -> None:
+    registry = OpRegistry()
+    register_set(
+        registry,
+        "acme_kernels",
+        families=("dropout",),
+        impl_id="vendor.acme",
+        kind=BackendImplKind.VENDOR,
+        vendor="acme",
+        traits=frozenset({"deterministic", "graph_safe"}),
+        differing={"dropout_bwd": {"traits": frozenset({"graph_safe"})}},
+    )
+    forward, backward = (
+        registry.get_implementation(name, "vendor.acme") for name in ("dropout_fwd", "dropout_bwd")
+    )
+    assert forward.traits == {"deterministic", "graph_safe"}
+    assert backward.traits == {"graph_safe"}
+    assert (forward.vendor, backward.vendor) == ("acme", "acme")
