@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from transformer_engine_fl.core.types import DEFAULT_PRIORITY, BackendImplKind, OpImpl
@@ -21,6 +22,7 @@ def register_set(
     kind: BackendImplKind,
     families: Collection[str] | None = None,
     omit: Collection[str] = (),
+    dtypes: Mapping[str, Collection[str]] = MappingProxyType({}),
     **common: Any,
 ) -> None:
     """Register ``package.family:operator`` for the operators of the catalogue.
@@ -31,6 +33,7 @@ def register_set(
         kind: the set's kind; decides its priority.
         families: the families it has a file for; all of them unless given.
         omit: operators of those families that it does not implement.
+        dtypes: by family, the dtypes of the dispatch tensor that it takes; any unless given.
         common: the other fields of every :class:`OpImpl`.
     """
     registry.register_many(
@@ -39,6 +42,7 @@ def register_set(
             kind=kind,
             fn=f"{package}.{contract.family}:{contract.name}",
             priority=DEFAULT_PRIORITY[kind],
+            supported_dtypes=dtypes.get(contract.family),
             **common,
         )
         for contract in CATALOGUE.values()

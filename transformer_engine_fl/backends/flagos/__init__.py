@@ -37,8 +37,9 @@ def register(registry: OpRegistry) -> None:
     register_set(
         registry,
         __name__,
-        families=("activation", "dropout", "normalization", "rope", "softmax"),
+        families=("activation", "dropout", "gemm", "normalization", "rope", "softmax"),
         omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
+        dtypes={"gemm": ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")},
         impl_id="default.flagos",
         kind=BackendImplKind.FLAGOS,
         devices=frozenset({"cpu"} if _interpreted() else {"cuda"}),
