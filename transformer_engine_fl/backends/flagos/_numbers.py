@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["numbers_on_device"]
 
 _COUNTS = (32, 256)  # of one launch; at most 4 KB of arguments are allowed everywhere
-_THREADS = 32
 # Triton would compile anew for 1, for multiples of 16 and for what fits in 32 bits: with
 # this none of them does.
 _ODD = tl.constexpr((1 << 60) + 1)
@@ -50,7 +49,8 @@ def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     memory = torch.empty((calls * count,), dtype=torch.int64, device=device)
     launch = _LAUNCHES.get((count, device))
     if launch is None:
-        launch = _launch.Launch(_write_numbers, device, threads=_THREADS, COUNT=count)
+        warp = _launch.limits(device).warp_size
+        launch = _launch.Launch(_write_numbers, device, threads=warp, COUNT=count)
         _LAUNCHES[count, device] = launch
     odd = [2 * it + _ODD.value for it in numbers]
     odd += [_ODD.value] * (calls * count - len(odd))

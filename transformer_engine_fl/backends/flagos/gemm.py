@@ -1,10 +1,8 @@
 """Matrix products in Triton, one and of groups, with what is fused into them.
 
-One loop over the terms serves all operands: a tile is loaded as it lies, by a tensor
-descriptor where the device has them and the memory is aligned, and turned in registers or
-shared memory if its terms are not along its rows. One epilogue makes what follows of the
-sums. The plain kernel has its sizes as arguments, the grouped one reads those of each group
-from a table.
+Operands are multiplied as they lie; copied is only what has neither dense rows nor dense
+columns, float8 whose terms are not along its rows (instructions want that), and, of large
+products, what tensor descriptors cannot describe.
 
 The order in which terms are added depends on their number and on dtypes alone, not on how
 many rows there are: every tile takes the same number of terms in a step, and every tile is
@@ -33,8 +31,12 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
 )
 from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
+from transformer_engine_fl.backends.flagos._products import (
+    grouped_product,
+    product,
+    sum_of_rows,
+)
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
-from transformer_engine_fl.backends.flagos.activation import _value_and_slope
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import gemm as contracts
 
@@ -42,590 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["generic_gemm", "te_general_grouped_gemm"]
-
-# ------------------------------------------------------------------------------ kernels
-#
-# D is [m, n] and has k terms. Of each operand the outer size is m or n; it is stored
-# [outer, k] (K_MAJOR) or [k, outer]. ``m``, ``n``, ``k`` and strides count units of UNIT_M,
-# UNIT_N (those of D too), UNIT_K and UNIT (of the operands), so that the compiler knows what
-# divides them.
-#
-# SCALES says when an operand's scales are multiplied with: "whole" in the epilogue, one
-# for all; "steps" with the sum of a step; "blocks" with each element before the product,
-# which is then of DOT. STEPWISE: a step's products are summed apart and that sum is added
-# in float32, which is more exact than the accumulator of tensor cores for some dtypes.
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _place(
-    tile: tl.tensor, down: tl.tensor, across: tl.tensor, SUPER: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Row and column of a tile: SUPER rows of tiles at a time, down each column of them."""
-    each = SUPER * across
-    first = (tile // each) * SUPER
-    height = tl.minimum(down - first, SUPER)
-    inside = tile % each
-    return first + inside % height, inside // height
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _descriptor(
-    ptr: tl.tensor,
-    outer: tl.tensor,
-    k: tl.tensor,
-    stride: tl.tensor,
-    K_MAJOR: tl.constexpr,
-    OUTER: tl.constexpr,
-    TERMS: tl.constexpr,
-) -> tl.tensor:
-    """A descriptor of an operand, for tiles of OUTER by TERMS."""
-    if K_MAJOR:
-        return tl.make_tensor_descriptor(ptr, [outer, k], [stride, 1], [OUTER, TERMS])
-    else:
-        return tl.make_tensor_descriptor(ptr, [k, outer], [stride, 1], [TERMS, OUTER])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(
-    ptr: tl.tensor,
-    described: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    stride: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:
-    """A tile of a matrix as it is stored, 0 outside."""
-    if described is None:
-        r = row + tl.arange(0, ROWS)[:, None]
-        c = column + tl.arange(0, COLUMNS)[None, :]
-        mask = (r < rows) & (c < columns)
-        return tl.load(ptr + r.to(tl.int64) * stride + c, mask=mask, other=0.0)
-    else:
-        return described.load([row, column])
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _unscaled(
-    tile: tl.tensor,
-    scale_ptr: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    first_row: tl.tensor,
-    scale_row: tl.tensor,
-    scale_column: tl.tensor,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> tl.tensor:
-    """Each element of a tile times the scale of its block, in float32.
-
-    Scales of one byte are the exponents that float8_e8m0fnu has.
-    """
-    ROWS: tl.constexpr = tile.shape[0]
-    COLUMNS: tl.constexpr = tile.shape[1]
-    BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
-    r = row + tl.arange(0, ROWS)[:, None]
-    block = column // WIDTH + tl.arange(0, BLOCKS)[None, :]
-    at = ((first_row + r) // HEIGHT).to(tl.int64) * scale_row + block * scale_column
-    scale = tl.load(scale_ptr + at, mask=(r < rows) & (block * WIDTH < columns), other=0)
-    if scale.dtype == tl.uint8:
-        # Of 0 it is a subnormal: half of what the exponent 1 is.
-        bits = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23)
-        scale = tl.where(scale == 255, float("nan"), bits.to(tl.float32, bitcast=True))
-    blocks = tl.reshape(tile.to(tl.float32), (ROWS, BLOCKS, COLUMNS // BLOCKS))
-    return tl.reshape(blocks * scale[:, :, None], (ROWS, COLUMNS))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _operand_tile(
-    ptr: tl.tensor,
-    described: tl.tensor,
-    stride: tl.tensor,
-    scale_ptr: tl.tensor,
-    first_row: tl.tensor,
-    scale_row: tl.tensor,
-    scale_column: tl.tensor,
-    start: tl.tensor,
-    term: tl.tensor,
-    outer: tl.tensor,
-    k: tl.tensor,
-    K_MAJOR: tl.constexpr,
-    SCALES: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DOT: tl.constexpr,
-    OUTER: tl.constexpr,
-    TERMS: tl.constexpr,
-) -> tl.tensor:
-    """The tile of an operand that begins at ``start`` and ``term``, [OUTER, TERMS]."""
-    if K_MAJOR:
-        tile = _load(ptr, described, start, term, outer, k, stride, OUTER, TERMS)
-    else:
-        tile = _load(ptr, described, term, start, k, outer, stride, TERMS, OUTER)
-    if SCALES == "blocks":
-        row = start if K_MAJOR else term
-        column = term if K_MAJOR else start
-        rows = outer if K_MAJOR else k
-        columns = k if K_MAJOR else outer
-        tile = _unscaled(
-            tile, scale_ptr, row, column, rows, columns,
-            first_row, scale_row, scale_column, HEIGHT, WIDTH,
-        )  # fmt: skip
-    if DOT is not None:
-        tile = tile.to(DOT)
-    if not K_MAJOR:
-        tile = tl.trans(tile)
-    return tile
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale_of_step(
-    scale_ptr: tl.tensor,
-    start: tl.tensor,
-    step: tl.tensor,
-    outer: tl.tensor,
-    first_row: tl.tensor,
-    scale_row: tl.tensor,
-    scale_column: tl.tensor,
-    HEIGHT: tl.constexpr,
-    UNIFORM: tl.constexpr,
-    OUTER: tl.constexpr,
-) -> tl.tensor:
-    """The scales of an operand's tile: of each of its rows, or one where it is UNIFORM."""
-    if UNIFORM:
-        at = (first_row + start) // HEIGHT
-        return tl.load(scale_ptr + at.to(tl.int64) * scale_row + step * scale_column)
-    else:
-        r = start + tl.arange(0, OUTER)
-        at = ((first_row + r) // HEIGHT).to(tl.int64) * scale_row + step * scale_column
-        return tl.load(scale_ptr + at, mask=r < outer, other=0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_of_products(
-    a_ptr: tl.tensor,
-    a_described: tl.tensor,
-    a_stride: tl.tensor,
-    a_scale_ptr: tl.tensor,
-    a_first: tl.tensor,
-    a_scale_row: tl.tensor,
-    a_scale_column: tl.tensor,
-    b_ptr: tl.tensor,
-    b_described: tl.tensor,
-    b_stride: tl.tensor,
-    b_scale_ptr: tl.tensor,
-    b_first: tl.tensor,
-    b_scale_row: tl.tensor,
-    b_scale_column: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    A_K_MAJOR: tl.constexpr,
-    A_SCALES: tl.constexpr,
-    A_HEIGHT: tl.constexpr,
-    A_WIDTH: tl.constexpr,
-    A_UNIFORM: tl.constexpr,
-    B_K_MAJOR: tl.constexpr,
-    B_SCALES: tl.constexpr,
-    B_HEIGHT: tl.constexpr,
-    B_WIDTH: tl.constexpr,
-    B_UNIFORM: tl.constexpr,
-    STEPWISE: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr,
-) -> tl.tensor:
-    """A tile of op(B) op(A), in float32."""
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for step in tl.range(0, tl.cdiv(k, TERMS)):
-        b = _operand_tile(
-            b_ptr, b_described, b_stride, b_scale_ptr, b_first, b_scale_row, b_scale_column,
-            row, step * TERMS, m, k,
-            B_K_MAJOR, B_SCALES, B_HEIGHT, B_WIDTH, DOT, ROWS, TERMS,
-        )  # fmt: skip
-        a = _operand_tile(
-            a_ptr, a_described, a_stride, a_scale_ptr, a_first, a_scale_row, a_scale_column,
-            column, step * TERMS, n, k,
-            A_K_MAJOR, A_SCALES, A_HEIGHT, A_WIDTH, DOT, COLUMNS, TERMS,
-        )  # fmt: skip
-        if STEPWISE:
-            if PRECISION == "interpreter":
-                # Its dot adds in an order that depends on the row.
-                part = tl.sum(b[:, :, None] * a.T[None, :, :], axis=1)
-            else:
-                part = tl.dot(b, a.T, input_precision=PRECISION)
-            if B_SCALES == "steps":
-                scale = _scale_of_step(
-                    b_scale_ptr, row, step, m, b_first, b_scale_row, b_scale_column,
-                    B_HEIGHT, B_UNIFORM, ROWS,
-                )  # fmt: skip
-                part *= scale if B_UNIFORM else scale[:, None]
-            if A_SCALES == "steps":
-                scale = _scale_of_step(
-                    a_scale_ptr, column, step, n, a_first, a_scale_row, a_scale_column,
-                    A_HEIGHT, A_UNIFORM, COLUMNS,
-                )  # fmt: skip
-                part *= scale if A_UNIFORM else scale[None, :]
-            total += part
-        else:
-            total = tl.dot(b, a.T, total, input_precision=PRECISION)
-    return total
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _halves(tile: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The left and the right half of a tile's columns."""
-    ROWS: tl.constexpr = tile.shape[0]
-    HALF: tl.constexpr = tile.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, HALF)), (0, 2, 1)))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish(
-    z: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    d_ptr: tl.tensor,
-    d_described: tl.tensor,
-    pre_ptr: tl.tensor,
-    gelu_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    d_stride: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    GELU: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    PTX: tl.constexpr,
-) -> None:
-    """What follows from a tile of sums, stored."""
-    r = row + tl.arange(0, z.shape[0])[:, None]
-    c = column + tl.arange(0, z.shape[1])
-    inside = c < n
-    mask = (r < m) & inside[None, :]
-    dense = r.to(tl.int64) * n + c[None, :]
-    d_ptr += r.to(tl.int64) * d_stride + c[None, :]
-    z *= alpha
-    if ACCUMULATE:
-        z += beta * tl.load(d_ptr, mask=mask, other=0).to(tl.float32)
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + c, mask=inside, other=0).to(tl.float32)[None, :]
-    if GELU:
-        if gelu_ptr is not None:
-            x = tl.load(gelu_ptr + dense, mask=mask, other=0).to(tl.float32)
-            _, slope = _value_and_slope(x, x, "gelu", PTX)
-            z *= slope
-        else:
-            tl.store(pre_ptr + dense, z.to(pre_ptr.dtype.element_ty), mask=mask)
-            z, _ = _value_and_slope(z, z, "gelu", PTX)
-    d = z.to(d_ptr.dtype.element_ty)
-    if d_described is None:
-        tl.store(d_ptr, d, mask=mask)
-    else:
-        d_described.store([row, column], d)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish_parts(
-    z: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    d_ptr: tl.tensor,
-    d_described: tl.tensor,
-    pre_ptr: tl.tensor,
-    gelu_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    m: tl.tensor,
-    n: tl.tensor,
-    d_stride: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    GELU: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    PTX: tl.constexpr,
-    PARTS: tl.constexpr,
-) -> None:
-    """The same by PARTS of the columns, so that less of it is in shared memory at a time."""
-    if PARTS == 1:
-        _finish(
-            z, row, column, d_ptr, d_described, pre_ptr, gelu_ptr, bias_ptr,
-            m, n, d_stride, alpha, beta, GELU, ACCUMULATE, PTX,
-        )  # fmt: skip
-    else:
-        left, right = _halves(z)
-        _finish_parts(
-            left, row, column, d_ptr, d_described, pre_ptr, gelu_ptr, bias_ptr,
-            m, n, d_stride, alpha, beta, GELU, ACCUMULATE, PTX, PARTS // 2,
-        )  # fmt: skip
-        _finish_parts(
-            right, row, column + z.shape[1] // 2, d_ptr, d_described, pre_ptr, gelu_ptr, bias_ptr,
-            m, n, d_stride, alpha, beta, GELU, ACCUMULATE, PTX, PARTS // 2,
-        )  # fmt: skip
-
-
-_NUMBERS_OF_PRODUCT = (
-    "m", "n", "k", "a_stride", "b_stride", "d_stride",
-    "a_scale_row", "a_scale_column", "b_scale_row", "b_scale_column", "alpha", "beta",
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_NUMBERS_OF_PRODUCT)  # type: ignore[untyped-decorator]
-def _product(
-    a_ptr: tl.tensor,
-    a_scale_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    b_scale_ptr: tl.tensor,
-    d_ptr: tl.tensor,
-    pre_ptr: tl.tensor,
-    gelu_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    m: tl.int32,
-    n: tl.int32,
-    k: tl.int32,
-    a_stride: tl.int64,
-    b_stride: tl.int64,
-    d_stride: tl.int64,
-    a_scale_row: tl.int64,
-    a_scale_column: tl.int64,
-    b_scale_row: tl.int64,
-    b_scale_column: tl.int64,
-    alpha: tl.float32,
-    beta: tl.float32,
-    A_K_MAJOR: tl.constexpr,
-    A_SCALES: tl.constexpr,
-    A_HEIGHT: tl.constexpr,
-    A_WIDTH: tl.constexpr,
-    A_UNIFORM: tl.constexpr,
-    B_K_MAJOR: tl.constexpr,
-    B_SCALES: tl.constexpr,
-    B_HEIGHT: tl.constexpr,
-    B_WIDTH: tl.constexpr,
-    B_UNIFORM: tl.constexpr,
-    STEPWISE: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GELU: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    PTX: tl.constexpr,
-    UNIT: tl.constexpr,
-    UNIT_M: tl.constexpr,
-    UNIT_N: tl.constexpr,
-    UNIT_K: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    D_DESCRIBED: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
-    SUPER: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr,
-) -> None:
-    """One product; a program makes every so many-th tile of it."""
-    m = m * UNIT_M
-    n = n * UNIT_N
-    k = k * UNIT_K
-    a_stride = a_stride * UNIT
-    b_stride = b_stride * UNIT
-    d_stride = d_stride * UNIT_N
-    a_described = None
-    b_described = None
-    d_described = None
-    if DESCRIBED:
-        a_described = _descriptor(a_ptr, n, k, a_stride, A_K_MAJOR, COLUMNS, TERMS)
-        b_described = _descriptor(b_ptr, m, k, b_stride, B_K_MAJOR, ROWS, TERMS)
-    if D_DESCRIBED:
-        d_described = tl.make_tensor_descriptor(
-            d_ptr, [m, n], [d_stride, 1], [ROWS, COLUMNS // PARTS]
-        )
-    if A_SCALES == "whole":
-        alpha = alpha * tl.load(a_scale_ptr)
-    if B_SCALES == "whole":
-        alpha = alpha * tl.load(b_scale_ptr)
-    down = tl.cdiv(m, ROWS)
-    across = tl.cdiv(n, COLUMNS)
-    # Counted apart for the epilogue, which flattened loops run after the next tile began.
-    done = tl.program_id(0) - tl.num_programs(0)
-    for tile in tl.range(
-        tl.program_id(0),
-        down * across,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=SPECIALIZE,
-    ):
-        tile_row, tile_column = _place(tile, down, across, SUPER)
-        z = _sum_of_products(
-            a_ptr, a_described, a_stride, a_scale_ptr, 0, a_scale_row, a_scale_column,
-            b_ptr, b_described, b_stride, b_scale_ptr, 0, b_scale_row, b_scale_column,
-            tile_row * ROWS, tile_column * COLUMNS, m, n, k,
-            A_K_MAJOR, A_SCALES, A_HEIGHT, A_WIDTH, A_UNIFORM,
-            B_K_MAJOR, B_SCALES, B_HEIGHT, B_WIDTH, B_UNIFORM,
-            STEPWISE, DOT, PRECISION, ROWS, COLUMNS, TERMS,
-        )  # fmt: skip
-        done += tl.num_programs(0)
-        tile_row, tile_column = _place(done, down, across, SUPER)
-        _finish_parts(
-            z, tile_row * ROWS, tile_column * COLUMNS,
-            d_ptr, d_described, pre_ptr, gelu_ptr, bias_ptr,
-            m, n, d_stride, alpha, beta, GELU, ACCUMULATE, PTX, PARTS,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["tiles", "n", "alpha", "beta"])  # type: ignore[untyped-decorator]
-def _grouped_product(
-    a_ptr: tl.tensor,
-    a_scale_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    b_scale_ptr: tl.tensor,
-    d_ptr: tl.tensor,
-    pre_ptr: tl.tensor,
-    gelu_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    tiles: tl.int32,
-    n: tl.int32,
-    alpha: tl.float32,
-    beta: tl.float32,
-    A_K_MAJOR: tl.constexpr,
-    A_SCALES: tl.constexpr,
-    A_HEIGHT: tl.constexpr,
-    A_WIDTH: tl.constexpr,
-    A_UNIFORM: tl.constexpr,
-    B_K_MAJOR: tl.constexpr,
-    B_SCALES: tl.constexpr,
-    B_HEIGHT: tl.constexpr,
-    B_WIDTH: tl.constexpr,
-    B_UNIFORM: tl.constexpr,
-    STEPWISE: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GELU: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    PTX: tl.constexpr,
-    UNIT: tl.constexpr,
-    UNIT_M: tl.constexpr,
-    UNIT_N: tl.constexpr,
-    UNIT_K: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    SUPER: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr,
-    GROUPS: tl.constexpr,
-) -> None:
-    """The products of all groups; the tiles of a group follow those of the one before.
-
-    The table has rows of GROUPS numbers: 0 the first tile, 1 m, 2 k; of a 3 its place, 4
-    stride, 5 first row in its tensor, 6 place of the scales, 7 and 8 how far they are apart;
-    9 to 14 the same of b; of D 15 its place, 16 stride, 17 first row.
-    """
-    n = n * UNIT_N
-    firsts = tl.load(table_ptr + tl.arange(0, GROUPS))
-    across = tl.cdiv(n, COLUMNS)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        group = tl.sum((firsts <= tile).to(tl.int32), axis=0) - 1
-        field = table_ptr + group
-        m = tl.load(field + GROUPS).to(tl.int32) * UNIT_M
-        k = tl.load(field + 2 * GROUPS).to(tl.int32) * UNIT_K
-        a = a_ptr + tl.load(field + 3 * GROUPS) * UNIT
-        a_stride = tl.load(field + 4 * GROUPS) * UNIT
-        b = b_ptr + tl.load(field + 9 * GROUPS) * UNIT
-        b_stride = tl.load(field + 10 * GROUPS) * UNIT
-        d = d_ptr + tl.load(field + 15 * GROUPS) * UNIT_N
-        d_stride = tl.load(field + 16 * GROUPS) * UNIT_N
-        dense = tl.load(field + 17 * GROUPS) * n
-        factor = alpha
-        a_scale = a_scale_ptr
-        b_scale = b_scale_ptr
-        if A_SCALES != "none":
-            a_scale += tl.load(field + 6 * GROUPS)
-        if A_SCALES == "whole":
-            factor *= tl.load(a_scale)
-        if B_SCALES != "none":
-            b_scale += tl.load(field + 12 * GROUPS)
-        if B_SCALES == "whole":
-            factor *= tl.load(b_scale)
-        a_described = None
-        b_described = None
-        if DESCRIBED:
-            some = tl.maximum(k, 1)  # there are no empty descriptors; of this none is read
-            a_described = _descriptor(a, n, some, a_stride, A_K_MAJOR, COLUMNS, TERMS)
-            b_described = _descriptor(b, m, some, b_stride, B_K_MAJOR, ROWS, TERMS)
-        down = tl.cdiv(m, ROWS)
-        inside = tile - tl.load(field).to(tl.int32)
-        tile_row, tile_column = _place(inside, down, across, SUPER)
-        z = _sum_of_products(
-            a, a_described, a_stride, a_scale, tl.load(field + 5 * GROUPS),
-            tl.load(field + 7 * GROUPS), tl.load(field + 8 * GROUPS),
-            b, b_described, b_stride, b_scale, tl.load(field + 11 * GROUPS),
-            tl.load(field + 13 * GROUPS), tl.load(field + 14 * GROUPS),
-            tile_row * ROWS, tile_column * COLUMNS, m, n, k,
-            A_K_MAJOR, A_SCALES, A_HEIGHT, A_WIDTH, A_UNIFORM,
-            B_K_MAJOR, B_SCALES, B_HEIGHT, B_WIDTH, B_UNIFORM,
-            STEPWISE, DOT, PRECISION, ROWS, COLUMNS, TERMS,
-        )  # fmt: skip
-        pre = pre_ptr
-        gelu = gelu_ptr
-        bias = bias_ptr
-        if pre_ptr is not None:
-            pre += dense
-        if gelu_ptr is not None:
-            gelu += dense
-        if bias_ptr is not None:
-            bias += group.to(tl.int64) * n
-        _finish_parts(
-            z, tile_row * ROWS, tile_column * COLUMNS, d, None, pre, gelu, bias,
-            m, n, d_stride, factor, beta, GELU, ACCUMULATE, PTX, PARTS,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "columns", "stride", "first_row", "scale_row"])  # type: ignore[untyped-decorator]
-def _sum_of_rows(
-    b_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    partial_ptr: tl.tensor,
-    rows: tl.int32,
-    columns: tl.int32,
-    stride: tl.int64,
-    first_row: tl.int64,
-    scale_row: tl.int64,
-    SCALES: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """The sum of many tiles, one below the other, over their rows."""
-    columns = columns * UNIT
-    start = tl.program_id(1) * BLOCK
-    column = start + tl.arange(0, BLOCK)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tile * ROWS
-        value = _load(b_ptr, None, row, start, rows, columns, stride * UNIT, ROWS, BLOCK)
-        if SCALES == "blocks":
-            value = _unscaled(
-                value, scale_ptr, row, start, rows, columns,
-                first_row, scale_row, 1, HEIGHT, WIDTH,
-            )  # fmt: skip
-        total += value.to(tl.float32)
-    result = tl.sum(total, axis=0)
-    if SCALES == "whole":
-        result *= tl.load(scale_ptr)
-    partial_ptr += tl.program_id(0).to(tl.int64) * columns
-    tl.store(partial_ptr + column, result, mask=column < columns)
-
 
 # -------------------------------------------------------------------------------- tiles
 
@@ -674,50 +92,60 @@ _TILES: dict[str, tuple[_Tile, ...]] = {
         *_SMALL,
     ),
     "float8": (
-        _Tile(128, 128, 256, 4, 1.0, flatten=True, resident=1),
+        _Tile(256, 128, 512, 3, 1.0, flatten=True, resident=1, parts=4),
+        _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
         *_SMALL,
     ),
     "float32": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
     "blocks": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
     "float32 blocks": (_Tile(64, 64, 128, 2, 1.0),),
 }
-# NumPy adds in an order that depends on the shape, which is therefore the same.
 _INTERPRETED_TILES = (
     _Tile(32, 64, 32, 1, 1.0, flatten=True, resident=1, parts=2),
     _Tile(32, 64, 32, 1, 1.0, described=False),
 )
 _INTERPRETED_FEW = 12  # rows, of which the second tile is for
 _SUPER = 8
-_PART_BYTES = 32768  # of a tile that is being finished, in shared memory
+_FINISHED_BYTES = 32768  # of shared memory for the part of a tile that is being finished
+_LARGEST_UNALIGNED = 128 * 128  # elements of a tile: many addresses take many registers
 _OTHER_BYTES = 2048  # of shared memory: barriers and the like
 _FLOAT32_PRECISION = {"cuda": "tf32x3", "hip": "ieee"}
 _DESCRIPTORS_FROM = 90  # the compute capability
 _FLOAT8_FROM = 89
 _DESCRIBED_ALIGNMENT = 16  # bytes
 _WIDEST_DESCRIBED = 4  # bytes of an element
+_WORTH_A_COPY = 2**30  # products, from which on operands are copied to be described
 _NUMBERS = (int, float)
 
 _SUM_ROWS, _SUM_BLOCK, _SUM_THREADS, _SUM_PROGRAMS = 16, 256, 128, 8
 
 
-def _fitted(tile: _Tile, kind: str, itemsize: int, widest: int, shared: int) -> _Tile | None:
+def _fitted(tile: _Tile, kind: str, itemsize: int, beside: int, shared: int) -> _Tile | None:
     """The tile with fewer stages or more parts, as shared memory allows; None if it does not.
 
     Args:
         itemsize: bytes of an element of the operands.
-        widest: bytes of an element of the widest matrix of the shape of D.
+        beside: bytes of what is written and read for each element of D.
         shared: bytes of shared memory.
     """
+    finished = tile.rows * tile.columns * beside
     parts = tile.parts
-    while tile.rows * tile.columns * widest // parts > _PART_BYTES and tile.columns // parts > 32:
+    # Triton 3.6 cannot part a tile among warps that do different work.
+    while not tile.specialize and finished // parts > _FINISHED_BYTES and tile.columns > 32 * parts:
         parts *= 2
-    rest = shared - _OTHER_BYTES - tile.rows * tile.columns * widest // parts
-    stages = min(tile.stages, rest // ((tile.rows + tile.columns) * _TERMS[kind] * itemsize))
+    left = shared - _OTHER_BYTES - finished // parts
+    stages = min(tile.stages, left // ((tile.rows + tile.columns) * _TERMS[kind] * itemsize))
     return tile._replace(stages=stages, parts=parts) if stages > 1 else None
 
 
 def _chosen(
-    kind: str, ms: Sequence[int], n: int, itemsize: int, widest: int, device: torch.device
+    kind: str,
+    ms: Sequence[int],
+    n: int,
+    itemsize: int,
+    beside: int,
+    large: bool,
+    device: torch.device,
 ) -> _Tile:
     """The tile that is done first with D, by an estimate of the rounds it takes."""
     if _launch.INTERPRETED:
@@ -725,8 +153,8 @@ def _chosen(
     offered = _launch.limits(device)
     best: tuple[float, _Tile] | None = None
     for it in _TILES[kind]:
-        tile = _fitted(it, kind, itemsize, widest, offered.shared_bytes)
-        if tile is None:
+        tile = _fitted(it, kind, itemsize, beside, offered.shared_bytes)
+        if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
             continue
         tiles = sum(-(-m // tile.rows) for m in ms) * -(-n // tile.columns)
         rounds = -(-tiles // offered.multiprocessors)
@@ -863,7 +291,7 @@ def _operands(
 def _way(op: str, a: _Operand, b: _Operand) -> _Way:
     """How products of such operands are made."""
     capability = _launch.limits(b.data.device).capability
-    precision = _FLOAT32_PRECISION["cuda" if torch.version.hip is None else "hip"]
+    precision = _FLOAT32_PRECISION["cuda" if capability else "hip"]
     scales = (a.scales, b.scales)
     if b.scale is None:
         if b.data.dtype == torch.float32:
@@ -883,8 +311,10 @@ def _way(op: str, a: _Operand, b: _Operand) -> _Way:
             way = _Way("float32 blocks", a_scales, b_scales, True, tl.float32, precision)
         else:  # float8 times a power of two is exact in bfloat16
             way = _Way("blocks", a_scales, b_scales, False, tl.bfloat16)
-    if _launch.INTERPRETED:  # which has no float8 and bfloat16 to calculate in
-        return way._replace(stepwise=True, dot=tl.float32, precision="interpreter")
+    if _launch.INTERPRETED:
+        # It has no bfloat16, and adds in an order that depends on the row, which does not
+        # show in float64.
+        return way._replace(stepwise=True, dot=tl.float64)
     return way
 
 
@@ -950,21 +380,23 @@ def _kernel(
     """
     device = b.data.device
     itemsize = b.data.itemsize
-    dtypes = (after.d, after.pre, after.gelu_input)
-    widest = max(it.itemsize for it in dtypes if it is not None)
-    tile = _chosen(way.kind, ms, n, itemsize, widest, device)
-    able = _launch.limits(device).capability >= _DESCRIPTORS_FROM and tile.described
-    described = described and able
-    d_described = d_described and able and not groups
+    dtypes = (after.d, after.d if after.accumulate else None, after.pre, after.gelu_input)
+    beside = sum(it.itemsize for it in dtypes if it is not None)
+    able = _launch.limits(device).capability >= _DESCRIPTORS_FROM
     vector = 16 // itemsize
 
     def unit(*sizes: int, of: int = vector) -> int:
         return of if all(it % of == 0 for it in sizes) else 1
 
+    unit_n = unit(n, *d_strides, of=8)
+    large = described and able and unit_n > 1
+    tile = _chosen(way.kind, ms, n, itemsize, beside, large, device)
+    described = described and able and tile.described
+    d_described = d_described and able and tile.described and not groups
     units = (
         unit(*strides),
         1 if described or b.k_major else unit(*ms),
-        unit(n, *d_strides, of=8),
+        unit_n,
         1 if described or not (a.k_major or b.k_major) else unit(*ks),
     )
     uniform = tuple(
@@ -992,7 +424,7 @@ def _kernel(
             "SPECIALIZE": described and tile.specialize,
         }
     launch = _launch.Launch(
-        _grouped_product if groups else _product,
+        grouped_product if groups else product,
         device,
         threads=tile.threads,
         options=options,
@@ -1032,15 +464,35 @@ def _programs(tile: _Tile, tiles: int, device: torch.device) -> int:
     return min(tiles, most) if most else tiles
 
 
-def _describable(data: Tensor, stride: int, columns: int, *starts: int) -> bool:
-    """Whether a descriptor can be made of such rows of it, from each of ``starts`` on."""
-    size = data.itemsize
-    places = (data.data_ptr(), stride * size, *(it * size for it in starts))
+def _address(op: str, tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
+        raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
+
+
+def _describable(address: int, itemsize: int, stride: int, columns: int) -> bool:
+    """Whether a descriptor can be made of rows of so many columns that are there."""
     return (
-        all(it % _DESCRIBED_ALIGNMENT == 0 for it in places)
+        not (address | stride * itemsize) % _DESCRIBED_ALIGNMENT
         and stride >= columns
-        and size <= _WIDEST_DESCRIBED
+        and itemsize <= _WIDEST_DESCRIBED
     )
+
+
+def _described(op: str, it: _Operand, outer: int, k: int, worth: bool) -> tuple[_Operand, bool]:
+    """The operand and whether a descriptor can be made of it; copied so if that is ``worth`` it."""
+    rows, columns = (outer, k) if it.k_major else (k, outer)
+    size = it.data.itemsize
+    if _describable(_address(op, it.data), size, it.stride, columns):
+        return it, True
+    if not worth:
+        return it, False
+    unit = _DESCRIBED_ALIGNMENT // size
+    stride = -(-columns // unit) * unit
+    data = it.data.new_empty((rows, stride))[:, :columns]
+    data.copy_(it.data.as_strided((rows, columns), (it.stride, 1)))
+    return it._replace(data=data, stride=stride), True
 
 
 # -------------------------------------------------------------------------- bias gradient
@@ -1084,7 +536,7 @@ def _sums_of_rows(matrices: Sequence[_Piece], dtype: torch.dtype) -> Tensor:
     plan = _SUM_PLANS.get(key)
     if plan is None:
         launch = _launch.Launch(
-            _sum_of_rows,
+            sum_of_rows,
             device,
             threads=_SUM_THREADS,
             SCALES=scales,
@@ -1168,7 +620,7 @@ def _key(
     return tuple(kinds)
 
 
-def _as_numbers(op: str, alpha: float, beta: float) -> tuple[float, float]:
+def _as_numbers(op: str, alpha: Any, beta: Any) -> tuple[float, float]:
     if not (isinstance(alpha, int | float) and isinstance(beta, int | float)):
         raise NotSupportedError(f"{op}: alpha and beta are no numbers yet")
     return float(alpha), float(beta)
@@ -1226,6 +678,12 @@ def _planned(
         return _Plan(None, 0, (), shape, dtype), (None, None, None, None, into, None, None)
     if not k:  # the kernel reads nothing, but Triton wants memory
         a, b = (it._replace(data=it.data.new_empty((1,))) for it in (a, b))
+    described = bool(k) and _launch.limits(B.device).capability >= _DESCRIPTORS_FROM
+    if described:
+        worth = m * n * k >= _WORTH_A_COPY
+        a, a_is = _described(op, a, n, k, worth)
+        b, b_is = _described(op, b, m, k, worth)
+        described = a_is and b_is
     kernel = _kernel(
         _way(op, a, b),
         a,
@@ -1236,12 +694,11 @@ def _planned(
         (k,),
         strides=(a.stride, b.stride),
         d_strides=(d_stride,),
-        described=k > 0
-        and _describable(a.data, a.stride, k if a.k_major else n)
-        and _describable(b.data, b.stride, k if b.k_major else m),
+        described=described,
         d_described=_describable(
-            b.data.new_empty((0,), dtype=dtype) if into is None else into, d_stride, n
-        ),
+            0 if into is None else _address(op, into), after.d.itemsize, d_stride, n
+        )
+        and (after.pre is None or _describable(0, after.pre.itemsize, n, n)),
         groups=0,
         at_origin=(True, True),
     )
@@ -1329,7 +786,7 @@ def generic_gemm(
         )
     if accumulate_into is None:
         return D, sums, pre_gelu
-    if D.data_ptr() != accumulate_into.data_ptr():
+    if _address(op, D) != _address(op, accumulate_into):
         accumulate_into.detach().copy_(D.reshape(accumulate_into.shape))
     return None, sums, pre_gelu
 
@@ -1359,7 +816,7 @@ class _Together(NamedTuple):
     offsets: list[int]
 
 
-def _together(tensors: Sequence[Tensor]) -> _Together:
+def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
     first = tensors[0]
     if len(tensors) == 1:
         return _Together(first, [0])
@@ -1367,9 +824,13 @@ def _together(tensors: Sequence[Tensor]) -> _Together:
         # It is given float32 for the bfloat16 of a tensor, and there is nothing behind that.
         ends = itertools.accumulate((it.numel() for it in tensors), initial=0)
         return _Together(torch.cat([it.reshape(-1) for it in tensors]), list(ends)[:-1])
-    base = min((it for it in tensors if it.numel()), key=Tensor.data_ptr, default=first)
-    start, size = base.data_ptr(), base.itemsize
-    return _Together(base, [(it.data_ptr() - start) // size * bool(it.numel()) for it in tensors])
+    places = [_address(op, it) for it in tensors]
+    # Nothing is read of those without elements, which are nowhere.
+    start, base = min(
+        ((place, i) for i, place in enumerate(places) if tensors[i].numel()), default=(0, 0)
+    )
+    offsets = [(it - start) // first.itemsize if it else 0 for it in places]
+    return _Together(tensors[base], offsets)
 
 
 class _Side(NamedTuple):
@@ -1428,7 +889,7 @@ def _side(
     else:
         pieces = [_Piece(it, 0, height) for it, height in zip(operands, rows, strict=True)]
     of = [0] * len(pieces) if shared else range(len(pieces))
-    data, offsets = _together([it.data for it in operands])
+    data, offsets = _together(op, [it.data for it in operands])
     places = [offsets[i] + it.start * it.operand.stride for i, it in zip(of, pieces, strict=True)]
     scale, scale_places = operands[0].scale, [0] * len(pieces)
     if scale is not None and len(operands) > 1:
@@ -1460,7 +921,7 @@ def _splits_target(
     dense = [by_rows(it) for it in tensors]
     one_memory = len(tensors) == 1 or not _launch.INTERPRETED
     same = all(
-        it.dtype == tensors[0].dtype and taken.data_ptr() == it.data_ptr()
+        it.dtype == tensors[0].dtype and _address(op, taken) == _address(op, it)
         for it, (taken, _) in zip(tensors, dense, strict=True)
     )
     copied = not (same and one_memory)
@@ -1472,7 +933,7 @@ def _splits_target(
         )
         whole = torch.cat([it.to(kind) for it in tensors])
         dense = [(whole, whole.shape[1])]
-    together = _together([it for it, _ in dense])
+    together = _together(op, [it for it, _ in dense])
     if len(dense) == 1:
         stride = dense[0][1]
         starts = list(itertools.accumulate(rows, initial=0))[:-1]
@@ -1595,8 +1056,12 @@ def _launch_groups(
     groups = triton.next_power_of_2(len(ms))
     size = b.data.itemsize
     described = all(
-        not (side.data.data_ptr() | place * size | it.operand.stride * size) % _DESCRIBED_ALIGNMENT
-        and it.operand.stride >= it.operand.data.shape[-1]
+        _describable(
+            _address(op, side.data) | place * size,
+            size,
+            it.operand.stride,
+            it.operand.data.shape[-1],
+        )
         for side in (a, b)
         for place, it in zip(side.places, side.pieces, strict=True)
     )
@@ -1613,7 +1078,7 @@ def _launch_groups(
         described=described,
         d_described=False,
         groups=groups,
-        at_origin=tuple(not any(it.start for it in side.pieces) for side in (a, b)),
+        at_origin=(not any(it.start for it in a.pieces), not any(it.start for it in b.pieces)),
     )
     tile = kernel.tile
     across = -(-n // tile.columns)
