@@ -7,6 +7,7 @@ program of its own because the tests around it run Triton's interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -88,7 +89,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.kernels: dict[int, Any] = {}
-        self.cases: dict[str, tuple[Any, dict[str, str], dict[Any, Any], dict[str, int]]] = {}
+        self.cases: dict[str, tuple[Any, dict[str, Any], dict[Any, Any], dict[str, Any]]] = {}
 
     def record(
         self, launch: Any, grid: tuple[int, int], tensors: Any, numbers: tuple[Any, ...]
@@ -106,7 +107,10 @@ class Recorder:
                     signature[parameter.name] = mangle_type(value)
                     continue
             else:
-                signature[parameter.name] = parameter.annotation_type
+                number = numbers[place - len(tensors)]
+                # In a tuple there are integers that need 64 bits.
+                several = ("i64",) * len(number) if isinstance(number, tuple) else None
+                signature[parameter.name] = several or parameter.annotation_type
                 continue
             signature[parameter.name] = "constexpr"
             constants[(place,)] = value
@@ -121,7 +125,52 @@ def call_operators() -> None:
     call_activation()
     call_softmax()
     call_dropout()
+    call_gemm()
     call_loss()
+
+
+def call_gemm() -> None:
+    import torch
+
+    from transformer_engine_fl.backends.flagos import gemm as flagos
+    from transformer_engine_fl.core.errors import NotSupportedError
+
+    def product(dtype: torch.dtype, m: int, n: int, k: int, **options: Any) -> None:
+        a = torch.empty((n, k) if options.get("transa", True) else (k, n), dtype=dtype)
+        b = torch.empty((k, m) if options.get("transb", False) else (m, k), dtype=dtype)
+        flagos.generic_gemm(a, b, **options)
+
+    wgrad = {"transa": False, "transb": True}
+    grad = {"grad": True, "bias_grad": True}
+    bfloat16, float8 = torch.bfloat16, torch.float8_e4m3fn
+    bias, total = torch.empty(4096, dtype=bfloat16), torch.empty(4096, 4096)
+    saved = torch.empty(4096, 4096, dtype=bfloat16)
+    product(bfloat16, 4096, 4096, 4096, bias=bias, gelu=True)
+    product(bfloat16, 4096, 4096, 4096, transa=False)
+    product(bfloat16, 4096, 4096, 4096, transa=False, gelu=True, gelu_input=saved, **grad)
+    product(bfloat16, 4096, 4096, 4096, accumulate_into=total, **wgrad)
+    for rows in (1024, 256, 16):
+        product(bfloat16, rows, 2048, 4096)
+    product(bfloat16, 4095, 4095, 4095, **wgrad)
+    for rows in (4096, 16):
+        product(torch.float32, rows, 4096, 1024)
+    one, matrix = torch.empty(1), torch.empty(4096, 4096).to(float8)
+    rows_scale, blocks_scale = torch.empty(4096, 32), torch.empty(32, 32)
+    exponents = torch.empty(4096, 128, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    for a_scale, b_scale, options in (
+        (one, one, {}),
+        (blocks_scale, rows_scale, {}),
+        (exponents, exponents, {}),
+        (blocks_scale, rows_scale, {**wgrad, **grad}),
+    ):
+        scales = {"A_scale_inv": a_scale, "B_scale_inv": b_scale}
+        with contextlib.suppress(NotSupportedError):  # older devices have no float8
+            flagos.generic_gemm(matrix, matrix, **scales, **options)  # type: ignore[arg-type]
+    weights = [torch.empty(4096, 4096, dtype=bfloat16) for _ in range(4)]
+    flagos.te_general_grouped_gemm(weights, [saved], [1024] * 4, bias=[bias] * 4, gelu=True)
+    flagos.te_general_grouped_gemm(
+        [saved], [saved], [1000, 24, 3000, 72], accumulate_into=[total] * 4, **wgrad
+    )
 
 
 def call_dropout() -> None:
@@ -223,6 +272,8 @@ def compile_for(name: str) -> dict[str, Any]:
 
     from transformer_engine_fl.backends.flagos import (
         _launch,
+        _numbers,
+        _products,
         _sums,
         activation,
         dropout,
@@ -232,7 +283,9 @@ def compile_for(name: str) -> dict[str, Any]:
     )
 
     backend, arch, warp_size, shared = TARGETS[name]
-    limits = _launch.Limits(132, shared, warp_size, 65536 if backend == "cuda" else 0)
+    limits = _launch.Limits(
+        132, shared, warp_size, *((65536, arch) if backend == "cuda" else (0, 0))
+    )
     recorder = Recorder()
     _launch.limits = lambda device: limits  # type: ignore[assignment]
     _launch.unsupported_device = lambda device: None
@@ -244,7 +297,7 @@ def compile_for(name: str) -> dict[str, Any]:
         attributes = {
             (place,): [["tt.divisibility", 16]]
             for place, kind in enumerate(signature.values())
-            if kind.startswith("*")
+            if kind[0] == "*"
         }
         compiled = triton.compile(
             ASTSource(kernel, signature, constants, attributes),
@@ -267,7 +320,7 @@ def compile_for(name: str) -> dict[str, Any]:
                 "narrow accesses": len(re.findall(r"(?:ld|st)\.global(?!\S*\.v4)\S*\.b16", ptx)),
             }
         )
-    modules = (_sums, activation, dropout, loss, normalization, softmax)
+    modules = (_numbers, _products, _sums, activation, dropout, loss, normalization, softmax)
     kernels = [kernel for module in modules for kernel in kernels_of(module)]
     missing = [f"{it.module}.{it.__name__}" for it in kernels if id(it) not in recorder.kernels]
     return {"cases": cases, "never launched": missing}

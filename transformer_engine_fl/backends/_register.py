@@ -33,7 +33,8 @@ def register_set(
         kind: the set's kind; decides its priority.
         families: the families it has a file for; all of them unless given.
         omit: operators of those families that it does not implement.
-        differing: fields in which single operators differ from ``common``.
+        differing: fields in which a family, or a single operator, differs from ``common``,
+            by its name.
         common: the other fields of every :class:`OpImpl`.
     """
     registry.register_many(
@@ -42,7 +43,11 @@ def register_set(
             kind=kind,
             fn=f"{package}.{contract.family}:{contract.name}",
             priority=DEFAULT_PRIORITY[kind],
-            **{**common, **differing.get(contract.name, {})},
+            **{
+                **common,
+                **differing.get(contract.family, {}),
+                **differing.get(contract.name, {}),
+            },
         )
         for contract in CATALOGUE.values()
         if (families is None or contract.family in families) and contract.name not in omit

@@ -33,6 +33,7 @@ def is_available() -> bool | str:
 
 
 _TRAITS = frozenset({"deterministic", "batch_invariant", "graph_safe"})
+_OF_GEMM = frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 # How torch sums a matrix product may depend on how many rows there are.
 _OF_PRODUCTS = {"traits": _TRAITS - {"batch_invariant"}}
 
@@ -42,7 +43,15 @@ def register(registry: OpRegistry) -> None:
     register_set(
         registry,
         __name__,
-        families=("activation", "dropout", "loss", "normalization", "rope", "softmax"),
+        families=(
+            "activation",
+            "dropout",
+            "gemm",
+            "loss",
+            "normalization",
+            "rope",
+            "softmax",
+        ),
         omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="default.flagos",
         kind=BackendImplKind.FLAGOS,
@@ -50,6 +59,7 @@ def register(registry: OpRegistry) -> None:
         is_available=is_available,
         traits=_TRAITS,
         differing={
+            "gemm": {"supported_dtypes": _OF_GEMM},
             "fused_linear_cross_entropy_fwd": _OF_PRODUCTS,
             "fused_linear_cross_entropy_bwd": _OF_PRODUCTS,
         },

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import _allocation
 
 from transformer_engine_fl.core.errors import NotSupportedError
 
@@ -91,19 +93,24 @@ class Limits(NamedTuple):
         warp_size: threads of a warp.
         registers: registers of a multiprocessor, where a kernel's use of them can be
             limited; otherwise 0.
+        capability: CUDA's compute capability, 90 for 9.0; 0 for other devices.
     """
 
     multiprocessors: int
     shared_bytes: int
     warp_size: int
     registers: int
+    capability: int = 0
 
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
-    """The limits of ``device``; in the interpreter two multiprocessors, so that loops turn."""
+    """The limits of ``device``; in the interpreter two multiprocessors, so that loops turn.
+
+    The interpreter knows whatever the newest device does.
+    """
     if INTERPRETED:
-        return Limits(2, 1 << 16, 32, 0)
+        return Limits(2, 1 << 16, 32, 0, 90)
     driver = triton.runtime.driver.active
     target = driver.get_current_target()
     properties = driver.utils.get_device_properties(device.index)
@@ -112,6 +119,7 @@ def limits(device: torch.device) -> Limits:
         properties["max_shared_mem"],
         target.warp_size,
         properties["max_num_regs"] if target.backend == "cuda" else 0,
+        int(target.arch) if target.backend == "cuda" else 0,
     )
 
 
@@ -160,19 +168,46 @@ def _hooked() -> bool:
     )
 
 
-_Started = tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]
-"""What starts a compiled kernel, and what stands before and after a call's own arguments."""
+class _Started(NamedTuple):
+    """How to start a compiled kernel with the least work on the host.
+
+    Attributes:
+        start: what starts it.
+        head, tail: what stands before and after a call's own arguments.
+        scratch: bytes of scratch memory that each program needs; tensor descriptors that
+            a kernel makes are in it.
+        place: where in ``head`` its address belongs; None if ``start`` asks for the memory.
+    """
+
+    start: Callable[..., None]
+    head: tuple[Any, ...]
+    tail: tuple[Any, ...]
+    scratch: int
+    place: int | None
 
 
 def _started(compiled: Any, constants: tuple[Any, ...]) -> _Started:
-    """How to start a compiled kernel with the least work on the host."""
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    if _VERSION == (3, 6) and not scratch:
-        # What run itself ends in, for a kernel that needs no scratch memory.
+    scratch = getattr(run, "global_scratch_size", 1) * getattr(run, "num_ctas", 1)
+    if _VERSION == (3, 6) and not getattr(run, "profile_scratch_size", 1):
+        # What run itself ends in.
         head = (function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-        return run.launch, (*head, packed, None, None, None), constants
-    return run, (function, packed, None, None, None), constants
+        return _Started(run.launch, (*head, packed, None, None, None), constants, scratch, 3)
+    return _Started(run, (function, packed, None, None, None), constants, scratch, None)
+
+
+@contextlib.contextmanager
+def _scratch_memory(device: torch.device) -> Iterator[None]:
+    """Within the block Triton takes a kernel's scratch memory from torch's allocator."""
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty((size,), dtype=torch.uint8, device=device)
+
+    before = _allocation._allocator.set(allocate)
+    try:
+        yield
+    finally:
+        _allocation._allocator.reset(before)
 
 
 class Launch:
@@ -187,6 +222,7 @@ class Launch:
         threads: of one program.
         resident: programs that one multiprocessor must be able to hold at once, if the
             kernel counts on that.
+        options: for the compiler, beside those that follow from the above.
         constants: its constexpr parameters.
     """
 
@@ -199,13 +235,14 @@ class Launch:
         *,
         threads: int,
         resident: int = 0,
+        options: Mapping[str, Any] = MappingProxyType({}),
         **constants: Any,
     ) -> None:
         offered = limits(device)
         self._kernel = kernel
         self._device = device
         self._index = device.index
-        self._options = {"num_warps": threads // offered.warp_size}
+        self._options = {"num_warps": threads // offered.warp_size, **options}
         if resident and offered.registers:
             share = offered.registers // (threads * resident)
             self._options["maxnreg"] = min(_MOST_REGISTERS, share - share % 8)
@@ -217,7 +254,7 @@ class Launch:
         self,
         grid: tuple[int, int],
         tensors: tuple[Tensor | None, ...],
-        numbers: tuple[int | float, ...],
+        numbers: tuple[Any, ...],
     ) -> None:
         """Start the kernel on the current stream of its device."""
         try:
@@ -234,27 +271,49 @@ class Launch:
         if ready is None or not _DirectLaunches.allowed or _hooked():
             self._ordinary(alignment, grid, tensors, numbers)
         else:
-            start, head, tail = ready
+            start, head, tail, scratch, _ = ready
             stream = torch._C._cuda_getCurrentRawStream(self._index)
-            if torch._C._cuda_getDevice() == self._index:
+            if scratch:
+                self._with_scratch(ready, grid, stream, (*pointers, *numbers))
+            elif torch._C._cuda_getDevice() == self._index:
                 start(*grid, 1, stream, *head, *pointers, *numbers, *tail)
             else:
                 with torch.cuda.device(self._index):
                     start(*grid, 1, stream, *head, *pointers, *numbers, *tail)
+
+    def _with_scratch(
+        self, ready: _Started, grid: tuple[int, int], stream: int, arguments: tuple[Any, ...]
+    ) -> None:
+        """Start a kernel that needs scratch memory.
+
+        That may be freed before the kernel has run: what takes it then is queued behind it.
+        """
+        start, head, tail, scratch, place = ready
+        elsewhere = torch._C._cuda_getDevice() != self._index
+        with torch.cuda.device(self._index) if elsewhere else contextlib.nullcontext():
+            if place is None:
+                with _scratch_memory(self._device):
+                    start(*grid, 1, stream, *head, *arguments, *tail)
+                return
+            size = (grid[0] * grid[1] * scratch,)
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            head = (*head[:place], memory.data_ptr(), *head[place + 1 :])
+            start(*grid, 1, stream, *head, *arguments, *tail)
 
     def _ordinary(
         self,
         alignment: object,
         grid: tuple[int, int],
         tensors: tuple[Tensor | None, ...],
-        numbers: tuple[int | float, ...],
+        numbers: tuple[Any, ...],
     ) -> None:
         if INTERPRETED:
             # No device warns of infinities and NaN, as NumPy would.
             with _bfloat16_in_float32(tensors) as stand_ins, numpy.errstate(all="ignore"):
                 self._kernel[grid](*stand_ins, *numbers, **self._constants, **self._options)
             return
-        with torch.get_device_module(self._device).device(self._index):
+        on_device = torch.get_device_module(self._device).device(self._index)
+        with on_device, _scratch_memory(self._device):
             compiled = self._kernel[grid](*tensors, *numbers, **self._constants, **self._options)
         if _DirectLaunches.allowed and isinstance(compiled, triton.compiler.CompiledKernel):
             self._ready[alignment] = _started(compiled, tuple(self._constants.values()))

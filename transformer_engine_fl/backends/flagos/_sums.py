@@ -36,7 +36,10 @@ def _sum_programs(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The sums of ``partial`` over the programs: one result, or two on the second grid axis."""
+    """The sums of ``partial`` over the programs.
+
+    Of several, the second grid axis says which: they are the rows of one result, or two.
+    """
     ACC: tl.constexpr = partial_ptr.dtype.element_ty
     columns = columns * UNIT
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -51,14 +54,17 @@ def _sum_programs(
             other=0,
         )
     result = tl.sum(total, axis=0).to(first_ptr.dtype.element_ty)
-    if second_ptr is None or tl.program_id(1) == 0:
+    if second_ptr is None:
+        row = tl.program_id(1).to(tl.int64) * columns
+        tl.store(first_ptr + row + column, result, mask=inside)
+    elif tl.program_id(1) == 0:
         tl.store(first_ptr + column, result, mask=inside)
     else:
         tl.store(second_ptr + column, result, mask=inside)
 
 
 class SumOfPrograms:
-    """Adds up ``partial``, ``[1 or 2, programs, columns]``, over the programs.
+    """Adds up ``partial``, ``[results, programs, columns]``, over the programs.
 
     Args:
         columns: of each sum.
@@ -79,6 +85,7 @@ class SumOfPrograms:
     def __call__(
         self, partial: Tensor, first: Tensor, second: Tensor | None, programs: int
     ) -> None:
-        """Write the sums, ``[columns]`` each; the second where there is one."""
-        grid = (self._blocks, 1 if second is None else 2)
+        """Write the sums: ``first [columns]`` and a second one, or ``first [results, columns]``."""
+        results = 2 if second is not None else first.shape[0] if first.dim() > 1 else 1
+        grid = (self._blocks, results)
         self._launch(grid, (partial, first, second), (programs, self._units))

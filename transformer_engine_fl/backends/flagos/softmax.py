@@ -352,7 +352,7 @@ def _plan(
     constants["ACC"] = _TRITON_TYPES[math_dtype(dtype)]
     tile = listed(tiles, block * double)
     if tile is None:
-        wide = {"PARTS": _PARTS, "BLOCK": _CHUNK // double}
+        wide: dict[str, Any] = {"PARTS": _PARTS, "BLOCK": _CHUNK // double}
         return _Plan(
             _launch.Launch(kernels[1], device, threads=_CHUNK_THREADS, **wide, **constants), 1
         )

@@ -1,0 +1,352 @@
+"""Triton's matrix products against the contract: each way through the kernels, arguments."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.flagos import _launch, _numbers
+from transformer_engine_fl.backends.flagos import gemm as flagos
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.testing import compare
+from transformer_engine_fl.testing.arguments import clone, tensors
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+TRANSPOSES = tuple(itertools.product((True, False), repeat=2))
+SCALES = tuple(itertools.product(("whole", "rows", "squares", "exponents"), repeat=2))
+# More tiles than programs, more rows of tiles than are taken together, and a rest of each.
+MANY = (333, 200, 72)
+
+
+def check(op: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Run ``op`` and hold every output, and what is written, against the contract."""
+    contract = ops.CATALOGUE[op]
+    args, kwargs = clone(args), clone(kwargs)
+    right = contract.oracle(*args, **kwargs)
+    kinds = contract.shapes(*args, **kwargs)
+    found = getattr(flagos, op)(*args, **kwargs)
+    for output, kind in zip(found, kinds, strict=True):
+        assert (output is None) == (kind is None)
+        if output is not None:
+            assert (output.shape, output.dtype) == (kind.shape, kind.dtype)
+            assert output.is_contiguous()
+    values = (*found, kwargs.get("accumulate_into"))
+    dispatch = next(tensors(args[1])).dtype
+    pairs = zip(values, right, strict=True)
+    for value, expected in ((a, b) for one, two in pairs for a, b in each(one, two)):
+        names = [str(dtype).removeprefix("torch.") for dtype in (dispatch, value.dtype)]
+        worst = compare(value, expected, contract.tolerance_for(*names))
+        assert worst.ratio <= 1, worst
+    return tuple(found)
+
+
+def each(value: Any, other: Any) -> zip[tuple[Tensor, Tensor]]:
+    return zip(tensors(value), tensors(other), strict=True)
+
+
+def operands(
+    dtype: str,
+    device: str,
+    transa: bool = True,
+    transb: bool = False,
+    sizes: tuple[int, int, int] = MANY,
+    seed: int = 7,
+) -> tuple[Tensor, Tensor]:
+    """A and B for D of ``sizes[:2]``."""
+    m, n, k = sizes
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn((n, k) if transa else (k, n), generator=generator)
+    b = torch.randn((k, m) if transb else (m, k), generator=generator)
+    kind = getattr(torch, dtype)
+    return a.to(device, kind), b.to(device, kind)
+
+
+def scale_of(data: Tensor, kind: str) -> Tensor:
+    """Scales of a matrix; ``kind`` is "whole", "rows", "squares" or "exponents"."""
+    height, width = {"whole": (0, 0), "rows": (1, 128), "squares": (128, 128)}.get(kind, (1, 32))
+    if not height:
+        return torch.full((1,), 0.37, device=data.device)
+    shape = [-(-data.shape[0] // height), -(-data.shape[1] // width)]
+    scale = torch.linspace(0.3, 3, shape[0] * shape[1]).reshape(shape)
+    if kind == "exponents":
+        scale = scale.log2().round().exp2().to(torch.float8_e8m0fnu)
+    return scale.to(data.device)
+
+
+# ------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("op", ["generic_gemm", "te_general_grouped_gemm"])
+def test_every_sample_of_float8(op: str, device: str) -> None:
+    for sample in ops.CATALOGUE[op].samples("float8_e4m3fn", device):
+        try:
+            check(op, *sample.args, **sample.kwargs)
+        except AssertionError as error:
+            raise AssertionError(f"{sample.label}: {error}") from None
+
+
+@pytest.mark.parametrize(("transa", "transb"), TRANSPOSES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_tiles_of_each_layout(dtype: str, transa: bool, transb: bool, device: str) -> None:
+    check("generic_gemm", *operands(dtype, device, transa, transb), transa=transa, transb=transb)
+
+
+@pytest.mark.parametrize(("transa", "transb"), TRANSPOSES)
+@pytest.mark.parametrize("kinds", SCALES)
+def test_each_pair_of_scales(
+    kinds: tuple[str, str], transa: bool, transb: bool, device: str
+) -> None:
+    A, B = operands("float8_e4m3fn", device, transa, transb, (40, 130, 140))
+    options = {"transa": transa, "transb": transb, "grad": True, "bias_grad": True}
+    scales = {"A_scale_inv": scale_of(A, kinds[0]), "B_scale_inv": scale_of(B, kinds[1])}
+    check("generic_gemm", A, B, **scales, **options)
+
+
+@pytest.mark.parametrize("way", ["start", "row distance"])
+@pytest.mark.parametrize(("transa", "transb"), TRANSPOSES)
+def test_what_descriptors_cannot_describe_is_copied_or_loaded_otherwise(
+    way: str, transa: bool, transb: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unaligned(tensor: Tensor) -> Tensor:
+        rows, columns = tensor.shape
+        if way == "start":
+            memory = tensor.new_empty(rows * columns + 1)[1:].view(rows, columns)
+        else:
+            memory = tensor.new_empty(rows, columns + 1)[:, :columns]
+        return memory.copy_(tensor)
+
+    options = {"transa": transa, "transb": transb}
+    A, B = operands("bfloat16", device, transa, transb, (72, 136, 40))
+    (right, _, _) = check("generic_gemm", A, B, **options)
+    for worth in (2**62, 0):
+        monkeypatch.setattr(flagos, "_WORTH_A_COPY", worth)
+        monkeypatch.setattr(flagos, "_PLANS", {})
+        for a, b in ((unaligned(A), B), (A, unaligned(B)), (unaligned(A), unaligned(B))):
+            (found, _, _) = flagos.generic_gemm(a, b, **options)
+            assert torch.equal(found, right)
+
+
+def test_a_tensor_with_dense_columns_is_not_copied(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    A, B = operands("float32", device)
+    monkeypatch.setattr(flagos, "_PLANS", {})
+    (right, _, _) = flagos.generic_gemm(A, B)
+    (found, _, _) = flagos.generic_gemm(A.t(), B.t(), transa=False, transb=True)
+    assert torch.equal(found, right)
+    turned = A.t().contiguous().t()
+    check("generic_gemm", turned, B)
+    # A plan is kept only if the kernel takes what was given.
+    assert len(flagos._PLANS) == 3
+
+
+def test_a_wide_epilogue_over_many_tiles(device: str) -> None:
+    A, B = operands("bfloat16", device)
+    bias = torch.randn(MANY[1], device=device)
+    saved, total = torch.randn(2, *MANY[:2], device=device)
+    check("generic_gemm", A, B, bias=bias, gelu=True, alpha=0.3)
+    check("generic_gemm", A, B, grad=True, gelu=True, gelu_input=saved, bias_grad=True)
+    check("generic_gemm", A, B, accumulate_into=total, beta=-0.5, bias=bias, gelu=True)
+    check("generic_gemm", A, B, accumulate_into=total[:, ::1].t().contiguous().t())
+
+
+def test_the_bias_gradient_of_many_rows(device: str) -> None:
+    A, B = operands("bfloat16", device, False, True, (72, 40, 3000))
+    check("generic_gemm", A, B, transa=False, transb=True, grad=True, bias_grad=True)
+
+
+# ------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_groups_than_one_launch_has_numbers_for(dtype: str, device: str) -> None:
+    splits = [3 * (i % 4) for i in range(40)]
+    A, B = operands(dtype, device, sizes=(sum(splits), 40 * 24, 64))
+    weights = list(A.clone().split(24))
+    bias = [torch.randn(24, device=device) for _ in splits]
+    check("te_general_grouped_gemm", weights, [B], splits, bias=bias, gelu=True)
+    dy, x = operands(dtype, device, False, True, (24, 64, sum(splits)))
+    wgrad = {"transa": False, "transb": True, "grad": True, "bias_grad": True}
+    totals = [torch.randn(24, 64, device=device) for _ in splits]
+    check("te_general_grouped_gemm", [dy], [x], splits, accumulate_into=totals, **wgrad)
+
+
+@pytest.mark.parametrize("kinds", [("whole", "whole"), ("squares", "rows"), ("exponents",) * 2])
+@pytest.mark.parametrize(("transa", "transb"), [(True, False), (False, False), (False, True)])
+def test_groups_of_scaled_matrices(
+    kinds: tuple[str, str], transa: bool, transb: bool, device: str
+) -> None:
+    splits = [1, 140, 0, 59]
+    m, k = (130, 200) if transb else (200, 260)
+    A, B = operands("float8_e4m3fn", device, transa, transb, (m, 144, k))
+    many_a = [A] if transb else [A.clone() for _ in splits]
+    check(
+        "te_general_grouped_gemm",
+        many_a,
+        [B],
+        splits,
+        transa=transa,
+        transb=transb,
+        A_scale_inv=[scale_of(it, kinds[0]) for it in many_a],
+        B_scale_inv=[scale_of(B, kinds[1])],
+    )
+
+
+def test_groups_with_different_terms_and_row_distances(device: str) -> None:
+    terms = (24, 0, 56)
+    A = [torch.randn(40, k + i, device=device)[:, :k] for i, k in enumerate(terms)]
+    B = [torch.randn(9 + k, k, device=device) for k in terms]
+    check("te_general_grouped_gemm", A, B)
+
+
+def test_accumulated_groups_of_several_dtypes(device: str) -> None:
+    splits = [5, 7]
+    A, B = operands("float32", device, sizes=(12, 40, 32))
+    into = [
+        torch.randn(5, 40, device=device, dtype=torch.bfloat16),
+        torch.randn(7, 80, device=device)[:, ::2],
+    ]
+    check("te_general_grouped_gemm", [A, A], [B], splits, accumulate_into=into, beta=0.5)
+
+
+def test_groups_with_scales_of_two_kinds_are_declined(device: str) -> None:
+    A, B = operands("float8_e4m3fn", device, sizes=(200, 130, 260))
+    with pytest.raises(NotSupportedError, match="'A'"):
+        flagos.te_general_grouped_gemm(
+            [A, A],
+            [B],
+            [100, 100],
+            A_scale_inv=[scale_of(A, "whole"), scale_of(A, "rows")],
+            B_scale_inv=[scale_of(B, "whole")],
+        )
+
+
+@pytest.mark.parametrize("count", [1, 33, 700])
+def test_numbers_reach_the_device(count: int, device: str) -> None:
+    numbers = [(-1) ** i * (i + (i % 3 << 40)) for i in range(count)]
+    memory = _numbers.numbers_on_device(numbers, torch.device(device))
+    assert memory[:count].tolist() == numbers
+    assert not memory[count:].any()
+
+
+# ---------------------------------------------------------------------------- arguments
+
+
+def test_a_kept_plan_serves_other_values_and_no_other_call(device: str) -> None:
+    A, B = operands("float32", device, sizes=(9, 40, 32))
+    total = torch.randn(9, 40, device=device)
+    for seed in (1, 2):
+        A, B = operands("float32", device, sizes=(9, 40, 32), seed=seed)
+        check("generic_gemm", A, B, alpha=float(seed))
+        check("generic_gemm", A, B, accumulate_into=total, beta=0.0)
+        check("generic_gemm", A, B, accumulate_into=total, beta=2)
+    wrong = [
+        {"transa": 1}, {"gelu": 0}, {"alpha": True}, {"out_dtype": "float32"}, {"transb": True},
+        {"bias": total}, {"accumulate_into": total[:8]}, {"A_scale_inv": total}, {"beta": None},
+    ]  # fmt: skip
+    for options in wrong:
+        with pytest.raises(ArgumentError):
+            flagos.generic_gemm(A, B, **options)  # type: ignore[arg-type]
+
+
+def test_float64_is_declined(device: str) -> None:
+    A, B = operands("float64", device)
+    with pytest.raises(NotSupportedError, match="float64"):
+        flagos.generic_gemm(A, B)
+    with pytest.raises(NotSupportedError, match="float64"):
+        flagos.te_general_grouped_gemm([A], [B])
+
+
+def test_tensors_inside_a_transform_are_declined(device: str) -> None:
+    A, B = operands("float32", device, sizes=(8, 24, 32))
+    with pytest.raises(NotSupportedError):
+        torch.vmap(lambda row: flagos.generic_gemm(A, row)[0])(B)
+    with pytest.raises(NotSupportedError):
+        torch.vmap(lambda row: flagos.te_general_grouped_gemm([A], [row[None]])[0])(B)
+
+
+def test_float8_needs_a_device_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = _launch.Limits(2, 1 << 16, 32, 65536, 80)
+    monkeypatch.setattr(_launch, "limits", lambda device: limits)
+    A, B = operands("float8_e4m3fn", device, sizes=(8, 24, 32))
+    one = torch.ones(1, device=device)
+    with pytest.raises(NotSupportedError, match=r"8\.9"):
+        flagos.generic_gemm(A, B, A_scale_inv=one, B_scale_inv=one)
+
+
+# ---------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_rows_do_not_depend_on_the_tile_that_they_are_in(dtype: str, device: str) -> None:
+    A, B = operands(dtype, device, sizes=(4096, 4096, 2048))
+    scales: dict[str, Tensor] = {}
+    if dtype in FLOAT8:
+        one = torch.ones(1, device=device)
+        scales = {"A_scale_inv": one, "B_scale_inv": one}
+    (whole, _, _) = check("generic_gemm", A, B, **scales)
+    for rows in (1, 16, 100, 300, 1000):
+        (some, _, _) = flagos.generic_gemm(A, B[:rows].clone(), **scales)
+        assert torch.equal(some, whole[:rows])
+        (some, _, _) = flagos.te_general_grouped_gemm(
+            [A, A],
+            [B],
+            [rows, 4096 - rows],
+            **{name: [it] * (2 if name[0] == "A" else 1) for name, it in scales.items()},
+        )
+        assert torch.equal(some, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("transa", "transb"), TRANSPOSES)
+def test_large_products_with_every_epilogue(transa: bool, transb: bool, device: str) -> None:
+    options: dict[str, Any] = {"transa": transa, "transb": transb}
+    for sizes in ((2048, 2560, 1088), (1111, 2056, 1000), (2100, 2001, 999)):
+        A, B = operands("bfloat16", device, sizes=sizes, **options)
+        bias = torch.randn(sizes[1], device=device)
+        saved, total = torch.randn(2, *sizes[:2], device=device)
+        check("generic_gemm", A, B, bias=bias, gelu=True, **options)
+        check("generic_gemm", A, B, grad=True, gelu=True, gelu_input=saved, **options)
+        check("generic_gemm", A, B, accumulate_into=total, **options)
+
+
+@pytest.mark.gpu
+def test_direct_and_ordinary_launches_give_the_same_bytes(device: str) -> None:
+    A, B = operands("bfloat16", device, sizes=(1024, 2048, 512))
+    splits = [100, 0, 24, 900]
+
+    def run() -> tuple[Any, Any]:
+        one = flagos.generic_gemm(A, B)[0]
+        return one, flagos.te_general_grouped_gemm([A] * 4, [B], splits)[0]
+
+    run()
+    direct = run()
+    with _launch.ordinary_launches():
+        ordinary = run()
+    assert all(map(torch.equal, direct, ordinary))
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_products_and_the_table_of_groups(device: str) -> None:
+    A, B = operands("bfloat16", device, sizes=(1024, 2048, 512))
+    splits = [100, 0, 24, 900]
+
+    def run() -> tuple[Any, Any]:
+        one = flagos.generic_gemm(A, B)[0]
+        return one, flagos.te_general_grouped_gemm([A] * 4, [B], splits)[0]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    flagos.te_general_grouped_gemm([A] * 2, [B], [1000, 24])
+    B.copy_(torch.randn_like(B))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, run()))

@@ -1,0 +1,1120 @@
+"""Matrix products in Triton, one and of groups, with what is fused into them.
+
+Operands are multiplied as they lie; copied is only what has neither dense rows nor dense
+columns, float8 whose terms are not along its rows (instructions want that), and, of large
+products, what tensor descriptors cannot describe.
+
+The order in which terms are added depends on their number and on dtypes alone, not on how
+many rows there are: every tile takes the same number of terms in a step, and every tile is
+large enough for the same instructions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import (
+    NOT_A_TENSOR,
+    PLAIN,
+    by_rows,
+    check_fresh,
+    check_size,
+    keep,
+    plain,
+)
+from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
+from transformer_engine_fl.backends.flagos._products import (
+    grouped_product,
+    product,
+    sum_of_rows,
+)
+from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import gemm as contracts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["generic_gemm", "te_general_grouped_gemm"]
+
+# -------------------------------------------------------------------------------- tiles
+
+
+class _Tile(NamedTuple):
+    """A way to cut D.
+
+    Attributes:
+        rows, columns: of a tile.
+        threads: of a program.
+        stages: tiles of the operands in shared memory at a time, at most.
+        speed: what it reaches where there are tiles enough, relative to the others.
+        described: by tensor descriptors, where they can be used.
+        flatten: the loops over tiles and terms are one, so that a tile's first operands
+            are loaded while the one before is finished. With descriptors only.
+        specialize: warps of their own load the operands. With descriptors only.
+        resident: programs for each multiprocessor; each makes several tiles. 0: one each.
+        parts: of a tile's columns that are finished one after the other, at least.
+    """
+
+    rows: int
+    columns: int
+    threads: int
+    stages: int
+    speed: float
+    described: bool = True
+    flatten: bool = False
+    specialize: bool = False
+    resident: int = 0
+    parts: int = 1
+
+
+_TERMS = {"half": 64, "float32": 32, "float8": 128, "blocks": 64, "float32 blocks": 32}
+"""How many terms a step takes; rows do not depend on each other because it is one number."""
+
+# No tile has fewer than 64 rows: below, other instructions would add in another order.
+_SMALL = (
+    _Tile(64, 128, 128, 4, 0.6, described=False),
+    _Tile(64, 64, 128, 5, 0.45, described=False),
+    _Tile(64, 32, 128, 6, 0.3, described=False),
+)
+_TILES: dict[str, tuple[_Tile, ...]] = {
+    "half": (
+        _Tile(128, 256, 256, 4, 1.0, flatten=True, resident=1, parts=2),
+        _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
+        *_SMALL,
+    ),
+    "float8": (
+        _Tile(256, 128, 512, 3, 1.0, flatten=True, resident=1, parts=4),
+        _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
+        *_SMALL,
+    ),
+    "float32": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
+    "blocks": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
+    "float32 blocks": (_Tile(64, 64, 128, 2, 1.0),),
+}
+_INTERPRETED_TILES = (
+    _Tile(32, 64, 32, 1, 1.0, flatten=True, resident=1, parts=2),
+    _Tile(32, 64, 32, 1, 1.0, described=False),
+)
+_INTERPRETED_FEW = 12  # rows, of which the second tile is for
+_SUPER = 8
+_FINISHED_BYTES = 32768  # of shared memory for the part of a tile that is being finished
+_LARGEST_UNALIGNED = 128 * 128  # elements of a tile: many addresses take many registers
+_OTHER_BYTES = 2048  # of shared memory: barriers and the like
+_FLOAT32_PRECISION = {"cuda": "tf32x3", "hip": "ieee"}
+_DESCRIPTORS_FROM = 90  # the compute capability
+_FLOAT8_FROM = 89
+_DESCRIBED_ALIGNMENT = 16  # bytes
+_WIDEST_DESCRIBED = 4  # bytes of an element
+_WORTH_A_COPY = 2**30  # products, from which on operands are copied to be described
+_NUMBERS = (int, float)
+
+_SUM_ROWS, _SUM_BLOCK, _SUM_THREADS, _SUM_PROGRAMS = 16, 256, 128, 8
+
+
+def _fitted(tile: _Tile, kind: str, itemsize: int, beside: int, shared: int) -> _Tile | None:
+    """The tile with fewer stages or more parts, as shared memory allows; None if it does not.
+
+    Args:
+        itemsize: bytes of an element of the operands.
+        beside: bytes of what is written and read for each element of D.
+        shared: bytes of shared memory.
+    """
+    finished = tile.rows * tile.columns * beside
+    parts = tile.parts
+    # Triton 3.6 cannot part a tile among warps that do different work.
+    while not tile.specialize and finished // parts > _FINISHED_BYTES and tile.columns > 32 * parts:
+        parts *= 2
+    left = shared - _OTHER_BYTES - finished // parts
+    stages = min(tile.stages, left // ((tile.rows + tile.columns) * _TERMS[kind] * itemsize))
+    return tile._replace(stages=stages, parts=parts) if stages > 1 else None
+
+
+def _chosen(
+    kind: str,
+    ms: Sequence[int],
+    n: int,
+    itemsize: int,
+    beside: int,
+    large: bool,
+    device: torch.device,
+) -> _Tile:
+    """The tile that is done first with D, by an estimate of the rounds it takes."""
+    if _launch.INTERPRETED:
+        return _INTERPRETED_TILES[sum(ms) <= _INTERPRETED_FEW]
+    offered = _launch.limits(device)
+    best: tuple[float, _Tile] | None = None
+    for it in _TILES[kind]:
+        tile = _fitted(it, kind, itemsize, beside, offered.shared_bytes)
+        if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
+            continue
+        tiles = sum(-(-m // tile.rows) for m in ms) * -(-n // tile.columns)
+        rounds = -(-tiles // offered.multiprocessors)
+        cost = rounds * tile.rows * tile.columns / tile.speed
+        if best is None or cost < best[0]:
+            best = cost, tile
+    if best is None:
+        raise NotSupportedError(
+            f"no tile of a product fits in the {offered.shared_bytes} bytes of shared memory"
+        )
+    return best[1]
+
+
+# ----------------------------------------------------------------------------- operands
+
+
+class _Operand(NamedTuple):
+    """A matrix as it is multiplied.
+
+    Attributes:
+        data: as it is stored, the columns dense.
+        stride: how far its rows are apart.
+        k_major: whether its columns are terms.
+        scale: None without; of float8_e8m0fnu the bytes.
+        scales: "none", "whole", "steps" (blocks of 128 columns) or "blocks" (of 32).
+        height, width: of the block that has a scale.
+        scale_row, scale_column: how far the scales are apart.
+    """
+
+    data: Tensor
+    stride: int
+    k_major: bool
+    scale: Tensor | None = None
+    scales: str = "none"
+    height: int = 1
+    width: int = 1
+    scale_row: int = 0
+    scale_column: int = 0
+
+
+class _Piece(NamedTuple):
+    """Some rows of an operand.
+
+    Attributes:
+        operand: of which.
+        start: the first one.
+        rows: how many.
+    """
+
+    operand: _Operand
+    start: int
+    rows: int
+
+
+class _Way(NamedTuple):
+    """How products of two operands are made; see the kernels.
+
+    Attributes:
+        kind: what the tiles are listed under.
+        a_scales, b_scales: when the scales are multiplied with.
+        stepwise, dot, precision: as constants of the kernels.
+    """
+
+    kind: str
+    a_scales: str
+    b_scales: str
+    stepwise: bool
+    dot: Any
+    precision: str = "ieee"
+
+
+def _can_flip(tensor: Tensor, scale: Tensor | None) -> bool:
+    """Whether it is better seen as the transpose of what it is."""
+    return bool(
+        tensor.dim() == 2
+        and tensor.stride(0) == 1
+        and tensor.stride(1) >= tensor.shape[0]
+        and tensor.stride(1) > 1
+        and (scale is None or scale.dim() == 1)
+    )
+
+
+def _operand(
+    op: str, name: str, tensor: Tensor, scale: Tensor | None, k_major: bool, flip: bool, turn: bool
+) -> _Operand:
+    """An operand as it is multiplied.
+
+    Args:
+        flip: see it as its transpose.
+        turn: float8 is copied where its terms are not along the rows, as instructions
+            want it.
+    """
+    data, stride = by_rows(tensor.t() if flip else tensor)
+    k_major ^= flip
+    if scale is None:
+        return _Operand(data, stride, k_major)
+    scale = plain(op, f"{name}_scale_inv", scale)
+    rows, columns = math.prod(data.shape[:-1]), data.shape[-1]
+    if scale.dim() == 1:
+        scales, height, width = "whole", 1, 1
+    elif scale.itemsize == 1:
+        scale, scales, height, width = scale.view(torch.uint8), "blocks", 1, contracts.MX_BLOCK
+    else:
+        scales, width = "steps", contracts.BLOCK
+        height = 1 if scale.shape[0] == rows else contracts.BLOCK
+    # Blocks that are not square lie across the rows afterwards.
+    if turn and not k_major and height == width:
+        as_bytes = data.view(torch.uint8).as_strided((rows, columns), (stride, 1))
+        data = as_bytes.t().contiguous().view(data.dtype)
+        stride, k_major = rows, True
+        scale = scale.t() if scale.dim() == 2 else scale
+    steps = scale.stride() if scale.dim() == 2 else (0, 0)
+    return _Operand(data, stride, k_major, scale, scales, height, width, *steps)
+
+
+def _operands(
+    op: str,
+    name: str,
+    tensors: Sequence[Tensor],
+    scales: Sequence[Tensor] | None,
+    k_major: bool,
+    whole: bool,
+) -> list[_Operand]:
+    """Operands that lie alike; only if they are multiplied as a ``whole`` are they flipped."""
+    given = [plain(op, name, it) for it in tensors]
+    some = [None] * len(given) if scales is None else scales
+    flip = whole and all(map(_can_flip, given, some))
+    return [
+        _operand(op, name, it, scale, k_major, flip, whole)
+        for it, scale in zip(given, some, strict=True)
+    ]
+
+
+def _way(op: str, a: _Operand, b: _Operand) -> _Way:
+    """How products of such operands are made."""
+    capability = _launch.limits(b.data.device).capability
+    precision = _FLOAT32_PRECISION["cuda" if capability else "hip"]
+    scales = (a.scales, b.scales)
+    if b.scale is None:
+        if b.data.dtype == torch.float32:
+            way = _Way("float32", "none", "none", True, None, precision)
+        else:
+            way = _Way("half", "none", "none", False, None)
+    elif 0 < capability < _FLOAT8_FROM:
+        raise NotSupportedError(
+            f"{op}: float8 needs compute capability {_FLOAT8_FROM / 10}, "
+            f"{b.data.device} has {capability / 10}"
+        )
+    elif a.k_major and b.k_major and "blocks" not in scales:
+        way = _Way("float8", *scales, True, None)
+    else:
+        a_scales, b_scales = ("whole" if it == "whole" else "blocks" for it in scales)
+        if "steps" in scales:
+            way = _Way("float32 blocks", a_scales, b_scales, True, tl.float32, precision)
+        else:  # float8 times a power of two is exact in bfloat16
+            way = _Way("blocks", a_scales, b_scales, False, tl.bfloat16)
+    if _launch.INTERPRETED:
+        # It has no bfloat16, and adds in an order that depends on the row, which does not
+        # show in float64.
+        return way._replace(stepwise=True, dot=tl.float64)
+    return way
+
+
+# -------------------------------------------------------------------------------- plans
+
+
+class _Epilogue(NamedTuple):
+    """What follows the products, as far as a kernel's code depends on it.
+
+    Attributes:
+        gelu: whether there is a GELU, or the slope of one.
+        accumulate: whether what D's memory holds is added.
+        d, pre, gelu_input, bias: the dtypes of what is written and read; None without.
+    """
+
+    gelu: bool
+    accumulate: bool
+    d: torch.dtype
+    pre: torch.dtype | None
+    gelu_input: torch.dtype | None
+    bias: torch.dtype | None
+
+
+class _Kernel(NamedTuple):
+    """A kernel, the tile that it makes and the units that it counts in."""
+
+    launch: _launch.Launch
+    tile: _Tile
+    unit: int
+    unit_m: int
+    unit_n: int
+    unit_k: int
+
+
+_KERNELS: dict[object, _Kernel] = {}
+
+
+def _kernel(
+    way: _Way,
+    a: _Operand,
+    b: _Operand,
+    after: _Epilogue,
+    ms: Sequence[int],
+    n: int,
+    ks: Sequence[int],
+    *,
+    strides: Sequence[int],
+    d_strides: Sequence[int],
+    described: bool,
+    d_described: bool,
+    groups: int,
+    at_origin: tuple[bool, bool],
+) -> _Kernel:
+    """The kernel for products of such sizes.
+
+    Args:
+        strides: of every operand, with the places where groups begin.
+        d_strides: of everything that is D, likewise.
+        described: whether the operands are aligned as descriptors want it.
+        d_described: whether D is.
+        groups: 0 for a plain product, else at least so many groups as there are.
+        at_origin: whether a's and b's first rows are the first of their blocks.
+    """
+    device = b.data.device
+    itemsize = b.data.itemsize
+    dtypes = (after.d, after.d if after.accumulate else None, after.pre, after.gelu_input)
+    beside = sum(it.itemsize for it in dtypes if it is not None)
+    able = _launch.limits(device).capability >= _DESCRIPTORS_FROM
+    vector = 16 // itemsize
+
+    def unit(*sizes: int, of: int = vector) -> int:
+        return of if all(it % of == 0 for it in sizes) else 1
+
+    unit_n = unit(n, *d_strides, of=8)
+    large = described and able and unit_n > 1
+    tile = _chosen(way.kind, ms, n, itemsize, beside, large, device)
+    described = described and able and tile.described
+    d_described = d_described and able and tile.described and not groups
+    units = (
+        unit(*strides),
+        1 if described or b.k_major else unit(*ms),
+        unit_n,
+        1 if described or not (a.k_major or b.k_major) else unit(*ks),
+    )
+    uniform = tuple(
+        origin and operand.height % size == 0
+        for origin, operand, size in zip(at_origin, (a, b), (tile.columns, tile.rows), strict=True)
+    )
+    layouts = tuple(
+        (it.data.dtype, it.k_major, it.height, it.width, it.scale is None) for it in (a, b)
+    )
+    key = (way, layouts, uniform, after, tile, units, described, d_described, groups, device)
+    found = _KERNELS.get(key)
+    if found is not None:
+        return found
+    offered = _launch.limits(device)
+    options: dict[str, Any] = {"num_stages": tile.stages}
+    if not offered.capability and not _launch.INTERPRETED:
+        # One instruction for all tiles, so that all add in one order.
+        options = {"num_stages": 2, "matrix_instr_nonkdim": 16}
+    alone: dict[str, Any] = {"GROUPS": groups}
+    if not groups:
+        flatten = described and tile.flatten
+        alone = {
+            "D_DESCRIBED": d_described,
+            "FLATTEN": flatten,
+            "SPECIALIZE": described and tile.specialize,
+        }
+    launch = _launch.Launch(
+        grouped_product if groups else product,
+        device,
+        threads=tile.threads,
+        options=options,
+        A_K_MAJOR=a.k_major,
+        A_SCALES=way.a_scales,
+        A_HEIGHT=a.height,
+        A_WIDTH=a.width,
+        A_UNIFORM=uniform[0],
+        B_K_MAJOR=b.k_major,
+        B_SCALES=way.b_scales,
+        B_HEIGHT=b.height,
+        B_WIDTH=b.width,
+        B_UNIFORM=uniform[1],
+        STEPWISE=way.stepwise,
+        DOT=way.dot,
+        PRECISION=way.precision,
+        GELU=after.gelu,
+        ACCUMULATE=after.accumulate,
+        PTX=_launch.has_ptx(),
+        UNIT=units[0],
+        UNIT_M=units[1],
+        UNIT_N=units[2],
+        UNIT_K=units[3],
+        DESCRIBED=described,
+        SUPER=_SUPER,
+        PARTS=tile.parts,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        TERMS=_TERMS[way.kind],
+        **alone,
+    )
+    return keep(_KERNELS, key, _Kernel(launch, tile, *units))
+
+
+def _programs(tile: _Tile, tiles: int, device: torch.device) -> int:
+    most = tile.resident * _launch.limits(device).multiprocessors
+    return min(tiles, most) if most else tiles
+
+
+def _address(op: str, tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
+        raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
+
+
+def _describable(address: int, itemsize: int, stride: int, columns: int) -> bool:
+    """Whether a descriptor can be made of rows of so many columns that are there."""
+    return (
+        not (address | stride * itemsize) % _DESCRIBED_ALIGNMENT
+        and stride >= columns
+        and itemsize <= _WIDEST_DESCRIBED
+    )
+
+
+def _described(op: str, it: _Operand, outer: int, k: int, worth: bool) -> tuple[_Operand, bool]:
+    """The operand and whether a descriptor can be made of it; copied so if that is ``worth`` it."""
+    rows, columns = (outer, k) if it.k_major else (k, outer)
+    size = it.data.itemsize
+    if _describable(_address(op, it.data), size, it.stride, columns):
+        return it, True
+    if not worth:
+        return it, False
+    unit = _DESCRIBED_ALIGNMENT // size
+    stride = -(-columns // unit) * unit
+    data = it.data.new_empty((rows, stride))[:, :columns]
+    data.copy_(it.data.as_strided((rows, columns), (it.stride, 1)))
+    return it._replace(data=data, stride=stride), True
+
+
+# -------------------------------------------------------------------------- bias gradient
+
+
+class _SumPlan(NamedTuple):
+    """How to add up the rows of matrices.
+
+    Attributes:
+        launch: the kernel, of one matrix.
+        total: the sum over its programs, of all matrices.
+        unit: see the kernel.
+        blocks: of columns.
+        most: programs that start at once on each block of columns.
+    """
+
+    launch: _launch.Launch
+    total: SumOfPrograms
+    unit: int
+    blocks: int
+    most: int
+
+
+_SUM_PLANS: dict[object, _SumPlan] = {}
+
+
+def _sums_of_rows(matrices: Sequence[_Piece], dtype: torch.dtype) -> Tensor:
+    """The sum over the rows of each, ``[matrices, columns]``."""
+    first = matrices[0].operand
+    columns, device = first.data.shape[-1], first.data.device
+    out = torch.empty((len(matrices), columns), dtype=dtype, device=device)
+    rows = max(it.rows for it in matrices)
+    if not (rows and columns):
+        return out.zero_()
+    unit = math.gcd(columns, 16 // first.data.itemsize, *(it.operand.stride for it in matrices))
+    scales = "blocks" if first.scales == "steps" else first.scales
+    key = (
+        columns, unit, scales, first.height, first.width, first.data.dtype,
+        None if first.scale is None else first.scale.dtype, dtype, device,
+    )  # fmt: skip
+    plan = _SUM_PLANS.get(key)
+    if plan is None:
+        launch = _launch.Launch(
+            sum_of_rows,
+            device,
+            threads=_SUM_THREADS,
+            SCALES=scales,
+            HEIGHT=first.height,
+            WIDTH=first.width,
+            UNIT=unit,
+            ROWS=_SUM_ROWS,
+            BLOCK=_SUM_BLOCK,
+        )
+        blocks = -(-columns // _SUM_BLOCK)
+        most = max(1, _SUM_PROGRAMS * _launch.limits(device).multiprocessors // blocks)
+        total = SumOfPrograms(columns, unit, device)
+        plan = keep(_SUM_PLANS, key, _SumPlan(launch, total, unit, blocks, most))
+    programs = min(-(-rows // _SUM_ROWS), plan.most)
+    size = (len(matrices), programs, columns)
+    partial = torch.empty(size, dtype=torch.float32, device=device)
+    for it, sums in zip(matrices, partial, strict=True):
+        data, stride, scale = it.operand.data, it.operand.stride, it.operand.scale
+        if not it.rows:
+            sums.zero_()
+            continue
+        rows_of_it = data.as_strided(
+            (it.rows, columns), (stride, 1), data.storage_offset() + it.start * stride
+        )
+        plan.launch(
+            (programs, plan.blocks),
+            (rows_of_it, scale, sums),
+            (it.rows, columns // unit, stride // unit, it.start, it.operand.scale_row),
+        )
+    plan.total(partial, out, None, programs)
+    return out
+
+
+# ------------------------------------------------------------------------------ product
+
+
+class _Plan(NamedTuple):
+    """A plain product of such arguments.
+
+    Attributes:
+        launch: the kernel; None if D is empty.
+        programs: how many.
+        numbers: its numbers, less alpha and beta.
+        shape, dtype: of D.
+    """
+
+    launch: _launch.Launch | None
+    programs: int
+    numbers: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_PLANS: dict[object, _Plan] = {}
+_Tensors = tuple[Tensor | None, ...]
+
+
+def _key(
+    tensors: _Tensors, flags: tuple[bool, ...], alpha: float, beta: float, dtype: object
+) -> object:
+    """What a plan depends on; None if something is unusual."""
+    # True equals 1, which is refused, so that the types are looked at.
+    if type(alpha) not in _NUMBERS or type(beta) not in _NUMBERS:
+        return None
+    if not all(it is True or it is False for it in flags):
+        return None
+    if dtype is not None and type(dtype) is not torch.dtype:
+        return None
+    kinds: list[object] = [flags, beta != 0, dtype]
+    try:
+        for it in tensors:
+            if it is None:
+                kinds.append(None)
+            elif type(it) in PLAIN and not it.is_neg():
+                place = it.data_ptr() % _DESCRIBED_ALIGNMENT
+                kinds += (it.dtype, it.shape, it.stride(), it.device, place)
+            else:
+                return None
+    except NOT_A_TENSOR:
+        return None
+    return tuple(kinds)
+
+
+def _as_numbers(op: str, alpha: Any, beta: Any) -> tuple[float, float]:
+    if not (isinstance(alpha, int | float) and isinstance(beta, int | float)):
+        raise NotSupportedError(f"{op}: alpha and beta are no numbers yet")
+    return float(alpha), float(beta)
+
+
+def _decline_float64(op: str, B: Tensor) -> None:
+    if B.dtype == torch.float64:
+        raise NotSupportedError(f"{op}: float64, for which there are no kernels")
+
+
+def _listed(value: Tensor | None) -> list[Tensor] | None:
+    return None if value is None else [value]
+
+
+def _planned(
+    tensors: _Tensors,
+    transa: bool,
+    transb: bool,
+    gelu: bool,
+    grad: bool,
+    beta: float,
+    out_dtype: torch.dtype | None,
+) -> tuple[_Plan, _Tensors]:
+    """The plan for a call that was checked, and its tensors as the kernel takes them."""
+    op = contracts.generic_gemm.name
+    A, B, A_scale_inv, B_scale_inv, into, gelu_input, bias = tensors
+    assert A is not None
+    assert B is not None
+    shape = contracts._gemm_shape(op, A, B, transa, transb)
+    m, n = contracts._product(
+        op, contracts._rows_and_columns(A), contracts._rows_and_columns(B), transa, transb
+    )
+    k = A.shape[-1] if transa else math.prod(A.shape[:-1])
+    for what, size in (("rows of D", m), ("columns of D", n), ("terms", k)):
+        check_size(op, what, size)
+    (a,) = _operands(op, "A", [A], _listed(A_scale_inv), transa, True)
+    (b,) = _operands(op, "B", [B], _listed(B_scale_inv), not transb, True)
+    if bias is not None:
+        bias = plain(op, "bias", bias).contiguous()
+    if gelu_input is not None:
+        gelu_input = plain(op, "gelu_input", gelu_input).contiguous()
+    dtype = contracts._default_dtype(B, out_dtype)
+    d_stride = n
+    if into is not None:
+        into, d_stride = by_rows(plain(op, "accumulate_into", into))
+    after = _Epilogue(
+        gelu,
+        into is not None and beta != 0,
+        dtype if into is None else into.dtype,
+        dtype if gelu and not grad else None,
+        None if gelu_input is None else gelu_input.dtype,
+        None if bias is None else bias.dtype,
+    )
+    if not (m and n):
+        return _Plan(None, 0, (), shape, dtype), (None, None, None, None, into, None, None)
+    if not k:  # the kernel reads nothing, but Triton wants memory
+        a, b = (it._replace(data=it.data.new_empty((1,))) for it in (a, b))
+    described = bool(k) and _launch.limits(B.device).capability >= _DESCRIPTORS_FROM
+    if described:
+        worth = m * n * k >= _WORTH_A_COPY
+        a, a_is = _described(op, a, n, k, worth)
+        b, b_is = _described(op, b, m, k, worth)
+        described = a_is and b_is
+    kernel = _kernel(
+        _way(op, a, b),
+        a,
+        b,
+        after,
+        (m,),
+        n,
+        (k,),
+        strides=(a.stride, b.stride),
+        d_strides=(d_stride,),
+        described=described,
+        d_described=_describable(
+            0 if into is None else _address(op, into), after.d.itemsize, d_stride, n
+        )
+        and (after.pre is None or _describable(0, after.pre.itemsize, n, n)),
+        groups=0,
+        at_origin=(True, True),
+    )
+    tiles = -(-m // kernel.tile.rows) * -(-n // kernel.tile.columns)
+    check_size(op, "tiles", tiles)
+    numbers = (
+        m // kernel.unit_m,
+        n // kernel.unit_n,
+        k // kernel.unit_k,
+        a.stride // kernel.unit,
+        b.stride // kernel.unit,
+        d_stride // kernel.unit_n,
+        a.scale_row,
+        a.scale_column,
+        b.scale_row,
+        b.scale_column,
+    )
+    programs = _programs(kernel.tile, tiles, B.device)
+    plan = _Plan(kernel.launch, programs, numbers, shape, dtype)
+    return plan, (a.data, b.data, a.scale, b.scale, into, gelu_input, bias)
+
+
+def generic_gemm(
+    A: Tensor,
+    B: Tensor,
+    *,
+    transa: bool = True,
+    transb: bool = False,
+    bias: Tensor | None = None,
+    gelu: bool = False,
+    gelu_input: Tensor | None = None,
+    grad: bool = False,
+    bias_grad: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    accumulate_into: Tensor | None = None,
+    A_scale_inv: Tensor | None = None,
+    B_scale_inv: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``generic_gemm`` of the contract."""
+    op = contracts.generic_gemm.name
+    given: _Tensors = (A, B, A_scale_inv, B_scale_inv, accumulate_into, gelu_input, bias)
+    flags = (transa, transb, gelu, grad, bias_grad)
+    key = _key(given, flags, alpha, beta, out_dtype)
+    plan = None if key is None else _PLANS.get(key)
+    taken = given
+    if plan is None:
+        contracts.generic_gemm.check(
+            A,
+            B,
+            transa=transa,
+            transb=transb,
+            bias=bias,
+            gelu=gelu,
+            gelu_input=gelu_input,
+            grad=grad,
+            bias_grad=bias_grad,
+            alpha=alpha,
+            beta=beta,
+            accumulate_into=accumulate_into,
+            A_scale_inv=A_scale_inv,
+            B_scale_inv=B_scale_inv,
+            out_dtype=out_dtype,
+        )
+        _decline_float64(op, B)
+        alpha, beta = _as_numbers(op, alpha, beta)
+        plan, taken = _planned(given, transa, transb, gelu, grad, beta, out_dtype)
+        if key is not None and all(map(_is_same, given, taken)):
+            keep(_PLANS, key, plan)
+    a, b, a_scale, b_scale, into, fwd_input, added = taken
+    launch, programs, numbers, shape, dtype = plan
+    D = torch.empty(shape, dtype=dtype, device=B.device) if into is None else into
+    check_fresh(op, D)
+    pre_gelu = torch.empty(shape, dtype=dtype, device=B.device) if gelu and not grad else None
+    sums = None
+    if bias_grad:
+        (it,) = _operands(op, "B", [B], _listed(B_scale_inv), True, False)
+        sums = _sums_of_rows([_Piece(it, 0, math.prod(B.shape[:-1]))], dtype).squeeze(0)
+    if launch is not None:
+        launch(
+            (programs, 1),
+            (a, a_scale, b, b_scale, D, pre_gelu, fwd_input, added),
+            (*numbers, alpha, beta),
+        )
+    if accumulate_into is None:
+        return D, sums, pre_gelu
+    if _address(op, D) != _address(op, accumulate_into):
+        accumulate_into.detach().copy_(D.reshape(accumulate_into.shape))
+    return None, sums, pre_gelu
+
+
+def _is_same(given: Tensor | None, taken: Tensor | None) -> bool:
+    """Whether a kernel may take what was given in place of what it took."""
+    return taken is given or (
+        taken is not None
+        and given is not None
+        and taken.data_ptr() == given.data_ptr()
+        and taken.dtype == given.dtype
+    )
+
+
+# --------------------------------------------------------------------- products of groups
+
+
+class _Together(NamedTuple):
+    """Tensors of one dtype, seen from one address.
+
+    Attributes:
+        base: what is there.
+        offsets: where each of them begins, in elements from there.
+    """
+
+    base: Tensor
+    offsets: list[int]
+
+
+def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
+    first = tensors[0]
+    if len(tensors) == 1:
+        return _Together(first, [0])
+    if _launch.INTERPRETED and first.dtype == torch.bfloat16:
+        # It is given float32 for the bfloat16 of a tensor, and there is nothing behind that.
+        ends = itertools.accumulate((it.numel() for it in tensors), initial=0)
+        return _Together(torch.cat([it.reshape(-1) for it in tensors]), list(ends)[:-1])
+    places = [_address(op, it) for it in tensors]
+    # Nothing is read of those without elements, which are nowhere.
+    start, base = min(
+        ((place, i) for i, place in enumerate(places) if tensors[i].numel()), default=(0, 0)
+    )
+    offsets = [(it - start) // first.itemsize if it else 0 for it in places]
+    return _Together(tensors[base], offsets)
+
+
+class _Side(NamedTuple):
+    """One operand of each group.
+
+    Attributes:
+        pieces: of which tensors, and which rows of them.
+        data: all of the tensors.
+        places: where each group's rows begin.
+        scale: all of their scales; None without.
+        scale_places: where those of each group's tensor begin.
+    """
+
+    pieces: list[_Piece]
+    data: Tensor
+    places: list[int]
+    scale: Tensor | None
+    scale_places: list[int]
+
+    @property
+    def strides(self) -> list[int]:
+        return [it.operand.stride for it in self.pieces]
+
+
+def _same_kind(op: str, name: str, operands: list[_Operand]) -> list[_Operand]:
+    """The operands, if one kernel can take them."""
+    # Of a tensor with one row it cannot be told, nor does it matter, how high a block is.
+    tall = [it.height for it in operands if math.prod(it.data.shape[:-1]) > 1]
+    height = tall[0] if tall else operands[0].height
+    alike = [it._replace(height=height) for it in operands]
+    kinds = {(it.data.dtype, it.k_major, it.scales, it.width) for it in operands}
+    if len(kinds) > 1 or any(it != height for it in tall):
+        raise NotSupportedError(f"{op}: the tensors of {name!r} have dtypes or scales of two kinds")
+    if _launch.INTERPRETED:  # see _together
+        alike = [it._replace(data=it.data.contiguous(), stride=it.data.shape[-1]) for it in alike]
+    return alike
+
+
+def _side(
+    op: str,
+    name: str,
+    tensors: Sequence[Tensor],
+    scales: Sequence[Tensor] | None,
+    k_major: bool,
+    splits: Sequence[int] | None,
+    whole: bool = True,
+) -> _Side:
+    """One operand of each group; its tensors are changed to what is multiplied if ``whole``."""
+    shared = splits is not None and len(tensors) != len(splits)
+    operands = _operands(op, name, tensors, scales, k_major, whole and not shared)
+    operands = _same_kind(op, name, operands)
+    rows = [it for it, _ in contracts._pieces(list(tensors), splits)]
+    if shared:
+        starts = itertools.accumulate(rows, initial=0)
+        pieces = [_Piece(operands[0], *it) for it in zip(starts, rows, strict=False)]
+    else:
+        pieces = [_Piece(it, 0, height) for it, height in zip(operands, rows, strict=True)]
+    of = [0] * len(pieces) if shared else range(len(pieces))
+    data, offsets = _together(op, [it.data for it in operands])
+    places = [offsets[i] + it.start * it.operand.stride for i, it in zip(of, pieces, strict=True)]
+    scale, scale_places = operands[0].scale, [0] * len(pieces)
+    if scale is not None and len(operands) > 1:
+        parts = [it.scale for it in operands if it.scale is not None]
+        pieces = [it._replace(operand=_with_dense_scales(it.operand)) for it in pieces]
+        ends = itertools.accumulate((it.numel() for it in parts), initial=0)
+        scale, scale_places = torch.cat([it.reshape(-1) for it in parts]), list(ends)[:-1]
+    return _Side(pieces, data, places, scale, scale_places)
+
+
+def _with_dense_scales(operand: _Operand) -> _Operand:
+    """The operand with its scales as they lie in one tensor with those of others."""
+    if operand.scale_row == operand.scale_column == 0:
+        return operand
+    assert operand.scale is not None
+    return operand._replace(scale_row=operand.scale.shape[1], scale_column=1)
+
+
+def _splits_target(
+    op: str, given: Sequence[Tensor], rows: Sequence[int]
+) -> tuple[_Together, list[int], list[int], bool]:
+    """Where the groups' results are accumulated.
+
+    Returns:
+        the memory; where in it each group's rows begin and how far they are apart; whether
+        it is a copy, that belongs back in what was given.
+    """
+    tensors = [plain(op, "accumulate_into", it) for it in given]
+    dense = [by_rows(it) for it in tensors]
+    one_memory = len(tensors) == 1 or not _launch.INTERPRETED
+    same = all(
+        it.dtype == tensors[0].dtype and _address(op, taken) == _address(op, it)
+        for it, (taken, _) in zip(tensors, dense, strict=True)
+    )
+    copied = not (same and one_memory)
+    if copied:
+        kind = (
+            tensors[0].dtype
+            if all(it.dtype == tensors[0].dtype for it in tensors)
+            else torch.float32
+        )
+        whole = torch.cat([it.to(kind) for it in tensors])
+        dense = [(whole, whole.shape[1])]
+    together = _together(op, [it for it, _ in dense])
+    if len(dense) == 1:
+        stride = dense[0][1]
+        starts = list(itertools.accumulate(rows, initial=0))[:-1]
+        return together, [it * stride for it in starts], [stride] * len(rows), copied
+    return together, together.offsets, [it for _, it in dense], copied
+
+
+def te_general_grouped_gemm(
+    A: list[Tensor],
+    B: list[Tensor],
+    m_splits: list[int] | None = None,
+    *,
+    transa: bool = True,
+    transb: bool = False,
+    bias: list[Tensor] | None = None,
+    gelu: bool = False,
+    gelu_input: Tensor | None = None,
+    grad: bool = False,
+    bias_grad: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    accumulate_into: list[Tensor] | None = None,
+    A_scale_inv: list[Tensor] | None = None,
+    B_scale_inv: list[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``te_general_grouped_gemm`` of the contract."""
+    contract = contracts.te_general_grouped_gemm
+    op = contract.name
+    contract.check(
+        A,
+        B,
+        m_splits,
+        transa=transa,
+        transb=transb,
+        bias=bias,
+        gelu=gelu,
+        gelu_input=gelu_input,
+        grad=grad,
+        bias_grad=bias_grad,
+        alpha=alpha,
+        beta=beta,
+        accumulate_into=accumulate_into,
+        A_scale_inv=A_scale_inv,
+        B_scale_inv=B_scale_inv,
+        out_dtype=out_dtype,
+    )
+    _decline_float64(op, B[0])
+    alpha, beta = _as_numbers(op, alpha, beta)
+    ms, n = contracts._grouped_shape(op, A, B, m_splits, transa, transb)
+    ks = [size[transa] for size in contracts._pieces(A, m_splits)]
+    for what, size in (("rows of D", sum(ms)), ("columns of D", n), ("terms", max(ks))):
+        check_size(op, what, size)
+    a = _side(op, "A", A, A_scale_inv, transa, m_splits)
+    b = _side(op, "B", B, B_scale_inv, not transb, m_splits)
+    device, dtype = B[0].device, contracts._default_dtype(B[0], out_dtype)
+    if gelu_input is not None:
+        gelu_input = plain(op, "gelu_input", gelu_input).contiguous()
+    biases = None
+    if bias is not None:
+        given = [plain(op, "bias", it) for it in bias]
+        alike = all(it.dtype == given[0].dtype for it in given)
+        biases = torch.stack(given if alike else [it.float() for it in given])
+    shape = (sum(ms), n)
+    d_rows = list(itertools.accumulate(ms, initial=0))[:-1]
+    d_places, d_strides, copied = [it * n for it in d_rows], [n] * len(ms), False
+    if accumulate_into is None:
+        D = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        (D, _), d_places, d_strides, copied = _splits_target(op, accumulate_into, ms)
+    check_fresh(op, D)
+    pre_gelu = torch.empty(shape, dtype=dtype, device=device) if gelu and not grad else None
+    sums = None
+    if bias_grad:
+        stored = _side(op, "B", B, B_scale_inv, True, m_splits, whole=False)
+        sums = _sums_of_rows(stored.pieces, dtype)
+    after = _Epilogue(
+        gelu,
+        accumulate_into is not None and beta != 0,
+        D.dtype,
+        None if pre_gelu is None else pre_gelu.dtype,
+        None if gelu_input is None else gelu_input.dtype,
+        None if biases is None else biases.dtype,
+    )
+    if sum(ms) and n:
+        _launch_groups(
+            op, a, b, after, ms, n, ks, d_places, d_strides, d_rows,
+            (D, pre_gelu, gelu_input, biases), (alpha, beta),
+        )  # fmt: skip
+    if accumulate_into is None:
+        return D, sums, pre_gelu
+    if copied:
+        parts = torch.split(D, [it.shape[0] for it in accumulate_into])
+        for place, part in zip(accumulate_into, parts, strict=True):
+            place.detach().copy_(part)
+    return None, sums, pre_gelu
+
+
+def _launch_groups(
+    op: str,
+    a: _Side,
+    b: _Side,
+    after: _Epilogue,
+    ms: Sequence[int],
+    n: int,
+    ks: Sequence[int],
+    d_places: Sequence[int],
+    d_strides: Sequence[int],
+    d_rows: Sequence[int],
+    tensors: _Tensors,
+    factors: tuple[float, float],
+) -> None:
+    """Start the kernel for all groups.
+
+    Args:
+        tensors: D, the saved input of GELU, that of a GELU's gradient, the biases.
+        factors: alpha and beta.
+    """
+    first_a, first_b = a.pieces[0].operand, b.pieces[0].operand
+    groups = triton.next_power_of_2(len(ms))
+    size = b.data.itemsize
+    described = all(
+        _describable(
+            _address(op, side.data) | place * size,
+            size,
+            it.operand.stride,
+            it.operand.data.shape[-1],
+        )
+        for side in (a, b)
+        for place, it in zip(side.places, side.pieces, strict=True)
+    )
+    kernel = _kernel(
+        _way(op, first_a, first_b),
+        first_a,
+        first_b,
+        after,
+        ms,
+        n,
+        ks,
+        strides=(*a.strides, *b.strides, *a.places, *b.places),
+        d_strides=(*d_strides, *d_places),
+        described=described,
+        d_described=False,
+        groups=groups,
+        at_origin=(not any(it.start for it in a.pieces), not any(it.start for it in b.pieces)),
+    )
+    tile = kernel.tile
+    across = -(-n // tile.columns)
+    tiles = [-(-m // tile.rows) * across for m in ms]
+    check_size(op, "tiles", sum(tiles))
+
+    def of_side(side: _Side) -> tuple[Sequence[int], ...]:
+        operands = [it.operand for it in side.pieces]
+        return (
+            [it // kernel.unit for it in side.places],
+            [it.stride // kernel.unit for it in operands],
+            [it.start for it in side.pieces],
+            side.scale_places,
+            [it.scale_row for it in operands],
+            [it.scale_column for it in operands],
+        )
+
+    fields: tuple[Sequence[int], ...] = (
+        list(itertools.accumulate(tiles, initial=0))[:-1],
+        [it // kernel.unit_m for it in ms],
+        [it // kernel.unit_k for it in ks],
+        *of_side(a),
+        *of_side(b),
+        [it // kernel.unit_n for it in d_places],
+        [it // kernel.unit_n for it in d_strides],
+        d_rows,
+    )
+    beyond = [sum(tiles)] * (groups - len(ms))  # no tile is of a group that there is not
+    numbers = [it for field in fields for it in (*field, *beyond)]
+    device = b.data.device
+    D, pre_gelu, gelu_input, biases = tensors
+    kernel.launch(
+        (_programs(tile, sum(tiles), device), 1),
+        (
+            a.data, a.scale, b.data, b.scale, D, pre_gelu, gelu_input, biases,
+            numbers_on_device(numbers, device),
+        ),
+        (sum(tiles), n // kernel.unit_n, *factors),
+    )  # fmt: skip
