@@ -2,12 +2,13 @@
 
     python benchmarks/ops.py --impl default.flagos --impl vendor.cuda --out results.json
 
-For each operator and shape, every implementation and every peer that is installed does
-the same work on the same inputs. Its values are checked against float64; then it is
-timed with a cold L2 cache and the median is taken. GB/s counts the fewest bytes that
-the operator must move, each input read once and each output written once, and stands
-beside a large device-to-device copy of the same run, the roof. Writes JSON, and with
-``--markdown`` and ``--plot`` a table and a picture of it.
+Every implementation and every peer that is installed does the same work on the same
+inputs. Its values are checked against float64; then it is timed with a cold L2 cache and
+the median is taken. What moves memory is measured in GB/s of the fewest bytes that must be
+moved, beside a large device-to-device copy of the same run; what multiplies matrices in
+TFLOP/s, beside the largest product of torch in the same run. Writes JSON, and with
+``--markdown`` and ``--plot`` a table and a picture of it. What is measured is told in
+``workloads/``, what stands beside it in ``peers/``.
 """
 
 from __future__ import annotations
@@ -20,127 +21,134 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peers import peers
-from torch import Tensor
+from measuring import error_ratio, median_ms, roofs
+from peers import COMPILER, DESCRIPTIONS, Work, peers_of
+from report import markdown, overview, shape_text
+from workloads import WORKLOADS, Shape, Workload, chosen
 
 import transformer_engine_fl as te
-from transformer_engine_fl import ops
-from transformer_engine_fl.testing import compare
+from transformer_engine_fl.core.contract import Contract, Sample
+from transformer_engine_fl.testing.arguments import as_tuple
 
-SHAPES = {
-    "normalization": (
-        (8192, 4096),
-        (4096, 8192),
-        (32768, 1024),
-        (2048, 32768),
-        (16, 4096),
-        (32768, 4096),
-        (16384, 8192),
-    ),
-}
-WIDE = ((1024, 65536), (512, 131072), (256, 262144))
+Report = dict[str, Any]
 
 
-def inputs_for(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Random inputs of an operator, in the contract's order."""
-    generator = torch.Generator(device).manual_seed(1)
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Somebody who does the work: an implementation id or a peer's name, and its work on a call."""
 
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=device).to(dtype)
-
-    x, columns = normal(*shape), shape[-1]
-    weight, bias = normal(columns), normal(columns)
-    if op == "rmsnorm_fwd":
-        return [x, weight]
-    if op == "layernorm_fwd":
-        return [x, weight, bias]
-    with te.with_preference("reference"):
-        manager = te.get_default_manager()
-        if op == "rmsnorm_bwd":
-            return [normal(*shape), x, manager.call("rmsnorm_fwd", x, weight)[1], weight]
-        _, mu, rsigma = manager.call("layernorm_fwd", x, weight, bias)
-        return [normal(*shape), x, mu, rsigma, weight]
+    name: str
+    make: Callable[[Sample], Work]
+    note: str = ""
 
 
-def bytes_moved(op: str, inputs: list[Tensor]) -> int:
-    """The fewest bytes that the operator must move."""
-    outputs = ops.CATALOGUE[op].shapes(*inputs)
-    return sum(it.numel() * it.element_size() for it in (*inputs, *outputs))
+class AbsentError(Exception):
+    """An implementation would not run a call."""
 
 
-def median_ms(work: Callable[[], Any]) -> float:
-    """Median time of one call, with the L2 cache cleared before each."""
-    from triton.testing import do_bench
+def implementation(op: str, impl_id: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """What one implementation would run for a call.
 
-    result: float = do_bench(work, warmup=20, rep=80, return_mode="median")
-    return result
-
-
-def copy_roof() -> float:
-    """GB/s of a large device-to-device copy, read and written."""
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e6
-
-
-def check(op: str, inputs: list[Tensor], results: Any) -> float:
-    """The worst error over what the contract allows; a peer may return fewer outputs."""
-    contract = ops.CATALOGUE[op]
-    expected = contract.oracle(*inputs)
-    dtype = str(inputs[0].dtype).removeprefix("torch.")
-    worst = 0.0
-    for result, value in zip(results, expected, strict=False):
-        if result is None:
-            continue
-        name = str(result.dtype).removeprefix("torch.")
-        worst = max(worst, compare(result, value, contract.tolerance_for(dtype, name)).ratio)
-    return worst
-
-
-def candidates(
-    op: str, impls: list[str], inputs: list[Tensor], absent: dict[str, str], with_peers: bool
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(name, work) of everything to be measured."""
+    Raises:
+        AbsentError: it would not; says why.
+    """
     manager = te.get_default_manager()
-    for impl_id in impls:
-        with te.policy_context(prefer=f"impl:{impl_id}", strict=True):
-            try:
-                fn = manager.resolve(op, *inputs)
-            except te.TeFlError as error:
-                absent[impl_id] = str(error)
-                continue
-        yield impl_id, functools.partial(fn, *inputs)
-    for name, maker in peers(op, absent) if with_peers else ():
-        try:
-            yield name, maker(inputs)
-        except Exception as error:  # noqa: BLE001 - whatever keeps a peer out is reported
-            absent[name] = f"{type(error).__name__}: {error}"[:300]
+    with te.policy_context(prefer=f"impl:{impl_id}", strict=True):
+        verdicts = manager.explain(op, *args, **kwargs).verdicts
+        own = next((it for it in verdicts if it.impl.impl_id == impl_id), None)
+        if own is None:
+            raise AbsentError("does not implement it")
+        if not own.accepted:
+            raise AbsentError(own.reason)
+        return manager.resolve(op, *args, **kwargs)
+
+
+def own_work(workload: Workload, impl_id: str, sample: Sample) -> Work:
+    """The work of an implementation, each of its operators chosen beforehand."""
+    functions: dict[str, Callable[..., Any]] = {}
+
+    def rehearsed(contract: Contract[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            functions[contract.name] = implementation(contract.name, impl_id, *args, **kwargs)
+            return contract.shapes(*args, **kwargs)
+
+        return step
+
+    workload.perform({it.name: rehearsed(it) for it in workload.contracts}, sample)
+    if workload.run is None:
+        run = functools.partial(functions[workload.operators[0]], *sample.args, **sample.kwargs)
+    else:
+        run = functools.partial(workload.run, functions, sample)
+    return Work(run, lambda result: (*as_tuple(result), *workload.written(sample)))
+
+
+def candidates(workload: Workload, args: argparse.Namespace) -> Iterator[Candidate]:
+    """Everybody who is to be measured."""
+    for impl_id in args.impl:
+        yield Candidate(impl_id, functools.partial(own_work, workload, impl_id))
+    for name, peer in peers_of(workload.name).items() if args.peers else ():
+        if name != COMPILER or args.compile:
+            yield Candidate(name, peer.work, peer.note)
 
 
 def measure(
-    op: str, shape: tuple[int, ...], dtype: torch.dtype, args: argparse.Namespace
-) -> dict[str, Any]:
-    """All candidates on one operator and shape."""
-    inputs = inputs_for(op, shape, dtype, "cuda")
-    moved = bytes_moved(op, inputs)
-    row: dict[str, Any] = {"op": op, "shape": shape, "dtype": str(dtype), "bytes": moved}
-    row["results"], row["absent"] = {}, {}
-    for name, work in candidates(op, args.impl, inputs, row["absent"], args.peers):
+    workload: Workload, shape: Shape, args: argparse.Namespace, device: str = "cuda"
+) -> Report:
+    """All candidates on one workload and shape."""
+    row: Report = {
+        "workload": workload.name,
+        "ops": list(workload.operators),
+        "family": workload.family,
+        "axes": workload.axes,
+        "shape": list(shape),
+        "unit": workload.unit,
+        "roof": workload.roof,
+        "counted": workload.counted,
+        "notes": {},
+        "results": {},
+        "absent": {},
+    }
+    dtype = getattr(torch, args.dtype)
+    small = workload.check_shape(shape) if workload.check_shape else shape
+    make = functools.partial(workload.sample, dtype=dtype, device=device)
+    sample = make(shape)
+    row["dtype"] = workload.dispatch_dtype(sample)
+    row["work"] = workload.work(shape, sample)
+    row["checked"] = list(small)
+    checked = sample if small == shape else make(small)
+    expected = workload.expected(checked)
+
+    def fresh(kept: Sample, its_shape: Shape) -> Sample:
+        return make(its_shape) if workload.mutates else kept
+
+    for candidate in candidates(workload, args):
         try:
-            ratio = check(op, inputs, work())
-            milliseconds = median_ms(work)
-        except Exception as error:  # noqa: BLE001 - a failure is a result, and is shown
-            row["absent"][name] = f"{type(error).__name__}: {error}"[:300]
+            work = candidate.make(fresh(checked, small))
+            values = work.values(work.run())
+            ratio = error_ratio(workload, row["dtype"], values, expected)
+            del values
+            if small != shape:
+                work = candidate.make(fresh(sample, shape))
+            milliseconds = median_ms(work.run, args.warmup, args.rep)
+        except AbsentError as error:
+            row["absent"][candidate.name] = str(error).splitlines()[0]
             continue
-        row["results"][name] = {
+        except Exception as error:  # noqa: BLE001 - whatever keeps one out is reported
+            row["absent"][candidate.name] = f"{type(error).__name__}: {error}"[:300]
+            continue
+        per_second = row["work"] / milliseconds * 1e3
+        row["results"][candidate.name] = {
             "us": milliseconds * 1e3,
-            "gbps": moved / milliseconds / 1e6,
+            "rate": per_second / (1e12 if workload.flops else 1e9),
             "error_over_allowed": ratio,
         }
+        if candidate.note:
+            row["notes"][candidate.name] = candidate.note
     return row
 
 
@@ -197,95 +205,99 @@ def environment() -> dict[str, str]:
     return found
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The report as a table, best first in each row."""
-    lines = [
-        f"Device: {report['environment']['device']}; copy roof {report['roof_gbps']:,.0f} GB/s.",
-        "",
-        "| operator | shape | implementation | us | GB/s | of the roof |",
-        "|---|---|---|---:|---:|---:|",
-    ]
-    for row in report["rows"]:
-        shape = "x".join(str(size) for size in row["shape"])
-        ranked = sorted(row["results"].items(), key=lambda item: item[1]["us"])
-        for name, it in ranked:
-            share = it["gbps"] / report["roof_gbps"]
-            lines.append(
-                f"| {row['op']} | {shape} | {name} | {it['us']:.1f} "
-                f"| {it['gbps']:,.0f} | {share:.2f} |"
-            )
-    if report["host_us"]:
-        lines += ["", "| host time of a call on 4x64 | us |", "|---|---:|"]
-        lines += [f"| {name} | {us:.1f} |" for name, us in report["host_us"].items()]
-    return "\n".join(lines) + "\n"
+def planned(args: argparse.Namespace) -> Iterator[tuple[Workload, Shape]]:
+    """What is to be measured, in order."""
+    for workload in chosen(args.op, args.family):
+        shapes = workload.shapes[:1] if args.quick else workload.shapes
+        if args.wide:
+            shapes += workload.wide
+        for shape in args.shape or shapes:
+            yield workload, shape
 
 
-def plot(report: dict[str, Any], path: str) -> None:
-    """Roof fraction per operator and shape, one bar for each candidate."""
-    import matplotlib as mpl
+def parse_shape(text: str) -> Shape:
+    """``8192x4096``."""
+    return tuple(int(number) for number in text.split("x"))
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
 
-    names = list(dict.fromkeys(name for row in report["rows"] for name in row["results"]))
-    labels = [f"{row['op']}\n{'x'.join(map(str, row['shape']))}" for row in report["rows"]]
-    figure, axes = plt.subplots(figsize=(10, 0.55 * len(labels) + 1.5), layout="constrained")
-    height = 0.85 / max(len(names), 1)
-    for place, name in enumerate(names):
-        shares = [
-            row["results"].get(name, {}).get("gbps", 0) / report["roof_gbps"]
-            for row in report["rows"]
-        ]
-        offsets = [index + place * height for index in range(len(labels))]
-        axes.barh(offsets, shares, height, label=name)
-    axes.set_yticks([index + 0.4 for index in range(len(labels))], labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel(f"fraction of the copy roof ({report['roof_gbps']:,.0f} GB/s)")
-    axes.set_title(report["environment"]["device"])
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--impl", action="append", default=[], help="an implementation id")
+    add("--op", action="append", default=[], help="an operator, or a workload by its name")
+    add("--family", action="append", default=[], help="the standard workloads of a family")
+    add("--shape", action="append", type=parse_shape, help="8192x4096 (the standard ones)")
+    add("--dtype", default="bfloat16", help="of workloads that have none of their own")
+    add("--wide", action="store_true", help="add rows of 65,536 and above")
+    add("--quick", action="store_true", help="the first shape of each, without torch.compile")
+    add("--no-peers", dest="peers", action="store_false")
+    add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    add("--warmup", type=int, default=20, help="milliseconds before a measurement")
+    add("--rep", type=int, default=80, help="milliseconds of a measurement")
+    add("--host", action="store_true", help="also the host time of a tiny call")
+    add("--host-only", action="store_true", help="nothing but that")
+    add("--list", action="store_true", help="list the workloads and their peers, and stop")
+    add("--out", help="write the report as JSON, again after each workload")
+    add("--markdown", help="write the report as a table")
+    add("--plot", help="write the report as a picture")
+    return parser
+
+
+def listing() -> str:
+    """The workloads, the shapes of each and its peers; ``*`` is part of a standard run."""
+    lines = []
+    for it in WORKLOADS.values():
+        shapes = ", ".join("x".join(map(str, shape)) for shape in it.shapes)
+        lines.append(f"{'*' if it.standard else ' '} {it.family}: {it.name} ({it.axes}: {shapes})")
+        lines.append(f"    {', '.join(peers_of(it.name)) or 'no peers'}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--impl", action="append", default=[], help="an implementation id")
-    parser.add_argument("--op", action="append", help="an operator (all that have shapes here)")
-    parser.add_argument("--shape", action="append", help="8192x4096 (the standard ones)")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--wide", action="store_true", help="add rows of 65,536 and above")
-    parser.add_argument("--no-peers", dest="peers", action="store_false")
-    parser.add_argument("--host", action="store_true", help="also the host time of a tiny call")
-    parser.add_argument("--host-only", action="store_true", help="nothing but that")
-    parser.add_argument("--out", help="write the report as JSON")
-    parser.add_argument("--markdown", help="write the report as a table")
-    parser.add_argument("--plot", help="write the report as a picture")
+    parser = arguments()
     args = parser.parse_args()
+    if args.list:
+        print(listing())
+        return
+    args.impl = args.impl or ["default.flagos", "vendor.cuda"]
+    if args.quick:
+        args.compile, args.warmup, args.rep = False, min(args.warmup, 10), min(args.rep, 30)
+    try:
+        plan = [] if args.host_only else list(planned(args))
+    except LookupError as error:
+        parser.error(str(error))
     if not torch.cuda.is_available():
         raise SystemExit("this measures on a GPU, and torch sees none")
-    args.impl = args.impl or ["default.flagos", "vendor.cuda"]
-    dtype = getattr(torch, args.dtype)
-    report: dict[str, Any] = {"environment": environment(), "rows": [], "host_us": {}}
-    report["roof_gbps"] = copy_roof()
-    measured = [op for op, contract in ops.CATALOGUE.items() if contract.family in SHAPES]
-    for op in () if args.host_only else args.op or measured:
-        shapes = SHAPES[ops.CATALOGUE[op].family] + (WIDE if args.wide else ())
-        if args.shape:
-            shapes = tuple(tuple(int(n) for n in text.split("x")) for text in args.shape)
-        for shape in shapes:
-            row = measure(op, shape, dtype, args)
+    report: Report = {"environment": environment(), "roofs": roofs(), "peers": {}}
+    report |= {"rows": [], "host_us": {}}
+    for workload, shape in plan:
+        try:
+            row = measure(workload, shape, args)
+        except Exception as error:  # noqa: BLE001 - the others can still be measured
+            print(f"{workload.name} {shape}: {type(error).__name__}: {error}", flush=True)
+            report.setdefault("failed", []).append(
+                [workload.name, list(shape), f"{type(error).__name__}: {error}"[:300]]
+            )
+            row = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        if row is not None:
             report["rows"].append(row)
-            shown = ", ".join(f"{k} {v['gbps']:.0f}" for k, v in row["results"].items())
-            print(f"{op} {shape}: {shown} {row['absent'] or ''}", flush=True)
+            present = {name for name in row["results"] if name in DESCRIPTIONS}
+            report["peers"] |= {name: DESCRIPTIONS[name] for name in present}
+            rates = ", ".join(f"{name} {it['rate']:.0f}" for name, it in row["results"].items())
+            print(f"{row['workload']} {shape_text(row)}: {rates} {row['absent'] or ''}", flush=True)
+        if args.out:
+            Path(args.out).write_text(json.dumps(report, indent=1), encoding="utf-8")
     if args.host or args.host_only:
         report["host_us"] = host_times(args.impl)
     if args.out:
-        Path(args.out).write_text(json.dumps(report, indent=1))
-    if args.plot:
-        plot(report, args.plot)
+        Path(args.out).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if args.plot and report["rows"]:
+        overview(report, Path(args.plot))
     table = markdown(report)
     if args.markdown:
-        Path(args.markdown).write_text(table)
+        Path(args.markdown).write_text(table, encoding="utf-8")
     print(table)
 
 

@@ -14,23 +14,23 @@ import json
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+
+from report import (
+    Report,
+    by_workload,
+    fastest,
+    is_ours,
+    main_versions,
+    names_of,
+    overview,
+    panels,
+    roof_text,
+    shape_text,
+    share,
+)
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-
-Report = dict[str, Any]
-
-OURS = ("default.", "vendor.", "reference.")
-"""How the impl ids of the sets in this repository begin; every other name is a peer's."""
-
-PEERS = {
-    "torch.eager": "`F.rms_norm` and `F.layer_norm`; backward by `torch.autograd.grad`",
-    "torch.compile": "`F.layer_norm`, or RMS norm written in plain torch, compiled for each shape",
-    "liger-kernel": "its Triton kernels, called without autograd",
-    "quack": "its CuTe kernels, called without autograd; layernorm with float32 parameters",
-    "flag_gems": "its Triton kernels, called without autograd",
-}
 
 INTRODUCTION = """\
 # Performance
@@ -46,9 +46,9 @@ process. Its values are compared with a float64 formula first, then it is timed:
 cleared before each call, and the median is taken of the times between two events on the device
 around it. The clearing hides part of what the host does before a launch; what it does not hide is
 in the time, which shows at small shapes. GB/s divides the fewest bytes that the operator must
-move, each input read once and each output of the contract written once, by that time; the same
-bytes are counted for a peer that returns fewer outputs. The roof is a device-to-device copy of
-2 GiB in the same run, read and written.
+move by that time: each input read once, each output of the contract written once, and an argument
+that is written in place both, unless something else is said. TFLOP/s divides the operations of the
+products. The same is counted for a peer that does less. The roofs are measured in the same run.
 """
 
 HOST = """
@@ -74,8 +74,24 @@ implementations each, in the same run (the median over operators, then over proc
 def main() -> None:
     reports = load()
     for path, report in reports:
-        picture(report, path.with_suffix(".png"), digest(path))
+        source = digest(path)
+        overview(report, path.with_suffix(".png"), source)
+        for family, rows in families(report).items():
+            panels(report, rows, family_picture(path, family), source)
     PAGE.write_text(page(reports, load_dispatch()), encoding="utf-8")
+
+
+def families(report: Report) -> dict[str, list[Report]]:
+    """The rows of each family, in the order of the report."""
+    found: dict[str, list[Report]] = {}
+    for row in report["rows"]:
+        found.setdefault(row["family"], []).append(row)
+    return found
+
+
+def family_picture(path: Path, family: str) -> Path:
+    """Where the picture of a family of these results is."""
+    return path.with_name(f"{path.stem}_{family}.png")
 
 
 def load() -> list[tuple[Path, Report]]:
@@ -112,83 +128,162 @@ def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
 def _operators(path: Path, report: Report) -> Iterator[str]:
     yield f"## Operators on {report['environment']['device']}\n"
     yield _paragraph(METHOD)
-    names = _names(report["rows"])
+    names = names_of(report["rows"], report)
     yield _paragraph(
-        f"Versions: {_versions(report)}. Copy roof: {report['roof_gbps']:,.0f} GB/s. The sets of "
-        f"this repository come first: {', '.join(f'`{it}`' for it in names if _is_ours(it))}."
+        f"Versions: {_versions(report)}. The sets of this repository come first: "
+        f"{', '.join(f'`{it}`' for it in names if is_ours(it))}."
     )
-    shown = [name for name in PEERS if name in names]
+    yield "The roofs:\n"
+    yield "".join(
+        f"- {roof_text(report, [name])}: {roof['what']}.\n"
+        for name, roof in report["roofs"].items()
+    )
+    shown = [name for name in names if name in report["peers"]]
     if shown:
-        yield "Beside them stand:\n"
-        yield "".join(f"- `{name}`: {PEERS[name]}.\n" for name in shown)
-    yield f"![Fraction of the copy roof](../benchmarks/results/{path.stem}.png)\n"
-    for op in _in_order(report["rows"]):
-        yield from _operator(op, report)
-    yield from _values(report)
-    yield from _absent(report["rows"])
+        yield "Beside the sets stand:\n"
+        yield "".join(f"- `{name}`: {report['peers'][name]}.\n" for name in shown)
+    yield f"![Fraction of the roof, by operator](../benchmarks/results/{path.stem}.png)\n"
+    for family, rows in families(report).items():
+        yield from _family(family, rows, path, report)
+    yield from _absent(report)
     if report["host_us"]:
         yield "### Host time\n"
-        where = f"{report['environment']['device']}, {_main_versions(report)}"
+        where = f"{report['environment']['device']}, {main_versions(report)}"
         yield _paragraph(HOST.format(where=where))
-        rows = [[name, f"{us:.1f}"] for name, us in report["host_us"].items()]
-        yield _table(["call", "us"], rows)
+        host = [[name, f"{us:.1f}"] for name, us in report["host_us"].items()]
+        yield _table(["call", "us"], host)
 
 
-def _operator(op: str, report: Report) -> Iterator[str]:
-    rows = [row for row in report["rows"] if row["op"] == op]
-    names = _names(rows)
-    dtypes = ", ".join(dict.fromkeys(_dtype(row) for row in rows))
-    yield f"### {op}\n"
+def _family(family: str, rows: list[Report], path: Path, report: Report) -> Iterator[str]:
+    ours = [name for name in names_of(rows, report) if is_ours(name)]
+    roofs = dict.fromkeys(row["roof"] for row in rows)
+    units = " and ".join(dict.fromkeys(row["unit"] for row in rows))
+    yield f"### {family}\n"
     yield _paragraph(
-        f"{report['environment']['device']}, {_main_versions(report)}; {dtypes}; roof "
-        f"{report['roof_gbps']:,.0f} GB/s; cold L2, median. "
-        "In each cell: microseconds, and GB/s of the bytes that must be moved; the fastest in bold."
+        f"{report['environment']['device']}, {main_versions(report)}; roof: "
+        f"{roof_text(report, roofs)}; cold L2, median. In each cell: microseconds, {units}, and "
+        "percent of the roof; the fastest of all in bold. The others stand in one cell, the "
+        "fastest first."
     )
-    yield _table(["shape", *names], [[_shape(row), *_cells(row, names)] for row in rows])
-    fastest = [_fastest(row) for row in rows]
-    counts = sorted(((fastest.count(name), name) for name in set(fastest)), reverse=True)
-    said = ", ".join(f"{name} on {count}" for count, name in counts)
-    yield f"Fastest: {said} of {len(rows)} shapes.\n"
-
-
-def _cells(row: Report, names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        result = row["results"].get(name)
-        if result is None:
-            yield "-"
-            continue
-        text = f"{result['us']:.1f} / {result['gbps']:,.0f}"
-        yield f"**{text}**" if name == _fastest(row) else text
-
-
-def _values(report: Report) -> Iterator[str]:
-    """The worst error of each candidate."""
-    names, rows = _names(report["rows"]), []
-    for op in _in_order(report["rows"]):
-        cells = [f"`{op}`"]
-        for name in names:
-            ratios = [
-                row["results"][name]["error_over_allowed"]
-                for row in report["rows"]
-                if row["op"] == op and name in row["results"]
+    yield _table(
+        ["operator", "shape", "dtype", *ours, "others"],
+        [
+            [
+                f"`{row['workload']}`",
+                shape_text(row),
+                row["dtype"],
+                *(_cell(row, name, report) for name in ours),
+                _others(row, report),
             ]
-            cells.append(f"{max(ratios):.2f}" if ratios else "-")
-        rows.append(cells)
-    yield "### Values\n"
-    yield _paragraph(
-        "In the same run: the worst error against float64 over all shapes, as a multiple of what "
-        "the contract allows (above 1, the contract is not kept)."
+            for row in rows
+        ],
+        left=3,
+        last_left=True,
     )
-    yield _table(["operator", *names], rows)
+    yield _counts(rows)
+    yield _values(rows, report)
+    yield from _remarks(rows)
+    yield f"![Percent of the roof]({_link(family_picture(path, family))})\n"
 
 
-def _absent(rows: Iterable[Report]) -> Iterator[str]:
+def _link(picture: Path) -> str:
+    return f"../benchmarks/results/{picture.name}"
+
+
+def _cell(row: Report, name: str, report: Report) -> str:
+    result = row["results"].get(name)
+    if result is None:
+        return "-"
+    fraction = share(row, name, report)
+    percent = "" if fraction is None else f" / {100 * fraction:.0f} %"
+    text = f"{result['us']:.1f} / {result['rate']:,.0f}{percent}"
+    return f"**{text}**" if name == fastest(row) else text
+
+
+def _others(row: Report, report: Report) -> str:
+    names = [name for name in row["results"] if not is_ours(name)]
+    names.sort(key=lambda name: row["results"][name]["us"])
+    return ", ".join(f"{name} {_cell(row, name, report)}" for name in names) or "-"
+
+
+def _counts(rows: list[Report]) -> str:
+    """Who is the fastest how often."""
+    best = [name for row in rows if (name := fastest(row))]
+    counts = sorted(((best.count(name), name) for name in set(best)), reverse=True)
+    said = ", ".join(f"{name} on {count}" for count, name in counts)
+    return _paragraph(f"Fastest: {said or 'nobody'} of {len(rows)} shapes.")
+
+
+def _values(rows: list[Report], report: Report) -> str:
+    """The worst error of each set here, and every peer's that is larger than allowed."""
+    worst: dict[tuple[str, str], float] = {}
+    for row in rows:
+        for name, result in row["results"].items():
+            ratio = result["error_over_allowed"]
+            place = name, row["workload"]
+            value = float("inf") if ratio is None else ratio
+            worst[place] = max(worst.get(place, 0.0), value)
+    sets = [name for name in names_of(rows, report) if is_ours(name)]
+    largest = {
+        name: max(value for (who, _), value in worst.items() if who == name) for name in sets
+    }
+    said = ", ".join(f"{name} {value:.2f}" for name, value in largest.items()) or "none"
+    outside = ", ".join(
+        f"{name} `{workload}` {_times(value)}"
+        for (name, workload), value in worst.items()
+        if value > 1
+    )
+    return _paragraph(
+        "Values against float64 in the same run, the worst error as a multiple of what the "
+        f"contract allows: {said}. "
+        f"Above 1, so that the contract is not kept: {outside or 'nobody'}."
+    )
+
+
+def _times(value: float) -> str:
+    return "(not the bits that are asked for)" if value == float("inf") else f"{value:.2f}"
+
+
+def _remarks(rows: list[Report]) -> Iterator[str]:
+    """What the numbers of a shape are, what is counted, and how peers differ."""
+    groups = by_workload(rows)
+    axes: dict[str, list[str]] = {}
+    notes: dict[tuple[str, str], list[str]] = {}
+    lines = []
+    for workload, part in groups.items():
+        axes.setdefault(part[0]["axes"], []).append(workload)
+        counted = part[0]["counted"]
+        if counted:
+            lines.append(f"- Counted in `{workload}`: {counted}.\n")
+        differing = {name: note for row in part for name, note in row["notes"].items()}
+        for name, note in differing.items():
+            notes.setdefault((name, note), []).append(workload)
+        if any(row["checked"] != row["shape"] for row in part):
+            sizes = dict.fromkeys("x".join(map(str, row["checked"])) for row in part)
+            lines.append(f"- Values of `{workload}` are compared on {', '.join(sizes)}.\n")
+    shapes = [
+        f"- A shape is {text}{'' if len(axes) == 1 else ': ' + _named(of)}.\n"
+        for text, of in axes.items()
+    ]
+    lines += [f"- {name} in {_named(of)}: {note}.\n" for (name, note), of in notes.items()]
+    yield "".join(shapes + lines)
+
+
+def _named(workloads: list[str]) -> str:
+    return ", ".join(f"`{it}`" for it in workloads)
+
+
+def _absent(report: Report) -> Iterator[str]:
     """What could not be measured, with the reason."""
     found: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
+    for row in report["rows"]:
         for name, reason in row["absent"].items():
             first = reason.splitlines()[0].replace("`", "'")
-            found.setdefault((name, first), []).append(f"{row['op']} {_shape(row)}")
+            found.setdefault((name, first), []).append(f"{row['workload']} {shape_text(row)}")
+    for workload, shape, reason in report.get("failed", ()):
+        first = reason.splitlines()[0].replace("`", "'")
+        where = f"{workload} {'x'.join(map(str, shape))}"
+        found.setdefault(("everybody", first), []).append(where)
     if found:
         yield "### Not measured\n"
         yield "".join(
@@ -237,129 +332,20 @@ def _paragraph(text: str) -> str:
     return textwrap.fill(words, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def _table(heads: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+def _table(
+    heads: list[str], rows: Iterable[list[str]], left: int = 1, last_left: bool = False
+) -> str:
+    """The first ``left`` columns, and the last one if asked, are words; the others numbers."""
+    rules = ["---"] * left + ["---:"] * (len(heads) - left)
+    if last_left:
+        rules[-1] = "---"
+    lines = [heads, rules, *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-# --------------------------------------------------------------------------- the results
-
-
-def _names(rows: Iterable[Report]) -> list[str]:
-    """Whose results there are: this repository's sets first."""
-    names = list(dict.fromkeys(name for row in rows for name in row["results"]))
-    order = list(PEERS)
-    return sorted(names, key=lambda it: (not _is_ours(it), order.index(it) if it in order else -1))
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(OURS)
-
-
-def _in_order(rows: Iterable[Report]) -> list[str]:
-    """The operators, each forward before its backward."""
-    return sorted({row["op"] for row in rows}, key=lambda op: (op[:-4], op.endswith("_bwd")))
-
-
-def _fastest(row: Report) -> str:
-    fastest: str = min(row["results"], key=lambda name: row["results"][name]["us"])
-    return fastest
-
-
-def _shape(row: Report) -> str:
-    return "x".join(str(size) for size in row["shape"])
-
-
-def _dtype(row: Report) -> str:
-    return str(row["dtype"]).removeprefix("torch.")
 
 
 def _versions(report: Report) -> str:
     names = (name for name in report["environment"] if name != "device")
     return ", ".join(f"{name} {report['environment'][name]}" for name in names)
-
-
-def _main_versions(report: Report) -> str:
-    return ", ".join(f"{name} {report['environment'][name]}" for name in ("torch", "triton"))
-
-
-# --------------------------------------------------------------------------- the picture
-
-
-def picture(report: Report, path: Path, source: str) -> None:
-    """A panel for each operator: shape by candidate, coloured by the fraction of the roof.
-
-    Args:
-        report: the results.
-        path: where the PNG goes.
-        source: the digest of the results, kept in the PNG.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    operators = _in_order(report["rows"])
-    most = max(sum(row["op"] == op for row in report["rows"]) for op in operators)
-    lines = -(-len(operators) // 2)
-    figure, panels = plt.subplots(
-        lines, 2, figsize=(13, lines * (0.36 * most + 1.1) + 1), layout="constrained", squeeze=False
-    )
-    for axes in panels.flat[len(operators) :]:
-        axes.set_axis_off()
-    for op, axes in zip(operators, panels.flat, strict=False):
-        image = _panel(axes, op, report)
-    environment = report["environment"]
-    figure.colorbar(image, ax=panels, shrink=0.6, label="fraction of the copy roof")
-    figure.suptitle(
-        f"{environment['device']}, {_main_versions(report)}: percent of the copy roof "
-        f"({report['roof_gbps']:,.0f} GB/s); the fastest in a frame",
-        fontsize=12,
-    )
-    figure.savefig(path, dpi=110, metadata={"Source": source})
-    plt.close(figure)
-
-
-def _panel(axes: Any, op: str, report: Report) -> Any:
-    rows = [row for row in report["rows"] if row["op"] == op]
-    names = _names(rows)
-    shares = [
-        [
-            row["results"].get(name, {}).get("gbps", float("nan")) / report["roof_gbps"]
-            for name in names
-        ]
-        for row in rows
-    ]
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    for y, row in enumerate(rows):
-        for x, name in enumerate(names):
-            share = shares[y][x]
-            best = name == _fastest(row)
-            axes.text(
-                x,
-                y,
-                f"{100 * share:.0f}" if share == share else "-",
-                ha="center",
-                va="center",
-                fontweight="bold" if best else "normal",
-                color="white" if share > 0.6 else "black",
-            )
-            if best:
-                axes.add_patch(_frame(x, y))
-    axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
-    axes.set_yticks(range(len(rows)), [_shape(row) for row in rows])
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_title(op, fontweight="bold", fontsize=11)
-    if names and not all(map(_is_ours, names)):  # a line between the sets here and the peers
-        axes.axvline(sum(map(_is_ours, names)) - 0.5, color="black", linewidth=1)
-    return image
-
-
-def _frame(x: int, y: int) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x - 0.47, y - 0.46), 0.94, 0.92, fill=False, edgecolor="#d1495b", linewidth=2)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,49 @@
-"""The benchmark of the heart runs and writes what it promises; its figures are not judged here."""
+"""The benchmarks run and write what they promise; their figures are not judged here."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "dispatch_overhead.py"
+import pytest
+import torch
+
+from transformer_engine_fl import ops as operators
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # scripts import their neighbours by name
+
+import measuring  # noqa: E402
+import ops as suite  # noqa: E402
+import performance_page  # noqa: E402
+import report as reports  # noqa: E402
+from peers import DESCRIPTIONS, PEERS, Work, peers_of  # noqa: E402
+from peers.eager import FORMULAS  # noqa: E402
+from workloads import WORKLOADS, Workload, chosen  # noqa: E402
+
+BF16 = torch.bfloat16
+
+
+def sample_of(workload: Workload, *shape: int) -> Any:
+    return workload.sample(shape or workload.tiny, BF16, "cpu")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+# ----------------------------------------------------------------------------- dispatch
 
 
 def test_a_quick_run_writes_figures_and_a_plot(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARK), "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run(str(BENCHMARKS / "dispatch_overhead.py"), "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "dispatch_overhead.json").read_text(encoding="utf-8"))
     cases = results["cases"]
@@ -23,3 +54,310 @@ def test_a_quick_run_writes_figures_and_a_plot(tmp_path: Path) -> None:
     assert results["environment"].keys() >= {"device", "cpu", "python", "torch"}
     assert (tmp_path / "dispatch_overhead.png").read_bytes().startswith(b"\x89PNG")
     assert "manager.call" in done.stdout
+
+
+# ---------------------------------------------------------------------------- workloads
+
+
+def test_every_family_of_the_catalogue_is_in_a_standard_run() -> None:
+    measured = {it.family for it in chosen([], [])}
+    assert measured == {contract.family for contract in operators.CATALOGUE.values()}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_a_call_that_keeps_the_contract(name: str) -> None:
+    workload = WORKLOADS[name]
+    sample = sample_of(workload)
+    workload.shapes_of(sample)  # raises what the contract's check raises
+    assert workload.work(workload.tiny, sample) > 0
+    assert workload.dispatch_dtype(sample) in workload.contracts[0].dtypes
+    assert workload.roof in {"copy", "matmul", "scaled_mm"}
+    assert (workload.roof == "copy") == (workload.flops is None)
+    for shape in (*workload.shapes, *workload.wide):
+        assert len(shape) == len(workload.tiny)
+        assert workload.check_shape is None or len(workload.check_shape(shape)) == len(shape)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy fwd+bwd", "multi_tensor_adam", "dequantize nvfp4"])
+def test_the_reference_keeps_within_what_is_expected_of_a_workload(name: str) -> None:
+    workload = WORKLOADS[name]
+    expected = workload.expected(sample_of(workload))
+    sample = sample_of(workload)
+    work = suite.own_work(workload, "reference.torch", sample)
+    values = work.values(work.run())
+    assert len(values) == len(expected)
+    ratio = measuring.error_ratio(workload, workload.dispatch_dtype(sample), values, expected)
+    assert ratio is not None
+    assert ratio <= 1
+
+
+R, C = 24, 256
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "bytes_by_hand"),
+    [
+        # x and the output in two bytes, the weight, a float32 for each row
+        ("rmsnorm_fwd", (R, C), 2 * R * C + 2 * C + 2 * R * C + 4 * R),
+        ("swiglu", (R, C), 2 * R * 2 * C + 2 * R * C),
+        ("dbias_dgelu", (R, C), 2 * 2 * R * C + 2 * R * C + 2 * C),
+        # the mask is a bit for each element
+        ("dropout_fwd", (R, C), 2 * R * C + 2 * R * C + R * C // 8),
+        # logits once, their gradient once, int64 targets, float32 losses; lse is nobody's output
+        ("cross_entropy fwd+bwd", (R, C), 2 * R * C + 8 * R + 2 * R * C + 4 * R),
+        ("quantize 1x128", (128, C), 2 * 128 * C + 128 * C + 4 * 128 * C // 128),
+        ("quantize nvfp4", (128, C), 2 * 128 * C + 128 * C // 2 + 128 * C // 16 + 4 + 4),
+        # below the diagonal 36 of 64 places are read, all are written
+        ("scaled_upper_triang_masked_softmax_forward", (2, 8, 8), 2 * 2 * 36 + 2 * 2 * 64),
+        ("scaled_upper_triang_masked_softmax_backward", (2, 8, 8), 2 * 2 * 2 * 36 + 2 * 2 * 64),
+        # float32: gradients read, parameters and two moments read and written
+        ("multi_tensor_adam", (1, 8), 7 * 4 * (4 * 64 + 12 * 8)),
+        ("multi_tensor_scale", (1, 8), 2 * 4 * (4 * 64 + 12 * 8)),
+        ("multi_tensor_l2norm", (1, 8), 4 * (4 * 64 + 12 * 8) + 4),
+        # bfloat16 gradients read, parameters written; float32 masters and moments both
+        ("multi_tensor_adam bfloat16, float32 masters", (1, 8), 28 * (4 * 64 + 12 * 8)),
+        # keys and values read and written, two times three int32 offsets read
+        ("copy_to_kv_cache", (16, 2, 2, 8), 2 * 2 * 2 * 16 * 2 * 8 + 2 * 3 * 4),
+    ],
+)
+def test_the_fewest_bytes_are_those_counted_by_hand(
+    name: str, shape: tuple[int, ...], bytes_by_hand: int
+) -> None:
+    workload = WORKLOADS[name]
+    assert workload.work(shape, sample_of(workload, *shape)) == bytes_by_hand
+    assert workload.unit == "GB/s"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "by_hand"),
+    [
+        ("generic_gemm", (16, 32, 48), 2 * 16 * 32 * 48),
+        ("te_general_grouped_gemm", (4, 64, 16, 32), 2 * 64 * 16 * 32),
+        # queries times keys, weights times values; half of the keys are seen
+        ("fused_attn_fwd causal", (1, 4, 8, 16), 2 * 2 * 4 * 8 * 8 * 16 / 2),
+        ("fused_attn_bwd without a mask", (1, 4, 8, 16), 5 * 2 * 4 * 8 * 8 * 16),
+        ("fused_linear_cross_entropy fwd+bwd", (6, 8, 40), 3 * 2 * 6 * 8 * 40),
+    ],
+)
+def test_the_operations_are_those_counted_by_hand(
+    name: str, shape: tuple[int, ...], by_hand: float
+) -> None:
+    workload = WORKLOADS[name]
+    assert workload.work(shape, sample_of(workload, *shape)) == by_hand
+    assert workload.unit == "TFLOP/s"
+
+
+def test_an_operator_is_chosen_with_every_workload_it_has() -> None:
+    assert {it.name for it in chosen(["generic_gemm"], [])} >= {
+        "generic_gemm",
+        "generic_gemm float8",
+        "generic_gemm mxfp8",
+    }
+    assert [it.name for it in chosen(["generic_gemm bias"], [])] == ["generic_gemm bias"]
+
+
+@pytest.mark.parametrize(("op", "family"), [(["no_such_op"], []), ([], ["no_such_family"])])
+def test_what_has_no_workload_is_refused_with_those_that_are(
+    op: list[str], family: list[str]
+) -> None:
+    with pytest.raises(LookupError, match=r"no_such_(op|family).*rmsnorm_fwd|normalization"):
+        chosen(op, family)
+
+
+def test_the_script_lists_what_it_can_measure_without_a_gpu() -> None:
+    done = run(str(BENCHMARKS / "ops.py"), "--list")
+    assert done.returncode == 0, done.stderr
+    assert "* gemm: generic_gemm float8 (M x N x K: 8192x8192x8192" in done.stdout
+
+
+# -------------------------------------------------------------------------------- peers
+
+
+def test_peers_are_of_workloads_that_exist_and_each_is_described() -> None:
+    assert set(DESCRIPTIONS) == set(PEERS)
+    unknown = {name for table in PEERS.values() for name in table} - set(WORKLOADS)
+    assert unknown == set()
+    assert {op for it in WORKLOADS.values() for op in it.operators} <= set(operators.CATALOGUE)
+
+
+def test_each_library_has_its_peers() -> None:
+    assert {"liger-kernel", "quack", "flag_gems", "torch.eager", "torch.compile"} <= set(
+        peers_of("rmsnorm_fwd")
+    )
+    assert {"SDPA cuDNN", "SDPA flash"} <= set(peers_of("fused_attn_bwd causal"))
+    assert "torch._scaled_mm" in peers_of("generic_gemm float8")
+    assert "torch._fused_adamw_" in peers_of("multi_tensor_adam")
+
+
+def peer_error(peer: str, name: str) -> float | None:
+    workload = WORKLOADS[name]
+    expected = workload.expected(sample_of(workload))
+    sample = sample_of(workload)
+    work: Work = PEERS[peer][name].work(sample)
+    values = work.values(work.run())
+    return measuring.error_ratio(workload, workload.dispatch_dtype(sample), values, expected)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_torch_in_its_own_words_does_what_the_operator_does(name: str) -> None:
+    ratio = peer_error("torch.eager", name)
+    # Rounding after every step comes to several times what is allowed; what is wrong, to hundreds.
+    assert ratio is not None
+    assert ratio < 64
+
+
+@pytest.mark.parametrize(
+    ("peer", "name"),
+    [
+        ("torch.matmul", "generic_gemm"),
+        ("torch.matmul", "generic_gemm dgrad"),
+        ("F.linear", "generic_gemm bias"),
+        ("torch._fused_adamw_", "multi_tensor_adam"),
+        ("torch._fused_sgd_", "multi_tensor_sgd"),
+        ("torch._foreach_norm", "multi_tensor_l2norm"),
+        ("torch._foreach_mul", "multi_tensor_scale"),
+        ("SDPA flash", "fused_attn_fwd causal"),
+        ("SDPA flash", "fused_attn_bwd causal, 4 query heads for each key head"),
+    ],
+)
+def test_a_library_function_is_given_the_operators_arguments(peer: str, name: str) -> None:
+    ratio = peer_error(peer, name)
+    assert ratio is not None
+    assert ratio <= 1
+
+
+# --------------------------------------------------------------------------- measurement
+
+
+def fake_median(work: Callable[[], Any], warmup: int, rep: int) -> float:
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, name: str, *impls: str, peers: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """A row on the CPU, whose times mean nothing."""
+    monkeypatch.setattr(suite, "median_ms", fake_median)
+    own = {peer: PEERS[peer][name] for peer in peers}
+    monkeypatch.setattr(suite, "peers_of", lambda _: own)
+    workload = WORKLOADS[name]
+    args = suite.arguments().parse_args([it for impl in impls for it in ("--impl", impl)])
+    return suite.measure(workload, workload.tiny, args, device="cpu")
+
+
+def test_a_row_has_time_rate_and_error_of_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = measured(monkeypatch, "rmsnorm_fwd", "reference.torch", peers=("torch.eager",))
+    assert list(row["results"]) == ["reference.torch", "torch.eager"]
+    for result in row["results"].values():
+        assert result["rate"] == pytest.approx(row["work"] / result["us"] / 1e3)
+        assert 0 < result["error_over_allowed"] <= 1
+    assert (row["family"], row["unit"], row["dtype"]) == ("normalization", "GB/s", "bfloat16")
+
+
+def test_another_implementation_is_not_measured_under_the_name_of_one_that_declines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impls = ("vendor.cuda", "no.such")
+    row = measured(monkeypatch, "rmsnorm_fwd", *impls)
+    assert row["results"] == {}
+    assert set(row["absent"]) == set(impls)
+    assert row["absent"]["no.such"] == "does not implement it"
+
+
+def test_each_candidate_of_an_operator_in_place_has_arguments_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Two steps on the same parameters would be outside of what is allowed.
+    row = measured(
+        monkeypatch, "multi_tensor_adam", "reference.torch", peers=("torch._fused_adamw_",)
+    )
+    assert len(row["results"]) == 2
+    assert all(it["error_over_allowed"] <= 1 for it in row["results"].values())
+
+
+def test_a_peer_that_is_not_installed_is_named_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", None)
+    row = measured(monkeypatch, "rmsnorm_bwd", "reference.torch", peers=("quack", "torch.eager"))
+    assert list(row["results"]) == ["reference.torch", "torch.eager"]
+    assert row["absent"]["quack"].startswith("ModuleNotFoundError")
+
+
+def test_other_bits_than_those_asked_for_are_an_infinite_error() -> None:
+    workload = WORKLOADS["quantize delayed scaling"]
+    sample = sample_of(workload)
+    data, scale_inv, *_ = workload.expected(sample)
+    data, scale_inv = data.to(torch.float8_e4m3fn), scale_inv.float()
+    expected = workload.expected(sample)
+    assert measuring.error_ratio(workload, "bfloat16", (data, scale_inv), expected) == 0
+    other = scale_inv.nextafter(torch.ones(()))
+    assert measuring.error_ratio(workload, "bfloat16", (data, other), expected) is None
+    assert measuring.error_ratio(workload, "bfloat16", (data, None), expected) == 0
+
+
+# ------------------------------------------------------------------------------- reports
+
+
+@pytest.fixture
+def several_families(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    rows = [
+        measured(monkeypatch, name, "reference.torch", "vendor.cuda", peers=peers)
+        for name, peers in (
+            ("rmsnorm_fwd", ("torch.eager",)),
+            ("swiglu", ("torch.eager",)),
+            ("dswiglu", ()),
+            ("generic_gemm", ("torch.matmul",)),
+            ("cross_entropy fwd+bwd", ("torch.eager",)),
+        )
+    ]
+    rows[1]["results"]["torch.eager"]["error_over_allowed"] = None
+    return {
+        "environment": {"device": "a device", "torch": "2.x", "triton": "3.x"},
+        "roofs": {
+            "copy": {"value": 1000.0, "unit": "GB/s", "what": "a copy"},
+            "matmul": {"value": 1.0, "unit": "TFLOP/s", "what": "a product"},
+            "scaled_mm": {"value": None, "unit": "TFLOP/s", "what": "not on this device"},
+        },
+        "peers": {name: DESCRIPTIONS[name] for name in ("torch.eager", "torch.matmul")},
+        "rows": rows,
+        "host_us": {"direct": 1.0},
+        "failed": [["fused_attn_fwd causal", [1, 2, 3, 4], "OutOfMemoryError: no"]],
+    }
+
+
+def test_a_report_goes_through_json_to_a_table(several_families: dict[str, Any]) -> None:
+    table = reports.markdown(json.loads(json.dumps(several_families, allow_nan=False)))
+    assert "| generic_gemm | 16x32x48 | bfloat16 | torch.matmul | " in table
+    assert " TFLOP/s | " in table
+    assert " | inf |\n" in table
+    assert "scaled_mm not measured" in table
+
+
+def test_a_report_becomes_a_picture_of_all_and_one_of_each_family(
+    several_families: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "ops.png"
+    reports.overview(several_families, path, "digest")
+    assert b"digest" in path.read_bytes()
+    for family, rows in performance_page.families(several_families).items():
+        picture = performance_page.family_picture(path, family)
+        reports.panels(several_families, rows, picture, "digest")
+        assert b"digest" in picture.read_bytes()
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_the_page_has_a_section_for_each_family(several_families: dict[str, Any]) -> None:
+    path = Path("ops_device.json")
+    page = performance_page.page([(path, several_families)], performance_page.load_dispatch())
+    for family in ("normalization", "activation", "gemm", "loss"):
+        assert f"\n### {family}\n" in page
+        assert f"results/ops_device_{family}.png" in page
+    words = " ".join(page.split())
+    assert "roof: matmul 1 TFLOP/s; cold L2" in words
+    assert "torch.eager `swiglu` (not the bits that are asked for)" in words
+    assert "- Counted in `cross_entropy fwd+bwd`: the logits read once" in words
+    assert "- torch.eager in `cross_entropy fwd+bwd`: F.cross_entropy of float32 logits" in words
+    assert "- everybody, fused_attn_fwd causal 1x2x3x4: `OutOfMemoryError: no`" in words

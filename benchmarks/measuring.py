@@ -1,0 +1,105 @@
+"""One measurement: values against float64, then the median time with a cold L2 cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from transformer_engine_fl.core.contract import Between
+from transformer_engine_fl.testing.arguments import as_tuple, tensors
+from transformer_engine_fl.testing.comparison import compare
+
+if TYPE_CHECKING:
+    from workloads import Workload
+
+__all__ = ["LARGEST", "error_ratio", "median_ms", "roofs"]
+
+LARGEST = 8192
+"""The size of the square products that are the roofs of operations."""
+
+
+def median_ms(work: Callable[[], Any], warmup: int = 20, rep: int = 80) -> float:
+    """Median time of one call, with the L2 cache cleared before each.
+
+    Args:
+        work: the call.
+        warmup, rep: milliseconds that all the calls take, before and while they are timed.
+    """
+    from triton.testing import do_bench
+
+    result: float = do_bench(work, warmup=warmup, rep=rep, return_mode="median")
+    return result
+
+
+def roofs() -> dict[str, dict[str, Any]]:
+    """What rates stand beside: by name its value, its unit and what was measured."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, unit, what, measure in (
+        ("copy", "GB/s", "a device-to-device copy of 2 GiB, read and written", _copy),
+        ("matmul", "TFLOP/s", f"torch.matmul in bfloat16, {LARGEST} cubed", _matmul),
+        ("scaled_mm", "TFLOP/s", f"torch._scaled_mm in float8, {LARGEST} cubed", _scaled_mm),
+    ):
+        try:
+            value = measure()
+        except Exception as error:  # noqa: BLE001 - a device may not have it; that is told
+            found[name] = {"value": None, "unit": unit, "what": f"{what}: {error}"[:300]}
+        else:
+            found[name] = {"value": value, "unit": unit, "what": what}
+        torch.cuda.empty_cache()
+    return found
+
+
+def _copy() -> float:
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e6
+
+
+def _matmul() -> float:
+    a, b = (torch.randn(LARGEST, LARGEST, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * LARGEST**3 / median_ms(lambda: a @ b.t()) / 1e9
+
+
+def _scaled_mm() -> float:
+    a, b = (torch.randn(LARGEST, LARGEST, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device="cuda")
+
+    def product() -> Any:
+        return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    return 2 * LARGEST**3 / median_ms(product) / 1e9
+
+
+def error_ratio(
+    workload: Workload, dispatch_dtype: str, results: Any, expected: tuple[Any, ...]
+) -> float | None:
+    """The worst error over what the contracts allow; None for one that is infinite.
+
+    A peer may return fewer values, or None for one that cannot be compared; nothing is
+    required of those. Where only certain bits are allowed, any other is an infinite error.
+    """
+    worst = 0.0
+    for result, value in zip(as_tuple(results), expected, strict=False):
+        if result is None:
+            continue
+        for found, right in zip(tensors(result), _leaves(value), strict=True):
+            dtype = str(found.dtype).removeprefix("torch.")
+            tolerance = workload.tolerance(dispatch_dtype, dtype)
+            ratio = compare(found, right, tolerance).ratio
+            exact = tolerance.rtol == tolerance.atol == 0
+            worst = max(worst, math.inf if exact and ratio else ratio)
+    return worst if math.isfinite(worst) else None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Each tensor, or pair of bounds, of what an oracle returns."""
+    if isinstance(value, Between):
+        yield value
+    elif isinstance(value, list | tuple):
+        for it in value:
+            yield from _leaves(it)
+    else:
+        yield from tensors(value)
