@@ -49,6 +49,7 @@ def register(registry: OpRegistry) -> None:
             "gemm",
             "loss",
             "normalization",
+            "optimizer",
             "rope",
             "softmax",
         ),

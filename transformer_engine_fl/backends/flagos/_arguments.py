@@ -49,9 +49,9 @@ NOT_A_TENSOR = (AttributeError, IndexError, RuntimeError, TypeError)
 _MOST_PLANS = 1024
 
 
-def keep(plans: dict[object, T], key: object, plan: T) -> T:
+def keep(plans: dict[object, T], key: object, plan: T, most: int = _MOST_PLANS) -> T:
     """Remember a plan; they are cheap to make again, so a full memory simply starts over."""
-    if len(plans) >= _MOST_PLANS:
+    if len(plans) >= most:
         plans.clear()
     plans[key] = plan
     return plan

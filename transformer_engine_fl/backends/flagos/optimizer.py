@@ -1,0 +1,1274 @@
+"""The optimizer's operators in Triton: few launches, however many tensors there are.
+
+A launch goes through all rows of a table (see ``_lists.py``), a chunk of one row in each
+program. A chunk is gone through tile by tile: whole tiles by whole vectors, the last of a
+tensor under a mask.
+
+What an operator writes under a flag it does not write while the flag is up: each program
+reads the flag and leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import check_fresh, keep
+from transformer_engine_fl.backends.flagos._lists import ALIGNMENT, Demand, Group, ready
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import optimizer as contracts
+from transformer_engine_fl.ops._dtypes import math_dtype
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.contract import Contract
+
+__all__ = [
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_adam_fp8",
+    "multi_tensor_adam_param_remainder",
+    "multi_tensor_compute_scale_and_scale_inv",
+    "multi_tensor_compute_scale_inv_e8m0",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+]
+
+_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
+_LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
+_INFINITE = tl.constexpr(0x7F800000)
+_MISSING = tl.constexpr(0x7FC00000)  # the NaN that is written where its bits count
+
+# ------------------------------------------------------------------------------ kernels
+#
+# In all of them: the first pointer is the table, ``rows`` how many it has, FIELDS the numbers
+# of a row in it. ALIGNED says that every tensor of the table is; RUN is how many elements
+# of the widest dtype fill a vector: loads of narrower ones are cut to as many, so that every
+# tensor of a tile is spread over the threads in the same way. A tile has TILE elements and a
+# chunk CHUNK.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _chunk(
+    table_ptr: tl.tensor,
+    rows: tl.tensor,
+    FIELDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of this program's chunk: where its row's addresses are, its first element, its length."""
+    chunk = tl.program_id(0)
+    begun = tl.zeros((SEARCH,), tl.int32)
+    for first in tl.range(0, rows, SEARCH):
+        row = first + tl.arange(0, SEARCH)
+        start = tl.load(table_ptr + row, mask=row < rows, other=1 << 40)
+        begun += (start <= chunk).to(tl.int32)
+    row = tl.sum(begun, axis=0) - 1
+    entry = table_ptr + rows + row.to(tl.int64) * FIELDS
+    element = (chunk - tl.load(table_ptr + row)) * CHUNK
+    return entry + 1, element, tl.minimum(tl.load(entry) - element, CHUNK).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _at(
+    entry: tl.tensor,
+    FIELD: tl.constexpr,
+    element: tl.tensor,
+    KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+) -> tl.tensor:
+    """A pointer to an element of a row's tensor."""
+    pointer = tl.load(entry + FIELD).to(tl.pointer_type(KIND))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, _ALIGNMENT)
+    return pointer + element
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(tile: tl.tensor, TILE: tl.constexpr, RUN: tl.constexpr) -> tl.tensor:
+    """The elements of a tile, by their distance from the chunk's first."""
+    return tl.max_contiguous(tl.multiple_of(tile + tl.arange(0, TILE), RUN), RUN)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_up(flag_ptr: tl.tensor) -> tl.tensor:
+    """Whether nothing is to be written."""
+    if flag_ptr is None:
+        return False
+    else:
+        return tl.load(flag_ptr) != 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _as(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Rounded to the dtype that it is stored in."""
+    if x.dtype == tl.float64 and KIND.primitive_bitwidth < 64:
+        x = x.to(tl.float32)
+    if _INTERPRETED and KIND.is_bf16():  # which cuts bits off there, and takes 0 for another number
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x == x, rounded, bits | 0x400000) >> 16
+        return bits.to(tl.int16).to(KIND, bitcast=True)
+    else:
+        return x.to(KIND)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _root(x: tl.tensor) -> tl.tensor:
+    """The square root, rounded correctly."""
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quotient(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """x over y, rounded correctly."""
+    if x.dtype == tl.float32:
+        return tl.div_rn(x, y)
+    else:
+        return x / y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _factor(number_ptr: tl.tensor, number: tl.tensor, ACC: tl.constexpr) -> tl.tensor:
+    """A number that is on the device, or that was passed."""
+    if number_ptr is None:
+        return tl.full((), number, ACC)
+    else:
+        return tl.load(number_ptr).to(ACC)
+
+
+# --------------------------------------------------------------------- scaling and norms
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scale_tile(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    mask: tl.tensor,
+    factor: tl.tensor,
+    Y: tl.constexpr,
+) -> tl.tensor:
+    """Writes a tile; returns where the input is not finite."""
+    x = tl.load(x_ptr, mask=mask, other=None if mask is None else 0).to(factor.dtype)
+    tl.store(y_ptr, _as(x * factor, Y), mask=mask)
+    return (tl.abs(x) < float("inf")) == 0
+
+
+@triton.jit(do_not_specialize=["rows", "scale"])  # type: ignore[untyped-decorator]
+def _scale(
+    table_ptr: tl.tensor,
+    flag_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    rows: tl.int32,
+    scale: tl.float64,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    ACC: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> None:
+    """y = x * scale; the flag goes up if an x is not finite."""
+    entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
+    x_ptr = _at(entry, 0, element, X, ALIGNED)
+    y_ptr = _at(entry, 1, element, Y, ALIGNED)
+    factor = _factor(scale_ptr, scale, ACC)
+    found = tl.zeros((TILE,), tl.int1)
+    for tile in tl.range(0, length, TILE):
+        place = _places(tile, TILE, RUN)
+        if tile + TILE <= length:
+            found = found | _scale_tile(x_ptr + place, y_ptr + place, None, factor, Y)
+        else:
+            inside = place < length
+            found = found | _scale_tile(x_ptr + place, y_ptr + place, inside, factor, Y)
+    if flag_ptr is not None:
+        tl.store(flag_ptr, 1, mask=tl.max(found.to(tl.int32), axis=0) != 0)
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _squares(
+    table_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    rows: tl.int32,
+    X: tl.constexpr,
+    ACC: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> None:
+    """The sum of (x * scale)**2 over each chunk."""
+    entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
+    x_ptr = _at(entry, 0, element, X, ALIGNED)
+    slot = tl.load(entry + 1) + element // CHUNK
+    total = tl.zeros((TILE,), ACC)
+    for tile in tl.range(0, length, TILE):
+        place = _places(tile, TILE, RUN)
+        if tile + TILE <= length:
+            x = tl.load(x_ptr + place).to(ACC)
+        else:
+            x = tl.load(x_ptr + place, mask=place < length, other=0).to(ACC)
+        if scale_ptr is not None:
+            # Beyond the end there is 0, which stays one: inf times it would be NaN.
+            x = tl.where(place < length, x * tl.load(scale_ptr).to(ACC), 0)
+        total += x * x
+    tl.store(sums_ptr + slot, tl.sum(total, axis=0))
+
+
+@triton.jit(do_not_specialize=["chunks"])  # type: ignore[untyped-decorator]
+def _norms(
+    sums_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    norms_ptr: tl.tensor,
+    flag_ptr: tl.tensor,
+    chunks: tl.int32,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The root of the sum of all chunks in program 0, of row r's in program r + 1."""
+    row = tl.program_id(0) - 1
+    first = 0
+    end = chunks
+    if norms_ptr is not None:  # noqa: SIM102 - the compiler's condition, and the device's
+        if row >= 0:
+            first = tl.load(slots_ptr + row).to(tl.int32)
+            end = tl.load(slots_ptr + row + 1).to(tl.int32)
+    total = tl.zeros((BLOCK,), sums_ptr.dtype.element_ty)
+    for block in tl.range(first, end, BLOCK):
+        slot = block + tl.arange(0, BLOCK)
+        total += tl.load(sums_ptr + slot, mask=slot < end, other=0)
+    norm = _root(tl.sum(total, axis=0))
+    if norms_ptr is not None:
+        tl.store(norms_ptr + row, norm, mask=row >= 0)
+    tl.store(norm_ptr, norm, mask=row < 0)
+    if flag_ptr is not None:
+        finite = norm < float("inf")
+        tl.store(flag_ptr, 1, mask=(row < 0) & (finite == 0))
+
+
+# ---------------------------------------------------------------------------------- Adam
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _joined(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+    """The float32 of which these int16 are the rounding and the lower half."""
+    low = low.to(tl.int32)
+    high = high.to(tl.int32) - (low < 0).to(tl.int32)
+    return ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _halves(master: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """A float32's rounding and lower half, as int16."""
+    bits = tl.where(master == master, master.to(tl.int32, bitcast=True), _MISSING)
+    low = (bits << 16) >> 16
+    high = (bits >> 16) + (low < 0).to(tl.int32)
+    return high.to(tl.int16), low.to(tl.int16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _float8(x: tl.tensor, MANTISSA: tl.constexpr) -> tl.tensor:
+    """The byte of the nearest float8 of so many bits; what is too large is the largest."""
+    BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+    LARGEST: tl.constexpr = 0x43E00000 if MANTISSA == 3 else 0x47600000  # 448, 57344
+    CUT: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(bits & 0x7FFFFFFF, LARGEST)
+    code = (size + ((1 << (CUT - 1)) - 1) + ((size >> CUT) & 1)) >> CUT
+    # Below the least normal number: a sum whose last bit is the least subnormal.
+    SUM: tl.constexpr = (151 - BIAS - MANTISSA) << 23
+    carrier = tl.full((), SUM, tl.int32).to(tl.float32, bitcast=True)
+    below = (size.to(tl.float32, bitcast=True) + carrier).to(tl.int32, bitcast=True) - SUM
+    normal = size >= ((128 - BIAS) << 23)
+    code = tl.where(normal, code - ((127 - BIAS) << MANTISSA), below)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _adam_tile(
+    g_ptr: tl.tensor,
+    p_ptr: tl.tensor,
+    m_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    w_ptr: tl.tensor,
+    mask: tl.tensor,
+    keep1: tl.tensor,
+    take1: tl.tensor,
+    keep2: tl.tensor,
+    take2: tl.tensor,
+    share1: tl.tensor,
+    share2: tl.tensor,
+    eps: tl.tensor,
+    decay: tl.tensor,
+    lr: tl.tensor,
+    inv_scale: tl.tensor,
+    scale8: tl.tensor,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    ACC: tl.constexpr,
+    FORM: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    SHORT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+) -> tl.tensor:
+    """A step on a tile; returns the parameters after it."""
+    NONE: tl.constexpr = None if mask is None else 0
+    g = tl.load(g_ptr, mask=mask, other=NONE).to(ACC)
+    m = tl.load(m_ptr, mask=mask, other=NONE).to(ACC)
+    v = tl.load(v_ptr, mask=mask, other=NONE).to(ACC)
+    if FORM == "plain":
+        p = tl.load(p_ptr, mask=mask, other=NONE).to(ACC)
+    elif FORM == "remainder":
+        high = tl.load(p_ptr, mask=mask, other=NONE)
+        p = _joined(high, tl.load(w_ptr, mask=mask, other=NONE))
+    else:
+        p = tl.load(w_ptr, mask=mask, other=NONE)
+    if inv_scale is not None:
+        g = g * inv_scale
+    if not DECOUPLED:
+        g = g + decay * p
+    # From the nearer end, which loses less where m and g cancel.
+    if SHORT:
+        m = g + (m - g) * keep1
+    else:
+        m = m + (g - m) * take1
+    v = keep2 * v + take2 * g * g
+    update = _quotient(m * share1, _root(v) * share2 + eps)
+    if DECOUPLED:
+        update = update + decay * p
+    p = p - lr * update
+    tl.store(m_ptr, _as(m, M), mask=mask)
+    tl.store(v_ptr, _as(v, M), mask=mask)
+    if FORM == "remainder":
+        high, low = _halves(p)
+        tl.store(p_ptr, high, mask=mask)
+        tl.store(w_ptr, low, mask=mask)
+    else:
+        if FORM != "plain":
+            tl.store(w_ptr, p, mask=mask)
+        if FORM == "fp8":
+            tl.store(p_ptr, _float8(p * scale8, MANTISSA), mask=mask)
+        else:
+            tl.store(p_ptr, _as(p, P), mask=mask)
+    if mask is None:
+        return p
+    else:
+        return tl.where(mask, p, 0)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "beta1", "beta2", "rest1", "rest2",
+        "eps", "weight_decay", "rate", "power1", "power2",
+    ]
+)  # fmt: skip
+def _adam(
+    table_ptr: tl.tensor,
+    flag_ptr: tl.tensor,
+    lr_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    inv_scale_ptr: tl.tensor,
+    rows: tl.int32,
+    beta1: tl.float64,
+    beta2: tl.float64,
+    rest1: tl.float64,
+    rest2: tl.float64,
+    eps: tl.float64,
+    weight_decay: tl.float64,
+    rate: tl.float64,
+    power1: tl.float64,
+    power2: tl.float64,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    W: tl.constexpr,
+    ACC: tl.constexpr,
+    FORM: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    SHORT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> None:
+    """A step of Adam on tables of g, p, m, v.
+
+    FORM says what the parameter is kept as: "plain", or with w behind v as "master",
+    "remainder" (the lower half, p the upper) or "fp8" (a master; then come scale, amax and
+    scale_inv). ``rest`` is ``1 - beta``; SHORT: beta1 is below a half. ``power`` is
+    ``1 - beta**step``, or where the step is on the device the logarithm of beta.
+    """
+    skip = _is_up(flag_ptr)
+    entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
+    if skip:
+        return
+    g_ptr = _at(entry, 0, element, G, ALIGNED)
+    p_ptr = _at(entry, 1, element, P, ALIGNED)
+    m_ptr = _at(entry, 2, element, M, ALIGNED)
+    v_ptr = _at(entry, 3, element, M, ALIGNED)
+    w_ptr = p_ptr
+    if FORM != "plain":
+        w_ptr = _at(entry, 4, element, W, ALIGNED)
+    lr = _factor(lr_ptr, rate, ACC)
+    correction1 = tl.full((), power1, tl.float64)
+    correction2 = tl.full((), power2, tl.float64)
+    if step_ptr is not None:
+        step = tl.load(step_ptr).to(tl.float64)
+        correction1 = 1 - tl.exp(step * correction1)
+        correction2 = 1 - tl.exp(step * correction2)
+    share1 = (1 / correction1).to(ACC)
+    share2 = (1 / tl.sqrt(correction2)).to(ACC)
+    keep1 = tl.full((), beta1, ACC)
+    keep2 = tl.full((), beta2, ACC)
+    take1 = tl.full((), rest1, ACC)
+    take2 = tl.full((), rest2, ACC)
+    small = tl.full((), eps, ACC)
+    decay = tl.full((), weight_decay, ACC)
+    inv_scale = None
+    if inv_scale_ptr is not None:
+        inv_scale = tl.load(inv_scale_ptr).to(ACC)
+    scale8 = None
+    if FORM == "fp8":
+        scale8 = tl.load(tl.load(entry + 5).to(tl.pointer_type(tl.float32)))
+    largest = tl.zeros((TILE,), ACC)
+    for tile in tl.range(0, length, TILE):
+        place = _places(tile, TILE, RUN)
+        if tile + TILE <= length:
+            p = _adam_tile(
+                g_ptr + place, p_ptr + place, m_ptr + place, v_ptr + place, w_ptr + place, None,
+                keep1, take1, keep2, take2, share1, share2, small, decay, lr, inv_scale, scale8,
+                P, M, ACC, FORM, DECOUPLED, SHORT, MANTISSA,
+            )  # fmt: skip
+        else:
+            p = _adam_tile(
+                g_ptr + place, p_ptr + place, m_ptr + place, v_ptr + place, w_ptr + place,
+                place < length,
+                keep1, take1, keep2, take2, share1, share2, small, decay, lr, inv_scale, scale8,
+                P, M, ACC, FORM, DECOUPLED, SHORT, MANTISSA,
+            )  # fmt: skip
+        if FORM == "fp8":
+            largest = tl.maximum(largest, tl.where(p == p, tl.abs(p), 0))
+    if FORM == "fp8":
+        # As integers, sizes have their order, and the largest does not depend on who is first.
+        amax_ptr = tl.load(entry + 6).to(tl.pointer_type(tl.int32))
+        found = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
+        tl.atomic_max(amax_ptr, found, mask=length > 0, sem="relaxed")
+        inverse_ptr = tl.load(entry + 7).to(tl.pointer_type(tl.float32))
+        tl.store(inverse_ptr, tl.div_rn(tl.full((), 1, tl.float32), scale8), mask=element == 0)
+
+
+# ----------------------------------------------------------------------------------- SGD
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sgd_tile(
+    g_ptr: tl.tensor,
+    p_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    c_ptr: tl.tensor,
+    mask: tl.tensor,
+    lr: tl.tensor,
+    decay: tl.tensor,
+    momentum: tl.tensor,
+    share: tl.tensor,
+    scale: tl.tensor,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    ACC: tl.constexpr,
+    FIRST: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    DECAY_LAST: tl.constexpr,
+) -> None:
+    """A step on a tile."""
+    NONE: tl.constexpr = None if mask is None else 0
+    g = tl.load(g_ptr, mask=mask, other=NONE).to(ACC) * scale
+    p = tl.load(p_ptr, mask=mask, other=NONE).to(ACC)
+    if not DECAY_LAST:
+        g = g + decay * p
+    if B is not None:
+        if FIRST:
+            b = g
+        else:
+            b = momentum * tl.load(b_ptr, mask=mask, other=NONE).to(ACC) + share * g
+        tl.store(b_ptr, _as(b, B), mask=mask)
+        if NESTEROV:
+            g = g + momentum * b
+        else:
+            g = b
+    if DECAY_LAST:
+        g = g + decay * p
+    p = _as(p - lr * g, P)
+    tl.store(p_ptr, p, mask=mask)
+    if C is not None:
+        tl.store(c_ptr, _as(p.to(ACC), C), mask=mask)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "lr", "weight_decay", "momentum", "share", "scale"]
+)
+def _sgd(
+    table_ptr: tl.tensor,
+    flag_ptr: tl.tensor,
+    rows: tl.int32,
+    lr: tl.float64,
+    weight_decay: tl.float64,
+    momentum: tl.float64,
+    share: tl.float64,
+    scale: tl.float64,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    ACC: tl.constexpr,
+    FIRST: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    DECAY_LAST: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> None:
+    """A step of SGD on tables of g, p, b and a copy of p.
+
+    B is None without momentum, C without a copy. ``share`` is ``1 - dampening``.
+    """
+    skip = _is_up(flag_ptr)
+    entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
+    if skip:
+        return
+    g_ptr = _at(entry, 0, element, G, ALIGNED)
+    p_ptr = _at(entry, 1, element, P, ALIGNED)
+    b_ptr = p_ptr
+    if B is not None:
+        b_ptr = _at(entry, 2, element, B, ALIGNED)
+    c_ptr = p_ptr
+    if C is not None:
+        c_ptr = _at(entry, 3, element, C, ALIGNED)
+    rate = tl.full((), lr, ACC)
+    decay = tl.full((), weight_decay, ACC)
+    kept = tl.full((), momentum, ACC)
+    taken = tl.full((), share, ACC)
+    factor = tl.full((), scale, ACC)
+    for tile in tl.range(0, length, TILE):
+        place = _places(tile, TILE, RUN)
+        if tile + TILE <= length:
+            _sgd_tile(
+                g_ptr + place, p_ptr + place, b_ptr + place, c_ptr + place, None,
+                rate, decay, kept, taken, factor, P, B, C, ACC, FIRST, NESTEROV, DECAY_LAST,
+            )  # fmt: skip
+        else:
+            _sgd_tile(
+                g_ptr + place, p_ptr + place, b_ptr + place, c_ptr + place, place < length,
+                rate, decay, kept, taken, factor, P, B, C, ACC, FIRST, NESTEROV, DECAY_LAST,
+            )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------- scales
+
+
+@triton.jit(do_not_specialize=["rows", "largest", "epsilon"])  # type: ignore[untyped-decorator]
+def _float_scales(
+    table_ptr: tl.tensor,
+    flag_ptr: tl.tensor,
+    rows: tl.int32,
+    largest: tl.float64,
+    epsilon: tl.float64,
+    POWERS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> None:
+    """On tables of amax, scale, scale_inv; POWERS: of two only."""
+    skip = _is_up(flag_ptr)
+    entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
+    if skip:
+        return
+    amax_ptr = _at(entry, 0, element, tl.float32, ALIGNED)
+    scale_ptr = _at(entry, 1, element, tl.float32, ALIGNED)
+    inverse_ptr = _at(entry, 2, element, tl.float32, ALIGNED)
+    least = tl.full((), epsilon, tl.float32)
+    for tile in tl.range(0, length, TILE):
+        place = _places(tile, TILE, RUN)
+        inside = place < length
+        amax = tl.load(amax_ptr + place, mask=inside, other=1)
+        amax = tl.where(amax < least, least, amax)
+        usable = (amax != 0) & (tl.abs(amax) < float("inf"))
+        scale = tl.div_rn(tl.full((TILE,), largest, tl.float32), amax)
+        scale = tl.minimum(tl.where(usable, scale, 1), _LARGEST_FLOAT32)
+        if POWERS:
+            # Of a subnormal one, whose exponent is none, 2**64 times it is looked at.
+            high = scale >= 2.0**-126
+            raised = tl.where(high, scale, scale * 2.0**64).to(tl.int32, bitcast=True)
+            power = (raised & _INFINITE).to(tl.float32, bitcast=True)
+            scale = tl.where(high, power, power * 2.0**-64)
+        tl.store(scale_ptr + place, scale, mask=inside)
+        inverse = tl.div_rn(tl.full((TILE,), 1, tl.float32), scale)
+        tl.store(inverse_ptr + place, inverse, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+def _e8m0_scales(
+    table_ptr: tl.tensor,
+    flag_ptr: tl.tensor,
+    rows: tl.int32,
+    FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    RUN: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> None:
+    """On tables of amax, as the bits of a bfloat16, and the byte of its scale."""
+    skip = _is_up(flag_ptr)
+    entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
+    if skip:
+        return
+    amax_ptr = _at(entry, 0, element, tl.int16, ALIGNED)
+    byte_ptr = _at(entry, 1, element, tl.uint8, ALIGNED)
+    for tile in tl.range(0, length, TILE):
+        place = _places(tile, TILE, RUN)
+        inside = place < length
+        bits = tl.load(amax_ptr + place, mask=inside, other=0).to(tl.int32) & 0x7FFF
+        # 448 is 1.75 * 2**8: the exponent, and one more where the fraction is above 0.75.
+        byte = tl.maximum((bits >> 7) - 8 + ((bits & 0x7F) > 0x60).to(tl.int32), 0)
+        byte = tl.where(bits < 0x7F80, byte, tl.where(bits == 0x7F80, 254, 255))
+        tl.store(byte_ptr + place, byte.to(tl.uint8), mask=inside)
+
+
+# ------------------------------------------------------------------------------ launches
+
+
+class _Tiles(NamedTuple):
+    """How lists are cut.
+
+    Attributes:
+        threads: of a program.
+        tile: elements that a program takes at once.
+        chunk: elements that a program takes in all.
+    """
+
+    threads: int
+    tile: int
+    chunk: int
+
+
+_TILES = {
+    "scale": _Tiles(128, 2048, 16384),
+    "norm": _Tiles(256, 4096, 65536),
+    "adam": _Tiles(128, 1024, 16384),
+    "sgd": _Tiles(128, 1024, 16384),
+    "numbers": _Tiles(128, 1024, 4096),
+}
+_SEARCH = 512  # rows that a program compares its number with at once
+_NORMS = (512, 4096)  # threads, and chunks that are added at once
+_KERNELS = {
+    "scale": _scale,
+    "squares": _squares,
+    "norms": _norms,
+    "adam": _adam,
+    "sgd": _sgd,
+    "float_scales": _float_scales,
+    "e8m0_scales": _e8m0_scales,
+}
+_LAUNCHES: dict[object, _launch.Launch] = {}
+_KINDS = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int16: tl.int16,
+}
+"""Of the tensors whose values kernels read or write as such; of others they handle the bits."""
+_MANTISSAS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+
+
+def _start(
+    name: str,
+    threads: int,
+    programs: int,
+    device: torch.device,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    **constants: Any,
+) -> None:
+    """Launch a kernel."""
+    dtypes = tuple([None if it is None else it.dtype for it in tensors])
+    key = (name, threads, device, dtypes, *constants.values())
+    launch = _LAUNCHES.get(key) or keep(
+        _LAUNCHES,
+        key,
+        _launch.Launch(_KERNELS[name], device, threads=threads, **constants),
+    )
+    launch((programs, 1), tensors, numbers)
+
+
+def _go_through(
+    name: str,
+    tiles: _Tiles,
+    demand: Demand,
+    group: Group,
+    others: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    **constants: Any,
+) -> None:
+    """Launch a kernel on the rows of a group.
+
+    Args:
+        name: of the kernel.
+        tiles: how it cuts them.
+        demand: what the table was made for.
+        group: the rows.
+        others: pointers behind the table's.
+        numbers: behind the number of rows.
+        constants: all but those that every kernel has.
+    """
+    widest = max([it.itemsize for it in group.dtypes])
+    _start(
+        name,
+        tiles.threads,
+        group.chunks,
+        group.table.device,
+        (group.table, *others),
+        (group.rows, *numbers),
+        **constants,
+        FIELDS=1 + len(demand.names) + demand.slots,
+        ALIGNED=group.aligned,
+        RUN=ALIGNMENT // widest,
+        TILE=tiles.tile,
+        CHUNK=tiles.chunk,
+        SEARCH=_SEARCH,
+    )
+
+
+# ------------------------------------------------------------------- scaling and norms
+
+
+def _scaled(contract: Contract[..., Any], **arguments: Any) -> None:
+    tiles = _TILES["scale"]
+    demand = Demand(("inputs", "outputs"), tiles.chunk)
+    lists = ready(contract, demand, **arguments)
+    scale, flag = lists.others["scale"], lists.others["noop_flag"]
+    on_device = scale if isinstance(scale, Tensor) else None
+    number = 1.0 if isinstance(scale, Tensor) else float(scale)
+    for group in lists.groups:
+        x, y = group.dtypes
+        _go_through(
+            "scale",
+            tiles,
+            demand,
+            group,
+            (flag, on_device),
+            (number,),
+            X=_KINDS[x],
+            Y=_KINDS[y],
+            ACC=_KINDS[math_dtype(x)],
+        )
+    lists.finish()
+
+
+def multi_tensor_scale(
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    scale: float,
+    *,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_scale`` of the contract."""
+    _scaled(
+        contracts.multi_tensor_scale,
+        inputs=inputs,
+        outputs=outputs,
+        scale=scale,
+        noop_flag=noop_flag,
+    )
+
+
+def multi_tensor_scale_tensor(
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    scale: Tensor,
+    *,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_scale_tensor`` of the contract."""
+    _scaled(
+        contracts.multi_tensor_scale_tensor,
+        inputs=inputs,
+        outputs=outputs,
+        scale=scale,
+        noop_flag=noop_flag,
+    )
+
+
+def _norms_of(contract: Contract[..., Any], **arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """The norm of all inputs, and of each."""
+    op, inputs = contract.name, arguments["inputs"]
+    tiles = _TILES["norm"]
+    demand = Demand(("inputs",), tiles.chunk, slots=True)
+    lists = ready(contract, demand, **arguments)
+    flag, scale = lists.others["noop_flag"], lists.others.get("inv_scale")
+    device = lists.device
+    if device is None:
+        beside = [it.device for it in (scale, flag) if it is not None]
+        device = (*beside, torch.device("cpu"))[0]
+        reason = _launch.unsupported_device(device)
+        if reason:
+            raise NotSupportedError(f"{op}: without inputs the norm is on {device}: {reason}")
+    wide = any(it.dtype == torch.float64 for it in inputs)
+    dtype = torch.float64 if wide else torch.float32
+    norm = torch.empty((1,), dtype=dtype, device=device)
+    check_fresh(op, norm)
+    sums = torch.empty((lists.chunks,), dtype=dtype, device=device)
+    norms = None
+    if lists.others["per_tensor"]:
+        norms = torch.empty((len(inputs),), dtype=dtype, device=device)
+    for group in lists.groups:
+        _go_through(
+            "squares",
+            tiles,
+            demand,
+            group,
+            (scale, sums),
+            (),
+            X=_KINDS[group.dtypes[0]],
+            ACC=_KINDS[dtype],
+        )
+    threads, block = _NORMS
+    programs = 1 if norms is None else 1 + len(inputs)
+    tensors = (sums, lists.slots, norm, norms, flag)
+    _start("norms", threads, programs, device, tensors, (lists.chunks,), BLOCK=block)
+    lists.finish()
+    return norm, norms
+
+
+def multi_tensor_l2norm(
+    inputs: list[Tensor], *, per_tensor: bool = False, noop_flag: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``multi_tensor_l2norm`` of the contract."""
+    return _norms_of(
+        contracts.multi_tensor_l2norm,
+        inputs=inputs,
+        per_tensor=per_tensor,
+        noop_flag=noop_flag,
+    )
+
+
+def multi_tensor_unscale_l2norm(
+    inputs: list[Tensor],
+    inv_scale: Tensor,
+    *,
+    per_tensor: bool = False,
+    noop_flag: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``multi_tensor_unscale_l2norm`` of the contract."""
+    return _norms_of(
+        contracts.multi_tensor_unscale_l2norm,
+        inputs=inputs,
+        inv_scale=inv_scale,
+        per_tensor=per_tensor,
+        noop_flag=noop_flag,
+    )
+
+
+# ---------------------------------------------------------------------------------- Adam
+
+# What a parameter is kept as -> the list that is there for it, and lists of numbers.
+_FORMS = {
+    "plain": (),
+    "master": ("master_params",),
+    "remainder": ("param_remainders",),
+    "fp8": ("master_params", "scales", "amaxes", "scale_invs"),
+}
+_STATES = ("grads", "params", "exp_avgs", "exp_avg_sqs")
+
+
+def _stepped(contract: Contract[..., Any], form: str, **arguments: Any) -> None:
+    """A step of Adam."""
+    tiles = _TILES["adam"]
+    demand = Demand((*_STATES, *_FORMS[form]), tiles.chunk, numbers=3 if form == "fp8" else 0)
+    lists = ready(contract, demand, **arguments)
+    if not lists.groups:
+        return
+    given = lists.others
+    lr, step = given["lr"], given["step"]
+    beta1, beta2 = float(given["beta1"]), float(given["beta2"])
+    rate_there = step_there = None
+    if isinstance(lr, Tensor):
+        rate_there, lr = lr, 0.0
+    powers = [1.0, 1.0]
+    if given["bias_correction"]:
+        if isinstance(step, Tensor):
+            step_there = step
+            powers = [math.log(it) if it else -math.inf for it in (beta1, beta2)]
+        else:
+            powers = [1 - it**step for it in (beta1, beta2)]
+    numbers = (beta1, beta2, 1 - beta1, 1 - beta2, float(given["eps"]))
+    for group in lists.groups:
+        g, p, m, _, *w = group.dtypes
+        bits = tl.int16 if form == "remainder" else tl.uint8
+        whole = w[0] if form in ("master", "fp8") else p
+        _go_through(
+            "adam",
+            tiles,
+            demand,
+            group,
+            (given["noop_flag"], rate_there, step_there, given.get("inv_scale")),
+            (*numbers, float(given["weight_decay"]), float(lr), *powers),
+            G=_KINDS[g],
+            P=_KINDS[p] if form in ("plain", "master") else bits,
+            M=_KINDS[m],
+            W=_KINDS[w[0]] if w else None,
+            ACC=_KINDS[math_dtype(whole)],
+            FORM=form,
+            DECOUPLED=given["decoupled_weight_decay"],
+            SHORT=beta1 < 0.5,
+            MANTISSA=_MANTISSAS.get(p),
+        )
+    lists.finish()
+
+
+def multi_tensor_adam(
+    grads: list[Tensor],
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    lr: float,
+    step: int,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    decoupled_weight_decay: bool = True,
+    bias_correction: bool = True,
+    master_params: list[Tensor] | None = None,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_adam`` of the contract."""
+    _stepped(
+        contracts.multi_tensor_adam,
+        "plain" if master_params is None else "master",
+        grads=grads,
+        params=params,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        lr=lr,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        bias_correction=bias_correction,
+        master_params=master_params,
+        noop_flag=noop_flag,
+    )
+
+
+def multi_tensor_adam_capturable(
+    grads: list[Tensor],
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    lr: Tensor,
+    step: Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    decoupled_weight_decay: bool = True,
+    bias_correction: bool = True,
+    inv_scale: Tensor | None = None,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_adam_capturable`` of the contract."""
+    _stepped(
+        contracts.multi_tensor_adam_capturable,
+        "plain",
+        grads=grads,
+        params=params,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        lr=lr,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        bias_correction=bias_correction,
+        inv_scale=inv_scale,
+        noop_flag=noop_flag,
+    )
+
+
+def multi_tensor_adam_capturable_master(
+    grads: list[Tensor],
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    master_params: list[Tensor],
+    lr: Tensor,
+    step: Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    decoupled_weight_decay: bool = True,
+    bias_correction: bool = True,
+    inv_scale: Tensor | None = None,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_adam_capturable_master`` of the contract."""
+    _stepped(
+        contracts.multi_tensor_adam_capturable_master,
+        "master",
+        grads=grads,
+        params=params,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        master_params=master_params,
+        lr=lr,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        bias_correction=bias_correction,
+        inv_scale=inv_scale,
+        noop_flag=noop_flag,
+    )
+
+
+def multi_tensor_adam_param_remainder(
+    grads: list[Tensor],
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    param_remainders: list[Tensor],
+    lr: float,
+    step: int,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    decoupled_weight_decay: bool = True,
+    bias_correction: bool = True,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_adam_param_remainder`` of the contract."""
+    _stepped(
+        contracts.multi_tensor_adam_param_remainder,
+        "remainder",
+        grads=grads,
+        params=params,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        param_remainders=param_remainders,
+        lr=lr,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        bias_correction=bias_correction,
+        noop_flag=noop_flag,
+    )
+
+
+def multi_tensor_adam_fp8(
+    grads: list[Tensor],
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    master_params: list[Tensor],
+    scales: list[Tensor],
+    amaxes: list[Tensor],
+    scale_invs: list[Tensor],
+    lr: float,
+    step: int,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    decoupled_weight_decay: bool = True,
+    bias_correction: bool = True,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_adam_fp8`` of the contract."""
+    _stepped(
+        contracts.multi_tensor_adam_fp8,
+        "fp8",
+        grads=grads,
+        params=params,
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
+        master_params=master_params,
+        scales=scales,
+        amaxes=amaxes,
+        scale_invs=scale_invs,
+        lr=lr,
+        step=step,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        bias_correction=bias_correction,
+        noop_flag=noop_flag,
+    )
+
+
+# ----------------------------------------------------------------------------------- SGD
+
+
+def multi_tensor_sgd(
+    grads: list[Tensor],
+    params: list[Tensor],
+    momentum_buffers: list[Tensor],
+    lr: float,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    *,
+    nesterov: bool = False,
+    first_run: bool = False,
+    wd_after_momentum: bool = False,
+    scale: float = 1.0,
+    model_params: list[Tensor] | None = None,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_sgd`` of the contract."""
+    tiles = _TILES["sgd"]
+    momentum_lists = ("momentum_buffers",)
+    copies = () if model_params is None else ("model_params",)
+    demand = Demand(("grads", "params", *momentum_lists, *copies), tiles.chunk)
+    lists = ready(
+        contracts.multi_tensor_sgd,
+        demand,
+        grads=grads,
+        params=params,
+        momentum_buffers=momentum_buffers,
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        dampening=dampening,
+        nesterov=nesterov,
+        first_run=first_run,
+        wd_after_momentum=wd_after_momentum,
+        scale=scale,
+        model_params=model_params,
+        noop_flag=noop_flag,
+    )
+    for group in lists.groups:
+        g, p, b, *c = group.dtypes
+        _go_through(
+            "sgd",
+            tiles,
+            demand,
+            group,
+            (lists.others["noop_flag"],),
+            (float(lr), float(weight_decay), float(momentum), 1 - float(dampening), float(scale)),
+            G=_KINDS[g],
+            P=_KINDS[p],
+            B=_KINDS[b] if momentum else None,
+            C=_KINDS[c[0]] if c else None,
+            ACC=_KINDS[math_dtype(p)],
+            FIRST=first_run,
+            NESTEROV=nesterov,
+            DECAY_LAST=wd_after_momentum,
+        )
+    lists.finish()
+
+
+# -------------------------------------------------------------------------------- scales
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    amaxes: list[Tensor],
+    scales: list[Tensor],
+    scale_invs: list[Tensor],
+    max_fp8: float,
+    *,
+    force_pow_2_scales: bool = False,
+    epsilon: float = 0.0,
+    noop_flag: Tensor | None = None,
+) -> None:
+    """``multi_tensor_compute_scale_and_scale_inv`` of the contract."""
+    tiles = _TILES["numbers"]
+    demand = Demand(("amaxes", "scales", "scale_invs"), tiles.chunk)
+    lists = ready(
+        contracts.multi_tensor_compute_scale_and_scale_inv,
+        demand,
+        amaxes=amaxes,
+        scales=scales,
+        scale_invs=scale_invs,
+        max_fp8=max_fp8,
+        force_pow_2_scales=force_pow_2_scales,
+        epsilon=epsilon,
+        noop_flag=noop_flag,
+    )
+    for group in lists.groups:
+        _go_through(
+            "float_scales",
+            tiles,
+            demand,
+            group,
+            (lists.others["noop_flag"],),
+            (float(max_fp8), float(epsilon)),
+            POWERS=force_pow_2_scales,
+        )
+    lists.finish()
+
+
+def multi_tensor_compute_scale_inv_e8m0(
+    amaxes: list[Tensor], scale_invs: list[Tensor], *, noop_flag: Tensor | None = None
+) -> None:
+    """``multi_tensor_compute_scale_inv_e8m0`` of the contract."""
+    tiles = _TILES["numbers"]
+    demand = Demand(("amaxes", "scale_invs"), tiles.chunk)
+    lists = ready(
+        contracts.multi_tensor_compute_scale_inv_e8m0,
+        demand,
+        amaxes=amaxes,
+        scale_invs=scale_invs,
+        noop_flag=noop_flag,
+    )
+    for group in lists.groups:
+        _go_through("e8m0_scales", tiles, demand, group, (lists.others["noop_flag"],), ())
+    lists.finish()
