@@ -42,7 +42,7 @@ def register(registry: OpRegistry) -> None:
     register_set(
         registry,
         __name__,
-        families=("activation", "dropout", "loss", "normalization", "rope", "softmax"),
+        families=("activation", "dropout", "loss", "normalization", "quantization", "rope", "softmax"),
         omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="default.flagos",
         kind=BackendImplKind.FLAGOS,

@@ -91,12 +91,14 @@ class Limits(NamedTuple):
         warp_size: threads of a warp.
         registers: registers of a multiprocessor, where a kernel's use of them can be
             limited; otherwise 0.
+        capability: CUDA's compute capability, 90 for 9.0; 0 for other devices.
     """
 
     multiprocessors: int
     shared_bytes: int
     warp_size: int
     registers: int
+    capability: int = 0
 
 
 @functools.cache
@@ -112,6 +114,7 @@ def limits(device: torch.device) -> Limits:
         properties["max_shared_mem"],
         target.warp_size,
         properties["max_num_regs"] if target.backend == "cuda" else 0,
+        int(target.arch) if target.backend == "cuda" else 0,
     )
 
 
@@ -269,7 +272,7 @@ def _bfloat16_in_float32(tensors: tuple[Tensor | None, ...]) -> Iterator[list[Te
     stand_ins: list[Tensor | None] = list(tensors)
     pairs = []
     for place, tensor in enumerate(tensors):
-        if tensor is not None and tensor.dtype == torch.bfloat16:
+        if tensor is not None and tensor.dtype == torch.bfloat16 and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             extent = 1 + sum((size - 1) * stride for size, stride in steps)
             memory = tensor.detach().as_strided((extent,), (1,))
