@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from transformer_engine_fl.core.contract import Contract, Sample
+from transformer_engine_fl.core.contract import Between, Contract, Sample
 from transformer_engine_fl.core.errors import (
     ArgumentError,
     ConfigurationError,
@@ -311,7 +311,7 @@ def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
     rows = rows_of(contract, sample)
     if rows < 2:
         return False
-    whole = [*tensors(contract.oracle(*sample.args, **sample.kwargs))]
+    whole = [*_right(contract.oracle(*sample.args, **sample.kwargs))]
 
     def alone(first: int, end: int) -> bool:
         some = taking_rows(contract, sample, first, end)
@@ -319,7 +319,7 @@ def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
         if shapes is None or not any(len(it) == end - first for it in tensors(shapes) if it.ndim):
             return False
         try:
-            parts = [*tensors(contract.oracle(*some.args, **some.kwargs))]
+            parts = [*_right(contract.oracle(*some.args, **some.kwargs))]
         except Exception:  # noqa: BLE001  # what was cut is no call with a meaning
             return False
         return all(
@@ -329,6 +329,12 @@ def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
         )
 
     return all(alone(first, end) for first, end in row_ranges(rows))
+
+
+def _right(values: Any) -> Iterator[torch.Tensor]:
+    """Each tensor of what an oracle returned; of bounds both."""
+    for value in as_tuple(values):
+        yield from tensors([value.low, value.high] if isinstance(value, Between) else value)
 
 
 def _checked(contract: Contract[..., Any], sample: Sample) -> tuple[Any, ...] | None:

@@ -50,6 +50,7 @@ def register(registry: OpRegistry) -> None:
             "loss",
             "normalization",
             "optimizer",
+            "quantization",
             "rope",
             "softmax",
         ),

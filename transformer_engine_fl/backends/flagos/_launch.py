@@ -328,7 +328,7 @@ def _bfloat16_in_float32(tensors: tuple[Tensor | None, ...]) -> Iterator[list[Te
     stand_ins: list[Tensor | None] = list(tensors)
     pairs = []
     for place, tensor in enumerate(tensors):
-        if tensor is not None and tensor.dtype == torch.bfloat16:
+        if tensor is not None and tensor.dtype == torch.bfloat16 and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             extent = 1 + sum((size - 1) * stride for size, stride in steps)
             memory = tensor.detach().as_strided((extent,), (1,))

@@ -135,6 +135,53 @@ def _value_and_slope(
         return value, s * (1 + bend)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def results(
+    grad_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    columns: tl.tensor,
+    mask: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    KIND: tl.constexpr,
+    PTX: tl.constexpr,
+    GATED: tl.constexpr,
+    ACC: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The activation, or where ``grad_ptr`` is given its gradient and that of the gate.
+
+    The gate lies ``columns`` further on; what there is one of is returned twice.
+    """
+    x = tl.load(x_ptr, mask=mask, other=0).to(ACC)
+    clamped: tl.constexpr = KIND == "clamped"
+    if GATED:
+        gate = tl.load(x_ptr + columns, mask=mask, other=0).to(ACC)
+        if clamped:
+            most = tl.full((), limit, ACC)
+            inside = x <= most
+            gate_inside = (gate <= most) & (gate >= -most)
+            x = tl.where(x > most, most, x)
+            gate = _clamp(gate, most) + 1
+    steepness = tl.full((), alpha, ACC)
+    value, slope = _value_and_slope(x, steepness, KIND, PTX)
+    if grad_ptr is None:
+        if GATED:
+            value *= gate
+        return value, value
+    else:
+        grad = tl.load(grad_ptr, mask=mask, other=0).to(ACC)
+        if GATED:
+            dx = grad * gate * slope
+            dgate = grad * value
+            if clamped:
+                dx = tl.where(inside, dx, 0)
+                dgate = tl.where(gate_inside, dgate, 0)
+            return dx, dgate
+        else:
+            dx = grad * slope
+            return dx, dx
+
+
 @triton.jit(do_not_specialize=["rows", "columns", "grad_stride", "x_stride", "limit", "alpha"])  # type: ignore[untyped-decorator]
 def _elementwise(
     grad_ptr: tl.tensor,
@@ -162,37 +209,16 @@ def _elementwise(
     column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < columns)
     x_ptr += row * (x_stride * UNIT) + column
-    x = tl.load(x_ptr, mask=mask, other=0).to(ACC)
-    clamped: tl.constexpr = KIND == "clamped"
-    if GATED:
-        gate = tl.load(x_ptr + columns, mask=mask, other=0).to(ACC)
-        if clamped:
-            most = tl.full((), limit, ACC)
-            inside = x <= most
-            gate_inside = (gate <= most) & (gate >= -most)
-            x = tl.where(x > most, most, x)
-            gate = _clamp(gate, most) + 1
-    steepness = tl.full((), alpha, ACC)
-    value, slope = _value_and_slope(x, steepness, KIND, PTX)
-    if grad_ptr is None:
-        if GATED:
-            value *= gate
-        out = out_ptr + row * columns + column
-        tl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
+    if grad_ptr is not None:
+        grad_ptr += row * (grad_stride * UNIT) + column
+    first, second = results(grad_ptr, x_ptr, columns, mask, limit, alpha, KIND, PTX, GATED, ACC)
+    if GATED and grad_ptr is not None:
+        out = out_ptr + row * (2 * columns) + column
+        tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out + columns, second.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        grad = tl.load(grad_ptr + row * (grad_stride * UNIT) + column, mask=mask, other=0).to(ACC)
-        if GATED:
-            dx = grad * gate * slope
-            dgate = grad * value
-            if clamped:
-                dx = tl.where(inside, dx, 0)
-                dgate = tl.where(gate_inside, dgate, 0)
-            out = out_ptr + row * (2 * columns) + column
-            tl.store(out, dx.to(out_ptr.dtype.element_ty), mask=mask)
-            tl.store(out + columns, dgate.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            out = out_ptr + row * columns + column
-            tl.store(out, (grad * slope).to(out_ptr.dtype.element_ty), mask=mask)
+        out = out_ptr + row * columns + column
+        tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "grad_stride", "x_stride"])  # type: ignore[untyped-decorator]

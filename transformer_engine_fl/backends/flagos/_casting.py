@@ -1,0 +1,1118 @@
+"""Casting a matrix to a scaling format: the kernels that quantization and epilogues share.
+
+What is cast is calculated where it is cast: a :class:`Source` says from what, be that a
+tensor itself, an activation of it, a gradient or a normalized row. A kernel reads a tile,
+casts it along its rows, along its columns where the transposed tensor is wanted too, and
+writes both. A scale that follows from all values takes a pass over them beforehand, of
+which each program leaves one number; those who need the scale find it in these.
+
+Of a tile that is written transposed as well, each thread handles rows by two or four, so
+that what lies side by side in the transposed tensor changes places as one number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import (
+    WIDEST_UNIT,
+    block_of,
+    check_fresh,
+    check_size,
+    keep,
+    plain,
+    rows_of_tile,
+)
+from transformer_engine_fl.backends.flagos._narrow import (
+    KINDS,
+    amax_of,
+    constants_of,
+    encoded,
+    encoded_pair,
+    encoded_quad,
+    microscale,
+    power_of_byte,
+    quotient,
+    scale_of,
+    size_of,
+    value_of,
+)
+from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
+from transformer_engine_fl.backends.flagos.activation import results
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops._formats import FORMATS, LARGEST, Format
+from transformer_engine_fl.ops.quantization import GLOBAL_LARGEST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Quantized", "Recipe", "Source", "amax_of_all", "cast", "cast_with_sums", "store_rows"]
+
+Quantized = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+# ------------------------------------------------------------------- what there is to cast
+#
+# ``columns`` and the row strides count units of UNIT elements, of one half of the columns
+# where a gradient has two. SPLIT says what of those a tile is in: one, by "tiles", or
+# perhaps both, by "columns".
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _values(
+    x_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    rsigma_ptr: tl.tensor,
+    row: tl.tensor,
+    exists: tl.tensor,
+    first_column: tl.tensor,
+    columns: tl.tensor,
+    x_stride: tl.tensor,
+    grad_stride: tl.tensor,
+    limit: tl.tensor,
+    alpha: tl.tensor,
+    SOURCE: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PTX: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """The values of these rows, and of COLUMNS columns, in float32; 0 beyond."""
+    column = first_column + tl.arange(0, COLUMNS)
+    mask = exists[:, None] & (column < columns)[None, :]
+    part = columns
+    if SPLIT == "tiles":
+        part = columns // 2
+        of_gate = first_column >= part
+        column -= tl.where(of_gate, part, 0)
+    elif SPLIT == "columns":
+        part = columns // 2
+        of_gate = (column >= part)[None, :]
+        column = tl.where(column >= part, column - part, column)
+    x_ptr += row[:, None] * x_stride + column[None, :]
+    if SOURCE == "identity":
+        return tl.load(x_ptr, mask=mask, other=0).to(tl.float32)
+    elif SOURCE == "norm":
+        x = tl.load(x_ptr, mask=mask, other=0).to(tl.float32)
+        if mu_ptr is not None:
+            x -= tl.load(mu_ptr + row, mask=exists, other=0)[:, None]
+        x *= tl.load(rsigma_ptr + row, mask=exists, other=0)[:, None]
+        weight = tl.load(weight_ptr + column, mask=column < columns, other=0).to(tl.float32)
+        x *= (weight + OFFSET)[None, :]
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + column, mask=column < columns, other=0).to(tl.float32)
+            x += bias[None, :]
+        return tl.where(mask, x, 0)
+    else:
+        if grad_ptr is not None:
+            grad_ptr += row[:, None] * grad_stride + column[None, :]
+        first, second = results(
+            grad_ptr, x_ptr, part, mask, limit, alpha, SOURCE, PTX, GATED, tl.float32
+        )
+        if SPLIT == "":
+            return first
+        else:
+            return tl.where(of_gate, second, first)
+
+
+# -------------------------------------------------------------------------------- the cast
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _block_scales(
+    amax: tl.tensor,
+    shared: tl.tensor,
+    epsilon: tl.tensor,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The scales of blocks, and what is stored of their inverses.
+
+    Args:
+        amax: of the blocks.
+        shared: of nvfp4, S of each block.
+        epsilon: the least amax.
+        KIND: of the data.
+        LARGEST: of that.
+        SCALES: "float32", "e8m0" or "e4m3".
+        POW2: powers of two alone.
+    """
+    if SCALES == "float32":
+        scale = scale_of(amax, LARGEST, epsilon, POW2)
+        return scale, tl.div_rn(1.0, scale)
+    elif SCALES == "e8m0":
+        byte = microscale(amax, KIND)
+        return power_of_byte(254 - byte), byte.to(tl.uint8)
+    else:
+        sixth = tl.full((), 1 / 6, tl.float32)
+        code = encoded(amax * (shared * sixth), "e4m3", False)
+        factor = value_of(code, "e4m3") * tl.div_rn(1.0, shared)
+        return quotient(1.0, factor), code
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rows(
+    values: tl.tensor,
+    row: tl.tensor,
+    exists: tl.tensor,
+    first_column: tl.tensor,
+    columns: tl.tensor,
+    shared: tl.tensor,
+    epsilon: tl.tensor,
+    data_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Cast and write ``[ROWS, COLUMNS]``, in blocks of WIDTH columns or with ``shared``."""
+    if WIDTH:
+        blocks = tl.reshape(values, (ROWS, COLUMNS // WIDTH, WIDTH))
+        amax = amax_of(tl.max(size_of(blocks, LEAVES_NAN), axis=2), LEAVES_NAN)
+        scale, inverse = _block_scales(amax, shared, epsilon, KIND, LARGEST, SCALES, POW2)
+        y = tl.reshape(blocks * scale[:, :, None], (ROWS, COLUMNS))
+        across = tl.cdiv(columns, WIDTH)
+        block = first_column // WIDTH + tl.arange(0, COLUMNS // WIDTH)
+        where = scale_inv_ptr + row[:, None] * across + block[None, :]
+        tl.store(where, inverse, mask=exists[:, None] & (block < across)[None, :])
+    else:
+        y = values * shared
+    code = encoded(y, KIND, CAST)
+    if KIND == "e2m1":
+        low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
+        columns = columns // 2
+        column = first_column // 2 + tl.arange(0, COLUMNS // 2)
+        code = (low | (high << 4)).to(tl.uint8)
+    else:
+        column = first_column + tl.arange(0, COLUMNS)
+    where = data_ptr + row[:, None] * columns + column[None, :]
+    tl.store(where, code, mask=exists[:, None] & (column < columns)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_columns(
+    values: tl.tuple,
+    first_unit: tl.tensor,
+    first_column: tl.tensor,
+    units: tl.tensor,
+    columns: tl.tensor,
+    shared: tl.tuple,
+    epsilon: tl.tensor,
+    data_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Cast and write the transposed of PARTS times ``[ROWS, COLUMNS]``.
+
+    A unit is PARTS rows, of which each of the values has one, and one number of ``data``.
+    """
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = column < columns
+    scaled = ()
+    if WIDTH:
+        HEIGHT: tl.constexpr = WIDTH // PARTS
+        SHAPE: tl.constexpr = (ROWS // HEIGHT, HEIGHT, COLUMNS)
+        largest = tl.zeros((ROWS // HEIGHT, COLUMNS), tl.float32)
+        for part in tl.static_range(PARTS):
+            size = size_of(tl.reshape(values[part], SHAPE), LEAVES_NAN)
+            largest = tl.maximum(largest, tl.max(size, axis=1))
+        amax = amax_of(largest, LEAVES_NAN)
+        scale, inverse = _block_scales(amax, shared[0], epsilon, KIND, LARGEST, SCALES, POW2)
+        for part in tl.static_range(PARTS):
+            y = tl.reshape(values[part], SHAPE) * scale[:, None, :]
+            scaled += (tl.reshape(y, (ROWS, COLUMNS)),)
+        down = tl.cdiv(units * PARTS, WIDTH)
+        block = first_unit // HEIGHT + tl.arange(0, ROWS // HEIGHT)
+        where = scale_inv_ptr + column[None, :] * down + block[:, None]
+        tl.store(where, inverse, mask=(block < down)[:, None] & inside[None, :])
+    else:
+        for part in tl.static_range(PARTS):
+            scaled += (values[part] * shared[part],)
+    if PARTS == 4:
+        code = encoded_quad(scaled[0], scaled[1], scaled[2], scaled[3], KIND, CAST)
+    elif PARTS == 2:
+        code = encoded_pair(scaled[0], scaled[1], KIND, CAST)
+    else:
+        code = encoded(scaled[0], KIND, CAST)
+    unit = first_unit + tl.arange(0, ROWS)
+    where = data_ptr + column[:, None] * units + unit[None, :]
+    tl.store(where, tl.trans(code), mask=inside[:, None] & (unit < units)[None, :])
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "units", "columns", "x_stride", "grad_stride", "amaxes", "groups", "inner",
+        "limit", "alpha", "epsilon",
+    ]
+)  # fmt: skip
+def _cast_tiles(
+    x_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    rsigma_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    amaxes_ptr: tl.tensor,
+    owner_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    data_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
+    global_scale_inv_ptr: tl.tensor,
+    data_t_ptr: tl.tensor,
+    scale_inv_t_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    rows: tl.int32,
+    units: tl.int32,
+    columns: tl.int64,
+    x_stride: tl.int64,
+    grad_stride: tl.int64,
+    amaxes: tl.int32,
+    groups: tl.int32,
+    inner: tl.int32,
+    limit: tl.float64,
+    alpha: tl.float64,
+    epsilon: tl.float64,
+    SOURCE: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PTX: tl.constexpr,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SHARED_LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SQUARE: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    AMAXES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNIT_T: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One tile of PARTS times ROWS rows.
+
+    ``scale`` is given, one or by group; or it follows from ``amaxes``. Rows belong to groups
+    by ``owner``, or end where the sum of ``sizes`` says. ``partial`` takes the amax of the
+    tile, ``sums`` those of its columns.
+    """
+    x_stride = x_stride * UNIT
+    grad_stride = grad_stride * UNIT
+    columns = columns * UNIT
+    units = units * UNIT_T
+    if SPLIT != "":
+        columns = columns * 2
+    across = tl.maximum(tl.cdiv(columns, COLUMNS), 1)
+    index = tl.program_id(0)
+    if amaxes_ptr is not None:
+        # From the end: what was read last is the likeliest to be in the cache still.
+        index = tl.num_programs(0) - 1 - index
+    tile = tl.full((), index, tl.int64)
+    first_unit = (tile // across) * ROWS
+    first_column = (tile % across) * COLUMNS
+    unit = first_unit + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    end = tl.full((), rows, tl.int64)
+    if sizes_ptr is not None:
+        group = tl.arange(0, GROUPS)
+        sizes = tl.load(sizes_ptr + group, mask=group < groups, other=0).to(tl.int64)
+        end = tl.minimum(tl.sum(sizes, axis=0) * inner, end)
+    values = ()
+    shared = ()
+    for part in tl.static_range(PARTS):
+        row = unit * PARTS + part
+        filled = row < end
+        if owner_ptr is not None:
+            owner = tl.load(owner_ptr + row, mask=row < rows, other=-1)
+            filled = filled & (owner >= 0) & (owner < groups)
+            shared += (tl.load(scale_ptr + owner, mask=filled, other=1)[:, None],)
+        values += (
+            _values(
+                x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, row, filled,
+                first_column, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED, SPLIT,
+                OFFSET, PTX, COLUMNS,
+            ),
+        )  # fmt: skip
+    least = tl.full((), epsilon, tl.float32)
+    largest = tl.zeros((), tl.float32)
+    if SQUARE or partial_ptr is not None:
+        for part in tl.static_range(PARTS):
+            size = size_of(values[part], LEAVES_NAN)
+            largest = tl.maximum(largest, tl.max(tl.max(size, axis=1), axis=0))
+        largest = amax_of(largest, LEAVES_NAN)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + index, largest)
+    if sums_ptr is not None:
+        total = tl.sum(values[0], axis=0)
+        for part in tl.static_range(1, PARTS):
+            total += tl.sum(values[part], axis=0)
+        mask = (column < columns) & (first_unit < end)
+        tl.store(sums_ptr + (tile // across) * columns + column, total, mask=mask)
+    if owner_ptr is None:
+        scale = tl.full((), 1.0, tl.float32)
+        if SQUARE:
+            scale, inverse = _block_scales(largest, 1.0, least, KIND, LARGEST, SCALES, POW2)
+            tl.store(scale_inv_ptr + tile, inverse)
+            if scale_inv_t_ptr is not None:
+                down = tl.cdiv(rows, ROWS * PARTS)
+                tl.store(scale_inv_t_ptr + (tile % across) * down + tile // across, inverse)
+        elif amaxes_ptr is not None:
+            place = tl.arange(0, AMAXES)
+            found = tl.load(amaxes_ptr + place, mask=place < amaxes, other=0)
+            amax = tl.max(found, axis=0)
+            scale = scale_of(amax, SHARED_LARGEST, least, POW2)
+            if index == 0:
+                tl.store(amax_ptr, amax)
+        elif scale_ptr is not None:
+            scale = tl.load(scale_ptr)
+        if global_scale_inv_ptr is not None:
+            if index == 0:
+                tl.store(global_scale_inv_ptr, tl.div_rn(1.0, scale))
+        elif WIDTH == 0 and not SQUARE:
+            if index == 0:
+                inverse = tl.div_rn(1.0, scale)
+                tl.store(scale_inv_ptr, inverse)
+                if scale_inv_t_ptr is not None:
+                    tl.store(scale_inv_t_ptr, inverse)
+        for _ in tl.static_range(PARTS):
+            shared += (scale,)
+    for part in tl.static_range(PARTS):
+        row = unit * PARTS + part
+        store_rows(
+            values[part], row, row < rows, first_column, columns, shared[part], least, data_ptr,
+            scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, ROWS, COLUMNS,
+        )  # fmt: skip
+    if data_t_ptr is not None:
+        if WIDTH and owner_ptr is not None:
+            # The first row of a block decides.
+            HEIGHT: tl.constexpr = WIDTH // PARTS
+            row = (first_unit + tl.arange(0, ROWS // HEIGHT) * HEIGHT) * PARTS
+            owner = tl.load(owner_ptr + row, mask=row < rows, other=-1)
+            filled = (owner >= 0) & (owner < groups)
+            shared = (tl.load(scale_ptr + owner, mask=filled, other=1)[:, None],)
+        _store_columns(
+            values, first_unit, first_column, units, columns, shared, least, data_t_ptr,
+            scale_inv_t_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, PARTS, ROWS,
+            COLUMNS,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- amaxes
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "columns", "x_stride", "grad_stride", "limit", "alpha"]
+)
+def _amax_tiles(
+    x_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    rsigma_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int64,
+    x_stride: tl.int64,
+    grad_stride: tl.int64,
+    limit: tl.float64,
+    alpha: tl.float64,
+    SOURCE: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    PTX: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """The amax of many tiles."""
+    x_stride = x_stride * UNIT
+    grad_stride = grad_stride * UNIT
+    columns = columns * UNIT
+    if SPLIT != "":
+        columns = columns * 2
+    across = tl.cdiv(columns, COLUMNS)
+    tiles = tl.cdiv(rows, ROWS) * across
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = tl.full((), index, tl.int64)
+        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        values = _values(
+            x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, row, row < rows,
+            (tile % across) * COLUMNS, columns, x_stride, grad_stride, limit, alpha, SOURCE,
+            GATED, SPLIT, OFFSET, PTX, COLUMNS,
+        )  # fmt: skip
+        largest = tl.maximum(largest, size_of(values, LEAVES_NAN))
+    amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
+    tl.store(partial_ptr + tl.program_id(0), amax)
+
+
+@triton.jit(do_not_specialize=["amaxes"])  # type: ignore[untyped-decorator]
+def _largest(
+    amaxes_ptr: tl.tensor, amax_ptr: tl.tensor, amaxes: tl.int32, BLOCK: tl.constexpr
+) -> None:
+    """The largest of all."""
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, amaxes, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(amaxes_ptr + place, mask=place < amaxes, other=0))
+    tl.store(amax_ptr, tl.max(largest, axis=0))
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "stride"])  # type: ignore[untyped-decorator]
+def _amax_rows(
+    x_ptr: tl.tensor,
+    amaxes_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int64,
+    stride: tl.int64,
+    LEAVES_NAN: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """The amax of each of ROWS rows."""
+    columns = columns * UNIT
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    x_ptr += row[:, None] * (stride * UNIT)
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for chunk in tl.range(0, tl.cdiv(columns, COLUMNS)):
+        column = chunk * COLUMNS + tl.arange(0, COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        x = tl.load(x_ptr + column[None, :], mask=mask, other=0).to(tl.float32)
+        largest = tl.maximum(largest, size_of(x, LEAVES_NAN))
+    tl.store(amaxes_ptr + row, amax_of(tl.max(largest, axis=1), LEAVES_NAN), mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "inner", "epsilon"])  # type: ignore[untyped-decorator]
+def _scale_groups(
+    amaxes_ptr: tl.tensor,
+    sizes_ptr: tl.tensor,
+    given_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    scale_inv_t_ptr: tl.tensor,
+    owner_ptr: tl.tensor,
+    rows: tl.int32,
+    groups: tl.int32,
+    inner: tl.int32,
+    epsilon: tl.float64,
+    SHARED_LARGEST: tl.constexpr,
+    POW2: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Of one group the amax, the scale and its inverse; and it owns its rows.
+
+    Rows behind the last group are of none. Whatever the sizes are, no other memory is
+    touched; rows that they leave out have no defined owner.
+    """
+    group = tl.program_id(0)
+    other = tl.arange(0, GROUPS)
+    sizes = tl.load(sizes_ptr + other, mask=other < groups, other=0).to(tl.int64) * inner
+    zero = tl.zeros((), tl.int64)
+    last = tl.full((), rows, tl.int64)
+    start = tl.sum(tl.where(other < group, sizes, 0), axis=0)
+    end = start + tl.sum(tl.where(other == group, sizes, 0), axis=0)
+    start = tl.minimum(tl.maximum(start, zero), last)
+    end = tl.minimum(tl.maximum(end, start), last)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for first in tl.range(0, tl.cdiv(end - start, BLOCK)):
+        row = start + first * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(amaxes_ptr + row, mask=row < end, other=0))
+        tl.store(owner_ptr + row, tl.full((BLOCK,), group, tl.int32), mask=row < end)
+    if group == groups - 1:
+        for first in tl.range(0, tl.cdiv(last - end, BLOCK)):
+            row = end + first * BLOCK + tl.arange(0, BLOCK)
+            tl.store(owner_ptr + row, tl.full((BLOCK,), -1, tl.int32), mask=row < last)
+    amax = tl.max(largest, axis=0)
+    tl.store(amax_ptr + group, amax)
+    if given_ptr is None:
+        scale = scale_of(amax, SHARED_LARGEST, tl.full((), epsilon, tl.float32), POW2)
+    else:
+        scale = tl.load(given_ptr + group)
+    inverse = tl.div_rn(1.0, scale)
+    tl.store(scale_ptr + group, scale)
+    tl.store(scale_inv_ptr + group, inverse)
+    if scale_inv_t_ptr is not None:
+        tl.store(scale_inv_t_ptr + group, inverse)
+
+
+# ---------------------------------------------------------------------------------- plans
+
+# (threads, elements) of a tile that is cast along its rows alone, and of one of which the
+# amax is found; the programs of the latter, of each multiprocessor.
+_ROW_TILE = (128, 4096)
+_AMAX_TILE, _AMAX_PROGRAMS = (512, 16384), 2
+_WIDEST_ROW = 1024  # columns of a tile of several rows
+# (threads, rows, columns) of a tile that is written transposed as well or has sums, by the
+# rows of a block.
+_SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (512, 128, 128)}
+if _launch.INTERPRETED:  # a program costs it as much as many elements
+    _SQUARE_TILES = dict.fromkeys(_SQUARE_TILES, (32, 32, 256)) | {128: (32, 128, 128)}
+_LARGEST_THREADS, _LARGEST_BLOCK = 1024, 4096
+_GROUP_THREADS, _GROUP_BLOCK = 256, 2048
+_MOST_GROUPS = 4096
+
+
+class Source(NamedTuple):
+    """What is cast: a matrix that kernels calculate.
+
+    Attributes:
+        kind: ``"identity"``, the kind of an activation, or ``"norm"``.
+        shape: of the output.
+        x: the tensor, by rows.
+        x_stride: from row to row.
+        grad: the gradient of the output, if it is a backward.
+        grad_stride: from row to row.
+        gated: whether a row of x has two halves.
+        weight, bias, mu, rsigma: of a norm.
+        offset: added to the weight.
+        limit, alpha: of a clamped activation.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    x: Tensor
+    x_stride: int
+    grad: Tensor | None = None
+    grad_stride: int = 0
+    gated: bool = False
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    mu: Tensor | None = None
+    rsigma: Tensor | None = None
+    offset: int = 0
+    limit: float = 0.0
+    alpha: float = 0.0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """As the kernels take them."""
+        return (self.x, self.grad, self.weight, self.bias, self.mu, self.rsigma)
+
+    @property
+    def halves(self) -> int:
+        """Of how many parts, each a gradient, the columns are."""
+        return 2 if self.gated and self.grad is not None else 1
+
+    def matrix(self, width: int, whole: bool) -> _Matrix:
+        """How it is counted.
+
+        Args:
+            width: of the blocks along a row, 0 if there are none.
+            whole: rows must stay rows.
+        """
+        columns = self.shape[-1]
+        rows = math.prod(self.shape[:-1])
+        x_stride, grad_stride = self.x_stride, self.grad_stride
+        dense = x_stride == columns and (self.grad is None or grad_stride == columns)
+        one_row = dense and not whole and self.kind != "norm" and not self.gated
+        if one_row and not (width and columns % width):
+            rows, columns = 1, rows * columns
+            x_stride = grad_stride = columns
+        part = columns // self.halves
+        unit = math.gcd(part, x_stride, grad_stride, WIDEST_UNIT)
+        return _Matrix(rows, columns, unit, part // unit, x_stride // unit, grad_stride // unit)
+
+    def constants(self, columns: int) -> dict[str, Any]:
+        """For kernels with tiles of so many columns."""
+        split = ""
+        if self.halves == 2:
+            split = "columns" if self.shape[-1] // 2 % columns else "tiles"
+        return {
+            "SOURCE": self.kind,
+            "GATED": self.gated,
+            "SPLIT": split,
+            "OFFSET": self.offset,
+            "PTX": _launch.has_ptx(),
+        }
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What kernels depend on, beside the sizes."""
+        dtypes = [None if it is None else it.dtype for it in self.tensors]
+        return (self.kind, self.gated, self.offset, self.x.device, *dtypes)
+
+
+class _Matrix(NamedTuple):
+    """How many rows and columns there are, for the kernels.
+
+    Attributes:
+        rows, columns: of all of it.
+        unit: see the kernels.
+        part, x_stride, grad_stride: in units.
+    """
+
+    rows: int
+    columns: int
+    unit: int
+    part: int
+    x_stride: int
+    grad_stride: int
+
+
+class Recipe(NamedTuple):
+    """How to quantise: the options that the operators share, as their check has passed them.
+
+    Attributes:
+        op: the operator.
+        form: the scaling format.
+        dtype: of the data.
+        columnwise, force_pow_2_scales, amax_epsilon: see ``quantize``.
+    """
+
+    op: str
+    form: Format
+    dtype: torch.dtype
+    columnwise: bool
+    force_pow_2_scales: bool
+    amax_epsilon: float
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        *,
+        format: str,
+        dtype: torch.dtype | None,
+        columnwise: bool,
+        force_pow_2_scales: bool,
+        amax_epsilon: float,
+    ) -> Recipe:
+        """The recipe of an operator's options."""
+        if not isinstance(amax_epsilon, int | float):
+            raise NotSupportedError(f"{op}: amax_epsilon is no number yet")
+        form = FORMATS[format]
+        kind = dtype or getattr(torch, form.dtypes[0])
+        return cls(op, form, kind, columnwise, force_pow_2_scales, float(amax_epsilon))
+
+    @property
+    def width(self) -> int:
+        """Of blocks along a row; 0 where there are none, or where they are square."""
+        return 0 if self.form.block is None or self.square else self.form.block[1]
+
+    @property
+    def square(self) -> bool:
+        """Whether blocks are as high as they are wide."""
+        return self.form.block is not None and self.form.block[0] > 1
+
+    @property
+    def shared_largest(self) -> float:
+        """What the scale that all share makes of the amax of all."""
+        return GLOBAL_LARGEST if self.form.global_scale else self.constants()["LARGEST"]
+
+    def constants(self) -> dict[str, Any]:
+        """For the kernels."""
+        scales = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
+        return {
+            "KIND": KINDS[self.dtype],
+            "LARGEST": LARGEST[str(self.dtype).removeprefix("torch.")],
+            "WIDTH": self.width,
+            "SCALES": scales.get(self.form.scale_dtype, "float32"),
+            "POW2": self.force_pow_2_scales,
+        }
+
+
+class _Plan(NamedTuple):
+    """How to cast.
+
+    Attributes:
+        launch: the kernel.
+        parts, rows, columns: see the kernel.
+        unit_t: units are counted by so many.
+    """
+
+    launch: _launch.Launch
+    parts: int
+    rows: int
+    columns: int
+    unit_t: int
+
+
+class _AmaxPlan(NamedTuple):
+    """How to find the amax of each program.
+
+    Attributes:
+        launch: the kernel.
+        rows, columns: of a tile.
+        most: programs that start at once.
+    """
+
+    launch: _launch.Launch
+    rows: int
+    columns: int
+    most: int
+
+
+_PLANS: dict[object, _Plan] = {}
+_AMAX_PLANS: dict[object, _AmaxPlan] = {}
+_LAUNCHES: dict[object, _launch.Launch] = {}
+
+
+def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]:
+    """Rows and columns of a tile of so many elements."""
+    most = elements if matrix.rows == 1 else _WIDEST_ROW
+    columns = max(min(block_of(matrix.columns), most, elements), width)
+    return rows_of_tile(elements, columns), columns
+
+
+def _plan(
+    source: Source, recipe: Recipe, matrix: _Matrix, square: bool, amaxes: int, groups: int
+) -> _Plan:
+    device = source.x.device
+    parts = unit_t = 1
+    if square:
+        threads, rows, columns = _SQUARE_TILES[128 if recipe.square else recipe.width or 1]
+    else:
+        threads, elements = _ROW_TILE
+        rows, columns = _row_tile(elements, matrix, recipe.width)
+    if recipe.columnwise:
+        parts = math.gcd(matrix.rows, 4)
+        unit_t = math.gcd(matrix.rows // parts, 4)
+    rows //= parts
+    launch = _launch.Launch(
+        _cast_tiles,
+        device,
+        threads=threads,
+        **source.constants(columns),
+        **recipe.constants(),
+        **constants_of(device),
+        SHARED_LARGEST=recipe.shared_largest,
+        SQUARE=recipe.square,
+        AMAXES=amaxes,
+        GROUPS=groups,
+        UNIT=matrix.unit,
+        UNIT_T=unit_t,
+        PARTS=parts,
+        ROWS=rows,
+        COLUMNS=columns,
+    )
+    return _Plan(launch, parts, rows, columns, unit_t)
+
+
+def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
+    device = source.x.device
+    threads, elements = _AMAX_TILE
+    rows, columns = _row_tile(elements, matrix)
+    launch = _launch.Launch(
+        _amax_tiles,
+        device,
+        threads=threads,
+        **source.constants(columns),
+        LEAVES_NAN=constants_of(device)["LEAVES_NAN"],
+        UNIT=matrix.unit,
+        ROWS=rows,
+        COLUMNS=columns,
+    )
+    return _AmaxPlan(launch, rows, columns, _AMAX_PROGRAMS * _launch.limits(device).multiprocessors)
+
+
+# ------------------------------------------------------------------------------------ runs
+
+
+def _tiles(op: str, matrix: _Matrix, rows: int, columns: int) -> int:
+    tiles = -(-matrix.rows // rows) * -(-matrix.columns // columns)
+    check_size(op, "tiles", tiles)
+    return tiles
+
+
+def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=like.device)
+
+
+def _amaxes(op: str, source: Source) -> Tensor:
+    """The amaxes of programs that have seen every value among them."""
+    matrix = source.matrix(0, whole=False)
+    key = (*source.key, matrix.rows == 1, min(matrix.columns, _AMAX_TILE[1]), matrix.unit)
+    if source.halves == 2:
+        key += (matrix.columns,)
+    plan = _AMAX_PLANS.get(key) or keep(_AMAX_PLANS, key, _amax_plan(source, matrix))
+    tiles = _tiles(op, matrix, plan.rows, plan.columns)
+    programs = max(1, min(tiles, plan.most))
+    amaxes = _empty(source.x, (programs,))
+    plan.launch(
+        (programs, 1),
+        (*source.tensors, amaxes),
+        (matrix.rows, *matrix[3:], source.limit, source.alpha),
+    )
+    return amaxes
+
+
+def _write_largest(amaxes: Tensor, amax: Tensor) -> None:
+    key = ("largest", amaxes.device)
+    launch = _LAUNCHES.get(key) or keep(
+        _LAUNCHES,
+        key,
+        _launch.Launch(_largest, amaxes.device, threads=_LARGEST_THREADS, BLOCK=_LARGEST_BLOCK),
+    )
+    launch((1, 1), (amaxes, amax), (amaxes.numel(),))
+
+
+def amax_of_all(op: str, source: Source) -> Tensor:
+    """The amax, ``[1]``."""
+    amax = _empty(source.x, (1,))
+    check_fresh(op, amax)
+    _write_largest(_amaxes(op, source), amax)
+    return amax
+
+
+class _Groups(NamedTuple):
+    """What is known of the groups of rows.
+
+    Attributes:
+        sizes: of each group, in the first dimension.
+        owner: of each row; None where only the sum of the sizes matters.
+        inner: rows for each place of the first dimension.
+    """
+
+    sizes: Tensor
+    owner: Tensor | None
+    inner: int
+
+    @property
+    def block(self) -> int:
+        """So many sizes at least are read at a time."""
+        return block_of(self.sizes.numel())
+
+
+def _scale_each_group(
+    recipe: Recipe,
+    source: Source,
+    groups: _Groups,
+    scale: Tensor | None,
+    amax: Tensor,
+    inverses: tuple[Tensor, Tensor | None],
+) -> Tensor:
+    """The scale of each group; its amax, the inverse and the owners of rows are written."""
+    matrix = source.matrix(0, whole=True)
+    device = source.x.device
+    amaxes = _empty(source.x, (matrix.rows,))
+    threads, elements = _ROW_TILE
+    rows, columns = _row_tile(elements, matrix)
+    key = ("rows", source.x.dtype, rows, columns, matrix.unit, device)
+    launch = _LAUNCHES.get(key) or keep(
+        _LAUNCHES,
+        key,
+        _launch.Launch(
+            _amax_rows,
+            device,
+            threads=threads,
+            LEAVES_NAN=constants_of(device)["LEAVES_NAN"],
+            UNIT=matrix.unit,
+            ROWS=rows,
+            COLUMNS=columns,
+        ),
+    )
+    if matrix.rows:
+        launch(
+            (-(-matrix.rows // rows), 1),
+            (source.x, amaxes),
+            (matrix.rows, matrix.part, matrix.x_stride),
+        )
+    count = groups.sizes.numel()
+    scales = _empty(source.x, (count,))
+    key = ("groups", groups.sizes.dtype, groups.block, scale is None, inverses[1] is None)
+    key += (recipe.shared_largest, recipe.force_pow_2_scales, device)
+    launch = _LAUNCHES.get(key) or keep(
+        _LAUNCHES,
+        key,
+        _launch.Launch(
+            _scale_groups,
+            device,
+            threads=_GROUP_THREADS,
+            SHARED_LARGEST=recipe.shared_largest,
+            POW2=recipe.force_pow_2_scales,
+            GROUPS=groups.block,
+            BLOCK=_GROUP_BLOCK,
+        ),
+    )
+    launch(
+        (count, 1),
+        (amaxes, groups.sizes, scale, amax, scales, *inverses, groups.owner),
+        (matrix.rows, count, groups.inner, recipe.amax_epsilon),
+    )
+    return scales
+
+
+def _outputs(recipe: Recipe, source: Source, groups: int) -> Quantized:
+    """The tensors that are written."""
+    form, x = recipe.form, source.x
+    rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
+    scale_dtype: torch.dtype = getattr(torch, form.scale_dtype)
+    packed = form.values_per_byte
+
+    def scales(down: int, across: int) -> Tensor:
+        shape = (groups,) if form.block is None else form.scale_shape(down, across)
+        return _empty(x, shape, scale_dtype)
+
+    data = _empty(x, (*source.shape[:-1], columns // packed), recipe.dtype)
+    check_fresh(recipe.op, data)
+    return (
+        data,
+        scales(rows, columns),
+        _empty(x, (groups,)) if form.by_tensor else None,
+        _empty(x, (groups,)) if form.global_scale else None,
+        _empty(x, (columns, rows // packed), recipe.dtype) if recipe.columnwise else None,
+        scales(columns, rows) if recipe.columnwise else None,
+    )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Numbers of one byte as such, others as they are."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _run(
+    recipe: Recipe,
+    source: Source,
+    scale: Tensor | None,
+    group_sizes: Tensor | None,
+    with_sums: bool,
+) -> tuple[Quantized, Tensor | None]:
+    form = recipe.form
+    given = scale
+    groups = 1 if group_sizes is None else group_sizes.numel()
+    square = recipe.columnwise or recipe.square or with_sums
+    matrix = source.matrix(recipe.width, whole=square or group_sizes is not None)
+    check_size(recipe.op, "rows", matrix.rows)
+    outputs = _outputs(recipe, source, groups)
+    data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = outputs
+    amaxes = owners = partial = None
+    if group_sizes is not None:
+        inner = math.prod(source.shape[1:-1])
+        owner = _empty(source.x, (matrix.rows,), torch.int32) if form.by_tensor else None
+        owners = _Groups(group_sizes, owner, inner)
+        if amax is not None:
+            inverses = (scale_inv, scale_inv_t) if form.block is None else (global_scale_inv, None)
+            assert inverses[0] is not None
+            scale = _scale_each_group(
+                recipe, source, owners, scale, amax, (inverses[0], inverses[1])
+            )
+    elif form.by_tensor and scale is None:
+        amaxes = _amaxes(recipe.op, source)
+    listed = 0 if amaxes is None else block_of(amaxes.numel())
+    counted = 0 if owners is None or owners.owner is not None else owners.block
+    key = (
+        *source.key, *recipe[1:5], recipe.columnwise and math.gcd(matrix.rows, 16), square,
+        matrix.rows == 1, min(matrix.columns, _ROW_TILE[1]), matrix.unit, listed, counted,
+        given is None, with_sums, None if group_sizes is None else group_sizes.dtype,
+    )  # fmt: skip
+    if source.halves == 2:
+        key += (matrix.columns,)
+    plan = _PLANS.get(key) or keep(
+        _PLANS, key, _plan(source, recipe, matrix, square, listed, counted)
+    )
+    tiles = _tiles(recipe.op, matrix, plan.rows * plan.parts, plan.columns)
+    sums = None
+    if with_sums:
+        programs = -(-matrix.rows // (plan.rows * plan.parts))
+        sums = _empty(source.x, (programs, matrix.columns))
+    if owners is None and amax is not None and amaxes is None:
+        partial = _empty(source.x, (max(1, tiles),))
+    if not tiles and not (form.by_tensor and owners is None):
+        return outputs, sums
+    if data_t is not None:
+        size = plan.parts if form.values_per_byte == 1 else plan.parts // 2
+        # Where nothing is in it, its strides do not tell what it could hold.
+        data_t = data_t.view(_INTEGERS[size]) if tiles else _empty(data, (0,), _INTEGERS[size])
+    sizes = owner = None
+    if owners is not None:
+        sizes, owner = (owners.sizes, None) if owners.owner is None else (None, owners.owner)
+    written = (data, scale_inv, amax, None if owner is not None else global_scale_inv)
+    plan.launch(
+        (max(1, tiles), 1),
+        (
+            *source.tensors, scale, amaxes, owner, sizes,
+            *(None if it is None else _bytes(it) for it in written),
+            data_t, None if scale_inv_t is None else _bytes(scale_inv_t), partial, sums,
+        ),
+        (
+            matrix.rows, matrix.rows // plan.parts // plan.unit_t, *matrix[3:],
+            0 if amaxes is None else amaxes.numel(), groups,
+            1 if owners is None else owners.inner, source.limit, source.alpha,
+            recipe.amax_epsilon,
+        ),
+    )  # fmt: skip
+    if partial is not None:
+        assert amax is not None
+        _write_largest(partial, amax)
+    return outputs, sums
+
+
+def _scales(op: str, scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else plain(op, "scale", scale).contiguous()
+
+
+def cast(
+    recipe: Recipe,
+    source: Source,
+    scale: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+) -> Quantized:
+    """The outputs of ``quantize``, or with ``group_sizes`` those of ``group_quantize``."""
+    if group_sizes is not None:
+        group_sizes = plain(recipe.op, "group_sizes", group_sizes).contiguous()
+        if group_sizes.numel() > _MOST_GROUPS:
+            raise NotSupportedError(f"{recipe.op}: {group_sizes.numel()} groups are too many")
+    return _run(recipe, source, _scales(recipe.op, scale), group_sizes, False)[0]
+
+
+def cast_with_sums(
+    recipe: Recipe, source: Source, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Quantized]:
+    """The sums over the rows in ``dtype``, and the outputs of ``quantize``."""
+    outputs, sums = _run(recipe, source, _scales(recipe.op, scale), None, True)
+    columns = source.shape[-1]
+    assert sums is not None
+    if not sums.numel():
+        return torch.zeros((columns,), dtype=dtype, device=source.x.device), outputs
+    total = _empty(source.x, (columns,), dtype)
+    unit = math.gcd(columns, WIDEST_UNIT)
+    key = ("sums", columns, dtype, source.x.device)
+    adding = _TOTALS.get(key) or keep(_TOTALS, key, SumOfPrograms(columns, unit, source.x.device))
+    adding(sums, total, None, sums.shape[0])
+    return total, outputs
+
+
+_TOTALS: dict[object, SumOfPrograms] = {}

@@ -1,0 +1,274 @@
+"""Numbers of eight and of four bits, and the scales that go with them, in Triton.
+
+The arithmetic is that at the head of ``ops/quantization.py``, to the bit. A conversion is an
+instruction where the device has one that rounds and clamps as is laid down there, otherwise
+integer arithmetic, which is exact on every device and in the interpreter.
+
+A number's kind is ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. CAST says whether the device has
+instructions for the first two; LEAVES_NAN, that its largest of two is never NaN.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from transformer_engine_fl.backends.flagos import _launch
+
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = [
+    "KINDS",
+    "amax_of",
+    "constants_of",
+    "encoded",
+    "encoded_pair",
+    "encoded_quad",
+    "microscale",
+    "power_of_byte",
+    "quotient",
+    "scale_of",
+    "size_of",
+    "value_of",
+]
+
+KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+"""The kind of number that a data dtype holds."""
+
+_HAS_CAST = 89  # the first compute capability with conversions to float8
+
+
+def constants_of(device: torch.device) -> dict[str, Any]:
+    """What kernels are told of the device."""
+    ptx = _launch.has_ptx()
+    return {"CAST": ptx and _launch.limits(device).capability >= _HAS_CAST, "LEAVES_NAN": ptx}
+
+
+# ------------------------------------------------------------------------------ numbers
+
+_LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
+_INFINITE = tl.constexpr(0x7F800000)
+_SIZE = tl.constexpr(0x7FFFFFFF)  # a float32 without its sign
+
+
+class _Kind(NamedTuple):
+    """A kind of number.
+
+    Attributes:
+        mantissa: bits of it.
+        bias: of the exponent.
+        largest: bits of the largest value in float32.
+    """
+
+    mantissa: int
+    bias: int
+    largest: int
+
+
+_TABLE = {
+    "e4m3": _Kind(3, 7, 0x43E00000),
+    "e5m2": _Kind(2, 15, 0x47600000),
+    "e2m1": _Kind(1, 1, 0x40C00000),
+}
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _mantissa(kind: str) -> int:
+    return _TABLE[kind].mantissa
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _bias(kind: str) -> int:
+    return _TABLE[kind].bias
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _largest(kind: str) -> int:
+    return _TABLE[kind].largest
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _code(y: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """The code of float32 values in integer arithmetic, as an int32."""
+    MANTISSA: tl.constexpr = _mantissa(KIND)
+    BIAS: tl.constexpr = _bias(KIND)
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    # Added to a float32 below the least normal number, it leaves the bits that count; a
+    # sum, of which the compiler cannot see that the summand is a product, is rounded once.
+    SHIFTER: tl.constexpr = (151 - BIAS - MANTISSA) << 23
+    bits = y.to(tl.int32, bitcast=True)
+    size = bits & _SIZE
+    missing = size > _INFINITE
+    size = tl.minimum(size, _largest(KIND))
+    even = (size >> DROPPED) & 1
+    normal = (size + even + ((1 << (DROPPED - 1)) - 1)) >> DROPPED
+    shifter = tl.full((), SHIFTER, tl.int32).to(tl.float32, bitcast=True)
+    below = (size.to(tl.float32, bitcast=True) + shifter).to(tl.int32, bitcast=True) - SHIFTER
+    code = tl.where(size < ((128 - BIAS) << 23), below, normal - ((127 - BIAS) << MANTISSA))
+    if KIND == "e2m1":
+        return tl.where(missing, 7, code | ((bits >> 28) & 8))
+    else:
+        return tl.where(missing, 127, code | ((bits >> 24) & 128))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def encoded(y: tl.tensor, KIND: tl.constexpr, CAST: tl.constexpr) -> tl.tensor:
+    """float32 values as codes: bytes, or for e2m1, of which two share a byte, int32."""
+    if KIND == "e2m1":
+        return _code(y, KIND)
+    elif not CAST:
+        return _code(y, KIND).to(tl.uint8)
+    elif KIND == "e4m3":
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def encoded_pair(a: tl.tensor, b: tl.tensor, KIND: tl.constexpr, CAST: tl.constexpr) -> tl.tensor:
+    """The codes of two tensors side by side: an int16, or for e2m1 a byte."""
+    if KIND == "e2m1":
+        return (_code(a, KIND) | (_code(b, KIND) << 4)).to(tl.uint8)
+    elif not CAST:
+        return (_code(a, KIND) | (_code(b, KIND) << 8)).to(tl.int16)
+    elif KIND == "e4m3":
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+            "=h,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;",
+            "=h,f,f", [a, b], dtype=tl.int16, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def encoded_quad(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    KIND: tl.constexpr,
+    CAST: tl.constexpr,
+) -> tl.tensor:
+    """The codes of four tensors side by side: an int32, or for e2m1 an int16."""
+    if KIND == "e2m1":
+        low = _code(a, KIND) | (_code(b, KIND) << 4)
+        return (low | (_code(c, KIND) << 8) | (_code(d, KIND) << 12)).to(tl.int16)
+    elif not CAST:
+        low = _code(a, KIND) | (_code(b, KIND) << 8)
+        return low | (_code(c, KIND) << 16) | (_code(d, KIND) << 24)
+    elif KIND == "e4m3":
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high}; }""",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def value_of(code: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """The float32 values of codes, exactly."""
+    MANTISSA: tl.constexpr = _mantissa(KIND)
+    BIAS: tl.constexpr = _bias(KIND)
+    SIGN: tl.constexpr = 8 if KIND == "e2m1" else 128
+    code = code.to(tl.int32)
+    size = code & (SIGN - 1)
+    # As the bits of a float32 a code is too small by a power of two, subnormal or not.
+    bits = ((code & SIGN) << (28 if KIND == "e2m1" else 24)) | (size << (23 - MANTISSA))
+    power = tl.full((), (254 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)
+    value = bits.to(tl.float32, bitcast=True) * power
+    if KIND == "e4m3":
+        return tl.where(size == 127, float("nan"), value)
+    elif KIND == "e5m2":
+        # An exponent of ones stays one.
+        special = (bits | _INFINITE).to(tl.float32, bitcast=True)
+        return tl.where(size >= 124, special, value)
+    else:
+        return value
+
+
+# ------------------------------------------------------------------------------- scales
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def size_of(x: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
+    """Magnitudes, of which the largest is to be found; :func:`amax_of` is made of that."""
+    if LEAVES_NAN:
+        return tl.abs(x)
+    else:
+        return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def amax_of(largest: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
+    """The amax, from the largest of what :func:`size_of` gave: 0 where all were NaN."""
+    if LEAVES_NAN:
+        return tl.where(largest == largest, largest, 0.0)
+    else:
+        return largest
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quotient(largest: tl.tensor, amax: tl.tensor) -> tl.tensor:
+    """``largest / amax``, rounded once, at most the largest float32."""
+    return tl.minimum(tl.div_rn(largest, amax), _LARGEST_FLOAT32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(
+    amax: tl.tensor, largest: tl.tensor, epsilon: tl.tensor, POW2: tl.constexpr
+) -> tl.tensor:
+    """The float32 scale of an amax."""
+    a = tl.maximum(amax, epsilon)
+    scale = quotient(tl.full((), largest, tl.float32), a)
+    scale = tl.where((a == 0) | (a == float("inf")), 1.0, scale)
+    if POW2:
+        return (scale.to(tl.int32, bitcast=True) & _INFINITE).to(tl.float32, bitcast=True)
+    else:
+        return scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def microscale(amax: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """The byte e + 127 of the least e with ``amax <= largest * 2**e``, as an int32."""
+    LARGEST: tl.constexpr = _largest(KIND)
+    bits = amax.to(tl.int32, bitcast=True)
+    byte = (bits >> 23) - ((LARGEST >> 23) - 127)
+    byte += ((bits & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
+    byte = tl.where(bits == _INFINITE, 254, byte)
+    return tl.minimum(tl.maximum(byte, 0), 254)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def power_of_byte(byte: tl.tensor) -> tl.tensor:
+    """The float32 value of a byte of e8m0: ``2 ** (byte - 127)``, NaN for 255."""
+    bits = tl.where(byte == 0, 0x400000, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)

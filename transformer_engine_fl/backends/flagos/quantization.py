@@ -1,0 +1,732 @@
+"""Quantisation in Triton.
+
+What casts is in ``_casting``. Here are its operators, and those that move bytes, give the
+values back, handle flat parts of a matrix, or keep the histories of delayed scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import (
+    WIDEST_UNIT,
+    block_of,
+    by_rows,
+    check_fresh,
+    check_size,
+    keep,
+    plain,
+    rows_of_tile,
+)
+from transformer_engine_fl.backends.flagos._casting import (
+    Quantized,
+    Recipe,
+    Source,
+    amax_of_all,
+    cast,
+    cast_with_sums,
+)
+from transformer_engine_fl.backends.flagos._narrow import (
+    KINDS,
+    amax_of,
+    constants_of,
+    encoded,
+    power_of_byte,
+    quotient,
+    size_of,
+    value_of,
+)
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import quantization as contracts
+from transformer_engine_fl.ops._formats import FORMATS, LARGEST
+from transformer_engine_fl.ops.quantization import blocks_of, matrix_shape, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "bgrad_quantize",
+    "compute_amax",
+    "dequantize",
+    "fp8_block_scaling_compute_partial_amax",
+    "fp8_block_scaling_partial_cast",
+    "fp8_transpose",
+    "fused_amax_and_scale_update_after_reduction",
+    "group_quantize",
+    "multi_tensor_quantize",
+    "quantize",
+    "split_quantize",
+    "swap_first_dims",
+]
+
+Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
+# -------------------------------------------------------------------------------- kernels
+#
+# ``columns`` and strides count units of UNIT elements.
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "stride"])  # type: ignore[untyped-decorator]
+def _dequantize(
+    data_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    global_scale_inv_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int64,
+    stride: tl.int64,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    SCALES: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """The values of one tile; its blocks are WIDTH elements of data wide, 0 for one scale."""
+    columns = columns * UNIT
+    across = tl.cdiv(columns, COLUMNS)
+    tile = tl.program_id(0).to(tl.int64)
+    row = (tile // across) * ROWS + tl.arange(0, ROWS)
+    first_column = (tile % across) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    code = tl.load(data_ptr + row[:, None] * (stride * UNIT) + column[None, :], mask=mask, other=0)
+    if WIDTH:
+        blocks = tl.cdiv(columns, WIDTH)
+        block = first_column // WIDTH + tl.arange(0, COLUMNS // WIDTH)
+        where = scale_inv_ptr + (row // HEIGHT)[:, None] * blocks + block[None, :]
+        known = (row < rows)[:, None] & (block < blocks)[None, :]
+        factor = tl.load(where, mask=known, other=0)
+        if SCALES == "e8m0":
+            factor = power_of_byte(factor.to(tl.int32))
+        elif SCALES == "e4m3":
+            factor = value_of(factor, "e4m3")
+        factor = tl.reshape(
+            tl.broadcast_to(factor[:, :, None], (ROWS, COLUMNS // WIDTH, WIDTH)), (ROWS, COLUMNS)
+        )
+    else:
+        factor = tl.load(scale_inv_ptr)
+    if KIND == "e2m1":
+        low = value_of(code & 15, KIND) * factor
+        high = value_of(code >> 4, KIND) * factor
+        if global_scale_inv_ptr is not None:
+            whole = tl.load(global_scale_inv_ptr)
+            low *= whole
+            high *= whole
+        values = tl.reshape(tl.join(low, high), (ROWS, 2 * COLUMNS))
+        columns = columns * 2
+        column = 2 * first_column + tl.arange(0, 2 * COLUMNS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+    else:
+        values = value_of(code, KIND) * factor
+    out = out_ptr + row[:, None] * columns + column[None, :]
+    tl.store(out, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["units", "columns", "stride"])  # type: ignore[untyped-decorator]
+def _transpose(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    units: tl.int32,
+    columns: tl.int32,
+    stride: tl.int64,
+    UNIT: tl.constexpr,
+    UNIT_T: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One tile of PARTS times ROWS rows; a unit is PARTS rows, one number of ``y``."""
+    columns = columns * UNIT
+    units = units * UNIT_T
+    across = tl.cdiv(columns, COLUMNS)
+    tile = tl.program_id(0).to(tl.int64)
+    unit = (tile // across) * ROWS + tl.arange(0, ROWS)
+    column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (unit < units)[:, None] & (column < columns)[None, :]
+    x_ptr += (unit * PARTS)[:, None] * (stride * UNIT) + column[None, :]
+    packed = tl.load(x_ptr, mask=mask, other=0)
+    if PARTS > 1:
+        BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+        packed = packed.to(tl.int32) & ((1 << BITS) - 1)
+        for part in tl.static_range(1, PARTS):
+            x = tl.load(x_ptr + part * (stride * UNIT), mask=mask, other=0)
+            packed |= (x.to(tl.int32) & ((1 << BITS) - 1)) << (part * BITS)
+    turned = tl.trans(packed.to(y_ptr.dtype.element_ty))
+    y_ptr += column[:, None] * units + unit[None, :]
+    tl.store(y_ptr, turned, mask=(column < columns)[:, None] & (unit < units)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "first", "x_first", "x_second"])  # type: ignore[untyped-decorator]
+def _swap_rows(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int32,
+    first: tl.int32,
+    x_first: tl.int64,
+    x_second: tl.int64,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One tile of rows in their new order: ``first`` of them, then as many of the next."""
+    columns = columns * UNIT
+    across = tl.cdiv(columns, COLUMNS)
+    tile = tl.program_id(0)
+    row = (tile // across) * ROWS + tl.arange(0, ROWS)
+    column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    start = (row % first).to(tl.int64) * (x_first * UNIT)
+    start += (row // first).to(tl.int64) * (x_second * UNIT)
+    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=mask, other=0)
+    tl.store(y_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["w", "start", "count", "across"])  # type: ignore[untyped-decorator]
+def _shard(
+    x_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    w: tl.int64,
+    start: tl.int64,
+    count: tl.int64,
+    across: tl.int32,
+    LENGTH: tl.constexpr,
+    KIND: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One block of LENGTH rows and columns: its amax, or with ``scale`` its cast."""
+    w = tl.full((), w, tl.int64) * UNIT
+    start = tl.full((), start, tl.int64) * UNIT
+    count = tl.full((), count, tl.int64) * UNIT
+    block = tl.program_id(0)
+    first_row = (block // across).to(tl.int64) * LENGTH
+    first_column = (block % across).to(tl.int64) * LENGTH
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + block)
+    for above in tl.range(0, LENGTH, ROWS):
+        for before in tl.range(0, LENGTH, COLUMNS):
+            down = above + tl.arange(0, ROWS)
+            along = before + tl.arange(0, COLUMNS)
+            column = first_column + along
+            place = (first_row + down)[:, None] * w + column[None, :] - start
+            mask = (down < LENGTH)[:, None] & ((along < LENGTH) & (column < w))[None, :]
+            mask = mask & (place >= 0) & (place < count)
+            x = tl.load(x_ptr + place, mask=mask, other=0).to(tl.float32)
+            if scale_ptr is None:
+                largest = tl.maximum(largest, size_of(x, LEAVES_NAN))
+            else:
+                tl.store(out_ptr + place, encoded(x * scale, KIND, CAST), mask=mask)
+    if scale_ptr is None:
+        amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
+        tl.store(out_ptr + block, amax)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "length", "columns", "row_stride", "column_stride", "scale_stride", "numerator"
+    ]
+)  # fmt: skip
+def _update(
+    reduced_ptr: tl.tensor,
+    history_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    length: tl.int32,
+    columns: tl.int32,
+    row_stride: tl.int64,
+    column_stride: tl.int64,
+    scale_stride: tl.int64,
+    numerator: tl.float64,
+    OF_ALL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Some columns of a history, and their scales."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    history_ptr += column.to(tl.int64) * column_stride
+    scale_ptr += column.to(tl.int64) * scale_stride
+    reduced = tl.load(reduced_ptr + column, mask=inside, other=0)
+    oldest = tl.load(history_ptr, mask=inside, other=0)
+    newest = tl.where(reduced == 0, oldest, reduced)
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in tl.range(0, length, ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (row < length) & inside[None, :]
+        where = history_ptr[None, :] + row * row_stride
+        moved = tl.load(where + row_stride, mask=mask & (row + 1 < length), other=0)
+        moved = tl.where(row == length - 1, newest[None, :], moved)
+        # What a thread reads here, or has read above, another one writes.
+        tl.debug_barrier()
+        tl.store(where, tl.where(row == 0, 0, moved), mask=mask)
+        largest = tl.maximum(largest, tl.where(mask & (moved == moved), moved, 0))
+    amax = newest
+    if OF_ALL:
+        amax = tl.max(largest, axis=0)
+    usable = (amax > 0) & (amax < float("inf"))
+    scale = quotient(tl.full((), numerator, tl.float32), amax)
+    tl.store(scale_ptr, scale, mask=inside & usable)
+
+
+# ---------------------------------------------------------------------------------- plans
+
+# (threads, elements) of a tile, by what is done with it.
+_DEQUANTIZE_TILE = (128, 4096)
+_SWAP_TILE = (128, 16384)  # bytes
+_WIDEST_ROW = 1024  # columns of a tile of several rows
+# Of a tile that is transposed: threads; rows and columns, in bytes.
+_TRANSPOSE_THREADS, _TRANSPOSE_ROWS, _TRANSPOSE_COLUMNS = 256, 128, 128
+_SHARD_THREADS, _SHARD_ROWS, _SHARD_COLUMNS = 256, 32, 128
+_UPDATE_THREADS, _UPDATE_TILE, _UPDATE_COLUMNS = 256, 8192, 8
+
+_LAUNCHES: dict[object, _launch.Launch] = {}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _start(
+    kernel: Any,
+    device: torch.device,
+    threads: int,
+    constants: dict[str, Any],
+    programs: int,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[int | float, ...],
+) -> None:
+    """Launch a kernel with its constants."""
+    dtypes = [None if it is None else it.dtype for it in tensors]
+    key = (kernel.__name__, *constants.items(), *dtypes, threads, device)
+    launch = _LAUNCHES.get(key) or keep(
+        _LAUNCHES, key, _launch.Launch(kernel, device, threads=threads, **constants)
+    )
+    launch((programs, 1), tensors, numbers)
+
+
+def _by_rows(op: str, name: str, tensor: Tensor) -> tuple[Tensor, int]:
+    """The plain tensor with dense columns, and the distance of its rows."""
+    tensor = plain(op, name, tensor)
+    return by_rows(tensor) if tensor.numel() else (tensor, tensor.shape[-1])
+
+
+def _source(op: str, input: Tensor) -> Source:
+    """What is cast is the tensor itself."""
+    x, stride = _by_rows(op, "input", input)
+    return Source("identity", tuple(input.shape), x, stride)
+
+
+def _no_numbers(op: str, *values: Any) -> None:
+    if not all(isinstance(value, int | float) for value in values):
+        raise NotSupportedError(f"{op}: its options are no numbers yet")
+
+
+# ------------------------------------------------------------------------------ operators
+
+
+def quantize(
+    input: Tensor,
+    scale: Tensor | None = None,
+    *,
+    format: str = "per_tensor",
+    dtype: torch.dtype | None = None,
+    columnwise: bool = False,
+    force_pow_2_scales: bool = False,
+    amax_epsilon: float = 0.0,
+) -> Quantized:
+    """``quantize`` of the contract."""
+    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    contracts.quantize.check(input, scale, **options)
+    return cast(Recipe.of("quantize", **options), _source("quantize", input), scale)
+
+
+def _options(
+    format: str,
+    dtype: torch.dtype | None,
+    columnwise: bool,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> dict[str, Any]:
+    return {
+        "format": format,
+        "dtype": dtype,
+        "columnwise": columnwise,
+        "force_pow_2_scales": force_pow_2_scales,
+        "amax_epsilon": amax_epsilon,
+    }
+
+
+def bgrad_quantize(
+    input: Tensor,
+    scale: Tensor | None = None,
+    *,
+    format: str = "per_tensor",
+    dtype: torch.dtype | None = None,
+    columnwise: bool = False,
+    force_pow_2_scales: bool = False,
+    amax_epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """``bgrad_quantize`` of the contract."""
+    op = "bgrad_quantize"
+    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    contracts.bgrad_quantize.check(input, scale, **options)
+    bias_grad, outputs = cast_with_sums(
+        Recipe.of(op, **options), _source(op, input), input.dtype, scale
+    )
+    return bias_grad, *outputs
+
+
+def split_quantize(
+    input: Tensor,
+    split_sections: Sequence[int],
+    scales: list[Tensor] | None = None,
+    *,
+    format: str = "per_tensor",
+    dtype: torch.dtype | None = None,
+    columnwise: bool = False,
+    force_pow_2_scales: bool = False,
+    amax_epsilon: float = 0.0,
+) -> Lists:
+    """``split_quantize`` of the contract."""
+    op = "split_quantize"
+    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    contracts.split_quantize.check(input, split_sections, scales, **options)
+    _no_numbers(op, *split_sections)
+    parts = parts_of(plain(op, "input", input), split_sections)
+    return _each(Recipe.of(op, **options), parts, scales)
+
+
+def group_quantize(
+    input: Tensor,
+    group_sizes: Tensor,
+    scale: Tensor | None = None,
+    *,
+    format: str = "per_tensor",
+    dtype: torch.dtype | None = None,
+    columnwise: bool = False,
+    force_pow_2_scales: bool = False,
+    amax_epsilon: float = 0.0,
+) -> Quantized:
+    """``group_quantize`` of the contract."""
+    op = "group_quantize"
+    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    contracts.group_quantize.check(input, group_sizes, scale, **options)
+    return cast(Recipe.of(op, **options), _source(op, input), scale, group_sizes)
+
+
+def multi_tensor_quantize(
+    inputs: list[Tensor],
+    scales: list[Tensor] | None = None,
+    *,
+    format: str = "per_tensor",
+    dtype: torch.dtype | None = None,
+    columnwise: bool = False,
+    force_pow_2_scales: bool = False,
+    amax_epsilon: float = 0.0,
+) -> Lists:
+    """``multi_tensor_quantize`` of the contract."""
+    op = "multi_tensor_quantize"
+    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    contracts.multi_tensor_quantize.check(inputs, scales, **options)
+    return _each(Recipe.of(op, **options), inputs, scales)
+
+
+def _each(recipe: Recipe, inputs: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Lists:
+    """The outputs of several tensors, a list in place of each."""
+    found = [
+        cast(recipe, _source(recipe.op, it), scales[place] if scales else None)
+        for place, it in enumerate(inputs)
+    ]
+    data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = (
+        [it for it in outputs if it is not None] for outputs in zip(*found, strict=True)
+    )
+    return data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t
+
+
+def dequantize(
+    data: Tensor,
+    scale_inv: Tensor,
+    global_scale_inv: Tensor | None = None,
+    *,
+    format: str = "per_tensor",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``dequantize`` of the contract."""
+    op = "dequantize"
+    contracts.dequantize.check(
+        data, scale_inv, global_scale_inv, format=format, out_dtype=out_dtype
+    )
+    form = FORMATS[format]
+    kind = KINDS[data.dtype]
+    data, stride = _by_rows(op, "data", data)
+    factors = plain(op, "scale_inv", scale_inv).contiguous()
+    if global_scale_inv is not None:
+        global_scale_inv = plain(op, "global_scale_inv", global_scale_inv)
+    rows, columns = matrix_shape(data.shape)
+    shape = (*data.shape[:-1], columns * form.values_per_byte)
+    output = torch.empty(shape, dtype=out_dtype or torch.float32, device=data.device)
+    check_fresh(op, output)
+    if not output.numel():
+        return output
+    height, width = form.block or (1, 0)
+    width //= form.values_per_byte
+    if stride == columns and height == 1 and not (width and columns % width):
+        rows, columns, stride = 1, rows * columns, rows * columns
+    threads, elements = _DEQUANTIZE_TILE
+    tile = max(width, min(block_of(columns), elements if rows == 1 else _WIDEST_ROW))
+    unit = math.gcd(columns, stride, WIDEST_UNIT)
+    constants = {
+        "KIND": kind,
+        "WIDTH": width,
+        "HEIGHT": height,
+        "SCALES": {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}.get(form.scale_dtype, ""),
+        "UNIT": unit,
+        "ROWS": rows_of_tile(elements, tile),
+        "COLUMNS": tile,
+    }
+    check_size(op, "rows", rows)
+    programs = -(-rows // constants["ROWS"]) * -(-columns // tile)
+    check_size(op, "tiles", programs)
+    if factors.element_size() == 1:
+        factors = factors.view(torch.uint8)
+    tensors = (data.view(torch.uint8), factors, global_scale_inv, output)
+    numbers = (rows, columns // unit, stride // unit)
+    _start(_dequantize, data.device, threads, constants, programs, tensors, numbers)
+    return output
+
+
+def compute_amax(input: Tensor) -> Tensor:
+    """``compute_amax`` of the contract."""
+    op = "compute_amax"
+    contracts.compute_amax.check(input)
+    input = plain(op, "input", input)
+    return amax_of_all(op, _source(op, input if input.dim() else input.view(1)))
+
+
+def fp8_transpose(data: Tensor) -> Tensor:
+    """``fp8_transpose`` of the contract."""
+    op = "fp8_transpose"
+    contracts.fp8_transpose.check(data)
+    x, stride = _by_rows(op, "data", data)
+    rows, columns = matrix_shape(x.shape)
+    output = torch.empty((columns, rows), dtype=x.dtype, device=x.device)
+    check_fresh(op, output)
+    _turn(op, x.view(torch.uint8), stride, output.view(torch.uint8))
+    return output
+
+
+def _turn(op: str, x: Tensor, stride: int, y: Tensor) -> None:
+    """Write ``y``, the transposed of ``x``, of integers that have rows so far apart."""
+    if not y.numel():
+        return
+    columns, rows = y.shape
+    check_size(op, "rows", rows)
+    check_size(op, "columns", columns)
+    size = x.element_size()
+    parts = math.gcd(rows, max(1, 4 // size))
+    unit, unit_t = math.gcd(columns, stride, WIDEST_UNIT), math.gcd(rows // parts, WIDEST_UNIT)
+    constants = {
+        "UNIT": unit,
+        "UNIT_T": unit_t,
+        "PARTS": parts,
+        "ROWS": _TRANSPOSE_ROWS // max(size, parts),
+        "COLUMNS": _TRANSPOSE_COLUMNS // size,
+    }
+    wide = y.view(_INTEGERS[size * parts])
+    programs = -(-rows // parts // constants["ROWS"]) * -(-columns // constants["COLUMNS"])
+    check_size(op, "tiles", programs)
+    numbers = (rows // parts // unit_t, columns // unit, stride // unit)
+    _start(_transpose, x.device, _TRANSPOSE_THREADS, constants, programs, (x, wide), numbers)
+
+
+def swap_first_dims(input: Tensor) -> Tensor:
+    """``swap_first_dims`` of the contract."""
+    op = "swap_first_dims"
+    contracts.swap_first_dims.check(input)
+    x = plain(op, "input", input)
+    first, second, *rest = x.shape
+    output = torch.empty((second, first, *rest), dtype=x.dtype, device=x.device)
+    check_fresh(op, output)
+    if not output.numel():
+        return output
+    size = x.element_size()
+    inner = math.prod(rest)
+    try:
+        x = x.view(first, second, inner)
+    except RuntimeError:  # what follows the first two dimensions is not one
+        x = x.contiguous().view(first, second, inner)
+    if x.stride(2) != 1 and inner > 1:
+        x = x.contiguous()
+    number = _as_numbers(x)
+    if number is not None:
+        _turn(op, number, number.stride(0), output.view(second, -1).view(number.dtype))
+        return output
+    x = x.view(_INTEGERS[size])
+    check_size(op, "rows", first * second)
+    check_size(op, "columns", inner)
+    threads, most = _SWAP_TILE
+    columns = min(block_of(inner), most // size)
+    unit = math.gcd(inner, x.stride(0), x.stride(1), WIDEST_UNIT)
+    constants = {
+        "UNIT": unit,
+        "ROWS": rows_of_tile(most // size, columns),
+        "COLUMNS": columns,
+    }
+    programs = -(-first * second // constants["ROWS"]) * -(-inner // columns)
+    check_size(op, "tiles", programs)
+    numbers = (first * second, inner // unit, first, x.stride(0) // unit, x.stride(1) // unit)
+    tensors = (x, output.view(_INTEGERS[size]))
+    _start(_swap_rows, x.device, threads, constants, programs, tensors, numbers)
+    return output
+
+
+def _as_numbers(x: Tensor) -> Tensor | None:
+    """``[a, b, n]`` as a matrix of integers of n elements each, where its memory can be read so."""
+    first, second, inner = x.shape
+    dtype = _INTEGERS.get(inner * x.element_size())
+    strides = (x.stride(1), x.stride(0), x.storage_offset())
+    if dtype is None or (x.stride(1) != inner and second > 1) or any(it % inner for it in strides):
+        return None
+    try:
+        if x.data_ptr() % (inner * x.element_size()):
+            return None
+    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
+        raise NotSupportedError(f"swap_first_dims: no memory of its own: {error}") from None
+    matrix = x.as_strided((first, second * inner), (x.stride(0), 1))
+    return matrix.view(dtype)
+
+
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: Tensor,
+    amax_histories: list[Tensor],
+    scales: list[Tensor],
+    *,
+    amax_compute_algo: str = "max",
+    dtype: torch.dtype | None = None,
+    margin: float = 0.0,
+) -> None:
+    """``fused_amax_and_scale_update_after_reduction`` of the contract."""
+    op = "fused_amax_and_scale_update_after_reduction"
+    contracts.fused_amax_and_scale_update_after_reduction.check(
+        amax_reduction_buffer,
+        amax_histories,
+        scales,
+        amax_compute_algo=amax_compute_algo,
+        dtype=dtype,
+        margin=margin,
+    )
+    _no_numbers(op, margin)
+    name = str(dtype or torch.float8_e4m3fn).removeprefix("torch.")
+    numerator = LARGEST[name] * 2.0**-margin
+    reduced = plain(op, "amax_reduction_buffer", amax_reduction_buffer).contiguous()
+    histories = [_written(op, f"amax_histories[{i}]", it) for i, it in enumerate(amax_histories)]
+    factors = [_written(op, f"scales[{i}]", it) for i, it in enumerate(scales)]
+    buffers = parts_of(reduced, [it.shape[0] for it in factors])
+    for buffer, history, scale in zip(buffers, histories, factors, strict=True):
+        length, columns = history.shape
+        check_size(op, "rows", length)
+        check_size(op, "columns", columns)
+        if not columns:
+            continue
+        rows = min(block_of(length), _UPDATE_TILE // _UPDATE_COLUMNS)
+        constants = {
+            "OF_ALL": amax_compute_algo == "max",
+            "ROWS": rows,
+            "COLUMNS": _UPDATE_COLUMNS,
+        }
+        programs = -(-columns // _UPDATE_COLUMNS)
+        numbers = (length, columns, *history.stride(), scale.stride(0), numerator)
+        tensors = (buffer, history, scale)
+        _start(_update, scale.device, _UPDATE_THREADS, constants, programs, tensors, numbers)
+    for tensor in (*histories, *factors):
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _written(op: str, name: str, tensor: Tensor) -> Tensor:
+    """The same memory as a plain tensor, to be written."""
+    if tensor.is_neg():
+        raise NotSupportedError(f"{op}: {name!r} is negated lazily; a kernel would write it so")
+    return plain(op, name, tensor)
+
+
+def fp8_block_scaling_compute_partial_amax(
+    input: Tensor, h: int, w: int, start_offset: int, block_len: int = 128
+) -> Tensor:
+    """``fp8_block_scaling_compute_partial_amax`` of the contract."""
+    op = "fp8_block_scaling_compute_partial_amax"
+    contracts.fp8_block_scaling_compute_partial_amax.check(input, h, w, start_offset, block_len)
+    _no_numbers(op, h, w, start_offset, block_len)
+    x = plain(op, "input", input).contiguous()
+    amax = torch.empty(blocks_of(h, w, block_len), dtype=torch.float32, device=x.device)
+    check_fresh(op, amax)
+    _each_block(op, x, None, amax, "e4m3", h, w, start_offset, block_len)
+    return amax
+
+
+def fp8_block_scaling_partial_cast(
+    input: Tensor,
+    scale: Tensor,
+    h: int,
+    w: int,
+    start_offset: int,
+    block_len: int = 128,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``fp8_block_scaling_partial_cast`` of the contract."""
+    op = "fp8_block_scaling_partial_cast"
+    contracts.fp8_block_scaling_partial_cast.check(
+        input, scale, h, w, start_offset, block_len, dtype=dtype
+    )
+    _no_numbers(op, h, w, start_offset, block_len)
+    kind = dtype or torch.float8_e4m3fn
+    x = plain(op, "input", input).contiguous()
+    scale = plain(op, "scale", scale).contiguous()
+    data = torch.empty(x.shape, dtype=kind, device=x.device)
+    check_fresh(op, data)
+    if x.numel():
+        _each_block(
+            op, x, scale, data.view(torch.uint8), KINDS[kind], h, w, start_offset, block_len
+        )
+    return data
+
+
+def _each_block(
+    op: str,
+    x: Tensor,
+    scale: Tensor | None,
+    out: Tensor,
+    kind: str,
+    h: int,
+    w: int,
+    start: int,
+    block_len: int,
+) -> None:
+    """Launch a program for each block of the matrix that ``x`` is a flat part of."""
+    down, across = blocks_of(h, w, block_len)
+    check_size(op, "blocks", down * across)
+    check_size(op, "columns of a block", block_len)
+    unit = math.gcd(w, start, x.numel(), block_len, WIDEST_UNIT)
+    constants = {
+        "LENGTH": block_len,
+        "KIND": kind,
+        **constants_of(x.device),
+        "UNIT": unit,
+        "ROWS": min(block_of(block_len), _SHARD_ROWS),
+        "COLUMNS": min(block_of(block_len), _SHARD_COLUMNS),
+    }
+    numbers = (w // unit, start // unit, x.numel() // unit, across)
+    tensors = (x, scale, out)
+    _start(_shard, x.device, _SHARD_THREADS, constants, down * across, tensors, numbers)
