@@ -40,7 +40,10 @@ SOFTMAX = (
     "scaled_aligned_causal_masked_softmax",
 )
 # Kernels that read and write each number once, so by whole vectors.
-STREAMING = {"_forward_rows", "_backward_rows", "_elementwise", "_with_bias"}
+STREAMING = {
+    "_forward_rows", "_backward_rows", "_elementwise", "_with_bias",
+    "_regroup", "_convert", "_append", "_read_half", "_add_or_copy", "_add_share", "_rotate",
+}  # fmt: skip
 # Kernels that go through lists of tensors, but those of a few numbers.
 TABLES = {"_scale", "_squares", "_adam", "_sgd"}
 # Several rows in a tile; one by the chunk; one whose rows begin anywhere.
@@ -72,7 +75,7 @@ def test_every_kernel_compiles(target: str, tmp_path: Path) -> None:
         forward = [
             case
             for case in report["cases"]
-            if case["kernel"] in STREAMING and case["dtype"] == "bf16"
+            if case["kernel"] in STREAMING and case["dtype"] in ("bf16", "i16")
         ]
         assert {case["kernel"] for case in forward} == STREAMING
         for case in forward:
@@ -138,6 +141,9 @@ def call_operators() -> None:
     call_gemm()
     call_loss()
     call_optimizer()
+    call_attention_layout()
+    call_context_parallel()
+    call_rope()
 
 
 def call_gemm() -> None:
@@ -182,6 +188,76 @@ def call_gemm() -> None:
     flagos.te_general_grouped_gemm(
         [saved], [saved], [1000, 24, 3000, 72], accumulate_into=[total] * 4, **wgrad
     )
+
+
+def call_attention_layout() -> None:
+    import torch
+
+    from transformer_engine_fl.backends.flagos import attention_layout as flagos
+
+    lengths = torch.tensor([0, 2, 6], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        tokens = torch.zeros(6, 8, 128, dtype=dtype)
+        qkv = torch.zeros(6, 2, 8, 384, dtype=dtype)
+        flagos.fa_prepare_bwd(*flagos.fa_prepare_fwd(qkv).unbind())
+        flagos.convert_bshd_to_thd(flagos.convert_thd_to_bshd(tokens, lengths, 4), lengths, 6)
+        # With dense heads, and side by side in one tensor, where heads are apart.
+        caches = torch.zeros(2, 2, 8, 8, 128, dtype=dtype)
+        beside = torch.zeros(2, 8, 8, 256, dtype=dtype)
+        for cache in (caches.unbind(), beside.chunk(2, -1)):
+            for options in ({"page_table": lengths[:2, None]}, {"batch_indices": lengths[1:]}):
+                flagos.copy_to_kv_cache(tokens, tokens, *cache, lengths, lengths, **options)
+        padded = tokens.view(3, 2, 8, 128)
+        flagos.copy_to_kv_cache(
+            padded, padded, *caches.unbind(), lengths, lengths, qkv_format="sbhd"
+        )
+
+
+def call_rope() -> None:
+    import torch
+
+    from transformer_engine_fl.backends.flagos import rope as flagos
+
+    freqs = torch.zeros(6, 1, 1, 128)
+    lengths = torch.tensor([0, 2, 6], dtype=torch.int32)
+    x = torch.zeros(6, 2, 8, 128, dtype=torch.bfloat16)
+    flagos.fused_rope_forward(x, freqs, start_positions=lengths[1:])
+    flagos.fused_rope_backward(x, freqs[..., :64], interleaved=True)
+    flagos.fused_rope_forward(x[:, 0], freqs, qkv_format="thd", cu_seqlens=lengths)
+    flagos.fused_rope_forward(x.double(), freqs)
+    split = (512, 128, 128)
+    qkv = torch.zeros(6, 2, 4, sum(split), dtype=torch.bfloat16)
+    parts = flagos.fused_qkv_rope_forward(qkv, freqs, freqs, qkv_split=split)
+    flagos.fused_qkv_rope_backward(
+        *parts, freqs, freqs[..., :64], qkv_split=split, interleaved=True
+    )
+
+
+def call_context_parallel() -> None:
+    import torch
+
+    from transformer_engine_fl.backends.flagos import context_parallel as flagos
+
+    lengths = torch.tensor([0, 2, 6], dtype=torch.int32)
+    flagos.thd_get_partitioned_indices(lengths, 8, 2, 0)
+    for dtype, kind in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        tokens = torch.zeros(6, 8, 128, dtype=dtype)
+        half = flagos.thd_read_half_tensor(tokens, lengths, 1)
+        for ways in (("add", "copy"), ("copy", "copy"), ("none", "add")):
+            step = half if "none" in ways else tokens
+            flagos.thd_grad_correction(
+                tokens, step, lengths, first_half=ways[0], second_half=ways[1]
+            )
+        for packed, shape in ((True, (8, 6)), (False, (2, 8, 4))):
+            lse = torch.zeros(shape, dtype=kind)
+            halves = flagos.thd_read_second_half_lse(
+                lse, lengths, shape[-1] // 2, lse_packed=packed
+            )
+            flagos.thd_second_half_lse_correction(lse, halves, lengths, lse_packed=packed)
+            step, its = (half, halves) if packed else (tokens, lse)
+            flagos.thd_out_correction(
+                tokens, step, lse, its, lengths, only_second_half=packed, lse_packed=packed
+            )
 
 
 def call_dropout() -> None:
@@ -332,10 +408,13 @@ def compile_for(name: str) -> dict[str, Any]:
         _products,
         _sums,
         activation,
+        attention_layout,
+        context_parallel,
         dropout,
         loss,
         normalization,
         optimizer,
+        rope,
         softmax,
     )
 
@@ -366,7 +445,7 @@ def compile_for(name: str) -> dict[str, Any]:
         cases.append(
             {
                 "kernel": kernel.__name__,
-                "dtype": signature.get("x_ptr", "*")[1:],
+                "dtype": next(iter(signature.values()))[1:],
                 "constants": str(constants),
                 # elements, where a kernel has them laid out in vectors itself
                 "vector": constants.get((names.index("VEC"),)) if "VEC" in names else None,
@@ -385,10 +464,13 @@ def compile_for(name: str) -> dict[str, Any]:
         _products,
         _sums,
         activation,
+        attention_layout,
+        context_parallel,
         dropout,
         loss,
         normalization,
         optimizer,
+        rope,
         softmax,
     )
     kernels = [kernel for module in modules for kernel in kernels_of(module)]

@@ -45,6 +45,8 @@ def register(registry: OpRegistry) -> None:
         __name__,
         families=(
             "activation",
+            "attention_layout",
+            "context_parallel",
             "dropout",
             "gemm",
             "loss",

@@ -26,10 +26,12 @@ __all__ = [
     "NOT_A_TENSOR",
     "PLAIN",
     "WIDEST_UNIT",
+    "Written",
     "block_of",
     "by_rows",
     "check_fresh",
     "check_size",
+    "dense",
     "is_vector",
     "keep",
     "listed",
@@ -73,7 +75,42 @@ def plain(op: str, name: str, tensor: Tensor) -> Tensor:
     reason = _launch.unsupported_device(tensor.device)
     if reason:
         raise NotSupportedError(f"{op}: {name!r} is on {tensor.device}: {reason}")
-    return (tensor if kind in PLAIN else tensor.as_subclass(torch.Tensor)).detach().resolve_neg()
+    return _unwrapped(tensor).resolve_neg()
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    return (tensor if type(tensor) in PLAIN else tensor.as_subclass(torch.Tensor)).detach()
+
+
+def dense(op: str, name: str, tensor: Tensor) -> Tensor:
+    """The tensor, plain and with a dense last dimension, copied if need be."""
+    return _with_dense_columns(plain(op, name, tensor))
+
+
+def _with_dense_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+class Written:
+    """A tensor that a kernel writes.
+
+    Attributes:
+        dense: plain and with a dense last dimension: the same memory, or a copy of it.
+    """
+
+    __slots__ = ("_memory", "dense")
+
+    def __init__(self, op: str, name: str, tensor: Tensor) -> None:
+        resolved = plain(op, name, tensor)
+        self._memory = _unwrapped(tensor)
+        self.dense = _with_dense_columns(resolved)
+
+    def finish(self) -> None:
+        """What has been written goes where it belongs; autograd is told of it."""
+        if self.dense.data_ptr() != self._memory.data_ptr():
+            self._memory.copy_(self.dense)
+        elif not self._memory.is_inference():
+            torch.autograd.graph.increment_version(self._memory)
 
 
 def by_rows(tensor: Tensor) -> tuple[Tensor, int]:

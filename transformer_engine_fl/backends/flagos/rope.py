@@ -1,16 +1,17 @@
 """Rotary position embedding in Triton.
 
-One kernel rotates some heads of one token: it finds the token's position, works out the
-cosines and sines of its angles once, and uses them for all those heads. Packed queries,
-keys and values are three launches of it, on views of the packed tensor; the values' turns
-no feature.
+A program takes some tokens and some heads of each. It finds where the tokens stand and
+works out the cosines and sines of their angles once, keeps them in registers, and goes
+through its heads with them, several at a time so that enough of memory is on its way.
+Packed queries, keys and values are one launch, in which every program has heads of one of
+the three, on views of the packed tensor; the values' turns no feature.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,9 +24,11 @@ from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     check_fresh,
     check_size,
+    dense,
     keep,
     plain,
 )
+from transformer_engine_fl.backends.flagos._sequences import highest_power, steps, token_at
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import rope as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -38,6 +41,102 @@ __all__ = [
 ]
 
 _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+
+# --------------------------------------------------------------------- cosines and sines
+#
+# An angle is a multiple k of pi / 2 and a rest r (W. J. Cody and W. Waite, Software Manual
+# for the Elementary Functions, 1980). k is the integer nearest to the angle times 2 / pi,
+# which a fused multiply-add with 1.5 * 2 ** 23 leaves in the low bits of its result. pi / 2
+# is the sum of two float32, less 1.8e-15. Up to the largest angle:
+#
+# - k is off by 0.054 at most, of 2 / pi being rounded, so that |r| <= 0.8701;
+# - the angle less k times the first part is exact, being a multiple of 2 ** -23 below 1, or
+#   of 2 ** -24 where k is 1; taking off k times the second rounds once; what is left out is
+#   below 2.4e-9.
+#
+# The polynomials are minimax on that range, found by Remez's exchange with coefficients
+# rounded to float32 one after another: off by less than 4.7e-9 for the sine and 2.8e-10 for
+# the cosine. With all roundings both are within 1e-7 of the truth.
+
+_LARGEST_ANGLE = tl.constexpr(2097152.0)  # 2 ** 21
+_TWO_OVER_PI = tl.constexpr(0.6366197466850281)
+_HALF_PI = tl.constexpr(1.5707963705062866)
+_REST_OF_HALF_PI = tl.constexpr(-4.371138828673793e-08)
+_TO_INTEGER = tl.constexpr(12582912.0)
+_SIN_3 = tl.constexpr(-0.16666637361049652)
+_SIN_5 = tl.constexpr(0.008331302553415298)
+_SIN_7 = tl.constexpr(-0.0001941808732226491)
+_COS_4 = tl.constexpr(0.041666630655527115)
+_COS_6 = tl.constexpr(-0.0013886616798117757)
+_COS_8 = tl.constexpr(2.435762871755287e-05)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
+    """``x * y + z`` of float32, rounded once."""
+    if _INTERPRETED:  # rounds the product too
+        return (x.to(tl.float64) * y + z).to(tl.float32)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cos_sin_reduced(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """As told above, for float32 angles up to the largest."""
+    shifted = _fma(angle, _TWO_OVER_PI, _TO_INTEGER)
+    quarter = shifted.to(tl.int32, bitcast=True)
+    k = shifted - _TO_INTEGER
+    r = _fma(k, -_REST_OF_HALF_PI, _fma(k, -_HALF_PI, angle))
+    square = r * r
+    sin = _fma(_fma(_fma(square, _SIN_7, _SIN_5), square, _SIN_3), square * r, r)
+    tail = _fma(_fma(square, _COS_8, _COS_6), square, _COS_4)
+    cos = _fma(tail, square * square, _fma(square, -0.5, 1.0))
+    odd = quarter & 1 != 0
+    new_sin = tl.where(odd, cos, sin)
+    new_cos = tl.where(odd, sin, cos)
+    new_sin = tl.where(quarter & 2 != 0, -new_sin, new_sin)
+    new_cos = tl.where((quarter + 1) & 2 != 0, -new_cos, new_cos)
+    return new_cos, new_sin
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cos_sin_any(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    if _INTERPRETED:
+        return tl.cos(angle), tl.sin(angle)
+    else:  # Triton's own are approximations there, and wrong for large angles
+        return libdevice.cos(angle), libdevice.sin(angle)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _is_large(angle: tl.tensor) -> tl.tensor:
+    """1 if it is, or is no number; else 0."""
+    return 1 - (tl.abs(angle) <= _LARGEST_ANGLE).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cos_sin_mixed(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Some of them large."""
+    any_cos, any_sin = _cos_sin_any(angle)
+    cos, sin = _cos_sin_reduced(angle)
+    large = _is_large(angle) != 0
+    return tl.where(large, any_cos, cos), tl.where(large, any_sin, sin)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cos_sin(a: tl.tensor, b: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of whole tiles of angles; the way an angle goes does not depend on those beside it."""
+    if a.dtype == tl.float32:
+        if tl.max(_is_large(a) | _is_large(b)) == 0:
+            cos_a, sin_a = _cos_sin_reduced(a)
+            cos_b, sin_b = _cos_sin_reduced(b)
+        else:
+            cos_a, sin_a = _cos_sin_mixed(a)
+            cos_b, sin_b = _cos_sin_mixed(b)
+    else:
+        cos_a, sin_a = _cos_sin_any(a)
+        cos_b, sin_b = _cos_sin_any(b)
+    return cos_a, sin_a, cos_b, sin_b
+
 
 # ------------------------------------------------------------------------------ kernels
 
@@ -53,141 +152,295 @@ def _in_full(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cos_sin(
-    freqs_ptr: tl.tensor, feature: tl.tensor, mask: tl.tensor, ACC: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    angle = tl.load(freqs_ptr + feature, mask=mask, other=0).to(ACC)
-    if _INTERPRETED:
-        return tl.cos(angle), tl.sin(angle)
-    else:  # Triton's own are approximations there, and wrong for large angles
-        return libdevice.cos(angle), libdevice.sin(angle)
+def _head_at(
+    head: tl.tensor,
+    per_group: tl.tensor,
+    group_step: tl.tensor,
+    head_step: tl.tensor,
+    GROUPED: tl.constexpr,
+) -> tl.tensor:
+    """How far a head is from the first one, in units."""
+    if GROUPED:
+        return (head // per_group) * group_step + (head % per_group) * head_step
+    else:
+        return head * group_step
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn_heads(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    freqs_ptr: tl.tensor,
+    outer: tl.tensor,
+    within: tl.tensor,
+    exists: tl.tensor,
+    position: tl.tensor,
+    turns: tl.tensor,
+    first_head: tl.tensor,
+    portion: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    table_rows: tl.tensor,
+    table_stride: tl.tensor,
+    x_outer: tl.tensor,
+    x_inner: tl.tensor,
+    x_group: tl.tensor,
+    x_head: tl.tensor,
+    y_outer: tl.tensor,
+    y_inner: tl.tensor,
+    y_group: tl.tensor,
+    y_head: tl.tensor,
+    INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,
+    ACC: tl.constexpr,
+    UNIT: tl.constexpr,
+    TABLE_UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+) -> None:
+    """``portion`` heads of these tokens, HEADS at a time.
+
+    ROTATED of the WIDTH features turn, of which HALF holds one half and REST the others.
+    GROUPED: a group has several heads.
+    """
+    pair = tl.arange(0, HALF)
+    feature = tl.arange(0, 2 * HALF)
+    if REST > 0:
+        other = ROTATED + tl.arange(0, REST)
+    if ROTATED > 0:
+        known = (turns & (position >= 0) & (position < table_rows))[:, None]
+        freqs_ptr += position.to(tl.int64)[:, None] * (table_stride * TABLE_UNIT)
+        if INTERLEAVED:
+            entry = freqs_ptr + feature[None, :]
+            angle = tl.load(entry, mask=known & (feature < ROTATED)[None, :], other=0)
+            angle_a, angle_b = tl.split(angle.to(ACC).reshape(TOKENS, HALF, 2))
+        else:
+            entry = freqs_ptr + pair[None, :]
+            has_angle = known & (pair < ROTATED // 2)[None, :]
+            angle_a = tl.load(entry, mask=has_angle, other=0).to(ACC)
+            angle_b = tl.load(entry + ROTATED // 2, mask=has_angle, other=0).to(ACC)
+        cos_a, sin_a, cos_b, sin_b = _cos_sin(angle_a, angle_b)
+        nothing = tl.where(turns[:, None] & ~known, float("nan"), 0.0).to(ACC)
+        cos_a += nothing
+        cos_b += nothing
+        sin_a += nothing
+        sin_b += nothing
+        if BACK:
+            sin_a, sin_b = -sin_b, -sin_a
+    x_ptr += (outer * x_outer + within * x_inner)[:, None] * UNIT
+    y_ptr += (outer * y_outer + within * y_inner)[:, None] * UNIT
+    end = tl.minimum(first_head + portion, heads)
+    for start in tl.range(first_head, end, HEADS):
+        # All that is read, before anything is written, of which the compiler does not know
+        # that it is elsewhere.
+        reads = ()
+        for i in tl.static_range(HEADS):
+            there = exists[:, None] & (start + i < end)
+            row = x_ptr + _head_at(start + i, per_group, x_group, x_head, GROUPED) * UNIT
+            u, v, rest = 0, 0, 0
+            if INTERLEAVED and ROTATED > 0:
+                mask = there & (feature < ROTATED)[None, :]
+                u = tl.load(row + feature[None, :], mask=mask, other=0)
+            elif ROTATED > 0:
+                mask = there & (pair < ROTATED // 2)[None, :]
+                u = tl.load(row + pair[None, :], mask=mask, other=0)
+                v = tl.load(row + ROTATED // 2 + pair[None, :], mask=mask, other=0)
+            if REST > 0:
+                others = there & (other < WIDTH)[None, :]
+                rest = tl.load(row + other[None, :], mask=others)
+            reads += ((u, v, rest),)
+        for i in tl.static_range(HEADS):
+            there = exists[:, None] & (start + i < end)
+            row = y_ptr + _head_at(start + i, per_group, y_group, y_head, GROUPED) * UNIT
+            u, v, rest = reads[i]
+            if ROTATED > 0:
+                if INTERLEAVED:
+                    u, v = tl.split(u.to(ACC).reshape(TOKENS, HALF, 2))
+                new_u = u.to(ACC) * cos_a - v.to(ACC) * sin_a
+                new_v = v.to(ACC) * cos_b + u.to(ACC) * sin_b
+                if INTERLEAVED:
+                    y = tl.join(new_u, new_v).reshape(TOKENS, 2 * HALF)
+                    mask = there & (feature < ROTATED)[None, :]
+                    tl.store(row + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+                else:
+                    mask = there & (pair < ROTATED // 2)[None, :]
+                    tl.store(row + pair[None, :], new_u.to(y_ptr.dtype.element_ty), mask=mask)
+                    row_v = row + ROTATED // 2
+                    tl.store(row_v + pair[None, :], new_v.to(y_ptr.dtype.element_ty), mask=mask)
+            if REST > 0:
+                tl.store(row + other[None, :], rest, mask=there & (other < WIDTH)[None, :])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "inner", "heads", "per_group", "table_rows", "table_stride", "cp_size", "cp_rank",
-        "sequences", "length", "x_outer", "x_inner", "x_group", "x_head",
-        "y_outer", "y_inner", "y_group", "y_head",
+        "tokens", "inner", "portion", "cp_size", "cp_rank", "sequences", "highest", "length",
+        *(
+            f"{part}_{number}"
+            for part in "qkv"
+            for number in (
+                "heads", "per_group", "rows", "stride", "outer", "inner", "group", "head",
+                "to_outer", "to_inner", "to_group", "to_head",
+            )
+        ),
     ]
 )  # fmt: skip
 def _rotate(
-    x_ptr: tl.tensor,
-    y_ptr: tl.tensor,
-    freqs_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    q_to_ptr: tl.tensor,
+    q_freqs_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    k_to_ptr: tl.tensor,
+    k_freqs_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    v_to_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
+    tokens: tl.int32,
     inner: tl.int32,
-    heads: tl.int32,
-    per_group: tl.int32,
-    table_rows: tl.int32,
-    table_stride: tl.int64,
+    portion: tl.int32,
     cp_size: tl.int32,
     cp_rank: tl.int32,
     sequences: tl.int32,
+    highest: tl.int32,
     length: tl.int32,
-    x_outer: tl.int64,
-    x_inner: tl.int64,
-    x_group: tl.int64,
-    x_head: tl.int64,
-    y_outer: tl.int64,
-    y_inner: tl.int64,
-    y_group: tl.int64,
-    y_head: tl.int64,
+    q_heads: tl.int32,
+    q_per_group: tl.int32,
+    q_rows: tl.int32,
+    q_stride: tl.int64,
+    q_outer: tl.int64,
+    q_inner: tl.int64,
+    q_group: tl.int64,
+    q_head: tl.int64,
+    q_to_outer: tl.int64,
+    q_to_inner: tl.int64,
+    q_to_group: tl.int64,
+    q_to_head: tl.int64,
+    k_heads: tl.int32,
+    k_per_group: tl.int32,
+    k_rows: tl.int32,
+    k_stride: tl.int64,
+    k_outer: tl.int64,
+    k_inner: tl.int64,
+    k_group: tl.int64,
+    k_head: tl.int64,
+    k_to_outer: tl.int64,
+    k_to_inner: tl.int64,
+    k_to_group: tl.int64,
+    k_to_head: tl.int64,
+    v_heads: tl.int32,
+    v_per_group: tl.int32,
+    v_rows: tl.int32,
+    v_stride: tl.int64,
+    v_outer: tl.int64,
+    v_inner: tl.int64,
+    v_group: tl.int64,
+    v_head: tl.int64,
+    v_to_outer: tl.int64,
+    v_to_inner: tl.int64,
+    v_to_group: tl.int64,
+    v_to_head: tl.int64,
     SEQUENCE_FIRST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BACK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTATED: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
+    TABLE_UNIT: tl.constexpr,
     HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    SEQUENCES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    Q_GROUPED: tl.constexpr,
+    Q_WIDTH: tl.constexpr,
+    Q_ROTATED: tl.constexpr,
+    Q_HALF: tl.constexpr,
+    Q_REST: tl.constexpr,
+    K_GROUPED: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    K_ROTATED: tl.constexpr,
+    K_HALF: tl.constexpr,
+    K_REST: tl.constexpr,
+    V_GROUPED: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    V_ROTATED: tl.constexpr,
+    V_HALF: tl.constexpr,
+    V_REST: tl.constexpr,
 ) -> None:
-    """HEADS heads of one token; strides count units of UNIT elements.
+    """TOKENS tokens, and of each ``portion`` heads of the queries, the keys or the values.
 
-    ROTATED of the WIDTH features turn, of which HALF holds one half and REST the others.
-    BACK: the gradient, which goes through the transpose.
+    Where there is but one tensor it stands for the queries. Distances count units of UNIT
+    elements, those of the rows of freqs units of TABLE_UNIT. BACK: the gradient, which goes
+    through the transpose.
     """
-    outer = tl.program_id(0) // inner
-    within = tl.program_id(0) % inner
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    exists = (head < heads)[:, None]
-    group = (head // per_group).to(tl.int64)
-    member = (head % per_group).to(tl.int64)
-    x_ptr += (outer * x_outer + within * x_inner) * UNIT
-    y_ptr += (outer * y_outer + within * y_inner) * UNIT
-    x_row = x_ptr + ((group * x_group + member * x_head) * UNIT)[:, None]
-    y_row = y_ptr + ((group * y_group + member * y_head) * UNIT)[:, None]
-    if REST > 0:
-        rest = ROTATED + tl.arange(0, REST)[None, :]
-        others = exists & (rest < WIDTH)
-        tl.store(y_row + rest, tl.load(x_row + rest, mask=others), mask=others)
-    if ROTATED > 0:
-        turns = True
-        if offsets_ptr is not None:
-            number = tl.arange(0, SEQUENCES)
-            begins = tl.load(offsets_ptr + number, mask=number <= sequences, other=2**31 - 1)
-            sequence = tl.sum((begins // cp_size <= outer).to(tl.int32), axis=0) - 1
-            turns = sequence < sequences
-            sequence = tl.minimum(sequence, sequences - 1)
-            begin = tl.load(offsets_ptr + sequence) // cp_size
-            end = tl.load(offsets_ptr + sequence + 1) // cp_size
-            position = _in_full(outer - begin, end - begin, cp_size, cp_rank)
-        elif SEQUENCE_FIRST:
-            sequence = within
-            position = _in_full(outer, length, cp_size, cp_rank)
+    q_portions = tl.cdiv(q_heads, portion)
+    k_portions = tl.cdiv(k_heads, portion)
+    portions = q_portions + k_portions + tl.cdiv(v_heads, portion)
+    part = tl.program_id(0) % portions
+    token = (tl.program_id(0) // portions) * TOKENS + tl.arange(0, TOKENS)
+    exists = token < tokens
+    outer = token // inner
+    within = token % inner
+    turns = exists
+    if offsets_ptr is not None:
+        sequence, place, own_length, turns = token_at(
+            offsets_ptr, outer, sequences, highest, cp_size
+        )
+        position = _in_full(place, own_length, cp_size, cp_rank)
+    elif SEQUENCE_FIRST:
+        sequence = within
+        position = _in_full(outer, length, cp_size, cp_rank)
+    else:
+        sequence = outer
+        position = _in_full(within, length, cp_size, cp_rank)
+    if starts_ptr is not None:
+        position += tl.load(starts_ptr + sequence, mask=exists, other=0)
+    outer = outer.to(tl.int64)
+    within = within.to(tl.int64)
+    if part < q_portions:
+        _turn_heads(
+            q_ptr, q_to_ptr, q_freqs_ptr, outer, within, exists, position, turns,
+            part * portion, portion, q_heads, q_per_group, q_rows, q_stride,
+            q_outer, q_inner, q_group, q_head, q_to_outer, q_to_inner, q_to_group, q_to_head,
+            INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
+            Q_GROUPED, Q_WIDTH, Q_ROTATED, Q_HALF, Q_REST,
+        )  # fmt: skip
+    elif k_ptr is not None:
+        if part < q_portions + k_portions:
+            _turn_heads(
+                k_ptr, k_to_ptr, k_freqs_ptr, outer, within, exists, position, turns,
+                (part - q_portions) * portion, portion, k_heads, k_per_group, k_rows, k_stride,
+                k_outer, k_inner, k_group, k_head, k_to_outer, k_to_inner, k_to_group, k_to_head,
+                INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
+                K_GROUPED, K_WIDTH, K_ROTATED, K_HALF, K_REST,
+            )  # fmt: skip
         else:
-            sequence = outer
-            position = _in_full(within, length, cp_size, cp_rank)
-        if starts_ptr is not None:
-            position += tl.load(starts_ptr + sequence)
-        known = (position >= 0) & (position < table_rows)
-        freqs_ptr += position.to(tl.int64) * table_stride
-        pair = tl.arange(0, HALF)
-        paired = pair < ROTATED // 2
-        if INTERLEAVED:
-            first = 2 * pair
-            second = 2 * pair + 1
-        else:
-            first = pair
-            second = pair + ROTATED // 2
-        cos_a, sin_a = _cos_sin(freqs_ptr, first, paired & known, ACC)
-        cos_b, sin_b = _cos_sin(freqs_ptr, second, paired & known, ACC)
-        nothing = tl.where(known, 0.0, float("nan")).to(ACC)
-        cos_a = tl.where(turns, cos_a + nothing, 1.0)[None, :]
-        cos_b = tl.where(turns, cos_b + nothing, 1.0)[None, :]
-        sin_a = tl.where(turns, sin_a + nothing, 0.0)[None, :]
-        sin_b = tl.where(turns, sin_b + nothing, 0.0)[None, :]
-        if BACK:
-            sin_a, sin_b = -sin_b, -sin_a
-        if INTERLEAVED:
-            feature = tl.arange(0, 2 * HALF)[None, :]
-            mask = exists & (feature < ROTATED)
-            x = tl.load(x_row + feature, mask=mask, other=0).to(ACC)
-            u, v = tl.split(x.reshape(HEADS, HALF, 2))
-            y = tl.join(u * cos_a - v * sin_a, v * cos_b + u * sin_b).reshape(HEADS, 2 * HALF)
-            tl.store(y_row + feature, y.to(y_ptr.dtype.element_ty), mask=mask)
-        else:
-            mask = exists & paired[None, :]
-            u = tl.load(x_row + first[None, :], mask=mask, other=0).to(ACC)
-            v = tl.load(x_row + second[None, :], mask=mask, other=0).to(ACC)
-            new_u = u * cos_a - v * sin_a
-            new_v = v * cos_b + u * sin_b
-            tl.store(y_row + first[None, :], new_u.to(y_ptr.dtype.element_ty), mask=mask)
-            tl.store(y_row + second[None, :], new_v.to(y_ptr.dtype.element_ty), mask=mask)
+            _turn_heads(
+                v_ptr, v_to_ptr, v_ptr, outer, within, exists, position, turns,
+                (part - q_portions - k_portions) * portion, portion,
+                v_heads, v_per_group, v_rows, v_stride,
+                v_outer, v_inner, v_group, v_head, v_to_outer, v_to_inner, v_to_group, v_to_head,
+                INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
+                V_GROUPED, V_WIDTH, V_ROTATED, V_HALF, V_REST,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- launching
 
-_TILE, _THREADS = 2048, 128  # features of a program
+_TILE_BYTES = 4096  # of one head of a program's tokens
+_THREADS = 128
+_HEADS = 4  # that a program reads at a time
+# Programs that a multiprocessor is to hold at once. With fewer registers for each, only what
+# large angles take is moved out of them; float64 needs more.
+_RESIDENT = 5
+_PROGRAMS = 24  # of a multiprocessor at least, as far as heads can be shared out
 _LAUNCHES: dict[object, _launch.Launch] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 class _Places(NamedTuple):
-    """Where tokens stand: what all launches of one call share."""
+    """Where tokens stand."""
 
     starts: Tensor | None
     qkv_format: str
@@ -198,54 +451,110 @@ class _Places(NamedTuple):
     back: bool
 
 
-def _turn(op: str, x: Tensor, y: Tensor, freqs: Tensor | None, places: _Places) -> None:
-    """Rotate ``x``, ``[outer, inner, groups, per_group, d]``, into ``y`` of the same shape."""
-    outer, inner, groups, per_group, width = x.shape
-    heads = groups * per_group
-    if not x.numel():
+class _Part(NamedTuple):
+    """``[outer, inner, groups, per_group, d]``, and a new tensor of the same shape."""
+
+    x: Tensor
+    y: Tensor
+    freqs: Tensor | None
+
+    def constants(self) -> tuple[int, int, int, int, int]:
+        """GROUPED, WIDTH, ROTATED, HALF and REST."""
+        width, rotated = self.x.shape[-1], 0 if self.freqs is None else self.freqs.shape[-1]
+        rest = triton.next_power_of_2(width - rotated) if width > rotated else 0
+        half = triton.next_power_of_2(max(1, rotated // 2))
+        return int(self.x.shape[3] > 1), width, rotated, half, rest
+
+    @property
+    def heads(self) -> int:
+        return self.x.shape[2] * self.x.shape[3]
+
+    def steps(self) -> tuple[int, ...]:
+        return (*steps(self.x), *steps(self.y))
+
+
+_CONSTANTS = ("GROUPED", "WIDTH", "ROTATED", "HALF", "REST")
+_NUMBERS = 12  # of each part
+
+
+def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
+    """Rotate one tensor, or queries, keys and values."""
+    if not any(part.x.numel() for part in parts):
         return
+    first = parts[0].x
+    outer, inner = first.shape[:2]
     check_size(op, "tokens", outer * inner)
-    rotated = 0 if freqs is None else freqs.shape[-1]
-    half = triton.next_power_of_2(max(1, rotated // 2))
-    rest = triton.next_power_of_2(width - rotated) if width > rotated else 0
-    block = min(triton.next_power_of_2(heads), max(1, _TILE // max(2 * half, rest)))
+    tables = [
+        (0, 0) if it.freqs is None else (it.freqs.shape[0], it.freqs.stride(0)) for it in parts
+    ]
+    unit = math.gcd(*(step for part in parts for step in part.steps()), WIDEST_UNIT)
+    table_unit = math.gcd(*(stride for _, stride in tables), WIDEST_UNIT)
+    constants = tuple([part.constants() for part in parts])
+    widest = max(2 * half * (rotated > 0) + rest for *_, rotated, half, rest in constants)
+    tokens = max(1, _TILE_BYTES // first.itemsize // triton.next_power_of_2(widest))
+    heads = [part.heads for part in parts]
+    together = min(triton.next_power_of_2(max(heads)), _HEADS)
+    blocks = -(-outer * inner // tokens)
+    portion = triton.next_power_of_2(max(heads))
+    wanted = _PROGRAMS * _launch.limits(first.device).multiprocessors
+    while portion > together and blocks * _portions(heads, portion) < wanted:
+        portion //= 2
+    programs = blocks * _portions(heads, portion)
+    check_size(op, "programs", programs)
+    launch = _launch_of(first, constants, places, (unit, table_unit, together, tokens))
     sequences = 0 if places.offsets is None else places.offsets.shape[0] - 1
-    counted = triton.next_power_of_2(sequences + 1)
-    strides = (*x.stride()[:-1], *y.stride()[:-1])
-    unit = math.gcd(*strides, WIDEST_UNIT)
-    first = places.qkv_format != "bshd"
+    length = inner if places.qkv_format == "bshd" else outer
+    numbers = [outer * inner, inner, portion, places.cp_size, places.cp_rank]
+    numbers += (sequences, highest_power(sequences) if sequences else 0, length)
+    tensors: list[Tensor | None] = []
+    for part, (rows, stride) in zip(parts, tables, strict=True):
+        numbers += (part.heads, part.x.shape[3], rows, stride // table_unit)
+        numbers += (step // unit for step in part.steps())
+        tensors += (part.x, part.y, part.freqs)
+    missing = 3 - len(parts)
+    numbers += [0] * (_NUMBERS * missing)
+    tensors = [*tensors, *[None] * (3 * missing)][:8]  # the values have no table
+    launch((programs, 1), (*tensors, places.starts, places.offsets), tuple(numbers))
+
+
+def _portions(heads: Sequence[int], portion: int) -> int:
+    """How many programs some tokens have."""
+    return sum(-(-it // portion) for it in heads)
+
+
+def _launch_of(
+    like: Tensor, parts: tuple[tuple[int, ...], ...], places: _Places, sizes: tuple[int, ...]
+) -> _launch.Launch:
+    """The kernel for parts with these constants; ``sizes``: UNIT, TABLE_UNIT, HEADS, TOKENS."""
+    sequence_first = places.qkv_format != "bshd"
     key = (
-        x.dtype, width, rotated, block, counted, unit, first, places.starts is None,
-        places.offsets is None, places.interleaved, places.back, x.device,
+        like.dtype, parts, sizes, sequence_first, places.starts is None, places.offsets is None,
+        places.interleaved, places.back, like.device,
     )  # fmt: skip
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(
-            _rotate,
-            x.device,
-            threads=_THREADS,
-            SEQUENCE_FIRST=first,
-            INTERLEAVED=places.interleaved,
-            BACK=places.back,
-            WIDTH=width,
-            ROTATED=rotated,
-            ACC=_TRITON_TYPES[math_dtype(x.dtype)],
-            UNIT=unit,
-            HEADS=block,
-            HALF=half,
-            REST=rest,
-            SEQUENCES=counted,
-        ),
+    launch = _LAUNCHES.get(key)
+    if launch is not None:
+        return launch
+    names = [f"{part}_{it}" for part in "QKV" for it in _CONSTANTS]
+    nothing = (1,) * len(_CONSTANTS)
+    values = [it for part in (*parts, nothing, nothing) for it in part]
+    of_parts: dict[str, Any] = dict(zip(names, values, strict=False))
+    unit, table_unit, heads, tokens = sizes
+    launch = _launch.Launch(
+        _rotate,
+        like.device,
+        threads=_THREADS,
+        resident=0 if like.dtype == torch.float64 else _RESIDENT,
+        SEQUENCE_FIRST=sequence_first,
+        INTERLEAVED=places.interleaved,
+        BACK=places.back,
+        ACC=_TRITON_TYPES[math_dtype(like.dtype)],
+        UNIT=unit,
+        TABLE_UNIT=table_unit,
+        HEADS=heads,
+        TOKENS=tokens,
+        **of_parts,
     )
-    table = (0, 0) if freqs is None else (freqs.shape[0], freqs.stride(0))
-    length = outer if first else inner
-    numbers = (inner, heads, per_group, *table, places.cp_size, places.cp_rank, sequences, length)
-    launch(
-        (outer * inner, -(-heads // block)),
-        (x, y, freqs, places.starts, places.offsets),
-        (*numbers, *(stride // unit for stride in strides)),
-    )
+    return keep(_LAUNCHES, key, launch)
 
 
 def _places(
@@ -267,15 +576,9 @@ def _places(
     return _Places(starts, qkv_format, offsets, interleaved, cp_size, cp_rank, back)
 
 
-def _dense(op: str, name: str, tensor: Tensor) -> Tensor:
-    """The tensor with dense features."""
-    tensor = plain(op, name, tensor)
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
 def _table(op: str, name: str, freqs: Tensor) -> Tensor:
     """``[positions, d2]``."""
-    return _dense(op, name, freqs)[:, 0, 0]
+    return dense(op, name, freqs)[:, 0, 0]
 
 
 def _five(tokens: Tensor) -> Tensor:
@@ -351,9 +654,9 @@ _OPTIONS = (
 
 
 def _one(op: str, name: str, tokens: Tensor, freqs: Tensor, places: _Places) -> Tensor:
-    tokens = _dense(op, name, tokens)
+    tokens = dense(op, name, tokens)
     output = _empty(op, tokens, tokens.shape)
-    _turn(op, _five(tokens), _five(output), _table(op, "freqs", freqs), places)
+    _turn(op, [_Part(_five(tokens), _five(output), _table(op, "freqs", freqs))], places)
     return output
 
 
@@ -376,17 +679,20 @@ def fused_qkv_rope_forward(
     options = dict(zip(_OPTIONS, given, strict=True))
     op.check(qkv_input, q_freqs, k_freqs, qkv_split=qkv_split, **options)
     places = _places(op.name, *given, back=False)
-    packed = _dense(op.name, "qkv_input", qkv_input)
+    packed = dense(op.name, "qkv_input", qkv_input)
     *leading, groups, _ = packed.shape
     dq, dk, dv = qkv_split
     q = _empty(op.name, packed, (*leading, groups * (dq // dk), dk))
     k = _empty(op.name, packed, (*leading, groups, dk))
     v = _empty(op.name, packed, (*leading, groups, dv))
     of_q, of_k, of_v = _parts(packed, qkv_split)
-    q_table = _table(op.name, "q_freqs", q_freqs)
-    _turn(op.name, _queries(of_q, groups, dq // dk), _queries(q, groups, dq // dk), q_table, places)
-    _turn(op.name, _five(of_k), _five(k), _table(op.name, "k_freqs", k_freqs), places)
-    _turn(op.name, _five(of_v), _five(v), None, places)
+    tables = _table(op.name, "q_freqs", q_freqs), _table(op.name, "k_freqs", k_freqs)
+    parts = (
+        _Part(_queries(of_q, groups, dq // dk), _queries(q, groups, dq // dk), tables[0]),
+        _Part(_five(of_k), _five(k), tables[1]),
+        _Part(_five(of_v), _five(v), None),
+    )
+    _turn(op.name, parts, places)
     return q, k, v
 
 
@@ -412,15 +718,18 @@ def fused_qkv_rope_backward(
     op.check(q_grad, k_grad, v_grad, q_freqs, k_freqs, qkv_split=qkv_split, **options)
     places = _places(op.name, *given, back=True)
     q, k, v = (
-        _dense(op.name, name, grad)
+        dense(op.name, name, grad)
         for name, grad in (("q_grad", q_grad), ("k_grad", k_grad), ("v_grad", v_grad))
     )
     *leading, groups, _ = k.shape
     dq, dk, dv = qkv_split
     packed = _empty(op.name, k, (*leading, groups, dq + dk + dv))
     of_q, of_k, of_v = _parts(packed, qkv_split)
-    q_table = _table(op.name, "q_freqs", q_freqs)
-    _turn(op.name, _queries(q, groups, dq // dk), _queries(of_q, groups, dq // dk), q_table, places)
-    _turn(op.name, _five(k), _five(of_k), _table(op.name, "k_freqs", k_freqs), places)
-    _turn(op.name, _five(v), _five(of_v), None, places)
+    tables = _table(op.name, "q_freqs", q_freqs), _table(op.name, "k_freqs", k_freqs)
+    parts = (
+        _Part(_queries(q, groups, dq // dk), _queries(of_q, groups, dq // dk), tables[0]),
+        _Part(_five(k), _five(of_k), tables[1]),
+        _Part(_five(v), _five(of_v), None),
+    )
+    _turn(op.name, parts, places)
     return packed

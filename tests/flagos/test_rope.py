@@ -1,0 +1,157 @@
+"""Triton's rotary embedding: its cosines and sines, and each way through its kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import testing
+from transformer_engine_fl.backends.flagos import rope as flagos
+from transformer_engine_fl.ops import rope as contracts
+from transformer_engine_fl.testing.allocation import Guarded
+
+LARGEST = flagos._LARGEST_ANGLE.value
+
+
+def check(op: str, *args: Any, **kwargs: Any) -> None:
+    contract = getattr(contracts, op)
+    expected = contract.oracle(*args, **kwargs)
+    with Guarded() as allocations:
+        found = getattr(flagos, op)(*args, **kwargs)
+    assert allocations.broken() is None
+    if isinstance(found, Tensor):
+        found, expected = (found,), (expected,)
+    for one, right in zip(found, expected, strict=True):
+        dtype = str(one.dtype).removeprefix("torch.")
+        worst = testing.compare(one, right, contract.tolerance[dtype])
+        assert worst.ratio <= 1, worst
+
+
+def tokens(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(device, dtype)
+
+
+def table(rows: int, rotated: int, device: str) -> Tensor:
+    return torch.randn(rows, 1, 1, rotated).to(device) * 10
+
+
+# ------------------------------------------------------------------- cosines and sines
+
+
+def angles(kind: str) -> Tensor:
+    """32768 of them, float32."""
+    count = 32768
+    random = torch.rand(count, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    whole = torch.arange(count, dtype=torch.float64)
+    found = {
+        "around 0": (random - 0.5) * 4,
+        "tiny": torch.pi * 2.0 ** (-1 - 120 * random),
+        "positions": whole * 4,
+        "slow": whole / 7,
+        "large": (random - 0.5) * 2 * LARGEST,
+        "the largest": LARGEST - whole / 8,
+        "quarter turns": (whole * 40 + 1) * torch.pi / 2,
+        "eighths of a turn": -(whole * 40 + 0.5) * torch.pi / 2,
+    }[kind]
+    return found.float()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["around 0", "tiny", "positions", "slow", "large", "the largest", "quarter turns",
+     "eighths of a turn"],
+)  # fmt: skip
+def test_cosines_and_sines(kind: str, device: str) -> None:
+    """(1, 0) turns into (cos a, sin b): all in float32, so within what the kernel promises."""
+    freqs = angles(kind).view(256, 1, 1, 128).to(device)
+    x = torch.zeros(256, 1, 1, 128, device=device)
+    x[..., :64] = 1
+    turned = flagos.fused_rope_forward(x, freqs).double()
+    exact = freqs.double()
+    error = (turned[..., :64] - exact[..., :64].cos()).abs().max()
+    error = error.maximum((turned[..., 64:] - exact[..., 64:].sin()).abs().max())
+    assert error <= 1e-7
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_an_angle_beyond_the_largest_and_those_beside_it(interleaved: bool, device: str) -> None:
+    freqs = table(6, 32, device)
+    places = torch.arange(0, 6 * 32, 7, device=device)
+    freqs.view(-1)[places] = torch.logspace(6.4, 30, len(places)).to(device)
+    x = tokens(6, 2, 3, 32, device=device, dtype=torch.float32)
+    check("fused_rope_forward", x, freqs, interleaved=interleaved)
+
+
+def test_an_angle_beyond_the_largest_changes_no_bit_of_another_token(device: str) -> None:
+    freqs = table(6, 32, device)
+    x = tokens(6, 1, 3, 32, device=device, dtype=torch.float32)
+    alone = flagos.fused_rope_forward(x, freqs)
+    freqs[2] = 1e9
+    beside = flagos.fused_rope_forward(x, freqs)
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(alone[others], beside[others])
+
+
+def test_an_angle_that_is_no_number_stays_with_its_own_feature(device: str) -> None:
+    freqs = table(6, 32, device)
+    freqs[2, 0, 0, 3] = torch.nan
+    freqs[4, 0, 0, 5] = torch.inf
+    x = tokens(6, 1, 3, 32, device=device, dtype=torch.float32)
+    strange = flagos.fused_rope_forward(x, freqs).isnan()
+    expected = torch.zeros_like(strange)
+    expected[2, :, :, 3] = expected[4, :, :, 5] = True
+    assert torch.equal(strange, expected)
+
+
+# -------------------------------------------------------------------------- the kernel
+
+
+@pytest.mark.parametrize("programs", [0, 3, 10**6])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_shared_out_among_any_number_of_programs(
+    programs: int, interleaved: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flagos, "_PROGRAMS", programs)
+    freqs, options = table(40, 24, device), {"interleaved": interleaved}
+    x = tokens(40, 1, 11, 32, device=device)
+    check("fused_rope_forward", x, freqs, **options)
+    qkv = tokens(40, 1, 3, 4 * 32 + 32 + 48, device=device)
+    options["qkv_split"] = (128, 32, 48)
+    check("fused_qkv_rope_forward", qkv, freqs, freqs[..., :8], **options)
+    grads = [tokens(40, 1, *part, device=device) for part in ((12, 32), (3, 32), (3, 48))]
+    check("fused_qkv_rope_backward", *grads, freqs, freqs[..., :8], **options)
+
+
+# d, of which d2 turn: a power of two, another, all but two, a few of many.
+@pytest.mark.parametrize("widths", [(128, 128), (96, 96), (80, 78), (192, 64), (500, 6)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_features_of_every_width(widths: tuple[int, int], interleaved: bool, device: str) -> None:
+    width, rotated = widths
+    freqs = table(5, rotated, device)
+    x = tokens(3, 5, 6, width, device=device)
+    options = {"qkv_format": "bshd", "interleaved": interleaved}
+    check("fused_rope_forward", x, freqs, **options)
+    check("fused_rope_backward", x, freqs, **options)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_wrong_offsets_and_positions_read_nothing_outside(seed: int, device: str) -> None:
+    wild = torch.tensor([-(2**31), -5, 3, 2**31 - 1, 0, 7, 2**30], dtype=torch.int32)
+    order = torch.randperm(len(wild), generator=torch.Generator().manual_seed(seed))
+    bounds, starts = wild[order].to(device), wild[order.flip(0)][1:].to(device)
+    x = torch.ones(9, 2, 8, device=device)
+    # Angles of 0 between others, which would show.
+    freqs = torch.full((2 * 1024 + 9 * 8,), 1e3, device=device)[1024:-1024]
+    freqs = freqs.zero_().view(9, 1, 1, 8)
+    thd: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens": bounds}
+    bshd: dict[str, Any] = {"qkv_format": "bshd", "start_positions": starts}
+    for turned in (
+        flagos.fused_rope_forward(x, freqs, **thd),
+        flagos.fused_rope_forward(x, freqs, **thd, cp_size=3, cp_rank=2),
+        flagos.fused_rope_forward(x, freqs, **thd, start_positions=starts),
+        flagos.fused_rope_forward(x.expand(6, 9, 2, 8), freqs, **bshd),
+    ):
+        assert ((turned == 1) | turned.isnan()).all()

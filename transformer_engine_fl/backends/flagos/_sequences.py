@@ -1,0 +1,238 @@
+"""Sequences of several lengths in one tensor: which token stands where, and moving tokens.
+
+A program of these kernels takes TOKENS rows of a tensor, and of each a piece of HEADS heads
+by BLOCK columns. A token whose heads follow one another is one head as wide as all of them,
+so that its row is read from end to end. Distances count units of UNIT elements.
+
+``cu_seqlens`` and other indices come from users. Every row that is worked out from them is
+compared with the rows that there are before it is read or written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import WIDEST_UNIT, check_size, keep
+from transformer_engine_fl.core.errors import NotSupportedError
+
+__all__ = [
+    "Tile",
+    "highest_power",
+    "joined",
+    "launch_rows",
+    "move",
+    "piece",
+    "place",
+    "raw",
+    "steps",
+    "tile_of",
+    "token_at",
+]
+
+# ------------------------------------------------------------------------------ kernels
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def token_at(
+    offsets_ptr: tl.tensor,
+    row: tl.tensor,
+    sequences: tl.tensor,
+    highest: tl.tensor,
+    divisor: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The token in each row of a tensor where sequences follow one another.
+
+    Sequence i has the rows from ``offsets[i] // divisor`` up to that of i + 1. ``highest``
+    is the highest power of two that is no more than ``sequences``.
+
+    Returns:
+        Its sequence, always one that there is, its place in there, the length of the
+        sequence, and whether there is such a token; if not, the place and the length mean
+        nothing.
+    """
+    beyond = (row.to(tl.int64) + 1) * divisor
+    found = row.to(tl.int32) * 0
+    while highest > 0:
+        next_one = found + highest
+        begin = tl.load(offsets_ptr + next_one, mask=next_one <= sequences, other=0)
+        found = tl.where((next_one <= sequences) & (begin < beyond), next_one, found)
+        highest = highest // 2
+    sequence = tl.minimum(found, sequences - 1)
+    begin = (tl.load(offsets_ptr + sequence) // divisor).to(tl.int64)
+    length = (tl.load(offsets_ptr + sequence + 1) // divisor).to(tl.int64) - begin
+    place = row - begin
+    return sequence, place, length, (place >= 0) & (place < length)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def piece(
+    heads: tl.tensor,
+    width: tl.tensor,
+    UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The heads and columns of this program, ``[HEADS]`` and ``[BLOCK]``.
+
+    Last, ``[1, HEADS, BLOCK]``, which of them there are.
+    """
+    columns = width * UNIT
+    blocks = tl.cdiv(columns, BLOCK)
+    head = (tl.program_id(1) // blocks) * HEADS + tl.arange(0, HEADS)
+    column = (tl.program_id(1) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = (head < heads)[None, :, None] & (column < columns)[None, None, :]
+    return head.to(tl.int64), column, inside
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place(row: tl.tensor, head: tl.tensor, column: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
+    """Where elements are, ``[TOKENS, HEADS, BLOCK]``, of where rows and heads begin."""
+    return (row[:, None, None] + head[None, :, None]) * UNIT + column[None, None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def move(
+    x_ptr: tl.tensor,
+    x_row: tl.tensor,
+    x_head: tl.tensor,
+    y_ptr: tl.tensor,
+    y_row: tl.tensor,
+    y_head: tl.tensor,
+    known: tl.tensor,
+    exists: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Copy this program's piece of rows.
+
+    ``x_row`` and ``y_row`` say where each row begins, in units. Where it is not ``known``
+    zeros are written; where it does not exist, nothing.
+    """
+    head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
+    source = x_ptr + place(x_row, head * x_head, column, UNIT)
+    target = y_ptr + place(y_row, head * y_head, column, UNIT)
+    x = tl.load(source, mask=(known & exists)[:, None, None] & inside, other=0)
+    tl.store(target, x, mask=exists[:, None, None] & inside)
+
+
+# ---------------------------------------------------------------------------- launching
+
+_LAUNCHES: dict[object, _launch.Launch] = {}
+_NARROW_BYTES = 1024  # no row is cut into pieces narrower than this
+_MOST_WASTE = 9 / 8  # columns of its tiles, for one column of a row
+_MOST_PIECES = 2**16 - 1  # what the second axis of a grid has
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Tile(NamedTuple):
+    """What a program works on at once; powers of two."""
+
+    tokens: int
+    heads: int
+    columns: int
+
+
+def tile_of(heads: int, width: int, itemsize: int, tile_bytes: int) -> Tile:
+    """The tile for tokens of so many heads, of about ``tile_bytes``."""
+    room = tile_bytes // itemsize
+    columns = min(triton.next_power_of_2(width), room)
+    while columns * itemsize > _NARROW_BYTES and -(-width // columns) * columns > (
+        _MOST_WASTE * width
+    ):
+        columns //= 2
+    beside = min(triton.next_power_of_2(heads), max(1, room // columns))
+    return Tile(max(1, room // (columns * beside)), beside, columns)
+
+
+def highest_power(sequences: int) -> int:
+    """The highest power of two that is no more than ``sequences``, for :func:`token_at`."""
+    return 1 << (sequences.bit_length() - 1)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same size: bits that no kernel looks into."""
+    return tensor.view(_RAW[tensor.itemsize])
+
+
+def joined(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of ``[..., h, d]`` as ``[..., 1, h * d]``, if all of them have dense rows."""
+    if all(it.shape[-2] == 1 or it.stride(-2) == it.shape[-1] for it in tensors):
+        return tuple(it.flatten(-2).unsqueeze(-2) for it in tensors)
+    return tensors
+
+
+def steps(tensor: Tensor) -> tuple[int, ...]:
+    """The strides less that of the last dimension; 0 for dimensions that have no step."""
+    pairs = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return tuple(stride if size > 1 else 0 for size, stride in pairs)
+
+
+def launch_rows(
+    op: str,
+    kernel: Any,
+    tensors: Sequence[Tensor | None],
+    numbers: tuple[int, ...],
+    widths: tuple[int, ...],
+    *,
+    rows: int,
+    heads: int,
+    threads: int,
+    tile_bytes: int,
+    **constants: Any,
+) -> None:
+    """Start a kernel on tiles of rows.
+
+    The kernel's parameters are the tensors, ``rows``, the numbers, ``heads``, the widths and
+    distances in units, and its constants, the last four UNIT, TOKENS, HEADS and BLOCK.
+
+    Args:
+        op: the operator.
+        kernel: the jitted function.
+        tensors: the first one's elements decide the tile.
+        numbers: in the order of the kernel.
+        widths: columns of a head, and of the widest if there are several kinds, then all
+            distances.
+        rows: how many.
+        heads: of each row.
+        threads: of a program.
+        tile_bytes: what a program works on at once.
+        constants: of the kernel, besides the four.
+    """
+    check_size(op, "rows", rows)
+    check_size(op, "columns", max(widths[0], heads))
+    first = tensors[0]
+    assert first is not None
+    unit = math.gcd(*widths, WIDEST_UNIT)
+    tile = tile_of(heads, widths[0], first.itemsize, tile_bytes)
+    kinds = tuple([None if it is None else it.dtype for it in tensors])
+    key = (kernel, kinds, unit, tile, threads, first.device, *constants.items())
+    launch = _LAUNCHES.get(key) or keep(
+        _LAUNCHES,
+        key,
+        _launch.Launch(
+            kernel,
+            first.device,
+            threads=threads,
+            **constants,
+            UNIT=unit,
+            TOKENS=tile.tokens,
+            HEADS=tile.heads,
+            BLOCK=tile.columns,
+        ),
+    )
+    pieces = -(-heads // tile.heads) * -(-widths[0] // tile.columns)
+    if pieces > _MOST_PIECES:
+        raise NotSupportedError(f"{op}: a token of {heads} x {widths[0]} has too many pieces")
+    grid = (-(-rows // tile.tokens), pieces)
+    launch(grid, tuple(tensors), (rows, *numbers, heads, *(it // unit for it in widths)))

@@ -1,0 +1,570 @@
+"""The steps between the ranks of attention in Triton.
+
+Tokens are moved and added by whole rows. What says where they go is worked out once for a
+row, and the share of a step once for a row and head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import (
+    Written,
+    check_fresh,
+    check_size,
+    dense,
+    keep,
+    plain,
+)
+from transformer_engine_fl.backends.flagos._sequences import (
+    highest_power,
+    joined,
+    launch_rows,
+    move,
+    piece,
+    place,
+    raw,
+    steps,
+    token_at,
+)
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import context_parallel as contracts
+from transformer_engine_fl.ops._dtypes import math_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "thd_get_partitioned_indices",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_read_half_tensor",
+    "thd_read_second_half_lse",
+    "thd_second_half_lse_correction",
+]
+
+_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+
+# ------------------------------------------------------------------------------ kernels
+#
+# Tokens are ``[outer, inner, h, d]``, outer being keys and values where there are both. A
+# tensor of halves is a packed one of which the offsets are halved.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exp(x: tl.tensor) -> tl.tensor:
+    if _INTERPRETED:
+        return tl.exp(x)
+    else:  # Triton's own is an approximation there
+        return libdevice.exp(x)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _log_add_exp(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """``log(exp(a) + exp(b))``; of two equal infinities, that infinity."""
+    smaller = _exp(-tl.abs(a - b))
+    if _INTERPRETED:
+        more = tl.log(1 + smaller)
+    else:
+        more = libdevice.log1p(smaller)
+    return tl.where((a == b) & (tl.abs(a) == float("inf")), a, tl.maximum(a, b) + more)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "inner", "tokens", "sequences", "highest", "second", "heads", "width",
+        "x_outer", "x_token", "x_head", "y_row", "y_head",
+    ]
+)  # fmt: skip
+def _read_half(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    rows: tl.int32,
+    inner: tl.int32,
+    tokens: tl.int32,
+    sequences: tl.int32,
+    highest: tl.int32,
+    second: tl.int32,
+    heads: tl.int32,
+    width: tl.int32,
+    x_outer: tl.int64,
+    x_token: tl.int64,
+    x_head: tl.int64,
+    y_row: tl.int64,
+    y_head: tl.int64,
+    UNIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Rows of halves, first ones or ``second`` ones, out of ``tokens`` whole ones."""
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    sequence, number, half, known = token_at(offsets_ptr, row % inner, sequences, highest, 2)
+    token = tl.load(offsets_ptr + sequence).to(tl.int64) + number + second * half
+    known = known & (token >= 0) & (token < tokens)
+    start = (row // inner).to(tl.int64) * x_outer + token * x_token
+    move(
+        x_ptr, start, x_head, y_ptr, row.to(tl.int64) * y_row, y_head,
+        known, row < rows, heads, width, UNIT, HEADS, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "inner", "tokens", "sequences", "highest", "heads", "width",
+        "step_outer", "step_token", "step_head", "grad_outer", "grad_token", "grad_head",
+    ]
+)  # fmt: skip
+def _add_or_copy(
+    step_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    rows: tl.int32,
+    inner: tl.int32,
+    tokens: tl.int32,
+    sequences: tl.int32,
+    highest: tl.int32,
+    heads: tl.int32,
+    width: tl.int32,
+    step_outer: tl.int64,
+    step_token: tl.int64,
+    step_head: tl.int64,
+    grad_outer: tl.int64,
+    grad_token: tl.int64,
+    grad_head: tl.int64,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    ACC: tl.constexpr,
+    UNIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Rows of a step's gradient, ``inner`` of keys or values, into ``tokens`` of the sum's."""
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    within = row % inner
+    if FIRST == "none" or SECOND == "none":
+        sequence, number, half, known = token_at(offsets_ptr, within, sequences, highest, 2)
+        token = tl.load(offsets_ptr + sequence).to(tl.int64) + number
+        if FIRST == "none":
+            token += half
+        adds = known & (FIRST == "add" or SECOND == "add")
+    else:
+        _, number, length, known = token_at(offsets_ptr, within, sequences, highest, 1)
+        token = within.to(tl.int64)
+        second = number >= length // 2
+        adds = known & ((second & (SECOND == "add")) | (~second & (FIRST == "add")))
+    known = known & (row < rows) & (token >= 0) & (token < tokens)
+    outer = (row // inner).to(tl.int64)
+    head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
+    step_row = outer * step_outer + within.to(tl.int64) * step_token
+    step_ptr += place(step_row, head * step_head, column, UNIT)
+    grad_ptr += place(outer * grad_outer + token * grad_token, head * grad_head, column, UNIT)
+    inside = known[:, None, None] & inside
+    step = tl.load(step_ptr, mask=inside)
+    if FIRST == "add" or SECOND == "add":
+        adds = adds[:, None, None]
+        grad = tl.load(grad_ptr, mask=inside & adds, other=0)
+        total = (grad.to(ACC) + step.to(ACC)).to(step.dtype)
+        step = tl.where(adds, total, step)
+    tl.store(grad_ptr, step, mask=inside)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "tokens", "sequences", "highest", "longest", "step_longest",
+        "lse_sequence", "lse_head", "lse_column", "some_sequence", "some_head", "some_column",
+        "heads", "width", "step_token", "step_head", "out_token", "out_head",
+    ]
+)  # fmt: skip
+def _add_share(
+    step_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    some_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    rows: tl.int32,
+    tokens: tl.int32,
+    sequences: tl.int32,
+    highest: tl.int32,
+    longest: tl.int32,
+    step_longest: tl.int32,
+    lse_sequence: tl.int64,
+    lse_head: tl.int64,
+    lse_column: tl.int64,
+    some_sequence: tl.int64,
+    some_head: tl.int64,
+    some_column: tl.int64,
+    heads: tl.int32,
+    width: tl.int32,
+    step_token: tl.int64,
+    step_head: tl.int64,
+    out_token: tl.int64,
+    out_head: tl.int64,
+    PACKED: tl.constexpr,
+    HALF: tl.constexpr,
+    ACC: tl.constexpr,
+    UNIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Rows of a step's output, weighted by its share of the sum over all keys, into the sum.
+
+    ``longest`` and ``step_longest`` are the columns of the two lse, ``lse`` over all keys
+    and ``some`` over those of the step.
+    """
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    if HALF:
+        sequence, of_some, half, known = token_at(offsets_ptr, row, sequences, highest, 2)
+        of_lse = of_some + half
+        token = tl.load(offsets_ptr + sequence).to(tl.int64) + of_lse
+    else:
+        sequence, of_lse, _, known = token_at(offsets_ptr, row, sequences, highest, 1)
+        of_some = of_lse
+        token = row.to(tl.int64)
+    if PACKED:
+        of_lse, of_some = token, row.to(tl.int64)
+        sequence = sequence * 0
+    known = known & (row < rows) & (token >= 0) & (token < tokens)
+    known = known & (of_lse >= 0) & (of_lse < longest)
+    known = known & (of_some >= 0) & (of_some < step_longest)
+    head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
+    weighed = known[:, None] & (head < heads)[None, :]
+    sequence = sequence.to(tl.int64)
+    lse_ptr += (sequence * lse_sequence + of_lse * lse_column)[:, None]
+    some_ptr += (sequence * some_sequence + of_some * some_column)[:, None]
+    hidden = float("-inf")
+    lse = tl.load(lse_ptr + (head * lse_head)[None, :], mask=weighed, other=hidden).to(ACC)
+    some = tl.load(some_ptr + (head * some_head)[None, :], mask=weighed, other=hidden).to(ACC)
+    seen = (lse > hidden) & (some > hidden)
+    # No share is negative, so that says what stays as it is, in the same tensor.
+    share = tl.where(seen, _exp(tl.where(seen, some - lse, 0)), -1)[:, :, None]
+    inside = inside & ~(share < 0)
+    step_ptr += place(row.to(tl.int64) * step_token, head * step_head, column, UNIT)
+    out_ptr += place(token * out_token, head * out_head, column, UNIT)
+    step = tl.load(step_ptr, mask=inside, other=0).to(ACC)
+    out = tl.load(out_ptr, mask=inside, other=0).to(ACC)
+    tl.store(out_ptr, (out + share * step).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "heads", "longest", "step_longest", "sequences", "highest", "lse_sequence", "lse_head",
+        "lse_column", "step_sequence", "step_head", "step_column",
+    ]
+)  # fmt: skip
+def _second_half_lse(
+    lse_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    heads: tl.int32,
+    longest: tl.int32,
+    step_longest: tl.int32,
+    sequences: tl.int32,
+    highest: tl.int32,
+    lse_sequence: tl.int64,
+    lse_head: tl.int64,
+    lse_column: tl.int64,
+    step_sequence: tl.int64,
+    step_head: tl.int64,
+    step_column: tl.int64,
+    PACKED: tl.constexpr,
+    READ: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Columns of halves, of HEADS heads of one sequence, or of all if they are packed.
+
+    READ: they are written from the whole ones; otherwise added to those.
+    """
+    blocks = tl.cdiv(heads, HEADS)
+    padded = tl.program_id(0) // blocks
+    head = (tl.program_id(0) % blocks) * HEADS + tl.arange(0, HEADS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if PACKED:
+        sequence, number, half, known = token_at(offsets_ptr, column, sequences, highest, 2)
+        whole = tl.load(offsets_ptr + sequence).to(tl.int64) + number + half
+    else:
+        begin = (tl.load(offsets_ptr + padded) // 2).to(tl.int64)
+        half = (tl.load(offsets_ptr + padded + 1) // 2).to(tl.int64) - begin
+        known = column < half
+        whole = column + half
+    known = known & (whole >= 0) & (whole < longest)
+    exists = (head < heads)[:, None] & (column < step_longest)[None, :]
+    changes = exists & known[None, :]
+    lse_ptr += padded.to(tl.int64) * lse_sequence + head.to(tl.int64)[:, None] * lse_head
+    lse_ptr += (whole * lse_column)[None, :]
+    step_ptr += padded.to(tl.int64) * step_sequence + head.to(tl.int64)[:, None] * step_head
+    step_ptr += (column.to(tl.int64) * step_column)[None, :]
+    lse = tl.load(lse_ptr, mask=changes, other=0)
+    if READ:
+        tl.store(step_ptr, lse, mask=exists)
+    else:
+        step = tl.load(step_ptr, mask=changes, other=0)
+        tl.store(lse_ptr, _log_add_exp(lse, step), mask=changes)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["size", "sequences", "highest", "total", "world_size", "rank"]
+)
+def _indices(
+    offsets_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    size: tl.int32,
+    sequences: tl.int32,
+    highest: tl.int32,
+    total: tl.int32,
+    world_size: tl.int32,
+    rank: tl.int32,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The tokens of a rank; those after the last sequence are one more."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sequence, number, length, known = token_at(offsets_ptr, row, sequences, highest, world_size)
+    begin = tl.load(offsets_ptr + sequence).to(tl.int64)
+    end = tl.load(offsets_ptr + sequences).to(tl.int64)
+    begin = tl.where(known, begin, end)
+    number = tl.where(known, number, row - end // world_size)
+    length = tl.where(known, length, total // world_size - end // world_size)
+    chunk = length // 2
+    before = tl.where(number < chunk, rank, 2 * world_size - 2 - rank) * chunk
+    token = tl.minimum(tl.maximum(begin + number + before, 0), total - 1)
+    tl.store(y_ptr + row, token.to(tl.int32), mask=row < size)
+
+
+# ---------------------------------------------------------------------------- operators
+
+_THREADS = 128
+_TILE_BYTES = {"read": 8192, "grad": 4096, "out": 4096}  # of each tensor of a program
+_LSE_TILE = (8, 128)  # heads by columns
+_INDICES = 512  # of a program
+_LAUNCHES: dict[object, _launch.Launch] = {}
+_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def _offsets(op: str, cu_seqlens: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Dense offsets, and what :func:`token_at` is told of them."""
+    sequences = cu_seqlens.shape[0] - 1
+    return plain(op, "cu_seqlens", cu_seqlens).contiguous(), (sequences, highest_power(sequences))
+
+
+def _paired(tokens: Tensor) -> Tensor:
+    """``[1 or 2, t, h, d]``."""
+    return tokens if tokens.dim() == 4 else tokens.unsqueeze(0)
+
+
+def _by_sequence(lse: Tensor) -> Tensor:
+    """``[1 or b, h, s or t]``."""
+    return lse if lse.dim() == 3 else lse.unsqueeze(0)
+
+
+def _empty(op: str, like: Tensor, *shape: int) -> Tensor:
+    output = torch.empty(shape, dtype=like.dtype, device=like.device)
+    check_fresh(op, output)
+    return output
+
+
+def _launch_of(kernel: Any, device: torch.device, *kinds: object, **constants: Any) -> Any:
+    """A kernel that works on no tokens; ``kinds``, what else its pointers depend on."""
+    key = (kernel, device, *kinds, *constants.items())
+    return _LAUNCHES.get(key) or keep(
+        _LAUNCHES, key, _launch.Launch(kernel, device, threads=_THREADS, **constants)
+    )
+
+
+def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
+    """``thd_read_half_tensor`` of the contract."""
+    contract = contracts.thd_read_half_tensor
+    contract.check(tensor, cu_seqlens, half_idx)
+    op = contract.name
+    _check_numbers(op, half_idx)
+    tensor = dense(op, "tensor", tensor)
+    offsets, found = _offsets(op, cu_seqlens)
+    *leading, total, heads, width = tensor.shape
+    output = _empty(op, tensor, *leading, total // 2, heads, width)
+    if output.numel():
+        x, y = joined(raw(_paired(tensor)), raw(_paired(output)))
+        outer, inner, heads, width = y.shape
+        launch_rows(
+            op,
+            _read_half,
+            (x, y, offsets),
+            (inner, total, *found, half_idx),
+            (width, *steps(x), heads * width, width),
+            rows=outer * inner,
+            heads=heads,
+            threads=_THREADS,
+            tile_bytes=_TILE_BYTES["read"],
+        )
+    return output
+
+
+def thd_grad_correction(
+    grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, *, first_half: str, second_half: str
+) -> None:
+    """``thd_grad_correction`` of the contract."""
+    contract = contracts.thd_grad_correction
+    options = {"first_half": first_half, "second_half": second_half}
+    contract.check(grad, grad_per_step, cu_seqlens, **options)
+    op = contract.name
+    step = dense(op, "grad_per_step", grad_per_step)
+    offsets, found = _offsets(op, cu_seqlens)
+    written = Written(op, "grad", grad)
+    if not step.numel():
+        return
+    step, total = joined(_paired(step), _paired(written.dense))
+    if "add" not in (first_half, second_half):
+        step, total = raw(step), raw(total)
+    outer, inner, heads, width = step.shape
+    launch_rows(
+        op,
+        _add_or_copy,
+        (step, total, offsets),
+        (inner, total.shape[1], *found),
+        (width, *steps(step), *steps(total)),
+        rows=outer * inner,
+        heads=heads,
+        threads=_THREADS,
+        tile_bytes=_TILE_BYTES["grad"],
+        FIRST=first_half,
+        SECOND=second_half,
+        ACC=_TRITON_TYPES[math_dtype(step.dtype)],
+    )
+    written.finish()
+
+
+def thd_out_correction(
+    out: Tensor,
+    out_per_step: Tensor,
+    lse: Tensor,
+    lse_per_step: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    only_second_half: bool = False,
+    lse_packed: bool = False,
+) -> None:
+    """``thd_out_correction`` of the contract."""
+    contract = contracts.thd_out_correction
+    contract.check(
+        out,
+        out_per_step,
+        lse,
+        lse_per_step,
+        cu_seqlens,
+        only_second_half=only_second_half,
+        lse_packed=lse_packed,
+    )
+    op = contract.name
+    step = dense(op, "out_per_step", out_per_step)
+    all_keys = _by_sequence(plain(op, "lse", lse))
+    some_keys = _by_sequence(plain(op, "lse_per_step", lse_per_step))
+    offsets, found = _offsets(op, cu_seqlens)
+    written = Written(op, "out", out)
+    if not step.numel():
+        return
+    rows, heads, width = step.shape
+    lses = (all_keys, some_keys)
+    launch_rows(
+        op,
+        _add_share,
+        (step, written.dense, *lses, offsets),
+        (
+            out.shape[0],
+            *found,
+            *(it.shape[-1] for it in lses),
+            *(stride for it in lses for stride in it.stride()),
+        ),
+        (width, *steps(step), *steps(written.dense)),
+        rows=rows,
+        heads=heads,
+        threads=_THREADS,
+        tile_bytes=_TILE_BYTES["out"],
+        PACKED=lse_packed,
+        HALF=only_second_half,
+        ACC=_TRITON_TYPES[torch.promote_types(math_dtype(out.dtype), lse.dtype)],
+    )
+    written.finish()
+
+
+def _halves_of_lse(
+    op: str, lse: Tensor, half: Tensor, cu_seqlens: Tensor, *, packed: bool, read: bool
+) -> None:
+    """The columns of ``half``, read from the second halves of ``lse`` or added to them."""
+    offsets, found = _offsets(op, cu_seqlens)
+    if not half.numel():
+        return
+    lse, half = _by_sequence(lse), _by_sequence(half)
+    outer, heads, columns = half.shape
+    above, beside = _LSE_TILE
+    programs = outer * -(-heads // above)
+    check_size(op, "rows", programs)
+    check_size(op, "columns", columns)
+    launch = _launch_of(
+        _second_half_lse,
+        half.device,
+        half.dtype,
+        PACKED=packed,
+        READ=read,
+        HEADS=above,
+        COLUMNS=beside,
+    )
+    numbers = (heads, lse.shape[-1], columns, *found, *lse.stride(), *half.stride())
+    launch((programs, -(-columns // beside)), (lse, half, offsets), numbers)
+
+
+def thd_second_half_lse_correction(
+    lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, *, lse_packed: bool = False
+) -> None:
+    """``thd_second_half_lse_correction`` of the contract."""
+    contract = contracts.thd_second_half_lse_correction
+    contract.check(lse, lse_per_step, cu_seqlens, lse_packed=lse_packed)
+    op = contract.name
+    step = plain(op, "lse_per_step", lse_per_step)
+    written = Written(op, "lse", lse)
+    _halves_of_lse(op, written.dense, step, cu_seqlens, packed=lse_packed, read=False)
+    written.finish()
+
+
+def thd_read_second_half_lse(
+    lse: Tensor, cu_seqlens: Tensor, second_half_lse_seqlen: int, *, lse_packed: bool = False
+) -> Tensor:
+    """``thd_read_second_half_lse`` of the contract."""
+    contract = contracts.thd_read_second_half_lse
+    contract.check(lse, cu_seqlens, second_half_lse_seqlen, lse_packed=lse_packed)
+    op = contract.name
+    _check_numbers(op, second_half_lse_seqlen)
+    lse = plain(op, "lse", lse)
+    output = _empty(op, lse, *lse.shape[:-1], second_half_lse_seqlen)
+    _halves_of_lse(op, raw(lse), raw(output), cu_seqlens, packed=lse_packed, read=True)
+    return output
+
+
+def thd_get_partitioned_indices(
+    cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
+) -> Tensor:
+    """``thd_get_partitioned_indices`` of the contract."""
+    contract = contracts.thd_get_partitioned_indices
+    contract.check(cu_seqlens, total_tokens, world_size, rank)
+    op = contract.name
+    _check_numbers(op, total_tokens, world_size, rank)
+    check_size(op, "tokens", total_tokens)
+    offsets, found = _offsets(op, cu_seqlens)
+    output = _empty(op, offsets, total_tokens // world_size)
+    if size := output.shape[0]:
+        launch = _launch_of(_indices, offsets.device, BLOCK=_INDICES)
+        numbers = (size, *found, total_tokens, world_size, rank)
+        launch((-(-size // _INDICES), 1), (offsets, output), numbers)
+    return output
+
+
+def _check_numbers(op: str, *values: object) -> None:
+    if not all(isinstance(value, int) for value in values):
+        raise NotSupportedError(f"{op}: its options are no numbers yet")
