@@ -10,6 +10,9 @@ Of a tile that is written transposed as well, each thread handles rows by two or
 that what lies side by side in the transposed tensor changes places as one number.
 """
 
+# mypy: disable-error-code="assignment,misc,no-any-return,unreachable"
+# Kernels put tuples together step by step, which a type checker takes for other types.
+
 from __future__ import annotations
 
 import math
@@ -38,7 +41,7 @@ from transformer_engine_fl.backends.flagos._narrow import (
     encoded_pair,
     encoded_quad,
     microscale,
-    power_of_byte,
+    nibble,
     quotient,
     scale_of,
     size_of,
@@ -61,7 +64,7 @@ Quantized = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, T
 #
 # ``columns`` and the row strides count units of UNIT elements, of one half of the columns
 # where a gradient has two. SPLIT says what of those a tile is in: one, by "tiles", or
-# perhaps both, by "columns".
+# perhaps both, by "columns". Within a tile int32 counts, up to its ``height`` and ``width``.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -72,9 +75,11 @@ def _values(
     bias_ptr: tl.tensor,
     mu_ptr: tl.tensor,
     rsigma_ptr: tl.tensor,
+    first_row: tl.tensor,
     row: tl.tensor,
     exists: tl.tensor,
     first_column: tl.tensor,
+    width: tl.tensor,
     columns: tl.tensor,
     x_stride: tl.tensor,
     grad_stride: tl.tensor,
@@ -88,34 +93,38 @@ def _values(
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
     """The values of these rows, and of COLUMNS columns, in float32; 0 beyond."""
-    column = first_column + tl.arange(0, COLUMNS)
-    mask = exists[:, None] & (column < columns)[None, :]
+    column = tl.arange(0, COLUMNS)
+    inside = column < width
+    mask = exists[:, None] & inside[None, :]
     part = columns
     if SPLIT == "tiles":
         part = columns // 2
         of_gate = first_column >= part
-        column -= tl.where(of_gate, part, 0)
+        first_column -= tl.where(of_gate, part, 0)
     elif SPLIT == "columns":
         part = columns // 2
-        of_gate = (column >= part)[None, :]
-        column = tl.where(column >= part, column - part, column)
-    x_ptr += row[:, None] * x_stride + column[None, :]
+        of_gate = (first_column + column >= part)[None, :]
+        column = tl.where(first_column + column >= part, column - part, column)
+    row = row.to(tl.int64)
+    x_ptr += first_row * x_stride + first_column
+    x_ptr += (row * x_stride)[:, None] + column[None, :]
     if SOURCE == "identity":
         return tl.load(x_ptr, mask=mask, other=0).to(tl.float32)
     elif SOURCE == "norm":
         x = tl.load(x_ptr, mask=mask, other=0).to(tl.float32)
         if mu_ptr is not None:
-            x -= tl.load(mu_ptr + row, mask=exists, other=0)[:, None]
-        x *= tl.load(rsigma_ptr + row, mask=exists, other=0)[:, None]
-        weight = tl.load(weight_ptr + column, mask=column < columns, other=0).to(tl.float32)
+            x -= tl.load(mu_ptr + first_row + row, mask=exists, other=0)[:, None]
+        x *= tl.load(rsigma_ptr + first_row + row, mask=exists, other=0)[:, None]
+        weight = tl.load(weight_ptr + first_column + column, mask=inside, other=0).to(tl.float32)
         x *= (weight + OFFSET)[None, :]
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + column, mask=column < columns, other=0).to(tl.float32)
-            x += bias[None, :]
+            bias = tl.load(bias_ptr + first_column + column, mask=inside, other=0)
+            x += bias.to(tl.float32)[None, :]
         return tl.where(mask, x, 0)
     else:
         if grad_ptr is not None:
-            grad_ptr += row[:, None] * grad_stride + column[None, :]
+            grad_ptr += first_row * grad_stride + first_column
+            grad_ptr += (row * grad_stride)[:, None] + column[None, :]
         first, second = results(
             grad_ptr, x_ptr, part, mask, limit, alpha, SOURCE, PTX, GATED, tl.float32
         )
@@ -137,6 +146,7 @@ def _block_scales(
     LARGEST: tl.constexpr,
     SCALES: tl.constexpr,
     POW2: tl.constexpr,
+    CAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The scales of blocks, and what is stored of their inverses.
 
@@ -148,16 +158,17 @@ def _block_scales(
         LARGEST: of that.
         SCALES: "float32", "e8m0" or "e4m3".
         POW2: powers of two alone.
+        CAST: the device has an instruction.
     """
     if SCALES == "float32":
         scale = scale_of(amax, LARGEST, epsilon, POW2)
         return scale, tl.div_rn(1.0, scale)
     elif SCALES == "e8m0":
-        byte = microscale(amax, KIND)
-        return power_of_byte(254 - byte), byte.to(tl.uint8)
+        return microscale(amax, KIND)
     else:
         sixth = tl.full((), 1 / 6, tl.float32)
-        code = encoded(amax * (shared * sixth), "e4m3", False)
+        amax = amax * (shared * sixth)
+        code = encoded_pair(amax, amax, "e4m3", CAST).to(tl.uint8)
         factor = value_of(code, "e4m3") * tl.div_rn(1.0, shared)
         return quotient(1.0, factor), code
 
@@ -165,9 +176,11 @@ def _block_scales(
 @triton.jit  # type: ignore[untyped-decorator]
 def store_rows(
     values: tl.tensor,
+    first_row: tl.tensor,
     row: tl.tensor,
-    exists: tl.tensor,
+    height: tl.tensor,
     first_column: tl.tensor,
+    width: tl.tensor,
     columns: tl.tensor,
     shared: tl.tensor,
     epsilon: tl.tensor,
@@ -184,36 +197,43 @@ def store_rows(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Cast and write ``[ROWS, COLUMNS]``, in blocks of WIDTH columns or with ``shared``."""
+    exists = (row < height)[:, None]
+    row = row.to(tl.int64)
     if WIDTH:
         blocks = tl.reshape(values, (ROWS, COLUMNS // WIDTH, WIDTH))
         amax = amax_of(tl.max(size_of(blocks, LEAVES_NAN), axis=2), LEAVES_NAN)
-        scale, inverse = _block_scales(amax, shared, epsilon, KIND, LARGEST, SCALES, POW2)
+        scale, inverse = _block_scales(amax, shared, epsilon, KIND, LARGEST, SCALES, POW2, CAST)
         y = tl.reshape(blocks * scale[:, :, None], (ROWS, COLUMNS))
         across = tl.cdiv(columns, WIDTH)
-        block = first_column // WIDTH + tl.arange(0, COLUMNS // WIDTH)
-        where = scale_inv_ptr + row[:, None] * across + block[None, :]
-        tl.store(where, inverse, mask=exists[:, None] & (block < across)[None, :])
+        block = tl.arange(0, COLUMNS // WIDTH)
+        scale_inv_ptr += first_row * across + first_column // WIDTH
+        where = scale_inv_ptr + (row * across)[:, None] + block[None, :]
+        tl.store(where, inverse, mask=exists & (block * WIDTH < width)[None, :])
     else:
         y = values * shared
-    code = encoded(y, KIND, CAST)
     if KIND == "e2m1":
-        low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
-        columns = columns // 2
-        column = first_column // 2 + tl.arange(0, COLUMNS // 2)
+        low, high = tl.split(tl.reshape(nibble(y, LEAVES_NAN), (ROWS, COLUMNS // 2, 2)))
         code = (low | (high << 4)).to(tl.uint8)
+        column = tl.arange(0, COLUMNS // 2)
+        first_column = first_column // 2
+        columns = columns // 2
+        width = width // 2
     else:
-        column = first_column + tl.arange(0, COLUMNS)
-    where = data_ptr + row[:, None] * columns + column[None, :]
-    tl.store(where, code, mask=exists[:, None] & (column < columns)[None, :])
+        code = encoded(y, KIND, CAST)
+        column = tl.arange(0, COLUMNS)
+    data_ptr += first_row * columns + first_column
+    where = data_ptr + (row * columns)[:, None] + column[None, :]
+    tl.store(where, code, mask=exists & (column < width)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_columns(
     values: tl.tuple,
     first_unit: tl.tensor,
+    high: tl.tensor,
     first_column: tl.tensor,
+    width: tl.tensor,
     units: tl.tensor,
-    columns: tl.tensor,
     shared: tl.tuple,
     epsilon: tl.tensor,
     data_ptr: tl.tensor,
@@ -231,27 +251,28 @@ def _store_columns(
 ) -> None:
     """Cast and write the transposed of PARTS times ``[ROWS, COLUMNS]``.
 
-    A unit is PARTS rows, of which each of the values has one, and one number of ``data``.
+    A unit is PARTS rows, of which each of the values has one, and one number of ``data``;
+    the tile is ``high`` of them.
     """
-    column = first_column + tl.arange(0, COLUMNS)
-    inside = column < columns
+    column = tl.arange(0, COLUMNS)
+    inside = column < width
     scaled = ()
     if WIDTH:
         HEIGHT: tl.constexpr = WIDTH // PARTS
         SHAPE: tl.constexpr = (ROWS // HEIGHT, HEIGHT, COLUMNS)
-        largest = tl.zeros((ROWS // HEIGHT, COLUMNS), tl.float32)
-        for part in tl.static_range(PARTS):
-            size = size_of(tl.reshape(values[part], SHAPE), LEAVES_NAN)
-            largest = tl.maximum(largest, tl.max(size, axis=1))
-        amax = amax_of(largest, LEAVES_NAN)
-        scale, inverse = _block_scales(amax, shared[0], epsilon, KIND, LARGEST, SCALES, POW2)
+        sizes = size_of(values[0], LEAVES_NAN)
+        for part in tl.static_range(1, PARTS):
+            sizes = tl.maximum(sizes, size_of(values[part], LEAVES_NAN))
+        amax = amax_of(tl.max(tl.reshape(sizes, SHAPE), axis=1), LEAVES_NAN)
+        scale, inverse = _block_scales(amax, shared[0], epsilon, KIND, LARGEST, SCALES, POW2, CAST)
         for part in tl.static_range(PARTS):
             y = tl.reshape(values[part], SHAPE) * scale[:, None, :]
             scaled += (tl.reshape(y, (ROWS, COLUMNS)),)
-        down = tl.cdiv(units * PARTS, WIDTH)
-        block = first_unit // HEIGHT + tl.arange(0, ROWS // HEIGHT)
-        where = scale_inv_ptr + column[None, :] * down + block[:, None]
-        tl.store(where, inverse, mask=(block < down)[:, None] & inside[None, :])
+        down = tl.cdiv(units, HEIGHT)
+        block = tl.arange(0, ROWS // HEIGHT)
+        scale_inv_ptr += first_column * down + first_unit // HEIGHT
+        where = scale_inv_ptr + (column.to(tl.int64) * down)[None, :] + block[:, None]
+        tl.store(where, inverse, mask=(block * HEIGHT < high)[:, None] & inside[None, :])
     else:
         for part in tl.static_range(PARTS):
             scaled += (values[part] * shared[part],)
@@ -261,9 +282,10 @@ def _store_columns(
         code = encoded_pair(scaled[0], scaled[1], KIND, CAST)
     else:
         code = encoded(scaled[0], KIND, CAST)
-    unit = first_unit + tl.arange(0, ROWS)
-    where = data_ptr + column[:, None] * units + unit[None, :]
-    tl.store(where, tl.trans(code), mask=inside[:, None] & (unit < units)[None, :])
+    unit = tl.arange(0, ROWS)
+    data_ptr += first_column * units + first_unit
+    where = data_ptr + (column.to(tl.int64) * units)[:, None] + unit[None, :]
+    tl.store(where, tl.trans(code), mask=inside[:, None] & (unit < high)[None, :])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -343,49 +365,52 @@ def _cast_tiles(
         index = tl.num_programs(0) - 1 - index
     tile = tl.full((), index, tl.int64)
     first_unit = (tile // across) * ROWS
+    first_row = first_unit * PARTS
     first_column = (tile % across) * COLUMNS
-    unit = first_unit + tl.arange(0, ROWS)
-    column = first_column + tl.arange(0, COLUMNS)
-    end = tl.full((), rows, tl.int64)
+    height = tl.minimum(rows - first_row, ROWS * PARTS).to(tl.int32)
+    width = tl.minimum(columns - first_column, COLUMNS).to(tl.int32)
+    end = height
     if sizes_ptr is not None:
         group = tl.arange(0, GROUPS)
-        sizes = tl.load(sizes_ptr + group, mask=group < groups, other=0).to(tl.int64)
-        end = tl.minimum(tl.sum(sizes, axis=0) * inner, end)
+        taken = tl.load(sizes_ptr + group, mask=group < groups, other=0).to(tl.int64)
+        taken = tl.sum(taken, axis=0) * inner - first_row
+        end = tl.maximum(tl.minimum(taken, height), 0).to(tl.int32)
     values = ()
     shared = ()
     for part in tl.static_range(PARTS):
-        row = unit * PARTS + part
+        row = tl.arange(0, ROWS) * PARTS + part
         filled = row < end
         if owner_ptr is not None:
-            owner = tl.load(owner_ptr + row, mask=row < rows, other=-1)
+            owner = tl.load(owner_ptr + first_row + row, mask=filled, other=-1)
             filled = filled & (owner >= 0) & (owner < groups)
             shared += (tl.load(scale_ptr + owner, mask=filled, other=1)[:, None],)
         values += (
             _values(
-                x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, row, filled,
-                first_column, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED, SPLIT,
-                OFFSET, PTX, COLUMNS,
+                x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, first_row, row, filled,
+                first_column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED,
+                SPLIT, OFFSET, PTX, COLUMNS,
             ),
         )  # fmt: skip
     least = tl.full((), epsilon, tl.float32)
     largest = tl.zeros((), tl.float32)
     if SQUARE or partial_ptr is not None:
-        for part in tl.static_range(PARTS):
-            size = size_of(values[part], LEAVES_NAN)
-            largest = tl.maximum(largest, tl.max(tl.max(size, axis=1), axis=0))
-        largest = amax_of(largest, LEAVES_NAN)
+        sizes = size_of(values[0], LEAVES_NAN)
+        for part in tl.static_range(1, PARTS):
+            sizes = tl.maximum(sizes, size_of(values[part], LEAVES_NAN))
+        largest = amax_of(tl.max(tl.max(sizes, axis=1), axis=0), LEAVES_NAN)
     if partial_ptr is not None:
         tl.store(partial_ptr + index, largest)
     if sums_ptr is not None:
-        total = tl.sum(values[0], axis=0)
+        total = values[0]
         for part in tl.static_range(1, PARTS):
-            total += tl.sum(values[part], axis=0)
-        mask = (column < columns) & (first_unit < end)
-        tl.store(sums_ptr + (tile // across) * columns + column, total, mask=mask)
+            total += values[part]
+        column = tl.arange(0, COLUMNS)
+        where = sums_ptr + (tile // across) * columns + first_column + column
+        tl.store(where, tl.sum(total, axis=0), mask=(column < width) & (height > 0))
     if owner_ptr is None:
         scale = tl.full((), 1.0, tl.float32)
         if SQUARE:
-            scale, inverse = _block_scales(largest, 1.0, least, KIND, LARGEST, SCALES, POW2)
+            scale, inverse = _block_scales(largest, 1.0, least, KIND, LARGEST, SCALES, POW2, CAST)
             tl.store(scale_inv_ptr + tile, inverse)
             if scale_inv_t_ptr is not None:
                 down = tl.cdiv(rows, ROWS * PARTS)
@@ -399,11 +424,10 @@ def _cast_tiles(
                 tl.store(amax_ptr, amax)
         elif scale_ptr is not None:
             scale = tl.load(scale_ptr)
-        if global_scale_inv_ptr is not None:
-            if index == 0:
+        if index == 0:
+            if global_scale_inv_ptr is not None:
                 tl.store(global_scale_inv_ptr, tl.div_rn(1.0, scale))
-        elif WIDTH == 0 and not SQUARE:
-            if index == 0:
+            elif WIDTH == 0 and not SQUARE:
                 inverse = tl.div_rn(1.0, scale)
                 tl.store(scale_inv_ptr, inverse)
                 if scale_inv_t_ptr is not None:
@@ -411,23 +435,24 @@ def _cast_tiles(
         for _ in tl.static_range(PARTS):
             shared += (scale,)
     for part in tl.static_range(PARTS):
-        row = unit * PARTS + part
+        row = tl.arange(0, ROWS) * PARTS + part
         store_rows(
-            values[part], row, row < rows, first_column, columns, shared[part], least, data_ptr,
-            scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, ROWS, COLUMNS,
+            values[part], first_row, row, height, first_column, width, columns, shared[part],
+            least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN,
+            ROWS, COLUMNS,
         )  # fmt: skip
     if data_t_ptr is not None:
         if WIDTH and owner_ptr is not None:
             # The first row of a block decides.
-            HEIGHT: tl.constexpr = WIDTH // PARTS
-            row = (first_unit + tl.arange(0, ROWS // HEIGHT) * HEIGHT) * PARTS
-            owner = tl.load(owner_ptr + row, mask=row < rows, other=-1)
+            row = tl.arange(0, ROWS * PARTS // WIDTH) * WIDTH
+            owner = tl.load(owner_ptr + first_row + row, mask=row < height, other=-1)
             filled = (owner >= 0) & (owner < groups)
             shared = (tl.load(scale_ptr + owner, mask=filled, other=1)[:, None],)
+        high = tl.minimum(units - first_unit, ROWS).to(tl.int32)
         _store_columns(
-            values, first_unit, first_column, units, columns, shared, least, data_t_ptr,
-            scale_inv_t_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, PARTS, ROWS,
-            COLUMNS,
+            values, first_unit, high, first_column, width, units, shared, least,
+            data_t_ptr, scale_inv_t_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN,
+            PARTS, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -472,11 +497,15 @@ def _amax_tiles(
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile = tl.full((), index, tl.int64)
-        row = (tile // across) * ROWS + tl.arange(0, ROWS)
+        first_row = (tile // across) * ROWS
+        first_column = (tile % across) * COLUMNS
+        width = tl.minimum(columns - first_column, COLUMNS).to(tl.int32)
+        row = tl.arange(0, ROWS)
+        exists = row < tl.minimum(rows - first_row, ROWS).to(tl.int32)
         values = _values(
-            x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, row, row < rows,
-            (tile % across) * COLUMNS, columns, x_stride, grad_stride, limit, alpha, SOURCE,
-            GATED, SPLIT, OFFSET, PTX, COLUMNS,
+            x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, first_row, row, exists,
+            first_column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED,
+            SPLIT, OFFSET, PTX, COLUMNS,
         )  # fmt: skip
         largest = tl.maximum(largest, size_of(values, LEAVES_NAN))
     amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
@@ -949,11 +978,13 @@ def _scale_each_group(
         )
     count = groups.sizes.numel()
     scales = _empty(source.x, (count,))
-    key = ("groups", groups.sizes.dtype, groups.block, scale is None, inverses[1] is None)
-    key += (recipe.shared_largest, recipe.force_pow_2_scales, device)
-    launch = _LAUNCHES.get(key) or keep(
+    of_groups = (
+        "groups", groups.sizes.dtype, groups.block, scale is None, inverses[1] is None,
+        recipe.shared_largest, recipe.force_pow_2_scales, device,
+    )  # fmt: skip
+    launch = _LAUNCHES.get(of_groups) or keep(
         _LAUNCHES,
-        key,
+        of_groups,
         _launch.Launch(
             _scale_groups,
             device,

@@ -5,7 +5,8 @@ instruction where the device has one that rounds and clamps as is laid down ther
 integer arithmetic, which is exact on every device and in the interpreter.
 
 A number's kind is ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. CAST says whether the device has
-instructions for the first two; LEAVES_NAN, that its largest of two is never NaN.
+instructions for the first two; LEAVES_NAN, that the larger and the smaller of two is NaN
+only if both are. Where the first holds, so does the second.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "encoded_pair",
     "encoded_quad",
     "microscale",
+    "nibble",
     "power_of_byte",
     "quotient",
     "scale_of",
@@ -93,7 +95,7 @@ def _largest(kind: str) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _code(y: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The code of float32 values in integer arithmetic, as an int32."""
+    """The code of float32 values as a float8, in integer arithmetic, as an int32."""
     MANTISSA: tl.constexpr = _mantissa(KIND)
     BIAS: tl.constexpr = _bias(KIND)
     DROPPED: tl.constexpr = 23 - MANTISSA
@@ -109,18 +111,31 @@ def _code(y: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     shifter = tl.full((), SHIFTER, tl.int32).to(tl.float32, bitcast=True)
     below = (size.to(tl.float32, bitcast=True) + shifter).to(tl.int32, bitcast=True) - SHIFTER
     code = tl.where(size < ((128 - BIAS) << 23), below, normal - ((127 - BIAS) << MANTISSA))
-    if KIND == "e2m1":
-        return tl.where(missing, 7, code | ((bits >> 28) & 8))
-    else:
-        return tl.where(missing, 127, code | ((bits >> 24) & 128))
+    return tl.where(missing, 127, code | ((bits >> 24) & 128))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def nibble(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
+    """The e2m1 code of float32 values, as an int32.
+
+    A power of two times 2**22, and twice its last bit, is added: what is left in the last
+    bits counts halves of the power. It is that below the value, but at least 1. The code
+    goes up by two with each power, and ``power >> 22`` is 6 modulo 8 at 1.
+    """
+    if not LEAVES_NAN:
+        y = tl.where(y == y, y, 6.0)
+    y = tl.maximum(tl.minimum(y, 6.0), -6.0)
+    bits = y.to(tl.int32, bitcast=True)
+    power = tl.maximum(bits & _INFINITE, 127 << 23)
+    shifter = (power + ((22 << 23) + 2)).to(tl.float32, bitcast=True)
+    counted = (tl.abs(y) + shifter).to(tl.int32, bitcast=True)
+    return ((counted + (power >> 22)) & 7) | ((bits >> 28) & 8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def encoded(y: tl.tensor, KIND: tl.constexpr, CAST: tl.constexpr) -> tl.tensor:
-    """float32 values as codes: bytes, or for e2m1, of which two share a byte, int32."""
-    if KIND == "e2m1":
-        return _code(y, KIND)
-    elif not CAST:
+    """float32 values as codes of float8, in bytes."""
+    if not CAST:
         return _code(y, KIND).to(tl.uint8)
     elif KIND == "e4m3":
         return tl.inline_asm_elementwise(
@@ -144,7 +159,7 @@ def encoded(y: tl.tensor, KIND: tl.constexpr, CAST: tl.constexpr) -> tl.tensor:
 def encoded_pair(a: tl.tensor, b: tl.tensor, KIND: tl.constexpr, CAST: tl.constexpr) -> tl.tensor:
     """The codes of two tensors side by side: an int16, or for e2m1 a byte."""
     if KIND == "e2m1":
-        return (_code(a, KIND) | (_code(b, KIND) << 4)).to(tl.uint8)
+        return (nibble(a, CAST) | (nibble(b, CAST) << 4)).to(tl.uint8)
     elif not CAST:
         return (_code(a, KIND) | (_code(b, KIND) << 8)).to(tl.int16)
     elif KIND == "e4m3":
@@ -170,8 +185,8 @@ def encoded_quad(
 ) -> tl.tensor:
     """The codes of four tensors side by side: an int32, or for e2m1 an int16."""
     if KIND == "e2m1":
-        low = _code(a, KIND) | (_code(b, KIND) << 4)
-        return (low | (_code(c, KIND) << 8) | (_code(d, KIND) << 12)).to(tl.int16)
+        low = nibble(a, CAST) | (nibble(b, CAST) << 4)
+        return (low | (nibble(c, CAST) << 8) | (nibble(d, CAST) << 12)).to(tl.int16)
     elif not CAST:
         low = _code(a, KIND) | (_code(b, KIND) << 8)
         return low | (_code(c, KIND) << 16) | (_code(d, KIND) << 24)
@@ -257,18 +272,21 @@ def scale_of(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def microscale(amax: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """The byte e + 127 of the least e with ``amax <= largest * 2**e``, as an int32."""
+def microscale(amax: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """``2**-e`` and the byte e + 127, of the least e with ``amax <= largest * 2**e``."""
     LARGEST: tl.constexpr = _largest(KIND)
+    # A mantissa above that of the largest value carries over into the exponent.
+    CARRY: tl.constexpr = 0x7FFFFF - (LARGEST & 0x7FFFFF)
     bits = amax.to(tl.int32, bitcast=True)
-    byte = (bits >> 23) - ((LARGEST >> 23) - 127)
-    byte += ((bits & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
-    byte = tl.where(bits == _INFINITE, 254, byte)
-    return tl.minimum(tl.maximum(byte, 0), 254)
+    infinite = bits == _INFINITE
+    byte = tl.maximum(((bits + CARRY) >> 23) - ((LARGEST >> 23) - 127), 0)
+    scale = tl.where(infinite, 0x400000, (254 - byte) << 23)
+    return scale.to(tl.float32, bitcast=True), tl.where(infinite, 254, byte).to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def power_of_byte(byte: tl.tensor) -> tl.tensor:
     """The float32 value of a byte of e8m0: ``2 ** (byte - 127)``, NaN for 255."""
+    byte = byte.to(tl.int32)
     bits = tl.where(byte == 0, 0x400000, byte << 23)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)

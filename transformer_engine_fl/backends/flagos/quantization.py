@@ -106,7 +106,7 @@ def _dequantize(
         known = (row < rows)[:, None] & (block < blocks)[None, :]
         factor = tl.load(where, mask=known, other=0)
         if SCALES == "e8m0":
-            factor = power_of_byte(factor.to(tl.int32))
+            factor = power_of_byte(factor)
         elif SCALES == "e4m3":
             factor = value_of(factor, "e4m3")
         factor = tl.reshape(
@@ -291,7 +291,7 @@ _WIDEST_ROW = 1024  # columns of a tile of several rows
 # Of a tile that is transposed: threads; rows and columns, in bytes.
 _TRANSPOSE_THREADS, _TRANSPOSE_ROWS, _TRANSPOSE_COLUMNS = 256, 128, 128
 _SHARD_THREADS, _SHARD_ROWS, _SHARD_COLUMNS = 256, 32, 128
-_UPDATE_THREADS, _UPDATE_TILE, _UPDATE_COLUMNS = 256, 8192, 8
+_UPDATE_THREADS, _UPDATE_TILE, _UPDATE_COLUMNS = 256, 2048, 8
 
 _LAUNCHES: dict[object, _launch.Launch] = {}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -486,17 +486,18 @@ def dequantize(
     threads, elements = _DEQUANTIZE_TILE
     tile = max(width, min(block_of(columns), elements if rows == 1 else _WIDEST_ROW))
     unit = math.gcd(columns, stride, WIDEST_UNIT)
-    constants = {
+    rows_at_once = rows_of_tile(elements, tile)
+    constants: dict[str, Any] = {
         "KIND": kind,
         "WIDTH": width,
         "HEIGHT": height,
         "SCALES": {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}.get(form.scale_dtype, ""),
         "UNIT": unit,
-        "ROWS": rows_of_tile(elements, tile),
+        "ROWS": rows_at_once,
         "COLUMNS": tile,
     }
     check_size(op, "rows", rows)
-    programs = -(-rows // constants["ROWS"]) * -(-columns // tile)
+    programs = -(-rows // rows_at_once) * -(-columns // tile)
     check_size(op, "tiles", programs)
     if factors.element_size() == 1:
         factors = factors.view(torch.uint8)
