@@ -864,7 +864,8 @@ def _norms_of(contract: Contract[..., Any], **arguments: Any) -> tuple[Tensor, T
         )
     threads, block = _NORMS
     programs = 1 if norms is None else 1 + len(inputs)
-    tensors = (sums, lists.slots, norm, norms, flag)
+    # Where there is no tensor, there is no table of them either.
+    tensors = (sums, lists.slots, norm, norms if inputs else None, flag)
     _start("norms", threads, programs, device, tensors, (lists.chunks,), BLOCK=block)
     lists.finish()
     return norm, norms
