@@ -1,0 +1,27 @@
+"""Norms: tiles of several rows, one row in registers, wide rows."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine_fl.backends.flagos import normalization as flagos
+
+MODULES = ("normalization", "_sums")
+STREAMING = {"_forward_rows"}
+FORWARD_WIDTHS = {"bfloat16": (1024, 4096, 32768, 65536), "float32": (4096, 65536)}
+BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
+
+
+def launch() -> None:
+    for name, widths in FORWARD_WIDTHS.items():
+        for width in widths:
+            x = torch.zeros(3, width, dtype=getattr(torch, name))
+            weight = torch.zeros(width, dtype=x.dtype)
+            flagos.rmsnorm_fwd(x, weight)
+            flagos.layernorm_fwd(x, weight, weight)
+    for name, widths in BACKWARD_WIDTHS.items():
+        for width in widths:
+            x = torch.zeros(3, width, dtype=getattr(torch, name))
+            weight, saved = torch.zeros(width, dtype=x.dtype), torch.zeros(3)
+            flagos.rmsnorm_bwd(x, x, saved, weight)
+            flagos.layernorm_bwd(x, x, saved, saved, weight)

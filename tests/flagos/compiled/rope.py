@@ -1,0 +1,26 @@
+"""Rotary embeddings: each layout, each way to pair, and parts of one tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine_fl.backends.flagos import rope as flagos
+
+MODULES = ("rope",)
+STREAMING = {"_rotate"}
+
+
+def launch() -> None:
+    freqs = torch.zeros(6, 1, 1, 128)
+    lengths = torch.tensor([0, 2, 6], dtype=torch.int32)
+    x = torch.zeros(6, 2, 8, 128, dtype=torch.bfloat16)
+    flagos.fused_rope_forward(x, freqs, start_positions=lengths[1:])
+    flagos.fused_rope_backward(x, freqs[..., :64], interleaved=True)
+    flagos.fused_rope_forward(x[:, 0], freqs, qkv_format="thd", cu_seqlens=lengths)
+    flagos.fused_rope_forward(x.double(), freqs)
+    split = (512, 128, 128)
+    qkv = torch.zeros(6, 2, 4, sum(split), dtype=torch.bfloat16)
+    parts = flagos.fused_qkv_rope_forward(qkv, freqs, freqs, qkv_split=split)
+    flagos.fused_qkv_rope_backward(
+        *parts, freqs, freqs[..., :64], qkv_split=split, interleaved=True
+    )

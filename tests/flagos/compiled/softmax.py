@@ -1,0 +1,25 @@
+"""The scaled softmax forms: several rows, one row, and a row by chunks."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_engine_fl.backends.flagos import softmax as flagos
+
+MODULES = ("softmax",)
+STREAMING = {"_backward_rows", "_forward_rows"}
+OPERATORS = (
+    "scaled_softmax",
+    "scaled_masked_softmax",
+    "scaled_aligned_causal_masked_softmax",
+)
+WIDTHS = (1024, 16384, 65536)
+
+
+def launch() -> None:
+    for name in OPERATORS:
+        for width in WIDTHS:
+            scores = torch.zeros(3, width, dtype=torch.bfloat16)
+            mask = (scores != 0,) if name == "scaled_masked_softmax" else ()
+            getattr(flagos, f"{name}_forward")(scores, *mask)
+            getattr(flagos, f"{name}_backward")(scores, scores)
