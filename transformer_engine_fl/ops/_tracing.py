@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from transformer_engine_fl.core.errors import NoImplementationError, NotSupportedError
 from transformer_engine_fl.core.manager import manager_named
@@ -104,7 +105,20 @@ def _run(target: _Target, args: Args, kwargs: Kwargs) -> Any:
         names = [name for name, _, _ in target.missing]
         args = tuple(value for place, value in enumerate(args) if place not in places)
         kwargs = {name: value for name, value in kwargs.items() if name not in names}
-    return target.run(*args, **kwargs, **target.added)
+    if target.added:
+        return target.run(*args, **kwargs, **target.added)
+    return _apart(target.run(*args, **kwargs))
+
+
+def _apart(result: Any) -> Any:
+    """A view of each tensor of a result.
+
+    Dynamo of torch 2.11 loses the gradient of an output that a call which had nothing to do,
+    ``.to`` or ``.contiguous``, has returned as it was.
+    """
+    if isinstance(result, Tensor):
+        return result.view(result.shape)
+    return tuple(_apart(it) for it in result) if isinstance(result, tuple) else result
 
 
 def _target_name(entry: Entry) -> str:
