@@ -18,7 +18,7 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "FORWARD_TILES",
@@ -30,8 +30,10 @@ __all__ = [
     "block_of",
     "by_rows",
     "check_fresh",
+    "check_integers",
     "check_size",
     "dense",
+    "fresh",
     "is_vector",
     "keep",
     "listed",
@@ -147,6 +149,19 @@ def check_fresh(op: str, tensor: Tensor) -> None:
         raise NotSupportedError(
             f"{op}: torch allocates a {type(tensor).__name__} here; a kernel needs memory to write"
         )
+
+
+def check_integers(op: str, *values: object) -> None:
+    """Decline numbers that are not known yet, as while torch traces."""
+    if not all(isinstance(value, int) for value in values):
+        raise NotSupportedError(f"{op}: its options are no numbers yet")
+
+
+def fresh(op: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """New memory on the device of ``like``, and of its dtype if no other is given."""
+    output = torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device)
+    check_fresh(op, output)
+    return output
 
 
 def is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
@@ -17,9 +16,10 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     Written,
-    check_fresh,
+    check_integers,
     check_size,
     dense,
+    fresh,
     keep,
     plain,
 )
@@ -34,7 +34,6 @@ from transformer_engine_fl.backends.flagos._sequences import (
     steps,
     token_at,
 )
-from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import attention_layout as contracts
 
 if TYPE_CHECKING:
@@ -312,12 +311,6 @@ _MOST_IN_PLACE = 1024  # sequences of one program
 _LAUNCHES: dict[object, _launch.Launch] = {}
 
 
-def _empty(op: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-    output = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-    check_fresh(op, output)
-    return output
-
-
 def _three(op: str, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     """Copy queries, keys and values, ``[s, b, n, h]`` each; the new ones have the same strides."""
     outer, inner, _, _ = old[0].shape
@@ -344,7 +337,7 @@ def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     op.check(qkv)
     qkv = dense(op.name, "qkv", qkv)
     tokens, batch, heads, width = qkv.shape
-    output = _empty(op.name, qkv, (3, batch, tokens, heads, width // 3))
+    output = fresh(op.name, qkv, (3, batch, tokens, heads, width // 3))
     _three(op.name, qkv.chunk(3, -1), output.transpose(1, 2).unbind())
     return output
 
@@ -358,7 +351,7 @@ def fa_prepare_bwd(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> Tensor:
         for name, grad in (("q_grad", q_grad), ("k_grad", k_grad), ("v_grad", v_grad))
     ]
     *leading, width = grads[0].shape
-    dqkv = _empty(op.name, grads[0], (*leading, 3 * width))
+    dqkv = fresh(op.name, grads[0], (*leading, 3 * width))
     _three(op.name, grads, dqkv.chunk(3, -1))
     return dqkv
 
@@ -393,22 +386,22 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) ->
     """``convert_thd_to_bshd`` of the contract."""
     op = contracts.convert_thd_to_bshd
     op.check(tensor, cu_seqlens, max_seq_len)
-    _check_numbers(op.name, max_seq_len)
+    check_integers(op.name, max_seq_len)
     tensor = dense(op.name, "tensor", tensor)
     offsets = plain(op.name, "cu_seqlens", cu_seqlens).contiguous()
     shape = (offsets.shape[0] - 1, max_seq_len, *tensor.shape[1:])
-    return _converted(op.name, tensor, offsets, _empty(op.name, tensor, shape), pack=False)
+    return _converted(op.name, tensor, offsets, fresh(op.name, tensor, shape), pack=False)
 
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -> Tensor:
     """``convert_bshd_to_thd`` of the contract."""
     op = contracts.convert_bshd_to_thd
     op.check(tensor, cu_seqlens, total_tokens)
-    _check_numbers(op.name, total_tokens)
+    check_integers(op.name, total_tokens)
     tensor = dense(op.name, "tensor", tensor)
     offsets = plain(op.name, "cu_seqlens", cu_seqlens).contiguous()
     shape = (total_tokens, *tensor.shape[2:])
-    return _converted(op.name, tensor, offsets, _empty(op.name, tensor, shape), pack=True)
+    return _converted(op.name, tensor, offsets, fresh(op.name, tensor, shape), pack=True)
 
 
 def copy_to_kv_cache(
@@ -530,8 +523,3 @@ def _reordered(op: str, cache: Tensor, indices: Tensor, added: Tensor, cached: T
         (before, cache, indices, added, cached),
         (sequences, slots, rows, heads, *(it // unit for it in distances)),
     )
-
-
-def _check_numbers(op: str, *values: object) -> None:
-    if not all(isinstance(value, int) for value in values):
-        raise NotSupportedError(f"{op}: its options are no numbers yet")

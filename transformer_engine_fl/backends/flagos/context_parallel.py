@@ -16,9 +16,10 @@ from triton.language.extra import libdevice
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     Written,
-    check_fresh,
+    check_integers,
     check_size,
     dense,
+    fresh,
     keep,
     plain,
 )
@@ -33,7 +34,6 @@ from transformer_engine_fl.backends.flagos._sequences import (
     steps,
     token_at,
 )
-from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import context_parallel as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
@@ -366,12 +366,6 @@ def _by_sequence(lse: Tensor) -> Tensor:
     return lse if lse.dim() == 3 else lse.unsqueeze(0)
 
 
-def _empty(op: str, like: Tensor, *shape: int) -> Tensor:
-    output = torch.empty(shape, dtype=like.dtype, device=like.device)
-    check_fresh(op, output)
-    return output
-
-
 def _launch_of(kernel: Any, device: torch.device, *kinds: object, **constants: Any) -> Any:
     """A kernel that works on no tokens; ``kinds``, what else its pointers depend on."""
     key = (kernel, device, *kinds, *constants.items())
@@ -385,11 +379,11 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
     contract = contracts.thd_read_half_tensor
     contract.check(tensor, cu_seqlens, half_idx)
     op = contract.name
-    _check_numbers(op, half_idx)
+    check_integers(op, half_idx)
     tensor = dense(op, "tensor", tensor)
     offsets, found = _offsets(op, cu_seqlens)
     *leading, total, heads, width = tensor.shape
-    output = _empty(op, tensor, *leading, total // 2, heads, width)
+    output = fresh(op, tensor, (*leading, total // 2, heads, width))
     if output.numel():
         x, y = joined(raw(_paired(tensor)), raw(_paired(output)))
         outer, inner, heads, width = y.shape
@@ -540,9 +534,9 @@ def thd_read_second_half_lse(
     contract = contracts.thd_read_second_half_lse
     contract.check(lse, cu_seqlens, second_half_lse_seqlen, lse_packed=lse_packed)
     op = contract.name
-    _check_numbers(op, second_half_lse_seqlen)
+    check_integers(op, second_half_lse_seqlen)
     lse = plain(op, "lse", lse)
-    output = _empty(op, lse, *lse.shape[:-1], second_half_lse_seqlen)
+    output = fresh(op, lse, (*lse.shape[:-1], second_half_lse_seqlen))
     _halves_of_lse(op, raw(lse), raw(output), cu_seqlens, packed=lse_packed, read=True)
     return output
 
@@ -554,17 +548,12 @@ def thd_get_partitioned_indices(
     contract = contracts.thd_get_partitioned_indices
     contract.check(cu_seqlens, total_tokens, world_size, rank)
     op = contract.name
-    _check_numbers(op, total_tokens, world_size, rank)
+    check_integers(op, total_tokens, world_size, rank)
     check_size(op, "tokens", total_tokens)
     offsets, found = _offsets(op, cu_seqlens)
-    output = _empty(op, offsets, total_tokens // world_size)
+    output = fresh(op, offsets, (total_tokens // world_size,))
     if size := output.shape[0]:
         launch = _launch_of(_indices, offsets.device, BLOCK=_INDICES)
         numbers = (size, *found, total_tokens, world_size, rank)
         launch((-(-size // _INDICES), 1), (offsets, output), numbers)
     return output
-
-
-def _check_numbers(op: str, *values: object) -> None:
-    if not all(isinstance(value, int) for value in values):
-        raise NotSupportedError(f"{op}: its options are no numbers yet")

@@ -25,8 +25,8 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     block_of,
     by_rows,
-    check_fresh,
     check_size,
+    fresh,
     keep,
     listed,
     plain,
@@ -728,12 +728,6 @@ def _memory_of(op: str, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _empty(op: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    output = torch.empty(shape, dtype=dtype, device=like.device)
-    check_fresh(op, output)
-    return output
-
-
 def cross_entropy_fwd(
     input: Tensor,
     target: Tensor,
@@ -756,7 +750,7 @@ def cross_entropy_fwd(
     options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
     input, target = _memory_of(op, "input", input), _memory_of(op, "target", target)
     shape, dtype = tuple(target.shape), math_dtype(input.dtype)
-    loss, lse = (_empty(op, input, shape, dtype) for _ in range(2))
+    loss, lse = (fresh(op, input, shape, dtype) for _ in range(2))
     if target.numel():
         logits, step = by_rows(input)
         _run_forward(op, logits, step, None, _vector(target), (None, loss, lse), 0, options)
@@ -779,7 +773,7 @@ def cross_entropy_partial_fwd(
     options = _options(op, ignore_index=ignore_index, softcap=softcap)
     _check_numbers(op, vocab_start)
     input, target = _memory_of(op, "input", input), _memory_of(op, "target", target)
-    stats = _empty(op, input, (*target.shape, 4), math_dtype(input.dtype))
+    stats = fresh(op, input, (*target.shape, 4), math_dtype(input.dtype))
     if target.numel():
         logits, step = by_rows(input)
         outputs = (stats, None, None)
@@ -809,7 +803,7 @@ def cross_entropy_merge(
     options = _options(op, label_smoothing, ignore_index, z_loss)
     _check_numbers(op, vocab_size)
     stats, target = _memory_of(op, "stats", stats), _memory_of(op, "target", target)
-    loss, lse = (_empty(op, stats, tuple(target.shape), stats.dtype) for _ in range(2))
+    loss, lse = (fresh(op, stats, tuple(target.shape), stats.dtype) for _ in range(2))
     if target.numel():
         _run_merge(op, stats.contiguous(), _vector(target), loss, lse, vocab_size, options)
     return loss, lse
@@ -850,7 +844,7 @@ def cross_entropy_bwd(
     words = min(words, _LAST)
     input = _memory_of(op, "input", input)
     rows = _rows(op, target, grad_loss, lse, grad_lse)
-    grad_input = _empty(op, input, tuple(input.shape), input.dtype)
+    grad_input = fresh(op, input, tuple(input.shape), input.dtype)
     if target.numel():
         logits, step = by_rows(input)
         columns = input.shape[-1]
@@ -940,7 +934,7 @@ class _Linear(NamedTuple):
 
     def memory(self, dtype: torch.dtype) -> Tensor:
         """Memory for the logits of a part."""
-        return _empty(self.op, self.input, (self.input.shape[0], self.most), dtype)
+        return fresh(self.op, self.input, (self.input.shape[0], self.most), dtype)
 
     def logits(self, words: slice, memory: Tensor) -> Tensor:
         """The logits of a part, less the bias, in the memory."""
@@ -991,11 +985,11 @@ def fused_linear_cross_entropy_fwd(
     layer = _linear(op, "forward", input, weight, target, bias)
     targets = _vector(_memory_of(op, "target", target))
     shape, dtype = tuple(target.shape), math_dtype(input.dtype)
-    loss, lse = (_empty(op, layer.input, shape, dtype) for _ in range(2))
+    loss, lse = (fresh(op, layer.input, shape, dtype) for _ in range(2))
     if not targets.numel():
         return loss, lse
     parts, memory = layer.parts(), layer.memory(dtype)
-    stats = _empty(op, layer.input, (len(parts), targets.numel(), 4), dtype)
+    stats = fresh(op, layer.input, (len(parts), targets.numel(), 4), dtype)
     for words, part in zip(parts, stats, strict=True):
         logits, outputs = layer.logits(words, memory), (part, None, None)
         _run_forward(
@@ -1070,9 +1064,9 @@ def fused_linear_cross_entropy_bwd(
     layer = _linear(op, "backward", input, weight, target, bias)
     rows = _rows(op, target, grad_loss, lse, grad_lse)
     dtype, wide = input.dtype, math_dtype(input.dtype)
-    grad_input = _empty(op, layer.input, tuple(input.shape), dtype)
-    grad_weight = _empty(op, layer.input, tuple(weight.shape), dtype)
-    grad_bias = None if bias is None else _empty(op, layer.input, tuple(bias.shape), dtype)
+    grad_input = fresh(op, layer.input, tuple(input.shape), dtype)
+    grad_weight = fresh(op, layer.input, tuple(weight.shape), dtype)
+    grad_bias = None if bias is None else fresh(op, layer.input, tuple(bias.shape), dtype)
     if not target.numel():
         return grad_input, grad_weight.zero_(), None if grad_bias is None else grad_bias.zero_()
     scale = None

@@ -25,9 +25,9 @@ from triton.language.extra import libdevice
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
-    check_fresh,
     check_size,
     dense,
+    fresh,
     keep,
     plain,
 )
@@ -606,12 +606,6 @@ def _parts(packed: Tensor, split: Sequence[int]) -> tuple[Tensor, Tensor, Tensor
     return packed[..., :dq], packed[..., dq : dq + dk], packed[..., dq + dk :]
 
 
-def _empty(op: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-    output = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-    check_fresh(op, output)
-    return output
-
-
 # ---------------------------------------------------------------------------- operators
 
 
@@ -658,7 +652,7 @@ _OPTIONS = (
 
 def _one(op: str, name: str, tokens: Tensor, freqs: Tensor, places: _Places) -> Tensor:
     tokens = dense(op, name, tokens)
-    output = _empty(op, tokens, tokens.shape)
+    output = fresh(op, tokens, tokens.shape)
     _turn(op, [_Part(_five(tokens), _five(output), _table(op, "freqs", freqs))], places)
     return output
 
@@ -685,9 +679,9 @@ def fused_qkv_rope_forward(
     packed = dense(op.name, "qkv_input", qkv_input)
     *leading, groups, _ = packed.shape
     dq, dk, dv = qkv_split
-    q = _empty(op.name, packed, (*leading, groups * (dq // dk), dk))
-    k = _empty(op.name, packed, (*leading, groups, dk))
-    v = _empty(op.name, packed, (*leading, groups, dv))
+    q = fresh(op.name, packed, (*leading, groups * (dq // dk), dk))
+    k = fresh(op.name, packed, (*leading, groups, dk))
+    v = fresh(op.name, packed, (*leading, groups, dv))
     of_q, of_k, of_v = _parts(packed, qkv_split)
     tables = _table(op.name, "q_freqs", q_freqs), _table(op.name, "k_freqs", k_freqs)
     parts = (
@@ -726,7 +720,7 @@ def fused_qkv_rope_backward(
     )
     *leading, groups, _ = k.shape
     dq, dk, dv = qkv_split
-    packed = _empty(op.name, k, (*leading, groups, dq + dk + dv))
+    packed = fresh(op.name, k, (*leading, groups, dq + dk + dv))
     of_q, of_k, of_v = _parts(packed, qkv_split)
     tables = _table(op.name, "q_freqs", q_freqs), _table(op.name, "k_freqs", k_freqs)
     parts = (
