@@ -31,6 +31,7 @@ __all__ = [
     "by_rows",
     "check_fresh",
     "check_integers",
+    "check_numbers",
     "check_size",
     "dense",
     "fresh",
@@ -154,6 +155,12 @@ def check_fresh(op: str, tensor: Tensor) -> None:
 def check_integers(op: str, *values: object) -> None:
     """Decline numbers that are not known yet, as while torch traces."""
     if not all(isinstance(value, int) for value in values):
+        raise NotSupportedError(f"{op}: its options are no numbers yet")
+
+
+def check_numbers(op: str, *values: object) -> None:
+    """As :func:`check_integers`, for numbers of any kind."""
+    if not all(isinstance(value, int | float) for value in values):
         raise NotSupportedError(f"{op}: its options are no numbers yet")
 
 

@@ -14,7 +14,7 @@ of which torch decides that.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,7 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     block_of,
     by_rows,
+    check_numbers,
     check_size,
     fresh,
     keep,
@@ -584,14 +585,9 @@ def _options(
     softcap: float | None = None,
 ) -> _Options:
     given = (label_smoothing, ignore_index, z_loss, 1.0 if softcap is None else softcap)
-    _check_numbers(op, *given)
+    check_numbers(op, *given)
     cap = None if softcap is None else float(softcap)
     return _Options(float(label_smoothing), ignore_index, float(z_loss), cap)
-
-
-def _check_numbers(op: str, *values: Any) -> None:
-    if not all(isinstance(value, int | float) for value in values):
-        raise NotSupportedError(f"{op}: its options are no numbers yet")
 
 
 def _vector(tensor: Tensor) -> Tensor:
@@ -771,7 +767,7 @@ def cross_entropy_partial_fwd(
         input, target, vocab_start=vocab_start, ignore_index=ignore_index, softcap=softcap
     )
     options = _options(op, ignore_index=ignore_index, softcap=softcap)
-    _check_numbers(op, vocab_start)
+    check_numbers(op, vocab_start)
     input, target = _memory_of(op, "input", input), _memory_of(op, "target", target)
     stats = fresh(op, input, (*target.shape, 4), math_dtype(input.dtype))
     if target.numel():
@@ -801,7 +797,7 @@ def cross_entropy_merge(
         z_loss=z_loss,
     )
     options = _options(op, label_smoothing, ignore_index, z_loss)
-    _check_numbers(op, vocab_size)
+    check_numbers(op, vocab_size)
     stats, target = _memory_of(op, "stats", stats), _memory_of(op, "target", target)
     loss, lse = (fresh(op, stats, tuple(target.shape), stats.dtype) for _ in range(2))
     if target.numel():
@@ -840,7 +836,7 @@ def cross_entropy_bwd(
     )
     options = _options(op, label_smoothing, ignore_index, z_loss, softcap)
     words = vocab_start + input.shape[-1] if vocab_size is None else vocab_size
-    _check_numbers(op, vocab_start, words)
+    check_numbers(op, vocab_start, words)
     words = min(words, _LAST)
     input = _memory_of(op, "input", input)
     rows = _rows(op, target, grad_loss, lse, grad_lse)
