@@ -49,6 +49,7 @@ def register(registry: OpRegistry) -> None:
             "attention_layout",
             "context_parallel",
             "dropout",
+            "epilogue",
             "gemm",
             "loss",
             "normalization",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformer_engine_fl.core.contract import Contract
 
 __all__ = [
+    "ACTIVATIONS",
     "clamped_dswiglu",
     "clamped_swiglu",
     "dbias_dgelu",
@@ -521,6 +522,9 @@ _SWIGLU = _Activation(contracts.swiglu, "silu", gated=True)
 _DSWIGLU = _Activation(contracts.dswiglu, "silu", gated=True, backward=True)
 _CLAMPED_SWIGLU = _Activation(contracts.clamped_swiglu, "clamped", gated=True)
 _CLAMPED_DSWIGLU = _Activation(contracts.clamped_dswiglu, "clamped", gated=True, backward=True)
+
+ACTIVATIONS = {it.contract.name: it for it in tuple(globals().values()) if type(it) is _Activation}
+"""By the operator's name; what is quantised as well is calculated in the same way."""
 
 
 def gelu(input: Tensor) -> Tensor:
