@@ -56,7 +56,19 @@ from transformer_engine_fl.ops.quantization import GLOBAL_LARGEST
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Quantized", "Recipe", "Source", "amax_of_all", "cast", "cast_with_sums", "store_rows"]
+__all__ = [
+    "Quantized",
+    "Recipe",
+    "Source",
+    "amax_of_all",
+    "cast",
+    "cast_with_sums",
+    "dense_scale",
+    "in_bytes",
+    "outputs_of",
+    "store_rows",
+    "write_largest",
+]
 
 Quantized = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -905,7 +917,8 @@ def _amaxes(op: str, source: Source) -> Tensor:
     return amaxes
 
 
-def _write_largest(amaxes: Tensor, amax: Tensor) -> None:
+def write_largest(amaxes: Tensor, amax: Tensor) -> None:
+    """The largest of all, for ``amax [1]``."""
     key = ("largest", amaxes.device)
     launch = _LAUNCHES.get(key) or keep(
         _LAUNCHES,
@@ -919,7 +932,7 @@ def amax_of_all(op: str, source: Source) -> Tensor:
     """The amax, ``[1]``."""
     amax = _empty(source.x, (1,))
     check_fresh(op, amax)
-    _write_largest(_amaxes(op, source), amax)
+    write_largest(_amaxes(op, source), amax)
     return amax
 
 
@@ -1003,7 +1016,7 @@ def _scale_each_group(
     return scales
 
 
-def _outputs(recipe: Recipe, source: Source, groups: int) -> Quantized:
+def outputs_of(recipe: Recipe, source: Source, groups: int) -> Quantized:
     """The tensors that are written."""
     form, x = recipe.form, source.x
     rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
@@ -1029,7 +1042,7 @@ def _outputs(recipe: Recipe, source: Source, groups: int) -> Quantized:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def in_bytes(tensor: Tensor) -> Tensor:
     """Numbers of one byte as such, others as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
@@ -1047,7 +1060,7 @@ def _run(
     square = recipe.columnwise or recipe.square or with_sums
     matrix = source.matrix(recipe.width, whole=square or group_sizes is not None)
     check_size(recipe.op, "rows", matrix.rows)
-    outputs = _outputs(recipe, source, groups)
+    outputs = outputs_of(recipe, source, groups)
     data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = outputs
     amaxes = owners = partial = None
     if group_sizes is not None:
@@ -1095,8 +1108,8 @@ def _run(
         (max(1, tiles), 1),
         (
             *source.tensors, scale, amaxes, owner, sizes,
-            *(None if it is None else _bytes(it) for it in written),
-            data_t, None if scale_inv_t is None else _bytes(scale_inv_t), partial, sums,
+            *(None if it is None else in_bytes(it) for it in written),
+            data_t, None if scale_inv_t is None else in_bytes(scale_inv_t), partial, sums,
         ),
         (
             matrix.rows, matrix.rows // plan.parts // plan.unit_t, *matrix[3:],
@@ -1107,11 +1120,12 @@ def _run(
     )  # fmt: skip
     if partial is not None:
         assert amax is not None
-        _write_largest(partial, amax)
+        write_largest(partial, amax)
     return outputs, sums
 
 
-def _scales(op: str, scale: Tensor | None) -> Tensor | None:
+def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:
+    """The scale that is given, as kernels take it."""
     return None if scale is None else plain(op, "scale", scale).contiguous()
 
 
@@ -1126,14 +1140,14 @@ def cast(
         group_sizes = plain(recipe.op, "group_sizes", group_sizes).contiguous()
         if group_sizes.numel() > _MOST_GROUPS:
             raise NotSupportedError(f"{recipe.op}: {group_sizes.numel()} groups are too many")
-    return _run(recipe, source, _scales(recipe.op, scale), group_sizes, False)[0]
+    return _run(recipe, source, dense_scale(recipe.op, scale), group_sizes, False)[0]
 
 
 def cast_with_sums(
     recipe: Recipe, source: Source, dtype: torch.dtype, scale: Tensor | None = None
 ) -> tuple[Tensor, Quantized]:
     """The sums over the rows in ``dtype``, and the outputs of ``quantize``."""
-    outputs, sums = _run(recipe, source, _scales(recipe.op, scale), None, True)
+    outputs, sums = _run(recipe, source, dense_scale(recipe.op, scale), None, True)
     columns = source.shape[-1]
     assert sums is not None
     if not sums.numel():
