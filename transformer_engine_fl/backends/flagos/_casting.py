@@ -372,7 +372,7 @@ def _cast_tiles(
         columns = columns * 2
     across = tl.maximum(tl.cdiv(columns, COLUMNS), 1)
     index = tl.program_id(0)
-    if amaxes_ptr is not None:
+    if amaxes_ptr is not None or SOURCE == "norm":
         # From the end: what was read last is the likeliest to be in the cache still.
         index = tl.num_programs(0) - 1 - index
     tile = tl.full((), index, tl.int64)
@@ -647,6 +647,7 @@ class Source(NamedTuple):
         weight, bias, mu, rsigma: of a norm.
         offset: added to the weight.
         limit, alpha: of a clamped activation.
+        amaxes: of programs that have seen every value among them, if some have.
     """
 
     kind: str
@@ -663,6 +664,7 @@ class Source(NamedTuple):
     offset: int = 0
     limit: float = 0.0
     alpha: float = 0.0
+    amaxes: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -1074,7 +1076,7 @@ def _run(
                 recipe, source, owners, scale, amax, (inverses[0], inverses[1])
             )
     elif form.by_tensor and scale is None:
-        amaxes = _amaxes(recipe.op, source)
+        amaxes = source.amaxes if source.amaxes is not None else _amaxes(recipe.op, source)
     listed = 0 if amaxes is None else block_of(amaxes.numel())
     counted = 0 if owners is None or owners.owner is not None else owners.block
     key = (
