@@ -623,10 +623,13 @@ def _scale_groups(
 _ROW_TILE = (128, 4096)
 _AMAX_TILE, _AMAX_PROGRAMS = (512, 16384), 2
 _WIDEST_ROW = 1024  # columns of a tile of several rows
-# (threads, rows, columns) of a tile that is written transposed as well or has sums, by the
-# rows of a block.
+# (threads, rows, columns) of a tile that is written transposed as well or has square blocks,
+# by the rows of a block.
 _SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (512, 128, 128)}
+# (threads, rows, columns) of one that has sums and is cast along its rows alone.
+_SUM_TILE = (256, 64, 128)
 if _launch.INTERPRETED:  # a program costs it as much as many elements
+    _SUM_TILE = (32, 32, 256)
     _SQUARE_TILES = dict.fromkeys(_SQUARE_TILES, (32, 32, 256)) | {128: (32, 128, 128)}
 _LARGEST_THREADS, _LARGEST_BLOCK = 1024, 4096
 _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
@@ -838,11 +841,19 @@ def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]
 
 
 def _plan(
-    source: Source, recipe: Recipe, matrix: _Matrix, square: bool, amaxes: int, groups: int
+    source: Source,
+    recipe: Recipe,
+    matrix: _Matrix,
+    square: bool,
+    with_sums: bool,
+    amaxes: int,
+    groups: int,
 ) -> _Plan:
     device = source.x.device
     parts = unit_t = 1
-    if square:
+    if with_sums and not (recipe.columnwise or recipe.square):
+        threads, rows, columns = _SUM_TILE
+    elif square:
         threads, rows, columns = _SQUARE_TILES[128 if recipe.square else recipe.width or 1]
     else:
         threads, elements = _ROW_TILE
@@ -1087,7 +1098,7 @@ def _run(
     if source.halves == 2:
         key += (matrix.columns,)
     plan = _PLANS.get(key) or keep(
-        _PLANS, key, _plan(source, recipe, matrix, square, listed, counted)
+        _PLANS, key, _plan(source, recipe, matrix, square, with_sums, listed, counted)
     )
     tiles = _tiles(recipe.op, matrix, plan.rows * plan.parts, plan.columns)
     sums = None

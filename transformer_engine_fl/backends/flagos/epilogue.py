@@ -113,6 +113,7 @@ def _norm_rows(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """Rows that fit into registers, ROWS at a time."""
     columns = columns * UNIT
@@ -122,7 +123,9 @@ def _norm_rows(
     shared = _scale(scale_ptr, scale_inv_ptr, global_scale_inv_ptr, WIDTH)
     least = tl.full((), epsilon, tl.float32)
     largest = tl.zeros((), tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
         first = tl.full((), tile, tl.int64) * ROWS
         height = tl.minimum(rows - tile * ROWS, ROWS)
         exists = row < height
@@ -249,14 +252,30 @@ def _norm_wide(
 
 # ---------------------------------------------------------------------------------- plans
 
-# Rows that are read once: (threads of a program, width of its tile), by width. The widest
-# listed is the widest that is kept in registers; of wider ones (threads, columns) of a chunk.
-_TILES = dict(FORWARD_TILES)
-_CHUNK = (256, 4096)
-_UNROLL = 4
-# Programs of each multiprocessor that share the rows where a later kernel asks for all
-# amaxes; otherwise there is one for each tile.
-_AMAX_PROGRAMS = 4
+
+class _Tile(NamedTuple):
+    """How rows that fit into registers are cut.
+
+    Attributes:
+        threads: of one program.
+        width: of its tile.
+        programs: of each multiprocessor, which share the rows; 0 for one to each tile.
+        stages: tiles under way, counting the one that is computed.
+    """
+
+    threads: int
+    width: int
+    programs: int = 0
+    stages: int = 1
+
+
+# By width of a row: of those that are cast as they are normalized, and of those that leave
+# their statistics, and perhaps amaxes, of which a later kernel reads all. The widest listed
+# is the widest that is kept in registers; wider rows take (threads, columns) of a chunk.
+_CAST_TILES = {width: _Tile(*tile) for width, tile in FORWARD_TILES.items()}
+_STATISTICS_TILES = {width: _Tile(*tile, programs=4) for width, tile in FORWARD_TILES.items()}
+_CHUNK, _UNROLL = (256, 4096), 4
+_CHUNK_PROGRAMS = 4
 
 
 class _Plan(NamedTuple):
@@ -357,7 +376,7 @@ class _Norm(NamedTuple):
 _PLANS: dict[object, _Plan] = {}
 
 
-def _plan(norm: _Norm, recipe: Recipe, unit: int, few: bool) -> _Plan:
+def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> _Plan:
     device = norm.x.device
     width = block_of(norm.shape[-1])
     constants: dict[str, Any] = {
@@ -367,21 +386,25 @@ def _plan(norm: _Norm, recipe: Recipe, unit: int, few: bool) -> _Plan:
         **constants_of(device),
         "UNIT": unit,
     }
-    most = _AMAX_PROGRAMS * _launch.limits(device).multiprocessors if few else MOST
-    tile: tuple[int, int] | None = listed(_TILES, width)
+    processors = _launch.limits(device).multiprocessors
+    tile: _Tile | None = listed(_CAST_TILES if cast_here else _STATISTICS_TILES, width)
     if tile is None:
         threads, block = _CHUNK
         launch = _launch.Launch(
             _norm_wide, device, threads=threads, **constants, BLOCK=block, UNROLL=_UNROLL
         )
-        return _Plan(launch, 1, most)
-    threads, elements = tile
-    rows = rows_of_tile(elements, width)
-    block = max(width, recipe.width)
+        return _Plan(launch, 1, _CHUNK_PROGRAMS * processors)
+    rows = rows_of_tile(tile.width, width)
     launch = _launch.Launch(
-        _norm_rows, device, threads=threads, **constants, ROWS=rows, BLOCK=block
+        _norm_rows,
+        device,
+        threads=tile.threads,
+        **constants,
+        ROWS=rows,
+        BLOCK=max(width, recipe.width),
+        STAGES=tile.stages,
     )
-    return _Plan(launch, rows, most)
+    return _Plan(launch, rows, tile.programs * processors or MOST)
 
 
 # ------------------------------------------------------------------------------ operators
@@ -431,7 +454,6 @@ def _normalize(
     with_amaxes: bool,
 ) -> Tensor | None:
     """Write the statistics, and the outputs if there are any; returns the amaxes of programs."""
-    few = with_amaxes and outputs is None
     columns = norm.shape[-1]
     unit = math.gcd(columns, norm.x_stride, norm.residual_stride, WIDEST_UNIT)
     tensors = (
@@ -440,11 +462,9 @@ def _normalize(
     )  # fmt: skip
     dtypes = [None if it is None else it.dtype for it in tensors]
     key = (*dtypes, *recipe[1:5], norm.offset, columns, unit, with_amaxes, norm.x.device)
-    plan = _PLANS.get(key) or keep(_PLANS, key, _plan(norm, recipe, unit, few))
+    plan = _PLANS.get(key) or keep(_PLANS, key, _plan(norm, recipe, unit, outputs is not None))
     programs = max(1, min(-(-norm.rows // plan.rows), plan.most))
-    amaxes = None
-    if with_amaxes:
-        amaxes = fresh(recipe.op, norm.x, (programs,), torch.float32)
+    amaxes = fresh(recipe.op, norm.x, (programs,), torch.float32) if with_amaxes else None
     if norm.rows or with_amaxes:
         plan.launch(
             (programs, 1),
