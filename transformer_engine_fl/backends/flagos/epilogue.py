@@ -1,10 +1,11 @@
 """Quantised epilogues in Triton: an operator and the cast of its output, in one pass.
 
 What casts is in ``_casting``, which calculates what it casts: for activations there is
-nothing to add but the operators' arguments. A norm comes from whole rows. Rows that fit
-into registers are normalized and cast along their rows by one kernel; where the cast needs
-more than that, a transposed tensor, square blocks or a scale that follows from all values,
-the kernel leaves the statistics and the amaxes, and the cast normalizes what it reads.
+nothing to add but the operators' arguments. A norm comes from whole rows. One kernel
+normalizes them and casts along them, out of registers, or of wide rows in chunks that are
+read twice. Where the cast needs more than a row, a transposed tensor, square blocks or a
+scale that follows from all values, the kernel leaves the statistics, and the amaxes that it
+has seen, and the cast normalizes what it reads. Nothing between the two is written but those.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
-    FORWARD_TILES,
     MOST,
     WIDEST_UNIT,
     block_of,
@@ -46,8 +46,7 @@ from transformer_engine_fl.backends.flagos._casting import (
     write_largest,
 )
 from transformer_engine_fl.backends.flagos._moments import moments_of_rows, moments_of_wide_row
-from transformer_engine_fl.backends.flagos._narrow import amax_of, constants_of, size_of
-from transformer_engine_fl.backends.flagos._rounding import rounded
+from transformer_engine_fl.backends.flagos._narrow import amax_of, constants_of, rounded, size_of
 from transformer_engine_fl.backends.flagos.activation import ACTIVATIONS
 from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
 
@@ -269,13 +268,22 @@ class _Tile(NamedTuple):
     stages: int = 1
 
 
-# By width of a row: of those that are cast as they are normalized, and of those that leave
-# their statistics, and perhaps amaxes, of which a later kernel reads all. The widest listed
-# is the widest that is kept in registers; wider rows take (threads, columns) of a chunk.
-_CAST_TILES = {width: _Tile(*tile) for width, tile in FORWARD_TILES.items()}
-_STATISTICS_TILES = {width: _Tile(*tile, programs=4) for width, tile in FORWARD_TILES.items()}
-_CHUNK, _UNROLL = (256, 4096), 4
-_CHUNK_PROGRAMS = 4
+# By width: columns rounded up to a power of two. The widest listed is the widest that is kept
+# in registers; wider rows take (threads, columns) of a chunk, and programs as above.
+_CAST_TILES = {
+    2048: _Tile(threads=128, width=2048),
+    8192: _Tile(threads=256, width=8192),
+    16384: _Tile(threads=512, width=16384),
+    32768: _Tile(threads=1024, width=32768),
+}
+# Of rows that are not cast here. Each program leaves an amax, of which all are read later.
+_STATISTICS_TILES = {
+    2048: _Tile(threads=128, width=2048, programs=8),
+    8192: _Tile(threads=256, width=8192, programs=4),
+    16384: _Tile(threads=512, width=16384, programs=2),
+    32768: _Tile(threads=1024, width=32768, programs=1),
+}
+_CHUNK, _CHUNK_PROGRAMS, _UNROLL = (256, 4096), 4, 4
 
 
 class _Plan(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import check_fresh, keep
 from transformer_engine_fl.backends.flagos._lists import ALIGNMENT, Demand, Group, ready
-from transformer_engine_fl.backends.flagos._rounding import rounded
+from transformer_engine_fl.backends.flagos._narrow import rounded as _as
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import optimizer as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -149,7 +149,7 @@ def _scale_tile(
 ) -> tl.tensor:
     """Writes a tile; returns where the input is not finite."""
     x = tl.load(x_ptr, mask=mask, other=None if mask is None else 0).to(factor.dtype)
-    tl.store(y_ptr, rounded(x * factor, Y), mask=mask)
+    tl.store(y_ptr, _as(x * factor, Y), mask=mask)
     return (tl.abs(x) < float("inf")) == 0
 
 
@@ -343,8 +343,8 @@ def _adam_tile(
     if DECOUPLED:
         update = update + decay * p
     p = p - lr * update
-    tl.store(m_ptr, rounded(m, M), mask=mask)
-    tl.store(v_ptr, rounded(v, M), mask=mask)
+    tl.store(m_ptr, _as(m, M), mask=mask)
+    tl.store(v_ptr, _as(v, M), mask=mask)
     if FORM == "remainder":
         high, low = _halves(p)
         tl.store(p_ptr, high, mask=mask)
@@ -355,7 +355,7 @@ def _adam_tile(
         if FORM == "fp8":
             tl.store(p_ptr, _float8(p * scale8, MANTISSA), mask=mask)
         else:
-            tl.store(p_ptr, rounded(p, P), mask=mask)
+            tl.store(p_ptr, _as(p, P), mask=mask)
     if mask is None:
         return p
     else:
@@ -500,17 +500,17 @@ def _sgd_tile(
             b = g
         else:
             b = momentum * tl.load(b_ptr, mask=mask, other=NONE).to(ACC) + share * g
-        tl.store(b_ptr, rounded(b, B), mask=mask)
+        tl.store(b_ptr, _as(b, B), mask=mask)
         if NESTEROV:
             g = g + momentum * b
         else:
             g = b
     if DECAY_LAST:
         g = g + decay * p
-    p = rounded(p - lr * g, P)
+    p = _as(p - lr * g, P)
     tl.store(p_ptr, p, mask=mask)
     if C is not None:
-        tl.store(c_ptr, rounded(p.to(ACC), C), mask=mask)
+        tl.store(c_ptr, _as(p.to(ACC), C), mask=mask)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
