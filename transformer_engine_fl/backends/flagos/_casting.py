@@ -34,8 +34,8 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._narrow import (
-    LARGEST_FLOAT32,
     KINDS,
+    LARGEST_FLOAT32,
     amax_of,
     constants_of,
     encoded,

@@ -4,7 +4,12 @@ A tile is read as bytes of the mask by their eight elements, for which one Philo
 serves.
 """
 
+# mypy: disable-error-code="assignment,unreachable"
+# A kernel puts a tuple together step by step, which a type checker takes for other types.
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -160,20 +165,17 @@ def _start(
     value = tensors[0]
     whole = not size % 8
     key = (way, value.dtype, whole, value.device)
-    chunks = {"CHUNKS": _CHUNKS[way]} if way == "forward" else {}
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(
-            _KERNELS[way],
-            value.device,
-            threads=_BYTES[way],
-            ACC=_TRITON_TYPES[math_dtype(value.dtype)],
-            WHOLE=whole,
-            **chunks,
-            BYTES=_BYTES[way],
-        ),
-    )
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        constants: dict[str, Any] = {
+            "ACC": _TRITON_TYPES[math_dtype(value.dtype)],
+            "WHOLE": whole,
+            "BYTES": _BYTES[way],
+        }
+        if way == "forward":
+            constants["CHUNKS"] = _CHUNKS[way]
+        launch = _launch.Launch(_KERNELS[way], value.device, threads=_BYTES[way], **constants)
+        keep(_LAUNCHES, key, launch)
     programs = -(-size // (8 * _BYTES[way] * _CHUNKS[way]))
     check_size(op, "tiles", programs)
     launch((programs, 1), tensors, (size, *numbers))
