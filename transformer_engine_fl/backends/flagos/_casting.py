@@ -35,17 +35,18 @@ from transformer_engine_fl.backends.flagos._arguments import (
 )
 from transformer_engine_fl.backends.flagos._narrow import (
     KINDS,
+    LARGEST_FLOAT32,
     amax_of,
     constants_of,
     encoded,
     encoded_pair,
     encoded_quad,
+    inverse_of,
     microscale,
+    narrowed,
     nibble,
-    quotient,
     scale_of,
     size_of,
-    value_of,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.backends.flagos.activation import results
@@ -174,15 +175,15 @@ def _block_scales(
     """
     if SCALES == "float32":
         scale = scale_of(amax, LARGEST, epsilon, POW2)
-        return scale, tl.div_rn(1.0, scale)
+        return scale, inverse_of(scale, CAST)
     elif SCALES == "e8m0":
         return microscale(amax, KIND)
     else:
         sixth = tl.full((), 1 / 6, tl.float32)
         amax = amax * (shared * sixth)
-        code = encoded_pair(amax, amax, "e4m3", CAST).to(tl.uint8)
-        factor = value_of(code, "e4m3") * tl.div_rn(1.0, shared)
-        return quotient(1.0, factor), code
+        code, factor = narrowed(amax, CAST)
+        factor *= inverse_of(shared, CAST)
+        return tl.minimum(inverse_of(factor, CAST), LARGEST_FLOAT32), code.to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -370,15 +371,17 @@ def _cast_tiles(
     units = units * UNIT_T
     if SPLIT != "":
         columns = columns * 2
-    across = tl.maximum(tl.cdiv(columns, COLUMNS), 1)
-    index = tl.program_id(0)
+    # No more than there are tiles, if there are any.
+    across = tl.minimum(tl.maximum(tl.cdiv(columns, COLUMNS), 1), 0x7FFFFFFF).to(tl.int32)
+    tile = tl.program_id(0)
     if amaxes_ptr is not None or SOURCE == "norm":
         # From the end: what was read last is the likeliest to be in the cache still.
-        index = tl.num_programs(0) - 1 - index
-    tile = tl.full((), index, tl.int64)
-    first_unit = (tile // across) * ROWS
+        tile = tl.num_programs(0) - 1 - tile
+    above = tile // across
+    before = tile - above * across
+    first_unit = above.to(tl.int64) * ROWS
     first_row = first_unit * PARTS
-    first_column = (tile % across) * COLUMNS
+    first_column = before.to(tl.int64) * COLUMNS
     height = tl.minimum(rows - first_row, ROWS * PARTS).to(tl.int32)
     width = tl.minimum(columns - first_column, COLUMNS).to(tl.int32)
     end = height
@@ -411,13 +414,13 @@ def _cast_tiles(
             sizes = tl.maximum(sizes, size_of(values[part], LEAVES_NAN))
         largest = amax_of(tl.max(tl.max(sizes, axis=1), axis=0), LEAVES_NAN)
     if partial_ptr is not None:
-        tl.store(partial_ptr + index, largest)
+        tl.store(partial_ptr + tile, largest)
     if sums_ptr is not None:
         total = values[0]
         for part in tl.static_range(1, PARTS):
             total += values[part]
         column = tl.arange(0, COLUMNS)
-        where = sums_ptr + (tile // across) * columns + first_column + column
+        where = sums_ptr + above.to(tl.int64) * columns + first_column + column
         tl.store(where, tl.sum(total, axis=0), mask=(column < width) & (height > 0))
     if owner_ptr is None:
         scale = tl.full((), 1.0, tl.float32)
@@ -426,17 +429,17 @@ def _cast_tiles(
             tl.store(scale_inv_ptr + tile, inverse)
             if scale_inv_t_ptr is not None:
                 down = tl.cdiv(rows, ROWS * PARTS)
-                tl.store(scale_inv_t_ptr + (tile % across) * down + tile // across, inverse)
+                tl.store(scale_inv_t_ptr + before.to(tl.int64) * down + above, inverse)
         elif amaxes_ptr is not None:
             place = tl.arange(0, AMAXES)
             found = tl.load(amaxes_ptr + place, mask=place < amaxes, other=0)
             amax = tl.max(found, axis=0)
             scale = scale_of(amax, SHARED_LARGEST, least, POW2)
-            if index == 0:
+            if tile == 0:
                 tl.store(amax_ptr, amax)
         elif scale_ptr is not None:
             scale = tl.load(scale_ptr)
-        if index == 0:
+        if tile == 0:
             if global_scale_inv_ptr is not None:
                 tl.store(global_scale_inv_ptr, tl.div_rn(1.0, scale))
             elif WIDTH == 0 and not SQUARE:
@@ -504,13 +507,13 @@ def _amax_tiles(
     columns = columns * UNIT
     if SPLIT != "":
         columns = columns * 2
-    across = tl.cdiv(columns, COLUMNS)
+    across = tl.minimum(tl.cdiv(columns, COLUMNS), 0x7FFFFFFF).to(tl.int32)
     tiles = tl.cdiv(rows, ROWS) * across
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = tl.full((), index, tl.int64)
-        first_row = (tile // across) * ROWS
-        first_column = (tile % across) * COLUMNS
+        above = index // across
+        first_row = above.to(tl.int64) * ROWS
+        first_column = (index - above * across).to(tl.int64) * COLUMNS
         width = tl.minimum(columns - first_column, COLUMNS).to(tl.int32)
         row = tl.arange(0, ROWS)
         exists = row < tl.minimum(rows - first_row, ROWS).to(tl.int32)
