@@ -57,6 +57,7 @@ def register(registry: OpRegistry) -> None:
             "padding",
             "quantization",
             "rope",
+            "router",
             "softmax",
         ),
         omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
