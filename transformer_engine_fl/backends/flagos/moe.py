@@ -353,27 +353,32 @@ def _zero_rows(
     column: tl.tensor,
     inside: tl.tensor,
     SPAN: tl.constexpr,
+    TOKENS: tl.constexpr,
 ) -> None:
     """Zeros in all rows from ``end`` on, or if there is ``used``, in those it has a 0 for.
 
-    Programs share them out by SPAN of rows, which are seldom looked at one by one.
+    Programs share them out by SPAN of rows, which are seldom looked at any closer.
     """
-    zeros = tl.zeros(column.shape, y_ptr.dtype.element_ty)
+    BLOCK: tl.constexpr = column.shape[0]
+    zeros = tl.zeros((TOKENS, BLOCK), y_ptr.dtype.element_ty)
     first_span = tl.program_id(0).to(tl.int64) * SPAN
     if used_ptr is None:
         first_span += end
     for first in tl.range(first_span, have.to(tl.int64), tl.num_programs(0).to(tl.int64) * SPAN):
-        span = first + tl.arange(0, SPAN)
         least = 0
         if used_ptr is not None:
+            span = first + tl.arange(0, SPAN)
             used = tl.load(used_ptr + span, mask=span < have, other=1).to(tl.int32)
             least = tl.min(used, axis=0)
         if least == 0:
-            for row in tl.range(first, tl.minimum(first + SPAN, have)):
-                unused = row >= 0
+            last = tl.minimum(first + SPAN, have)
+            for start in tl.range(first, last, TOKENS):
+                row = start + tl.arange(0, TOKENS)
+                unused = row < last
                 if used_ptr is not None:
-                    unused = tl.load(used_ptr + row) == 0
-                tl.store(y_ptr + row * step + column, zeros, mask=inside & unused)
+                    unused = tl.load(used_ptr + row, mask=unused, other=1) == 0
+                target = y_ptr + (row * step)[:, None] + column[None, :]
+                tl.store(target, zeros, mask=unused[:, None] & inside[None, :])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -416,15 +421,13 @@ def _spread(
     x = tl.load(x_ptr + x_place, mask=exists[:, None, None] & inside)
     count, most = _pairs(map_ptr, token, exists, slots, map_token, map_slot, MASK)
     for at in tl.range(0, most):
-        row, _, known = _pair(
-            map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
-        )  # fmt: skip
+        row, _, known = _pair(map_ptr, token, at, count, slots, have, map_token, map_slot, MASK)
         y_place = place(row * y_row, head * 0, column, UNIT)
         tl.store(y_ptr + y_place, x, mask=known[:, None, None] & inside)
     if end_ptr is not None:
         end = tl.load(end_ptr + end).to(tl.int64)
     within = column < width * UNIT
-    _zero_rows(y_ptr, used_ptr, end, have, y_row * UNIT, column, within, SPAN)
+    _zero_rows(y_ptr, used_ptr, end, have, y_row * UNIT, column, within, SPAN, TOKENS)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -470,7 +473,7 @@ def _collect(
     for at in tl.range(0, most):
         row, expert, known = _pair(
             map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
-        )  # fmt: skip
+        )
         x_place = place(row * x_row, head * 0, column, UNIT)
         x = tl.load(x_ptr + x_place, mask=known[:, None, None] & inside, other=0).to(ACC)
         if probs_ptr is not None:
@@ -505,9 +508,7 @@ def _mark(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     count, most = _pairs(map_ptr, token, token < tokens, slots, map_token, map_slot, MASK)
     for at in tl.range(0, most):
-        row, _, known = _pair(
-            map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
-        )  # fmt: skip
+        row, _, known = _pair(map_ptr, token, at, count, slots, have, map_token, map_slot, MASK)
         tl.store(used_ptr + row, token * 0 + 1, mask=known)
 
 
@@ -560,7 +561,7 @@ def _spread_weighted(
     for at in tl.range(0, most):
         row, expert, known = _pair(
             map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
-        )  # fmt: skip
+        )
         where = wide * probs_token + expert * probs_slot
         prob = tl.load(probs_ptr + where, mask=known, other=0).to(ACC)[:, None]
         x_start = (row * (x_row * UNIT))[:, None]
@@ -588,7 +589,8 @@ def _spread_weighted(
     for start in tl.range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         _zero_rows(
-            dx_ptr, used_ptr, 0, have, width.to(tl.int64) * UNIT, column, column < columns, SPAN
+            dx_ptr, used_ptr, 0, have, width.to(tl.int64) * UNIT,
+            column, column < columns, SPAN, TOKENS,
         )  # fmt: skip
 
 
@@ -758,9 +760,7 @@ def _spread_gradients(
     )
 
 
-def _scanned(
-    counts: Tensor, extremes: Tensor | None = None, odd: Tensor | None = None
-) -> Tensor:
+def _scanned(counts: Tensor, extremes: Tensor | None = None, odd: Tensor | None = None) -> Tensor:
     """The sums of the lines before each line of ``counts``, and at the end of all."""
     tiles, width = counts.shape
     scanned = torch.empty((tiles + 1, width), dtype=torch.int32, device=counts.device)

@@ -159,7 +159,7 @@ def _slope(scores: tl.tensor, ACC: tl.constexpr, FUNCTION: tl.constexpr) -> tl.t
     else:
         # (1 - exp(-square)) / (2 * score), in a series where the square is small.
         square = scores * scores
-        TERMS: tl.constexpr = 14 if ACC == tl.float64 else 7
+        TERMS: tl.constexpr = 14 if scores.dtype == tl.float64 else 7
         series = tl.zeros(scores.shape, ACC) + 1
         for term in tl.static_range(TERMS, 1, -1):
             series = 1 - square * series / term
@@ -447,7 +447,7 @@ class _Groups(NamedTuple):
     """Experts in groups, as they lie in a tile.
 
     Attributes:
-        count: how many groups, 0 if experts are not in groups.
+        number: how many groups, 0 if experts are not in groups.
         size: of each.
         chosen: how many of them are chosen.
         counted: how many experts of each decide.
@@ -455,7 +455,7 @@ class _Groups(NamedTuple):
         block: the width of the tile.
     """
 
-    count: int = 0
+    number: int = 0
     size: int = 0
     chosen: int = 0
     counted: int = 0
@@ -571,9 +571,7 @@ def fused_score_for_moe_aux_loss_fwd(
     contracts.fused_score_for_moe_aux_loss_fwd.check(logits, topk, score_function=score_function)
     check_integers(op, topk)
     groups = _Groups.of(logits.shape[1], topk, None, None)
-    return _chosen(
-        op, logits, topk, None, groups, 1.0, score_function, ALL=True, AFTERWARDS=False
-    )
+    return _chosen(op, logits, topk, None, groups, 1.0, score_function, ALL=True, AFTERWARDS=False)
 
 
 def _logits_gradient(
@@ -669,9 +667,7 @@ def fused_moe_aux_loss_fwd(
 ) -> tuple[Tensor, Tensor]:
     """``fused_moe_aux_loss_fwd`` of the contract."""
     op = "fused_moe_aux_loss_fwd"
-    contracts.fused_moe_aux_loss_fwd.check(
-        probs, tokens_per_expert, total_num_tokens, topk, coeff
-    )
+    contracts.fused_moe_aux_loss_fwd.check(probs, tokens_per_expert, total_num_tokens, topk, coeff)
     check_integers(op, total_num_tokens, topk)
     check_numbers(op, coeff)
     probs = plain(op, "probs", probs)
