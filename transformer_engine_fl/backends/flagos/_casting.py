@@ -67,6 +67,7 @@ __all__ = [
     "dense_scale",
     "in_bytes",
     "outputs_of",
+    "shared_scale",
     "store_rows",
     "write_largest",
 ]
@@ -76,8 +77,9 @@ Quantized = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, T
 # ------------------------------------------------------------------- what there is to cast
 #
 # ``columns`` and the row strides count units of UNIT elements, of one half of the columns
-# where a gradient has two. SPLIT says what of those a tile is in: one, by "tiles", or
-# perhaps both, by "columns". Within a tile int32 counts, up to its ``height`` and ``width``.
+# where a gradient has two. SPLIT says what of those a tile is in: one, by "tiles", perhaps
+# both, by "columns"; or it has the same columns of "both", which is two tensors of values.
+# Within a tile int32 counts, up to its ``height`` and ``width``.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -141,7 +143,9 @@ def _values(
         first, second = results(
             grad_ptr, x_ptr, part, mask, limit, alpha, SOURCE, PTX, GATED, tl.float32
         )
-        if SPLIT == "":
+        if SPLIT == "both":
+            return first, second
+        elif SPLIT == "":
             return first
         else:
             return tl.where(of_gate, second, first)
@@ -184,6 +188,46 @@ def _block_scales(
         code, factor = narrowed(amax, CAST)
         factor *= inverse_of(shared, CAST)
         return tl.minimum(inverse_of(factor, CAST), LARGEST_FLOAT32), code.to(tl.uint8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shared_scale(
+    scale_ptr: tl.tensor,
+    amaxes_ptr: tl.tensor,
+    amaxes: tl.tensor,
+    epsilon: tl.tensor,
+    writes: tl.tensor,
+    amax_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    scale_inv_t_ptr: tl.tensor,
+    global_scale_inv_ptr: tl.tensor,
+    SHARED_LARGEST: tl.constexpr,
+    POW2: tl.constexpr,
+    ALONE: tl.constexpr,
+    AMAXES: tl.constexpr,
+) -> tl.tensor:
+    """The scale that all values share: given, from the amaxes of programs, or 1.
+
+    One program ``writes`` its inverse, which is the only one there is if it is ALONE.
+    """
+    scale = tl.full((), 1.0, tl.float32)
+    if amaxes_ptr is not None:
+        place = tl.arange(0, AMAXES)
+        amax = tl.max(tl.load(amaxes_ptr + place, mask=place < amaxes, other=0), axis=0)
+        scale = scale_of(amax, SHARED_LARGEST, epsilon, POW2)
+        if writes:
+            tl.store(amax_ptr, amax)
+    elif scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    if writes:
+        if global_scale_inv_ptr is not None:
+            tl.store(global_scale_inv_ptr, tl.div_rn(1.0, scale))
+        elif ALONE:
+            inverse = tl.div_rn(1.0, scale)
+            tl.store(scale_inv_ptr, inverse)
+            if scale_inv_t_ptr is not None:
+                tl.store(scale_inv_t_ptr, inverse)
+    return scale
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -423,30 +467,17 @@ def _cast_tiles(
         where = sums_ptr + above.to(tl.int64) * columns + first_column + column
         tl.store(where, tl.sum(total, axis=0), mask=(column < width) & (height > 0))
     if owner_ptr is None:
-        scale = tl.full((), 1.0, tl.float32)
         if SQUARE:
             scale, inverse = _block_scales(largest, 1.0, least, KIND, LARGEST, SCALES, POW2, CAST)
             tl.store(scale_inv_ptr + tile, inverse)
             if scale_inv_t_ptr is not None:
                 down = tl.cdiv(rows, ROWS * PARTS)
                 tl.store(scale_inv_t_ptr + before.to(tl.int64) * down + above, inverse)
-        elif amaxes_ptr is not None:
-            place = tl.arange(0, AMAXES)
-            found = tl.load(amaxes_ptr + place, mask=place < amaxes, other=0)
-            amax = tl.max(found, axis=0)
-            scale = scale_of(amax, SHARED_LARGEST, least, POW2)
-            if tile == 0:
-                tl.store(amax_ptr, amax)
-        elif scale_ptr is not None:
-            scale = tl.load(scale_ptr)
-        if tile == 0:
-            if global_scale_inv_ptr is not None:
-                tl.store(global_scale_inv_ptr, tl.div_rn(1.0, scale))
-            elif WIDTH == 0 and not SQUARE:
-                inverse = tl.div_rn(1.0, scale)
-                tl.store(scale_inv_ptr, inverse)
-                if scale_inv_t_ptr is not None:
-                    tl.store(scale_inv_t_ptr, inverse)
+        else:
+            scale = shared_scale(
+                scale_ptr, amaxes_ptr, amaxes, least, tile == 0, amax_ptr, scale_inv_ptr,
+                scale_inv_t_ptr, global_scale_inv_ptr, SHARED_LARGEST, POW2, WIDTH == 0, AMAXES,
+            )  # fmt: skip
         for _ in tl.static_range(PARTS):
             shared += (scale,)
     for part in tl.static_range(PARTS):
@@ -469,6 +500,111 @@ def _cast_tiles(
             data_t_ptr, scale_inv_t_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN,
             PARTS, ROWS, COLUMNS,
         )  # fmt: skip
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "columns", "x_stride", "grad_stride", "amaxes", "limit", "alpha", "epsilon"
+    ]
+)  # fmt: skip
+def _cast_strips(
+    x_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    amaxes_ptr: tl.tensor,
+    data_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
+    global_scale_inv_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int64,
+    x_stride: tl.int64,
+    grad_stride: tl.int64,
+    amaxes: tl.int32,
+    limit: tl.float64,
+    alpha: tl.float64,
+    epsilon: tl.float64,
+    SOURCE: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SHARED_LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    AMAXES: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Tiles below each other, cast along their rows: of one half, or the same of both.
+
+    What a program sums, and the largest that it sees, stay in its registers until its last
+    tile; SPLIT is "both" or empty.
+    """
+    x_stride = x_stride * UNIT
+    grad_stride = grad_stride * UNIT
+    part = columns * UNIT
+    columns = part
+    if SPLIT == "both":
+        columns = part * 2
+    across = tl.minimum(tl.maximum(tl.cdiv(part, COLUMNS), 1), 0x7FFFFFFF).to(tl.int32)
+    program = tl.program_id(0)
+    if amaxes_ptr is not None:
+        # From the end: what was read last is the likeliest to be in the cache still.
+        program = tl.num_programs(0) - 1 - program
+    share = program // across
+    shares = tl.maximum(tl.num_programs(0) // across, 1)
+    first_column = (program - share * across).to(tl.int64) * COLUMNS
+    width = tl.minimum(part - first_column, COLUMNS).to(tl.int32)
+    least = tl.full((), epsilon, tl.float32)
+    scale = shared_scale(
+        scale_ptr, amaxes_ptr, amaxes, least, program == 0, amax_ptr, scale_inv_ptr, None,
+        global_scale_inv_ptr, SHARED_LARGEST, POW2, WIDTH == 0, AMAXES,
+    )  # fmt: skip
+    row = tl.arange(0, ROWS)
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in tl.range(share, tl.cdiv(rows, ROWS), shares, num_stages=STAGES):
+        first_row = tl.full((), tile, tl.int64) * ROWS
+        height = tl.minimum(rows - first_row, ROWS).to(tl.int32)
+        values = _values(
+            x_ptr, grad_ptr, None, None, None, None, first_row, row, row < height,
+            first_column, width, part, x_stride, grad_stride, limit, alpha, SOURCE, GATED,
+            SPLIT, 0, PTX, COLUMNS,
+        )  # fmt: skip
+        if SPLIT == "both":
+            values, second = values
+            if partial_ptr is not None:
+                largest = tl.maximum(largest, size_of(second, LEAVES_NAN))
+            store_rows(
+                second, first_row, row, height, first_column + part, width, columns, scale,
+                least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
+                LEAVES_NAN, ROWS, COLUMNS,
+            )  # fmt: skip
+        if partial_ptr is not None:
+            largest = tl.maximum(largest, size_of(values, LEAVES_NAN))
+        if sums_ptr is not None:
+            total += values
+        store_rows(
+            values, first_row, row, height, first_column, width, columns, scale,
+            least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
+            LEAVES_NAN, ROWS, COLUMNS,
+        )  # fmt: skip
+    if partial_ptr is not None:
+        amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
+        tl.store(partial_ptr + program, amax)
+    if sums_ptr is not None:
+        column = tl.arange(0, COLUMNS)
+        where = sums_ptr + share.to(tl.int64) * columns + first_column + column
+        tl.store(where, tl.sum(total, axis=0), mask=(column < width) & (rows > 0))
 
 
 # ---------------------------------------------------------------------------- amaxes
@@ -505,8 +641,6 @@ def _amax_tiles(
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
     columns = columns * UNIT
-    if SPLIT != "":
-        columns = columns * 2
     across = tl.minimum(tl.cdiv(columns, COLUMNS), 0x7FFFFFFF).to(tl.int32)
     tiles = tl.cdiv(rows, ROWS) * across
     largest = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -522,6 +656,9 @@ def _amax_tiles(
             first_column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED,
             SPLIT, OFFSET, PTX, COLUMNS,
         )  # fmt: skip
+        if SPLIT == "both":
+            values, second = values
+            largest = tl.maximum(largest, size_of(second, LEAVES_NAN))
         largest = tl.maximum(largest, size_of(values, LEAVES_NAN))
     amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
     tl.store(partial_ptr + tl.program_id(0), amax)
@@ -623,16 +760,20 @@ def _scale_groups(
 
 # (threads, elements) of a tile that is cast along its rows alone, and of one of which the
 # amax is found; the programs of the latter, of each multiprocessor.
-_ROW_TILE = (128, 4096)
+_ROW_TILE = (256, 4096)
 _AMAX_TILE, _AMAX_PROGRAMS = (512, 16384), 2
-_WIDEST_ROW = 1024  # columns of a tile of several rows
+_WIDEST_ROW = 2048  # columns of a tile of several rows
 # (threads, rows, columns) of a tile that is written transposed as well or has square blocks,
 # by the rows of a block.
 _SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (512, 128, 128)}
-# (threads, rows, columns) of one that has sums and is cast along its rows alone.
-_SUM_TILE = (256, 64, 128)
+# (threads, rows, columns) of those below each other, which are cast along their rows alone
+# and have sums or halves; how many tiles a program has, and how many of them are under way.
+_STRIP_TILES = {"sums": (128, 32, 64), "both": (128, 32, 64)}
+_STRIP_STEPS, _STRIP_STAGES = 8, 2
+# With fewer programs than this, for each multiprocessor, programs have fewer tiles.
+_STRIP_PROGRAMS = 4
 if _launch.INTERPRETED:  # a program costs it as much as many elements
-    _SUM_TILE = (32, 32, 256)
+    _STRIP_TILES = dict.fromkeys(_STRIP_TILES, (32, 32, 256))
     _SQUARE_TILES = dict.fromkeys(_SQUARE_TILES, (32, 32, 256)) | {128: (32, 128, 128)}
 _LARGEST_THREADS, _LARGEST_BLOCK = 1024, 4096
 _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
@@ -701,10 +842,12 @@ class Source(NamedTuple):
         unit = math.gcd(part, x_stride, grad_stride, WIDEST_UNIT)
         return _Matrix(rows, columns, unit, part // unit, x_stride // unit, grad_stride // unit)
 
-    def constants(self, columns: int) -> dict[str, Any]:
-        """For kernels with tiles of so many columns."""
+    def constants(self, columns: int, both: bool = False) -> dict[str, Any]:
+        """For kernels with tiles of so many columns, perhaps the same of ``both`` halves."""
         split = ""
-        if self.halves == 2:
+        if self.halves == 2 and both:
+            split = "both"
+        elif self.halves == 2:
             split = "columns" if self.shape[-1] // 2 % columns else "tiles"
         return {
             "SOURCE": self.kind,
@@ -848,15 +991,12 @@ def _plan(
     recipe: Recipe,
     matrix: _Matrix,
     square: bool,
-    with_sums: bool,
     amaxes: int,
     groups: int,
 ) -> _Plan:
     device = source.x.device
     parts = unit_t = 1
-    if with_sums and not (recipe.columnwise or recipe.square):
-        threads, rows, columns = _SUM_TILE
-    elif square:
+    if square:
         threads, rows, columns = _SQUARE_TILES[128 if recipe.square else recipe.width or 1]
     else:
         threads, elements = _ROW_TILE
@@ -885,6 +1025,27 @@ def _plan(
     return _Plan(launch, parts, rows, columns, unit_t)
 
 
+def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, amaxes: int) -> _Plan:
+    device = source.x.device
+    threads, rows, columns = _STRIP_TILES["sums" if source.halves == 1 else "both"]
+    columns = max(columns, recipe.width)
+    launch = _launch.Launch(
+        _cast_strips,
+        device,
+        threads=threads,
+        **source.constants(columns, both=True),
+        **recipe.constants(),
+        **constants_of(device),
+        SHARED_LARGEST=recipe.shared_largest,
+        AMAXES=amaxes,
+        UNIT=matrix.unit,
+        ROWS=rows,
+        COLUMNS=columns,
+        STAGES=_STRIP_STAGES,
+    )
+    return _Plan(launch, 1, rows, columns, 1)
+
+
 def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
     device = source.x.device
     threads, elements = _AMAX_TILE
@@ -893,7 +1054,7 @@ def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
         _amax_tiles,
         device,
         threads=threads,
-        **source.constants(columns),
+        **source.constants(columns, both=True),
         LEAVES_NAN=constants_of(device)["LEAVES_NAN"],
         UNIT=matrix.unit,
         ROWS=rows,
@@ -1063,6 +1224,49 @@ def in_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
+def _run_strips(
+    recipe: Recipe,
+    source: Source,
+    matrix: _Matrix,
+    scale: Tensor | None,
+    amaxes: Tensor | None,
+    outputs: Quantized,
+    with_sums: bool,
+) -> Tensor | None:
+    """Write the outputs, which are cast along their rows alone; returns the sums of programs."""
+    data, scale_inv, amax, global_scale_inv = outputs[:4]
+    listed = 0 if amaxes is None else block_of(amaxes.numel())
+    key = ("strips", *source.key, *recipe[1:5], matrix.unit, listed, scale is None, with_sums)
+    plan = _PLANS.get(key) or keep(_PLANS, key, _strips_plan(source, recipe, matrix, listed))
+    down = -(-matrix.rows // plan.rows)
+    across = -(-(matrix.columns // source.halves) // plan.columns)
+    wanted = _STRIP_PROGRAMS * _launch.limits(source.x.device).multiprocessors
+    shares = max(-(-down // _STRIP_STEPS), min(down, -(-wanted // max(across, 1))))
+    programs = max(1, shares * across)
+    check_size(recipe.op, "programs", programs)
+    sums = _empty(source.x, (shares, matrix.columns)) if with_sums else None
+    partial = None
+    if amax is not None and amaxes is None:
+        partial = _empty(source.x, (programs,))
+    if shares * across or recipe.form.by_tensor:
+        plan.launch(
+            (programs, 1),
+            (
+                source.x, source.grad, scale, amaxes,
+                *(None if it is None else in_bytes(it) for it in (data, scale_inv)),
+                amax, global_scale_inv, partial, sums,
+            ),
+            (
+                matrix.rows, *matrix[3:], 0 if amaxes is None else amaxes.numel(),
+                source.limit, source.alpha, recipe.amax_epsilon,
+            ),
+        )  # fmt: skip
+    if partial is not None:
+        assert amax is not None
+        write_largest(partial, amax)
+    return sums
+
+
 def _run(
     recipe: Recipe,
     source: Source,
@@ -1091,6 +1295,10 @@ def _run(
             )
     elif form.by_tensor and scale is None:
         amaxes = source.amaxes if source.amaxes is not None else _amaxes(recipe.op, source)
+    if not (recipe.columnwise or recipe.square) and group_sizes is None:
+        part = matrix.columns // source.halves
+        if with_sums if source.halves == 1 else not (recipe.width and part % recipe.width):
+            return outputs, _run_strips(recipe, source, matrix, scale, amaxes, outputs, with_sums)
     listed = 0 if amaxes is None else block_of(amaxes.numel())
     counted = 0 if owners is None or owners.owner is not None else owners.block
     key = (
@@ -1101,7 +1309,7 @@ def _run(
     if source.halves == 2:
         key += (matrix.columns,)
     plan = _PLANS.get(key) or keep(
-        _PLANS, key, _plan(source, recipe, matrix, square, with_sums, listed, counted)
+        _PLANS, key, _plan(source, recipe, matrix, square, listed, counted)
     )
     tiles = _tiles(recipe.op, matrix, plan.rows * plan.parts, plan.columns)
     sums = None

@@ -42,6 +42,7 @@ from transformer_engine_fl.backends.flagos._casting import (
     dense_scale,
     in_bytes,
     outputs_of,
+    shared_scale,
     store_rows,
     write_largest,
 )
@@ -57,25 +58,6 @@ Operator = Callable[..., Any]
 # ``columns`` and the row strides count units of UNIT elements. Where ``residual`` is given,
 # what is normalized is ``sum``, as it has been rounded. ``data`` is given where rows are cast
 # here; ``partial`` takes the amax of what a program has normalized.
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale(
-    scale_ptr: tl.tensor,
-    scale_inv_ptr: tl.tensor,
-    global_scale_inv_ptr: tl.tensor,
-    WIDTH: tl.constexpr,
-) -> tl.tensor:
-    """The scale that is given, or 1; the first program writes its inverse."""
-    scale = tl.full((), 1.0, tl.float32)
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
-        if tl.program_id(0) == 0:
-            if global_scale_inv_ptr is not None:
-                tl.store(global_scale_inv_ptr, tl.div_rn(1.0, scale))
-            elif WIDTH == 0:
-                tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
-    return scale
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -119,8 +101,15 @@ def _norm_rows(
     column = tl.arange(0, BLOCK)
     inside = column < columns
     row = tl.arange(0, ROWS)
-    shared = _scale(scale_ptr, scale_inv_ptr, global_scale_inv_ptr, WIDTH)
+    if data_ptr is not None or partial_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + column, mask=inside, other=0)
     least = tl.full((), epsilon, tl.float32)
+    shared = shared_scale(
+        scale_ptr, None, 0, least, tl.program_id(0) == 0, None, scale_inv_ptr, None,
+        global_scale_inv_ptr, LARGEST, POW2, WIDTH == 0 and scale_ptr is not None, 1,
+    )  # fmt: skip
     largest = tl.zeros((), tl.float32)
     for tile in tl.range(
         tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
@@ -143,16 +132,13 @@ def _norm_rows(
             tl.store(mu_ptr + start, mu, mask=exists)
         tl.store(rsigma_ptr + start, rsigma, mask=exists)
         if data_ptr is not None or partial_ptr is not None:
-            weight = tl.load(weight_ptr + column, mask=inside, other=0).to(tl.float32)
-            y = x * rsigma[:, None] * (weight + OFFSET)[None, :]
+            # Beyond the columns there is a NaN where rsigma is infinite, which no amax heeds.
+            y = x * rsigma[:, None] * (weight.to(tl.float32) + OFFSET)[None, :]
             if bias_ptr is not None:
-                bias = tl.load(bias_ptr + column, mask=inside, other=0)
                 y += bias.to(tl.float32)[None, :]
-            # Beyond the rows and columns 0 times an infinite rsigma may be.
-            y = tl.where(mask, y, 0)
         if partial_ptr is not None:
-            most = tl.max(tl.max(size_of(y, LEAVES_NAN), axis=1), axis=0)
-            largest = tl.maximum(largest, amax_of(most, LEAVES_NAN))
+            most = amax_of(tl.max(size_of(y, LEAVES_NAN), axis=1), LEAVES_NAN)
+            largest = tl.maximum(largest, tl.max(tl.where(exists, most, 0), axis=0))
         if data_ptr is not None:
             store_rows(
                 y, first, row, height, 0, columns, columns, shared, least, data_ptr,
@@ -201,8 +187,11 @@ def _norm_wide(
     columns = columns * UNIT
     chunks = tl.cdiv(columns, BLOCK)
     lane = tl.arange(0, BLOCK)
-    shared = _scale(scale_ptr, scale_inv_ptr, global_scale_inv_ptr, WIDTH)
     least = tl.full((), epsilon, tl.float32)
+    shared = shared_scale(
+        scale_ptr, None, 0, least, tl.program_id(0) == 0, None, scale_inv_ptr, None,
+        global_scale_inv_ptr, LARGEST, POW2, WIDTH == 0 and scale_ptr is not None, 1,
+    )  # fmt: skip
     largest = tl.zeros((BLOCK,), tl.float32)
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.full((), index, tl.int64)
@@ -272,18 +261,17 @@ class _Tile(NamedTuple):
 # in registers; wider rows take (threads, columns) of a chunk, and programs as above.
 _CAST_TILES = {
     2048: _Tile(threads=128, width=2048),
-    8192: _Tile(threads=256, width=8192),
-    16384: _Tile(threads=512, width=16384),
-    32768: _Tile(threads=1024, width=32768),
+    4096: _Tile(threads=128, width=4096, programs=4, stages=2),
+    8192: _Tile(threads=256, width=8192, programs=2, stages=2),
+    16384: _Tile(threads=512, width=16384, programs=1, stages=2),
 }
 # Of rows that are not cast here. Each program leaves an amax, of which all are read later.
 _STATISTICS_TILES = {
     2048: _Tile(threads=128, width=2048, programs=8),
     8192: _Tile(threads=256, width=8192, programs=4),
     16384: _Tile(threads=512, width=16384, programs=2),
-    32768: _Tile(threads=1024, width=32768, programs=1),
 }
-_CHUNK, _CHUNK_PROGRAMS, _UNROLL = (256, 4096), 4, 4
+_CHUNK, _CHUNK_PROGRAMS, _UNROLL = (512, 4096), 4, 4
 
 
 class _Plan(NamedTuple):
