@@ -115,6 +115,20 @@ def test_activations_of_more_rows_than_a_tile(op: str, rows: int, device: str) -
         check_values(op, *args, format=form)
 
 
+@pytest.mark.parametrize("op", ["dbias_dgelu_quantize", "dswiglu_quantize"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_programs_with_several_tiles_sum_and_cast_all_of_them(
+    op: str, form: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_casting, "_STRIP_PROGRAMS", 0)
+    x = numbers(600, 256, device=device)
+    grad = x[:, :128].flip(0) if op == "dswiglu_quantize" else x.flip(0)
+    grad[0, 3] = grad[599, 5] = 16.0
+    check_values(op, grad, x, format=form)
+    if FORMATS[form].by_tensor:
+        check_values(op, grad, x, scale=torch.ones(1, device=device), format=form)
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_row_of_zeros_without_epsilon_spoils_no_other(form: str, device: str) -> None:
     x, weight = inputs("rmsnorm_fwd_quantize", 4, 40, device)

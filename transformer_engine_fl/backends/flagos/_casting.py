@@ -1252,8 +1252,7 @@ def _run_strips(
         plan.launch(
             (programs, 1),
             (
-                source.x, source.grad, scale, amaxes,
-                *(None if it is None else in_bytes(it) for it in (data, scale_inv)),
+                source.x, source.grad, scale, amaxes, in_bytes(data), in_bytes(scale_inv),
                 amax, global_scale_inv, partial, sums,
             ),
             (
