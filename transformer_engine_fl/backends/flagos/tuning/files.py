@@ -28,12 +28,13 @@ from pydantic import (
 from transformer_engine_fl.backends.flagos.tuning.choice import Choice, Key, power_of_two
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 
-__all__ = ["Entry", "TuningFile", "made", "merged", "read", "values", "write"]
+__all__ = ["Entry", "TuningFile", "made", "merged", "problem", "read", "values", "write"]
 
 T = TypeVar("T")
 Location = tuple[int | str, ...]
 
 _STRICT = ConfigDict(strict=True)
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 class _Strict(BaseModel):
@@ -116,13 +117,13 @@ def values(content: TuningFile, choice: Choice[T], path: Path) -> dict[Key, T]:
         where: Location = ("choices", choice.name, place)
         key = _key(choice, entry, path, (*where, "key"))
         if key in found:
-            raise _problem(path, (*where, "key"), f"{entry.key} is there twice")
+            raise problem(path, (*where, "key"), f"{entry.key} is there twice")
         try:
             found[key] = made(choice, entry.value)
         except ValidationError as error:
             raise _wrong(path, error, (*where, "value"), choice.value) from None
         except ValueError as error:
-            raise _problem(path, (*where, "value"), str(error)) from None
+            raise problem(path, (*where, "value"), str(error)) from None
     return found
 
 
@@ -131,13 +132,13 @@ def _key(choice: Choice[Any], entry: Entry, path: Path, where: Location) -> Key:
         if name not in choice.key:
             hint = suggestion(name, choice.key)
             message = f"unknown field; the key has: {', '.join(choice.key)}{hint}"
-            raise _problem(path, (*where, name), message)
+            raise problem(path, (*where, name), message)
     for name in choice.key:
         if name not in entry.key:
-            raise _problem(path, where, f"{name!r} is missing")
+            raise problem(path, where, f"{name!r} is missing")
         number = entry.key[name]
         if name in choice.rounded and number != power_of_two(number):
-            raise _problem(path, (*where, name), f"{number} is no power of two")
+            raise problem(path, (*where, name), f"{number} is no power of two")
     return tuple(entry.key[name] for name in choice.key)
 
 
@@ -163,9 +164,11 @@ def _wrong(
     path: Path, error: ValidationError, within: Location, kind: type[Any] | None = None
 ) -> ConfigurationError:
     """The first thing that a model finds wrong, in the words of this project."""
-    first = error.errors()[0]
+    found = error.errors()
+    # What is missing may be there under another name, which says more.
+    first = next((it for it in found if it["type"] in _UNKNOWN), found[0])
     where = (*within, *first["loc"])
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if first["type"] in _UNKNOWN:
         name = str(first["loc"][-1])
         model = Entry if "choices" in where else TuningFile
         known = tuple(getattr(kind, "_fields", None) or model.model_fields)
@@ -174,10 +177,11 @@ def _wrong(
         message = "is missing"
     else:
         message = f"{first['msg'].lower()}, got {first['input']!r}"
-    return _problem(path, where, message)
+    return problem(path, where, message)
 
 
-def _problem(path: Path, where: Location, message: str) -> ConfigurationError:
+def problem(path: Path, where: Location, message: str) -> ConfigurationError:
+    """What is wrong at a place in a file, which is named with its line."""
     line = _line(path, where)
     place = f"{path}:{line}" if line else str(path)
     return ConfigurationError(f"{place}: {'.'.join(map(str, where)) or 'the file'}: {message}")
@@ -231,7 +235,7 @@ def write(path: Path, content: TuningFile) -> None:
         old = read(path)
         if old.device not in (None, content.device):
             message = f"is for {old.device!r}, this is {content.device!r}; name another file"
-            raise _problem(path, ("device",), message)
+            raise problem(path, ("device",), message)
         content = merged(old, content)
     plain = content.model_dump(exclude_none=True)
     text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
