@@ -551,6 +551,34 @@ def tune(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.fixture
+def measured(
+    device: str, families: dict[str, Choice[Any]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], torch.device]:
+    """Has a choice measured with few candidates, of which the one of 32 threads is fastest."""
+    from transformer_engine_fl.cli.tune import command, measuring
+
+    where = torch.device(device, 0) if device == "cuda" else CPU
+
+    def prepare(name: str) -> torch.device:
+        choice = families[name]
+
+        def candidates(*key: int) -> list[Any]:
+            usual = choice.heuristic(where, *key)
+            return [usual._replace(threads=64), usual._replace(threads=32)]
+
+        def timer(work: Callable[[], Any]) -> float:
+            work()
+            return choice._trial._value.threads + 0.25  # type: ignore[union-attr, no-any-return]
+
+        monkeypatch.setattr(choice, "candidates", candidates)
+        monkeypatch.setattr(command, "_device", lambda: where)
+        monkeypatch.setattr(measuring, "median_ms", timer)
+        return where
+
+    return prepare
+
+
 @pytest.mark.parametrize(
     ("op", "shape", "key"),
     [
@@ -562,43 +590,61 @@ def tune(*arguments: str) -> int:
         ("multi_tensor_adam", "1x8", {"elements": 512, "itemsize": 4}),
     ],
 )
-def test_what_the_command_measures_is_what_the_kernel_then_runs_with(
+def test_what_the_command_measures_is_what_is_chosen_then(
     op: str,
     shape: str,
     key: dict[str, int],
-    device: str,
+    measured: Callable[[str], torch.device],
     families: dict[str, Choice[Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from transformer_engine_fl.cli.tune import command, measuring
-
-    choice, where = families[op], torch.device(device, 0) if device == "cuda" else CPU
+    where, choice, path = measured(op), families[op], tmp_path / "mine.yaml"
     usual = choice.heuristic(where, *key.values())
-    candidates = [usual._replace(threads=64), usual._replace(threads=32)]
-    monkeypatch.setattr(choice, "candidates", lambda *key: candidates)
-    monkeypatch.setattr(command, "_device", lambda: where)
-
-    def timer(work: Callable[[], Any]) -> float:
-        work()
-        return float(choice._trial._value.threads) + 0.25  # type: ignore[union-attr]
-
-    monkeypatch.setattr(measuring, "median_ms", timer)
-    path = tmp_path / "mine.yaml"
     asked = ("--op", op, "--shapes", shape, "--dtype", "float32", "--output", str(path))
     assert tune(*asked, "--json") == 0
     said = capsys.readouterr()
     (result,) = json.loads(said.out)["results"]
     assert (result["key"], result["value"]["threads"], result["ms"]) == (key, 32, 32.25)
-    assert result["heuristic_ms"] == usual.threads + 0.25
-    assert result["tried"] == 3
-    assert f"written: {path}" in said.err
+    assert (result["heuristic_ms"], result["tried"]) == (usual.threads + 0.25, 3)
+    assert choice(where, *key.values()) == usual
     name_path(monkeypatch, path)
     tuning.forget()
-    assert choice(where, *key.values()) == candidates[1]
-    assert tune(*asked) == 0
+    assert choice(where, *key.values()) == usual._replace(threads=32)
+
+
+def test_the_command_shows_a_table_and_a_bar_and_writes_to_the_users_folder(
+    measured: Callable[[str], torch.device],
+    user: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    name = lookup.name_of(measured("cross_entropy_fwd"))
+    register_tuning("acme", devices=[name])
+    assert tune("--op", "cross_entropy_fwd", "--shapes", "6x40,2x8", "--dtype", "float32") == 0
     said = capsys.readouterr()
-    assert "threads=32" in said.out
-    assert "32.25" in said.out
-    assert "tuning" in said.err  # the bar
+    heads, *rows = said.out.splitlines()
+    assert heads.split() == ["choice", "call", "chosen", "ms", "by", "rule", "ms", "by", "rule"]
+    assert rows[0].split()[1:6] == ["6x40", "float32", "threads=32", "elements=2048", "32.25"]
+    assert len(rows) == 2
+    path = user / "acme" / f"{name}.yaml"
+    assert "tuning" in said.err
+    assert f"written: {path}" in said.err
+    assert tune("--check") == 0
+    assert f"good: {path}, entries: 2" in capsys.readouterr().out
+    content = yaml.safe_load(path.read_text())
+    (first, second) = content["choices"]["cross_entropy_fwd"]
+    assert content["device"] == name
+    assert (first["key"]["columns"], second["key"]["columns"]) == (8, 64)
+    assert second["call"] == "cross_entropy_fwd 6x40 float32"
+    assert "triton" in second["measured_on"]
+
+
+def test_a_device_that_no_vendor_has_needs_a_file_by_name(
+    measured: Callable[[str], torch.device], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured("cross_entropy_fwd")
+    assert tune("--op", "cross_entropy_fwd", "--shapes", "6x40") == 2
+    assert "--output FILE.yaml" in capsys.readouterr().err

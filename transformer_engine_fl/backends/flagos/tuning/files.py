@@ -231,13 +231,11 @@ def write(path: Path, content: TuningFile) -> None:
         ConfigurationError: what is there is broken or for another device, or nothing can be
             written there.
     """
-    if path.exists():
-        old = read(path)
-        if old.device not in (None, content.device):
-            message = f"is for {old.device!r}, this is {content.device!r}; name another file"
-            raise problem(path, ("device",), message)
-        content = merged(old, content)
-    plain = content.model_dump(exclude_none=True)
+    old = read(path) if path.exists() else TuningFile()
+    if old.device not in (None, content.device):
+        message = f"is for {old.device!r}, this is {content.device!r}; name another file"
+        raise problem(path, ("device",), message)
+    plain = merged(old, content).model_dump(exclude_none=True)
     text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

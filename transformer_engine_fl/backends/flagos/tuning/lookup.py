@@ -189,9 +189,12 @@ def _named() -> Path | None:
     text = get_environment().tuning_path
     if text is None:
         return None
-    path = Path(text).expanduser()
-    if not path.exists():
-        raise ConfigurationError(f"{VARIABLE}: there is no file and no folder {text}")
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (OSError, ValueError, RuntimeError) as error:  # no such thing, no path, no such user
+        message = f"{VARIABLE}: there is no file and no folder {text!r}: {error}"
+        raise ConfigurationError(message) from None
     return path
 
 
