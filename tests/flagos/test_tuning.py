@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -648,3 +649,43 @@ def test_a_device_that_no_vendor_has_needs_a_file_by_name(
     measured("cross_entropy_fwd")
     assert tune("--op", "cross_entropy_fwd", "--shapes", "6x40") == 2
     assert "--output FILE.yaml" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------- the page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.M | re.S)
+
+
+def test_the_registration_of_the_page_chooses_for_its_devices(
+    families: dict[str, Choice[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tuning").mkdir()
+    (block,) = (it for it in blocks("python") if "register_tuning" in it)
+    scope: dict[str, Any] = {"__file__": str(tmp_path / "acme.py")}
+    exec(compile(block, "docs/tuning.md", "exec"), scope)
+    scope["register"](None)
+    monkeypatch.setattr(lookup, "name_of", lambda device: "ax_2")
+    choice = families["cross_entropy_fwd"]
+    choice.forget()
+    assert tuple(choice(CPU, 100_000, 2)) == (512, 8192)
+    assert choice(CPU, 100, 2) == choice.heuristic(CPU, 128, 2)
+
+
+def test_the_file_of_the_page_is_good(families: dict[str, Choice[Any]], tmp_path: Path) -> None:
+    (block,) = blocks("yaml")
+    path = tmp_path / "sm_90.yaml"
+    path.write_text(block)
+    assert tune("--check", "--output", str(path)) == 0
+
+
+def test_the_declaration_of_the_page_is_a_choice() -> None:
+    (block,) = (it for it in blocks("python") if "Choice(" in it)
+    scope = {"NamedTuple": NamedTuple, "Choice": Choice, "_PLANS": {}}
+    block = block.replace('"cross_entropy_fwd"', '"of_the_page"')
+    exec(compile(block, "docs/tuning.md", "exec"), scope)
+    choice: Choice[Any] = tuning.CHOICES.pop("of_the_page")
+    assert tuple(choice(CPU, 5, 2)) == (128, 4096)
