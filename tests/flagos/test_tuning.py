@@ -643,6 +643,45 @@ def test_the_command_shows_a_table_and_a_bar_and_writes_to_the_users_folder(
     assert "triton" in second["measured_on"]
 
 
+def test_what_was_measured_before_an_error_is_kept(
+    measured: Callable[[str], torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_engine_fl.cli.tune import measuring
+
+    measured("cross_entropy_fwd")
+    timer = measuring.median_ms
+    calls: list[float] = []
+
+    def failing(work: Callable[[], Any]) -> float:
+        calls.append(timer(work))
+        if len(calls) > 3:  # the second call's first
+            raise torch.OutOfMemoryError("40 GiB")
+        return calls[-1]
+
+    monkeypatch.setattr(measuring, "median_ms", failing)
+    path = tmp_path / "mine.yaml"
+    asked = ("--op", "cross_entropy_fwd", "--dtype", "float32", "--output", str(path))
+    assert tune(*asked, "--shapes", "6x40,6x80") == 1
+    (kept,) = files.read(path).choices["cross_entropy_fwd"]
+    assert kept.key["columns"] == 64
+
+
+def test_a_file_that_cannot_be_merged_into_is_an_error_before_anything_is_measured(
+    measured: Callable[[str], torch.device],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from transformer_engine_fl.cli.tune import measuring
+
+    measured("cross_entropy_fwd")
+    monkeypatch.setattr(measuring, "measure", None)  # not to be called
+    path = tmp_path / "mine.yaml"
+    path.write_text("format: 1\ndevice: sm_10\n")
+    assert tune("--op", "cross_entropy_fwd", "--output", str(path)) == 2
+    assert f"{path}:2: device: is for 'sm_10'" in capsys.readouterr().err
+
+
 def test_a_device_that_no_vendor_has_needs_a_file_by_name(
     measured: Callable[[str], torch.device], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -54,9 +55,10 @@ def tune(
 ) -> None:
     """Measure what the Triton kernels can choose on this device, and keep it in a file.
 
-    Every candidate is held to the operator's contract first. What was measured before stays
-    in the file unless it is measured again; later runs read it. --check looks at the file or
-    folder of --output, or at every file that would be read, and needs no device.
+    Every candidate is held to the operator's contract first. The file grows with each call
+    that is measured; what was measured before stays in it unless it is measured again.
+    --check looks at the file or folder of --output, or at every file that would be read, and
+    needs no device.
     """
     get_default_manager().ensure_initialized()  # vendors' plugins register theirs
     if check:
@@ -68,8 +70,8 @@ def tune(
 
     measuring.load_families()
     path = _path(output, lookup.name_of(device))
-    results = _measure(measuring.jobs(wanted, sizes, dtypes), device)
-    written = _written(path, results, device)
+    results = _measure(measuring.jobs(wanted, sizes, dtypes), device, path)
+    written = any(it.value for it in results)
     if json:
         document = [it.to_dict() for it in results]
         print_json({"file": str(path) if written else None, "results": document})
@@ -162,54 +164,42 @@ def _path(output: Path | None, name: str) -> Path:
 # --------------------------------------------------------------------------- measuring
 
 
-def _measure(jobs: Sequence[Job], device: torch.device) -> list[Result]:
+def _measure(jobs: Sequence[Job], device: torch.device, path: Path) -> list[Result]:
+    """Measure one after the other, each written at once: what comes later may fail."""
     import torch
 
+    from transformer_engine_fl.backends.flagos.tuning import files
     from transformer_engine_fl.cli.tune import measuring
 
+    files.present(path, lookup.name_of(device))  # an error now, not after all the measuring
     results = []
     with progress_bar("tuning") as progress:
         for done, job in enumerate(jobs):
-            results.append(
-                measuring.measure(
-                    job,
-                    device,
-                    measuring.median_ms,
-                    lambda said, done=done: progress(done, len(jobs), said),  # type: ignore[misc]
-                )
-            )
+            tell = partial(progress, done, len(jobs))
+            results.append(measuring.measure(job, device, measuring.median_ms, tell))
+            _write(path, results[-1], device)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         progress(len(jobs), len(jobs), "")
+    forget()
     return results
 
 
-def _written(path: Path, results: Sequence[Result], device: torch.device) -> bool:
-    """Write what was found; whether there was anything."""
+def _write(path: Path, result: Result, device: torch.device) -> None:
+    """Write what was found, if there is a value that is right."""
     from transformer_engine_fl.backends.flagos.tuning import files
 
-    choices: dict[str, list[files.Entry]] = {}
-    for it in results:
-        if it.value is not None:
-            choices.setdefault(it.job.choice.name, []).append(_entry(it, device))
-    if choices:
-        content = files.TuningFile(device=lookup.name_of(device), choices=choices)
-        files.write(path, content)
-        forget()
-    return bool(choices)
-
-
-def _entry(result: Result, device: torch.device) -> Any:
-    from transformer_engine_fl.backends.flagos.tuning import files
-
-    return files.Entry(
-        key=result.key,
-        value=result.value or {},
-        ms=_rounded(result.ms),
-        heuristic_ms=_rounded(result.heuristic_ms),
-        call=str(result.job),
-        measured_on=_machine(device),
-    )
+    if result.value is not None:
+        entry = files.Entry(
+            key=result.key,
+            value=result.value,
+            ms=_rounded(result.ms),
+            heuristic_ms=_rounded(result.heuristic_ms),
+            call=str(result.job),
+            measured_on=_machine(device),
+        )
+        choices = {result.job.choice.name: [entry]}
+        files.write(path, files.TuningFile(device=lookup.name_of(device), choices=choices))
 
 
 def _rounded(ms: float | None) -> float | None:

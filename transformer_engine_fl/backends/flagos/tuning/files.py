@@ -28,7 +28,7 @@ from pydantic import (
 from transformer_engine_fl.backends.flagos.tuning.choice import Choice, Key, power_of_two
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 
-__all__ = ["Entry", "TuningFile", "made", "merged", "problem", "read", "values", "write"]
+__all__ = ["Entry", "TuningFile", "made", "merged", "present", "problem", "read", "values", "write"]
 
 T = TypeVar("T")
 Location = tuple[int | str, ...]
@@ -224,6 +224,19 @@ def merged(old: TuningFile, new: TuningFile) -> TuningFile:
     return TuningFile(device=new.device or old.device, choices=dict(sorted(choices.items())))
 
 
+def present(path: Path, device: str | None) -> TuningFile:
+    """What there is to merge into.
+
+    Raises:
+        ConfigurationError: it is broken or for another device.
+    """
+    found = read(path) if path.exists() else TuningFile()
+    if found.device not in (None, device):
+        message = f"is for {found.device!r}, this is {device!r}; name another file"
+        raise problem(path, ("device",), message)
+    return found
+
+
 def write(path: Path, content: TuningFile) -> None:
     """Merge into a file, which is replaced in one step.
 
@@ -231,11 +244,7 @@ def write(path: Path, content: TuningFile) -> None:
         ConfigurationError: what is there is broken or for another device, or nothing can be
             written there.
     """
-    old = read(path) if path.exists() else TuningFile()
-    if old.device not in (None, content.device):
-        message = f"is for {old.device!r}, this is {content.device!r}; name another file"
-        raise problem(path, ("device",), message)
-    plain = merged(old, content).model_dump(exclude_none=True)
+    plain = merged(present(path, content.device), content).model_dump(exclude_none=True)
     text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

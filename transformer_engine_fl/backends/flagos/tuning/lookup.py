@@ -32,7 +32,19 @@ if TYPE_CHECKING:
     from transformer_engine_fl.backends.flagos.tuning.choice import Choice, Key
     from transformer_engine_fl.backends.flagos.tuning.files import TuningFile
 
-__all__ = ["Source", "by_rule", "name_of", "register_tuning", "user_folder", "value", "vendor_of"]
+__all__ = [
+    "SUFFIXES",
+    "VENDORS",
+    "Source",
+    "by_rule",
+    "every_file",
+    "forget",
+    "name_of",
+    "register_tuning",
+    "user_folder",
+    "value",
+    "vendor_of",
+]
 
 T = TypeVar("T")
 Heuristic = Callable[..., Mapping[str, Any] | None]
@@ -175,7 +187,7 @@ def value(choice: Choice[T], device: torch.device, key: Key) -> T | None:
             found = _by_rule_of(vendor, choice, name, key)
         if found is not None:
             return found
-    return _stated(choice, name, for_all(), key)
+    return _stated(choice, name, _for_all(), key)
 
 
 def by_rule(choice: Choice[T], device: torch.device, key: Key) -> T | None:
@@ -217,7 +229,7 @@ def _of_vendor(vendor: str, folders: Sequence[Path], name: str) -> Iterator[Sour
         yield from (Source(folder / f"{level}.yaml") for folder in folders)
 
 
-def for_all() -> Iterator[Source]:
+def _for_all() -> Iterator[Source]:
     """The files for every device."""
     named = _named()
     if named is not None and not named.is_dir():
