@@ -47,6 +47,7 @@ __all__ = [
     "check_size",
     "dense",
     "fresh",
+    "is_block",
     "is_vector",
     "keep",
     "listed",
@@ -97,6 +98,11 @@ is the widest that is kept in registers, up to 32 columns a thread.
 def block_of(columns: int) -> int:
     """The width of a tile that holds so many columns."""
     return int(max(16, triton.next_power_of_2(columns)))
+
+
+def is_block(number: int, least: int, most: int) -> bool:
+    """Whether a number is a power of two within these bounds, as sizes of tiles are."""
+    return least <= number <= most and number & (number - 1) == 0
 
 
 def listed(table: Mapping[int, Any], width: int) -> Any:

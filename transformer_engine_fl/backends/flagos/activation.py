@@ -249,6 +249,7 @@ def _with_bias(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """The gradient of many tiles, one below the other, and its sum over their rows."""
     ACC: tl.constexpr = partial_ptr.dtype.element_ty
@@ -256,7 +257,8 @@ def _with_bias(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     total = tl.zeros((ROWS, BLOCK), ACC)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    last = tl.cdiv(rows, ROWS)
+    for tile in tl.range(tl.program_id(0), last, tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         start = row.to(tl.int64)[:, None]
@@ -279,7 +281,8 @@ def _with_bias(
 _TILE_BYTES = {"forward": 4096, "backward": 4096, "gated": 2048}
 _WIDEST_TILE = max(_TILE_BYTES.values())
 _THREADS = 128
-_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 1024, 128, 8
+_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 1024, 128, 4
+_BIAS_STAGES = 3  # tiles that are read or worked on at a time, where reads can go ahead
 
 
 class _Activation(NamedTuple):
@@ -374,6 +377,7 @@ def _bias_plan(
         UNIT=unit,
         ROWS=rows,
         BLOCK=block,
+        STAGES=_BIAS_STAGES if _launch.has_ptx() else 1,
     )
     blocks = -(-columns // block)
     most = max(1, _BIAS_PROGRAMS * _launch.limits(device).multiprocessors // blocks)

@@ -107,8 +107,7 @@ def _norm_rows(
             bias = tl.load(bias_ptr + column, mask=inside, other=0)
     least = tl.full((), epsilon, tl.float32)
     shared = shared_scale(
-        scale_ptr, None, 0, least, tl.program_id(0) == 0, None, scale_inv_ptr, None,
-        global_scale_inv_ptr, LARGEST, POW2, WIDTH == 0 and scale_ptr is not None, 1,
+        scale_ptr, tl.program_id(0) == 0, scale_inv_ptr, None, global_scale_inv_ptr, WIDTH == 0
     )  # fmt: skip
     largest = tl.zeros((), tl.float32)
     for tile in tl.range(
@@ -189,8 +188,7 @@ def _norm_wide(
     lane = tl.arange(0, BLOCK)
     least = tl.full((), epsilon, tl.float32)
     shared = shared_scale(
-        scale_ptr, None, 0, least, tl.program_id(0) == 0, None, scale_inv_ptr, None,
-        global_scale_inv_ptr, LARGEST, POW2, WIDTH == 0 and scale_ptr is not None, 1,
+        scale_ptr, tl.program_id(0) == 0, scale_inv_ptr, None, global_scale_inv_ptr, WIDTH == 0
     )  # fmt: skip
     largest = tl.zeros((BLOCK,), tl.float32)
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):

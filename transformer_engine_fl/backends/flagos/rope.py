@@ -300,7 +300,6 @@ def _turn_heads(
     UNIT: tl.constexpr,
     TABLE_UNIT: tl.constexpr,
     HEADS: tl.constexpr,
-    AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUPED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -347,21 +346,15 @@ def _turn_heads(
     for start in tl.range(first_head, end, HEADS):
         # All that is read comes before anything that is written, of which the compiler does
         # not know that it is elsewhere.
-        turned = reads
-        if AHEAD:
-            reads = _read_heads(
-                x_ptr, start + HEADS, end, exists, per_group, x_group, x_head,
-                INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
-            )  # fmt: skip
         for i in tl.static_range(HEADS):
             there = exists[:, None] & (start + i < end)
             row = y_ptr + _head_at(start + i, per_group, y_group, y_head, GROUPED) * UNIT
             if ROTATED > 0:
                 if INTERLEAVED:
-                    u, v = tl.split(turned[EACH * i].to(ACC).reshape(TOKENS, HALF, 2))
+                    u, v = tl.split(reads[EACH * i].to(ACC).reshape(TOKENS, HALF, 2))
                 else:
-                    u = turned[EACH * i].to(ACC)
-                    v = turned[EACH * i + 1].to(ACC)
+                    u = reads[EACH * i].to(ACC)
+                    v = reads[EACH * i + 1].to(ACC)
                 new_u = u * cos_a - v * sin_a
                 new_v = v * cos_b + u * sin_b
                 if INTERLEAVED:
@@ -376,12 +369,11 @@ def _turn_heads(
             if REST > 0:
                 other = ROTATED + tl.arange(0, REST)
                 others = there & (other < WIDTH)[None, :]
-                tl.store(row + other[None, :], turned[EACH * i + EACH - 1], mask=others)
-        if not AHEAD:
-            reads = _read_heads(
-                x_ptr, start + HEADS, end, exists, per_group, x_group, x_head,
-                INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
-            )  # fmt: skip
+                tl.store(row + other[None, :], reads[EACH * i + EACH - 1], mask=others)
+        reads = _read_heads(
+            x_ptr, start + HEADS, end, exists, per_group, x_group, x_head,
+            INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
+        )  # fmt: skip
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -459,7 +451,6 @@ def _rotate(
     UNIT: tl.constexpr,
     TABLE_UNIT: tl.constexpr,
     HEADS: tl.constexpr,
-    AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     Q_GROUPED: tl.constexpr,
     Q_WIDTH: tl.constexpr,
@@ -512,7 +503,7 @@ def _rotate(
             q_ptr, q_to_ptr, q_freqs_ptr, outer, within, exists, position, turns,
             part * portion, portion, q_heads, q_per_group, q_rows, q_stride,
             q_outer, q_inner, q_group, q_head, q_to_outer, q_to_inner, q_to_group, q_to_head,
-            INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, AHEAD, TOKENS,
+            INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
             Q_GROUPED, Q_WIDTH, Q_ROTATED, Q_HALF, Q_REST,
         )  # fmt: skip
     elif k_ptr is not None:
@@ -521,7 +512,7 @@ def _rotate(
                 k_ptr, k_to_ptr, k_freqs_ptr, outer, within, exists, position, turns,
                 (part - q_portions) * portion, portion, k_heads, k_per_group, k_rows, k_stride,
                 k_outer, k_inner, k_group, k_head, k_to_outer, k_to_inner, k_to_group, k_to_head,
-                INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, AHEAD, TOKENS,
+                INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
                 K_GROUPED, K_WIDTH, K_ROTATED, K_HALF, K_REST,
             )  # fmt: skip
         else:
@@ -530,7 +521,7 @@ def _rotate(
                 (part - q_portions - k_portions) * portion, portion,
                 v_heads, v_per_group, v_rows, v_stride,
                 v_outer, v_inner, v_group, v_head, v_to_outer, v_to_inner, v_to_group, v_to_head,
-                INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, AHEAD, TOKENS,
+                INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
                 V_GROUPED, V_WIDTH, V_ROTATED, V_HALF, V_REST,
             )  # fmt: skip
 
@@ -538,12 +529,8 @@ def _rotate(
 # ---------------------------------------------------------------------------- launching
 
 _TILE_BYTES = 4096  # of one head of a program's tokens
-_THREADS = 128
-_AHEAD = False
+_THREADS = 256
 _HEADS = 4  # that a program reads at a time
-# Programs that a multiprocessor is to hold at once. With fewer registers for each, only what
-# large angles take is moved out of them; float64 needs more.
-_RESIDENT = 5
 _PROGRAMS = 24  # of a multiprocessor at least, as far as heads can be shared out
 _LAUNCHES: dict[object, _launch.Launch] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -653,7 +640,6 @@ def _launch_of(
         _rotate,
         like.device,
         threads=_THREADS,
-        resident=0 if like.dtype == torch.float64 else _RESIDENT,
         SEQUENCE_FIRST=sequence_first,
         INTERLEAVED=places.interleaved,
         BACK=places.back,
@@ -661,7 +647,6 @@ def _launch_of(
         UNIT=unit,
         TABLE_UNIT=table_unit,
         HEADS=heads,
-        AHEAD=_AHEAD,
         TOKENS=tokens,
         **of_parts,
     )
