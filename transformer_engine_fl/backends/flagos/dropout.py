@@ -22,7 +22,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
 from transformer_engine_fl.ops import dropout as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
-__all__ = ["dropout_bwd", "dropout_fwd"]
+__all__ = ["dropout_bwd", "dropout_fwd", "philox"]
 
 # ------------------------------------------------------------------------------ kernels
 
@@ -32,8 +32,10 @@ _STEP_0, _STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _bits(byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.tensor) -> tl.tensor:
-    """The bytes of the mask with these numbers.
+def philox(
+    counter: tl.tensor, seed: tl.tensor, offset: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The four words of the block with each counter.
 
     Both words of a product come out of one wide multiplication, where tl.philox has two.
     """
@@ -41,8 +43,8 @@ def _bits(byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.ten
     offset = tl.full((), offset, tl.int64)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
-    c0 = (byte & 0xFFFFFFFF).to(tl.uint32)
-    c1 = (byte >> 32).to(tl.uint32)
+    c0 = (counter & 0xFFFFFFFF).to(tl.uint32)
+    c1 = (counter >> 32).to(tl.uint32)
     c2 = (offset & 0xFFFFFFFF).to(tl.uint32) + c0 * 0
     c3 = (offset >> 32).to(tl.uint32) + c0 * 0
     for _ in tl.static_range(10):
@@ -54,6 +56,13 @@ def _bits(byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.ten
         c3 = first.to(tl.uint32)
         k0 = tl.add(k0, tl.full((), _STEP_0, tl.uint32), sanitize_overflow=False)
         k1 = tl.add(k1, tl.full((), _STEP_1, tl.uint32), sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bits(byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.tensor) -> tl.tensor:
+    """The bytes of the mask with these numbers."""
+    c0, c1, c2, c3 = philox(byte, seed, offset)
     bits = _pair(c0, threshold)
     bits |= _pair(c1, threshold) << 2
     bits |= _pair(c2, threshold) << 4
