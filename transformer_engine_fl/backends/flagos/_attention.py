@@ -381,7 +381,7 @@ def forward(
         for column in tl.range(start, stop, COLUMNS):
             j = column + tl.arange(0, COLUMNS)
             k = _tokens(k_ptr, k_described, column, lkv, k_token, WIDTH, COLUMNS, BLOCK, phase == 1)
-            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            scores = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
             if not FOLDED:
                 scores *= to_exponent
             if bias_ptr is not None:
@@ -404,7 +404,7 @@ def forward(
             v = _tokens(
                 v_ptr, v_described, column, lkv, v_token, V_WIDTH, COLUMNS, V_BLOCK, phase == 1
             )
-            out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
+            out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION, out_dtype=ACC)
     nothing = (highest == float("-inf")) | (i >= lq)
     highest *= factor
     if SINK:
@@ -563,7 +563,7 @@ def backward_queries(
             v = _tokens(
                 v_ptr, v_described, column, lkv, v_token, V_WIDTH, COLUMNS, V_BLOCK, phase == 1
             )
-            scores = tl.dot(q, k.T, input_precision=PRECISION) * factor
+            scores = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC) * factor
             if bias_ptr is not None:
                 scores += _bias_of(
                     bias_ptr, i[:, None], j[None, :], lq, lkv, bias_row, bias_column, ACC, NATURAL
@@ -572,12 +572,12 @@ def backward_queries(
             if phase != 1:
                 seen = _seen(i[:, None], j[None, :], lkv, shift, left, right, LEFT, RIGHT)
                 weights = tl.where(seen, weights, 0.0)
-            slopes = tl.dot(dout, v.T, input_precision=PRECISION)
+            slopes = tl.dot(dout, v.T, input_precision=PRECISION, out_dtype=ACC)
             if DROPOUT:
                 drawn = _kept(row, first, column, seed, offset, threshold, ROWS, COLUMNS)
                 slopes = tl.where(drawn, slopes * tl.full((), kept_scale, ACC), 0.0)
             slopes = weights * (slopes - delta[:, None])
-            dq = tl.dot(slopes.to(k.dtype), k, dq, input_precision=PRECISION)
+            dq = tl.dot(slopes.to(k.dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
     dq *= tl.full((), scale, ACC)
     _write_tokens(dq_ptr, dq, first, lq, sq, dq_token, WIDTH, PACKED)
 
@@ -708,7 +708,7 @@ def backward_keys(
                 )  # fmt: skip
                 lse = _subtrahends(lse_ptr + statistic, i, lq, NATURAL)
                 delta = tl.load(delta_ptr + statistic + i, mask=i < lq, other=0)
-                scores = tl.dot(k, q.T, input_precision=PRECISION) * factor
+                scores = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=ACC) * factor
                 if bias_ptr is not None:
                     bias = bias_ptr + batch * bias_batch + tl.full((), head, tl.int64) * bias_head
                     scores += _bias_of(
@@ -718,7 +718,7 @@ def backward_keys(
                 if phase != 1:
                     seen = _seen(i[None, :], j[:, None], lkv, shift, left, right, LEFT, RIGHT)
                     weights = tl.where(seen, weights, 0.0)
-                slopes = tl.dot(v, dout.T, input_precision=PRECISION)
+                slopes = tl.dot(v, dout.T, input_precision=PRECISION, out_dtype=ACC)
                 kept = weights
                 if DROPOUT:
                     drawn = _kept(
@@ -726,9 +726,9 @@ def backward_keys(
                     ).T
                     kept = tl.where(drawn, weights, 0.0)
                     slopes = tl.where(drawn, slopes * tl.full((), kept_scale, ACC), 0.0)
-                dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION)
+                dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC)
                 slopes = weights * (slopes - delta[None, :])
-                dk = tl.dot(slopes.to(q.dtype), q, dk, input_precision=PRECISION)
+                dk = tl.dot(slopes.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACC)
     dk *= tl.full((), scale, ACC)
     if DROPOUT:
         dv *= tl.full((), kept_scale, ACC)
@@ -861,13 +861,13 @@ def backward_bias(
                     v = _tokens(
                         v_of_head, None, column, lkv, v_token, V_WIDTH, COLUMNS, V_BLOCK, False
                     )
-                    scores = tl.dot(q, k.T, input_precision=PRECISION) * factor
+                    scores = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC) * factor
                     scores += _bias_of(
                         bias, i[:, None], j[None, :], lq, lkv, bias_row, bias_column, ACC, NATURAL
                     )
                     seen = _seen(i[:, None], j[None, :], lkv, shift, left, right, LEFT, RIGHT)
                     weights = tl.where(seen, _exp(scores - lse[:, None], NATURAL), 0.0)
-                    slopes = tl.dot(dout, v.T, input_precision=PRECISION)
+                    slopes = tl.dot(dout, v.T, input_precision=PRECISION, out_dtype=ACC)
                     if DROPOUT:
                         drawn = _kept(
                             n * heads + head, row, column, seed, offset, threshold, ROWS, COLUMNS

@@ -115,6 +115,7 @@ _TILES: dict[str, dict[str, dict[int, _Tile]]] = {
 }
 _INTERPRETED_TILE = _Tile(16, 16, 32, 1, described=True)
 _WIDEST = 512
+_FEW = 64  # rows and columns of a tile that waits for its loads rather than being smaller
 _FEWEST = 16  # rows and columns of a tile, as products want them
 _OTHER_BYTES = 2048  # of shared memory: barriers and the like
 _DESCRIPTORS_FROM = 90  # the compute capability
@@ -135,37 +136,52 @@ _LAUNCHES: dict[object, _launch.Launch] = {}
 _SUMS: dict[object, SumOfPrograms] = {}
 
 
-def _shared_bytes(way: str, tile: _Tile, width: int, v_width: int, itemsize: int) -> int:
-    """About how much shared memory a program uses."""
+def _shared_bytes(
+    way: str, tile: _Tile, width: int, v_width: int, itemsize: int, of_bias: int
+) -> int:
+    """About how much shared memory a program uses; ``of_bias``: bytes of one element."""
     both = width + v_width
     own, other = tile.rows, tile.columns
     held = width if way == "forward" else both
     if way == "keys":
         own, other = other, own
-    scores = 0 if way == "forward" else tile.rows * tile.columns
-    return _OTHER_BYTES + itemsize * (own * held + tile.stages * other * both + scores)
+    scores = tile.rows * tile.columns * tile.stages * of_bias
+    if way != "forward":
+        scores += tile.rows * tile.columns * itemsize
+    return _OTHER_BYTES + itemsize * (own * held + tile.stages * other * both) + scores
 
 
-def _tile(op: str, way: str, q: Tensor, v_width: int) -> _Tile:
+def _tile(it: _Call, way: str) -> _Tile:
     """The tile of a pass: the listed one, or as much of it as fits in shared memory."""
     if _launch.INTERPRETED:
         return _INTERPRETED_TILE
-    width, v_block = block_of(q.shape[-1]), block_of(v_width)
-    kind = "half" if q.itemsize == 2 else f"float{8 * q.itemsize}"
-    tile: _Tile = listed(_TILES[way][kind], max(width, v_block))
-    shared = _launch.limits(q.device).shared_bytes
-    while _shared_bytes(way, tile, width, v_block, q.itemsize) > shared:
-        if tile.stages > 1:
-            tile = tile._replace(stages=tile.stages - 1)
-        elif tile.columns >= tile.rows and tile.columns > _FEWEST:
-            tile = tile._replace(columns=tile.columns // 2)
-        elif tile.rows > _FEWEST:
-            tile = tile._replace(rows=tile.rows // 2)
-        else:
-            raise NotSupportedError(
-                f"{op}: no tile of {width} features fits in the {shared} bytes of shared memory"
-            )
+    width, v_width = it.constants["BLOCK"], it.constants["V_BLOCK"]
+    itemsize, of_bias = it.q.itemsize, 0 if it.bias is None else it.bias.itemsize
+    kind = "half" if itemsize == 2 else f"float{8 * itemsize}"
+    tile: _Tile | None = listed(_TILES[way][kind], max(width, v_width))
+    shared = _launch.limits(it.q.device).shared_bytes
+    while tile and _shared_bytes(way, tile, width, v_width, itemsize, of_bias) > shared:
+        tile = _smaller(tile)
+    if tile is None:
+        raise NotSupportedError(
+            f"{it.op}: no tile of {width} features fits in the {shared} bytes of shared memory"
+        )
     return tile
+
+
+def _smaller(tile: _Tile) -> _Tile | None:
+    """The next tile to try; the last stages go late, for loads then wait for each other."""
+    if tile.stages > 2:
+        return tile._replace(stages=tile.stages - 1)
+    if tile.columns > _FEW:
+        return tile._replace(columns=tile.columns // 2)
+    if tile.rows > _FEW:
+        return tile._replace(rows=tile.rows // 2)
+    if tile.stages > 1:
+        return tile._replace(stages=1)
+    if tile.columns > _FEWEST:
+        return tile._replace(columns=tile.columns // 2)
+    return tile._replace(rows=tile.rows // 2) if tile.rows > _FEWEST else None
 
 
 # -------------------------------------------------------------------------------- calls
@@ -441,7 +457,7 @@ def _forward(it: _Call) -> tuple[Tensor, Tensor]:
     lse = fresh(it.op, it.q, shape, math_dtype(it.q.dtype))
     if it.packed:
         lse.fill_(-math.inf)
-    tile = _tile(it.op, "forward", it.q, it.v.shape[-1])
+    tile = _tile(it, "forward")
     _start(
         it,
         "forward",
@@ -519,7 +535,7 @@ def _backward(
     dq, dk = _of_tokens(it, it.q, it.q.shape[-1]), _of_tokens(it, it.k, it.k.shape[-1])
     dv = _of_tokens(it, it.v, it.v.shape[-1])
     delta = fresh(it.op, lse, lse.shape)
-    tile = _tile(it.op, "queries", it.q, it.v.shape[-1])
+    tile = _tile(it, "queries")
     tiles = it.sequences * -(-it.sq // tile.rows)
     partial = None if it.sink is None else fresh(it.op, lse, (tiles, heads))
     _start(
@@ -531,7 +547,7 @@ def _backward(
         (out, dout, dq),
         (it.k, it.v),
     )
-    tile = _tile(it.op, "keys", it.q, it.v.shape[-1])
+    tile = _tile(it, "keys")
     _start(
         it,
         "keys",
@@ -563,7 +579,7 @@ def _sink_gradient(it: _Call, partial: Tensor | None) -> Tensor | None:
 def _bias_gradient(it: _Call, bias: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     dbias = fresh(it.op, bias, bias.shape)
     sequences, heads, rows, columns = bias.shape
-    tile = _tile(it.op, "bias", it.q, it.v.shape[-1])
+    tile = _tile(it, "bias")
     tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
     _start(
         it,
