@@ -22,8 +22,9 @@ def launch() -> None:
         q = torch.empty(*shape, 8, width, dtype=dtype)
         k = torch.empty(*shape, 2, width, dtype=dtype)
         v = torch.empty(*shape, 2, v_width or width, dtype=dtype)
-        out, lse = flagos.fused_attn_fwd(q, k, v, *rest, **options)
-        flagos.fused_attn_bwd(out, q, k, v, out, lse, *rest, **options)
+        with contextlib.suppress(NotSupportedError):  # where shared memory is small
+            out, lse = flagos.fused_attn_fwd(q, k, v, *rest, **options)
+            flagos.fused_attn_bwd(out, q, k, v, out, lse, *rest, **options)
 
     bfloat16 = torch.bfloat16
     causal: dict[str, Any] = {"attn_mask_type": "causal"}
@@ -48,11 +49,5 @@ def launch() -> None:
     attend(torch.float16, 128, bias, sink, **causal, **options)
     attend(torch.float16, 64, bias[:, :1, :1])
     attend(torch.float32, 128, bias[..., :1], **causal)
-    for dtype, width in (
-        (torch.float32, 64),
-        (torch.float32, 256),
-        (torch.float64, 128),
-        (torch.float64, 256),
-    ):
-        with contextlib.suppress(NotSupportedError):  # where shared memory is small
-            attend(dtype, width)
+    attend(torch.float32, 256)
+    attend(torch.float64, 128)

@@ -136,31 +136,32 @@ _LAUNCHES: dict[object, _launch.Launch] = {}
 _SUMS: dict[object, SumOfPrograms] = {}
 
 
-def _shared_bytes(
-    way: str, tile: _Tile, width: int, v_width: int, itemsize: int, of_bias: int
-) -> int:
-    """About how much shared memory a program uses; ``of_bias``: bytes of one element."""
-    both = width + v_width
-    own, other = tile.rows, tile.columns
-    held = width if way == "forward" else both
-    if way == "keys":
-        own, other = other, own
-    scores = tile.rows * tile.columns * tile.stages * of_bias
-    if way != "forward":
-        scores += tile.rows * tile.columns * itemsize
-    return _OTHER_BYTES + itemsize * (own * held + tile.stages * other * both) + scores
+def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
+    """About how much shared memory a program uses."""
+    width, both = it.constants["BLOCK"], it.constants["BLOCK"] + it.constants["V_BLOCK"]
+    own, other = (tile.columns, tile.rows) if way == "keys" else (tile.rows, tile.columns)
+    held = own * (width if way == "forward" else both)
+    if not _launch.limits(it.q.device).capability:
+        held = 0  # elsewhere than in CUDA, that is kept in registers
+    scores = tile.rows * tile.columns
+    bytes_of_bias = 0 if it.bias is None else it.bias.itemsize
+    moved = 0 if way == "forward" else scores
+    return (
+        _OTHER_BYTES
+        + it.q.itemsize * (held + tile.stages * other * both + moved)
+        + tile.stages * scores * bytes_of_bias
+    )
 
 
 def _tile(it: _Call, way: str) -> _Tile:
     """The tile of a pass: the listed one, or as much of it as fits in shared memory."""
     if _launch.INTERPRETED:
         return _INTERPRETED_TILE
-    width, v_width = it.constants["BLOCK"], it.constants["V_BLOCK"]
-    itemsize, of_bias = it.q.itemsize, 0 if it.bias is None else it.bias.itemsize
-    kind = "half" if itemsize == 2 else f"float{8 * itemsize}"
-    tile: _Tile | None = listed(_TILES[way][kind], max(width, v_width))
+    kind = "half" if it.q.itemsize == 2 else f"float{8 * it.q.itemsize}"
+    width = max(it.constants["BLOCK"], it.constants["V_BLOCK"])
+    tile: _Tile | None = listed(_TILES[way][kind], width)
     shared = _launch.limits(it.q.device).shared_bytes
-    while tile and _shared_bytes(way, tile, width, v_width, itemsize, of_bias) > shared:
+    while tile and _shared_bytes(it, way, tile) > shared:
         tile = _smaller(tile)
     if tile is None:
         raise NotSupportedError(
