@@ -138,7 +138,8 @@ _SUMS: dict[object, SumOfPrograms] = {}
 
 def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
     """About how much shared memory a program uses."""
-    width, both = it.constants["BLOCK"], it.constants["BLOCK"] + it.constants["V_BLOCK"]
+    width: int = it.constants["BLOCK"]
+    both: int = width + it.constants["V_BLOCK"]
     own, other = (tile.columns, tile.rows) if way == "keys" else (tile.rows, tile.columns)
     held = own * (width if way == "forward" else both)
     if not _launch.limits(it.q.device).capability:
