@@ -718,15 +718,16 @@ def backward_keys(
                 if phase != 1:
                     seen = _seen(i[None, :], j[:, None], lkv, shift, left, right, LEFT, RIGHT)
                     weights = tl.where(seen, weights, 0.0)
-                slopes = tl.dot(v, dout.T, input_precision=PRECISION, out_dtype=ACC)
                 kept = weights
                 if DROPOUT:
                     drawn = _kept(
                         n * heads + head, row, first, seed, offset, threshold, ROWS, COLUMNS
                     ).T
                     kept = tl.where(drawn, weights, 0.0)
-                    slopes = tl.where(drawn, slopes * tl.full((), kept_scale, ACC), 0.0)
                 dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=PRECISION, out_dtype=ACC)
+                slopes = tl.dot(v, dout.T, input_precision=PRECISION, out_dtype=ACC)
+                if DROPOUT:
+                    slopes = tl.where(drawn, slopes * tl.full((), kept_scale, ACC), 0.0)
                 slopes = weights * (slopes - delta[None, :])
                 dk = tl.dot(slopes.to(q.dtype), q, dk, input_precision=PRECISION, out_dtype=ACC)
     dk *= tl.full((), scale, ACC)
