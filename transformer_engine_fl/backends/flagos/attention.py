@@ -67,8 +67,8 @@ class _Tile(NamedTuple):
 _TILES: dict[str, dict[str, dict[int, _Tile]]] = {
     "forward": {
         "half": {
-            64: _Tile(128, 128, 256, 3, described=True),
-            128: _Tile(128, 128, 256, 2, described=True),
+            64: _Tile(64, 128, 128, 3, described=True),
+            128: _Tile(64, 64, 128, 3, described=True),
             256: _Tile(64, 64, 128, 2),
             512: _Tile(64, 32, 256, 2),
         },
@@ -81,8 +81,8 @@ _TILES: dict[str, dict[str, dict[int, _Tile]]] = {
     },
     "queries": {
         "half": {
-            64: _Tile(128, 128, 256, 2, described=True),
-            128: _Tile(128, 64, 256, 2, described=True),
+            64: _Tile(128, 64, 256, 3, described=True),
+            128: _Tile(128, 64, 256, 3, described=True),
             256: _Tile(64, 32, 128, 2),
             512: _Tile(32, 32, 128, 1),
         },
@@ -95,8 +95,8 @@ _TILES: dict[str, dict[str, dict[int, _Tile]]] = {
     },
     "keys": {
         "half": {
-            64: _Tile(64, 128, 256, 2, described=True),
-            128: _Tile(64, 128, 256, 2, described=True),
+            64: _Tile(128, 64, 128, 2, described=True),
+            128: _Tile(64, 128, 256, 3, described=True),
             256: _Tile(32, 64, 256, 1),
             512: _Tile(32, 32, 256, 1),
         },
