@@ -46,6 +46,7 @@ def register(registry: OpRegistry) -> None:
         __name__,
         families=(
             "activation",
+            "attention",
             "attention_layout",
             "context_parallel",
             "dropout",

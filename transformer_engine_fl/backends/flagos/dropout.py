@@ -27,13 +27,48 @@ from transformer_engine_fl.backends.flagos._arguments import (
 from transformer_engine_fl.ops import dropout as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
-__all__ = ["dropout_bwd", "dropout_fwd"]
+__all__ = ["dropout_bwd", "dropout_fwd", "philox"]
 
 # ------------------------------------------------------------------------------ kernels
 
 
 _FACTOR_0, _FACTOR_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _STEP_0, _STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def philox(
+    counter: tl.tensor, seed: tl.tensor, offset: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The four words of the block with each counter."""
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    return _rounds(low, (counter >> 32).to(tl.uint32), seed, offset)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounds(
+    c0: tl.tensor, c1: tl.tensor, seed: tl.tensor, offset: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The same of a counter's low and high words.
+
+    Both words of a product come out of one wide multiplication, where tl.philox has two.
+    """
+    seed = tl.full((), seed, tl.int64)  # the interpreter takes a small one for an int32
+    offset = tl.full((), offset, tl.int64)
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    c2 = (offset & 0xFFFFFFFF).to(tl.uint32)
+    c3 = (offset >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        left = c0.to(tl.uint64) * tl.full((), _FACTOR_0, tl.uint64)
+        right = c2.to(tl.uint64) * tl.full((), _FACTOR_1, tl.uint64)
+        c0 = (right >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = right.to(tl.uint32)
+        c2 = (left >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = left.to(tl.uint32)
+        k0 = tl.add(k0, tl.full((), _STEP_0, tl.uint32), sanitize_overflow=False)
+        k1 = tl.add(k1, tl.full((), _STEP_1, tl.uint32), sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -46,26 +81,10 @@ def _bits(
 ) -> tl.tensor:
     """BYTES bytes of the mask, from the ``first`` on.
 
-    Both words of a product come out of one wide multiplication, where tl.philox has two.
     ``first`` is a multiple of BYTES, a power of two: the counter's high word is one for all.
     """
-    seed = tl.full((), seed, tl.int64)  # the interpreter takes a small one for an int32
-    offset = tl.full((), offset, tl.int64)
-    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    c0 = (first & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, BYTES).to(tl.uint32)
-    c1 = (first >> 32).to(tl.uint32)
-    c2 = (offset & 0xFFFFFFFF).to(tl.uint32)
-    c3 = (offset >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
-        left = c0.to(tl.uint64) * tl.full((), _FACTOR_0, tl.uint64)
-        right = c2.to(tl.uint64) * tl.full((), _FACTOR_1, tl.uint64)
-        c0 = (right >> 32).to(tl.uint32) ^ c1 ^ k0
-        c1 = right.to(tl.uint32)
-        c2 = (left >> 32).to(tl.uint32) ^ c3 ^ k1
-        c3 = left.to(tl.uint32)
-        k0 = tl.add(k0, tl.full((), _STEP_0, tl.uint32), sanitize_overflow=False)
-        k1 = tl.add(k1, tl.full((), _STEP_1, tl.uint32), sanitize_overflow=False)
+    low = (first & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, BYTES).to(tl.uint32)
+    c0, c1, c2, c3 = _rounds(low, (first >> 32).to(tl.uint32), seed, offset)
     bits = _pair(c0, threshold, 1) | _pair(c1, threshold, 4)
     return bits | _pair(c2, threshold, 16) | _pair(c3, threshold, 64)
 
