@@ -42,7 +42,8 @@ def philox(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The four words of the block with each counter."""
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
-    return _rounds(low, (counter >> 32).to(tl.uint32), seed, offset)
+    c0, c1, c2, c3 = _rounds(low, (counter >> 32).to(tl.uint32), seed, offset)
+    return c0, c1, c2, c3
 
 
 @triton.jit  # type: ignore[untyped-decorator]
