@@ -4,7 +4,7 @@ What is cast is calculated where it is cast: a :class:`Source` says from what, b
 tensor itself, an activation of it, a gradient or a normalized row. A kernel reads a tile,
 casts it along its rows, along its columns where the transposed tensor is wanted too, and
 writes both. A scale that follows from all values takes a pass over them beforehand, of
-which each program leaves one number; those who need the scale find it in these.
+which each program leaves one number, and a program that makes the scale of these.
 
 Of a tile that is written transposed as well, each thread handles rows by two or four, so
 that what lies side by side in the transposed tensor changes places as one number.
@@ -35,17 +35,18 @@ from transformer_engine_fl.backends.flagos._arguments import (
 )
 from transformer_engine_fl.backends.flagos._narrow import (
     KINDS,
+    LARGEST_FLOAT32,
     amax_of,
     constants_of,
     encoded,
     encoded_pair,
     encoded_quad,
+    inverse_of,
     microscale,
+    narrowed,
     nibble,
-    quotient,
     scale_of,
     size_of,
-    value_of,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.backends.flagos.activation import results
@@ -79,6 +80,7 @@ def _values(
     row: tl.tensor,
     exists: tl.tensor,
     first_column: tl.tensor,
+    column: tl.tensor,
     width: tl.tensor,
     columns: tl.tensor,
     x_stride: tl.tensor,
@@ -90,10 +92,8 @@ def _values(
     SPLIT: tl.constexpr,
     OFFSET: tl.constexpr,
     PTX: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """The values of these rows, and of COLUMNS columns, in float32; 0 beyond."""
-    column = tl.arange(0, COLUMNS)
+    """The values of these rows and columns in float32; 0 beyond."""
     inside = column < width
     mask = exists[:, None] & inside[None, :]
     part = columns
@@ -136,6 +136,8 @@ def _values(
 
 # -------------------------------------------------------------------------------- the cast
 
+_HALF = tl.constexpr(8)  # elements of half a block of e2m1
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _block_scales(
@@ -162,15 +164,15 @@ def _block_scales(
     """
     if SCALES == "float32":
         scale = scale_of(amax, LARGEST, epsilon, POW2)
-        return scale, tl.div_rn(1.0, scale)
+        return scale, inverse_of(scale, CAST)
     elif SCALES == "e8m0":
         return microscale(amax, KIND)
     else:
         sixth = tl.full((), 1 / 6, tl.float32)
         amax = amax * (shared * sixth)
-        code = encoded_pair(amax, amax, "e4m3", CAST).to(tl.uint8)
-        factor = value_of(code, "e4m3") * tl.div_rn(1.0, shared)
-        return quotient(1.0, factor), code
+        code, factor = narrowed(amax, CAST)
+        factor *= inverse_of(shared, CAST)
+        return tl.minimum(inverse_of(factor, CAST), LARGEST_FLOAT32), code.to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -224,6 +226,57 @@ def store_rows(
     data_ptr += first_row * columns + first_column
     where = data_ptr + (row * columns)[:, None] + column[None, :]
     tl.store(where, code, mask=exists & (column < width)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_halves(
+    values: tl.tuple,
+    first_row: tl.tensor,
+    height: tl.tensor,
+    first_column: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
+    shared: tl.tensor,
+    epsilon: tl.tensor,
+    data_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Cast and write blocks of 16 to e2m1, of which the values are the first and second halves.
+
+    A half is one read of a thread, and one number of ``data``: so each thread has all of a
+    block, finds its amax alone, and no other works out the same scale.
+    """
+    BLOCKS: tl.constexpr = COLUMNS // WIDTH
+    row = tl.arange(0, ROWS)
+    exists = (row < height)[:, None]
+    row = row.to(tl.int64)
+    sizes = tl.maximum(size_of(values[0], LEAVES_NAN), size_of(values[1], LEAVES_NAN))
+    amax = amax_of(tl.max(tl.reshape(sizes, (ROWS, BLOCKS, _HALF)), axis=2), LEAVES_NAN)
+    scale, inverse = _block_scales(amax, shared, epsilon, KIND, LARGEST, SCALES, POW2, CAST)
+    across = columns // WIDTH
+    block = tl.arange(0, BLOCKS)
+    scale_inv_ptr += first_row * across + first_column // WIDTH
+    where = scale_inv_ptr + (row * across)[:, None] + block[None, :]
+    tl.store(where, inverse, mask=exists & (block * WIDTH < width)[None, :])
+    shift = (tl.arange(0, _HALF) * 4)[None, None, :]
+    words = ()
+    for half in tl.static_range(2):
+        y = tl.reshape(values[half], (ROWS, BLOCKS, _HALF)) * scale[:, :, None]
+        words += (tl.sum(nibble(y, LEAVES_NAN) << shift, axis=2),)
+    codes = tl.reshape(tl.join(words[0], words[1]), (ROWS, 2 * BLOCKS))
+    word = tl.arange(0, 2 * BLOCKS)
+    data_ptr += first_row * (columns // _HALF) + first_column // _HALF
+    where = data_ptr + (row * (columns // _HALF))[:, None] + word[None, :]
+    tl.store(where, codes, mask=exists & (word * _HALF < width)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -290,7 +343,7 @@ def _store_columns(
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "rows", "units", "columns", "x_stride", "grad_stride", "amaxes", "groups", "inner",
+        "rows", "units", "columns", "x_stride", "grad_stride", "groups", "inner",
         "limit", "alpha", "epsilon",
     ]
 )  # fmt: skip
@@ -302,12 +355,10 @@ def _cast_tiles(
     mu_ptr: tl.tensor,
     rsigma_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    amaxes_ptr: tl.tensor,
     owner_ptr: tl.tensor,
     sizes_ptr: tl.tensor,
     data_ptr: tl.tensor,
     scale_inv_ptr: tl.tensor,
-    amax_ptr: tl.tensor,
     global_scale_inv_ptr: tl.tensor,
     data_t_ptr: tl.tensor,
     scale_inv_t_ptr: tl.tensor,
@@ -318,7 +369,6 @@ def _cast_tiles(
     columns: tl.int64,
     x_stride: tl.int64,
     grad_stride: tl.int64,
-    amaxes: tl.int32,
     groups: tl.int32,
     inner: tl.int32,
     limit: tl.float64,
@@ -331,15 +381,15 @@ def _cast_tiles(
     PTX: tl.constexpr,
     KIND: tl.constexpr,
     LARGEST: tl.constexpr,
-    SHARED_LARGEST: tl.constexpr,
     WIDTH: tl.constexpr,
     SQUARE: tl.constexpr,
     SCALES: tl.constexpr,
     POW2: tl.constexpr,
     CAST: tl.constexpr,
     LEAVES_NAN: tl.constexpr,
-    AMAXES: tl.constexpr,
     GROUPS: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+    HALVED: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_T: tl.constexpr,
     PARTS: tl.constexpr,
@@ -348,9 +398,9 @@ def _cast_tiles(
 ) -> None:
     """One tile of PARTS times ROWS rows.
 
-    ``scale`` is given, one or by group; or it follows from ``amaxes``. Rows belong to groups
-    by ``owner``, or end where the sum of ``sizes`` says. ``partial`` takes the amax of the
-    tile, ``sums`` those of its columns.
+    ``scale`` is one or by group. Rows belong to groups by ``owner``, or end where the sum of
+    ``sizes`` says. ``partial`` takes the amax of the tile, ``sums`` those of its columns.
+    BACKWARDS: the last tiles first. HALVED: see :func:`_store_halves`.
     """
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
@@ -358,15 +408,17 @@ def _cast_tiles(
     units = units * UNIT_T
     if SPLIT != "":
         columns = columns * 2
-    across = tl.maximum(tl.cdiv(columns, COLUMNS), 1)
-    index = tl.program_id(0)
-    if amaxes_ptr is not None:
-        # From the end: what was read last is the likeliest to be in the cache still.
-        index = tl.num_programs(0) - 1 - index
-    tile = tl.full((), index, tl.int64)
-    first_unit = (tile // across) * ROWS
+    # No more than there are tiles, if there are any.
+    across = tl.minimum(tl.maximum(tl.cdiv(columns, COLUMNS), 1), 0x7FFFFFFF).to(tl.int32)
+    tile = tl.program_id(0)
+    if BACKWARDS:
+        # What was read last is the likeliest to be in the cache still.
+        tile = tl.num_programs(0) - 1 - tile
+    above = tile // across
+    before = tile - above * across
+    first_unit = above.to(tl.int64) * ROWS
     first_row = first_unit * PARTS
-    first_column = (tile % across) * COLUMNS
+    first_column = before.to(tl.int64) * COLUMNS
     height = tl.minimum(rows - first_row, ROWS * PARTS).to(tl.int32)
     width = tl.minimum(columns - first_column, COLUMNS).to(tl.int32)
     end = height
@@ -377,8 +429,14 @@ def _cast_tiles(
         end = tl.maximum(tl.minimum(taken, height), 0).to(tl.int32)
     values = ()
     shared = ()
-    for part in tl.static_range(PARTS):
-        row = tl.arange(0, ROWS) * PARTS + part
+    for part in tl.static_range(2 if HALVED else PARTS):
+        if HALVED:
+            row = tl.arange(0, ROWS)
+            column = tl.arange(0, COLUMNS // 2)
+            column = column // _HALF * WIDTH + column % _HALF + part * _HALF
+        else:
+            row = tl.arange(0, ROWS) * PARTS + part
+            column = tl.arange(0, COLUMNS)
         filled = row < end
         if owner_ptr is not None:
             owner = tl.load(owner_ptr + first_row + row, mask=filled, other=-1)
@@ -387,25 +445,25 @@ def _cast_tiles(
         values += (
             _values(
                 x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, first_row, row, filled,
-                first_column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED,
-                SPLIT, OFFSET, PTX, COLUMNS,
+                first_column, column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE,
+                GATED, SPLIT, OFFSET, PTX,
             ),
         )  # fmt: skip
     least = tl.full((), epsilon, tl.float32)
     largest = tl.zeros((), tl.float32)
     if SQUARE or partial_ptr is not None:
         sizes = size_of(values[0], LEAVES_NAN)
-        for part in tl.static_range(1, PARTS):
+        for part in tl.static_range(1, 2 if HALVED else PARTS):
             sizes = tl.maximum(sizes, size_of(values[part], LEAVES_NAN))
         largest = amax_of(tl.max(tl.max(sizes, axis=1), axis=0), LEAVES_NAN)
     if partial_ptr is not None:
-        tl.store(partial_ptr + index, largest)
+        tl.store(partial_ptr + tile, largest)
     if sums_ptr is not None:
         total = values[0]
         for part in tl.static_range(1, PARTS):
             total += values[part]
         column = tl.arange(0, COLUMNS)
-        where = sums_ptr + (tile // across) * columns + first_column + column
+        where = sums_ptr + above.to(tl.int64) * columns + first_column + column
         tl.store(where, tl.sum(total, axis=0), mask=(column < width) & (height > 0))
     if owner_ptr is None:
         scale = tl.full((), 1.0, tl.float32)
@@ -414,17 +472,10 @@ def _cast_tiles(
             tl.store(scale_inv_ptr + tile, inverse)
             if scale_inv_t_ptr is not None:
                 down = tl.cdiv(rows, ROWS * PARTS)
-                tl.store(scale_inv_t_ptr + (tile % across) * down + tile // across, inverse)
-        elif amaxes_ptr is not None:
-            place = tl.arange(0, AMAXES)
-            found = tl.load(amaxes_ptr + place, mask=place < amaxes, other=0)
-            amax = tl.max(found, axis=0)
-            scale = scale_of(amax, SHARED_LARGEST, least, POW2)
-            if index == 0:
-                tl.store(amax_ptr, amax)
+                tl.store(scale_inv_t_ptr + before.to(tl.int64) * down + above, inverse)
         elif scale_ptr is not None:
             scale = tl.load(scale_ptr)
-        if index == 0:
+        if tile == 0:
             if global_scale_inv_ptr is not None:
                 tl.store(global_scale_inv_ptr, tl.div_rn(1.0, scale))
             elif WIDTH == 0 and not SQUARE:
@@ -434,13 +485,19 @@ def _cast_tiles(
                     tl.store(scale_inv_t_ptr, inverse)
         for _ in tl.static_range(PARTS):
             shared += (scale,)
-    for part in tl.static_range(PARTS):
-        row = tl.arange(0, ROWS) * PARTS + part
-        store_rows(
-            values[part], first_row, row, height, first_column, width, columns, shared[part],
-            least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN,
-            ROWS, COLUMNS,
+    if HALVED:
+        _store_halves(
+            values, first_row, height, first_column, width, columns, shared[0], least, data_ptr,
+            scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, ROWS, COLUMNS,
         )  # fmt: skip
+    else:
+        for part in tl.static_range(PARTS):
+            row = tl.arange(0, ROWS) * PARTS + part
+            store_rows(
+                values[part], first_row, row, height, first_column, width, columns, shared[part],
+                least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
+                LEAVES_NAN, ROWS, COLUMNS,
+            )  # fmt: skip
     if data_t_ptr is not None:
         if WIDTH and owner_ptr is not None:
             # The first row of a block decides.
@@ -485,43 +542,59 @@ def _amax_tiles(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    """The amax of many tiles."""
+    """The amax of many tiles; a thread reads TOGETHER elements as one number."""
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
     columns = columns * UNIT
     if SPLIT != "":
         columns = columns * 2
-    across = tl.cdiv(columns, COLUMNS)
+    across = tl.minimum(tl.cdiv(columns, COLUMNS), 0x7FFFFFFF).to(tl.int32)
     tiles = tl.cdiv(rows, ROWS) * across
-    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = tl.full((), index, tl.int64)
-        first_row = (tile // across) * ROWS
-        first_column = (tile % across) * COLUMNS
+    READS: tl.constexpr = COLUMNS // TOGETHER
+    largest = tl.zeros((ROWS, READS), tl.float32)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        above = index // across
+        first_row = above.to(tl.int64) * ROWS
+        first_column = (index - above * across).to(tl.int64) * COLUMNS
         width = tl.minimum(columns - first_column, COLUMNS).to(tl.int32)
         row = tl.arange(0, ROWS)
         exists = row < tl.minimum(rows - first_row, ROWS).to(tl.int32)
         values = _values(
             x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, first_row, row, exists,
-            first_column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED,
-            SPLIT, OFFSET, PTX, COLUMNS,
+            first_column, tl.arange(0, COLUMNS), width, columns, x_stride, grad_stride, limit,
+            alpha, SOURCE, GATED, SPLIT, OFFSET, PTX,
         )  # fmt: skip
-        largest = tl.maximum(largest, size_of(values, LEAVES_NAN))
+        # Few registers hold the maxima, so that many hold what is on its way.
+        sizes = tl.reshape(size_of(values, LEAVES_NAN), (ROWS, READS, TOGETHER))
+        largest = tl.maximum(largest, tl.max(sizes, axis=2))
     amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
     tl.store(partial_ptr + tl.program_id(0), amax)
 
 
-@triton.jit(do_not_specialize=["amaxes"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["amaxes", "epsilon"])  # type: ignore[untyped-decorator]
 def _largest(
-    amaxes_ptr: tl.tensor, amax_ptr: tl.tensor, amaxes: tl.int32, BLOCK: tl.constexpr
+    amaxes_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    amaxes: tl.int32,
+    epsilon: tl.float64,
+    SHARED_LARGEST: tl.constexpr,
+    POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """The largest of all."""
+    """The largest of all and, where it is wanted, its scale."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, amaxes, BLOCK):
         place = first + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, tl.load(amaxes_ptr + place, mask=place < amaxes, other=0))
-    tl.store(amax_ptr, tl.max(largest, axis=0))
+    amax = tl.max(largest, axis=0)
+    tl.store(amax_ptr, amax)
+    if scale_ptr is not None:
+        least = tl.full((), epsilon, tl.float32)
+        tl.store(scale_ptr, scale_of(amax, SHARED_LARGEST, least, POW2))
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride"])  # type: ignore[untyped-decorator]
@@ -608,15 +681,16 @@ def _scale_groups(
 
 # (threads, elements) of a tile that is cast along its rows alone, and of one of which the
 # amax is found; the programs of the latter, of each multiprocessor.
-_ROW_TILE = (128, 4096)
-_AMAX_TILE, _AMAX_PROGRAMS = (512, 16384), 2
+_ROW_TILE, _HALVED_TILE = (128, 8192), (128, 4096)
+_AMAX_TILE, _AMAX_PROGRAMS = (256, 16384), 4
+_AMAX_STAGES, _AMAX_BYTES = 1, 49152  # of tiles on their way, so many bytes at most
 _WIDEST_ROW = 1024  # columns of a tile of several rows
 # (threads, rows, columns) of a tile that is written transposed as well or has sums, by the
 # rows of a block.
-_SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (512, 128, 128)}
+_SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (256, 128, 128)}
 if _launch.INTERPRETED:  # a program costs it as much as many elements
     _SQUARE_TILES = dict.fromkeys(_SQUARE_TILES, (32, 32, 256)) | {128: (32, 128, 128)}
-_LARGEST_THREADS, _LARGEST_BLOCK = 1024, 4096
+_LARGEST_THREADS, _LARGEST_BLOCK = 1024, 16384
 _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
 _MOST_GROUPS = 4096
 
@@ -768,6 +842,11 @@ class Recipe(NamedTuple):
         """What the scale that all share makes of the amax of all."""
         return GLOBAL_LARGEST if self.form.global_scale else self.constants()["LARGEST"]
 
+    @property
+    def halved(self) -> bool:
+        """Whether a half of a block is one number of the data."""
+        return self.width == 16 and self.form.values_per_byte == 2
+
     def constants(self) -> dict[str, Any]:
         """For the kernels."""
         scales = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
@@ -787,6 +866,7 @@ class _Plan(NamedTuple):
         launch: the kernel.
         parts, rows, columns: see the kernel.
         unit_t: units are counted by so many.
+        halved: see the kernel.
     """
 
     launch: _launch.Launch
@@ -794,6 +874,7 @@ class _Plan(NamedTuple):
     rows: int
     columns: int
     unit_t: int
+    halved: bool
 
 
 class _AmaxPlan(NamedTuple):
@@ -824,14 +905,20 @@ def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]
 
 
 def _plan(
-    source: Source, recipe: Recipe, matrix: _Matrix, square: bool, amaxes: int, groups: int
+    source: Source,
+    recipe: Recipe,
+    matrix: _Matrix,
+    square: bool,
+    groups: int,
+    backwards: bool,
 ) -> _Plan:
     device = source.x.device
     parts = unit_t = 1
+    halved = not square and recipe.halved and matrix.unit == WIDEST_UNIT
     if square:
         threads, rows, columns = _SQUARE_TILES[128 if recipe.square else recipe.width or 1]
     else:
-        threads, elements = _ROW_TILE
+        threads, elements = _HALVED_TILE if halved else _ROW_TILE
         rows, columns = _row_tile(elements, matrix, recipe.width)
     if recipe.columnwise:
         parts = math.gcd(matrix.rows, 4)
@@ -844,17 +931,17 @@ def _plan(
         **source.constants(columns),
         **recipe.constants(),
         **constants_of(device),
-        SHARED_LARGEST=recipe.shared_largest,
         SQUARE=recipe.square,
-        AMAXES=amaxes,
         GROUPS=groups,
+        BACKWARDS=backwards,
+        HALVED=halved,
         UNIT=matrix.unit,
         UNIT_T=unit_t,
         PARTS=parts,
         ROWS=rows,
         COLUMNS=columns,
     )
-    return _Plan(launch, parts, rows, columns, unit_t)
+    return _Plan(launch, parts, rows, columns, unit_t, halved)
 
 
 def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
@@ -870,8 +957,19 @@ def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
         UNIT=matrix.unit,
         ROWS=rows,
         COLUMNS=columns,
+        TOGETHER=min(matrix.unit, 16 // source.x.itemsize),
+        STAGES=_stages(source, rows * columns),
     )
     return _AmaxPlan(launch, rows, columns, _AMAX_PROGRAMS * _launch.limits(device).multiprocessors)
+
+
+def _stages(source: Source, elements: int) -> int:
+    """How many tiles are read or worked on at a time; 1 where reads cannot go ahead."""
+    if not _launch.has_ptx():
+        return 1
+    read = source.x.itemsize * (2 if source.gated else 1)
+    read += 0 if source.grad is None else source.grad.itemsize
+    return max(1, min(_AMAX_STAGES, _AMAX_BYTES // (elements * read)))
 
 
 # ------------------------------------------------------------------------------------ runs
@@ -905,14 +1003,29 @@ def _amaxes(op: str, source: Source) -> Tensor:
     return amaxes
 
 
-def _write_largest(amaxes: Tensor, amax: Tensor) -> None:
-    key = ("largest", amaxes.device)
+def _write_largest(
+    amaxes: Tensor, amax: Tensor, scale: Tensor | None = None, recipe: Recipe | None = None
+) -> None:
+    """Write the largest of all and, with a recipe, the scale that follows."""
+    largest, power, epsilon = (
+        (1.0, False, 0.0)
+        if recipe is None
+        else (recipe.shared_largest, recipe.force_pow_2_scales, recipe.amax_epsilon)
+    )
+    key = ("largest", largest, power, scale is None, amaxes.device)
     launch = _LAUNCHES.get(key) or keep(
         _LAUNCHES,
         key,
-        _launch.Launch(_largest, amaxes.device, threads=_LARGEST_THREADS, BLOCK=_LARGEST_BLOCK),
+        _launch.Launch(
+            _largest,
+            amaxes.device,
+            threads=_LARGEST_THREADS,
+            SHARED_LARGEST=largest,
+            POW2=power,
+            BLOCK=_LARGEST_BLOCK,
+        ),
     )
-    launch((1, 1), (amaxes, amax), (amaxes.numel(),))
+    launch((1, 1), (amaxes, amax, scale), (amaxes.numel(), epsilon))
 
 
 def amax_of_all(op: str, source: Source) -> Tensor:
@@ -1049,7 +1162,7 @@ def _run(
     check_size(recipe.op, "rows", matrix.rows)
     outputs = _outputs(recipe, source, groups)
     data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = outputs
-    amaxes = owners = partial = None
+    owners = partial = None
     if group_sizes is not None:
         inner = math.prod(source.shape[1:-1])
         owner = _empty(source.x, (matrix.rows,), torch.int32) if form.by_tensor else None
@@ -1060,26 +1173,26 @@ def _run(
             scale = _scale_each_group(
                 recipe, source, owners, scale, amax, (inverses[0], inverses[1])
             )
-    elif form.by_tensor and scale is None:
-        amaxes = _amaxes(recipe.op, source)
-    listed = 0 if amaxes is None else block_of(amaxes.numel())
+    elif amax is not None and scale is None:
+        scale = _empty(source.x, (1,))
+        _write_largest(_amaxes(recipe.op, source), amax, scale, recipe)
     counted = 0 if owners is None or owners.owner is not None else owners.block
     key = (
         *source.key, *recipe[1:5], recipe.columnwise and math.gcd(matrix.rows, 16), square,
-        matrix.rows == 1, min(matrix.columns, _ROW_TILE[1]), matrix.unit, listed, counted,
+        matrix.rows == 1, min(matrix.columns, _ROW_TILE[1]), matrix.unit, counted,
         given is None, with_sums, None if group_sizes is None else group_sizes.dtype,
     )  # fmt: skip
     if source.halves == 2:
         key += (matrix.columns,)
     plan = _PLANS.get(key) or keep(
-        _PLANS, key, _plan(source, recipe, matrix, square, listed, counted)
+        _PLANS, key, _plan(source, recipe, matrix, square, counted, given is None)
     )
     tiles = _tiles(recipe.op, matrix, plan.rows * plan.parts, plan.columns)
     sums = None
     if with_sums:
         programs = -(-matrix.rows // (plan.rows * plan.parts))
         sums = _empty(source.x, (programs, matrix.columns))
-    if owners is None and amax is not None and amaxes is None:
+    if owners is None and amax is not None and given is not None:
         partial = _empty(source.x, (max(1, tiles),))
     if not tiles and not (form.by_tensor and owners is None):
         return outputs, sums
@@ -1090,17 +1203,18 @@ def _run(
     sizes = owner = None
     if owners is not None:
         sizes, owner = (owners.sizes, None) if owners.owner is None else (None, owners.owner)
-    written = (data, scale_inv, amax, None if owner is not None else global_scale_inv)
+    bytes_of_data = _bytes(data)
+    if plan.halved and tiles:
+        bytes_of_data = bytes_of_data.view(torch.int32)
     plan.launch(
         (max(1, tiles), 1),
         (
-            *source.tensors, scale, amaxes, owner, sizes,
-            *(None if it is None else _bytes(it) for it in written),
+            *source.tensors, scale, owner, sizes, bytes_of_data, _bytes(scale_inv),
+            None if owner is not None else global_scale_inv,
             data_t, None if scale_inv_t is None else _bytes(scale_inv_t), partial, sums,
         ),
         (
-            matrix.rows, matrix.rows // plan.parts // plan.unit_t, *matrix[3:],
-            0 if amaxes is None else amaxes.numel(), groups,
+            matrix.rows, matrix.rows // plan.parts // plan.unit_t, *matrix[3:], groups,
             1 if owners is None else owners.inner, source.limit, source.alpha,
             recipe.amax_epsilon,
         ),
