@@ -259,6 +259,55 @@ def _halves(tile: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _finished(
+    z: tl.tensor,
+    r: tl.tensor,
+    c: tl.tensor,
+    pre_described: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    d_ptr: tl.tensor,
+    pre_ptr: tl.tensor,
+    gelu_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    d_stride: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+    GELU: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PTX: tl.constexpr,
+) -> tl.tensor:
+    """What D is where a tile's sums are ``z``; ``r`` and ``c`` are its rows and columns.
+
+    What goes into GELU is stored, if it is asked for.
+    """
+    inside = c < n
+    mask = (r < m)[:, None] & inside[None, :]
+    dense = r.to(tl.int64)[:, None] * n + c[None, :]
+    z *= alpha
+    if ACCUMULATE:
+        at = r.to(tl.int64)[:, None] * d_stride + c[None, :]
+        z += beta * tl.load(d_ptr + at, mask=mask, other=0).to(tl.float32)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + c, mask=inside, other=0).to(tl.float32)[None, :]
+    if GELU:
+        if gelu_ptr is not None:
+            x = tl.load(gelu_ptr + dense, mask=mask, other=0).to(tl.float32)
+            _, slope = _value_and_slope(x, x, "gelu", PTX)
+            z *= slope
+        else:
+            pre = z.to(pre_ptr.dtype.element_ty)
+            if pre_described is None:
+                tl.store(pre_ptr + dense, pre, mask=mask)
+            else:
+                pre_described.store([row, column], pre)
+            z, _ = _value_and_slope(z, z, "gelu", PTX)
+    return z.to(d_ptr.dtype.element_ty)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _finish(
     z: tl.tensor,
     row: tl.tensor,
@@ -279,32 +328,15 @@ def _finish(
     PTX: tl.constexpr,
 ) -> None:
     """What follows from a tile of sums, stored."""
-    r = row + tl.arange(0, z.shape[0])[:, None]
+    r = row + tl.arange(0, z.shape[0])
     c = column + tl.arange(0, z.shape[1])
-    inside = c < n
-    mask = (r < m) & inside[None, :]
-    dense = r.to(tl.int64) * n + c[None, :]
-    d_ptr += r.to(tl.int64) * d_stride + c[None, :]
-    z *= alpha
-    if ACCUMULATE:
-        z += beta * tl.load(d_ptr, mask=mask, other=0).to(tl.float32)
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + c, mask=inside, other=0).to(tl.float32)[None, :]
-    if GELU:
-        if gelu_ptr is not None:
-            x = tl.load(gelu_ptr + dense, mask=mask, other=0).to(tl.float32)
-            _, slope = _value_and_slope(x, x, "gelu", PTX)
-            z *= slope
-        else:
-            pre = z.to(pre_ptr.dtype.element_ty)
-            if pre_described is None:
-                tl.store(pre_ptr + dense, pre, mask=mask)
-            else:
-                pre_described.store([row, column], pre)
-            z, _ = _value_and_slope(z, z, "gelu", PTX)
-    d = z.to(d_ptr.dtype.element_ty)
+    d = _finished(
+        z, r, c, pre_described, row, column, d_ptr, pre_ptr, gelu_ptr, bias_ptr, m, n, d_stride,
+        alpha, beta, GELU, ACCUMULATE, PTX,
+    )  # fmt: skip
     if d_described is None:
-        tl.store(d_ptr, d, mask=mask)
+        mask = (r < m)[:, None] & (c < n)[None, :]
+        tl.store(d_ptr + r.to(tl.int64)[:, None] * d_stride + c[None, :], d, mask=mask)
     else:
         d_described.store([row, column], d)
 

@@ -36,6 +36,10 @@ from transformer_engine_fl.backends.flagos._products import (
     product,
     sum_of_rows,
 )
+from transformer_engine_fl.backends.flagos._specialized import (
+    specialized_grouped_product,
+    specialized_product,
+)
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import gemm as contracts
@@ -59,9 +63,12 @@ class _Tile(NamedTuple):
         described: by tensor descriptors, where they can be used.
         flatten: the loops over tiles and terms are one, so that a tile's first operands
             are loaded while the one before is finished. With descriptors only.
-        specialize: warps of their own load the operands. With descriptors only.
+        specialize: warps of their own load the operands, see ``_specialized``. With
+            descriptors only.
         resident: programs for each multiprocessor; each makes several tiles. 0: one each.
         parts: of a tile's columns that are finished one after the other, at least.
+        band: rows of tiles that are made together.
+        turns: ...
     """
 
     rows: int
@@ -74,6 +81,8 @@ class _Tile(NamedTuple):
     specialize: bool = False
     resident: int = 0
     parts: int = 1
+    band: int = 8
+    turns: int = 0
 
 
 _TERMS = {"half": 64, "float32": 32, "float8": 128, "blocks": 64, "float32 blocks": 32}
@@ -105,7 +114,9 @@ _INTERPRETED_TILES = (
     _Tile(32, 64, 32, 1, 1.0, described=False),
 )
 _INTERPRETED_FEW = 12  # rows, of which the second tile is for
-_SUPER = 8
+_WARPGROUP = 128  # threads
+_SPECIALIZED_REGISTERS = 168  # of a thread, before warps are given what they need
+_MULTIPLYING, _LOADING = 232, 40  # registers of a thread
 _FINISHED_BYTES = 32768  # of shared memory for the part of a tile that is being finished
 _LARGEST_UNALIGNED = 128 * 128  # elements of a tile: many addresses take many registers
 _OTHER_BYTES = 2048  # of shared memory: barriers and the like
@@ -128,9 +139,9 @@ def _fitted(tile: _Tile, kind: str, itemsize: int, beside: int, shared: int) -> 
         beside: bytes of what is written and read for each element of D.
         shared: bytes of shared memory.
     """
-    finished = tile.rows * tile.columns * beside
+    # Warps that do different work turn D in shared memory, half of it at a time.
+    finished = tile.rows * tile.columns * (1 if tile.specialize else beside)
     parts = tile.parts
-    # Triton 3.6 cannot part a tile among warps that do different work.
     while not tile.specialize and finished // parts > _FINISHED_BYTES and tile.columns > 32 * parts:
         parts *= 2
     left = shared - _OTHER_BYTES - finished // parts
@@ -145,6 +156,7 @@ def _chosen(
     itemsize: int,
     beside: int,
     large: bool,
+    specialize: bool,
     device: torch.device,
 ) -> _Tile:
     """The tile that is done first with D, by an estimate of the rounds it takes."""
@@ -155,6 +167,8 @@ def _chosen(
     for it in _TILES[kind]:
         tile = _fitted(it, kind, itemsize, beside, offered.shared_bytes)
         if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
+            continue
+        if tile.specialize and not specialize:
             continue
         tiles = sum(-(-m // tile.rows) for m in ms) * -(-n // tile.columns)
         rounds = -(-tiles // offered.multiprocessors)
@@ -390,7 +404,14 @@ def _kernel(
 
     unit_n = unit(n, *d_strides, of=8)
     large = described and able and unit_n > 1
-    tile = _chosen(way.kind, ms, n, itemsize, beside, large, device)
+    specialize = (
+        large
+        and way.kind in ("half", "float8")
+        and {way.a_scales, way.b_scales} <= {"none", "whole"}
+        and not after.gelu
+        and _launch.limits(device).capability == _DESCRIPTORS_FROM
+    )
+    tile = _chosen(way.kind, ms, n, itemsize, beside, large, specialize, device)
     described = described and able and tile.described
     d_described = d_described and able and tile.described and not groups
     units = (
@@ -423,8 +444,18 @@ def _kernel(
             "FLATTEN": flatten,
             "SPECIALIZE": described and tile.specialize,
         }
+    kernel = grouped_product if groups else product
+    if tile.specialize:
+        kernel = specialized_grouped_product if groups else specialized_product
+        options = {"maxnreg": _SPECIALIZED_REGISTERS}
+        alone |= {
+            "STAGES": tile.stages,
+            "TURNS": tile.turns,
+            "MULTIPLYING": _MULTIPLYING,
+            "LOADING": _LOADING,
+        }
     launch = _launch.Launch(
-        grouped_product if groups else product,
+        kernel,
         device,
         threads=tile.threads,
         options=options,
@@ -449,7 +480,7 @@ def _kernel(
         UNIT_N=units[2],
         UNIT_K=units[3],
         DESCRIBED=described,
-        SUPER=_SUPER,
+        SUPER=tile.band,
         PARTS=tile.parts,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
