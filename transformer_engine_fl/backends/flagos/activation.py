@@ -81,15 +81,23 @@ _FAR = tl.constexpr(32.0)  # where a gelu is 0 or x, in float64 too, and x ** 3 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid(z: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    one = tl.full((), 1.0, z.dtype)
-    below = one + tl.exp(-z)
+    below = 1.0 + tl.exp(-z)
     if PTX and z.dtype == tl.float32:
         # A division takes several instructions, this one, with an error of one ulp.
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return one / below
+        return 1.0 / below
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _constant(value: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """A number with all the digits that ``dtype`` has."""
+    if dtype == tl.float64:
+        return tl.full((), value, dtype)
+    else:  # of which Gluon, that calls this too, makes no tensor
+        return value
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -114,9 +122,9 @@ def _value_and_slope(
     else:
         # x * sigmoid(logit(x)); (1 + tanh(u)) / 2 is sigmoid(2 * u)
         if KIND == "gelu":
-            near = _clamp(x, tl.full((), _FAR, x.dtype))
-            square = near * near * tl.full((), _GELU_CUBE, x.dtype)
-            slope = tl.full((), _GELU_SLOPE, x.dtype)
+            near = _clamp(x, _constant(_FAR, x.dtype))
+            square = near * near * _constant(_GELU_CUBE, x.dtype)
+            slope = _constant(_GELU_SLOPE, x.dtype)
             logit = slope * (near + near * square)
             logit_slope = slope * (1 + 3 * square)
         elif KIND == "silu":

@@ -36,10 +36,6 @@ from transformer_engine_fl.backends.flagos._products import (
     product,
     sum_of_rows,
 )
-from transformer_engine_fl.backends.flagos._specialized import (
-    specialized_grouped_product,
-    specialized_product,
-)
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import gemm as contracts
@@ -63,12 +59,11 @@ class _Tile(NamedTuple):
         described: by tensor descriptors, where they can be used.
         flatten: the loops over tiles and terms are one, so that a tile's first operands
             are loaded while the one before is finished. With descriptors only.
-        specialize: warps of their own load the operands, see ``_specialized``. With
-            descriptors only.
+        specialize: by the kernels of ``_products_hopper``, each warp of which has its own
+            work. ``threads`` are those of one group of warps that multiply.
         resident: programs for each multiprocessor; each makes several tiles. 0: one each.
         parts: of a tile's columns that are finished one after the other, at least.
-        band: rows of tiles that are made together.
-        turns: ...
+        band: rows of tiles that are made together, so that columns are read from the cache.
     """
 
     rows: int
@@ -82,7 +77,6 @@ class _Tile(NamedTuple):
     resident: int = 0
     parts: int = 1
     band: int = 8
-    turns: int = 0
 
 
 _TERMS = {"half": 64, "float32": 32, "float8": 128, "blocks": 64, "float32 blocks": 32}
@@ -96,27 +90,29 @@ _SMALL = (
 )
 _TILES: dict[str, tuple[_Tile, ...]] = {
     "half": (
-        _Tile(128, 256, 256, 4, 1.0, flatten=True, resident=1, parts=2),
+        _Tile(128, 256, 128, 4, 1.02, specialize=True, resident=1, band=16),
+        _Tile(128, 256, 256, 4, 1.0, flatten=True, resident=1, parts=2, band=16),
         _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
         *_SMALL,
     ),
     "float8": (
-        _Tile(256, 128, 512, 3, 1.0, flatten=True, resident=1, parts=4),
-        _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
+        _Tile(128, 256, 128, 4, 1.0, specialize=True, resident=1, parts=2),
+        _Tile(128, 128, 256, 4, 0.75, flatten=True, resident=1),
         *_SMALL,
     ),
     "float32": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
     "blocks": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
     "float32 blocks": (_Tile(64, 64, 128, 2, 1.0),),
 }
+_GROUPS_BAND = 4  # groups have few rows
 _INTERPRETED_TILES = (
     _Tile(32, 64, 32, 1, 1.0, flatten=True, resident=1, parts=2),
     _Tile(32, 64, 32, 1, 1.0, described=False),
 )
 _INTERPRETED_FEW = 12  # rows, of which the second tile is for
-_WARPGROUP = 128  # threads
-_SPECIALIZED_REGISTERS = 168  # of a thread, before warps are given what they need
-_MULTIPLYING, _LOADING = 232, 40  # registers of a thread
+_HOPPER = 90  # the compute capability
+_SPECIALIZED_REGISTERS = 168  # of a thread, before warps are given what they need:
+_MULTIPLYING, _LOADING = 232, 40
 _FINISHED_BYTES = 32768  # of shared memory for the part of a tile that is being finished
 _LARGEST_UNALIGNED = 128 * 128  # elements of a tile: many addresses take many registers
 _OTHER_BYTES = 2048  # of shared memory: barriers and the like
@@ -159,7 +155,13 @@ def _chosen(
     specialize: bool,
     device: torch.device,
 ) -> _Tile:
-    """The tile that is done first with D, by an estimate of the rounds it takes."""
+    """The tile that is done first with D, by an estimate of the rounds it takes.
+
+    Args:
+        beside: bytes of what is written and read for each element of D.
+        large: whether tiles may be.
+        specialize: whether they may be ``specialize``.
+    """
     if _launch.INTERPRETED:
         return _INTERPRETED_TILES[sum(ms) <= _INTERPRETED_FEW]
     offered = _launch.limits(device)
@@ -352,6 +354,23 @@ class _Epilogue(NamedTuple):
     bias: torch.dtype | None
 
 
+def _is_for_hopper(
+    way: _Way, a: _Operand, after: _Epilogue, at_origin: bool, device: torch.device
+) -> bool:
+    """Whether ``_products_hopper`` makes products of this kind, and there is such a GPU.
+
+    Args:
+        at_origin: whether a's first row is the first of its block.
+    """
+    return (
+        _launch.has_gluon()
+        and _launch.limits(device).capability == _HOPPER
+        and way.kind in ("half", "float8")
+        and (way.a_scales != "steps" or (at_origin and a.height == contracts.BLOCK))
+        and after.gelu_input is None
+    )
+
+
 class _Kernel(NamedTuple):
     """A kernel, the tile that it makes and the units that it counts in."""
 
@@ -404,14 +423,9 @@ def _kernel(
 
     unit_n = unit(n, *d_strides, of=8)
     large = described and able and unit_n > 1
-    specialize = (
-        large
-        and way.kind in ("half", "float8")
-        and {way.a_scales, way.b_scales} <= {"none", "whole"}
-        and not after.gelu
-        and _launch.limits(device).capability == _DESCRIPTORS_FROM
-    )
+    specialize = large and _is_for_hopper(way, a, after, at_origin[0], device)
     tile = _chosen(way.kind, ms, n, itemsize, beside, large, specialize, device)
+    band = min(tile.band, _GROUPS_BAND) if groups and tile.specialize else tile.band
     described = described and able and tile.described
     d_described = d_described and able and tile.described and not groups
     units = (
@@ -439,21 +453,14 @@ def _kernel(
     alone: dict[str, Any] = {"GROUPS": groups}
     if not groups:
         flatten = described and tile.flatten
-        alone = {
-            "D_DESCRIBED": d_described,
-            "FLATTEN": flatten,
-            "SPECIALIZE": described and tile.specialize,
-        }
+        alone = {"D_DESCRIBED": d_described, "FLATTEN": flatten}
     kernel = grouped_product if groups else product
     if tile.specialize:
-        kernel = specialized_grouped_product if groups else specialized_product
+        from transformer_engine_fl.backends.flagos import _products_hopper as hopper
+
+        kernel = hopper.grouped_product if groups else hopper.product
         options = {"maxnreg": _SPECIALIZED_REGISTERS}
-        alone |= {
-            "STAGES": tile.stages,
-            "TURNS": tile.turns,
-            "MULTIPLYING": _MULTIPLYING,
-            "LOADING": _LOADING,
-        }
+        alone |= {"STAGES": tile.stages, "MULTIPLYING": _MULTIPLYING, "LOADING": _LOADING}
     launch = _launch.Launch(
         kernel,
         device,
@@ -480,7 +487,7 @@ def _kernel(
         UNIT_N=units[2],
         UNIT_K=units[3],
         DESCRIBED=described,
-        SUPER=tile.band,
+        SUPER=band,
         PARTS=tile.parts,
         ROWS=tile.rows,
         COLUMNS=tile.columns,

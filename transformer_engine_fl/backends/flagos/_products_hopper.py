@@ -1,18 +1,21 @@
-"""Matrix products of warps that do different work, for compute capability 9.
+"""Matrix products on Hopper, large ones: kernels that give each warp its own work.
 
-One warp asks for the operands' tiles, two groups of four multiply them; each of the two has
-half of a tile's rows and goes its own way. So one of them adds up float8's sums, or finishes
-a tile, while the other one keeps the tensor cores busy, which warps that all do the same
-cannot. Written in Gluon, in which layouts and barriers are the kernel's own business.
+One warp asks for the operands' tiles, which the tensor memory accelerator (TMA) brings; two
+groups of four multiply them. Each of the two has half of a tile's rows and goes its own way,
+so that one of them adds up float8's sums, or finishes a tile, while the other one keeps the
+tensor cores busy. Triton's own pipelining has every warp do the same, so these are written in
+Gluon, where that can be said.
 
-What the numbers of a launch mean is in ``_products``, of which the epilogue and the scales
-are too. Terms are added in the same order as there.
+What the numbers of a launch mean is in ``_products``, as is how scales are multiplied with.
+Terms are added in the same order as there: the bits are the same. Which products are made
+here, ``gemm`` decides; a GELU's gradient and scales of single columns are not.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import triton.language as tl  # noqa: TC002 - Gluon looks annotations up
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,31 +25,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from transformer_engine_fl.backends.flagos._products import _NUMBERS_OF_PRODUCT, _finished, _place
+from transformer_engine_fl.backends.flagos._products import _NUMBERS_OF_PRODUCT, _added, _place
+from transformer_engine_fl.backends.flagos.activation import _value_and_slope
 
-__all__ = ["specialized_grouped_product", "specialized_product"]
+__all__ = ["grouped_product", "product"]
 
 _VECTOR = 16  # bytes that a thread stores at a time
 
 
-@gluon.constexpr_function
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
 def _box(outer: Any, terms: Any, k_major: Any) -> Any:
     return [outer, terms] if k_major else [terms, outer]
 
 
-@gluon.constexpr_function
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
 def _shared_layout(outer: Any, terms: Any, k_major: Any, dtype: Any) -> Any:
     return gl.NVMMASharedLayout.get_default_for(_box(outer, terms, k_major), dtype)
 
 
-@gluon.constexpr_function
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
 def _sum_layout(columns: Any, dtype: Any) -> Any:
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // dtype.primitive_bitwidth]
+        version=[3, 0],
+        warps_per_cta=[4, 1],
+        instr_shape=[16, columns, 256 // dtype.primitive_bitwidth],
     )
 
 
-@gluon.constexpr_function
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
 def _stored_layout(columns: Any, dtype: Any) -> Any:
     vector = _VECTOR * 8 // dtype.primitive_bitwidth
     across = min(32, columns // vector)
@@ -177,7 +183,7 @@ def _load_all(
     """What the loading warp does."""
     a, b, table_ptr = tensors
     tiles, m, n, k = numbers
-    a_shared, b_shared, ready, free, _ = shared
+    a_shared, b_shared, ready, free = shared
     programs = gl.num_programs(0)
     done = gl.to_tensor(0)
     if GROUPS == 0:
@@ -227,7 +233,7 @@ def _sum(
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """Half a tile of sums that the tensor cores add, and the steps so far."""
-    a_shared, b_shared, ready, free, _ = shared
+    a_shared, b_shared, ready, free = shared
     total = gl.zeros((64, COLUMNS), gl.float32, LAYOUT)
     for step in range(gl.cdiv(k, TERMS)):
         stage = done % STAGES
@@ -246,42 +252,58 @@ def _sum(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _sum_in_parts(
-    k: gl.tensor, done: gl.tensor, shared: gl.tensor,
-    WHICH: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
-    LAYOUT: gl.constexpr, TURNS: gl.constexpr,
+    m: gl.tensor, n: gl.tensor, k: gl.tensor, row: gl.tensor, column: gl.tensor,
+    done: gl.tensor, shared: gl.tensor, scales: gl.tensor,
+    WHICH: gl.constexpr, A_SCALES: gl.constexpr, A_HEIGHT: gl.constexpr,
+    B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr,
+    COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """The same of float8, in two parts: what a step gives is added in float32.
+    """The same of float8, in two parts: what a step gives is scaled and added in float32.
 
-    Only one part's sum of a step takes registers at a time.
+    Only one part's sum of a step takes registers at a time. A part's columns have one scale.
     """
-    a_shared, b_shared, ready, free, turns = shared
+    a_shared, b_shared, ready, free = shared
+    a_scale, a_down, a_along, b_scale, b_first, b_down, b_along = scales
     nothing = gl.zeros((64, COLUMNS // 2), gl.float32, LAYOUT)
     left = nothing
     right = nothing
-    for _ in range(gl.cdiv(k, TERMS)):
+    if A_SCALES == "steps":
+        last = (n - 1) // A_HEIGHT
+        left_scale = a_scale + (column // A_HEIGHT).to(gl.int64) * a_down
+        at = gl.minimum((column + COLUMNS // 2) // A_HEIGHT, last)
+        right_scale = a_scale + at.to(gl.int64) * a_down
+    if B_SCALES == "steps":
+        r = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        row_scale = b_scale + ((b_first + r) // B_HEIGHT).to(gl.int64) * b_down
+        there = r < m
+    for step in range(gl.cdiv(k, TERMS)):
         stage = done % STAGES
+        # They come while the tiles are waited for and multiplied.
+        if B_SCALES == "steps":
+            of_rows = gl.load(row_scale + step * b_along, mask=there, other=0.0)[:, None]
+        if A_SCALES == "steps":
+            of_left = gl.load(left_scale + step * a_along)
+            of_right = gl.load(right_scale + step * a_along)
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
         b = b_shared.index(stage * 2 + WHICH)
-        if TURNS == 2:
-            mbarrier.wait(turns.index(WHICH), 1 ^ WHICH)
         part = warpgroup_mma(
             b, a_shared.index(stage * 2).permute((1, 0)), nothing, use_acc=False, is_async=True
         )
-        if TURNS == 2:
-            mbarrier.arrive(turns.index(1 - WHICH))
         part = warpgroup_mma_wait(0, deps=(part,))
-        if TURNS == 1 and WHICH == 0:
-            mbarrier.arrive(turns.index(0), pred=done == 0)
+        if B_SCALES == "steps":
+            part *= of_rows
+        if A_SCALES == "steps":
+            part *= of_left
         left += part
-        if TURNS == 2:
-            mbarrier.wait(turns.index(WHICH), WHICH)
         part = warpgroup_mma(
             b, a_shared.index(stage * 2 + 1).permute((1, 0)), nothing, use_acc=False, is_async=True
         )
-        if TURNS == 2:
-            mbarrier.arrive(turns.index(1 - WHICH))
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(free.index(stage))
+        if B_SCALES == "steps":
+            part *= of_rows
+        if A_SCALES == "steps":
+            part *= of_right
         right += part
         done += 1
     return left, right, done
@@ -289,53 +311,61 @@ def _sum_in_parts(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _store(
+    ptr: gl.tensor, z: gl.tensor, row: gl.tensor, column: gl.tensor,
+    m: gl.tensor, n: gl.tensor, stride: gl.tensor, LAYOUT: gl.constexpr,
+) -> None:  # fmt: skip
+    """Half a tile, stored by vectors."""
+    it = z.to(ptr.dtype.element_ty)
+    # Four threads have a whole sector of float32 side by side as it is.
+    wide: gl.constexpr = it.dtype.primitive_bitwidth == 32
+    stored: gl.constexpr = LAYOUT if wide else _stored_layout(z.shape[1], it.dtype)
+    r = row + gl.arange(0, z.shape[0], gl.SliceLayout(1, stored))[:, None]
+    c = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, stored))[None, :]
+    it = gl.convert_layout(it, stored)
+    gl.store(ptr + r.to(gl.int64) * stride + c, it, mask=(r < m) & (c < n))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _finish(
     z: gl.tensor, row: gl.tensor, column: gl.tensor,
-    d_ptr: gl.tensor, pre_ptr: gl.tensor, gelu_ptr: gl.tensor, bias_ptr: gl.tensor,
+    d_ptr: gl.tensor, pre_ptr: gl.tensor, bias_ptr: gl.tensor,
     m: gl.tensor, n: gl.tensor, d_stride: gl.tensor, alpha: gl.tensor, beta: gl.tensor,
     GELU: gl.constexpr, ACCUMULATE: gl.constexpr, PTX: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> None:  # fmt: skip
     """What follows from some sums, stored."""
-    COLUMNS: gl.constexpr = z.shape[1]
     r = row + gl.arange(0, z.shape[0], gl.SliceLayout(1, LAYOUT))
-    c = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    d = _finished(
-        z, r, c, None, row, column, d_ptr, pre_ptr, gelu_ptr, bias_ptr, m, n, d_stride,
-        alpha, beta, GELU, ACCUMULATE, PTX,
-    )  # fmt: skip
-    # Four threads have a whole sector of float32 side by side as it is.
-    stored: gl.constexpr = LAYOUT if d.dtype.primitive_bitwidth == 32 else _stored_layout(COLUMNS, d.dtype)
-    r = row + gl.arange(0, z.shape[0], gl.SliceLayout(1, stored))[:, None]
-    c = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, stored))[None, :]
-    at = r.to(gl.int64) * d_stride + c
-    gl.store(d_ptr + at, gl.convert_layout(d, stored), mask=(r < m) & (c < n))
+    c = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, LAYOUT))
+    z = _added(z, r, c, d_ptr, bias_ptr, m, n, d_stride, alpha, beta, ACCUMULATE)
+    if GELU:
+        _store(pre_ptr, z, row, column, m, n, n, LAYOUT)
+        z, _ = _value_and_slope(z, z, "gelu", PTX)
+    _store(d_ptr, z, row, column, m, n, d_stride, LAYOUT)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _multiply_all(
-    tensors: gl.tensor, numbers: gl.tensor, shared: gl.tensor, WHICH: gl.constexpr,
-    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, GELU: gl.constexpr,
-    ACCUMULATE: gl.constexpr, PTX: gl.constexpr, SCALED: gl.constexpr,
+    tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor, shared: gl.tensor,
+    WHICH: gl.constexpr, A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr,
+    A_HEIGHT: gl.constexpr, B_K_MAJOR: gl.constexpr, B_SCALES: gl.constexpr,
+    B_HEIGHT: gl.constexpr, GELU: gl.constexpr, ACCUMULATE: gl.constexpr, PTX: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, DTYPE: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr,
 ) -> None:  # fmt: skip
     """What one of the two groups of warps does: half the rows of each tile."""
-    a_scale_ptr, b_scale_ptr, d_ptr, pre_ptr, gelu_ptr, bias_ptr, table_ptr = tensors
+    d_ptr, pre_ptr, bias_ptr, table_ptr = tensors
     tiles, m, n, k, d_stride, alpha, beta = numbers
+    a_scale_ptr, a_down, a_along, b_scale_ptr, b_first, b_down, b_along = scales
     LAYOUT: gl.constexpr = _sum_layout(COLUMNS // PARTS, DTYPE)
     done = gl.to_tensor(0)
     across = gl.cdiv(n, COLUMNS)
-    factor = alpha
-    if GROUPS == 0 and SCALED:
-        factor *= gl.load(a_scale_ptr) * gl.load(b_scale_ptr)
-    if TURNS == 1 and WHICH == 1:
-        mbarrier.wait(shared[4].index(0), 0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         inside = tile
         d = d_ptr
         pre = pre_ptr
-        gelu = gelu_ptr
         bias = bias_ptr
+        a_scale = a_scale_ptr
+        b_scale = b_scale_ptr
         if GROUPS > 0:
             group = _group_of(table_ptr, tile, GROUPS, 4)
             field = table_ptr + group
@@ -344,17 +374,24 @@ def _multiply_all(
             k = gl.load(field + 2 * GROUPS).to(gl.int32) * UNIT_K
             d += gl.load(field + 15 * GROUPS) * UNIT_N
             d_stride = gl.load(field + 16 * GROUPS) * UNIT_N
-            dense = gl.load(field + 17 * GROUPS) * n
             if pre_ptr is not None:
-                pre += dense
-            if gelu_ptr is not None:
-                gelu += dense
+                pre += gl.load(field + 17 * GROUPS) * n
             if bias_ptr is not None:
                 bias += group.to(gl.int64) * n
-            if SCALED:
-                a_scale = gl.load(a_scale_ptr + gl.load(field + 6 * GROUPS))
-                b_scale = gl.load(b_scale_ptr + gl.load(field + 12 * GROUPS))
-                factor = alpha * (a_scale * b_scale)
+            if A_SCALES != "none":
+                a_scale += gl.load(field + 6 * GROUPS)
+                a_down = gl.load(field + 7 * GROUPS)
+                a_along = gl.load(field + 8 * GROUPS)
+            if B_SCALES != "none":
+                b_first = gl.load(field + 11 * GROUPS)
+                b_scale += gl.load(field + 12 * GROUPS)
+                b_down = gl.load(field + 13 * GROUPS)
+                b_along = gl.load(field + 14 * GROUPS)
+        factor = alpha
+        if A_SCALES == "whole":
+            factor *= gl.load(a_scale)
+        if B_SCALES == "whole":
+            factor *= gl.load(b_scale)
         row, column = _place(inside, gl.cdiv(m, ROWS), across, SUPER)
         row = row * ROWS + WHICH * (ROWS // 2)
         column = column * COLUMNS
@@ -362,32 +399,36 @@ def _multiply_all(
             z, done = _sum(
                 k, done, shared, WHICH, A_K_MAJOR, B_K_MAJOR, COLUMNS, TERMS, STAGES, LAYOUT
             )
-            _store(
-                z, row, column, d, pre, gelu, bias, m, n, d_stride, factor, beta,
+            _finish(
+                z, row, column, d, pre, bias, m, n, d_stride, factor, beta,
                 GELU, ACCUMULATE, PTX, LAYOUT,
             )  # fmt: skip
         else:
             left, right, done = _sum_in_parts(
-                k, done, shared, WHICH, COLUMNS, TERMS, STAGES, LAYOUT, TURNS
-            )
-            _store(
-                left, row, column, d, pre, gelu, bias, m, n, d_stride, factor, beta,
+                m, n, k, row, column, done, shared,
+                (a_scale, a_down, a_along, b_scale, b_first, b_down, b_along),
+                WHICH, A_SCALES, A_HEIGHT, B_SCALES, B_HEIGHT, COLUMNS, TERMS, STAGES, LAYOUT,
+            )  # fmt: skip
+            _finish(
+                left, row, column, d, pre, bias, m, n, d_stride, factor, beta,
                 GELU, ACCUMULATE, PTX, LAYOUT,
             )  # fmt: skip
-            _store(
-                right, row, column + COLUMNS // 2, d, pre, gelu, bias, m, n, d_stride, factor,
-                beta, GELU, ACCUMULATE, PTX, LAYOUT,
+            _finish(
+                right, row, column + COLUMNS // 2, d, pre, bias, m, n, d_stride, factor, beta,
+                GELU, ACCUMULATE, PTX, LAYOUT,
             )  # fmt: skip
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _start(
-    a: gl.tensor, b: gl.tensor, tensors: gl.tensor, numbers: gl.tensor, SCALED: gl.constexpr,
-    DTYPE: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, GELU: gl.constexpr,
-    ACCUMULATE: gl.constexpr, PTX: gl.constexpr, UNIT: gl.constexpr, UNIT_M: gl.constexpr,
-    UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr, PARTS: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, TURNS: gl.constexpr, MULTIPLYING: gl.constexpr, LOADING: gl.constexpr,
+    a: gl.tensor, b: gl.tensor, tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor,
+    A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr, A_HEIGHT: gl.constexpr,
+    B_K_MAJOR: gl.constexpr, B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr,
+    GELU: gl.constexpr, ACCUMULATE: gl.constexpr, PTX: gl.constexpr, UNIT: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
+    STAGES: gl.constexpr, MULTIPLYING: gl.constexpr, LOADING: gl.constexpr,
+    GROUPS: gl.constexpr, DTYPE: gl.constexpr,
 ) -> None:  # fmt: skip
     """Give every warp its work. Of groups, a and b are pointers, else descriptors."""
     WIDTH: gl.constexpr = COLUMNS // PARTS
@@ -403,36 +444,33 @@ def _start(
     )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    for which in gl.static_range(2):
-        mbarrier.init(turns.index(which), count=1)
-    shared = (a_shared, b_shared, ready, free, turns)
-    tiles, m, n, k, d_stride, alpha, beta = numbers
+    shared = (a_shared, b_shared, ready, free)
+    tiles, m, n, k, _, _, _ = numbers
     gl.warp_specialize(
         [
             (
                 _multiply_all,
                 (
-                    tensors, numbers, shared, 0, A_K_MAJOR, B_K_MAJOR, GELU, ACCUMULATE, PTX,
-                    SCALED, UNIT_M, UNIT_N, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES,
-                    GROUPS, TURNS, DTYPE,
+                    tensors, numbers, scales, shared, 0, A_K_MAJOR, A_SCALES, A_HEIGHT,
+                    B_K_MAJOR, B_SCALES, B_HEIGHT, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N,
+                    UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
                 ),
             ),
             (
                 _multiply_all,
                 (
-                    tensors, numbers, shared, 1, A_K_MAJOR, B_K_MAJOR, GELU, ACCUMULATE, PTX,
-                    SCALED, UNIT_M, UNIT_N, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES,
-                    GROUPS, TURNS, DTYPE,
+                    tensors, numbers, scales, shared, 1, A_K_MAJOR, A_SCALES, A_HEIGHT,
+                    B_K_MAJOR, B_SCALES, B_HEIGHT, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N,
+                    UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
                 ),
             ),
             (
                 _load_all,
                 (
-                    (a, b, tensors[6]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR, UNIT,
+                    (a, b, tensors[3]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR, UNIT,
                     UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES, GROUPS,
                 ),
             ),
@@ -443,7 +481,7 @@ def _start(
 
 
 @gluon.jit(do_not_specialize=_NUMBERS_OF_PRODUCT)  # type: ignore[untyped-decorator]
-def specialized_product(
+def product(
     a_ptr: gl.tensor,
     a_scale_ptr: gl.tensor,
     b_ptr: gl.tensor,
@@ -452,20 +490,24 @@ def specialized_product(
     pre_ptr: gl.tensor,
     gelu_ptr: gl.tensor,
     bias_ptr: gl.tensor,
-    m: gl.int32,
-    n: gl.int32,
-    k: gl.int32,
-    a_stride: gl.int64,
-    b_stride: gl.int64,
-    d_stride: gl.int64,
-    a_scale_row: gl.int64,
-    a_scale_column: gl.int64,
-    b_scale_row: gl.int64,
-    b_scale_column: gl.int64,
-    alpha: gl.float32,
-    beta: gl.float32,
+    m: tl.int32,
+    n: tl.int32,
+    k: tl.int32,
+    a_stride: tl.int64,
+    b_stride: tl.int64,
+    d_stride: tl.int64,
+    a_scale_row: tl.int64,
+    a_scale_column: tl.int64,
+    b_scale_row: tl.int64,
+    b_scale_column: tl.int64,
+    alpha: tl.float32,
+    beta: tl.float32,
     A_K_MAJOR: gl.constexpr,
+    A_SCALES: gl.constexpr,
+    A_HEIGHT: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
+    B_SCALES: gl.constexpr,
+    B_HEIGHT: gl.constexpr,
     GELU: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     PTX: gl.constexpr,
@@ -479,29 +521,33 @@ def specialized_product(
     COLUMNS: gl.constexpr,
     TERMS: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
     MULTIPLYING: gl.constexpr,
     LOADING: gl.constexpr,
 ) -> None:
-    """``product``, for scales of whole operands."""
+    """``product`` of ``_products``."""
     m = m * UNIT_M
     n = n * UNIT_N
     k = k * UNIT_K
     a = _described(a_ptr, n, k, a_stride * UNIT, A_K_MAJOR, COLUMNS // PARTS, TERMS)
     b = _described(b_ptr, m, k, b_stride * UNIT, B_K_MAJOR, ROWS // 2, TERMS)
     tiles = gl.cdiv(m, ROWS) * gl.cdiv(n, COLUMNS)
+    zero = gl.to_tensor(0).to(gl.int64)
     _start(
         a, b,
-        (a_scale_ptr, b_scale_ptr, d_ptr, pre_ptr, gelu_ptr, bias_ptr, None),
+        (d_ptr, pre_ptr, bias_ptr, None),
         (tiles, m, n, k, d_stride * UNIT_N, alpha, beta),
-        a_scale_ptr is not None, a_ptr.dtype.element_ty,
-        A_K_MAJOR, B_K_MAJOR, GELU, ACCUMULATE, PTX, UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER,
-        PARTS, ROWS, COLUMNS, TERMS, STAGES, 0, TURNS, MULTIPLYING, LOADING,
+        (
+            a_scale_ptr, a_scale_row, a_scale_column,
+            b_scale_ptr, zero, b_scale_row, b_scale_column,
+        ),
+        A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, GELU, ACCUMULATE, PTX,
+        UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES,
+        MULTIPLYING, LOADING, 0, a_ptr.dtype.element_ty,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["tiles", "n", "alpha", "beta"])  # type: ignore[untyped-decorator]
-def specialized_grouped_product(
+def grouped_product(
     a_ptr: gl.tensor,
     a_scale_ptr: gl.tensor,
     b_ptr: gl.tensor,
@@ -511,12 +557,16 @@ def specialized_grouped_product(
     gelu_ptr: gl.tensor,
     bias_ptr: gl.tensor,
     table_ptr: gl.tensor,
-    tiles: gl.int32,
-    n: gl.int32,
-    alpha: gl.float32,
-    beta: gl.float32,
+    tiles: tl.int32,
+    n: tl.int32,
+    alpha: tl.float32,
+    beta: tl.float32,
     A_K_MAJOR: gl.constexpr,
+    A_SCALES: gl.constexpr,
+    A_HEIGHT: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
+    B_SCALES: gl.constexpr,
+    B_HEIGHT: gl.constexpr,
     GELU: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     PTX: gl.constexpr,
@@ -530,18 +580,19 @@ def specialized_grouped_product(
     COLUMNS: gl.constexpr,
     TERMS: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
     MULTIPLYING: gl.constexpr,
     LOADING: gl.constexpr,
     GROUPS: gl.constexpr,
 ) -> None:
-    """``grouped_product``, likewise."""
+    """``grouped_product`` of ``_products``; its table is described there."""
     n = n * UNIT_N
+    zero = gl.to_tensor(0).to(gl.int64)  # the table has the number
     _start(
         a_ptr, b_ptr,
-        (a_scale_ptr, b_scale_ptr, d_ptr, pre_ptr, gelu_ptr, bias_ptr, table_ptr),
-        (tiles, n, n, n, gl.to_tensor(n).to(gl.int64), alpha, beta),
-        a_scale_ptr is not None, a_ptr.dtype.element_ty,
-        A_K_MAJOR, B_K_MAJOR, GELU, ACCUMULATE, PTX, UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER,
-        PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, TURNS, MULTIPLYING, LOADING,
+        (d_ptr, pre_ptr, bias_ptr, table_ptr),
+        (tiles, n, n, n, zero, alpha, beta),
+        (a_scale_ptr, zero, zero, b_scale_ptr, zero, zero, zero),
+        A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, GELU, ACCUMULATE, PTX,
+        UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES,
+        MULTIPLYING, LOADING, GROUPS, a_ptr.dtype.element_ty,
     )  # fmt: skip
