@@ -39,6 +39,11 @@ def _box(outer: Any, terms: Any, k_major: Any) -> Any:
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
+def _boxes(count: Any, outer: Any, terms: Any, k_major: Any) -> Any:
+    return [count, outer, terms] if k_major else [count, terms, outer]
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
 def _shared_layout(outer: Any, terms: Any, k_major: Any, dtype: Any) -> Any:
     return gl.NVMMASharedLayout.get_default_for(_box(outer, terms, k_major), dtype)
 
@@ -251,60 +256,67 @@ def _sum(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _sum_in_parts(
+def _scaled_sum(
+    a: gl.tensor, b: gl.tensor, a_scale: gl.tensor, b_scale: gl.tensor, total: gl.tensor,
+) -> gl.tensor:  # fmt: skip
+    """``total`` and the product of two tiles of float8, which is scaled in float32."""
+    nothing = gl.zeros_like(total)
+    part = warpgroup_mma(b, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    if b_scale is not None:
+        part *= b_scale[:, None]
+    if a_scale is not None:
+        part *= a_scale
+    return total + part
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _sum_of_steps(
     m: gl.tensor, n: gl.tensor, k: gl.tensor, row: gl.tensor, column: gl.tensor,
     done: gl.tensor, shared: gl.tensor, scales: gl.tensor,
     WHICH: gl.constexpr, A_SCALES: gl.constexpr, A_HEIGHT: gl.constexpr,
-    B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr,
+    B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr, PARTS: gl.constexpr,
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """The same of float8, in two parts: what a step gives is scaled and added in float32.
+    """The same of float8, whose steps are added in float32; the columns in one part or two.
 
-    Only one part's sum of a step takes registers at a time. A part's columns have one scale.
+    Only one part's sum of a step takes registers at a time. A part has one scale of a.
     """
     a_shared, b_shared, ready, free = shared
     a_scale, a_down, a_along, b_scale, b_first, b_down, b_along = scales
-    nothing = gl.zeros((64, COLUMNS // 2), gl.float32, LAYOUT)
-    left = nothing
-    right = nothing
+    left = gl.zeros((64, COLUMNS // PARTS), gl.float32, LAYOUT)
+    right = left
+    # Beyond the last row or column any scale will do; few numbers are kept for a place.
     if A_SCALES == "steps":
-        last = (n - 1) // A_HEIGHT
-        left_scale = a_scale + (column // A_HEIGHT).to(gl.int64) * a_down
-        at = gl.minimum((column + COLUMNS // 2) // A_HEIGHT, last)
-        right_scale = a_scale + at.to(gl.int64) * a_down
+        block = column // A_HEIGHT
+        next_block = gl.minimum((column + COLUMNS // PARTS) // A_HEIGHT, (n - 1) // A_HEIGHT)
+        next_scale = (next_block - block).to(gl.int64) * a_down
+        a_scale += block.to(gl.int64) * a_down
     if B_SCALES == "steps":
-        r = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        row_scale = b_scale + ((b_first + r) // B_HEIGHT).to(gl.int64) * b_down
-        there = r < m
-    for step in range(gl.cdiv(k, TERMS)):
+        start = b_first + gl.minimum(row, m - 1)
+        r = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), gl.maximum(m - 1 - row, 0))
+        r = ((start % B_HEIGHT).to(gl.int32) + r) // B_HEIGHT * b_down.to(gl.int32)
+        b_scale += start // B_HEIGHT * b_down
+    for _ in range(gl.cdiv(k, TERMS)):
         stage = done % STAGES
-        # They come while the tiles are waited for and multiplied.
+        # The scales come while the tiles are waited for and multiplied.
+        of_rows = None
+        of_left = None
+        of_right = None
         if B_SCALES == "steps":
-            of_rows = gl.load(row_scale + step * b_along, mask=there, other=0.0)[:, None]
+            of_rows = gl.load(b_scale + r)
+            b_scale += b_along
         if A_SCALES == "steps":
-            of_left = gl.load(left_scale + step * a_along)
-            of_right = gl.load(right_scale + step * a_along)
+            of_left = gl.load(a_scale)
+            if PARTS == 2:
+                of_right = gl.load(a_scale + next_scale)
+            a_scale += a_along
         mbarrier.wait(ready.index(stage), done // STAGES & 1)
         b = b_shared.index(stage * 2 + WHICH)
-        part = warpgroup_mma(
-            b, a_shared.index(stage * 2).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
-        part = warpgroup_mma_wait(0, deps=(part,))
-        if B_SCALES == "steps":
-            part *= of_rows
-        if A_SCALES == "steps":
-            part *= of_left
-        left += part
-        part = warpgroup_mma(
-            b, a_shared.index(stage * 2 + 1).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
-        part = warpgroup_mma_wait(0, deps=(part,))
+        left = _scaled_sum(a_shared.index(stage * PARTS), b, of_left, of_rows, left)
+        if PARTS == 2:
+            right = _scaled_sum(a_shared.index(stage * 2 + 1), b, of_right, of_rows, right)
         mbarrier.arrive(free.index(stage))
-        if B_SCALES == "steps":
-            part *= of_rows
-        if A_SCALES == "steps":
-            part *= of_right
-        right += part
         done += 1
     return left, right, done
 
@@ -347,8 +359,9 @@ def _multiply_all(
     tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor, shared: gl.tensor,
     WHICH: gl.constexpr, A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr,
     A_HEIGHT: gl.constexpr, B_K_MAJOR: gl.constexpr, B_SCALES: gl.constexpr,
-    B_HEIGHT: gl.constexpr, GELU: gl.constexpr, ACCUMULATE: gl.constexpr, PTX: gl.constexpr,
-    UNIT_M: gl.constexpr, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
+    B_HEIGHT: gl.constexpr, STEPWISE: gl.constexpr, GELU: gl.constexpr,
+    ACCUMULATE: gl.constexpr, PTX: gl.constexpr, UNIT_M: gl.constexpr,
+    UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr,
 ) -> None:  # fmt: skip
@@ -395,24 +408,22 @@ def _multiply_all(
         row, column = _place(inside, gl.cdiv(m, ROWS), across, SUPER)
         row = row * ROWS + WHICH * (ROWS // 2)
         column = column * COLUMNS
-        if PARTS == 1:
+        if STEPWISE:
+            z, right, done = _sum_of_steps(
+                m, n, k, row, column, done, shared,
+                (a_scale, a_down, a_along, b_scale, b_first, b_down, b_along),
+                WHICH, A_SCALES, A_HEIGHT, B_SCALES, B_HEIGHT, PARTS, COLUMNS, TERMS, STAGES,
+                LAYOUT,
+            )  # fmt: skip
+        else:
             z, done = _sum(
                 k, done, shared, WHICH, A_K_MAJOR, B_K_MAJOR, COLUMNS, TERMS, STAGES, LAYOUT
             )
-            _finish(
-                z, row, column, d, pre, bias, m, n, d_stride, factor, beta,
-                GELU, ACCUMULATE, PTX, LAYOUT,
-            )  # fmt: skip
-        else:
-            left, right, done = _sum_in_parts(
-                m, n, k, row, column, done, shared,
-                (a_scale, a_down, a_along, b_scale, b_first, b_down, b_along),
-                WHICH, A_SCALES, A_HEIGHT, B_SCALES, B_HEIGHT, COLUMNS, TERMS, STAGES, LAYOUT,
-            )  # fmt: skip
-            _finish(
-                left, row, column, d, pre, bias, m, n, d_stride, factor, beta,
-                GELU, ACCUMULATE, PTX, LAYOUT,
-            )  # fmt: skip
+        _finish(
+            z, row, column, d, pre, bias, m, n, d_stride, factor, beta,
+            GELU, ACCUMULATE, PTX, LAYOUT,
+        )  # fmt: skip
+        if PARTS == 2:
             _finish(
                 right, row, column + COLUMNS // 2, d, pre, bias, m, n, d_stride, factor, beta,
                 GELU, ACCUMULATE, PTX, LAYOUT,
@@ -424,7 +435,8 @@ def _start(
     a: gl.tensor, b: gl.tensor, tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor,
     A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr, A_HEIGHT: gl.constexpr,
     B_K_MAJOR: gl.constexpr, B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr,
-    GELU: gl.constexpr, ACCUMULATE: gl.constexpr, PTX: gl.constexpr, UNIT: gl.constexpr,
+    STEPWISE: gl.constexpr, GELU: gl.constexpr, ACCUMULATE: gl.constexpr,
+    PTX: gl.constexpr, UNIT: gl.constexpr,
     UNIT_M: gl.constexpr, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
     PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
     STAGES: gl.constexpr, MULTIPLYING: gl.constexpr, LOADING: gl.constexpr,
@@ -434,12 +446,12 @@ def _start(
     WIDTH: gl.constexpr = COLUMNS // PARTS
     a_shared = gl.allocate_shared_memory(
         DTYPE,
-        [STAGES * PARTS] + _box(WIDTH, TERMS, A_K_MAJOR),
+        _boxes(STAGES * PARTS, WIDTH, TERMS, A_K_MAJOR),
         _shared_layout(WIDTH, TERMS, A_K_MAJOR, DTYPE),
     )
     b_shared = gl.allocate_shared_memory(
         DTYPE,
-        [STAGES * 2] + _box(ROWS // 2, TERMS, B_K_MAJOR),
+        _boxes(STAGES * 2, ROWS // 2, TERMS, B_K_MAJOR),
         _shared_layout(ROWS // 2, TERMS, B_K_MAJOR, DTYPE),
     )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -455,16 +467,16 @@ def _start(
                 _multiply_all,
                 (
                     tensors, numbers, scales, shared, 0, A_K_MAJOR, A_SCALES, A_HEIGHT,
-                    B_K_MAJOR, B_SCALES, B_HEIGHT, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N,
-                    UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                    B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M,
+                    UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
                 ),
             ),
             (
                 _multiply_all,
                 (
                     tensors, numbers, scales, shared, 1, A_K_MAJOR, A_SCALES, A_HEIGHT,
-                    B_K_MAJOR, B_SCALES, B_HEIGHT, GELU, ACCUMULATE, PTX, UNIT_M, UNIT_N,
-                    UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                    B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M,
+                    UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
                 ),
             ),
             (
@@ -508,6 +520,7 @@ def product(
     B_K_MAJOR: gl.constexpr,
     B_SCALES: gl.constexpr,
     B_HEIGHT: gl.constexpr,
+    STEPWISE: gl.constexpr,
     GELU: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     PTX: gl.constexpr,
@@ -540,8 +553,8 @@ def product(
             a_scale_ptr, a_scale_row, a_scale_column,
             b_scale_ptr, zero, b_scale_row, b_scale_column,
         ),
-        A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, GELU, ACCUMULATE, PTX,
-        UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES,
+        A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU,
+        ACCUMULATE, PTX, UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES,
         MULTIPLYING, LOADING, 0, a_ptr.dtype.element_ty,
     )  # fmt: skip
 
@@ -567,6 +580,7 @@ def grouped_product(
     B_K_MAJOR: gl.constexpr,
     B_SCALES: gl.constexpr,
     B_HEIGHT: gl.constexpr,
+    STEPWISE: gl.constexpr,
     GELU: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     PTX: gl.constexpr,
@@ -592,7 +606,7 @@ def grouped_product(
         (d_ptr, pre_ptr, bias_ptr, table_ptr),
         (tiles, n, n, n, zero, alpha, beta),
         (a_scale_ptr, zero, zero, b_scale_ptr, zero, zero, zero),
-        A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, GELU, ACCUMULATE, PTX,
-        UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES,
+        A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU,
+        ACCUMULATE, PTX, UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES,
         MULTIPLYING, LOADING, GROUPS, a_ptr.dtype.element_ty,
     )  # fmt: skip

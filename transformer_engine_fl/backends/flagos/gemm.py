@@ -79,7 +79,14 @@ class _Tile(NamedTuple):
     band: int = 8
 
 
-_TERMS = {"half": 64, "float32": 32, "float8": 128, "blocks": 64, "float32 blocks": 32}
+_TERMS = {
+    "half": 64,
+    "float32": 32,
+    "float8": 128,
+    "float8 steps": 128,
+    "blocks": 64,
+    "float32 blocks": 32,
+}
 """How many terms a step takes; rows do not depend on each other because it is one number."""
 
 # No tile has fewer than 64 rows: below, other instructions would add in another order.
@@ -98,6 +105,12 @@ _TILES: dict[str, tuple[_Tile, ...]] = {
     "float8": (
         _Tile(128, 256, 128, 4, 1.0, specialize=True, resident=1, parts=2),
         _Tile(128, 128, 256, 4, 0.75, flatten=True, resident=1),
+        *_SMALL,
+    ),
+    "float8 steps": (
+        _Tile(128, 128, 128, 6, 1.2, specialize=True, resident=1),
+        _Tile(256, 128, 512, 3, 1.0, flatten=True, resident=1, parts=4),
+        _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
         *_SMALL,
     ),
     "float32": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
@@ -320,7 +333,8 @@ def _way(op: str, a: _Operand, b: _Operand) -> _Way:
             f"{b.data.device} has {capability / 10}"
         )
     elif a.k_major and b.k_major and "blocks" not in scales:
-        way = _Way("float8", *scales, True, None)
+        kind = "float8 steps" if "steps" in scales else "float8"
+        way = _Way(kind, *scales, True, None)
     else:
         a_scales, b_scales = ("whole" if it == "whole" else "blocks" for it in scales)
         if "steps" in scales:
@@ -365,7 +379,7 @@ def _is_for_hopper(
     return (
         _launch.has_gluon()
         and _launch.limits(device).capability == _HOPPER
-        and way.kind in ("half", "float8")
+        and way.kind in ("half", "float8", "float8 steps")
         and (way.a_scales != "steps" or (at_origin and a.height == contracts.BLOCK))
         and after.gelu_input is None
     )
