@@ -100,8 +100,17 @@ def _sigmoid(z: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
             "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        one = tl.full((), 1.0, z.dtype)
+        one = _constant(1.0, z.dtype)
         return one / (one + tl.exp2(-z))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _constant(value: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """A number with all the digits that ``dtype`` has."""
+    if dtype == tl.float64:
+        return tl.full((), value, dtype)
+    else:  # of which Gluon, that calls this too, makes no tensor
+        return value
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -128,11 +137,11 @@ def _value_and_slope(
         # x * sigmoid(logit(x)); (1 + tanh(u)) / 2 is sigmoid(2 * u)
         if KIND == "gelu":
             # Of a NaN it is no longer one, but x is.
-            square = tl.minimum(x * x, tl.full((), _FAR, x.dtype))
-            cubic = tl.full((), _GELU_CUBIC, x.dtype)
-            logit = x * (square * cubic + tl.full((), _GELU_LINEAR, x.dtype))
-            bent = tl.full((), 3 * _GELU_SLOPE * _GELU_CUBE, x.dtype)
-            logit_slope = square * bent + tl.full((), _GELU_SLOPE, x.dtype)
+            square = tl.minimum(x * x, _constant(_FAR, x.dtype))
+            cubic = _constant(_GELU_CUBIC, x.dtype)
+            logit = x * (square * cubic + _constant(_GELU_LINEAR, x.dtype))
+            bent = _constant(3 * _GELU_SLOPE * _GELU_CUBE, x.dtype)
+            logit_slope = square * bent + _constant(_GELU_SLOPE, x.dtype)
         elif KIND == "silu":
             logit = x * tl.full((), _PER_E, x.dtype)
             logit_slope = tl.full((), 1.0, x.dtype)
