@@ -15,7 +15,14 @@ from transformer_engine_fl.backends.flagos import normalization as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import normalization as contracts
 
-OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
+OPERATORS = (
+    "rmsnorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_fwd_add",
+    "rmsnorm_bwd_add",
+    "layernorm_fwd",
+    "layernorm_bwd",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,8 @@ integer arithmetic, which is exact on every device and in the interpreter.
 A number's kind is ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. CAST says whether the device has
 instructions for the first two; LEAVES_NAN, that the larger and the smaller of two is NaN
 only if both are. Where the first holds, so does the second.
+
+Also here: rounding to the dtype of a tensor, which the interpreter does in its own way.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ __all__ = [
     "nibble",
     "power_of_byte",
     "quotient",
+    "rounded",
     "scale_of",
     "size_of",
     "value_of",
@@ -52,9 +55,24 @@ def constants_of(device: torch.device) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------ numbers
 
+_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 _LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 _INFINITE = tl.constexpr(0x7F800000)
 _SIZE = tl.constexpr(0x7FFFFFFF)  # a float32 without its sign
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rounded(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Rounded to the dtype that it is stored in."""
+    if x.dtype == tl.float64 and KIND.primitive_bitwidth < 64:
+        x = x.to(tl.float32)
+    if _INTERPRETED and KIND.is_bf16():  # which cuts bits off there, and takes 0 for another number
+        bits = x.to(tl.int32, bitcast=True)
+        bits_up = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x == x, bits_up, bits | 0x400000) >> 16
+        return bits.to(tl.int16).to(KIND, bitcast=True)
+    else:
+        return x.to(KIND)
 
 
 class _Kind(NamedTuple):
