@@ -18,10 +18,12 @@ def launch() -> None:
             x = torch.zeros(3, width, dtype=getattr(torch, name))
             weight = torch.zeros(width, dtype=x.dtype)
             flagos.rmsnorm_fwd(x, weight)
+            flagos.rmsnorm_fwd_add(x, x, weight)
             flagos.layernorm_fwd(x, weight, weight)
     for name, widths in BACKWARD_WIDTHS.items():
         for width in widths:
             x = torch.zeros(3, width, dtype=getattr(torch, name))
             weight, saved = torch.zeros(width, dtype=x.dtype), torch.zeros(3)
             flagos.rmsnorm_bwd(x, x, saved, weight)
+            flagos.rmsnorm_bwd_add(x, x, x, saved, weight)
             flagos.layernorm_bwd(x, x, saved, saved, weight)

@@ -96,21 +96,21 @@ def heard(
     """
     piece = tl.arange(0, triton.next_power_of_2(PIECES))
     exists = piece < PIECES
-    second_ptr = shares_ptr + (SUMS - 1) * PIECES
+    there: tl.constexpr = 0x100000000 if STEP == "together" else 0
+    first = tl.load(shares_ptr + piece, mask=exists, other=there, volatile=True)
+    second = first
+    if SUMS == 2:
+        second = tl.load(shares_ptr + PIECES + piece, mask=exists, other=there, volatile=True)
     if STEP == "together":
-        there: tl.constexpr = 0x100000000
-        first = tl.load(shares_ptr + piece, mask=exists, other=there, volatile=True)
-        second = tl.load(second_ptr + piece, mask=exists, other=there, volatile=True)
         while tl.min(((first & second) >> 32).to(tl.int32), axis=0) == 0:
             first = tl.load(shares_ptr + piece, mask=exists, other=there, volatile=True)
-            second = tl.load(second_ptr + piece, mask=exists, other=there, volatile=True)
-        one = first.to(tl.int32).to(tl.float32, bitcast=True)
-        two = second.to(tl.int32).to(tl.float32, bitcast=True)
-        return tl.where(exists, one, other), tl.where(exists, two, 0)
-    else:
-        one = tl.load(shares_ptr + piece, mask=exists, other=0)
-        two = tl.load(second_ptr + piece, mask=exists, other=0)
-        return tl.where(exists, one, other), two
+            second = first
+            if SUMS == 2:
+                second_ptr = shares_ptr + PIECES
+                second = tl.load(second_ptr + piece, mask=exists, other=there, volatile=True)
+        first = first.to(tl.int32).to(tl.float32, bitcast=True)
+        second = second.to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(exists, first, other), tl.where(exists, second, 0)
 
 
 # ---------------------------------------------------------------------------- on the host

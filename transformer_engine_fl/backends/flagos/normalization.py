@@ -303,27 +303,21 @@ def _tell_means(
     dy: tl.tensor,
     x: tl.tensor,
     gamma: tl.tensor,
-    mu_ptr: tl.tensor,
-    rsigma_ptr: tl.tensor,
+    mu: tl.tensor,
+    rsigma: tl.tensor,
     shares_ptr: tl.tensor,
-    row: tl.tensor,
-    inside: tl.tensor,
     OFFSET: tl.constexpr,
     PIECES: tl.constexpr,
+    SUMS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
     """This piece's shares of the sums of u * xhat and of u."""
-    ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
-    SUMS: tl.constexpr = 1 if mu_ptr is None else 2
-    shares = shares_ptr + row * (SUMS * PIECES) + tl.program_id(0)
-    xhat = x.to(ACC)
-    if mu_ptr is not None:
-        xhat -= tl.load(mu_ptr + row)
-    xhat *= tl.load(rsigma_ptr + row)
+    ACC: tl.constexpr = rsigma.dtype
+    shares = shares_ptr + tl.program_id(0)
     u = dy.to(ACC) * (gamma.to(ACC) + OFFSET)
-    if mu_ptr is not None:
+    if SUMS == 2:
         tell(shares + PIECES, tl.sum(u, axis=0), STEP)
-    tell(shares, tl.sum(tl.where(inside, u * xhat, 0), axis=0), STEP)
+    tell(shares, tl.sum(u * ((x.to(ACC) - mu) * rsigma), axis=0), STEP)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
@@ -369,27 +363,31 @@ def _backward_shared(
     row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0, eviction_policy=LOADS)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0, eviction_policy=LOADS)
+    rsigma = tl.load(rsigma_ptr + row)
+    mu = rsigma * 0
+    if mu_ptr is not None:
+        mu = tl.load(mu_ptr + row)
+    shares = shares_ptr + row * (SUMS * PIECES)
     if STEP != "rest":
-        _tell_means(dy, x, gamma, mu_ptr, rsigma_ptr, shares_ptr, row, inside, OFFSET, PIECES, STEP)
+        _tell_means(dy, x, gamma, mu, rsigma, shares, OFFSET, PIECES, SUMS, STEP)
     for index in tl.range(tl.program_id(1), rows, groups):
         row = tl.full((), index, tl.int64)
         following = row + groups
-        mask = inside & (following < rows)
-        x_place = x_ptr + following * x_stride + column
-        dy_place = dy_ptr + following * dy_stride + column
-        x_next = tl.load(x_place, mask=mask, other=0, eviction_policy=LOADS)
-        dy_next = tl.load(dy_place, mask=mask, other=0, eviction_policy=LOADS)
+        exists = following < rows
+        place = x_ptr + following * x_stride + column
+        x_next = tl.load(place, mask=inside & exists, other=0, eviction_policy=LOADS)
+        place = dy_ptr + following * dy_stride + column
+        dy_next = tl.load(place, mask=inside & exists, other=0, eviction_policy=LOADS)
+        rsigma_next = tl.load(rsigma_ptr + following, mask=exists, other=0)
+        mu_next = mu
+        if mu_ptr is not None:
+            mu_next = tl.load(mu_ptr + following, mask=exists, other=0)
         if STEP != "sums":
             if add_ptr is not None:
                 place = add_ptr + row * x_stride + column
                 add = tl.load(place, mask=inside, other=0, eviction_policy=LOADS)
-            rsigma = tl.load(rsigma_ptr + row)
-            xhat = x.to(ACC)
-            if mu_ptr is not None:
-                xhat -= tl.load(mu_ptr + row)
-            xhat *= rsigma
-            shares = shares_ptr + row * (SUMS * PIECES)
             products, plain = heard(shares, 0, PIECES, SUMS, STEP)
+            xhat = (x.to(ACC) - mu) * rsigma
             grad = dy.to(ACC)
             dx = grad * (gamma.to(ACC) + OFFSET)
             dx -= xhat * (tl.sum(products, axis=0) / columns)
@@ -402,13 +400,10 @@ def _backward_shared(
                 dx += add.to(ACC)
             out = dx_ptr + row * columns + column
             tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy=STORES)
-        if STEP != "rest" and following < rows:
-            _tell_means(
-                dy_next, x_next, gamma, mu_ptr, rsigma_ptr, shares_ptr, following, inside, OFFSET,
-                PIECES, STEP,
-            )  # fmt: skip
-        x = x_next
-        dy = dy_next
+        x, dy, mu, rsigma = x_next, dy_next, mu_next, rsigma_next
+        shares = shares_ptr + following * (SUMS * PIECES)
+        if STEP != "rest" and exists:
+            _tell_means(dy, x, gamma, mu, rsigma, shares, OFFSET, PIECES, SUMS, STEP)
     if STEP != "sums":
         partial_ptr += tl.program_id(1).to(tl.int64) * columns
         tl.store(partial_ptr + column, dgamma, mask=inside)
