@@ -422,7 +422,7 @@ _FORWARD: Cut = {
     8192: Tiles(threads=256, width=8192),
     16384: Tiles(threads=512, width=16384),
     32768: Tiles(threads=1024, width=32768),
-    _ANY: Pieces(threads=256, width=8192, programs=4),
+    _ANY: Pieces(threads=256, width=4096, programs=4),
 }
 _BACKWARD: Cut = {
     4096: Tiles(threads=256, width=4096, programs=2, stages=3),
