@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from transformer_engine_fl.core.contract import Between
-from transformer_engine_fl.testing.arguments import as_tuple, tensors
+from transformer_engine_fl.testing.arguments import as_tuple, leaves, tensors
 from transformer_engine_fl.testing.comparison import compare
 
 if TYPE_CHECKING:
@@ -85,21 +84,10 @@ def error_ratio(
     for result, value in zip(as_tuple(results), expected, strict=False):
         if result is None:
             continue
-        for found, right in zip(tensors(result), _leaves(value), strict=True):
+        for found, right in zip(tensors(result), leaves(value), strict=True):
             dtype = str(found.dtype).removeprefix("torch.")
             tolerance = workload.tolerance(dispatch_dtype, dtype)
             ratio = compare(found, right, tolerance).ratio
             exact = tolerance.rtol == tolerance.atol == 0
             worst = max(worst, math.inf if exact and ratio else ratio)
     return worst if math.isfinite(worst) else None
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Each tensor, or pair of bounds, of what an oracle returns."""
-    if isinstance(value, Between):
-        yield value
-    elif isinstance(value, list | tuple):
-        for it in value:
-            yield from _leaves(it)
-    else:
-        yield from tensors(value)

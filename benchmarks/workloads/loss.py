@@ -90,8 +90,9 @@ WORKLOADS = (
         shapes=_VOCABULARIES,
         tiny=(6, 40),
         axes=_ROWS,
-        counted="the logits read once, their gradient written once, targets and losses: what one "
-        "pass over rows that stay in a cache moves; two passes read the logits twice",
+        twice=("input",),
+        counted="the logits read by each of the two operators, their gradient written once, "
+        "targets and losses",
         check_shape=fewer_rows(512),
     ),
     Workload(

@@ -71,6 +71,7 @@ class Workload:
         bytes: the fewest bytes by call, where they are not those of every tensor: each input
             read once, each output written once, and each argument that is written both.
         unread: arguments that are written without being read.
+        twice: arguments that are read twice whoever does the work, being larger than a cache.
         counted: says what ``flops`` or ``bytes`` counts.
         check_shape: a smaller shape on which values are checked, where float64 is too large.
     """
@@ -89,6 +90,7 @@ class Workload:
     roof: str = "copy"
     bytes: Callable[[Sample], int] | None = None
     unread: tuple[str, ...] = ()
+    twice: tuple[str, ...] = ()
     counted: str = ""
     check_shape: Callable[[Shape], Shape] | None = None
 
@@ -152,6 +154,7 @@ class Workload:
         given = by_name(self.contracts[0], sample)
         mutated = {name for it in self.contracts for name in it.mutates}
         read = [it for name, it in given.items() if name not in self.unread]
+        read += [given[name] for name in self.twice]
         written = [it for name, it in given.items() if name in mutated]
         return size(read) + size(written) + size(self.shapes_of(sample))
 

@@ -136,6 +136,13 @@ TABLE = [
         RuntimeError,
         args=wrong,
     ),
+    Row("a malformed setting", lambda: ConfigurationError("TE_FL_X"), ConfigurationError),
+    Row(
+        "a malformed setting, before it writes",
+        lambda: ConfigurationError("TE_FL_X"),
+        ConfigurationError,
+        "scale_",
+    ),
     Row("says not these arguments", declined),
     Row("says not these arguments, in place", declined, op_name="scale_"),
 ]

@@ -60,6 +60,7 @@ _grammar: dict[str, st.SearchStrategy[str]] = {
     ),
     "TE_FL_PLUGIN_MODULES": _joined(_modules, [",", ", ", " "]),
     "TE_FL_POLICY_FILE": _files,
+    "TE_FL_TUNING_PATH": _files,
     "TEFL_LOG_LEVEL": _level,
 }
 
@@ -117,6 +118,7 @@ def said(environment: Environment, variable: str) -> object:
         "TE_FL_PER_OP": policy.per_op_order,
         "TE_FL_PLUGIN_MODULES": environment.plugin_modules or None,
         "TE_FL_SKIP_CUDA": environment.skip_cuda,
+        "TE_FL_TUNING_PATH": environment.tuning_path,
         "TEFL_LOG_LEVEL": environment.log_level,
     }[variable]
 

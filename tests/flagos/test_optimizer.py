@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,15 +23,16 @@ SIZES = [0, 1, TILE - 1, TILE, TILE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK 
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small tiles, so that small tensors go every way through a kernel; nothing is kept yet."""
     torch.manual_seed(0)
-    tiles = flagos._Tiles(THREADS, TILE, CHUNK)
-    monkeypatch.setattr(flagos, "_TILES", dict.fromkeys(flagos._TILES, tiles))
     monkeypatch.setattr(flagos, "_SEARCH", SEARCH)
     monkeypatch.setattr(flagos, "_NORMS", (THREADS, SEARCH))
-    for kept in (_lists._LAYOUTS, flagos._LAUNCHES):
-        kept.clear()
+    flagos._LAUNCHES.clear()
+    with contextlib.ExitStack() as trials:
+        for choice in flagos._TILES.values():
+            trials.enter_context(choice.trial(_lists.Tiles(THREADS, TILE, CHUNK)))
+        yield
 
 
 @pytest.fixture

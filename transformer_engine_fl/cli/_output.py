@@ -5,9 +5,10 @@ Under ``--json`` stdout carries one JSON document and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Json", "as_json", "console", "print_json", "reasons", "table"]
+__all__ = ["Json", "as_json", "console", "print_json", "progress_bar", "reasons", "table"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
@@ -42,6 +43,31 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, *, hidden: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr; gives what tells it how much is done, of how much, and what is next."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}", markup=False),
+    )
+    bar = Progress(*columns, console=console(stderr=True), expand=True, disable=hidden)
+    task = bar.add_task(label, total=None, said="")
+
+    def tell(done: int, total: int, said: str) -> None:
+        bar.start()  # not before there is work: a mistake in the question shows no bar
+        bar.update(task, completed=done, total=total, said=said)
+
+    try:
+        yield tell
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def table(

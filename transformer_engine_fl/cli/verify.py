@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +11,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from transformer_engine_fl.cli._output import Json, as_json, console, print_json, table
+from transformer_engine_fl.cli._output import (
+    Json,
+    as_json,
+    console,
+    print_json,
+    progress_bar,
+    table,
+)
 from transformer_engine_fl.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from transformer_engine_fl.testing.scorecard import Failure, Progress, Row, Scorecard
+    from transformer_engine_fl.testing.scorecard import Failure, Row, Scorecard
 
 __all__ = ["verify"]
 
@@ -69,14 +75,16 @@ def verify(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from transformer_engine_fl import testing
 
-    with _progress_bar(impl_id, hidden=quiet) as progress:
+    with progress_bar(impl_id, hidden=quiet) as tell:
         card = testing.verify(
             impl_id,
             operators=op or None,
             dtypes=dtype or None,
             on=device or None,
             only=case or None,
-            progress=progress,
+            progress=lambda done, total, operator, failed: tell(
+                done, total, f"{failed} failed  {operator}" if failed else operator
+            ),
         )
     wanted = output is not None or not (case or json)
     written = _write(card, output or Path()) if wanted else []
@@ -87,33 +95,6 @@ def verify(
         for path in written:
             console(stderr=True).print(f"written: {path}", soft_wrap=True)
     raise typer.Exit(0 if card.passed else 1)
-
-
-@contextmanager
-def _progress_bar(label: str, *, hidden: bool) -> Iterator[Progress]:
-    """A bar on stderr with the operator and the failures so far."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}", markup=False),
-    )
-    bar = Bar(*columns, console=console(stderr=True), expand=True, disable=hidden)
-    task = bar.add_task(label, total=None, said="")
-
-    def progress(done: int, total: int, operator: str, failed: int) -> None:
-        bar.start()  # not before there are cases: a mistake in the question shows no bar
-        said = f"{failed} failed  {operator}" if failed else operator
-        bar.update(task, completed=done, total=total, said=said)
-
-    try:
-        yield progress
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 def _write(card: Scorecard, folder: Path) -> list[Path]:

@@ -229,6 +229,7 @@ class Environment:
         origins: policy field -> the variable or the file's key that said it.
         plugin_modules: modules to load as plugins.
         skip_cuda: the CUDA set is switched off.
+        tuning_path: a tuning file, or a folder of them, that goes before all others.
         log_level: level of the ``TE-FL`` logger, or None for the default.
     """
 
@@ -236,6 +237,7 @@ class Environment:
     origins: Mapping[str, str]
     plugin_modules: tuple[str, ...] = ()
     skip_cuda: bool = False
+    tuning_path: str | None = None
     log_level: str | None = None
 
 
@@ -249,6 +251,7 @@ VARIABLES: Final = (
     "TE_FL_PLUGIN_MODULES",
     "TE_FL_SKIP_CUDA",
     "TE_FL_POLICY_FILE",
+    "TE_FL_TUNING_PATH",
     "TEFL_LOG_LEVEL",
 )
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -288,6 +291,7 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
         MappingProxyType(origins),
         plugin_modules=_plugin_modules(given.get("TE_FL_PLUGIN_MODULES", "")),
         skip_cuda="TE_FL_SKIP_CUDA" in given and _switch(given, "TE_FL_SKIP_CUDA"),
+        tuning_path=given.get("TE_FL_TUNING_PATH"),
         log_level=_log_level(given.get("TEFL_LOG_LEVEL")),
     )
 

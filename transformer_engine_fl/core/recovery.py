@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.core.errors import ArgumentError, ConfigurationError, NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
 __all__ = ["Outcome", "Quarantine", "QuarantineKey", "judge"]
@@ -47,7 +47,8 @@ def judge(
     Returns:
         The outcome, and for WRONG_ARGUMENTS the error to raise.
     """
-    if is_fatal(error):
+    if is_fatal(error) or isinstance(error, ConfigurationError):
+        # A setting that is wrong is its writer's to mend; whoever ran next would hide it.
         return Outcome.RAISE, None
     wrong = check_arguments()
     if wrong is not None:

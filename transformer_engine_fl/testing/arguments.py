@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.core.contract import Contract, Sample
+from transformer_engine_fl.core.contract import Between, Contract, Sample
 from transformer_engine_fl.testing.allocation import FENCE, PATTERN
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "clone",
     "copy_into",
     "flipped",
+    "leaves",
     "memory",
     "overlaps",
     "replaced",
@@ -61,6 +62,17 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict | list | tuple):
         for it in value.values() if isinstance(value, dict) else value:
             yield from tensors(it)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Each tensor in what an oracle returns, and each pair of bounds."""
+    if isinstance(value, Between):
+        yield value
+    elif isinstance(value, list | tuple):
+        for it in value:
+            yield from leaves(it)
+    else:
+        yield from tensors(value)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.core.contract import Between, Contract, Sample
+from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.selection import ask_supports, options_decline
@@ -26,6 +26,7 @@ from transformer_engine_fl.testing.arguments import (
     changed,
     clone,
     copy_into,
+    leaves,
     memory,
     rows_of,
     taking_rows,
@@ -249,7 +250,7 @@ class Run:
     def pairs(self, values: Values, others: Values) -> Iterator[tuple[str, Tensor, Any]]:
         """Each tensor of one call beside that of another, or beside its bounds, with what it is."""
         for place, (value, other) in enumerate(zip(values, others, strict=True)):
-            for one, two in zip(tensors(value), _leaves(other), strict=True):
+            for one, two in zip(tensors(value), leaves(other), strict=True):
                 yield self.named(place), one, two
 
     def expected(self) -> Values:
@@ -332,17 +333,6 @@ def _kind(value: Any) -> Any:
     if isinstance(value, list):
         return [_kind(it) for it in value]
     return None if value is None else type(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Each tensor in the value, and each pair of bounds."""
-    if isinstance(value, Between):
-        yield value
-    elif isinstance(value, list | tuple):
-        for it in value:
-            yield from _leaves(it)
-    else:
-        yield from tensors(value)
 
 
 def _steps(value: Tensor) -> list[int]:

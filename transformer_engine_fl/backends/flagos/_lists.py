@@ -14,7 +14,8 @@ for those that are kept may be forgotten before it is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,16 +26,18 @@ from transformer_engine_fl.backends.flagos._arguments import (
     PLAIN,
     check_fresh,
     check_size,
+    is_block,
     keep,
     plain,
 )
 from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from transformer_engine_fl.core.contract import Contract
 
-__all__ = ["ALIGNMENT", "Demand", "Group", "Ready", "ready"]
+__all__ = ["ALIGNMENT", "Demand", "Group", "Ready", "Tiles", "ready", "tiles_choice"]
 
 ALIGNMENT = 16
 """Bytes of the widest access: the tensors of an aligned group begin at a multiple of it."""
@@ -47,19 +50,33 @@ Lists = Sequence[Sequence[Tensor]]
 _Pointers = tuple[tuple[int, ...], ...]
 
 
+class Tiles(NamedTuple):
+    """How lists are cut.
+
+    Attributes:
+        threads: of a program.
+        tile: elements that a program takes at once.
+        chunk: elements that a program takes in all.
+    """
+
+    threads: int
+    tile: int
+    chunk: int
+
+
 class Demand(NamedTuple):
     """What an operator asks of its lists.
 
     Attributes:
         names: its list arguments, in the order of the addresses in a table.
-        chunk: elements that one program takes.
+        cut: chooses how they are cut.
         numbers: how many of the lists, the last ones, hold one number for each row. All others
             have the elements of the first.
         slots: rows are told, behind their addresses, which of all chunks their first is.
     """
 
     names: tuple[str, ...]
-    chunk: int
+    cut: Choice[Tiles]
     numbers: int = 0
     slots: bool = False
 
@@ -73,6 +90,7 @@ class Group(NamedTuple):
         table: int64.
         rows: how many.
         chunks: of all of them: the programs of the launch.
+        tiles: how they are cut.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -80,6 +98,7 @@ class Group(NamedTuple):
     table: Tensor
     rows: int
     chunks: int
+    tiles: Tiles
 
 
 class _Tables(NamedTuple):
@@ -101,11 +120,14 @@ class _Layout:
         self._demand = demand
         self._tables: dict[object, _Tables] = {}  # by stream and addresses
         self._sizes = [it.numel() for it in first]
+        self.device = first[0].device if first else None
+        if self.device is not None:
+            itemsize = max(it.itemsize for it in first)
+            self._tiles = demand.cut(self.device, sum(self._sizes), itemsize)
         least = 1 if demand.numbers else 0  # without elements there are still numbers to write
-        self._counts = [max(-(-size // demand.chunk), least) for size in self._sizes]
+        self._counts = [max(-(-size // self._tiles.chunk), least) for size in self._sizes]
         self._dtyped = len(lists) - demand.numbers
         self._groups: dict[tuple[torch.dtype, ...], list[int]] = {}
-        self.device = first[0].device if first else None
         self.copied: set[int] = set()
         self.slots = [0]
         for row, count in enumerate(self._counts):
@@ -178,9 +200,8 @@ class _Layout:
             body += [column[row] for column in pointers]
             if self._demand.slots:
                 body.append(self.slots[row])
-        return Group(
-            dtypes, aligned, numbers_on_device(starts + body, self.device), len(rows), chunks
-        )
+        table = numbers_on_device(starts + body, self.device)
+        return Group(dtypes, aligned, table, len(rows), chunks, self._tiles)
 
 
 class Ready(NamedTuple):
@@ -216,6 +237,44 @@ class Ready(NamedTuple):
 
 
 _LAYOUTS: dict[object, _Layout] = {}
+
+
+def tiles_choice(
+    name: str, usual: Tiles, threads: Sequence[int], tiles: Sequence[int], chunks: Sequence[int]
+) -> Choice[Tiles]:
+    """The choice of how an operator cuts its lists.
+
+    Its key: all the elements of the first list, and the bytes of the widest of them.
+
+    Args:
+        name: of the choice.
+        usual: the value where nothing was measured.
+        threads, tiles, chunks: those of the candidates.
+    """
+
+    def candidates(elements: int, itemsize: int) -> Iterator[Tiles]:
+        for made in itertools.starmap(Tiles, itertools.product(threads, tiles, chunks)):
+            if 4 <= made.tile // made.threads <= 32:
+                yield made
+
+    return Choice(
+        name,
+        Tiles,
+        key=("elements", "itemsize"),
+        rounded=("elements",),
+        candidates=candidates,
+        heuristic=lambda device, elements, itemsize: usual,
+        wrong=_wrong_tiles,
+        plans=(_LAYOUTS,),
+    )
+
+
+def _wrong_tiles(tiles: Tiles) -> str | None:
+    if not (is_block(tiles.threads, 32, 1024) and is_block(tiles.tile, tiles.threads, 2**16)):
+        return "threads (32 to 1024) and tile (threads to 65536) must be powers of two"
+    if tiles.chunk < tiles.tile or tiles.chunk % tiles.tile or tiles.chunk > 2**24:
+        return "chunk (up to 2**24) must be a multiple of tile"
+    return None
 
 
 def ready(contract: Contract[..., Any], demand: Demand, **arguments: Any) -> Ready:

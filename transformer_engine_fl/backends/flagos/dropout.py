@@ -12,7 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import check_fresh, check_size, keep, plain
+from transformer_engine_fl.backends.flagos._arguments import (
+    check_fresh,
+    check_numbers,
+    check_size,
+    keep,
+    plain,
+)
 from transformer_engine_fl.ops import dropout as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 

@@ -14,6 +14,7 @@ of which torch decides that.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,11 +29,13 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_numbers,
     check_size,
     fresh,
+    is_block,
     keep,
     listed,
     plain,
     rows_of_tile,
 )
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -462,8 +465,8 @@ _FORWARD_TILES = {2048: (128, 2048), 8192: (256, 8192), 2**32: (128, 4096)}
 
 A width is columns rounded up to a power of two, float64 counting double.
 """
-_FORWARD_STAGES = 1
 _BACKWARD_TILE, _BACKWARD_THREADS = 4096, 128
+_FORWARD_STAGES = 1
 _MERGE_ROWS = 128  # one to a thread
 
 # How many logits the linear forms hold at a time, and of how many words at least.
@@ -482,14 +485,73 @@ class _Plan(NamedTuple):
         launch: the kernel.
         rows: of a program.
         columns: of a program; 0 where each has whole rows.
+        before: columns that a row's first vector may begin before it.
     """
 
     launch: _launch.Launch
     rows: int
     columns: int = 0
+    before: int = 0
 
 
 _PLANS: dict[object, _Plan] = {}
+
+
+class _Tile(NamedTuple):
+    """How logits are cut.
+
+    Attributes:
+        threads: of a program.
+        elements: that a program takes at a time, of one row or of several.
+    """
+
+    threads: int
+    elements: int
+
+
+def _double(itemsize: int) -> int:
+    return 2 if itemsize == 8 else 1
+
+
+def _forward_rule(device: torch.device, columns: int, itemsize: int) -> _Tile:
+    threads, tile = listed(_FORWARD_TILES, columns * _double(itemsize))
+    return _Tile(threads, tile // _double(itemsize))
+
+
+def _backward_rule(device: torch.device, columns: int, itemsize: int) -> _Tile:
+    return _Tile(_BACKWARD_THREADS, _BACKWARD_TILE // _double(itemsize))
+
+
+def _candidates(columns: int, itemsize: int) -> Iterator[_Tile]:
+    """From 8 to 64 elements a thread, half as many of float64."""
+    for threads in (128, 256, 512):
+        for elements in (2048, 4096, 8192, 16384):
+            if 8 <= elements * _double(itemsize) // threads <= 64:
+                yield _Tile(threads, elements)
+
+
+def _wrong(tile: _Tile) -> str | None:
+    if is_block(tile.threads, 32, 1024) and is_block(tile.elements, tile.threads, 2**16):
+        return None
+    return "threads (32 to 1024) and elements (threads to 65536) must be powers of two"
+
+
+def _choice(name: str, rule: Callable[..., _Tile]) -> Choice[_Tile]:
+    return Choice(
+        name,
+        _Tile,
+        key=("columns", "itemsize"),
+        rounded=("columns",),
+        candidates=_candidates,
+        heuristic=rule,
+        wrong=_wrong,
+        plans=(_PLANS,),
+    )
+
+
+_FORWARD = _choice("cross_entropy_fwd", _forward_rule)
+_BACKWARD = _choice("cross_entropy_bwd", _backward_rule)
+
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -511,11 +573,8 @@ def _forward_plan(
     capped: bool,
     summed: bool,
 ) -> _Plan:
-    double = 2 if dtype == torch.float64 else 1
-    block = block_of(columns)
-    threads, tile = listed(_FORWARD_TILES, block * double)
-    tile //= double
-    block = min(block, tile)
+    threads, tile = _FORWARD(device, columns, dtype.itemsize)
+    block = min(block_of(columns), tile)
     rows = rows_of_tile(tile, block)
     lanes = min(threads, block // vec)
     launch = _launch.Launch(
@@ -540,24 +599,30 @@ def _backward_plan(
     dtype: torch.dtype,
     device: torch.device,
     vec: int,
+    widest: int,
     *,
     capped: bool,
-    edges: bool,
+    alike: bool,
 ) -> _Plan:
-    tile = _BACKWARD_TILE // (2 if dtype == torch.float64 else 1)
+    """Of rows that lie in vectors of ``vec``; ``alike``: in both tensors at the same place."""
+    threads, tile = _BACKWARD(device, columns, dtype.itemsize)
+    # Rows that start anywhere, but alike: most of a wide one still is whole vectors.
+    edges = alike and vec < widest and columns >= tile
+    if edges:
+        vec = widest
     block = min(max(vec, block_of(columns)), tile)
     rows = rows_of_tile(tile, block)
     launch = _launch.Launch(
         _backward,
         device,
-        threads=_BACKWARD_THREADS,
+        threads=threads,
         CAPPED=capped,
         EDGES=edges,
         VEC=vec,
         ROWS=rows,
         VECTORS=block // vec,
     )
-    return _Plan(launch, rows, block)
+    return _Plan(launch, rows, block, (vec - 1) * edges)
 
 
 # --------------------------------------------------------------------------- on logits
@@ -689,21 +754,17 @@ def _run_backward(
     widest = _VECTOR_BYTES // min(logits.element_size(), out.element_size())
     at = math.gcd(_lies_at(op, logits), _lies_at(op, out))
     vec = math.gcd(columns, step, out_step, at, widest)
-    # Rows that start anywhere, but alike: most of a wide one still is whole vectors.
     alike = at % widest == 0 and (step - out_step) % widest == 0
-    edges = alike and vec < widest and columns >= _BACKWARD_TILE
-    if edges:
-        vec = widest
     capped = options.softcap is not None
     present = (bias is None, rows.grad_lse is None, rows.scale is None)
     kind = (logits.dtype, out.dtype, None if bias is None else bias.dtype, *present)
-    key = ("backward", *kind, min(columns, _BACKWARD_TILE), vec, edges, capped, device)
+    key = ("backward", *kind, columns, vec, alike, capped, device)
     plan = _PLANS.get(key) or keep(
         _PLANS,
         key,
-        _backward_plan(columns, logits.dtype, device, vec, capped=capped, edges=edges),
+        _backward_plan(columns, logits.dtype, device, vec, widest, capped=capped, alike=alike),
     )
-    blocks = -(-(columns + (vec - 1) * edges) // plan.columns)
+    blocks = -(-(columns + plan.before) // plan.columns)
     tiles = -(-count // plan.rows) * blocks
     check_size(op, "tiles", tiles)
     plan.launch(

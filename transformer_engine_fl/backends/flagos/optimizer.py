@@ -11,7 +11,7 @@ reads the flag and leaves.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -20,7 +20,14 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import check_fresh, keep
-from transformer_engine_fl.backends.flagos._lists import ALIGNMENT, Demand, Group, ready
+from transformer_engine_fl.backends.flagos._lists import (
+    ALIGNMENT,
+    Demand,
+    Group,
+    Tiles,
+    ready,
+    tiles_choice,
+)
 from transformer_engine_fl.backends.flagos._narrow import rounded as _as
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import optimizer as contracts
@@ -653,26 +660,16 @@ def _e8m0_scales(
 # ------------------------------------------------------------------------------ launches
 
 
-class _Tiles(NamedTuple):
-    """How lists are cut.
-
-    Attributes:
-        threads: of a program.
-        tile: elements that a program takes at once.
-        chunk: elements that a program takes in all.
-    """
-
-    threads: int
-    tile: int
-    chunk: int
-
-
+_THREADS, _TILE_SIZES, _CHUNKS = (128, 256), (1024, 2048, 4096), (8192, 16384, 65536)
 _TILES = {
-    "scale": _Tiles(128, 2048, 16384),
-    "norm": _Tiles(256, 4096, 65536),
-    "adam": _Tiles(128, 1024, 16384),
-    "sgd": _Tiles(128, 1024, 16384),
-    "numbers": _Tiles(128, 1024, 4096),
+    name: tiles_choice(f"multi_tensor_{name}", usual, _THREADS, _TILE_SIZES, _CHUNKS)
+    for name, usual in {
+        "scale": Tiles(128, 2048, 16384),
+        "l2norm": Tiles(256, 4096, 65536),
+        "adam": Tiles(128, 1024, 16384),
+        "sgd": Tiles(128, 1024, 16384),
+        "compute_scale": Tiles(128, 1024, 4096),
+    }.items()
 }
 _SEARCH = 512  # rows that a program compares its number with at once
 _NORMS = (512, 4096)  # threads, and chunks that are added at once
@@ -719,7 +716,6 @@ def _start(
 
 def _go_through(
     name: str,
-    tiles: _Tiles,
     demand: Demand,
     group: Group,
     others: tuple[Tensor | None, ...],
@@ -730,7 +726,6 @@ def _go_through(
 
     Args:
         name: of the kernel.
-        tiles: how it cuts them.
         demand: what the table was made for.
         group: the rows.
         others: pointers behind the table's.
@@ -738,6 +733,7 @@ def _go_through(
         constants: all but those that every kernel has.
     """
     widest = max([it.itemsize for it in group.dtypes])
+    tiles = group.tiles
     _start(
         name,
         tiles.threads,
@@ -759,8 +755,7 @@ def _go_through(
 
 
 def _scaled(contract: Contract[..., Any], **arguments: Any) -> None:
-    tiles = _TILES["scale"]
-    demand = Demand(("inputs", "outputs"), tiles.chunk)
+    demand = Demand(("inputs", "outputs"), _TILES["scale"])
     lists = ready(contract, demand, **arguments)
     scale, flag = lists.others["scale"], lists.others["noop_flag"]
     on_device = scale if isinstance(scale, Tensor) else None
@@ -769,7 +764,6 @@ def _scaled(contract: Contract[..., Any], **arguments: Any) -> None:
         x, y = group.dtypes
         _go_through(
             "scale",
-            tiles,
             demand,
             group,
             (flag, on_device),
@@ -818,8 +812,7 @@ def multi_tensor_scale_tensor(
 def _norms_of(contract: Contract[..., Any], **arguments: Any) -> tuple[Tensor, Tensor | None]:
     """The norm of all inputs, and of each."""
     op, inputs = contract.name, arguments["inputs"]
-    tiles = _TILES["norm"]
-    demand = Demand(("inputs",), tiles.chunk, slots=True)
+    demand = Demand(("inputs",), _TILES["l2norm"], slots=True)
     lists = ready(contract, demand, **arguments)
     flag, scale = lists.others["noop_flag"], lists.others.get("inv_scale")
     device = lists.device
@@ -840,7 +833,6 @@ def _norms_of(contract: Contract[..., Any], **arguments: Any) -> tuple[Tensor, T
     for group in lists.groups:
         _go_through(
             "squares",
-            tiles,
             demand,
             group,
             (scale, sums),
@@ -900,8 +892,7 @@ _STATES = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 
 def _stepped(contract: Contract[..., Any], form: str, **arguments: Any) -> None:
     """A step of Adam."""
-    tiles = _TILES["adam"]
-    demand = Demand((*_STATES, *_FORMS[form]), tiles.chunk, numbers=3 if form == "fp8" else 0)
+    demand = Demand((*_STATES, *_FORMS[form]), _TILES["adam"], numbers=3 if form == "fp8" else 0)
     lists = ready(contract, demand, **arguments)
     if not lists.groups:
         return
@@ -925,7 +916,6 @@ def _stepped(contract: Contract[..., Any], form: str, **arguments: Any) -> None:
         whole = w[0] if form in ("master", "fp8") else p
         _go_through(
             "adam",
-            tiles,
             demand,
             group,
             (given["noop_flag"], rate_there, step_there, given.get("inv_scale")),
@@ -1161,10 +1151,9 @@ def multi_tensor_sgd(
     noop_flag: Tensor | None = None,
 ) -> None:
     """``multi_tensor_sgd`` of the contract."""
-    tiles = _TILES["sgd"]
     momentum_lists = ("momentum_buffers",)
     copies = () if model_params is None else ("model_params",)
-    demand = Demand(("grads", "params", *momentum_lists, *copies), tiles.chunk)
+    demand = Demand(("grads", "params", *momentum_lists, *copies), _TILES["sgd"])
     lists = ready(
         contracts.multi_tensor_sgd,
         demand,
@@ -1186,7 +1175,6 @@ def multi_tensor_sgd(
         g, p, b, *c = group.dtypes
         _go_through(
             "sgd",
-            tiles,
             demand,
             group,
             (lists.others["noop_flag"],),
@@ -1217,8 +1205,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     noop_flag: Tensor | None = None,
 ) -> None:
     """``multi_tensor_compute_scale_and_scale_inv`` of the contract."""
-    tiles = _TILES["numbers"]
-    demand = Demand(("amaxes", "scales", "scale_invs"), tiles.chunk)
+    demand = Demand(("amaxes", "scales", "scale_invs"), _TILES["compute_scale"])
     lists = ready(
         contracts.multi_tensor_compute_scale_and_scale_inv,
         demand,
@@ -1233,7 +1220,6 @@ def multi_tensor_compute_scale_and_scale_inv(
     for group in lists.groups:
         _go_through(
             "float_scales",
-            tiles,
             demand,
             group,
             (lists.others["noop_flag"],),
@@ -1247,8 +1233,7 @@ def multi_tensor_compute_scale_inv_e8m0(
     amaxes: list[Tensor], scale_invs: list[Tensor], *, noop_flag: Tensor | None = None
 ) -> None:
     """``multi_tensor_compute_scale_inv_e8m0`` of the contract."""
-    tiles = _TILES["numbers"]
-    demand = Demand(("amaxes", "scale_invs"), tiles.chunk)
+    demand = Demand(("amaxes", "scale_invs"), _TILES["compute_scale"])
     lists = ready(
         contracts.multi_tensor_compute_scale_inv_e8m0,
         demand,
@@ -1257,5 +1242,5 @@ def multi_tensor_compute_scale_inv_e8m0(
         noop_flag=noop_flag,
     )
     for group in lists.groups:
-        _go_through("e8m0_scales", tiles, demand, group, (lists.others["noop_flag"],), ())
+        _go_through("e8m0_scales", demand, group, (lists.others["noop_flag"],), ())
     lists.finish()

@@ -1,0 +1,104 @@
+"""te-fl tune: what is asked wrongly, machines that cannot measure, and the check of files.
+
+Measuring itself is in tests/flagos/test_tuning.py, beside the kernels.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+GOOD = """\
+format: 1
+device: sm_90
+choices:
+  cross_entropy_fwd:
+  - key: {columns: 32768, itemsize: 2}
+    value: {threads: 128, elements: 4096}
+    ms: 0.5
+"""
+
+
+@pytest.fixture(autouse=True)
+def user(tmp_path, monkeypatch):
+    """The user's folder, with nothing in it yet."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folder = tmp_path / "config" / "transformer_engine_fl" / "tuning"
+    (folder / "nvidia").mkdir(parents=True)
+    return folder
+
+
+def test_a_machine_without_a_gpu_is_told_so_in_one_line(te_fl, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ran = te_fl("tune")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == "te-fl: tuning measures on a GPU, and torch sees none on this machine\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--op", "cross_entropy_fw"], "did you mean 'cross_entropy_fwd'?"),
+        (["--shapes", "8192*4096"], "'8192*4096' is no shape"),
+        (["--shapes", "0x4096"], "'0x4096' is no shape"),
+        (["--shapes", "8x8,"], "'' is no shape"),
+        (["--op", "cross_entropy_fwd", "--shapes", "8x8x8"], "which has rows x vocabulary"),
+        (["--dtype", "bfloat"], "did you mean 'bfloat16'?"),
+        (["--check", "--output", "nowhere"], "there is no file and no folder nowhere"),
+    ],
+)
+def test_a_wrong_question_is_answered_with_what_is_right(te_fl, asked, said):
+    ran = te_fl("tune", *asked)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+def test_what_the_package_brings_is_good(te_fl):
+    ran = te_fl("tune", "--check", "--json")
+    assert ran.code == 0
+    assert ran.document["problems"] == []
+
+
+def test_the_check_finds_the_users_files_and_says_what_is_wrong(te_fl, user):
+    good, wrong = user / "nvidia" / "sm_90.yaml", user / "default.yaml"
+    good.write_text(GOOD)
+    ran = te_fl("tune", "--check")
+    assert ran.code == 0
+    assert f"good: {good}, entries: 1" in ran.out.splitlines()
+    wrong.write_text("choices:\n  cross_entropy: []\n  cross_entropy_bwd: {}\n")
+    ran = te_fl("tune", "--check")
+    assert ran.code == 1
+    assert f"good: {good}" in ran.out
+    assert f"broken: {wrong}:3: choices.cross_entropy_bwd: input should be a valid list" in ran.out
+    wrong.write_text("choices:\n  cross_entropy_fw: []\n")
+    ran = te_fl("tune", "--check", "--json")
+    assert ran.document["good"] == {**ran.document["good"], str(good): 1}
+    (problem,) = ran.document["problems"]
+    assert problem.startswith(f"{wrong}:2: choices.cross_entropy_fw: unknown choice; did you mean")
+
+
+def test_the_check_of_a_folder_looks_at_that_alone(te_fl, user, tmp_path):
+    (user / "default.yaml").write_text("broken")
+    mine = tmp_path / "mine" / "nvidia" / "sm_80.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text(GOOD)
+    ran = te_fl("tune", "--check", "--output", str(tmp_path / "mine"))
+    assert ran.code == 1
+    assert ran.out == f"broken: {mine}: its name says 'sm_80', it is for 'sm_90'\n"
+    mine.rename(mine.with_name("sm_90.yaml"))
+    assert te_fl("tune", "--check", "--output", str(tmp_path / "mine")).code == 0
+
+
+def test_the_check_knows_the_heuristics_of_plugins(te_fl, install, monkeypatch):
+    from transformer_engine_fl.backends.flagos.tuning import lookup
+
+    monkeypatch.setattr(lookup, "VENDORS", dict(lookup.VENDORS))
+    install(
+        "from transformer_engine_fl.backends.flagos.tuning import register_tuning\n\n"
+        "def register(registry):\n"
+        "    register_tuning('acme', heuristics={'cross_entropy_fw': print})\n"
+    )
+    ran = te_fl("tune", "--check")
+    assert ran.code == 1
+    assert "broken: vendor acme: a heuristic for the unknown choice 'cross_entropy_fw'" in ran.out

@@ -1,0 +1,174 @@
+"""How the sets that bring kernels take a call's arguments.
+
+A kernel needs plain memory: a tensor that is something else is unwrapped, made dense, or
+declined with the reason. What a set runs on is its own to say (:class:`Taking`); what an
+argument may be is said by the contracts in ``ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_engine_fl.core.errors import NotSupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "NOT_A_TENSOR",
+    "PLAIN",
+    "Taking",
+    "Written",
+    "by_rows",
+    "check_fresh",
+    "check_integers",
+    "check_numbers",
+    "fresh",
+    "is_vector",
+    "keep",
+]
+
+T = TypeVar("T")
+
+PLAIN = (torch.Tensor, Parameter)
+NOT_A_TENSOR = (AttributeError, IndexError, RuntimeError, TypeError)
+"""What a value that is no plain tensor answers to the quick look."""
+_MOST_PLANS = 1024
+
+
+def keep(plans: dict[object, T], key: object, plan: T, most: int = _MOST_PLANS) -> T:
+    """Remember a plan; they are cheap to make again, so a full memory simply starts over."""
+    if len(plans) >= most:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+# ----------------------------------------------------------------------------- tensors
+
+
+class Taking:
+    """How a set takes tensors.
+
+    Args:
+        refusal: why its kernels cannot run on a device; None if they can.
+    """
+
+    __slots__ = ("_refusal",)
+
+    def __init__(self, refusal: Callable[[torch.device], str | None]) -> None:
+        self._refusal = refusal
+
+    def plain(self, op: str, name: str, tensor: Tensor) -> Tensor:
+        """The same memory as a plain tensor, or a decline if there is no such memory."""
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+            raise NotSupportedError(
+                f"{op}: {name!r} is a {kind.__name__}, which handles operators itself; "
+                "a kernel needs a tensor with memory"
+            )
+        if tensor.layout is not torch.strided:
+            raise NotSupportedError(f"{op}: {name!r} is laid out as {tensor.layout}, not strided")
+        reason = self._refusal(tensor.device)
+        if reason:
+            raise NotSupportedError(f"{op}: {name!r} is on {tensor.device}: {reason}")
+        return _unwrapped(tensor).resolve_neg()
+
+    def dense(self, op: str, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, plain and with a dense last dimension, copied if need be."""
+        return _with_dense_columns(self.plain(op, name, tensor))
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    return (tensor if type(tensor) in PLAIN else tensor.as_subclass(torch.Tensor)).detach()
+
+
+def _with_dense_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+class Written:
+    """A tensor that a kernel writes.
+
+    Attributes:
+        dense: plain and with a dense last dimension: the same memory, or a copy of it.
+    """
+
+    __slots__ = ("_memory", "dense")
+
+    def __init__(self, taking: Taking, op: str, name: str, tensor: Tensor) -> None:
+        resolved = taking.plain(op, name, tensor)
+        self._memory = _unwrapped(tensor)
+        self.dense = _with_dense_columns(resolved)
+
+    def finish(self) -> None:
+        """What has been written goes where it belongs; autograd is told of it."""
+        if self.dense.data_ptr() != self._memory.data_ptr():
+            self._memory.copy_(self.dense)
+        elif not self._memory.is_inference():
+            torch.autograd.graph.increment_version(self._memory)
+
+
+def by_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The tensor with dense columns and rows one distance apart, copied if need be."""
+    step = _row_distance(tensor)
+    return (tensor.contiguous(), tensor.shape[-1]) if step is None else (tensor, step)
+
+
+def _row_distance(tensor: Tensor) -> int | None:
+    """How far rows are apart; None if that is not one number or the columns are not dense."""
+    columns = tensor.shape[-1]
+    if tensor.stride(-1) != 1 and columns != 1:
+        return None
+    distance = extent = None
+    for size, stride in zip(tensor.shape[-2::-1], tensor.stride()[-2::-1], strict=True):
+        if size == 1:
+            continue
+        if extent is not None and stride != extent:
+            return None
+        distance = stride if distance is None else distance
+        extent = size * stride
+    return columns if distance is None else distance
+
+
+def check_fresh(op: str, tensor: Tensor) -> None:
+    """Decline if a mode (fake tensors, tracing) gives outputs that have no memory."""
+    if type(tensor) is not torch.Tensor:
+        raise NotSupportedError(
+            f"{op}: torch allocates a {type(tensor).__name__} here; a kernel needs memory to write"
+        )
+
+
+def check_integers(op: str, *values: object) -> None:
+    """Decline numbers that are not known yet, as while torch traces."""
+    if not all(isinstance(value, int) for value in values):
+        raise NotSupportedError(f"{op}: its options are no numbers yet")
+
+
+def check_numbers(op: str, *values: object) -> None:
+    """As :func:`check_integers`, for numbers of any kind."""
+    if not all(isinstance(value, int | float) for value in values):
+        raise NotSupportedError(f"{op}: its options are no numbers yet")
+
+
+def fresh(op: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """New memory on the device of ``like``, and of its dtype if no other is given."""
+    output = torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device)
+    check_fresh(op, output)
+    return output
+
+
+def is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
+    """Whether it is a plain dense vector of that size on that device."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.dim() == 1
+        and tensor.numel() == size
+        and tensor.is_contiguous()
+        and tensor.device == device
+    )

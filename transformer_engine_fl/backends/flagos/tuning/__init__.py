@@ -1,0 +1,25 @@
+"""Tuning as data: what kernels can choose, what was measured, and rules for what was not.
+
+A family declares each of its choices (``choice.py``) and asks it when it plans a launch. The
+answer comes from YAML files (``lookup.py``, ``files.py``), which ``te-fl tune`` writes, or from
+a heuristic. ``calls/`` says which calls are measured for a choice. A folder beside these is a
+vendor's: its files, and in its ``__init__.py`` its registration, which is what a package of
+that vendor's own would do.
+
+Measuring is the command's, kernels are the families'. Nothing here loads torch or Triton, and
+pydantic and YAML load when there is a file to read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from transformer_engine_fl.backends.flagos.tuning.choice import CHOICES, Choice, forget
+from transformer_engine_fl.backends.flagos.tuning.lookup import register_tuning
+
+__all__ = ["CHOICES", "Choice", "forget", "register_tuning"]
+
+for _found in pkgutil.iter_modules(__path__):
+    if _found.ispkg and _found.name != "calls":
+        importlib.import_module(f"{__name__}.{_found.name}")

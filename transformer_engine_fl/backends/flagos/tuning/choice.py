@@ -1,0 +1,157 @@
+"""Choice: what a kernel family can choose for a launch, and the best value that is known.
+
+Where values come from is ``lookup.py``; how they are measured is ``te-fl tune``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from transformer_engine_fl.backends.flagos.tuning import lookup
+from transformer_engine_fl.core.errors import RegistrationError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CHOICES", "Choice", "Key", "forget"]
+
+T = TypeVar("T")
+Key = tuple[int, ...]
+
+CHOICES: dict[str, Choice[Any]] = {}
+"""Every choice of the families that are loaded, by name."""
+
+_MOST_ANSWERS = 1024
+
+
+class _Plans(Protocol):
+    """A family's memory of what it has planned."""
+
+    def clear(self) -> None: ...
+
+
+class Choice(Generic[T]):
+    """What can be chosen for a kernel: small values, one of which is best for each key.
+
+    Asked as ``choice(device, *key)`` when a launch is planned. The key must not tell rows
+    of a call apart from its other rows where an operator claims ``batch_invariant``.
+
+    Args:
+        name: what it is called in files: the operator, or the kernel, that it is for.
+        value: the type of the values, a NamedTuple of numbers.
+        key: names of the numbers that a value is measured for.
+        rounded: those of them that are rounded up to a power of two.
+        candidates: ``candidates(*key)``, the values to be measured.
+        heuristic: ``heuristic(device, *key)``, the value where nothing was measured.
+        wrong: what is wrong with a value from a file or a vendor, or None. Such a value may
+            be no candidate, but a kernel must be able to run with it.
+        plans: what was planned with its answers, cleared when these change.
+
+    Raises:
+        RegistrationError: there is another one of that name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        value: type[T],
+        *,
+        key: Sequence[str],
+        rounded: Sequence[str] = (),
+        candidates: Callable[..., Iterable[T]],
+        heuristic: Callable[..., T],
+        wrong: Callable[[T], str | None] = lambda value: None,
+        plans: Iterable[_Plans] = (),
+    ) -> None:
+        other = CHOICES.get(name)
+        if other is not None and other.heuristic.__module__ != heuristic.__module__:
+            raise RegistrationError(
+                f"there is a choice {name!r} in {other.heuristic.__module__}; "
+                f"the one in {heuristic.__module__} needs another name"
+            )
+        self.name = name
+        self.value = value
+        self.key = tuple(key)
+        self.rounded = frozenset(rounded)
+        self.candidates = candidates
+        self.heuristic: Callable[..., T] = heuristic
+        self.wrong = wrong
+        self._rounds = tuple(field in self.rounded for field in self.key)
+        self._plans = tuple(plans)
+        self._answers: dict[object, T] = {}
+        self._trial: _Trial[T] | None = None
+        CHOICES[name] = self
+
+    def __call__(self, device: torch.device, *key: int) -> T:
+        """The value for a key on a device.
+
+        Raises:
+            ConfigurationError: the file that TE_FL_TUNING_PATH names is broken.
+        """
+        if self._trial is not None:
+            return self._trial.answer(device, self.round(key))
+        asked = (device, key)
+        if asked not in self._answers:
+            rounded = self.round(key)
+            found = lookup.value(self, device, rounded)
+            if len(self._answers) >= _MOST_ANSWERS:
+                self._answers.clear()
+            self._answers[asked] = self.heuristic(device, *rounded) if found is None else found
+        return self._answers[asked]
+
+    def round(self, key: Key) -> Key:
+        """The key with powers of two where it has them."""
+        pairs = zip(key, self._rounds, strict=True)
+        return tuple([power_of_two(it) if rounds else it for it, rounds in pairs])
+
+    def unmeasured(self, device: torch.device, key: Key) -> T:
+        """The value by rule: the vendor's, or the family's own."""
+        found = lookup.by_rule(self, device, key)
+        return self.heuristic(device, *key) if found is None else found
+
+    def forget(self) -> None:
+        """Forget every answer, and what was planned with them."""
+        self._answers.clear()
+        for plans in self._plans:
+            plans.clear()
+
+    @contextlib.contextmanager
+    def trial(self, value: T | None = None) -> Iterator[set[Key]]:
+        """Within the block the answer is ``value``, or by rule if there is none.
+
+        For measuring, while nothing else runs. Gives the keys that were asked for.
+        """
+        self.forget()
+        self._trial = trial = _Trial(self, value)
+        try:
+            yield trial.keys
+        finally:
+            self._trial = None
+            self.forget()
+
+
+class _Trial(Generic[T]):
+    """One value in place of every answer."""
+
+    def __init__(self, choice: Choice[T], value: T | None) -> None:
+        self.keys: set[Key] = set()
+        self._choice = choice
+        self._value = value
+
+    def answer(self, device: torch.device, key: Key) -> T:
+        self.keys.add(key)
+        return self._choice.unmeasured(device, key) if self._value is None else self._value
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def forget() -> None:
+    """Forget what was read and chosen: files and environment count anew at the next plan."""
+    lookup.forget()
+    for choice in CHOICES.values():
+        choice.forget()

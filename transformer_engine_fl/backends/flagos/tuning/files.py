@@ -1,0 +1,262 @@
+"""A tuning file: its model, and how it is read, merged and written.
+
+Apart from ``lookup.py`` because pydantic and YAML load with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PositiveFloat,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
+
+from transformer_engine_fl.backends.flagos.tuning.choice import Choice, Key, power_of_two
+from transformer_engine_fl.core.errors import ConfigurationError, suggestion
+
+__all__ = ["Entry", "TuningFile", "made", "merged", "present", "problem", "read", "values", "write"]
+
+T = TypeVar("T")
+Location = tuple[int | str, ...]
+
+_STRICT = ConfigDict(strict=True)
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Entry(_Strict):
+    """The value for one key.
+
+    Attributes:
+        key: of the choice, by field.
+        value: its fields.
+        ms: the time of the call with it.
+        heuristic_ms: the time of the call with the value that the heuristic has.
+        call: what was measured.
+        measured_on: the device and the versions.
+    """
+
+    key: dict[StrictStr, StrictInt]
+    value: dict[StrictStr, StrictBool | StrictInt | StrictFloat]
+    ms: PositiveFloat | None = None
+    heuristic_ms: PositiveFloat | None = None
+    call: StrictStr | None = None
+    measured_on: StrictStr | None = None
+
+
+class TuningFile(_Strict):
+    """A whole file.
+
+    Attributes:
+        format: of the file.
+        device: the name of the only device that it is for.
+        choices: by name, what was measured.
+    """
+
+    format: Literal[1] = 1
+    device: StrictStr | None = None
+    choices: dict[StrictStr, list[Entry]] = {}
+
+
+# ----------------------------------------------------------------------------- reading
+
+
+def read(path: Path) -> TuningFile:
+    """Read a file.
+
+    Raises:
+        ConfigurationError: it cannot be read, is no YAML, or has an unknown key or a value
+            of the wrong type; names the file and the line.
+    """
+    text = _text(path)
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        said = getattr(error, "problem", None) or str(error)
+        raise ConfigurationError(f"{where}: no YAML: {said}") from None
+    try:
+        return TuningFile.model_validate({} if content is None else content)
+    except ValidationError as error:
+        raise _wrong(path, error, ()) from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8
+        raise ConfigurationError(f"{path}: cannot be read: {error}") from None
+
+
+def values(content: TuningFile, choice: Choice[T], path: Path) -> dict[Key, T]:
+    """What a file says of a choice, by key.
+
+    Raises:
+        ConfigurationError: a key or a value is none of that choice's; names file and line.
+    """
+    found: dict[Key, T] = {}
+    for place, entry in enumerate(content.choices.get(choice.name, ())):
+        where: Location = ("choices", choice.name, place)
+        key = _key(choice, entry, path, (*where, "key"))
+        if key in found:
+            raise problem(path, (*where, "key"), f"{entry.key} is there twice")
+        try:
+            found[key] = made(choice, entry.value)
+        except ValidationError as error:
+            raise _wrong(path, error, (*where, "value"), choice.value) from None
+        except ValueError as error:
+            raise problem(path, (*where, "value"), str(error)) from None
+    return found
+
+
+def _key(choice: Choice[Any], entry: Entry, path: Path, where: Location) -> Key:
+    for name in entry.key:
+        if name not in choice.key:
+            hint = suggestion(name, choice.key)
+            message = f"unknown field; the key has: {', '.join(choice.key)}{hint}"
+            raise problem(path, (*where, name), message)
+    for name in choice.key:
+        if name not in entry.key:
+            raise problem(path, where, f"{name!r} is missing")
+        number = entry.key[name]
+        if name in choice.rounded and number != power_of_two(number):
+            raise problem(path, (*where, name), f"{number} is no power of two")
+    return tuple(entry.key[name] for name in choice.key)
+
+
+def made(choice: Choice[T], fields: Mapping[str, Any]) -> T:
+    """The value of a choice with these fields.
+
+    Raises:
+        ValueError: they are not its fields, or a kernel cannot run with them.
+    """
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{fields!r} is no mapping of fields")
+    value: T = TypeAdapter(choice.value, config=_STRICT).validate_python(dict(fields))
+    reason = choice.wrong(value)
+    if reason is not None:
+        raise ValueError(reason)
+    return value
+
+
+# ------------------------------------------------------------------------------ errors
+
+
+def _wrong(
+    path: Path, error: ValidationError, within: Location, kind: type[Any] | None = None
+) -> ConfigurationError:
+    """The first thing that a model finds wrong, in the words of this project."""
+    found = error.errors()
+    # What is missing may be there under another name, which says more.
+    first = next((it for it in found if it["type"] in _UNKNOWN), found[0])
+    where = (*within, *first["loc"])
+    if first["type"] in _UNKNOWN:
+        name = str(first["loc"][-1])
+        model = Entry if "choices" in where else TuningFile
+        known = tuple(getattr(kind, "_fields", None) or model.model_fields)
+        message = f"unknown key; valid: {', '.join(known)}{suggestion(name, known)}"
+    elif first["type"] in ("missing", "missing_argument"):
+        message = "is missing"
+    else:
+        message = f"{first['msg'].lower()}, got {first['input']!r}"
+    return problem(path, where, message)
+
+
+def problem(path: Path, where: Location, message: str) -> ConfigurationError:
+    """What is wrong at a place in a file, which is named with its line."""
+    line = _line(path, where)
+    place = f"{path}:{line}" if line else str(path)
+    return ConfigurationError(f"{place}: {'.'.join(map(str, where)) or 'the file'}: {message}")
+
+
+def _line(path: Path, where: Location) -> int | None:
+    """The line of the innermost part of ``where`` that is there."""
+    try:
+        node = yaml.compose(_text(path), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError, ConfigurationError):
+        return None
+    if node is None:
+        return None
+    line: int = node.start_mark.line
+    for part in where:
+        if isinstance(node, yaml.MappingNode):
+            pairs = {it.value: (it, inner) for it, inner in node.value}
+            if str(part) not in pairs:
+                break
+            name, node = pairs[str(part)]
+            line = name.start_mark.line
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            node = node.value[part]
+            line = node.start_mark.line
+        else:
+            break
+    return line + 1
+
+
+# ----------------------------------------------------------------------------- writing
+
+
+def merged(old: TuningFile, new: TuningFile) -> TuningFile:
+    """Both; where they have the same key of a choice, the new one's entry."""
+    choices = dict(old.choices)
+    for name, entries in new.choices.items():
+        replaced = [entry.key for entry in entries]
+        kept = [entry for entry in choices.get(name, ()) if entry.key not in replaced]
+        choices[name] = sorted([*kept, *entries], key=lambda entry: [*entry.key.values()])
+    return TuningFile(device=new.device or old.device, choices=dict(sorted(choices.items())))
+
+
+def present(path: Path, device: str | None) -> TuningFile:
+    """What there is to merge into.
+
+    Raises:
+        ConfigurationError: it is broken or for another device.
+    """
+    found = read(path) if path.exists() else TuningFile()
+    if found.device not in (None, device):
+        message = f"is for {found.device!r}, this is {device!r}; name another file"
+        raise problem(path, ("device",), message)
+    return found
+
+
+def write(path: Path, content: TuningFile) -> None:
+    """Merge into a file, which is replaced in one step.
+
+    Raises:
+        ConfigurationError: what is there is broken or for another device, or nothing can be
+            written there.
+    """
+    plain = merged(present(path, content.device), content).model_dump(exclude_none=True)
+    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be written: {error}") from None

@@ -1,0 +1,334 @@
+"""Where a value comes from: files by device, then vendor, then for all, and vendors' rules.
+
+At each of the three levels the file of ``TE_FL_TUNING_PATH`` goes first, then the user's own,
+then those of vendors' packages, then those in this folder. A vendor's heuristics come behind
+its files, before what is said for every device. A file that is broken counts as absent, with
+one warning; the one that the user named is an error.
+
+What a file may say is in ``files.py``, which loads when there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError
+from transformer_engine_fl.core.late import load_attribute
+from transformer_engine_fl.core.locks import LOADING
+from transformer_engine_fl.core.log import logger
+from transformer_engine_fl.core.policy import get_environment
+from transformer_engine_fl.core.types import NAME
+
+if TYPE_CHECKING:
+    import torch
+
+    from transformer_engine_fl.backends.flagos.tuning.choice import Choice, Key
+    from transformer_engine_fl.backends.flagos.tuning.files import TuningFile
+
+__all__ = [
+    "SUFFIXES",
+    "VENDORS",
+    "Source",
+    "by_rule",
+    "every_file",
+    "forget",
+    "name_of",
+    "register_tuning",
+    "user_folder",
+    "value",
+    "vendor_of",
+]
+
+T = TypeVar("T")
+Heuristic = Callable[..., Mapping[str, Any] | None]
+
+VARIABLE = "TE_FL_TUNING_PATH"
+SUFFIXES = (".yaml", ".yml")
+_FILES = "transformer_engine_fl.backends.flagos.tuning.files"
+_FACTS = "transformer_engine_fl.ops._tensors:facts_of"
+_PACKAGED = Path(__file__).parent
+
+
+class Source(NamedTuple):
+    """A place where a file may be.
+
+    Attributes:
+        path: the file; it need not exist.
+        named: the user named it, so what is wrong in it is an error.
+    """
+
+    path: Path
+    named: bool = False
+
+
+@dataclass(slots=True)
+class Vendor:
+    """What was registered for a vendor.
+
+    Attributes:
+        name: in lower case.
+        devices: patterns of the names of its devices.
+        folders: of files, the first one first.
+        heuristics: by the name of the choice.
+    """
+
+    name: str
+    devices: list[str] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
+    heuristics: dict[str, Heuristic] = field(default_factory=dict)
+
+
+VENDORS: dict[str, Vendor] = {}
+"""By name, in order of registration."""
+
+_read: dict[Path, TuningFile | None] = {}
+_sections: dict[tuple[Path, str], Mapping[Any, Any]] = {}
+_complained: set[object] = set()
+
+
+def register_tuning(
+    vendor: str,
+    *,
+    devices: Sequence[str] = (),
+    folder: str | Path | None = None,
+    heuristics: Mapping[str, Heuristic] = MappingProxyType({}),
+) -> None:
+    """Register a vendor's tuning, with or without kernels of its own.
+
+    Meant for a plugin's ``register``; to call it again with the same changes nothing.
+
+    Args:
+        vendor: the vendor's name; compared without case.
+        devices: names of its devices: an architecture (``"sm_90"``, ``"gfx942"``), or where
+            a device has no such name its torch device type; ``*`` stands for anything. What
+            was registered last wins where several vendors match.
+        folder: of YAML files, named after those devices (``sm_90.yaml``), and
+            ``default.yaml`` for what they do not say.
+        heuristics: by the name of a choice, ``heuristic(device, **key)`` for what was not
+            measured: ``device`` is the name as above, the key that of the choice. It
+            returns the value's fields by name, or None to leave it to the general rule.
+
+    Raises:
+        RegistrationError: a name or a folder is not one, or another heuristic is there.
+    """
+    name, where = vendor.lower(), f"register_tuning({vendor!r})"
+    if not re.fullmatch(NAME, name):
+        raise RegistrationError(f"{where}: that is no vendor's name")
+    if isinstance(devices, str):
+        raise RegistrationError(f"{where}: devices must be a list of patterns, got {devices!r}")
+    if folder is not None and not Path(folder).is_dir():
+        raise RegistrationError(f"{where}: {folder} is no folder")
+    with LOADING:
+        known = VENDORS.get(name) or Vendor(name)
+        for choice, heuristic in heuristics.items():
+            other = known.heuristics.get(choice, heuristic)
+            if _origin(other) != _origin(heuristic):
+                raise RegistrationError(
+                    f"{where}: there is a heuristic for {choice!r} already, {_origin(other)}"
+                )
+        VENDORS.pop(name, None)
+        VENDORS[name] = known
+        known.heuristics.update(heuristics)
+        known.devices += [it for it in devices if it not in known.devices]
+        if folder is not None and Path(folder) not in known.folders:
+            known.folders.insert(0, Path(folder))
+
+
+def _origin(heuristic: Heuristic) -> str:
+    """Tells functions apart, but not a module's from the same one's that was loaded again."""
+    module = getattr(heuristic, "__module__", None)
+    return f"{module}.{getattr(heuristic, '__qualname__', repr(heuristic))}"
+
+
+# ---------------------------------------------------------------------------- devices
+
+
+def name_of(device: torch.device) -> str:
+    """What files call a device: its architecture, or its type where it has none."""
+    arch: str | None = load_attribute(_FACTS)(device, None).arch
+    return arch or device.type
+
+
+def vendor_of(name: str) -> Vendor | None:
+    """Whose device that is."""
+    for vendor in reversed(VENDORS.values()):
+        if any(fnmatchcase(name, pattern) for pattern in vendor.devices):
+            return vendor
+    return None
+
+
+def user_folder() -> Path:
+    """Where ``te-fl tune`` keeps what it measures; it need not exist."""
+    root = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(root) / "transformer_engine_fl" / "tuning"
+
+
+# ------------------------------------------------------------------------------ values
+
+
+def value(choice: Choice[T], device: torch.device, key: Key) -> T | None:
+    """What was measured for a key, or is a vendor's rule for it; None where neither is.
+
+    Raises:
+        ConfigurationError: in what TE_FL_TUNING_PATH names.
+    """
+    name = name_of(device)
+    vendor = vendor_of(name)
+    if vendor is not None:
+        found = _stated(choice, name, _of_vendor(vendor.name, vendor.folders, name), key)
+        if found is None:
+            found = _by_rule_of(vendor, choice, name, key)
+        if found is not None:
+            return found
+    return _stated(choice, name, _for_all(), key)
+
+
+def by_rule(choice: Choice[T], device: torch.device, key: Key) -> T | None:
+    """The vendor's rule for a key; None where it has none."""
+    name = name_of(device)
+    vendor = vendor_of(name)
+    return None if vendor is None else _by_rule_of(vendor, choice, name, key)
+
+
+def _named() -> Path | None:
+    text = get_environment().tuning_path
+    if text is None:
+        return None
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (OSError, ValueError, RuntimeError) as error:  # no such thing, no path, no such user
+        message = f"{VARIABLE}: there is no file and no folder {text!r}: {error}"
+        raise ConfigurationError(message) from None
+    return path
+
+
+def _folders() -> Iterator[tuple[Path, bool]]:
+    """The folders with one for each vendor, but this one."""
+    named = _named()
+    if named is not None and named.is_dir():
+        yield named, True
+    yield user_folder(), False
+
+
+def _of_vendor(vendor: str, folders: Sequence[Path], name: str) -> Iterator[Source]:
+    """The files for a vendor's device."""
+    named = _named()
+    if named is not None and not named.is_dir():
+        yield Source(named, True)
+    for level in (name, "default"):
+        for folder, is_named in _folders():
+            yield Source(folder / vendor / f"{level}.yaml", is_named)
+        yield from (Source(folder / f"{level}.yaml") for folder in folders)
+
+
+def _for_all() -> Iterator[Source]:
+    """The files for every device."""
+    named = _named()
+    if named is not None and not named.is_dir():
+        yield Source(named, True)
+    for folder, is_named in _folders():
+        yield Source(folder / "default.yaml", is_named)
+    yield Source(_PACKAGED / "default.yaml")
+
+
+def every_file() -> list[Source]:
+    """Each file that is there, whatever device it is for.
+
+    Raises:
+        ConfigurationError: TE_FL_TUNING_PATH names nothing.
+    """
+    found: dict[Path, bool] = {}
+    named = _named()
+    if named is not None and not named.is_dir():
+        found[named] = True
+    roots = [*_folders(), (_PACKAGED, False)]
+    roots += [(it, False) for vendor in VENDORS.values() for it in vendor.folders]
+    for root, is_named in roots:
+        for path in sorted(root.rglob("*")):
+            if path.suffix in SUFFIXES:
+                found.setdefault(path, is_named)
+    return [Source(path, is_named) for path, is_named in found.items()]
+
+
+def _stated(choice: Choice[T], name: str, sources: Iterator[Source], key: Key) -> T | None:
+    """What the first file says that has the key."""
+    for source in sources:
+        found: T | None = _section(choice, name, source).get(key)
+        if found is not None:
+            return found
+    return None
+
+
+def _section(choice: Choice[T], name: str, source: Source) -> Mapping[Key, T]:
+    """What a file says of a choice, by key; nothing if it is for another device."""
+    path = source.path
+    with LOADING:
+        if path not in _read:
+            _read[path] = _or_warning(source, path, lambda: _content(path))
+        content = _read[path]
+        if content is None or content.device not in (None, name):
+            return {}
+        section = (path, choice.name)
+        if section not in _sections:
+            values = load_attribute(f"{_FILES}:values")
+            read = _or_warning(source, section, lambda: values(content, choice, path))
+            _sections[section] = read or {}
+        return _sections[section]
+
+
+def _content(path: Path) -> TuningFile | None:
+    if not path.exists():
+        return None
+    content: TuningFile = load_attribute(f"{_FILES}:read")(path)
+    return content
+
+
+def _or_warning(source: Source, what: object, read: Callable[[], T]) -> T | None:
+    """What is read; None with a warning if that is broken, unless the user named the file."""
+    try:
+        return read()
+    except ConfigurationError as error:
+        if source.named:
+            raise ConfigurationError(f"{VARIABLE}: {error}") from None
+        _complain(what, f"{error}; it is passed over, `te-fl tune --check` looks at every file")
+        return None
+
+
+def _by_rule_of(vendor: Vendor, choice: Choice[T], name: str, key: Key) -> T | None:
+    heuristic = vendor.heuristics.get(choice.name)
+    if heuristic is None:
+        return None
+    where = f"the heuristic of {vendor.name} for {choice.name!r}"
+    try:
+        fields = heuristic(name, **dict(zip(choice.key, key, strict=True)))
+        if fields is None:
+            return None
+        made: T = load_attribute(f"{_FILES}:made")(choice, fields)
+        return made
+    except Exception as error:  # noqa: BLE001 - a vendor's code; the general rule stands in
+        said = f"{type(error).__name__}: {error}"
+        _complain((vendor.name, choice.name), f"{where} is passed over: {said}")
+        return None
+
+
+def _complain(what: object, message: str) -> None:
+    """Warn, once of each thing."""
+    if what not in _complained:
+        _complained.add(what)
+        logger.warning("%s", message)
+
+
+def forget() -> None:
+    """Forget every file that was read."""
+    with LOADING:
+        _read.clear()
+        _sections.clear()
+        _complained.clear()

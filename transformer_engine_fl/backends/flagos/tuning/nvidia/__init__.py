@@ -1,0 +1,9 @@
+"""Tuning for NVIDIA's devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformer_engine_fl.backends.flagos.tuning.lookup import register_tuning
+
+register_tuning("nvidia", devices=("sm_*",), folder=Path(__file__).parent)

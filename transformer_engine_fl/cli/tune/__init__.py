@@ -1,0 +1,1 @@
+"""``te-fl tune``: measuring what kernels can choose, and keeping it in a tuning file."""

@@ -1,0 +1,311 @@
+"""The command itself: what is asked, the bar, the table, the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from transformer_engine_fl.backends.flagos.tuning import CHOICES, forget, lookup
+from transformer_engine_fl.cli._output import Json, console, print_json, progress_bar, table
+from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, suggestion
+from transformer_engine_fl.core.manager import get_default_manager
+
+if TYPE_CHECKING:
+    import torch
+
+    from transformer_engine_fl.backends.flagos.tuning.calls import Calls, Shape
+    from transformer_engine_fl.backends.flagos.tuning.files import TuningFile
+    from transformer_engine_fl.cli.tune.measuring import Job, Result
+
+__all__ = ["tune"]
+
+
+def tune(
+    op: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OP", help="Only this operator; repeatable (each that has choices)."),
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPES", help="On these shapes, 8192x4096,4096x8192 (the operator's own)."
+        ),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="In this dtype; repeatable (the operator's own)."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="The file (.yaml) or folder that is written (the user's own folder).",
+        ),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure nothing: say what is wrong in tuning files.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Measure what the Triton kernels can choose on this device, and keep it in a file.
+
+    Every candidate is held to the operator's contract first. The file grows with each call
+    that is measured; what was measured before stays in it unless it is measured again.
+    --check looks at the file or folder of --output, or at every file that would be read, and
+    needs no device.
+    """
+    get_default_manager().ensure_initialized()  # vendors' plugins register theirs
+    if check:
+        raise typer.Exit(_check(output, as_json=json))
+    wanted, sizes, dtypes = _operators(op or []), _shapes(shapes), dtype or []
+    _check_question(wanted, sizes, dtypes)
+    device = _device()
+    from transformer_engine_fl.cli.tune import measuring
+
+    measuring.load_families()
+    path = _path(output, lookup.name_of(device))
+    results = _measure(measuring.jobs(wanted, sizes, dtypes), device, path)
+    written = any(it.value for it in results)
+    if json:
+        document = [it.to_dict() for it in results]
+        print_json({"file": str(path) if written else None, "results": document})
+    else:
+        _show(results)
+    for line in measuring.named(results):
+        console(stderr=True).print(line, soft_wrap=True)
+    if written:
+        console(stderr=True).print(f"written: {path}", soft_wrap=True)
+    raise typer.Exit(0 if all(it.value for it in results) else 1)
+
+
+# ------------------------------------------------------------------------ the question
+
+
+def _device() -> torch.device:
+    """The device at hand.
+
+    Raises:
+        TeFlError: there is none on which times mean anything.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise TeFlError("tuning measures on a GPU, and torch sees none on this machine")
+    from transformer_engine_fl.backends.flagos import _launch
+
+    if _launch.INTERPRETED:
+        raise TeFlError("tuning measures on a GPU; TRITON_INTERPRET has kernels run on the CPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _operators(names: Sequence[str]) -> list[Calls]:
+    from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
+
+    for name in names:
+        if name not in CALLS:
+            raise ConfigurationError(
+                f"--op: nothing is measured for {name!r}; there are: {', '.join(CALLS)}"
+                f"{suggestion(name, CALLS)}"
+            )
+    return [CALLS[name] for name in dict.fromkeys(names)] or list(CALLS.values())
+
+
+def _shapes(text: str | None) -> list[Shape]:
+    shapes = []
+    for part in (text or "").split(",") if text is not None else ():
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", part.strip()):
+            raise ConfigurationError(
+                f"--shapes: {part!r} is no shape; example: 8192x4096,4096x8192"
+            )
+        shapes.append(tuple(int(number) for number in part.split("x")))
+    return shapes
+
+
+def _check_question(
+    wanted: Sequence[Calls], shapes: Sequence[Shape], dtypes: Sequence[str]
+) -> None:
+    from transformer_engine_fl.ops import CATALOGUE
+
+    for calls in wanted:
+        for shape in shapes:
+            if len(shape) != len(calls.shapes[0]):
+                raise ConfigurationError(
+                    f"--shapes: {'x'.join(map(str, shape))} is no shape of {calls.op}, "
+                    f"which has {calls.axes}"
+                )
+        for name in dtypes:
+            known = CATALOGUE[calls.op].dtypes
+            if name not in known:
+                raise ConfigurationError(
+                    f"--dtype: {calls.op} takes no {name!r}; "
+                    f"it takes: {', '.join(known)}{suggestion(name, known)}"
+                )
+
+
+def _path(output: Path | None, name: str) -> Path:
+    """The file to be written."""
+    if output is not None and output.suffix in lookup.SUFFIXES:
+        return output
+    vendor = lookup.vendor_of(name)
+    if vendor is None:
+        raise ConfigurationError(
+            f"nobody has registered {name!r} as a device of a vendor, whose folder a file goes "
+            "to; name a file with --output FILE.yaml"
+        )
+    return (lookup.user_folder() if output is None else output) / vendor.name / f"{name}.yaml"
+
+
+# --------------------------------------------------------------------------- measuring
+
+
+def _measure(jobs: Sequence[Job], device: torch.device, path: Path) -> list[Result]:
+    """Measure one after the other, each written at once: what comes later may fail."""
+    import torch
+
+    from transformer_engine_fl.backends.flagos.tuning import files
+    from transformer_engine_fl.cli.tune import measuring
+
+    files.present(path, lookup.name_of(device))  # an error now, not after all the measuring
+    results = []
+    with progress_bar("tuning") as progress:
+        for done, job in enumerate(jobs):
+            tell = partial(progress, done, len(jobs))
+            results.append(measuring.measure(job, device, measuring.median_ms, tell))
+            _write(path, results[-1], device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        progress(len(jobs), len(jobs), "")
+    forget()
+    return results
+
+
+def _write(path: Path, result: Result, device: torch.device) -> None:
+    """Write what was found, if there is a value that is right."""
+    from transformer_engine_fl.backends.flagos.tuning import files
+
+    if result.value is not None:
+        entry = files.Entry(
+            key=result.key,
+            value=result.value,
+            ms=_rounded(result.ms),
+            heuristic_ms=_rounded(result.heuristic_ms),
+            call=str(result.job),
+            measured_on=_machine(device),
+        )
+        choices = {result.job.choice.name: [entry]}
+        files.write(path, files.TuningFile(device=lookup.name_of(device), choices=choices))
+
+
+def _rounded(ms: float | None) -> float | None:
+    return None if ms is None else float(f"{ms:.4g}")
+
+
+def _machine(device: torch.device) -> str:
+    import torch
+
+    from transformer_engine_fl.testing.machine import versions
+
+    known = versions(("torch", "triton"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return ", ".join([name, *(f"{it} {known[it]}" for it in ("torch", "triton"))])
+
+
+def _show(results: Sequence[Result]) -> None:
+    from transformer_engine_fl.cli.tune.measuring import shown
+
+    headings = ("choice", "call", "chosen", "ms", "by rule", "ms by rule")
+    rows: list[tuple[str | Text, ...]] = []
+    for it in results:
+        job, other = it.job, it.value is not None and it.value != it.heuristic
+        chosen = Text(shown(it.value) if it.value else "none is right", "" if it.value else "red")
+        faster = Text(_figure(it.ms), "green" if other else "")
+        called = f"{'x'.join(map(str, job.shape))} {job.dtype}"
+        rule = (shown(it.heuristic), _figure(it.heuristic_ms))
+        rows.append((job.choice.name, called, chosen, faster, *rule))
+    console().print(
+        table(headings, rows, numbers=("ms", "ms by rule"), wrapped=("chosen", "by rule"))
+    )
+
+
+def _figure(ms: float | None) -> str:
+    return "-" if ms is None else f"{ms:.4g}"
+
+
+# ---------------------------------------------------------------------------- checking
+
+
+def _check(output: Path | None, *, as_json: bool) -> int:
+    """Say what is wrong in files; the exit code."""
+    from transformer_engine_fl.cli.tune import measuring
+
+    measuring.load_families()
+    found = {path: _problems_of(path) for path in _files(output)}
+    problems = [it for _, some in found.values() for it in some] + list(_unknown_heuristics())
+    if as_json:
+        good = {str(path): entries for path, (entries, some) in found.items() if not some}
+        print_json({"good": good, "problems": problems})
+        return 1 if problems else 0
+    out = console()
+    for path, (entries, some) in found.items():
+        if not some:
+            out.print(f"good: {path}, entries: {entries}", soft_wrap=True)
+    for problem in problems:
+        line = Text("broken: ", "bold red").append(problem, "not bold default")
+        out.print(line, soft_wrap=True)
+    if not found:
+        out.print("there is no tuning file: every choice is made by rule")
+    return 1 if problems else 0
+
+
+def _files(output: Path | None) -> list[Path]:
+    if output is None:
+        return [source.path for source in lookup.every_file()]
+    if not output.exists():
+        raise ConfigurationError(f"--output: there is no file and no folder {output}")
+    if not output.is_dir():
+        return [output]
+    return [it for it in sorted(output.rglob("*")) if it.suffix in lookup.SUFFIXES]
+
+
+def _problems_of(path: Path) -> tuple[int, list[str]]:
+    """How many entries a file has, and what is wrong: of the file, or once of each choice."""
+    from transformer_engine_fl.backends.flagos.tuning import files
+
+    try:
+        content = files.read(path)
+    except ConfigurationError as error:
+        return 0, [str(error)]
+    problems = list(_of_choices(content, path))
+    if content.device is not None and path.stem not in (content.device, "default"):
+        named_alike = lookup.vendor_of(path.stem)
+        if named_alike is not None:
+            problems.append(f"{path}: its name says {path.stem!r}, it is for {content.device!r}")
+    return sum(map(len, content.choices.values())), problems
+
+
+def _of_choices(content: TuningFile, path: Path) -> Iterator[str]:
+    from transformer_engine_fl.backends.flagos.tuning import files
+
+    for name in content.choices:
+        if name not in CHOICES:
+            hint = suggestion(name, CHOICES)
+            yield str(files.problem(path, ("choices", name), f"unknown choice{hint}"))
+            continue
+        try:
+            files.values(content, CHOICES[name], path)
+        except ConfigurationError as error:
+            yield str(error)
+
+
+def _unknown_heuristics() -> Iterator[str]:
+    for vendor in lookup.VENDORS.values():
+        for name in vendor.heuristics:
+            if name not in CHOICES:
+                hint = suggestion(name, CHOICES)
+                yield f"vendor {vendor.name}: a heuristic for the unknown choice {name!r}{hint}"

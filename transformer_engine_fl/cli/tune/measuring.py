@@ -1,0 +1,259 @@
+"""Measuring the candidates of a choice: values by the conformance kit, then times.
+
+Which candidates there are, and which calls they are measured with, the families say.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from transformer_engine_fl.backends import flagos
+from transformer_engine_fl.backends.flagos.tuning import CHOICES, Choice
+from transformer_engine_fl.backends.flagos.tuning.calls import Calls, Shape
+from transformer_engine_fl.core.contract import Sample
+from transformer_engine_fl.core.errors import TeFlError
+from transformer_engine_fl.core.manager import get_default_manager
+from transformer_engine_fl.core.registry import Entry
+from transformer_engine_fl.ops import CATALOGUE
+from transformer_engine_fl.ops._tensors import TorchTensors
+from transformer_engine_fl.testing.checks import Declined, Run
+from transformer_engine_fl.testing.outcome import ConformanceError
+
+__all__ = [
+    "Discarded",
+    "Job",
+    "Result",
+    "jobs",
+    "load_families",
+    "measure",
+    "median_ms",
+    "named",
+    "shown",
+]
+
+IMPL_ID = "default.flagos"
+_WORTH = 0.99
+"""What is less than a hundredth faster than the heuristic's value is not chosen."""
+
+Timer = Callable[[Callable[[], Any]], float]
+
+
+def median_ms(work: Callable[[], Any]) -> float:
+    """Median time of a call, the L2 cache cleared before each."""
+    from triton.testing import do_bench
+
+    result: float = do_bench(work, warmup=10, rep=60, return_mode="median")
+    return result
+
+
+class Discarded(NamedTuple):
+    """A candidate that is out, and why."""
+
+    value: dict[str, Any]
+    reason: str
+
+
+class Job(NamedTuple):
+    """One choice to be measured with one call."""
+
+    calls: Calls
+    choice: Choice[Any]
+    shape: Shape
+    dtype: str
+
+    def sample(self, shape: Shape, device: str) -> Sample:
+        """The call on a shape."""
+        return self.calls.make(shape, getattr(torch, self.dtype), device)
+
+    def __str__(self) -> str:
+        return f"{self.calls.op} {'x'.join(map(str, self.shape))} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a job.
+
+    Attributes:
+        job: which.
+        key: that the call asked for.
+        value: the one to be used; None if no candidate is right.
+        ms: its time.
+        heuristic: the value by rule.
+        heuristic_ms: its time; None if it is not right.
+        tried: how many values were measured.
+        discarded: those whose results break the contract, or that do not run.
+    """
+
+    job: Job
+    key: dict[str, int]
+    value: dict[str, Any] | None
+    ms: float | None
+    heuristic: dict[str, Any]
+    heuristic_ms: float | None
+    tried: int
+    discarded: tuple[Discarded, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        job = self.job
+        return {
+            "operator": job.calls.op,
+            "choice": job.choice.name,
+            "shape": list(job.shape),
+            "dtype": job.dtype,
+            "key": self.key,
+            "value": self.value,
+            "ms": self.ms,
+            "heuristic": self.heuristic,
+            "heuristic_ms": self.heuristic_ms,
+            "tried": self.tried,
+            "discarded": [it._asdict() for it in self.discarded],
+        }
+
+
+def load_families() -> None:
+    """Import every family of the set, so that each choice is there.
+
+    Raises:
+        TeFlError: Triton is not installed.
+    """
+    try:
+        for family in sorted({contract.family for contract in CATALOGUE.values()}):
+            name = f"{flagos.__name__}.{family}"
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+    except ImportError as error:
+        raise TeFlError(f"the Triton set cannot be loaded: {error}") from error
+
+
+def jobs(wanted: Sequence[Calls], shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[Job]:
+    """What there is to measure: all of the operators' own shapes and dtypes unless given."""
+    return [
+        Job(calls, CHOICES[name], shape, dtype)
+        for calls in wanted
+        for name in calls.choices
+        for dtype in dtypes or calls.dtypes
+        for shape in shapes or calls.shapes
+    ]
+
+
+def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], None]) -> Result:
+    """Measure every candidate.
+
+    Args:
+        job: the choice and the call.
+        device: where.
+        timer: milliseconds of a call.
+        tell: told of each candidate before it is measured.
+
+    Raises:
+        TeFlError: the call does not ask for this choice, or the device ran out of memory.
+    """
+    where = str(device)
+    entry = _entry(job.calls.op)
+    checked = job.sample(job.calls.check_shape(job.shape), where)
+    timed = job.sample(job.shape, where)
+    with job.choice.trial() as keys:
+        _attempt(job, lambda: entry.fn(*timed.args, **timed.kwargs))
+    if len(keys) != 1:
+        raise TeFlError(f"{job}: asks {len(keys)} times for {job.choice.name!r}, not once")
+    (key,) = keys
+    first = job.choice.unmeasured(device, key)
+    values = list(dict.fromkeys([first, *job.choice.candidates(*key)]))
+    times: dict[Any, float] = {}
+    discarded = []
+    for value in values:
+        tell(f"{job}: {shown(value._asdict())}")
+        with job.choice.trial(value):
+            reason = _wrong(job, entry, checked)
+            if reason is None:
+                try:
+                    times[value] = timer(lambda: entry.fn(*timed.args, **timed.kwargs))
+                except Exception as error:  # noqa: BLE001 - a kernel's; it is told in the table
+                    reason = _said(job, error)
+        if reason is not None:
+            discarded.append(Discarded(value._asdict(), reason))
+    return _result(job, key, first, times, len(values), discarded)
+
+
+def _result(
+    job: Job,
+    key: tuple[int, ...],
+    first: Any,
+    times: dict[Any, float],
+    tried: int,
+    discarded: list[Discarded],
+) -> Result:
+    best = min(times, key=lambda it: times[it], default=None)
+    if first in times and times[best] > _WORTH * times[first]:
+        best = first
+    return Result(
+        job,
+        dict(zip(job.choice.key, key, strict=True)),
+        None if best is None else best._asdict(),
+        times.get(best),
+        first._asdict(),
+        times.get(first),
+        tried,
+        tuple(discarded),
+    )
+
+
+def _entry(op: str) -> Entry:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    (entry,) = (it for it in manager.registry.entries(op) if it.impl.impl_id == IMPL_ID)
+    reason = entry.unavailable() or entry.load()
+    if reason is not None:
+        raise TeFlError(f"{op}: {IMPL_ID} is not available: {reason}")
+    return entry
+
+
+def _wrong(job: Job, entry: Entry, sample: Sample) -> str | None:
+    """Why a result is not the contract's, or is none; the answers are under trial."""
+    try:
+        Run(entry, CATALOGUE[job.calls.op], job.dtype, sample).values()
+    except Declined as error:
+        return f"declines the call: {error}"
+    except ConformanceError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - a kernel's; it is told in the table
+        return _said(job, error)
+    return None
+
+
+def _attempt(job: Job, work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except Exception as error:
+        raise TeFlError(f"{job}: {_said(job, error)}") from error
+
+
+def _said(job: Job, error: Exception) -> str:
+    """An error in one line.
+
+    Raises:
+        TeFlError: nothing that follows could run either.
+    """
+    line = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+    if TorchTensors().is_fatal(error):
+        raise TeFlError(f"{job}: {line}; --shapes measures smaller ones") from error
+    return line
+
+
+def shown(fields: dict[str, Any]) -> str:
+    """A value in few words."""
+    return " ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def named(results: Sequence[Result]) -> Iterator[str]:
+    """A line for each candidate that is out."""
+    for it in results:
+        for value, reason in it.discarded:
+            yield f"{it.job}: {it.job.choice.name} {shown(value)} is out: {reason}"
