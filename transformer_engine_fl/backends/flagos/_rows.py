@@ -1,11 +1,12 @@
 """How rows are cut: into tiles of whole rows, or into pieces that several programs share.
 
 A program that has one piece of a row holds it in registers, leaves its share of the row's
-sums where the others find it, waits for theirs, and goes on: each number is read once,
-however wide the row. That needs every program of the grid to be running, so the grid is
-what the device holds at once and the launch is a cooperative one, which gives just that or
-fails. Where there is no such launch, the same kernel runs twice: for the sums, and then,
-reading the row again, for the rest.
+sums where the others find it, and does the same for the next of its rows before it waits
+for the others' shares of the first, which are there by then, and finishes that. So each
+number is read once, however wide the row. That needs every program of the grid to be
+running: the grid is what the device holds at once, and the launch is a cooperative one,
+which gives just that or fails. Where there is no such launch, the same kernel runs twice:
+for the sums, and then, reading the row again, for the rest.
 
 Shares are added up in the order of the pieces, so a row's result depends on its width and
 dtype alone. What is summed, and what becomes of it, is the kernel's own business.
@@ -14,7 +15,7 @@ dtype alone. What is summed, and what becomes of it, is the kernel's own busines
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,11 +55,13 @@ class Pieces(NamedTuple):
         threads: of a program.
         width: of a piece.
         programs: that a multiprocessor holds at once.
+        stages: pieces under way in a program, beside those of the two rows in its registers.
     """
 
     threads: int
     width: int
     programs: int
+    stages: int = 1
 
 
 Cut = Mapping[int, "Tiles | Pieces"]
@@ -67,53 +70,117 @@ Cut = Mapping[int, "Tiles | Pieces"]
 
 # --------------------------------------------------------------------------- in a kernel
 #
-# STEP is "together", or "sums" and then "rest". ``shares`` is [rows, SUMS, PIECES]: numbers,
-# or for "together" words of which the upper half says whether the lower one, a float32, is
-# there yet. A word is written and read whole, so nothing else needs an order.
+# STEP is "together", or "sums" and then "rest"; a row has one or two SUMS. In two steps
+# ``shares`` is [rows, SUMS, PIECES]. Together it is [rows, PIECES], of a word each: 0 until
+# the piece has told its sums, then their bits, changed so that no sum gives 0. A word is
+# written and read whole, so nothing else needs an order.
+
+# A signalling NaN, which is no sum: what comes out of arithmetic is a quiet one.
+_NO_SUM = tl.constexpr(0x7F800001)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tell(shares_ptr: tl.tensor, value: tl.tensor, STEP: tl.constexpr) -> None:
-    """Leave a share of a sum at ``shares_ptr``."""
+def tell(
+    shares_ptr: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    PIECES: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """Leave this piece's shares of a row's sums; of one, ``second`` is not looked at."""
+    place = row * PIECES + tl.program_id(0)
     if STEP == "together":
-        bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        tl.atomic_xchg(shares_ptr, bits | 0x100000000, sem="relaxed")
+        word = first.to(tl.int32, bitcast=True) ^ _NO_SUM
+        if SUMS == 2:
+            upper = (second.to(tl.int32, bitcast=True) ^ _NO_SUM).to(tl.int64)
+            word = (upper << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+        tl.atomic_xchg(shares_ptr + place, word, sem="relaxed")
     else:
-        tl.store(shares_ptr, value)
+        place += row * ((SUMS - 1) * PIECES)
+        tl.store(shares_ptr + place, first)
+        if SUMS == 2:
+            tl.store(shares_ptr + place + PIECES, second)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
+    """The words at these places, once they are there."""
+    if SUMS == 2:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred missing;
+            again:
+            ld.relaxed.gpu.global.b64 $0, [$1];
+            setp.eq.b64 missing, $0, 0;
+            @missing bra again;
+            }
+            """,
+            "=&l,l",
+            [place],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred missing;
+            again:
+            ld.relaxed.gpu.global.b32 $0, [$1];
+            setp.eq.b32 missing, $0, 0;
+            @missing bra again;
+            }
+            """,
+            "=&r,l",
+            [place],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def heard(
     shares_ptr: tl.tensor,
+    row: tl.tensor,
     other: tl.tensor,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Every piece's shares of a row's one or two sums, and beyond them ``other``.
+    """Every piece's shares of a row's sums, and beyond them ``other`` and 0.
 
     Of one sum, the second is the first once more.
     """
     piece = tl.arange(0, triton.next_power_of_2(PIECES))
     exists = piece < PIECES
-    there: tl.constexpr = 0x100000000 if STEP == "together" else 0
-    first = tl.load(shares_ptr + piece, mask=exists, other=there, volatile=True)
-    second = first
-    if SUMS == 2:
-        second = tl.load(shares_ptr + PIECES + piece, mask=exists, other=there, volatile=True)
+    place = shares_ptr + row * PIECES + tl.minimum(piece, PIECES - 1)
     if STEP == "together":
-        while tl.min(((first & second) >> 32).to(tl.int32), axis=0) == 0:
-            first = tl.load(shares_ptr + piece, mask=exists, other=there, volatile=True)
-            second = first
-            if SUMS == 2:
-                second_ptr = shares_ptr + PIECES
-                second = tl.load(second_ptr + piece, mask=exists, other=there, volatile=True)
-        first = first.to(tl.int32).to(tl.float32, bitcast=True)
-        second = second.to(tl.int32).to(tl.float32, bitcast=True)
+        word = _word(place.to(tl.int64), SUMS)
+        first = (word.to(tl.int32) ^ _NO_SUM).to(tl.float32, bitcast=True)
+        second = first
+        if SUMS == 2:
+            second = ((word >> 32).to(tl.int32) ^ _NO_SUM).to(tl.float32, bitcast=True)
+    else:
+        place += row * ((SUMS - 1) * PIECES)
+        first = tl.load(place)
+        second = first
+        if SUMS == 2:
+            second = tl.load(place + PIECES)
     return tl.where(exists, first, other), tl.where(exists, second, 0)
 
 
 # ---------------------------------------------------------------------------- on the host
+
+
+def _stages(way: Tiles | Pieces, stage_bytes: int, device: torch.device) -> int:
+    """As many stages as wanted, or as shared memory has room for."""
+    room = _launch.limits(device).shared_bytes // (stage_bytes * max(1, way.programs))
+    return max(1, min(way.stages, 1 + room))
 
 
 class WholeRows:
@@ -145,9 +212,6 @@ class WholeRows:
         self._rows = rows_of_tile(tiles.width, block * (2 if dtype == torch.float64 else 1))
         offered = _launch.limits(device)
         self._most = tiles.programs * offered.multiprocessors or MOST
-        # As many tiles under way as wanted, or as shared memory has room for.
-        tile_bytes = self._rows * block * column_bytes
-        room = offered.shared_bytes // (tile_bytes * max(1, tiles.programs))
         self._launch = _launch.Launch(
             kernel,
             device,
@@ -155,7 +219,7 @@ class WholeRows:
             resident=tiles.programs,
             ROWS=self._rows,
             BLOCK=block,
-            STAGES=max(1, min(tiles.stages, 1 + room)),
+            STAGES=_stages(tiles, self._rows * block * column_bytes, device),
             **constants,
         )
 
@@ -183,10 +247,11 @@ class SharedRows:
         columns: of a row.
         sums: that a row has.
         dtype: of the sums.
-        constants: for the kernel, beside PIECES, BLOCK and STEP.
+        column_bytes: that are read of a row, per column.
+        constants: for the kernel, beside PIECES, BLOCK, STAGES and STEP.
     """
 
-    __slots__ = ("_device", "_dtype", "_launches", "_most", "_sums", "pieces")
+    __slots__ = ("_launches", "_make_shares", "_most", "_shares", "pieces")
 
     def __init__(
         self,
@@ -196,6 +261,7 @@ class SharedRows:
         columns: int,
         sums: int,
         dtype: torch.dtype,
+        column_bytes: int,
         **constants: Any,
     ) -> None:
         double = dtype == torch.float64
@@ -203,7 +269,6 @@ class SharedRows:
         self.pieces = -(-columns // width)
         running = pieces.programs * _launch.limits(device).multiprocessors
         self._most = max(1, running // self.pieces)
-        self._device, self._sums, self._dtype = device, sums, dtype
         make = functools.partial(
             _launch.Launch,
             kernel,
@@ -214,12 +279,19 @@ class SharedRows:
             BLOCK=width,
             **constants,
         )
+        self._launches: tuple[_launch.Launch, ...]
+        self._make_shares: Callable[[int], Tensor]
         if _launch.has_ptx() and not double and self.pieces <= running:
-            self._launches: tuple[_launch.Launch, ...] = (
-                make(STEP="together", options={"launch_cooperative_grid": True}),
-            )
+            stages = _stages(pieces, width * column_bytes, device)
+            cooperative = {"launch_cooperative_grid": True}
+            self._launches = (make(STEP="together", STAGES=stages, options=cooperative),)
+            word = torch.int64 if sums == 2 else torch.int32
+            self._make_shares = functools.partial(torch.zeros, dtype=word, device=device)
+            self._shares = self.pieces
         else:
-            self._launches = (make(STEP="sums"), make(STEP="rest"))
+            self._launches = (make(STEP="sums", STAGES=1), make(STEP="rest", STAGES=1))
+            self._make_shares = functools.partial(torch.empty, dtype=dtype, device=device)
+            self._shares = self.pieces * sums
 
     def groups(self, rows: int) -> int:
         """How many groups of programs there are for so many rows."""
@@ -229,13 +301,11 @@ class SharedRows:
         self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
     ) -> None:
         """Start the kernel: ``tensors`` is all but the shares."""
-        size, grid = rows * self._sums * self.pieces, (self.pieces, self.groups(rows))
-        if len(self._launches) == 1:
-            shares = torch.zeros(size, dtype=torch.int64, device=self._device)
-        else:
-            shares = torch.empty(size, dtype=self._dtype, device=self._device)
+        groups = self.groups(rows)
+        # Each group goes one row beyond its last, of which nothing comes.
+        shares = self._make_shares((rows + groups) * self._shares)
         for launch in self._launches:
-            launch(grid, (*tensors, shares), numbers)
+            launch((self.pieces, groups), (*tensors, shares), numbers)
 
 
 def cut(
@@ -253,4 +323,4 @@ def cut(
     way = listed(by_width, width)
     if isinstance(way, Tiles):
         return WholeRows(kernels[0], device, way, columns, dtype, column_bytes, **constants)
-    return SharedRows(kernels[1], device, way, columns, sums, dtype, **constants)
+    return SharedRows(kernels[1], device, way, columns, sums, dtype, column_bytes, **constants)

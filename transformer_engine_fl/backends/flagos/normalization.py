@@ -70,8 +70,7 @@ __all__ = [
 #
 # ``columns`` and the row strides count units of UNIT elements, so that the compiler knows
 # their divisor and can use wide accesses. The dtype of the statistics is that of all sums.
-# Where there is a residual, its rows are as far apart as those of x. Numbers that are read
-# once are the first to leave the cache: what is there to be written back waits longer.
+# Where there is a residual, its rows are as far apart as those of x.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -83,16 +82,14 @@ def _input(
     out: tl.tensor,
     mask: tl.tensor,
     SUM: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
 ) -> tl.tensor:
     """x, or its sum with the residual, rounded, which is stored."""
-    x = tl.load(x_ptr + place, mask=mask, other=0, eviction_policy=LOADS)
+    x = tl.load(x_ptr + place, mask=mask, other=0)
     if residual_ptr is not None:
         ACC: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
-        residual = tl.load(residual_ptr + place, mask=mask, other=0, eviction_policy=LOADS)
+        residual = tl.load(residual_ptr + place, mask=mask, other=0)
         x = rounded(x.to(ACC) + residual.to(ACC), SUM)
-        tl.store(sum_ptr + out, x, mask=mask, eviction_policy=STORES)
+        tl.store(sum_ptr + out, x, mask=mask)
     return x
 
 
@@ -116,8 +113,6 @@ def _forward_rows(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     SUM: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
 ) -> None:
     """Rows that fit into registers, in tiles of ROWS."""
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
@@ -136,7 +131,7 @@ def _forward_rows(
         start = row.to(tl.int64)
         place = (start * stride * UNIT)[:, None] + column[None, :]
         out = (start * columns)[:, None] + column[None, :]
-        x = _input(x_ptr, residual_ptr, sum_ptr, place, out, mask, SUM, LOADS, STORES).to(ACC)
+        x = _input(x_ptr, residual_ptr, sum_ptr, place, out, mask, SUM).to(ACC)
         if mu_ptr is not None:
             mu = tl.sum(x, axis=1) / columns
             tl.store(mu_ptr + row, mu, mask=row < rows)
@@ -153,7 +148,31 @@ def _forward_rows(
         if bias_ptr is not None:
             y += bias.to(ACC)[None, :]
         y = y.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + out, y, mask=mask, eviction_policy=STORES)
+        tl.store(y_ptr + out, y, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tell_squares(
+    x: tl.tensor,
+    inside: tl.tensor,
+    shares_ptr: tl.tensor,
+    row: tl.tensor,
+    count: tl.tensor,
+    ACC: tl.constexpr,
+    PIECES: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """This piece's sum of squares; with two SUMS around its mean, which is the other.
+
+    So there is no difference of large sums, whatever the mean.
+    """
+    x = x.to(ACC)
+    mean = tl.zeros((), ACC)
+    if SUMS == 2:
+        mean = tl.sum(x, axis=0) / count
+        x = tl.where(inside, x - mean, 0)
+    tell(shares_ptr, row, tl.sum(x * x, axis=0), mean, PIECES, SUMS, STEP)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
@@ -175,55 +194,59 @@ def _forward_shared(
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     SUM: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """A piece of BLOCK columns of one row at a time; see ``_rows``.
-
-    Of a row that is centred each piece gives its mean, and its squares around that: no
-    difference of large sums, whatever the mean.
-    """
+    """A piece of BLOCK columns of one row after the other; see ``_rows``."""
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     SUMS: tl.constexpr = 1 if mu_ptr is None else 2
     columns = columns * UNIT
-    piece = tl.program_id(0)
-    column = piece * BLOCK + tl.arange(0, BLOCK)
+    stride = stride * UNIT
+    first = tl.program_id(0) * BLOCK
+    column = first + tl.arange(0, BLOCK)
     inside = column < columns
+    mine = tl.minimum(columns - first, BLOCK)
     pieces = tl.arange(0, triton.next_power_of_2(PIECES))
-    count = tl.minimum(columns - pieces * BLOCK, BLOCK).to(ACC)
-    for index in tl.range(tl.program_id(1), rows, tl.num_programs(1)):
+    count = tl.minimum(tl.maximum(columns - pieces * BLOCK, 0), BLOCK).to(ACC)
+    groups = tl.num_programs(1)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0)
+    row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
+    x = _input(
+        x_ptr, residual_ptr, sum_ptr, row * stride + column, row * columns + column, inside, SUM
+    )
+    if STEP != "rest":
+        _tell_squares(x, inside, shares_ptr, row, mine, ACC, PIECES, SUMS, STEP)
+    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
-        place = row * stride * UNIT + column
         out = row * columns + column
-        shares = shares_ptr + row * (SUMS * PIECES)
-        x = _input(x_ptr, residual_ptr, sum_ptr, place, out, inside, SUM, LOADS, STORES).to(ACC)
+        following = row + groups
+        x_next = _input(
+            x_ptr, residual_ptr, sum_ptr, following * stride + column,
+            following * columns + column, inside & (following < rows), SUM,
+        )  # fmt: skip
         if STEP != "rest":
-            ahead = x
-            if mu_ptr is not None:
-                mean = tl.sum(x, axis=0) / tl.minimum(columns - piece * BLOCK, BLOCK)
-                ahead = tl.where(inside, x - mean, 0)
-                tell(shares + PIECES + piece, mean, STEP)
-            tell(shares + piece, tl.sum(ahead * ahead, axis=0), STEP)
+            _tell_squares(x_next, inside, shares_ptr, following, mine, ACC, PIECES, SUMS, STEP)
         if STEP != "sums":
-            weight = tl.load(weight_ptr + column, mask=inside, other=0).to(ACC) + OFFSET
-            squares, means = heard(shares, 0, PIECES, SUMS, STEP)
+            squares, means = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
+            x = x.to(ACC)
             if mu_ptr is not None:
-                mu = tl.sum(tl.where(pieces < PIECES, means * count, 0), axis=0) / columns
-                squares += tl.where(pieces < PIECES, (means - mu) * (means - mu) * count, 0)
+                mu = tl.sum(means * count, axis=0) / columns
+                squares += (means - mu) * (means - mu) * count
                 x -= mu
-                if piece == 0:
+                if tl.program_id(0) == 0:
                     tl.store(mu_ptr + row, mu)
             variance = tl.sum(squares, axis=0) / columns
             rsigma = tl.rsqrt(variance + tl.full((), eps, ACC))
-            if piece == 0:
+            if tl.program_id(0) == 0:
                 tl.store(rsigma_ptr + row, rsigma)
-            y = x * rsigma * weight
+            y = x * rsigma * (weight.to(ACC) + OFFSET)
             if bias_ptr is not None:
-                y += tl.load(bias_ptr + column, mask=inside, other=0).to(ACC)
-            y = y.to(y_ptr.dtype.element_ty)
-            tl.store(y_ptr + out, y, mask=inside, eviction_policy=STORES)
+                y += bias.to(ACC)
+            tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+        x = x_next
 
 
 # --------------------------------------------------------------------- backward kernels
@@ -252,8 +275,6 @@ def _backward_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
 ) -> None:
     """Rows that fit into registers together with the sums for their parameters."""
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
@@ -272,10 +293,10 @@ def _backward_rows(
         start = row.to(tl.int64)
         x_place = (start * x_stride * UNIT)[:, None] + column[None, :]
         dy_place = (start * dy_stride * UNIT)[:, None] + column[None, :]
-        xhat = tl.load(x_ptr + x_place, mask=mask, other=0, eviction_policy=LOADS).to(ACC)
-        dy = tl.load(dy_ptr + dy_place, mask=mask, other=0, eviction_policy=LOADS).to(ACC)
+        xhat = tl.load(x_ptr + x_place, mask=mask, other=0).to(ACC)
+        dy = tl.load(dy_ptr + dy_place, mask=mask, other=0).to(ACC)
         if add_ptr is not None:
-            add = tl.load(add_ptr + x_place, mask=mask, other=0, eviction_policy=LOADS)
+            add = tl.load(add_ptr + x_place, mask=mask, other=0)
         rsigma = tl.load(rsigma_ptr + row, mask=row < rows, other=0)
         if mu_ptr is not None:
             xhat -= tl.load(mu_ptr + row, mask=row < rows, other=0)[:, None]
@@ -290,7 +311,7 @@ def _backward_rows(
         if add_ptr is not None:
             dx += add.to(ACC)
         out = dx_ptr + (start * columns)[:, None] + column[None, :]
-        tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask, eviction_policy=STORES)
+        tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     partial_ptr += tl.program_id(0).to(tl.int64) * columns
     tl.store(partial_ptr + column, tl.sum(dgamma, axis=0), mask=inside)
     if mu_ptr is not None:
@@ -306,6 +327,7 @@ def _tell_means(
     mu: tl.tensor,
     rsigma: tl.tensor,
     shares_ptr: tl.tensor,
+    row: tl.tensor,
     OFFSET: tl.constexpr,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
@@ -313,11 +335,12 @@ def _tell_means(
 ) -> None:
     """This piece's shares of the sums of u * xhat and of u."""
     ACC: tl.constexpr = rsigma.dtype
-    shares = shares_ptr + tl.program_id(0)
     u = dy.to(ACC) * (gamma.to(ACC) + OFFSET)
+    products = tl.sum(u * ((x.to(ACC) - mu) * rsigma), axis=0)
+    plain = products
     if SUMS == 2:
-        tell(shares + PIECES, tl.sum(u, axis=0), STEP)
-    tell(shares, tl.sum(u * ((x.to(ACC) - mu) * rsigma), axis=0), STEP)
+        plain = tl.sum(u, axis=0)
+    tell(shares_ptr, row, products, plain, PIECES, SUMS, STEP)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
@@ -339,14 +362,12 @@ def _backward_shared(
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
+    STAGES: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """A piece of BLOCK columns of one row at a time; see ``_rows``.
+    """A piece of BLOCK columns of one row after the other; see ``_rows``.
 
-    The sums for the parameters of these columns stay in registers over all rows. The next
-    row is on its way while this one is finished.
+    The sums for the parameters of these columns stay in registers over all rows.
     """
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     SUMS: tl.constexpr = 1 if mu_ptr is None else 2
@@ -361,32 +382,34 @@ def _backward_shared(
     if mu_ptr is not None:
         dbeta = tl.zeros((BLOCK,), ACC)
     row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0, eviction_policy=LOADS)
-    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0, eviction_policy=LOADS)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0)
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0)
     rsigma = tl.load(rsigma_ptr + row)
     mu = rsigma * 0
     if mu_ptr is not None:
         mu = tl.load(mu_ptr + row)
-    shares = shares_ptr + row * (SUMS * PIECES)
     if STEP != "rest":
-        _tell_means(dy, x, gamma, mu, rsigma, shares, OFFSET, PIECES, SUMS, STEP)
-    for index in tl.range(tl.program_id(1), rows, groups):
+        _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, OFFSET, PIECES, SUMS, STEP)
+    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         following = row + groups
         exists = following < rows
-        place = x_ptr + following * x_stride + column
-        x_next = tl.load(place, mask=inside & exists, other=0, eviction_policy=LOADS)
-        place = dy_ptr + following * dy_stride + column
-        dy_next = tl.load(place, mask=inside & exists, other=0, eviction_policy=LOADS)
+        wanted = inside & exists
+        x_next = tl.load(x_ptr + following * x_stride + column, mask=wanted, other=0)
+        dy_next = tl.load(dy_ptr + following * dy_stride + column, mask=wanted, other=0)
         rsigma_next = tl.load(rsigma_ptr + following, mask=exists, other=0)
         mu_next = mu
         if mu_ptr is not None:
             mu_next = tl.load(mu_ptr + following, mask=exists, other=0)
+        if STEP != "rest":
+            _tell_means(
+                dy_next, x_next, gamma, mu_next, rsigma_next, shares_ptr, following,
+                OFFSET, PIECES, SUMS, STEP,
+            )  # fmt: skip
         if STEP != "sums":
             if add_ptr is not None:
-                place = add_ptr + row * x_stride + column
-                add = tl.load(place, mask=inside, other=0, eviction_policy=LOADS)
-            products, plain = heard(shares, 0, PIECES, SUMS, STEP)
+                add = tl.load(add_ptr + row * x_stride + column, mask=inside, other=0)
+            products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
             xhat = (x.to(ACC) - mu) * rsigma
             grad = dy.to(ACC)
             dx = grad * (gamma.to(ACC) + OFFSET)
@@ -399,11 +422,8 @@ def _backward_shared(
             if add_ptr is not None:
                 dx += add.to(ACC)
             out = dx_ptr + row * columns + column
-            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy=STORES)
+            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         x, dy, mu, rsigma = x_next, dy_next, mu_next, rsigma_next
-        shares = shares_ptr + following * (SUMS * PIECES)
-        if STEP != "rest" and exists:
-            _tell_means(dy, x, gamma, mu, rsigma, shares, OFFSET, PIECES, SUMS, STEP)
     if STEP != "sums":
         partial_ptr += tl.program_id(1).to(tl.int64) * columns
         tl.store(partial_ptr + column, dgamma, mask=inside)
@@ -419,18 +439,22 @@ def _backward_shared(
 _ANY = 2**32
 _FORWARD: Cut = {
     2048: Tiles(threads=128, width=2048),
+    4096: Tiles(threads=256, width=4096),
     8192: Tiles(threads=256, width=8192),
     16384: Tiles(threads=512, width=16384),
-    32768: Tiles(threads=1024, width=32768),
-    _ANY: Pieces(threads=256, width=4096, programs=4),
+    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
 }
 _BACKWARD: Cut = {
-    4096: Tiles(threads=256, width=4096, programs=2, stages=3),
+    2048: Tiles(threads=128, width=2048, programs=4, stages=3),
     8192: Tiles(threads=512, width=8192, programs=1, stages=3),
-    _ANY: Pieces(threads=256, width=4096, programs=2),
+    _ANY: Pieces(threads=128, width=2048, programs=4, stages=3),
 }
-_BACKWARD_CENTRED = _BACKWARD
-_LOADS, _STORES = "evict_first", ""
+_BACKWARD_CENTRED: Cut = {
+    2048: Tiles(threads=128, width=2048, programs=4, stages=3),
+    4096: Tiles(threads=256, width=4096, programs=2, stages=3),
+    8192: Tiles(threads=512, width=8192, programs=1, stages=4),
+    _ANY: Pieces(threads=128, width=2048, programs=4, stages=3),
+}
 
 
 # -------------------------------------------------------------------------------- plans
@@ -491,8 +515,6 @@ def _plan_forward(
         OFFSET=int(offset),
         UNIT=unit,
         SUM=getattr(tl, str(dtype).removeprefix("torch.")),
-        LOADS=_LOADS,
-        STORES=_STORES,
     )
     return _ForwardPlan(run, statistics, unit)
 
@@ -517,8 +539,6 @@ def _plan_backward(
         bytes_read,
         OFFSET=int(offset),
         UNIT=unit,
-        LOADS=_LOADS,
-        STORES=_STORES,
     )
     return _BackwardPlan(run, SumOfPrograms(columns, unit, device), unit)
 

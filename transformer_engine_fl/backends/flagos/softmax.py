@@ -81,14 +81,13 @@ def _loaded(
     columns: tl.tensor,
     bound: tl.tensor,
     CAUSAL: tl.constexpr,
-    LOADS: tl.constexpr,
 ) -> tl.tensor:
     """The values at these columns, 0 beyond the bound, though some of those are read."""
     wanted = exists & (column < columns)
     if CAUSAL:
         # Rounded up to whole vectors, so that it is loaded in such.
         wanted = wanted & (column < (bound + 15) // 16 * 16)
-    return tl.load(x_ptr + start + column, mask=wanted, other=0, eviction_policy=LOADS)
+    return tl.load(x_ptr + start + column, mask=wanted, other=0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -111,12 +110,11 @@ def _scores(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
-    LOADS: tl.constexpr,
 ) -> tl.tensor:
     """The scaled scores at these columns, minus infinity where hidden; EXACT: all exist."""
     bound = _bound(row, columns, queries, ahead, CAUSAL)
     start = row.to(tl.int64)
-    x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL, LOADS)
+    x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL)
     visible = column < bound
     if mask_ptr is not None:
         where = (start // queries // heads) * mask_batch + (start // queries % heads) * mask_head
@@ -159,8 +157,6 @@ def _forward_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
 ) -> None:
     """Rows that fit into registers, in tiles of ROWS; EXACT: they fill a tile's width."""
     columns = columns * UNIT
@@ -171,7 +167,7 @@ def _forward_rows(
         row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
         scores = _scores(
             x_ptr, mask_ptr, row, column, row < rows, columns, stride * UNIT, queries, heads,
-            ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, LOADS,
+            ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
         )  # fmt: skip
         highest = tl.max(scores, axis=1)[:, None]
         if CAUSAL or mask_ptr is not None:
@@ -182,7 +178,27 @@ def _forward_rows(
         y = weights * (1 / tl.where(total == 0, 1, total))
         out = y_ptr + row.to(tl.int64) * columns + column
         y = y.to(y_ptr.dtype.element_ty)
-        tl.store(out, y, mask=(row < rows) & (column < columns), eviction_policy=STORES)
+        tl.store(out, y, mask=(row < rows) & (column < columns))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(
+    scores: tl.tensor,
+    shares_ptr: tl.tensor,
+    row: tl.tensor,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of this piece, the powers with the highest score taken off, and that score.
+
+    It and the sum of the powers are the shares.
+    """
+    highest = tl.max(scores, axis=0)
+    taken = tl.where(highest == float("-inf"), 0, highest)
+    weights = tl.exp(scores - taken)
+    if STEP != "rest":
+        tell(shares_ptr, row, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
+    return weights, highest
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -212,41 +228,40 @@ def _forward_shared(
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
+    STAGES: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """A piece of BLOCK columns of one row at a time; see ``_rows``.
-
-    Each gives its highest score, and its sum with that taken off.
-    """
+    """A piece of BLOCK columns of one row after the other; see ``_rows``."""
     columns = columns * UNIT
-    piece = tl.program_id(0)
-    column = piece * BLOCK + tl.arange(0, BLOCK)
-    for index in tl.range(tl.program_id(1), rows, tl.num_programs(1)):
+    stride = stride * UNIT
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    groups = tl.num_programs(1)
+    row = tl.program_id(1)  # there are no more groups than rows
+    scores = _scores(
+        x_ptr, mask_ptr, row, column, True, columns, stride, queries, heads, ahead,
+        mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, False,
+    )  # fmt: skip
+    weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), PIECES, STEP)
+    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int32)
-        scores = _scores(
-            x_ptr, mask_ptr, row, column, True, columns, stride * UNIT, queries, heads, ahead,
-            mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, False, LOADS,
-        )  # fmt: skip
-        highest = tl.max(scores, axis=0)
-        taken = tl.where(highest == float("-inf"), 0, highest)
-        weights = tl.exp(scores - taken)
         start = row.to(tl.int64)
-        shares = shares_ptr + start * (2 * PIECES)
-        if STEP != "rest":
-            tell(shares + piece, highest, STEP)
-            tell(shares + PIECES + piece, tl.sum(weights, axis=0), STEP)
+        following = row + groups
+        scores = _scores(
+            x_ptr, mask_ptr, following, column, following < rows, columns, stride, queries,
+            heads, ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, False,
+        )  # fmt: skip
+        place = following.to(tl.int64)
+        weights_next, highest_next = _weights(scores, shares_ptr, place, PIECES, STEP)
         if STEP != "sums":
-            maxima, totals = heard(shares, float("-inf"), PIECES, 2, STEP)
+            maxima, totals = heard(shares_ptr, start, float("-inf"), PIECES, 2, STEP)
             most = tl.max(maxima, axis=0)
             most = tl.where(most == float("-inf"), 0, most)
             total = tl.sum(totals * tl.exp(maxima - most), axis=0)
-            share = tl.where(highest == float("-inf"), 0, tl.exp(taken - most))
-            y = weights * (share / tl.where(total == 0, 1, total))
+            # Nothing where this piece has nothing visible.
+            y = weights * (tl.exp(highest - most) / tl.where(total == 0, 1, total))
             out = y_ptr + start * columns + column
-            y = y.to(y_ptr.dtype.element_ty)
-            tl.store(out, y, mask=column < columns, eviction_policy=STORES)
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=column < columns)
+        weights, highest = weights_next, highest_next
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -269,8 +284,6 @@ def _backward_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
 ) -> None:
     """Rows that fit into registers, in tiles of ROWS."""
     columns = columns * UNIT
@@ -284,15 +297,15 @@ def _backward_rows(
         exists = row < rows
         bound = _bound(row, columns, queries, ahead, CAUSAL)
         start = row.to(tl.int64)
-        y = _loaded(y_ptr, start * y_stride, column, exists, columns, bound, CAUSAL, LOADS)
-        dy = _loaded(dy_ptr, start * dy_stride, column, exists, columns, bound, CAUSAL, LOADS)
+        y = _loaded(y_ptr, start * y_stride, column, exists, columns, bound, CAUSAL)
+        dy = _loaded(dy_ptr, start * dy_stride, column, exists, columns, bound, CAUSAL)
         y = y.to(ACC)
         dy = dy.to(ACC)
         along = tl.sum(y * dy, axis=1)[:, None]
         dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
         dx = dx.to(dx_ptr.dtype.element_ty)
         out = dx_ptr + start * columns + column
-        tl.store(out, dx, mask=exists & (column < columns), eviction_policy=STORES)
+        tl.store(out, dx, mask=exists & (column < columns))
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -315,34 +328,41 @@ def _backward_shared(
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-    STORES: tl.constexpr,
+    STAGES: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """A piece of BLOCK columns of one row at a time; see ``_rows``."""
+    """A piece of BLOCK columns of one row after the other; see ``_rows``."""
     columns = columns * UNIT
     dy_stride = dy_stride * UNIT
     y_stride = y_stride * UNIT
-    piece = tl.program_id(0)
-    column = piece * BLOCK + tl.arange(0, BLOCK)
-    for index in tl.range(tl.program_id(1), rows, tl.num_programs(1)):
-        row = tl.full((), index, tl.int32)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    groups = tl.num_programs(1)
+    row = tl.program_id(1)  # there are no more groups than rows
+    start = row.to(tl.int64)
+    bound = _bound(row, columns, queries, ahead, CAUSAL)
+    y = _loaded(y_ptr, start * y_stride, column, True, columns, bound, CAUSAL)
+    dy = _loaded(dy_ptr, start * dy_stride, column, True, columns, bound, CAUSAL)
+    if STEP != "rest":
+        along = tl.sum(y.to(ACC) * dy.to(ACC), axis=0)
+        tell(shares_ptr, start, along, along, PIECES, 1, STEP)
+    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
+        start = tl.full((), index, tl.int64)
+        row = tl.full((), index, tl.int32) + groups
+        following = row.to(tl.int64)
         bound = _bound(row, columns, queries, ahead, CAUSAL)
-        start = row.to(tl.int64)
-        y = _loaded(y_ptr, start * y_stride, column, True, columns, bound, CAUSAL, LOADS)
-        dy = _loaded(dy_ptr, start * dy_stride, column, True, columns, bound, CAUSAL, LOADS)
-        y = y.to(ACC)
-        dy = dy.to(ACC)
-        shares = shares_ptr + start * PIECES
+        exists = row < rows
+        y_next = _loaded(y_ptr, following * y_stride, column, exists, columns, bound, CAUSAL)
+        dy_next = _loaded(dy_ptr, following * dy_stride, column, exists, columns, bound, CAUSAL)
         if STEP != "rest":
-            tell(shares + piece, tl.sum(y * dy, axis=0), STEP)
+            along = tl.sum(y_next.to(ACC) * dy_next.to(ACC), axis=0)
+            tell(shares_ptr, following, along, along, PIECES, 1, STEP)
         if STEP != "sums":
-            products, _ = heard(shares, 0, PIECES, 1, STEP)
+            products, _ = heard(shares_ptr, start, 0, PIECES, 1, STEP)
             along = tl.sum(products, axis=0)
-            dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0
-            dx = dx.to(dx_ptr.dtype.element_ty)
+            dx = y.to(ACC) * (dy.to(ACC) - along) * tl.full((), scale, ACC) + 0.0
             out = dx_ptr + start * columns + column
-            tl.store(out, dx, mask=column < columns, eviction_policy=STORES)
+            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=column < columns)
+        y, dy = y_next, dy_next
 
 
 # -------------------------------------------------------------------------------- plans
@@ -353,8 +373,8 @@ _FORWARD: Cut = {
     4096: Tiles(threads=256, width=4096),
     8192: Tiles(threads=512, width=8192),
     16384: Tiles(threads=1024, width=16384),
-    32768: Tiles(threads=1024, width=32768),
-    _ANY: Pieces(threads=256, width=4096, programs=4),
+    32768: Tiles(threads=1024, width=32768, programs=1, stages=3),
+    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
 }
 _BACKWARD: Cut = {
     1024: Tiles(threads=128, width=1024),
@@ -362,9 +382,8 @@ _BACKWARD: Cut = {
     8192: Tiles(threads=256, width=8192),
     16384: Tiles(threads=512, width=16384),
     32768: Tiles(threads=1024, width=32768),
-    _ANY: Pieces(threads=256, width=4096, programs=4),
+    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
 }
-_LOADS, _STORES = "evict_first", ""
 
 _PLANS: dict[object, WholeRows | SharedRows] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -431,8 +450,6 @@ def _forward(
             ACC=_TRITON_TYPES[math_dtype(input.dtype)],
             UNIT=unit,
             EXACT=columns == block_of(columns),
-            LOADS=_LOADS,
-            STORES=_STORES,
         ),
     )
     ahead = 1 + columns - queries
@@ -482,8 +499,6 @@ def _backward(
             CAUSAL=causal,
             ACC=_TRITON_TYPES[math_dtype(y.dtype)],
             UNIT=unit,
-            LOADS=_LOADS,
-            STORES=_STORES,
         ),
     )
     ahead = 1 + columns - queries
