@@ -23,7 +23,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     monkeypatch.setattr(flagos, "_PLANS", {})
     if request.param is None:
         return False
-    table = {2**32: Pieces(threads=32, width=request.param, programs=1)}
+    table = {2**32: Pieces(threads=32, width=request.param, programs=7)}
     monkeypatch.setattr(flagos, "_FORWARD", table)
     monkeypatch.setattr(flagos, "_BACKWARD", table)
     return True

@@ -7,7 +7,7 @@ import torch
 from transformer_engine_fl.backends.flagos import normalization as flagos
 
 MODULES = ("normalization", "_sums")
-STREAMING = {"_forward_rows"}
+STREAMING = {"_backward_shared", "_forward_rows", "_forward_shared"}
 FORWARD_WIDTHS = {"bfloat16": (1024, 4096, 32768, 65536), "float32": (4096, 65536)}
 BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
 

@@ -183,6 +183,12 @@ def _stages(way: Tiles | Pieces, stage_bytes: int, device: torch.device) -> int:
     return max(1, min(way.stages, 1 + room))
 
 
+def _even(work: int, most: int) -> int:
+    """How many share the work, so that it takes no longer and none has a turn to itself."""
+    turns = max(1, -(-work // most))
+    return -(-work // turns)
+
+
 class WholeRows:
     """A kernel of whole rows, in tiles; its grid is one-dimensional.
 
@@ -225,7 +231,7 @@ class WholeRows:
 
     def groups(self, rows: int) -> int:
         """How many programs there are for so many rows."""
-        return min(-(-rows // self._rows), self._most)
+        return _even(-(-rows // self._rows), self._most)
 
     def __call__(
         self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
@@ -295,7 +301,7 @@ class SharedRows:
 
     def groups(self, rows: int) -> int:
         """How many groups of programs there are for so many rows."""
-        return min(rows, self._most)
+        return _even(rows, self._most)
 
     def __call__(
         self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
