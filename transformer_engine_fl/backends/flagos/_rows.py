@@ -177,10 +177,14 @@ def heard(
 # ---------------------------------------------------------------------------- on the host
 
 
+# Shared memory of a program, beside its stages: for adding up, and for the device itself.
+_SUMS_BYTES = 2048
+
+
 def _stages(way: Tiles | Pieces, stage_bytes: int, device: torch.device) -> int:
     """As many stages as wanted, or as shared memory has room for."""
-    room = _launch.limits(device).shared_bytes // (stage_bytes * max(1, way.programs))
-    return max(1, min(way.stages, 1 + room))
+    share = _launch.limits(device).shared_bytes // max(1, way.programs) - _SUMS_BYTES
+    return max(1, min(way.stages, 1 + share // stage_bytes))
 
 
 def _even(work: int, most: int) -> int:

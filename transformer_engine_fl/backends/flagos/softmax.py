@@ -444,7 +444,7 @@ def _forward(
             columns,
             2,
             math_dtype(input.dtype),
-            input.dtype.itemsize,
+            input.dtype.itemsize + (mask is not None),
             MASK_STEP=mask_step,
             CAUSAL=causal,
             ACC=_TRITON_TYPES[math_dtype(input.dtype)],
