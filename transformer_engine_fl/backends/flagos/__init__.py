@@ -62,7 +62,6 @@ def register(registry: OpRegistry) -> None:
             "router",
             "softmax",
         ),
-        omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="default.flagos",
         kind=BackendImplKind.FLAGOS,
         devices=frozenset({"cpu"} if _interpreted() else {"cuda"}),
