@@ -11,9 +11,8 @@ diagonal. Everything else is left to the portable kernels, as are the checks.
 
 from __future__ import annotations
 
-import math
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -28,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import fresh
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -358,3 +358,132 @@ def _forward(
 
 
 # ------------------------------------------------------------------------------- choice
+
+WIDTHS = (64, 128)
+_MASKS = ("no_mask", "causal", "causal_bottom_right")
+_L2 = 32 << 20  # bytes of keys and values that shall stay in the L2 cache
+_ROWS = 64  # queries of a consumer: what a warpgroup multiplies at once
+
+
+class Choice(NamedTuple):
+    """How a forward is cut.
+
+    Attributes:
+        keys: of a block.
+        stages: blocks of keys, and as many of values, in shared memory at a time.
+        persistent: whether a program stays on its multiprocessor and takes several tiles.
+    """
+
+    keys: int
+    stages: int
+    persistent: bool = True
+
+
+CHOICES = {64: Choice(128, 2), 128: Choice(128, 2)}
+
+
+def serves(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "no_mask",
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softmax_type: str = "vanilla",
+    dropout_p: float = 0.0,
+    **others: Any,
+) -> bool:
+    """Whether these kernels can do it; takes what the operator takes, checked."""
+    causal = attn_mask_type != "no_mask"
+    return (
+        not _launch.INTERPRETED
+        and _launch.limits(q.device).capability == 90
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] in WIDTHS
+        and "b" in qkv_format
+        and attn_mask_type in _MASKS
+        and bias is None
+        and softmax_type == "vanilla"
+        and not dropout_p
+        and window_size_left == -1
+        and (causal or window_size_right == -1)
+        and (scale is None or scale > 0)
+        and all(tensor.numel() and _can_be_loaded(tensor) for tensor in (q, k, v))
+    )
+
+
+def _can_be_loaded(tensor: Tensor) -> bool:
+    """Whether TMA can: dense features, and everything else in steps of 16 bytes."""
+    unit = 16 // tensor.element_size()
+    steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return (
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(size == 1 or (stride > 0 and stride % unit == 0) for size, stride in steps)
+    )
+
+
+def _steps(tensor: Tensor, qkv_format: str) -> tuple[int, ...]:
+    """Strides of batch, head and token; of a dimension of one element, any that TMA takes."""
+    axes = (qkv_format.index(axis) for axis in "bhs")
+    return tuple(tensor.stride(it) if tensor.shape[it] > 1 else tensor.shape[-1] for it in axes)
+
+
+@cache
+def _forward_launch(
+    device: torch.device, dtype: torch.dtype, width: int, causal: bool, choice: Choice
+) -> _launch.Launch:
+    return _launch.Launch(
+        _forward,
+        device,
+        threads=128,
+        CAUSAL=causal,
+        WIDTH=width,
+        ROWS=_ROWS,
+        KEYS=choice.keys,
+        STAGES=choice.stages,
+        LOADER_REGISTERS=24,
+        REGISTERS=240,
+    )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "no_mask",
+    choice: Choice | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(out, softmax_lse)`` of what :func:`serves` accepted, as the contract has them."""
+    width = q.shape[-1]
+    choice = choice or CHOICES[width]
+    batch, sq, heads = (q.shape[qkv_format.index(axis)] for axis in "bsh")
+    skv, groups = (k.shape[qkv_format.index(axis)] for axis in "sh")
+    out = fresh("fused_attn_fwd", q, q.shape)
+    lse = fresh("fused_attn_fwd", q, (batch, heads, sq), torch.float32)
+    tiles = -(-sq // (2 * _ROWS)) * heads * batch
+    programs = min(tiles, _launch.limits(q.device).multiprocessors) if choice.persistent else tiles
+    # Heads of one group share their keys and values.
+    kept = max(1, _L2 // (2 * skv * width * k.element_size()))
+    together = min(batch * heads, kept * (heads // groups))
+    causal = attn_mask_type != "no_mask"
+    _forward_launch(q.device, q.dtype, width, causal, choice)(
+        (programs, 1),
+        (q, k, v, out, lse),
+        (
+            *(batch, heads, groups, sq, skv),
+            skv - sq if attn_mask_type == "causal_bottom_right" else 0,
+            together,
+            width**-0.5 if scale is None else scale,
+            *(step for tensor in (q, k, v, out) for step in _steps(tensor, qkv_format)),
+        ),
+    )
+    return out, lse
