@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,7 +33,7 @@ from transformer_engine_fl.backends.flagos._arguments import fresh
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["forward", "serves"]
+__all__ = ["backward", "forward", "serves"]
 
 # ------------------------------------------------------------------------------ kernels
 #
@@ -55,14 +56,14 @@ def _after(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _tile(index, blocks, heads, batch, together):
-    """``(block, head, sequence)`` of a tile of work."""
+    """``(block, head, sequence)`` of a tile of work; low blocks come first."""
     everything = batch * heads
     section = index // (together * blocks)
     within = index - section * together * blocks
     count = gl.minimum(together, everything - section * together)
     row = within // count
     pair = section * together + within - row * count
-    return blocks - 1 - row, pair % heads, pair // heads
+    return row, pair % heads, pair // heads
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -180,6 +181,7 @@ def _consumer(
     q_phase = gl.to_tensor(0)
     for index in range(gl.program_id(0), blocks * heads * batch, gl.num_programs(0)):
         block, head, sequence = _tile(index, blocks, heads, batch, together)
+        block = blocks - 1 - block
         first_row = (2 * block + NUMBER) * ROWS
         count = _key_blocks((block + 1) * 2 * ROWS, skv, shift, CAUSAL, KEYS)
         # Blocks before this one are seen in full by every query here.
@@ -265,6 +267,7 @@ def _producer(
     q_phase = gl.to_tensor(0)
     for index in range(gl.program_id(0), blocks * heads * batch, gl.num_programs(0)):
         block, head, sequence = _tile(index, blocks, heads, batch, together)
+        block = blocks - 1 - block
         group = head // (heads // groups)
         row = 2 * block * ROWS
         count = _key_blocks(row + 2 * ROWS, skv, shift, CAUSAL, KEYS)
@@ -351,6 +354,486 @@ def _forward(
             (_consumer, (out, lse_ptr, queries, ring, q_bars, barriers, sizes, factor,
                          1, CAUSAL, STAGES)),
             (_producer, (q, k, v, queries, ring, q_bars, barriers, sizes, CAUSAL, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+# The backward is two kernels, each of which owns what it sums up, so that no two programs
+# add to the same number: one goes through the queries of a block of keys, for dk and dv,
+# the other through the keys of a block of queries, for dq. Both make the weights again from
+# ``lses`` (in units of log 2; inf where a query sees no key, or is none) and ``deltas``,
+# rows of ``padded`` numbers for each head.
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "heads", "sq", "padded",
+        "o_batch", "o_head", "o_token", "d_batch", "d_head", "d_token",
+    ]
+)  # fmt: skip
+def _prepare(
+    out_ptr, dout_ptr, lse_ptr, lses_ptr, deltas_ptr,
+    heads: tl.int32, sq: tl.int32, padded: tl.int32,
+    o_batch: tl.int64, o_head: tl.int64, o_token: tl.int64,
+    d_batch: tl.int64, d_head: tl.int64, d_token: tl.int64,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """``lses`` and ``deltas`` of ROWS queries of one head."""
+    blocks = padded // ROWS
+    pair = tl.program_id(0) // blocks
+    row = (tl.program_id(0) - pair * blocks) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)[None, :]
+    exists = row < sq
+    out_ptr += pair // heads * o_batch + pair % heads * o_head
+    dout_ptr += pair // heads * d_batch + pair % heads * d_head
+    token = row[:, None].to(tl.int64)
+    out = tl.load(out_ptr + token * o_token + column, mask=exists[:, None], other=0)
+    dout = tl.load(dout_ptr + token * d_token + column, mask=exists[:, None], other=0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    infinity = float("inf")
+    lse = tl.load(lse_ptr + pair.to(tl.int64) * sq + row, mask=exists, other=infinity)
+    at = pair.to(tl.int64) * padded + row
+    lse = tl.where(lse == -infinity, infinity, lse * 1.4426950408889634)
+    tl.store(lses_ptr + at, lse)
+    tl.store(deltas_ptr + at, delta)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _weights_by_key(s, lse, factor, first_row, first_key, shift, MASKED: gl.constexpr):
+    """The weights of a block of scores of [keys, queries]."""
+    layout: gl.constexpr = s.type.layout
+    p = _exp2(s * factor - lse[None, :])
+    if MASKED:
+        key = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))[:, None]
+        row = first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
+        p = gl.where(key <= row + shift, p, 0.0)
+    return p
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _gather(
+    k, v, ring, barriers, position, state, s, factor, first_row, first_key, shift,
+    MASKED: gl.constexpr, NEXT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What one block of queries adds to dk and dv; NEXT: makes the scores of the next one."""
+    queries, douts, lses, deltas = ring
+    q_full, q_empty, d_full, d_empty = barriers
+    q_slot, q_phase, d_slot, d_phase = position
+    dk, dv = state
+    ROWS: gl.constexpr = queries.shape[3]
+    WIDTH: gl.constexpr = queries.shape[4]
+    layout: gl.constexpr = s.type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    queries_of: gl.constexpr = gl.SliceLayout(0, layout)
+    mbarrier.wait(d_full.index(d_slot), d_phase)
+    dout = douts.index(d_slot).reshape([ROWS, WIDTH])
+    zeros = gl.zeros(s.shape, gl.float32, layout)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse = lses.index(q_slot).load(queries_of)
+    p = _weights_by_key(s, lse, factor, first_row, first_key, shift, MASKED)
+    p_narrow = gl.convert_layout(p.to(queries.dtype), p_layout)
+    dv = warpgroup_mma(p_narrow, dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    delta = deltas.index(d_slot).load(queries_of)
+    ds = gl.convert_layout((p * (dp - delta[None, :])).to(queries.dtype), p_layout)
+    dk = warpgroup_mma(ds, queries.index(q_slot).reshape([ROWS, WIDTH]), dk, is_async=True)
+    after, after_phase = _after(q_slot, q_phase, STAGES)
+    if NEXT:
+        s = _scores(k, queries, q_full, after, after_phase, layout)
+        dv, p_narrow, dk, ds, s = warpgroup_mma_wait(0, deps=(dv, p_narrow, dk, ds, s))
+    else:
+        dv, p_narrow, dk, ds = warpgroup_mma_wait(0, deps=(dv, p_narrow, dk, ds))
+    mbarrier.arrive(q_empty.index(q_slot))
+    mbarrier.arrive(d_empty.index(d_slot))
+    d_slot, d_phase = _after(d_slot, d_phase, STAGES)
+    return (after, after_phase, d_slot, d_phase), (dk, dv), s
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _query_blocks(first_key, sq, shift, CAUSAL: gl.constexpr, ROWS: gl.constexpr):
+    """``(first, end)`` of the blocks with queries that see this key or later ones; not none."""
+    end = (sq + ROWS - 1) // ROWS
+    first = gl.to_tensor(0)
+    if CAUSAL:
+        first = gl.minimum(gl.maximum(first_key - shift, 0) // ROWS, end - 1)
+    return first, end
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _key_consumer(
+    dk_out, dv_out, pairs, ring, pair_bars, barriers, sizes, scale,
+    NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of KEYS keys of each tile."""
+    keys, values = pairs
+    KEYS: gl.constexpr = keys.shape[3]
+    WIDTH: gl.constexpr = keys.shape[4]
+    ROWS: gl.constexpr = ring[0].shape[3]
+    dtype: gl.constexpr = keys.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    batch, heads, groups, sq, skv, shift, together = sizes
+    full, empty = pair_bars
+    q_full, q_empty, d_full, d_empty = barriers
+    queries = ring[0]
+    blocks = (skv + 2 * KEYS - 1) // (2 * KEYS)
+    k = keys.index(NUMBER).reshape([KEYS, WIDTH])
+    v = values.index(NUMBER).reshape([KEYS, WIDTH])
+    factor = scale * 1.4426950408889634
+    zero = gl.to_tensor(0)
+    position = zero, zero, zero, zero
+    phase = gl.to_tensor(0)
+    for index in range(gl.program_id(0), blocks * groups * batch, gl.num_programs(0)):
+        block, group, sequence = _tile(index, blocks, groups, batch, together)
+        first_key = (2 * block + NUMBER) * KEYS
+        first, end = _query_blocks(2 * block * KEYS, sq, shift, CAUSAL, ROWS)
+        # From here on the queries of a block see every key of this tile.
+        seen = first
+        if CAUSAL:
+            seen = gl.maximum(first_key + KEYS - 1 - shift + ROWS - 1, 0) // ROWS
+            seen = gl.minimum(gl.maximum(seen, first), end - 1)
+        mbarrier.wait(full.index(NUMBER), phase)
+        dk = gl.zeros([KEYS, WIDTH], gl.float32, acc_layout)
+        dv = gl.zeros([KEYS, WIDTH], gl.float32, acc_layout)
+        state = dk, dv
+        for _ in range(heads // groups):
+            q_slot, q_phase, d_slot, d_phase = position
+            s = _scores(k, queries, q_full, q_slot, q_phase, s_layout)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            if CAUSAL:
+                for step in range(first, seen):
+                    position, state, s = _gather(
+                        k, v, ring, barriers, position, state, s, factor, step * ROWS,
+                        first_key, shift, True, True, STAGES,
+                    )  # fmt: skip
+            for _step in range(seen, end - 1):
+                position, state, s = _gather(
+                    k, v, ring, barriers, position, state, s, factor, 0,
+                    first_key, shift, False, True, STAGES,
+                )  # fmt: skip
+            position, state, s = _gather(
+                k, v, ring, barriers, position, state, s, factor, (end - 1) * ROWS,
+                first_key, shift, CAUSAL, False, STAGES,
+            )  # fmt: skip
+        dk, dv = state
+        k.store((dk * scale).to(dtype))
+        v.store(dv.to(dtype))
+        fence_async_shared()
+        at = [sequence, group, first_key, 0]
+        tma.async_copy_shared_to_global(dk_out, at, keys.index(NUMBER))
+        tma.async_copy_shared_to_global(dv_out, at, values.index(NUMBER))
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index(NUMBER))
+        phase ^= 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_two(a, a_at, a_tiles, b, b_at, b_tiles, full, empty, slot, phase):
+    """Fills a slot of two rings that share their barriers."""
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    mbarrier.expect(full.index(slot), a.block_type.nbytes + b.block_type.nbytes)
+    tma.async_copy_global_to_shared(a, a_at, full.index(slot), a_tiles.index(slot))
+    tma.async_copy_global_to_shared(b, b_at, full.index(slot), b_tiles.index(slot))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _key_producer(
+    sources, pairs, ring, pair_bars, barriers, sizes, padded,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Loads keys and values of a tile, then the queries of every head that uses them."""
+    q, k, v, dout, lse, delta = sources
+    keys, values = pairs
+    queries, douts, lses, deltas = ring
+    KEYS: gl.constexpr = keys.shape[3]
+    ROWS: gl.constexpr = queries.shape[3]
+    batch, heads, groups, sq, skv, shift, together = sizes
+    full, empty = pair_bars
+    q_full, q_empty, d_full, d_empty = barriers
+    blocks = (skv + 2 * KEYS - 1) // (2 * KEYS)
+    slot = gl.to_tensor(0)
+    slot_phase = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for index in range(gl.program_id(0), blocks * groups * batch, gl.num_programs(0)):
+        block, group, sequence = _tile(index, blocks, groups, batch, together)
+        first, end = _query_blocks(2 * block * KEYS, sq, shift, CAUSAL, ROWS)
+        for number in gl.static_range(2):
+            at = [sequence, group, (2 * block + number) * KEYS, 0]
+            _load_two(k, at, keys, v, at, values, full, empty, number, phase)
+        for member in range(heads // groups):
+            head = group * (heads // groups) + member
+            begin = (sequence * heads + head) * padded
+            for step in range(first, end):
+                at = [sequence, head, step * ROWS, 0]
+                row = [begin + step * ROWS]
+                _load_two(q, at, queries, lse, row, lses, q_full, q_empty, slot, slot_phase)
+                _load_two(dout, at, douts, delta, row, deltas, d_full, d_empty, slot, slot_phase)
+                slot, slot_phase = _after(slot, slot_phase, STAGES)
+        phase ^= 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _numbers(ptr, length, ROWS: gl.constexpr):
+    """Runs of ROWS float32."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
+    return tma.make_tensor_descriptor(ptr, [length], [1], [ROWS], layout)
+
+
+@gluon.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "batch", "heads", "groups", "sq", "skv", "shift", "together", "padded", "scale",
+        "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token",
+        "v_batch", "v_head", "v_token", "d_batch", "d_head", "d_token",
+        "g_batch", "g_head", "g_token",
+    ]
+)  # fmt: skip
+def _backward_keys(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lses_ptr, deltas_ptr, dk_ptr, dv_ptr,
+    batch: tl.int32, heads: tl.int32, groups: tl.int32, sq: tl.int32, skv: tl.int32,
+    shift: tl.int32, together: tl.int32, padded: tl.int32, scale: tl.float32,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    d_batch: tl.int64, d_head: tl.int64, d_token: tl.int64,
+    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
+    CAUSAL: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+) -> None:  # fmt: skip
+    q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
+    k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
+    v = _source(v_ptr, batch, groups, skv, (v_batch, v_head, v_token), KEYS, WIDTH)
+    dout = _source(dout_ptr, batch, heads, sq, (d_batch, d_head, d_token), ROWS, WIDTH)
+    dk = _source(dk_ptr, batch, groups, skv, (g_batch, g_head, g_token), KEYS, WIDTH)
+    dv = _source(dv_ptr, batch, groups, skv, (g_batch, g_head, g_token), KEYS, WIDTH)
+    lse = _numbers(lses_ptr, batch * heads * padded, ROWS)
+    delta = _numbers(deltas_ptr, batch * heads * padded, ROWS)
+    pairs = _tiles(k, 2), _tiles(v, 2)
+    ring = _tiles(q, STAGES), _tiles(dout, STAGES), _tiles(lse, STAGES), _tiles(delta, STAGES)
+    pair_bars = _barriers(2, 1)
+    q_full, q_empty = _barriers(STAGES, 2)
+    d_full, d_empty = _barriers(STAGES, 2)
+    fence_async_shared()
+    barriers = q_full, q_empty, d_full, d_empty
+    sizes = batch, heads, groups, sq, skv, shift, together
+    sources = q, k, v, dout, lse, delta
+    gl.warp_specialize(
+        [
+            (_key_consumer, (dk, dv, pairs, ring, pair_bars, barriers, sizes, scale,
+                             0, CAUSAL, STAGES)),
+            (_key_consumer, (dk, dv, pairs, ring, pair_bars, barriers, sizes, scale,
+                             1, CAUSAL, STAGES)),
+            (_key_producer, (sources, pairs, ring, pair_bars, barriers, sizes, padded,
+                             CAUSAL, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _weights_by_query(
+    s, lse, factor, first_row, first_key, skv, shift, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+):
+    """The weights of a block of scores of [queries, keys]."""
+    layout: gl.constexpr = s.type.layout
+    p = _exp2(s * factor - lse[:, None])
+    if MASKED:
+        key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))[None, :]
+        if CAUSAL:
+            row = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))[:, None]
+            p = gl.where(key < gl.minimum(row + shift + 1, skv), p, 0.0)
+        else:
+            p = gl.where(key < skv, p, 0.0)
+    return p
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _score_gradients(
+    q, dout, ring, barriers, position, lse, delta, factor, first_row, first_key, skv, shift,
+    ds, dq, FIRST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """``(position, ds, dq)``: ds of a block of keys, while dq takes up those of the last one."""
+    keys, values = ring
+    k_full, k_empty, v_full, v_empty = barriers
+    last, slot, phase, v_slot, v_phase = position
+    KEYS: gl.constexpr = keys.shape[3]
+    WIDTH: gl.constexpr = keys.shape[4]
+    s = _scores(q, keys, k_full, slot, phase, layout)
+    dp = _scores(dout, values, v_full, v_slot, v_phase, layout)
+    if FIRST:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    else:
+        k_before = keys.index(last).reshape([KEYS, WIDTH])
+        dq = warpgroup_mma(ds, k_before, dq, is_async=True)
+        s = warpgroup_mma_wait(2, deps=(s,))
+    p = _weights_by_query(s, lse, factor, first_row, first_key, skv, shift, MASKED, CAUSAL)
+    if FIRST:
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+    else:
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+    mbarrier.arrive(v_empty.index(v_slot))
+    wide = p * (dp - delta[:, None])
+    if not FIRST:
+        dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        mbarrier.arrive(k_empty.index(last))
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    ds = gl.convert_layout(wide.to(keys.dtype), p_layout)
+    after, after_phase = _after(slot, phase, STAGES)
+    v_slot, v_phase = _after(v_slot, v_phase, STAGES)
+    return (slot, after, after_phase, v_slot, v_phase), ds, dq
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _query_consumer(
+    dq_out, lse_ptr, delta_ptr, pairs, ring, pair_bars, barriers, sizes, padded, scale,
+    NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dq of ROWS queries of each tile."""
+    queries, douts = pairs
+    keys, values = ring
+    ROWS: gl.constexpr = queries.shape[3]
+    WIDTH: gl.constexpr = queries.shape[4]
+    KEYS: gl.constexpr = keys.shape[3]
+    dtype: gl.constexpr = queries.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    batch, heads, groups, sq, skv, shift, together = sizes
+    full, empty = pair_bars
+    k_full, k_empty, v_full, v_empty = barriers
+    blocks = (sq + 2 * ROWS - 1) // (2 * ROWS)
+    q = queries.index(NUMBER).reshape([ROWS, WIDTH])
+    dout = douts.index(NUMBER).reshape([ROWS, WIDTH])
+    factor = scale * 1.4426950408889634
+    zero = gl.to_tensor(0)
+    position = zero, zero, zero, zero, zero
+    phase = gl.to_tensor(0)
+    for index in range(gl.program_id(0), blocks * heads * batch, gl.num_programs(0)):
+        block, head, sequence = _tile(index, blocks, heads, batch, together)
+        block = blocks - 1 - block
+        first_row = (2 * block + NUMBER) * ROWS
+        count = _key_blocks((block + 1) * 2 * ROWS, skv, shift, CAUSAL, KEYS)
+        bound = skv
+        if CAUSAL:
+            bound = gl.minimum(skv, first_row + shift + 1)
+        whole = gl.minimum(gl.maximum(bound, 0) // KEYS, count - 1)
+        at = (sequence * heads + head) * padded + first_row + gl.arange(0, ROWS, rows)
+        lse = gl.load(lse_ptr + at)
+        delta = gl.load(delta_ptr + at)
+        dq = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
+        ds = gl.zeros([ROWS, KEYS], dtype, p_layout)
+        mbarrier.wait(full.index(NUMBER), phase)
+        position, ds, dq = _score_gradients(
+            q, dout, ring, barriers, position, lse, delta, factor, first_row, (count - 1) * KEYS,
+            skv, shift, ds, dq, True, True, CAUSAL, STAGES, s_layout,
+        )  # fmt: skip
+        if CAUSAL:
+            for back in range(whole, count - 1):
+                key = (count - 2 - (back - whole)) * KEYS
+                position, ds, dq = _score_gradients(
+                    q, dout, ring, barriers, position, lse, delta, factor, first_row, key,
+                    skv, shift, ds, dq, False, True, CAUSAL, STAGES, s_layout,
+                )  # fmt: skip
+        else:
+            whole = count - 1
+        for _ in range(whole):
+            position, ds, dq = _score_gradients(
+                q, dout, ring, barriers, position, lse, delta, factor, first_row, 0,
+                skv, shift, ds, dq, False, False, CAUSAL, STAGES, s_layout,
+            )  # fmt: skip
+        last = position[0]
+        dq = warpgroup_mma(ds, keys.index(last).reshape([KEYS, WIDTH]), dq, is_async=True)
+        dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+        mbarrier.arrive(k_empty.index(last))
+        q.store((dq * scale).to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(
+            dq_out, [sequence, head, first_row, 0], queries.index(NUMBER)
+        )
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index(NUMBER))
+        phase ^= 1
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _query_producer(
+    q, k, v, dout, pairs, ring, pair_bars, barriers, sizes,
+    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Loads queries and the gradients of their outputs, then every key and value they see."""
+    queries, douts = pairs
+    keys, values = ring
+    ROWS: gl.constexpr = queries.shape[3]
+    KEYS: gl.constexpr = keys.shape[3]
+    batch, heads, groups, sq, skv, shift, together = sizes
+    full, empty = pair_bars
+    k_full, k_empty, v_full, v_empty = barriers
+    blocks = (sq + 2 * ROWS - 1) // (2 * ROWS)
+    slot = gl.to_tensor(0)
+    slot_phase = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for index in range(gl.program_id(0), blocks * heads * batch, gl.num_programs(0)):
+        block, head, sequence = _tile(index, blocks, heads, batch, together)
+        block = blocks - 1 - block
+        group = head // (heads // groups)
+        row = 2 * block * ROWS
+        count = _key_blocks(row + 2 * ROWS, skv, shift, CAUSAL, KEYS)
+        for number in gl.static_range(2):
+            at = [sequence, head, row + number * ROWS, 0]
+            _load_two(q, at, queries, dout, at, douts, full, empty, number, phase)
+        for step in range(count):
+            at = [sequence, group, (count - 1 - step) * KEYS, 0]
+            _load(k, at, keys, k_full, k_empty, slot, slot_phase)
+            _load(v, at, values, v_full, v_empty, slot, slot_phase)
+            slot, slot_phase = _after(slot, slot_phase, STAGES)
+        phase ^= 1
+
+
+@gluon.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "batch", "heads", "groups", "sq", "skv", "shift", "together", "padded", "scale",
+        "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token",
+        "v_batch", "v_head", "v_token", "d_batch", "d_head", "d_token",
+        "g_batch", "g_head", "g_token",
+    ]
+)  # fmt: skip
+def _backward_queries(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lses_ptr, deltas_ptr, dq_ptr,
+    batch: tl.int32, heads: tl.int32, groups: tl.int32, sq: tl.int32, skv: tl.int32,
+    shift: tl.int32, together: tl.int32, padded: tl.int32, scale: tl.float32,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    d_batch: tl.int64, d_head: tl.int64, d_token: tl.int64,
+    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
+    CAUSAL: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+) -> None:  # fmt: skip
+    q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
+    k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
+    v = _source(v_ptr, batch, groups, skv, (v_batch, v_head, v_token), KEYS, WIDTH)
+    dout = _source(dout_ptr, batch, heads, sq, (d_batch, d_head, d_token), ROWS, WIDTH)
+    dq = _source(dq_ptr, batch, heads, sq, (g_batch, g_head, g_token), ROWS, WIDTH)
+    pairs = _tiles(q, 2), _tiles(dout, 2)
+    ring = _tiles(k, STAGES), _tiles(v, STAGES)
+    pair_bars = _barriers(2, 1)
+    k_full, k_empty = _barriers(STAGES, 2)
+    v_full, v_empty = _barriers(STAGES, 2)
+    fence_async_shared()
+    barriers = k_full, k_empty, v_full, v_empty
+    sizes = batch, heads, groups, sq, skv, shift, together
+    gl.warp_specialize(
+        [
+            (_query_consumer, (dq, lses_ptr, deltas_ptr, pairs, ring, pair_bars, barriers, sizes,
+                               padded, scale, 0, CAUSAL, STAGES)),
+            (_query_consumer, (dq, lses_ptr, deltas_ptr, pairs, ring, pair_bars, barriers, sizes,
+                               padded, scale, 1, CAUSAL, STAGES)),
+            (_query_producer, (q, k, v, dout, pairs, ring, pair_bars, barriers, sizes,
+                               CAUSAL, STAGES)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],
@@ -487,3 +970,88 @@ def forward(
         ),
     )
     return out, lse
+
+
+class BackwardChoice(NamedTuple):
+    """How a backward is cut.
+
+    Attributes:
+        rows, stages: queries of a block, and blocks in shared memory, for dk and dv.
+        keys, key_stages: keys of a block, and blocks in shared memory, for dq.
+        persistent: as in :class:`Choice`.
+    """
+
+    rows: int
+    stages: int
+    keys: int
+    key_stages: int
+    persistent: bool = True
+
+
+BACKWARD_CHOICES = {64: BackwardChoice(64, 3, 64, 3), 128: BackwardChoice(64, 3, 64, 3)}
+
+
+@cache
+def _backward_launches(
+    device: torch.device, dtype: torch.dtype, width: int, causal: bool, choice: BackwardChoice
+) -> tuple[_launch.Launch, ...]:
+    same = {"CAUSAL": causal, "LOADER_REGISTERS": 24, "REGISTERS": 240}
+    cuts = {"ROWS": choice.rows, "KEYS": _ROWS, "STAGES": choice.stages}
+    key_cuts = {"ROWS": _ROWS, "KEYS": choice.keys, "STAGES": choice.key_stages}
+    return (
+        _launch.Launch(_prepare, device, threads=128, WIDTH=width, ROWS=_ROWS),
+        _launch.Launch(_backward_keys, device, threads=128, WIDTH=width, **cuts, **same),
+        _launch.Launch(_backward_queries, device, threads=128, WIDTH=width, **key_cuts, **same),
+    )
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    *,
+    scale: float | None = None,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "no_mask",
+    choice: BackwardChoice | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` of what :func:`serves` accepted, as the contract has them."""
+    op = "fused_attn_bwd"
+    width = q.shape[-1]
+    choice = choice or BACKWARD_CHOICES[width]
+    batch, sq, heads = (q.shape[qkv_format.index(axis)] for axis in "bsh")
+    skv, groups = (k.shape[qkv_format.index(axis)] for axis in "sh")
+    dout = dout if _can_be_loaded(dout) else dout.contiguous()
+    out = out if out.stride(-1) == 1 else out.contiguous()
+    padded = -(-sq // (2 * _ROWS)) * 2 * _ROWS
+    lses = fresh(op, q, (batch, heads, padded), torch.float32)
+    deltas = fresh(op, q, (batch, heads, padded), torch.float32)
+    dq, dk, dv = (fresh(op, tensor, tensor.shape) for tensor in (q, k, v))
+    causal = attn_mask_type != "no_mask"
+    prepare, of_keys, of_queries = _backward_launches(q.device, q.dtype, width, causal, choice)
+    steps = {id(it): _steps(it, qkv_format) for it in (q, k, v, dout, out, dq, dk)}
+    prepare(
+        (padded // _ROWS * heads * batch, 1),
+        (out, dout, softmax_lse.contiguous(), lses, deltas),
+        (heads, sq, padded, *steps[id(out)], *steps[id(dout)]),
+    )
+    shift = skv - sq if attn_mask_type == "causal_bottom_right" else 0
+    scale = width**-0.5 if scale is None else scale
+    most = _launch.limits(q.device).multiprocessors
+    share = heads // groups
+    token = 2 * width * q.element_size()
+
+    def launch(kernel: _launch.Launch, tiles: int, together: int, outputs: tuple[Tensor, ...]) -> None:
+        sizes = (batch, heads, groups, sq, skv, shift, together, padded, scale)
+        strides = [step for it in (q, k, v, dout, outputs[0]) for step in steps[id(it)]]
+        programs = min(tiles, most) if choice.persistent else tiles
+        kernel((programs, 1), (q, k, v, dout, lses, deltas, *outputs), (*sizes, *strides))
+
+    kept = max(1, _L2 // (share * sq * token))
+    launch(of_keys, -(-skv // (2 * _ROWS)) * groups * batch, min(batch * groups, kept), (dk, dv))
+    kept = max(1, _L2 // (skv * token)) * share
+    launch(of_queries, -(-sq // (2 * _ROWS)) * heads * batch, min(batch * heads, kept), (dq,))
+    return dq, dk, dv
