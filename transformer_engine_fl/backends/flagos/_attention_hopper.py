@@ -42,9 +42,11 @@ __all__ = ["backward", "forward", "serves"]
 # A position in a ring is (slot, phase). A fresh barrier is one whose phase before, 1, is
 # over: whoever fills a ring waits for the opposite phase and so finds it empty at first.
 #
-# A tile of work is ROWS queries for each consumer, of one head of one sequence. Programs
-# take tiles in turns, those with the most keys first, of as many heads at a time as
-# ``together`` says, so that their keys and values stay in the L2 cache.
+# A tile of work is ROWS queries for each consumer, of one head of one sequence. Programs take
+# tiles in turns, of as many heads at a time as ``together`` says, so that their keys and
+# values stay in the L2 cache. Under a causal mask tiles differ in how much they are: the last
+# heads begin with the largest, those before with the smallest, and so on, and every other
+# round is dealt from the last program to the first. All then get about the same.
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -55,15 +57,33 @@ def _after(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _tile(index, blocks, heads, batch, together):
-    """``(block, head, sequence)`` of a tile of work; low blocks come first."""
+def _turns(tiles):
+    """How many tiles this program takes."""
+    programs = gl.num_programs(0)
+    rounds = tiles // programs
+    return rounds + (_dealt(rounds) < tiles).to(gl.int32)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _dealt(turn):
+    """The tile of this program in a round."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _tile(turn, blocks, heads, batch, together):
+    """``(size, head, sequence)``; the blocks of a head are numbered by size, 0 the largest."""
+    index = _dealt(turn)
     everything = batch * heads
     section = index // (together * blocks)
     within = index - section * together * blocks
     count = gl.minimum(together, everything - section * together)
-    row = within // count
-    pair = section * together + within - row * count
-    return row, pair % heads, pair // heads
+    size = within // count
+    pair = section * together + within - size * count
+    last = (everything - 1) // together
+    size = gl.where((last - section) % 2 == 0, size, blocks - 1 - size)
+    return size, pair % heads, pair // heads
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -156,7 +176,7 @@ def _attend(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consumer(
-    out, lse_ptr, queries, ring, q_bars, barriers,
+    out, lse_ptr, queries, outs, ring, q_bars, barriers,
     sizes, factor, NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The softmax and both products for ROWS queries of each tile."""
@@ -179,8 +199,8 @@ def _consumer(
     v_slot = gl.to_tensor(0)
     v_phase = gl.to_tensor(0)
     q_phase = gl.to_tensor(0)
-    for index in range(gl.program_id(0), blocks * heads * batch, gl.num_programs(0)):
-        block, head, sequence = _tile(index, blocks, heads, batch, together)
+    for turn in range(_turns(blocks * heads * batch)):
+        block, head, sequence = _tile(turn, blocks, heads, batch, together)
         block = blocks - 1 - block
         first_row = (2 * block + NUMBER) * ROWS
         count = _key_blocks((block + 1) * 2 * ROWS, skv, shift, CAUSAL, KEYS)
@@ -217,6 +237,8 @@ def _consumer(
                 q_smem, ring, barriers, position, state, p, factor, first_row, 0,
                 skv, shift, False, CAUSAL, STAGES, s_layout,
             )  # fmt: skip
+        mbarrier.arrive(q_empty.index(NUMBER))
+        q_phase ^= 1
         k_slot, k_phase, v_slot, v_phase = position
         acc, m, l = state
         acc = _weighted(p, values, v_full, v_slot, v_phase, acc)
@@ -226,18 +248,22 @@ def _consumer(
 
         share = gl.where(l > 0, 1 / l, 0.0)
         share = gl.convert_layout(share, gl.SliceLayout(1, acc_layout))
-        q_smem.store((acc * share[:, None]).to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(
-            out, [sequence, head, first_row, 0], queries.index(NUMBER)
-        )
+        tma.store_wait(0)
+        at = [sequence, head, first_row, 0]
+        _write(out, at, outs, NUMBER, (acc * share[:, None]).to(dtype))
         lse = (m * factor + gl.log2(l)) * 0.6931471805599453
         row = first_row + gl.arange(0, ROWS, rows)
         at = lse_ptr + (sequence * heads + head).to(gl.int64) * sq + row
         gl.store(at, gl.where(l > 0, lse, float("-inf")), mask=row < sq)
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(NUMBER))
-        q_phase ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _write(target, at, tiles, number, x):
+    """Starts to write x by way of a tile."""
+    tiles.index(number).reshape(x.shape).store(x)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(target, at, tiles.index(number))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -265,8 +291,8 @@ def _producer(
     v_slot = gl.to_tensor(0)
     v_phase = gl.to_tensor(0)
     q_phase = gl.to_tensor(0)
-    for index in range(gl.program_id(0), blocks * heads * batch, gl.num_programs(0)):
-        block, head, sequence = _tile(index, blocks, heads, batch, together)
+    for turn in range(_turns(blocks * heads * batch)):
+        block, head, sequence = _tile(turn, blocks, heads, batch, together)
         block = blocks - 1 - block
         group = head // (heads // groups)
         row = 2 * block * ROWS
@@ -338,7 +364,7 @@ def _forward(
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
     v = _source(v_ptr, batch, groups, skv, (v_batch, v_head, v_token), KEYS, WIDTH)
     out = _source(out_ptr, batch, heads, sq, (o_batch, o_head, o_token), ROWS, WIDTH)
-    queries = _tiles(q, 2)
+    queries, outs = _tiles(q, 2), _tiles(out, 2)
     ring = _tiles(k, STAGES), _tiles(v, STAGES)
     q_bars = _barriers(2, 1)
     k_full, k_empty = _barriers(STAGES, 2)
@@ -349,9 +375,9 @@ def _forward(
     factor = scale * 1.4426950408889634
     gl.warp_specialize(
         [
-            (_consumer, (out, lse_ptr, queries, ring, q_bars, barriers, sizes, factor,
+            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, sizes, factor,
                          0, CAUSAL, STAGES)),
-            (_consumer, (out, lse_ptr, queries, ring, q_bars, barriers, sizes, factor,
+            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, sizes, factor,
                          1, CAUSAL, STAGES)),
             (_producer, (q, k, v, queries, ring, q_bars, barriers, sizes, CAUSAL, STAGES)),
         ],
@@ -361,43 +387,11 @@ def _forward(
 
 
 # The backward is two kernels, each of which owns what it sums up, so that no two programs
-# add to the same number: one goes through the queries of a block of keys, for dk and dv,
-# the other through the keys of a block of queries, for dq. Both make the weights again from
-# ``lses`` (in units of log 2; inf where a query sees no key, or is none) and ``deltas``,
-# rows of ``padded`` numbers for each head.
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=[
-        "heads", "sq", "padded",
-        "o_batch", "o_head", "o_token", "d_batch", "d_head", "d_token",
-    ]
-)  # fmt: skip
-def _prepare(
-    out_ptr, dout_ptr, lse_ptr, lses_ptr, deltas_ptr,
-    heads: tl.int32, sq: tl.int32, padded: tl.int32,
-    o_batch: tl.int64, o_head: tl.int64, o_token: tl.int64,
-    d_batch: tl.int64, d_head: tl.int64, d_token: tl.int64,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
-    """``lses`` and ``deltas`` of ROWS queries of one head."""
-    blocks = padded // ROWS
-    pair = tl.program_id(0) // blocks
-    row = (tl.program_id(0) - pair * blocks) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)[None, :]
-    exists = row < sq
-    out_ptr += pair // heads * o_batch + pair % heads * o_head
-    dout_ptr += pair // heads * d_batch + pair % heads * d_head
-    token = row[:, None].to(tl.int64)
-    out = tl.load(out_ptr + token * o_token + column, mask=exists[:, None], other=0)
-    dout = tl.load(dout_ptr + token * d_token + column, mask=exists[:, None], other=0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    infinity = float("inf")
-    lse = tl.load(lse_ptr + pair.to(tl.int64) * sq + row, mask=exists, other=infinity)
-    at = pair.to(tl.int64) * padded + row
-    lse = tl.where(lse == -infinity, infinity, lse * 1.4426950408889634)
-    tl.store(lses_ptr + at, lse)
-    tl.store(deltas_ptr + at, delta)
+# add to the same number: one goes through the keys of a block of queries, for dq, the other
+# through the queries of a block of keys, for dk and dv. The first leaves to the second what
+# both need of a query: ``lses``, in units of log 2 and inf where a query sees no key or is
+# none, and ``deltas``, the sums of its output times that output's gradient; rows of
+# ``padded`` numbers for each head.
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -463,7 +457,7 @@ def _query_blocks(first_key, sq, shift, CAUSAL: gl.constexpr, ROWS: gl.constexpr
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _key_consumer(
-    dk_out, dv_out, pairs, ring, pair_bars, barriers, sizes, scale,
+    dk_out, dv_out, pairs, results, ring, pair_bars, barriers, sizes, scale,
     NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of KEYS keys of each tile."""
@@ -485,8 +479,8 @@ def _key_consumer(
     zero = gl.to_tensor(0)
     position = zero, zero, zero, zero
     phase = gl.to_tensor(0)
-    for index in range(gl.program_id(0), blocks * groups * batch, gl.num_programs(0)):
-        block, group, sequence = _tile(index, blocks, groups, batch, together)
+    for turn in range(_turns(blocks * groups * batch)):
+        block, group, sequence = _tile(turn, blocks, groups, batch, together)
         first_key = (2 * block + NUMBER) * KEYS
         first, end = _query_blocks(2 * block * KEYS, sq, shift, CAUSAL, ROWS)
         # From here on the queries of a block see every key of this tile.
@@ -517,16 +511,14 @@ def _key_consumer(
                 k, v, ring, barriers, position, state, s, factor, (end - 1) * ROWS,
                 first_key, shift, CAUSAL, False, STAGES,
             )  # fmt: skip
-        dk, dv = state
-        k.store((dk * scale).to(dtype))
-        v.store(dv.to(dtype))
-        fence_async_shared()
-        at = [sequence, group, first_key, 0]
-        tma.async_copy_shared_to_global(dk_out, at, keys.index(NUMBER))
-        tma.async_copy_shared_to_global(dv_out, at, values.index(NUMBER))
-        tma.store_wait(0)
         mbarrier.arrive(empty.index(NUMBER))
         phase ^= 1
+        dk, dv = state
+        at = [sequence, group, first_key, 0]
+        tma.store_wait(0)
+        _write(dk_out, at, results, 2 * NUMBER, (dk * scale).to(dtype))
+        _write(dv_out, at, results, 2 * NUMBER + 1, dv.to(dtype))
+    tma.store_wait(0)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -556,8 +548,8 @@ def _key_producer(
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for index in range(gl.program_id(0), blocks * groups * batch, gl.num_programs(0)):
-        block, group, sequence = _tile(index, blocks, groups, batch, together)
+    for turn in range(_turns(blocks * groups * batch)):
+        block, group, sequence = _tile(turn, blocks, groups, batch, together)
         first, end = _query_blocks(2 * block * KEYS, sq, shift, CAUSAL, ROWS)
         for number in gl.static_range(2):
             at = [sequence, group, (2 * block + number) * KEYS, 0]
@@ -609,7 +601,7 @@ def _backward_keys(
     dv = _source(dv_ptr, batch, groups, skv, (g_batch, g_head, g_token), KEYS, WIDTH)
     lse = _numbers(lses_ptr, batch * heads * padded, ROWS)
     delta = _numbers(deltas_ptr, batch * heads * padded, ROWS)
-    pairs = _tiles(k, 2), _tiles(v, 2)
+    pairs, results = (_tiles(k, 2), _tiles(v, 2)), _tiles(dk, 4)
     ring = _tiles(q, STAGES), _tiles(dout, STAGES), _tiles(lse, STAGES), _tiles(delta, STAGES)
     pair_bars = _barriers(2, 1)
     q_full, q_empty = _barriers(STAGES, 2)
@@ -620,9 +612,9 @@ def _backward_keys(
     sources = q, k, v, dout, lse, delta
     gl.warp_specialize(
         [
-            (_key_consumer, (dk, dv, pairs, ring, pair_bars, barriers, sizes, scale,
+            (_key_consumer, (dk, dv, pairs, results, ring, pair_bars, barriers, sizes, scale,
                              0, CAUSAL, STAGES)),
-            (_key_consumer, (dk, dv, pairs, ring, pair_bars, barriers, sizes, scale,
+            (_key_consumer, (dk, dv, pairs, results, ring, pair_bars, barriers, sizes, scale,
                              1, CAUSAL, STAGES)),
             (_key_producer, (sources, pairs, ring, pair_bars, barriers, sizes, padded,
                              CAUSAL, STAGES)),
@@ -688,11 +680,12 @@ def _score_gradients(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _query_consumer(
-    dq_out, lse_ptr, delta_ptr, pairs, ring, pair_bars, barriers, sizes, padded, scale,
+    dq_out, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring, trio_bars, barriers, sizes,
+    padded, scale,
     NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dq of ROWS queries of each tile."""
-    queries, douts = pairs
+    """dq, lses and deltas of ROWS queries of each tile."""
+    queries, outs, douts = trios
     keys, values = ring
     ROWS: gl.constexpr = queries.shape[3]
     WIDTH: gl.constexpr = queries.shape[4]
@@ -703,17 +696,19 @@ def _query_consumer(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     batch, heads, groups, sq, skv, shift, together = sizes
-    full, empty = pair_bars
+    full, empty = trio_bars
     k_full, k_empty, v_full, v_empty = barriers
     blocks = (sq + 2 * ROWS - 1) // (2 * ROWS)
     q = queries.index(NUMBER).reshape([ROWS, WIDTH])
+    out = outs.index(NUMBER).reshape([ROWS, WIDTH])
     dout = douts.index(NUMBER).reshape([ROWS, WIDTH])
+    infinity: gl.constexpr = float("inf")
     factor = scale * 1.4426950408889634
     zero = gl.to_tensor(0)
     position = zero, zero, zero, zero, zero
     phase = gl.to_tensor(0)
-    for index in range(gl.program_id(0), blocks * heads * batch, gl.num_programs(0)):
-        block, head, sequence = _tile(index, blocks, heads, batch, together)
+    for turn in range(_turns(blocks * heads * batch)):
+        block, head, sequence = _tile(turn, blocks, heads, batch, together)
         block = blocks - 1 - block
         first_row = (2 * block + NUMBER) * ROWS
         count = _key_blocks((block + 1) * 2 * ROWS, skv, shift, CAUSAL, KEYS)
@@ -721,12 +716,17 @@ def _query_consumer(
         if CAUSAL:
             bound = gl.minimum(skv, first_row + shift + 1)
         whole = gl.minimum(gl.maximum(bound, 0) // KEYS, count - 1)
-        at = (sequence * heads + head) * padded + first_row + gl.arange(0, ROWS, rows)
-        lse = gl.load(lse_ptr + at)
-        delta = gl.load(delta_ptr + at)
+        row = first_row + gl.arange(0, ROWS, rows)
+        pair = sequence * heads + head
+        lse = gl.load(lse_ptr + pair.to(gl.int64) * sq + row, mask=row < sq, other=infinity)
+        lse = gl.where(lse == -infinity, infinity, lse * 1.4426950408889634)
+        mbarrier.wait(full.index(NUMBER), phase)
+        product = out.load(acc_layout).to(gl.float32) * dout.load(acc_layout).to(gl.float32)
+        delta = gl.convert_layout(gl.sum(product, 1), rows)
+        gl.store(lses_ptr + pair * padded + row, lse)
+        gl.store(deltas_ptr + pair * padded + row, delta)
         dq = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
         ds = gl.zeros([ROWS, KEYS], dtype, p_layout)
-        mbarrier.wait(full.index(NUMBER), phase)
         position, ds, dq = _score_gradients(
             q, dout, ring, barriers, position, lse, delta, factor, first_row, (count - 1) * KEYS,
             skv, shift, ds, dq, True, True, CAUSAL, STAGES, s_layout,
@@ -745,46 +745,56 @@ def _query_consumer(
                 q, dout, ring, barriers, position, lse, delta, factor, first_row, 0,
                 skv, shift, ds, dq, False, False, CAUSAL, STAGES, s_layout,
             )  # fmt: skip
+        mbarrier.arrive(empty.index(NUMBER))
+        phase ^= 1
         last = position[0]
         dq = warpgroup_mma(ds, keys.index(last).reshape([KEYS, WIDTH]), dq, is_async=True)
         dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
         mbarrier.arrive(k_empty.index(last))
-        q.store((dq * scale).to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(
-            dq_out, [sequence, head, first_row, 0], queries.index(NUMBER)
-        )
         tma.store_wait(0)
-        mbarrier.arrive(empty.index(NUMBER))
-        phase ^= 1
+        at = [sequence, head, first_row, 0]
+        _write(dq_out, at, results, NUMBER, (dq * scale).to(dtype))
+    tma.store_wait(0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_three(a, a_tiles, b, b_tiles, c, c_tiles, at, full, empty, slot, phase):
+    """Fills a slot of three rings that share their barriers, from the same place."""
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    size: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes + c.block_type.nbytes
+    mbarrier.expect(full.index(slot), size)
+    tma.async_copy_global_to_shared(a, at, full.index(slot), a_tiles.index(slot))
+    tma.async_copy_global_to_shared(b, at, full.index(slot), b_tiles.index(slot))
+    tma.async_copy_global_to_shared(c, at, full.index(slot), c_tiles.index(slot))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _query_producer(
-    q, k, v, dout, pairs, ring, pair_bars, barriers, sizes,
+    sources, trios, ring, trio_bars, barriers, sizes,
     CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Loads queries and the gradients of their outputs, then every key and value they see."""
-    queries, douts = pairs
+    """Loads queries, outputs and their gradients, then every key and value the queries see."""
+    q, k, v, out, dout = sources
+    queries, outs, douts = trios
     keys, values = ring
     ROWS: gl.constexpr = queries.shape[3]
     KEYS: gl.constexpr = keys.shape[3]
     batch, heads, groups, sq, skv, shift, together = sizes
-    full, empty = pair_bars
+    full, empty = trio_bars
     k_full, k_empty, v_full, v_empty = barriers
     blocks = (sq + 2 * ROWS - 1) // (2 * ROWS)
     slot = gl.to_tensor(0)
     slot_phase = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for index in range(gl.program_id(0), blocks * heads * batch, gl.num_programs(0)):
-        block, head, sequence = _tile(index, blocks, heads, batch, together)
+    for turn in range(_turns(blocks * heads * batch)):
+        block, head, sequence = _tile(turn, blocks, heads, batch, together)
         block = blocks - 1 - block
         group = head // (heads // groups)
         row = 2 * block * ROWS
         count = _key_blocks(row + 2 * ROWS, skv, shift, CAUSAL, KEYS)
         for number in gl.static_range(2):
             at = [sequence, head, row + number * ROWS, 0]
-            _load_two(q, at, queries, dout, at, douts, full, empty, number, phase)
+            _load_three(q, queries, out, outs, dout, douts, at, full, empty, number, phase)
         for step in range(count):
             at = [sequence, group, (count - 1 - step) * KEYS, 0]
             _load(k, at, keys, k_full, k_empty, slot, slot_phase)
@@ -797,17 +807,19 @@ def _query_producer(
     do_not_specialize=[
         "batch", "heads", "groups", "sq", "skv", "shift", "together", "padded", "scale",
         "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token",
-        "v_batch", "v_head", "v_token", "d_batch", "d_head", "d_token",
+        "v_batch", "v_head", "v_token", "o_batch", "o_head", "o_token",
+        "d_batch", "d_head", "d_token",
         "g_batch", "g_head", "g_token",
     ]
 )  # fmt: skip
 def _backward_queries(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lses_ptr, deltas_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, lses_ptr, deltas_ptr, dq_ptr,
     batch: tl.int32, heads: tl.int32, groups: tl.int32, sq: tl.int32, skv: tl.int32,
     shift: tl.int32, together: tl.int32, padded: tl.int32, scale: tl.float32,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    o_batch: tl.int64, o_head: tl.int64, o_token: tl.int64,
     d_batch: tl.int64, d_head: tl.int64, d_token: tl.int64,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     CAUSAL: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
@@ -817,10 +829,11 @@ def _backward_queries(
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
     v = _source(v_ptr, batch, groups, skv, (v_batch, v_head, v_token), KEYS, WIDTH)
     dout = _source(dout_ptr, batch, heads, sq, (d_batch, d_head, d_token), ROWS, WIDTH)
+    out = _source(out_ptr, batch, heads, sq, (o_batch, o_head, o_token), ROWS, WIDTH)
     dq = _source(dq_ptr, batch, heads, sq, (g_batch, g_head, g_token), ROWS, WIDTH)
-    pairs = _tiles(q, 2), _tiles(dout, 2)
+    trios, results = (_tiles(q, 2), _tiles(out, 2), _tiles(dout, 2)), _tiles(dq, 2)
     ring = _tiles(k, STAGES), _tiles(v, STAGES)
-    pair_bars = _barriers(2, 1)
+    trio_bars = _barriers(2, 1)
     k_full, k_empty = _barriers(STAGES, 2)
     v_full, v_empty = _barriers(STAGES, 2)
     fence_async_shared()
@@ -828,11 +841,11 @@ def _backward_queries(
     sizes = batch, heads, groups, sq, skv, shift, together
     gl.warp_specialize(
         [
-            (_query_consumer, (dq, lses_ptr, deltas_ptr, pairs, ring, pair_bars, barriers, sizes,
-                               padded, scale, 0, CAUSAL, STAGES)),
-            (_query_consumer, (dq, lses_ptr, deltas_ptr, pairs, ring, pair_bars, barriers, sizes,
-                               padded, scale, 1, CAUSAL, STAGES)),
-            (_query_producer, (q, k, v, dout, pairs, ring, pair_bars, barriers, sizes,
+            (_query_consumer, (dq, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring,
+                               trio_bars, barriers, sizes, padded, scale, 0, CAUSAL, STAGES)),
+            (_query_consumer, (dq, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring,
+                               trio_bars, barriers, sizes, padded, scale, 1, CAUSAL, STAGES)),
+            (_query_producer, ((q, k, v, out, dout), trios, ring, trio_bars, barriers, sizes,
                                CAUSAL, STAGES)),
         ],
         [4, 1],
@@ -999,7 +1012,6 @@ def _backward_launches(
     cuts = {"ROWS": choice.rows, "KEYS": _ROWS, "STAGES": choice.stages}
     key_cuts = {"ROWS": _ROWS, "KEYS": choice.keys, "STAGES": choice.key_stages}
     return (
-        _launch.Launch(_prepare, device, threads=128, WIDTH=width, ROWS=_ROWS),
         _launch.Launch(_backward_keys, device, threads=128, WIDTH=width, **cuts, **same),
         _launch.Launch(_backward_queries, device, threads=128, WIDTH=width, **key_cuts, **same),
     )
@@ -1025,33 +1037,36 @@ def backward(
     batch, sq, heads = (q.shape[qkv_format.index(axis)] for axis in "bsh")
     skv, groups = (k.shape[qkv_format.index(axis)] for axis in "sh")
     dout = dout if _can_be_loaded(dout) else dout.contiguous()
-    out = out if out.stride(-1) == 1 else out.contiguous()
+    out = out if _can_be_loaded(out) else out.contiguous()
     padded = -(-sq // (2 * _ROWS)) * 2 * _ROWS
     lses = fresh(op, q, (batch, heads, padded), torch.float32)
     deltas = fresh(op, q, (batch, heads, padded), torch.float32)
     dq, dk, dv = (fresh(op, tensor, tensor.shape) for tensor in (q, k, v))
     causal = attn_mask_type != "no_mask"
-    prepare, of_keys, of_queries = _backward_launches(q.device, q.dtype, width, causal, choice)
+    of_keys, of_queries = _backward_launches(q.device, q.dtype, width, causal, choice)
     steps = {id(it): _steps(it, qkv_format) for it in (q, k, v, dout, out, dq, dk)}
-    prepare(
-        (padded // _ROWS * heads * batch, 1),
-        (out, dout, softmax_lse.contiguous(), lses, deltas),
-        (heads, sq, padded, *steps[id(out)], *steps[id(dout)]),
-    )
     shift = skv - sq if attn_mask_type == "causal_bottom_right" else 0
     scale = width**-0.5 if scale is None else scale
     most = _launch.limits(q.device).multiprocessors
     share = heads // groups
     token = 2 * width * q.element_size()
 
-    def launch(kernel: _launch.Launch, tiles: int, together: int, outputs: tuple[Tensor, ...]) -> None:
+    def launch(
+        kernel: _launch.Launch, tiles: int, together: int, tensors: tuple[Tensor, ...],
+        strided: tuple[Tensor, ...],
+    ) -> None:
         sizes = (batch, heads, groups, sq, skv, shift, together, padded, scale)
-        strides = [step for it in (q, k, v, dout, outputs[0]) for step in steps[id(it)]]
         programs = min(tiles, most) if choice.persistent else tiles
-        kernel((programs, 1), (q, k, v, dout, lses, deltas, *outputs), (*sizes, *strides))
+        kernel((programs, 1), tensors, (*sizes, *[step for it in strided for step in steps[id(it)]]))
 
-    kept = max(1, _L2 // (share * sq * token))
-    launch(of_keys, -(-skv // (2 * _ROWS)) * groups * batch, min(batch * groups, kept), (dk, dv))
     kept = max(1, _L2 // (skv * token)) * share
-    launch(of_queries, -(-sq // (2 * _ROWS)) * heads * batch, min(batch * heads, kept), (dq,))
+    launch(
+        of_queries, -(-sq // (2 * _ROWS)) * heads * batch, min(batch * heads, kept),
+        (q, k, v, out, dout, softmax_lse.contiguous(), lses, deltas, dq), (q, k, v, out, dout, dq),
+    )
+    kept = max(1, _L2 // (share * sq * token))
+    launch(
+        of_keys, -(-skv // (2 * _ROWS)) * groups * batch, min(batch * groups, kept),
+        (q, k, v, dout, lses, deltas, dk, dv), (q, k, v, dout, dk),
+    )
     return dq, dk, dv
