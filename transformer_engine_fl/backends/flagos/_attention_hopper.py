@@ -152,16 +152,21 @@ def _weighted(p, values, full, slot, phase, acc):
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(
-    q, ring, barriers, position, state, p, factor, first_row, first_key, skv, shift,
+    q, ring, barriers, turns, position, state, p, factor, first_row, first_key, skv, shift,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    NUMBER: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """One more block of keys, while the values of the block before are added up."""
     keys, values = ring
     k_full, k_empty, v_full, v_empty = barriers
-    k_slot, k_phase, v_slot, v_phase = position
+    k_slot, k_phase, v_slot, v_phase, round = position
     acc, m, l = state
+    if ORDERED:
+        mbarrier.wait(turns.index(NUMBER), round ^ (1 - NUMBER))
     s = _scores(q, keys, k_full, k_slot, k_phase, layout)
     acc = _weighted(p, values, v_full, v_slot, v_phase, acc)
+    if ORDERED:
+        mbarrier.arrive(turns.index(1 - NUMBER))
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(k_slot))
     w, m, l, alpha = _softmax(s, m, l, factor, first_row, first_key, skv, shift, MASKED, CAUSAL)
@@ -171,13 +176,14 @@ def _attend(
     next_p = gl.convert_layout(w.to(p.dtype), p.type.layout)
     k_slot, k_phase = _after(k_slot, k_phase, STAGES)
     v_slot, v_phase = _after(v_slot, v_phase, STAGES)
-    return (k_slot, k_phase, v_slot, v_phase), (acc, m, l), next_p
+    return (k_slot, k_phase, v_slot, v_phase, round ^ 1), (acc, m, l), next_p
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consumer(
-    out, lse_ptr, queries, outs, ring, q_bars, barriers,
+    out, lse_ptr, queries, outs, ring, q_bars, barriers, turns,
     sizes, factor, NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    HELD: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The softmax and both products for ROWS queries of each tile."""
     ROWS: gl.constexpr = queries.shape[3]
@@ -199,6 +205,7 @@ def _consumer(
     v_slot = gl.to_tensor(0)
     v_phase = gl.to_tensor(0)
     q_phase = gl.to_tensor(0)
+    round = gl.to_tensor(0)
     for turn in range(_turns(blocks * heads * batch)):
         block, head, sequence = _tile(turn, blocks, heads, batch, together)
         block = blocks - 1 - block
@@ -211,7 +218,11 @@ def _consumer(
         whole = gl.minimum(gl.maximum(bound, 0) // KEYS, count - 1)
 
         mbarrier.wait(q_full.index(NUMBER), q_phase)
-        s = _scores(q_smem, keys, k_full, k_slot, k_phase, s_layout)
+        q = q_smem
+        if HELD:
+            q = q_smem.load(gl.DotOperandLayout(0, s_layout, 2))
+            mbarrier.arrive(q_empty.index(NUMBER))
+        s = _scores(q, keys, k_full, k_slot, k_phase, s_layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(k_slot))
         k_slot, k_phase = _after(k_slot, k_phase, STAGES)
@@ -221,25 +232,26 @@ def _consumer(
             s, m, l, factor, first_row, (count - 1) * KEYS, skv, shift, True, CAUSAL
         )
         p = gl.convert_layout(w.to(dtype), p_layout)
-        position = k_slot, k_phase, v_slot, v_phase
+        position = k_slot, k_phase, v_slot, v_phase, round
         state = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout), m, l
         if CAUSAL:
             for back in range(whole, count - 1):
                 key = (count - 2 - (back - whole)) * KEYS
                 position, state, p = _attend(
-                    q_smem, ring, barriers, position, state, p, factor, first_row, key,
-                    skv, shift, True, CAUSAL, STAGES, s_layout,
+                    q, ring, barriers, turns, position, state, p, factor, first_row, key,
+                    skv, shift, True, CAUSAL, STAGES, s_layout, NUMBER, ORDERED,
                 )  # fmt: skip
         else:
             whole = count - 1
         for _ in range(0, whole):
             position, state, p = _attend(
-                q_smem, ring, barriers, position, state, p, factor, first_row, 0,
-                skv, shift, False, CAUSAL, STAGES, s_layout,
+                q, ring, barriers, turns, position, state, p, factor, first_row, 0,
+                skv, shift, False, CAUSAL, STAGES, s_layout, NUMBER, ORDERED,
             )  # fmt: skip
-        mbarrier.arrive(q_empty.index(NUMBER))
+        if not HELD:
+            mbarrier.arrive(q_empty.index(NUMBER))
         q_phase ^= 1
-        k_slot, k_phase, v_slot, v_phase = position
+        k_slot, k_phase, v_slot, v_phase, round = position
         acc, m, l = state
         acc = _weighted(p, values, v_full, v_slot, v_phase, acc)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -359,6 +371,7 @@ def _forward(
     o_batch: tl.int64, o_head: tl.int64, o_token: tl.int64,
     CAUSAL: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    HELD: gl.constexpr, ORDERED: gl.constexpr,
 ) -> None:  # fmt: skip
     q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
@@ -369,16 +382,17 @@ def _forward(
     q_bars = _barriers(2, 1)
     k_full, k_empty = _barriers(STAGES, 2)
     v_full, v_empty = _barriers(STAGES, 2)
+    turns, _ = _barriers(2, 1)
     fence_async_shared()
     barriers = k_full, k_empty, v_full, v_empty
     sizes = batch, heads, groups, sq, skv, shift, together
     factor = scale * 1.4426950408889634
     gl.warp_specialize(
         [
-            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, sizes, factor,
-                         0, CAUSAL, STAGES)),
-            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, sizes, factor,
-                         1, CAUSAL, STAGES)),
+            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, turns, sizes, factor,
+                         0, CAUSAL, STAGES, HELD, ORDERED)),
+            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, turns, sizes, factor,
+                         1, CAUSAL, STAGES, HELD, ORDERED)),
             (_producer, (q, k, v, queries, ring, q_bars, barriers, sizes, CAUSAL, STAGES)),
         ],
         [4, 1],
@@ -682,7 +696,7 @@ def _score_gradients(
 def _query_consumer(
     dq_out, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring, trio_bars, barriers, sizes,
     padded, scale,
-    NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """dq, lses and deltas of ROWS queries of each tile."""
     queries, outs, douts = trios
@@ -727,22 +741,28 @@ def _query_consumer(
         gl.store(deltas_ptr + pair * padded + row, delta)
         dq = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
         ds = gl.zeros([ROWS, KEYS], dtype, p_layout)
+        a = q
+        b = dout
+        if HELD >= 1:
+            a = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        if HELD >= 2:
+            b = dout.load(gl.DotOperandLayout(0, s_layout, 2))
         position, ds, dq = _score_gradients(
-            q, dout, ring, barriers, position, lse, delta, factor, first_row, (count - 1) * KEYS,
+            a, b, ring, barriers, position, lse, delta, factor, first_row, (count - 1) * KEYS,
             skv, shift, ds, dq, True, True, CAUSAL, STAGES, s_layout,
         )  # fmt: skip
         if CAUSAL:
             for back in range(whole, count - 1):
                 key = (count - 2 - (back - whole)) * KEYS
                 position, ds, dq = _score_gradients(
-                    q, dout, ring, barriers, position, lse, delta, factor, first_row, key,
+                    a, b, ring, barriers, position, lse, delta, factor, first_row, key,
                     skv, shift, ds, dq, False, True, CAUSAL, STAGES, s_layout,
                 )  # fmt: skip
         else:
             whole = count - 1
         for _ in range(whole):
             position, ds, dq = _score_gradients(
-                q, dout, ring, barriers, position, lse, delta, factor, first_row, 0,
+                a, b, ring, barriers, position, lse, delta, factor, first_row, 0,
                 skv, shift, ds, dq, False, False, CAUSAL, STAGES, s_layout,
             )  # fmt: skip
         mbarrier.arrive(empty.index(NUMBER))
@@ -824,6 +844,7 @@ def _backward_queries(
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     CAUSAL: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    HELD: gl.constexpr,
 ) -> None:  # fmt: skip
     q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
@@ -842,9 +863,9 @@ def _backward_queries(
     gl.warp_specialize(
         [
             (_query_consumer, (dq, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring,
-                               trio_bars, barriers, sizes, padded, scale, 0, CAUSAL, STAGES)),
+                               trio_bars, barriers, sizes, padded, scale, 0, CAUSAL, STAGES, HELD)),
             (_query_consumer, (dq, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring,
-                               trio_bars, barriers, sizes, padded, scale, 1, CAUSAL, STAGES)),
+                               trio_bars, barriers, sizes, padded, scale, 1, CAUSAL, STAGES, HELD)),
             (_query_producer, ((q, k, v, out, dout), trios, ring, trio_bars, barriers, sizes,
                                CAUSAL, STAGES)),
         ],
@@ -873,6 +894,8 @@ class Choice(NamedTuple):
     keys: int
     stages: int
     persistent: bool = True
+    held: bool = True
+    ordered: bool = False
 
 
 CHOICES = {64: Choice(128, 2), 128: Choice(128, 2)}
@@ -943,6 +966,8 @@ def _forward_launch(
         ROWS=_ROWS,
         KEYS=choice.keys,
         STAGES=choice.stages,
+        HELD=choice.held,
+        ORDERED=choice.ordered,
         LOADER_REGISTERS=24,
         REGISTERS=240,
     )
@@ -999,6 +1024,7 @@ class BackwardChoice(NamedTuple):
     keys: int
     key_stages: int
     persistent: bool = True
+    held: int = 1
 
 
 BACKWARD_CHOICES = {64: BackwardChoice(64, 3, 64, 3), 128: BackwardChoice(64, 3, 64, 3)}
@@ -1010,7 +1036,7 @@ def _backward_launches(
 ) -> tuple[_launch.Launch, ...]:
     same = {"CAUSAL": causal, "LOADER_REGISTERS": 24, "REGISTERS": 240}
     cuts = {"ROWS": choice.rows, "KEYS": _ROWS, "STAGES": choice.stages}
-    key_cuts = {"ROWS": _ROWS, "KEYS": choice.keys, "STAGES": choice.key_stages}
+    key_cuts = {"ROWS": _ROWS, "KEYS": choice.keys, "STAGES": choice.key_stages, "HELD": choice.held}
     return (
         _launch.Launch(_backward_keys, device, threads=128, WIDTH=width, **cuts, **same),
         _launch.Launch(_backward_queries, device, threads=128, WIDTH=width, **key_cuts, **same),
