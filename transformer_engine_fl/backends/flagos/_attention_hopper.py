@@ -50,14 +50,14 @@ __all__ = ["backward", "forward", "serves"]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _after(slot, phase, STAGES: gl.constexpr):
+def _after(slot: gl.tensor, phase: gl.tensor, STAGES: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
     """The next position in a ring."""
     last = slot == STAGES - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _turns(tiles):
+def _turns(tiles: gl.tensor) -> gl.tensor:
     """How many tiles this program takes."""
     programs = gl.num_programs(0)
     rounds = tiles // programs
@@ -65,14 +65,16 @@ def _turns(tiles):
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _dealt(turn):
+def _dealt(turn: gl.tensor) -> gl.tensor:
     """The tile of this program in a round."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _tile(turn, blocks, heads, batch, together):
+def _tile(
+    turn: gl.tensor, blocks: gl.tensor, heads: gl.tensor, batch: gl.tensor, together: gl.tensor
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
     """``(size, head, sequence)``; the blocks of a head are numbered by size, 0 the largest."""
     index = _dealt(turn)
     everything = batch * heads
@@ -87,7 +89,9 @@ def _tile(turn, blocks, heads, batch, together):
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _key_blocks(end, skv, shift, CAUSAL: gl.constexpr, KEYS: gl.constexpr):
+def _key_blocks(
+    end: gl.tensor, skv: gl.tensor, shift: gl.tensor, CAUSAL: gl.constexpr, KEYS: gl.constexpr
+) -> gl.tensor:
     """How many blocks of keys the queries before ``end`` look at; at least one."""
     bound = skv
     if CAUSAL:
@@ -96,7 +100,7 @@ def _key_blocks(end, skv, shift, CAUSAL: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _exp2(x):
+def _exp2(x: gl.tensor) -> gl.tensor:
     """2**x by the special function unit alone; results below 2**-126 are 0."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
@@ -104,8 +108,18 @@ def _exp2(x):
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _softmax(s, m, l, factor, first_row, first_key, skv, shift,
-             MASKED: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+def _softmax(
+    s: gl.tensor,
+    m: gl.tensor,
+    l: gl.tensor,
+    factor: gl.tensor,
+    first_row: gl.tensor,
+    first_key: gl.tensor,
+    skv: gl.tensor,
+    shift: gl.tensor,
+    MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """``(weights, m, l, alpha)`` after one more block; alpha is what earlier sums are worth.
 
     m is the largest score of a row so far, before it is scaled.
@@ -129,7 +143,14 @@ def _softmax(s, m, l, factor, first_row, first_key, skv, shift,
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _scores(q, keys, full, slot, phase, layout: gl.constexpr):
+def _scores(
+    q: gl.tensor,
+    keys: gl.shared_memory_descriptor,
+    full: gl.shared_memory_descriptor,
+    slot: gl.tensor,
+    phase: gl.tensor,
+    layout: gl.constexpr,
+) -> gl.tensor:
     """Starts the product of the queries and the block of keys at this position."""
     ROWS: gl.constexpr = q.shape[0]
     KEYS: gl.constexpr = keys.shape[3]
@@ -141,7 +162,14 @@ def _scores(q, keys, full, slot, phase, layout: gl.constexpr):
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _weighted(p, values, full, slot, phase, acc):
+def _weighted(
+    p: gl.tensor,
+    values: gl.shared_memory_descriptor,
+    full: gl.shared_memory_descriptor,
+    slot: gl.tensor,
+    phase: gl.tensor,
+    acc: gl.tensor,
+) -> gl.tensor:
     """Starts to add the weighted values at this position to acc."""
     KEYS: gl.constexpr = values.shape[3]
     WIDTH: gl.constexpr = values.shape[4]
@@ -152,17 +180,32 @@ def _weighted(p, values, full, slot, phase, acc):
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(
-    q, ring, barriers, turns, position, state, p, factor, first_row, first_key, skv, shift,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
-    NUMBER: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    q: gl.tensor,
+    ring: gl.tuple,
+    barriers: gl.tuple,
+    turns: gl.shared_memory_descriptor,
+    position: gl.tuple,
+    state: gl.tuple,
+    p: gl.tensor,
+    factor: gl.tensor,
+    first_row: gl.tensor,
+    first_key: gl.tensor,
+    skv: gl.tensor,
+    shift: gl.tensor,
+    MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+    layout: gl.constexpr,
+    NUMBER: gl.constexpr,
+    ORDERED: gl.constexpr,
+) -> tuple[gl.tuple, gl.tuple, gl.tensor]:
     """One more block of keys, while the values of the block before are added up."""
     keys, values = ring
     k_full, k_empty, v_full, v_empty = barriers
-    k_slot, k_phase, v_slot, v_phase, round = position
+    k_slot, k_phase, v_slot, v_phase, parity = position
     acc, m, l = state
     if ORDERED:
-        mbarrier.wait(turns.index(NUMBER), round ^ (1 - NUMBER))
+        mbarrier.wait(turns.index(NUMBER), parity ^ (1 - NUMBER))
     s = _scores(q, keys, k_full, k_slot, k_phase, layout)
     acc = _weighted(p, values, v_full, v_slot, v_phase, acc)
     if ORDERED:
@@ -176,15 +219,27 @@ def _attend(
     next_p = gl.convert_layout(w.to(p.dtype), p.type.layout)
     k_slot, k_phase = _after(k_slot, k_phase, STAGES)
     v_slot, v_phase = _after(v_slot, v_phase, STAGES)
-    return (k_slot, k_phase, v_slot, v_phase, round ^ 1), (acc, m, l), next_p
+    return (k_slot, k_phase, v_slot, v_phase, parity ^ 1), (acc, m, l), next_p
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _consumer(
-    out, lse_ptr, queries, outs, ring, q_bars, barriers, turns,
-    sizes, factor, NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-    HELD: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    out: tma.tensor_descriptor,
+    lse_ptr: gl.tensor,
+    queries: gl.shared_memory_descriptor,
+    outs: gl.shared_memory_descriptor,
+    ring: gl.tuple,
+    q_bars: gl.tuple,
+    barriers: gl.tuple,
+    turns: gl.shared_memory_descriptor,
+    sizes: gl.tuple,
+    factor: gl.tensor,
+    NUMBER: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+    HELD: gl.constexpr,
+    ORDERED: gl.constexpr,
+) -> None:
     """The softmax and both products for ROWS queries of each tile."""
     ROWS: gl.constexpr = queries.shape[3]
     KEYS: gl.constexpr = ring[0].shape[3]
@@ -205,7 +260,7 @@ def _consumer(
     v_slot = gl.to_tensor(0)
     v_phase = gl.to_tensor(0)
     q_phase = gl.to_tensor(0)
-    round = gl.to_tensor(0)
+    parity = gl.to_tensor(0)
     for turn in range(_turns(blocks * heads * batch)):
         block, head, sequence = _tile(turn, blocks, heads, batch, together)
         block = blocks - 1 - block
@@ -232,7 +287,7 @@ def _consumer(
             s, m, l, factor, first_row, (count - 1) * KEYS, skv, shift, True, CAUSAL
         )
         p = gl.convert_layout(w.to(dtype), p_layout)
-        position = k_slot, k_phase, v_slot, v_phase, round
+        position = k_slot, k_phase, v_slot, v_phase, parity
         state = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout), m, l
         if CAUSAL:
             for back in range(whole, count - 1):
@@ -251,7 +306,7 @@ def _consumer(
         if not HELD:
             mbarrier.arrive(q_empty.index(NUMBER))
         q_phase ^= 1
-        k_slot, k_phase, v_slot, v_phase, round = position
+        k_slot, k_phase, v_slot, v_phase, parity = position
         acc, m, l = state
         acc = _weighted(p, values, v_full, v_slot, v_phase, acc)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -271,25 +326,57 @@ def _consumer(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _write(target, at, tiles, number, x):
+def _write(
+    target: tma.tensor_descriptor,
+    at: list[gl.tensor],
+    tiles: gl.shared_memory_descriptor,
+    number: gl.tensor,
+    x: gl.tensor,
+) -> None:
     """Starts to write x by way of a tile."""
     tiles.index(number).reshape(x.shape).store(x)
     fence_async_shared()
     tma.async_copy_shared_to_global(target, at, tiles.index(number))
 
 
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def _bytes(sources: gl.tuple) -> int:
+    """How many bytes one tile of each has."""
+    return sum(source.block_type.nbytes for source in sources)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load(source, at, tiles, full, empty, slot, phase):
-    """Fills a slot of a ring once it is empty."""
+def _load(
+    sources: gl.tuple,
+    places: gl.tuple,
+    rings: gl.tuple,
+    full: gl.shared_memory_descriptor,
+    empty: gl.shared_memory_descriptor,
+    slot: gl.tensor,
+    phase: gl.tensor,
+) -> None:
+    """Fills a slot of rings that share their barriers once it is empty."""
     mbarrier.wait(empty.index(slot), phase ^ 1)
-    mbarrier.expect(full.index(slot), source.block_type.nbytes)
-    tma.async_copy_global_to_shared(source, at, full.index(slot), tiles.index(slot))
+    size: gl.constexpr = _bytes(sources)
+    mbarrier.expect(full.index(slot), size)
+    for i in gl.static_range(len(sources)):
+        tile = rings[i].index(slot)
+        tma.async_copy_global_to_shared(sources[i], places[i], full.index(slot), tile)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _producer(
-    q, k, v, queries, ring, q_bars, barriers, sizes, CAUSAL: gl.constexpr, STAGES: gl.constexpr
-):
+    q: tma.tensor_descriptor,
+    k: tma.tensor_descriptor,
+    v: tma.tensor_descriptor,
+    queries: gl.shared_memory_descriptor,
+    ring: gl.tuple,
+    q_bars: gl.tuple,
+    barriers: gl.tuple,
+    sizes: gl.tuple,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
     """Loads what the consumers multiply, in the order in which they do."""
     ROWS: gl.constexpr = queries.shape[3]
     KEYS: gl.constexpr = ring[0].shape[3]
@@ -310,24 +397,28 @@ def _producer(
         row = 2 * block * ROWS
         count = _key_blocks(row + 2 * ROWS, skv, shift, CAUSAL, KEYS)
         at = (count - 1) * KEYS
-        _load(k, [sequence, group, at, 0], keys, k_full, k_empty, k_slot, k_phase)
+        _load((k,), ([sequence, group, at, 0],), (keys,), k_full, k_empty, k_slot, k_phase)
         k_slot, k_phase = _after(k_slot, k_phase, STAGES)
         for number in gl.static_range(2):
             here = [sequence, head, row + number * ROWS, 0]
-            _load(q, here, queries, q_full, q_empty, number, q_phase)
+            _load((q,), (here,), (queries,), q_full, q_empty, number, q_phase)
         for _ in range(1, count):
-            _load(k, [sequence, group, at - KEYS, 0], keys, k_full, k_empty, k_slot, k_phase)
-            _load(v, [sequence, group, at, 0], values, v_full, v_empty, v_slot, v_phase)
+            _load(
+                (k,), ([sequence, group, at - KEYS, 0],), (keys,), k_full, k_empty, k_slot, k_phase
+            )
+            _load((v,), ([sequence, group, at, 0],), (values,), v_full, v_empty, v_slot, v_phase)
             k_slot, k_phase = _after(k_slot, k_phase, STAGES)
             v_slot, v_phase = _after(v_slot, v_phase, STAGES)
             at -= KEYS
-        _load(v, [sequence, group, at, 0], values, v_full, v_empty, v_slot, v_phase)
+        _load((v,), ([sequence, group, at, 0],), (values,), v_full, v_empty, v_slot, v_phase)
         v_slot, v_phase = _after(v_slot, v_phase, STAGES)
         q_phase ^= 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
+def _barriers(
+    SLOTS: gl.constexpr, READERS: gl.constexpr
+) -> tuple[gl.shared_memory_descriptor, gl.shared_memory_descriptor]:
     """``(full, empty)`` of a ring whose tiles so many partitions read."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -338,7 +429,15 @@ def _barriers(SLOTS: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _source(ptr, batch, heads, length, strides, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def _source(
+    ptr: gl.tensor,
+    batch: gl.tensor,
+    heads: gl.tensor,
+    length: gl.tensor,
+    strides: gl.tuple,
+    ROWS: gl.constexpr,
+    WIDTH: gl.constexpr,
+) -> tma.tensor_descriptor:
     """Tiles of ROWS tokens of one head, in any format of dense features."""
     dtype: gl.constexpr = ptr.dtype.element_ty
     shape: gl.constexpr = [1, 1, ROWS, WIDTH]
@@ -350,7 +449,7 @@ def _source(ptr, batch, heads, length, strides, ROWS: gl.constexpr, WIDTH: gl.co
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _tiles(source, SLOTS: gl.constexpr):
+def _tiles(source: tma.tensor_descriptor, SLOTS: gl.constexpr) -> gl.shared_memory_descriptor:
     return gl.allocate_shared_memory(source.dtype, [SLOTS] + source.block_shape, source.layout)
 
 
@@ -362,17 +461,41 @@ def _tiles(source, SLOTS: gl.constexpr):
     ]
 )  # fmt: skip
 def _forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    batch: tl.int32, heads: tl.int32, groups: tl.int32, sq: tl.int32, skv: tl.int32,
-    shift: tl.int32, together: tl.int32, scale: tl.float32,
-    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
-    k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
-    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
-    o_batch: tl.int64, o_head: tl.int64, o_token: tl.int64,
-    CAUSAL: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
-    HELD: gl.constexpr, ORDERED: gl.constexpr,
-) -> None:  # fmt: skip
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    batch: tl.int32,
+    heads: tl.int32,
+    groups: tl.int32,
+    sq: tl.int32,
+    skv: tl.int32,
+    shift: tl.int32,
+    together: tl.int32,
+    scale: tl.float32,
+    q_batch: tl.int64,
+    q_head: tl.int64,
+    q_token: tl.int64,
+    k_batch: tl.int64,
+    k_head: tl.int64,
+    k_token: tl.int64,
+    v_batch: tl.int64,
+    v_head: tl.int64,
+    v_token: tl.int64,
+    o_batch: tl.int64,
+    o_head: tl.int64,
+    o_token: tl.int64,
+    CAUSAL: gl.constexpr,
+    WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    HELD: gl.constexpr,
+    ORDERED: gl.constexpr,
+) -> None:
     q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
     v = _source(v_ptr, batch, groups, skv, (v_batch, v_head, v_token), KEYS, WIDTH)
@@ -409,7 +532,15 @@ def _forward(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _weights_by_key(s, lse, factor, first_row, first_key, shift, MASKED: gl.constexpr):
+def _weights_by_key(
+    s: gl.tensor,
+    lse: gl.tensor,
+    factor: gl.tensor,
+    first_row: gl.tensor,
+    first_key: gl.tensor,
+    shift: gl.tensor,
+    MASKED: gl.constexpr,
+) -> gl.tensor:
     """The weights of a block of scores of [keys, queries]."""
     layout: gl.constexpr = s.type.layout
     p = _exp2(s * factor - lse[None, :])
@@ -422,9 +553,21 @@ def _weights_by_key(s, lse, factor, first_row, first_key, shift, MASKED: gl.cons
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _gather(
-    k, v, ring, barriers, position, state, s, factor, first_row, first_key, shift,
-    MASKED: gl.constexpr, NEXT: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    k: gl.tensor,
+    v: gl.tensor,
+    ring: gl.tuple,
+    barriers: gl.tuple,
+    position: gl.tuple,
+    state: gl.tuple,
+    s: gl.tensor,
+    factor: gl.tensor,
+    first_row: gl.tensor,
+    first_key: gl.tensor,
+    shift: gl.tensor,
+    MASKED: gl.constexpr,
+    NEXT: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> tuple[gl.tuple, gl.tuple, gl.tensor]:
     """What one block of queries adds to dk and dv; NEXT: makes the scores of the next one."""
     queries, douts, lses, deltas = ring
     q_full, q_empty, d_full, d_empty = barriers
@@ -460,7 +603,9 @@ def _gather(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _query_blocks(first_key, sq, shift, CAUSAL: gl.constexpr, ROWS: gl.constexpr):
+def _query_blocks(
+    first_key: gl.tensor, sq: gl.tensor, shift: gl.tensor, CAUSAL: gl.constexpr, ROWS: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
     """``(first, end)`` of the blocks with queries that see this key or later ones; not none."""
     end = (sq + ROWS - 1) // ROWS
     first = gl.to_tensor(0)
@@ -471,9 +616,19 @@ def _query_blocks(first_key, sq, shift, CAUSAL: gl.constexpr, ROWS: gl.constexpr
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _key_consumer(
-    dk_out, dv_out, pairs, results, ring, pair_bars, barriers, sizes, scale,
-    NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    dk_out: tma.tensor_descriptor,
+    dv_out: tma.tensor_descriptor,
+    pairs: gl.tuple,
+    results: gl.shared_memory_descriptor,
+    ring: gl.tuple,
+    pair_bars: gl.tuple,
+    barriers: gl.tuple,
+    sizes: gl.tuple,
+    scale: gl.tensor,
+    NUMBER: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
     """dk and dv of KEYS keys of each tile."""
     keys, values = pairs
     KEYS: gl.constexpr = keys.shape[3]
@@ -536,19 +691,17 @@ def _key_consumer(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_two(a, a_at, a_tiles, b, b_at, b_tiles, full, empty, slot, phase):
-    """Fills a slot of two rings that share their barriers."""
-    mbarrier.wait(empty.index(slot), phase ^ 1)
-    mbarrier.expect(full.index(slot), a.block_type.nbytes + b.block_type.nbytes)
-    tma.async_copy_global_to_shared(a, a_at, full.index(slot), a_tiles.index(slot))
-    tma.async_copy_global_to_shared(b, b_at, full.index(slot), b_tiles.index(slot))
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
 def _key_producer(
-    sources, pairs, ring, pair_bars, barriers, sizes, padded,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    sources: gl.tuple,
+    pairs: gl.tuple,
+    ring: gl.tuple,
+    pair_bars: gl.tuple,
+    barriers: gl.tuple,
+    sizes: gl.tuple,
+    padded: gl.tensor,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
     """Loads keys and values of a tile, then the queries of every head that uses them."""
     q, k, v, dout, lse, delta = sources
     keys, values = pairs
@@ -567,21 +720,21 @@ def _key_producer(
         first, end = _query_blocks(2 * block * KEYS, sq, shift, CAUSAL, ROWS)
         for number in gl.static_range(2):
             at = [sequence, group, (2 * block + number) * KEYS, 0]
-            _load_two(k, at, keys, v, at, values, full, empty, number, phase)
+            _load((k, v), (at, at), (keys, values), full, empty, number, phase)
         for member in range(heads // groups):
             head = group * (heads // groups) + member
             begin = (sequence * heads + head) * padded
             for step in range(first, end):
                 at = [sequence, head, step * ROWS, 0]
                 row = [begin + step * ROWS]
-                _load_two(q, at, queries, lse, row, lses, q_full, q_empty, slot, slot_phase)
-                _load_two(dout, at, douts, delta, row, deltas, d_full, d_empty, slot, slot_phase)
+                _load((q, lse), (at, row), (queries, lses), q_full, q_empty, slot, slot_phase)
+                _load((dout, delta), (at, row), (douts, deltas), d_full, d_empty, slot, slot_phase)
                 slot, slot_phase = _after(slot, slot_phase, STAGES)
         phase ^= 1
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _numbers(ptr, length, ROWS: gl.constexpr):
+def _numbers(ptr: gl.tensor, length: gl.tensor, ROWS: gl.constexpr) -> tma.tensor_descriptor:
     """Runs of ROWS float32."""
     layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     return tma.make_tensor_descriptor(ptr, [length], [1], [ROWS], layout)
@@ -596,17 +749,46 @@ def _numbers(ptr, length, ROWS: gl.constexpr):
     ]
 )  # fmt: skip
 def _backward_keys(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lses_ptr, deltas_ptr, dk_ptr, dv_ptr,
-    batch: tl.int32, heads: tl.int32, groups: tl.int32, sq: tl.int32, skv: tl.int32,
-    shift: tl.int32, together: tl.int32, padded: tl.int32, scale: tl.float32,
-    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
-    k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
-    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
-    d_batch: tl.int64, d_head: tl.int64, d_token: tl.int64,
-    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
-    CAUSAL: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
-) -> None:  # fmt: skip
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    dout_ptr: tl.tensor,
+    lses_ptr: tl.tensor,
+    deltas_ptr: tl.tensor,
+    dk_ptr: tl.tensor,
+    dv_ptr: tl.tensor,
+    batch: tl.int32,
+    heads: tl.int32,
+    groups: tl.int32,
+    sq: tl.int32,
+    skv: tl.int32,
+    shift: tl.int32,
+    together: tl.int32,
+    padded: tl.int32,
+    scale: tl.float32,
+    q_batch: tl.int64,
+    q_head: tl.int64,
+    q_token: tl.int64,
+    k_batch: tl.int64,
+    k_head: tl.int64,
+    k_token: tl.int64,
+    v_batch: tl.int64,
+    v_head: tl.int64,
+    v_token: tl.int64,
+    d_batch: tl.int64,
+    d_head: tl.int64,
+    d_token: tl.int64,
+    g_batch: tl.int64,
+    g_head: tl.int64,
+    g_token: tl.int64,
+    CAUSAL: gl.constexpr,
+    WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+) -> None:
     q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
     v = _source(v_ptr, batch, groups, skv, (v_batch, v_head, v_token), KEYS, WIDTH)
@@ -640,8 +822,16 @@ def _backward_keys(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _weights_by_query(
-    s, lse, factor, first_row, first_key, skv, shift, MASKED: gl.constexpr, CAUSAL: gl.constexpr
-):
+    s: gl.tensor,
+    lse: gl.tensor,
+    factor: gl.tensor,
+    first_row: gl.tensor,
+    first_key: gl.tensor,
+    skv: gl.tensor,
+    shift: gl.tensor,
+    MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+) -> gl.tensor:
     """The weights of a block of scores of [queries, keys]."""
     layout: gl.constexpr = s.type.layout
     p = _exp2(s * factor - lse[:, None])
@@ -657,10 +847,26 @@ def _weights_by_query(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _score_gradients(
-    q, dout, ring, barriers, position, lse, delta, factor, first_row, first_key, skv, shift,
-    ds, dq, FIRST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+    q: gl.tensor,
+    dout: gl.tensor,
+    ring: gl.tuple,
+    barriers: gl.tuple,
+    position: gl.tuple,
+    lse: gl.tensor,
+    delta: gl.tensor,
+    factor: gl.tensor,
+    first_row: gl.tensor,
+    first_key: gl.tensor,
+    skv: gl.tensor,
+    shift: gl.tensor,
+    ds: gl.tensor,
+    dq: gl.tensor,
+    FIRST: gl.constexpr,
+    MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+    layout: gl.constexpr,
+) -> tuple[gl.tuple, gl.tensor, gl.tensor]:
     """``(position, ds, dq)``: ds of a block of keys, while dq takes up those of the last one."""
     keys, values = ring
     k_full, k_empty, v_full, v_empty = barriers
@@ -694,10 +900,23 @@ def _score_gradients(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _query_consumer(
-    dq_out, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring, trio_bars, barriers, sizes,
-    padded, scale,
-    NUMBER: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-):  # fmt: skip
+    dq_out: tma.tensor_descriptor,
+    lse_ptr: gl.tensor,
+    lses_ptr: gl.tensor,
+    deltas_ptr: gl.tensor,
+    trios: gl.tuple,
+    results: gl.shared_memory_descriptor,
+    ring: gl.tuple,
+    trio_bars: gl.tuple,
+    barriers: gl.tuple,
+    sizes: gl.tuple,
+    padded: gl.tensor,
+    scale: gl.tensor,
+    NUMBER: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+    HELD: gl.constexpr,
+) -> None:
     """dq, lses and deltas of ROWS queries of each tile."""
     queries, outs, douts = trios
     keys, values = ring
@@ -778,21 +997,16 @@ def _query_consumer(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _load_three(a, a_tiles, b, b_tiles, c, c_tiles, at, full, empty, slot, phase):
-    """Fills a slot of three rings that share their barriers, from the same place."""
-    mbarrier.wait(empty.index(slot), phase ^ 1)
-    size: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes + c.block_type.nbytes
-    mbarrier.expect(full.index(slot), size)
-    tma.async_copy_global_to_shared(a, at, full.index(slot), a_tiles.index(slot))
-    tma.async_copy_global_to_shared(b, at, full.index(slot), b_tiles.index(slot))
-    tma.async_copy_global_to_shared(c, at, full.index(slot), c_tiles.index(slot))
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
 def _query_producer(
-    sources, trios, ring, trio_bars, barriers, sizes,
-    CAUSAL: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    sources: gl.tuple,
+    trios: gl.tuple,
+    ring: gl.tuple,
+    trio_bars: gl.tuple,
+    barriers: gl.tuple,
+    sizes: gl.tuple,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
     """Loads queries, outputs and their gradients, then every key and value the queries see."""
     q, k, v, out, dout = sources
     queries, outs, douts = trios
@@ -814,11 +1028,11 @@ def _query_producer(
         count = _key_blocks(row + 2 * ROWS, skv, shift, CAUSAL, KEYS)
         for number in gl.static_range(2):
             at = [sequence, head, row + number * ROWS, 0]
-            _load_three(q, queries, out, outs, dout, douts, at, full, empty, number, phase)
+            _load((q, out, dout), (at, at, at), trios, full, empty, number, phase)
         for step in range(count):
             at = [sequence, group, (count - 1 - step) * KEYS, 0]
-            _load(k, at, keys, k_full, k_empty, slot, slot_phase)
-            _load(v, at, values, v_full, v_empty, slot, slot_phase)
+            _load((k,), (at,), (keys,), k_full, k_empty, slot, slot_phase)
+            _load((v,), (at,), (values,), v_full, v_empty, slot, slot_phase)
             slot, slot_phase = _after(slot, slot_phase, STAGES)
         phase ^= 1
 
@@ -833,19 +1047,51 @@ def _query_producer(
     ]
 )  # fmt: skip
 def _backward_queries(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, lses_ptr, deltas_ptr, dq_ptr,
-    batch: tl.int32, heads: tl.int32, groups: tl.int32, sq: tl.int32, skv: tl.int32,
-    shift: tl.int32, together: tl.int32, padded: tl.int32, scale: tl.float32,
-    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
-    k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
-    v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
-    o_batch: tl.int64, o_head: tl.int64, o_token: tl.int64,
-    d_batch: tl.int64, d_head: tl.int64, d_token: tl.int64,
-    g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
-    CAUSAL: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    dout_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    lses_ptr: tl.tensor,
+    deltas_ptr: tl.tensor,
+    dq_ptr: tl.tensor,
+    batch: tl.int32,
+    heads: tl.int32,
+    groups: tl.int32,
+    sq: tl.int32,
+    skv: tl.int32,
+    shift: tl.int32,
+    together: tl.int32,
+    padded: tl.int32,
+    scale: tl.float32,
+    q_batch: tl.int64,
+    q_head: tl.int64,
+    q_token: tl.int64,
+    k_batch: tl.int64,
+    k_head: tl.int64,
+    k_token: tl.int64,
+    v_batch: tl.int64,
+    v_head: tl.int64,
+    v_token: tl.int64,
+    o_batch: tl.int64,
+    o_head: tl.int64,
+    o_token: tl.int64,
+    d_batch: tl.int64,
+    d_head: tl.int64,
+    d_token: tl.int64,
+    g_batch: tl.int64,
+    g_head: tl.int64,
+    g_token: tl.int64,
+    CAUSAL: gl.constexpr,
+    WIDTH: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
     HELD: gl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
     v = _source(v_ptr, batch, groups, skv, (v_batch, v_head, v_token), KEYS, WIDTH)
@@ -1036,7 +1282,12 @@ def _backward_launches(
 ) -> tuple[_launch.Launch, ...]:
     same = {"CAUSAL": causal, "LOADER_REGISTERS": 24, "REGISTERS": 240}
     cuts = {"ROWS": choice.rows, "KEYS": _ROWS, "STAGES": choice.stages}
-    key_cuts = {"ROWS": _ROWS, "KEYS": choice.keys, "STAGES": choice.key_stages, "HELD": choice.held}
+    key_cuts = {
+        "ROWS": _ROWS,
+        "KEYS": choice.keys,
+        "STAGES": choice.key_stages,
+        "HELD": choice.held,
+    }
     return (
         _launch.Launch(_backward_keys, device, threads=128, WIDTH=width, **cuts, **same),
         _launch.Launch(_backward_queries, device, threads=128, WIDTH=width, **key_cuts, **same),
@@ -1078,21 +1329,32 @@ def backward(
     token = 2 * width * q.element_size()
 
     def launch(
-        kernel: _launch.Launch, tiles: int, together: int, tensors: tuple[Tensor, ...],
+        kernel: _launch.Launch,
+        tiles: int,
+        together: int,
+        tensors: tuple[Tensor, ...],
         strided: tuple[Tensor, ...],
     ) -> None:
         sizes = (batch, heads, groups, sq, skv, shift, together, padded, scale)
         programs = min(tiles, most) if choice.persistent else tiles
-        kernel((programs, 1), tensors, (*sizes, *[step for it in strided for step in steps[id(it)]]))
+        kernel(
+            (programs, 1), tensors, (*sizes, *[step for it in strided for step in steps[id(it)]])
+        )
 
     kept = max(1, _L2 // (skv * token)) * share
     launch(
-        of_queries, -(-sq // (2 * _ROWS)) * heads * batch, min(batch * heads, kept),
-        (q, k, v, out, dout, softmax_lse.contiguous(), lses, deltas, dq), (q, k, v, out, dout, dq),
+        of_queries,
+        -(-sq // (2 * _ROWS)) * heads * batch,
+        min(batch * heads, kept),
+        (q, k, v, out, dout, softmax_lse.contiguous(), lses, deltas, dq),
+        (q, k, v, out, dout, dq),
     )
     kept = max(1, _L2 // (share * sq * token))
     launch(
-        of_keys, -(-skv // (2 * _ROWS)) * groups * batch, min(batch * groups, kept),
-        (q, k, v, dout, lses, deltas, dk, dv), (q, k, v, dout, dk),
+        of_keys,
+        -(-skv // (2 * _ROWS)) * groups * batch,
+        min(batch * groups, kept),
+        (q, k, v, dout, lses, deltas, dk, dv),
+        (q, k, v, dout, dk),
     )
     return dq, dk, dv
