@@ -6,17 +6,16 @@ cores make the next (Shah et al., 2024, arXiv:2407.08608). Triton's own pipelini
 every warp do the same, so these are written in Gluon, where that can be said.
 
 Only plain attention is served: heads of 64 or 128 features, every key or those up to the
-diagonal. Everything else is left to the portable kernels, as are the checks.
+diagonal. Everything else is left to the portable kernels of ``_attention``, and checks and
+the choice between the two to ``attention``.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+import triton.language as tl  # noqa: TC002 - Gluon looks annotations up
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,12 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import fresh
+from transformer_engine_fl.backends.flagos._arguments import fresh, keep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["backward", "forward", "serves"]
+
+_HOPPER = 90  # the compute capability
 
 # ------------------------------------------------------------------------------ kernels
 #
@@ -111,7 +112,7 @@ def _exp2(x: gl.tensor) -> gl.tensor:
 def _softmax(
     s: gl.tensor,
     m: gl.tensor,
-    l: gl.tensor,
+    total: gl.tensor,
     factor: gl.tensor,
     first_row: gl.tensor,
     first_key: gl.tensor,
@@ -120,7 +121,7 @@ def _softmax(
     MASKED: gl.constexpr,
     CAUSAL: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """``(weights, m, l, alpha)`` after one more block; alpha is what earlier sums are worth.
+    """``(weights, m, total, alpha)`` after one more block; alpha is what earlier sums are worth.
 
     m is the largest score of a row so far, before it is scaled.
     """
@@ -139,7 +140,7 @@ def _softmax(
         offset = gl.where(highest == float("-inf"), 0.0, offset)
     alpha = _exp2(m * factor - offset)
     p = _exp2(s * factor - offset[:, None])
-    return p, highest, l * alpha + gl.sum(p, 1), alpha
+    return p, highest, total * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -203,7 +204,7 @@ def _attend(
     keys, values = ring
     k_full, k_empty, v_full, v_empty = barriers
     k_slot, k_phase, v_slot, v_phase, parity = position
-    acc, m, l = state
+    acc, m, total = state
     if ORDERED:
         mbarrier.wait(turns.index(NUMBER), parity ^ (1 - NUMBER))
     s = _scores(q, keys, k_full, k_slot, k_phase, layout)
@@ -212,14 +213,16 @@ def _attend(
         mbarrier.arrive(turns.index(1 - NUMBER))
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(k_slot))
-    w, m, l, alpha = _softmax(s, m, l, factor, first_row, first_key, skv, shift, MASKED, CAUSAL)
+    w, m, total, alpha = _softmax(
+        s, m, total, factor, first_row, first_key, skv, shift, MASKED, CAUSAL
+    )
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(v_empty.index(v_slot))
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
     next_p = gl.convert_layout(w.to(p.dtype), p.type.layout)
     k_slot, k_phase = _after(k_slot, k_phase, STAGES)
     v_slot, v_phase = _after(v_slot, v_phase, STAGES)
-    return (k_slot, k_phase, v_slot, v_phase, parity ^ 1), (acc, m, l), next_p
+    return (k_slot, k_phase, v_slot, v_phase, parity ^ 1), (acc, m, total), next_p
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -249,7 +252,7 @@ def _consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    batch, heads, groups, sq, skv, shift, together = sizes
+    batch, heads, _, sq, skv, shift, together = sizes
     q_full, q_empty = q_bars
     k_full, k_empty, v_full, v_empty = barriers
     keys, values = ring
@@ -282,13 +285,13 @@ def _consumer(
         mbarrier.arrive(k_empty.index(k_slot))
         k_slot, k_phase = _after(k_slot, k_phase, STAGES)
         m = gl.full([ROWS], float("-inf"), gl.float32, rows)
-        l = gl.zeros([ROWS], gl.float32, rows)
-        w, m, l, _ = _softmax(
-            s, m, l, factor, first_row, (count - 1) * KEYS, skv, shift, True, CAUSAL
+        total = gl.zeros([ROWS], gl.float32, rows)
+        w, m, total, _ = _softmax(
+            s, m, total, factor, first_row, (count - 1) * KEYS, skv, shift, True, CAUSAL
         )
         p = gl.convert_layout(w.to(dtype), p_layout)
         position = k_slot, k_phase, v_slot, v_phase, parity
-        state = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout), m, l
+        state = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout), m, total
         if CAUSAL:
             for back in range(whole, count - 1):
                 key = (count - 2 - (back - whole)) * KEYS
@@ -298,7 +301,7 @@ def _consumer(
                 )  # fmt: skip
         else:
             whole = count - 1
-        for _ in range(0, whole):
+        for _ in range(whole):
             position, state, p = _attend(
                 q, ring, barriers, turns, position, state, p, factor, first_row, 0,
                 skv, shift, False, CAUSAL, STAGES, s_layout, NUMBER, ORDERED,
@@ -307,21 +310,21 @@ def _consumer(
             mbarrier.arrive(q_empty.index(NUMBER))
         q_phase ^= 1
         k_slot, k_phase, v_slot, v_phase, parity = position
-        acc, m, l = state
+        acc, m, total = state
         acc = _weighted(p, values, v_full, v_slot, v_phase, acc)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(v_slot))
         v_slot, v_phase = _after(v_slot, v_phase, STAGES)
 
-        share = gl.where(l > 0, 1 / l, 0.0)
+        share = gl.where(total > 0, 1 / total, 0.0)
         share = gl.convert_layout(share, gl.SliceLayout(1, acc_layout))
         tma.store_wait(0)
         at = [sequence, head, first_row, 0]
         _write(out, at, outs, NUMBER, (acc * share[:, None]).to(dtype))
-        lse = (m * factor + gl.log2(l)) * 0.6931471805599453
+        lse = (m * factor + gl.log2(total)) * 0.6931471805599453
         row = first_row + gl.arange(0, ROWS, rows)
         at = lse_ptr + (sequence * heads + head).to(gl.int64) * sq + row
-        gl.store(at, gl.where(l > 0, lse, float("-inf")), mask=row < sq)
+        gl.store(at, gl.where(total > 0, lse, float("-inf")), mask=row < sq)
     tma.store_wait(0)
 
 
@@ -450,7 +453,8 @@ def _source(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _tiles(source: tma.tensor_descriptor, SLOTS: gl.constexpr) -> gl.shared_memory_descriptor:
-    return gl.allocate_shared_memory(source.dtype, [SLOTS] + source.block_shape, source.layout)
+    shape: gl.constexpr = [SLOTS] + source.block_shape  # noqa: RUF005 - Triton has no other way
+    return gl.allocate_shared_memory(source.dtype, shape, source.layout)
 
 
 @gluon.jit(  # type: ignore[untyped-decorator]
@@ -639,7 +643,7 @@ def _key_consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     batch, heads, groups, sq, skv, shift, together = sizes
     full, empty = pair_bars
-    q_full, q_empty, d_full, d_empty = barriers
+    q_full = barriers[0]
     queries = ring[0]
     blocks = (skv + 2 * KEYS - 1) // (2 * KEYS)
     k = keys.index(NUMBER).reshape([KEYS, WIDTH])
@@ -662,7 +666,7 @@ def _key_consumer(
         dv = gl.zeros([KEYS, WIDTH], gl.float32, acc_layout)
         state = dk, dv
         for _ in range(heads // groups):
-            q_slot, q_phase, d_slot, d_phase = position
+            q_slot, q_phase = position[0], position[1]
             s = _scores(k, queries, q_full, q_slot, q_phase, s_layout)
             s = warpgroup_mma_wait(0, deps=(s,))
             if CAUSAL:
@@ -919,7 +923,7 @@ def _query_consumer(
 ) -> None:
     """dq, lses and deltas of ROWS queries of each tile."""
     queries, outs, douts = trios
-    keys, values = ring
+    keys = ring[0]
     ROWS: gl.constexpr = queries.shape[3]
     WIDTH: gl.constexpr = queries.shape[4]
     KEYS: gl.constexpr = keys.shape[3]
@@ -928,9 +932,9 @@ def _query_consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    batch, heads, groups, sq, skv, shift, together = sizes
+    batch, heads, _, sq, skv, shift, together = sizes
     full, empty = trio_bars
-    k_full, k_empty, v_full, v_empty = barriers
+    k_empty = barriers[1]
     blocks = (sq + 2 * ROWS - 1) // (2 * ROWS)
     q = queries.index(NUMBER).reshape([ROWS, WIDTH])
     out = outs.index(NUMBER).reshape([ROWS, WIDTH])
@@ -1009,7 +1013,7 @@ def _query_producer(
 ) -> None:
     """Loads queries, outputs and their gradients, then every key and value the queries see."""
     q, k, v, out, dout = sources
-    queries, outs, douts = trios
+    queries = trios[0]
     keys, values = ring
     ROWS: gl.constexpr = queries.shape[3]
     KEYS: gl.constexpr = keys.shape[3]
@@ -1120,76 +1124,96 @@ def _backward_queries(
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------- choice
+# ----------------------------------------------------------------------------- launches
 
-WIDTHS = (64, 128)
-_MASKS = ("no_mask", "causal", "causal_bottom_right")
-_L2 = 32 << 20  # bytes of keys and values that shall stay in the L2 cache
-_ROWS = 64  # queries of a consumer: what a warpgroup multiplies at once
+_ROWS = 64  # queries or keys of a consumer: what a warpgroup multiplies at once
+_TILE = 2 * _ROWS
+_L2 = 32 << 20  # bytes that shall stay in the L2 cache
+_REGISTERS: dict[str, Any] = {"REGISTERS": 240, "LOADER_REGISTERS": 24}
 
+# By width of a head.
+_FORWARD = {
+    64: {"KEYS": 128, "STAGES": 2, "HELD": True, "ORDERED": False},
+    128: {"KEYS": 128, "STAGES": 2, "HELD": True, "ORDERED": False},
+}
+_QUERIES = {
+    64: {"KEYS": 64, "STAGES": 3, "HELD": 1},
+    128: {"KEYS": 64, "STAGES": 3, "HELD": 1},
+}
+_KEYS = {64: {"ROWS": 64, "STAGES": 3}, 128: {"ROWS": 64, "STAGES": 3}}
 
-class Choice(NamedTuple):
-    """How a forward is cut.
-
-    Attributes:
-        keys: of a block.
-        stages: blocks of keys, and as many of values, in shared memory at a time.
-        persistent: whether a program stays on its multiprocessor and takes several tiles.
-    """
-
-    keys: int
-    stages: int
-    persistent: bool = True
-    held: bool = True
-    ordered: bool = False
+_LAUNCHES: dict[object, _launch.Launch] = {}
 
 
-CHOICES = {64: Choice(128, 2), 128: Choice(128, 2)}
-
-
-def serves(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "no_mask",
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softmax_type: str = "vanilla",
-    dropout_p: float = 0.0,
-    **others: Any,
-) -> bool:
-    """Whether these kernels can do it; takes what the operator takes, checked."""
-    causal = attn_mask_type != "no_mask"
+def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Whether these kernels do it, which does not depend on how much there is of it."""
     return (
-        not _launch.INTERPRETED
-        and _launch.limits(q.device).capability == 90
+        _launch.limits(q.device).capability == _HOPPER
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1]
-        and q.shape[-1] in WIDTHS
-        and "b" in qkv_format
-        and attn_mask_type in _MASKS
-        and bias is None
-        and softmax_type == "vanilla"
-        and not dropout_p
-        and window_size_left == -1
-        and (causal or window_size_right == -1)
-        and (scale is None or scale > 0)
-        and all(tensor.numel() and _can_be_loaded(tensor) for tensor in (q, k, v))
+        and q.shape[-1] in _FORWARD
+        and scale > 0
+        and bool(q.numel() and k.numel())
     )
 
 
-def _can_be_loaded(tensor: Tensor) -> bool:
-    """Whether TMA can: dense features, and everything else in steps of 16 bytes."""
-    unit = 16 // tensor.element_size()
+def _loadable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that TMA can load: dense features, the rest in steps of 16 bytes."""
+    unit = 16 // tensor.itemsize
     steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return (
+    if (
         tensor.stride(-1) == 1
         and tensor.data_ptr() % 16 == 0
         and all(size == 1 or (stride > 0 and stride % unit == 0) for size, stride in steps)
+    ):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _Sizes(NamedTuple):
+    """What every kernel wants to know of a call, besides strides."""
+
+    batch: int
+    heads: int
+    groups: int
+    sq: int
+    skv: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, qkv_format: str) -> _Sizes:
+        batch, sq, heads = (q.shape[qkv_format.index(axis)] for axis in "bsh")
+        skv, groups = (k.shape[qkv_format.index(axis)] for axis in "sh")
+        return cls(batch, heads, groups, sq, skv)
+
+
+def _start(
+    kernel: Any,
+    constants: dict[str, Any],
+    tensors: tuple[Tensor, ...],
+    sizes: _Sizes,
+    numbers: tuple[float, ...],
+    strided: tuple[Tensor, ...],
+    qkv_format: str,
+    *,
+    by_keys: bool = False,
+) -> None:
+    """Launch a kernel whose tiles are blocks of queries of a head, or of keys of a group."""
+    q = tensors[0]
+    share = sizes.heads // sizes.groups
+    tokens, pairs = (sizes.skv, sizes.groups) if by_keys else (sizes.sq, sizes.heads)
+    tiles = -(-tokens // _TILE) * pairs * sizes.batch
+    # Two tensors of tokens that a tile goes through: the heads of a group see the same keys.
+    streamed = 2 * q.shape[-1] * q.itemsize * (share * sizes.sq if by_keys else sizes.skv)
+    kept = max(1, _L2 // streamed) * (1 if by_keys else share)
+    key = (kernel, q.device, q.dtype, *constants.values())
+    launch = _LAUNCHES.get(key) or keep(
+        _LAUNCHES, key, _launch.Launch(kernel, q.device, threads=128, **constants, **_REGISTERS)
+    )
+    steps = [step for tensor in strided for step in _steps(tensor, qkv_format)]
+    launch(
+        (min(tiles, _launch.limits(q.device).multiprocessors), 1),
+        tensors,
+        (*sizes, *numbers[:1], min(pairs * sizes.batch, kept), *numbers[1:], *steps),
     )
 
 
@@ -1199,99 +1223,25 @@ def _steps(tensor: Tensor, qkv_format: str) -> tuple[int, ...]:
     return tuple(tensor.stride(it) if tensor.shape[it] > 1 else tensor.shape[-1] for it in axes)
 
 
-@cache
-def _forward_launch(
-    device: torch.device, dtype: torch.dtype, width: int, causal: bool, choice: Choice
-) -> _launch.Launch:
-    return _launch.Launch(
-        _forward,
-        device,
-        threads=128,
-        CAUSAL=causal,
-        WIDTH=width,
-        ROWS=_ROWS,
-        KEYS=choice.keys,
-        STAGES=choice.stages,
-        HELD=choice.held,
-        ORDERED=choice.ordered,
-        LOADER_REGISTERS=24,
-        REGISTERS=240,
-    )
-
-
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "no_mask",
-    choice: Choice | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, qkv_format: str, causal: bool, top_left: bool
 ) -> tuple[Tensor, Tensor]:
     """``(out, softmax_lse)`` of what :func:`serves` accepted, as the contract has them."""
-    width = q.shape[-1]
-    choice = choice or CHOICES[width]
-    batch, sq, heads = (q.shape[qkv_format.index(axis)] for axis in "bsh")
-    skv, groups = (k.shape[qkv_format.index(axis)] for axis in "sh")
-    out = fresh("fused_attn_fwd", q, q.shape)
-    lse = fresh("fused_attn_fwd", q, (batch, heads, sq), torch.float32)
-    tiles = -(-sq // (2 * _ROWS)) * heads * batch
-    programs = min(tiles, _launch.limits(q.device).multiprocessors) if choice.persistent else tiles
-    # Heads of one group share their keys and values.
-    kept = max(1, _L2 // (2 * skv * width * k.element_size()))
-    together = min(batch * heads, kept * (heads // groups))
-    causal = attn_mask_type != "no_mask"
-    _forward_launch(q.device, q.dtype, width, causal, choice)(
-        (programs, 1),
+    op, width = "fused_attn_fwd", q.shape[-1]
+    q, k, v = _loadable(q), _loadable(k), _loadable(v)
+    sizes = _Sizes.of(q, k, qkv_format)
+    out = fresh(op, q, q.shape)
+    lse = fresh(op, q, (sizes.batch, sizes.heads, sizes.sq), torch.float32)
+    _start(
+        _forward,
+        {"CAUSAL": causal, "WIDTH": width, "ROWS": _ROWS, **_FORWARD[width]},
         (q, k, v, out, lse),
-        (
-            *(batch, heads, groups, sq, skv),
-            skv - sq if attn_mask_type == "causal_bottom_right" else 0,
-            together,
-            width**-0.5 if scale is None else scale,
-            *(step for tensor in (q, k, v, out) for step in _steps(tensor, qkv_format)),
-        ),
+        sizes,
+        (0 if top_left else sizes.skv - sizes.sq, scale),
+        (q, k, v, out),
+        qkv_format,
     )
     return out, lse
-
-
-class BackwardChoice(NamedTuple):
-    """How a backward is cut.
-
-    Attributes:
-        rows, stages: queries of a block, and blocks in shared memory, for dk and dv.
-        keys, key_stages: keys of a block, and blocks in shared memory, for dq.
-        persistent: as in :class:`Choice`.
-    """
-
-    rows: int
-    stages: int
-    keys: int
-    key_stages: int
-    persistent: bool = True
-    held: int = 1
-
-
-BACKWARD_CHOICES = {64: BackwardChoice(64, 3, 64, 3), 128: BackwardChoice(64, 3, 64, 3)}
-
-
-@cache
-def _backward_launches(
-    device: torch.device, dtype: torch.dtype, width: int, causal: bool, choice: BackwardChoice
-) -> tuple[_launch.Launch, ...]:
-    same = {"CAUSAL": causal, "LOADER_REGISTERS": 24, "REGISTERS": 240}
-    cuts = {"ROWS": choice.rows, "KEYS": _ROWS, "STAGES": choice.stages}
-    key_cuts = {
-        "ROWS": _ROWS,
-        "KEYS": choice.keys,
-        "STAGES": choice.key_stages,
-        "HELD": choice.held,
-    }
-    return (
-        _launch.Launch(_backward_keys, device, threads=128, WIDTH=width, **cuts, **same),
-        _launch.Launch(_backward_queries, device, threads=128, WIDTH=width, **key_cuts, **same),
-    )
 
 
 def backward(
@@ -1301,60 +1251,38 @@ def backward(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
-    *,
-    scale: float | None = None,
-    qkv_format: str = "bshd",
-    attn_mask_type: str = "no_mask",
-    choice: BackwardChoice | None = None,
+    scale: float,
+    qkv_format: str,
+    causal: bool,
+    top_left: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of what :func:`serves` accepted, as the contract has them."""
-    op = "fused_attn_bwd"
-    width = q.shape[-1]
-    choice = choice or BACKWARD_CHOICES[width]
-    batch, sq, heads = (q.shape[qkv_format.index(axis)] for axis in "bsh")
-    skv, groups = (k.shape[qkv_format.index(axis)] for axis in "sh")
-    dout = dout if _can_be_loaded(dout) else dout.contiguous()
-    out = out if _can_be_loaded(out) else out.contiguous()
-    padded = -(-sq // (2 * _ROWS)) * 2 * _ROWS
-    lses = fresh(op, q, (batch, heads, padded), torch.float32)
-    deltas = fresh(op, q, (batch, heads, padded), torch.float32)
-    dq, dk, dv = (fresh(op, tensor, tensor.shape) for tensor in (q, k, v))
-    causal = attn_mask_type != "no_mask"
-    of_keys, of_queries = _backward_launches(q.device, q.dtype, width, causal, choice)
-    steps = {id(it): _steps(it, qkv_format) for it in (q, k, v, dout, out, dq, dk)}
-    shift = skv - sq if attn_mask_type == "causal_bottom_right" else 0
-    scale = width**-0.5 if scale is None else scale
-    most = _launch.limits(q.device).multiprocessors
-    share = heads // groups
-    token = 2 * width * q.element_size()
-
-    def launch(
-        kernel: _launch.Launch,
-        tiles: int,
-        together: int,
-        tensors: tuple[Tensor, ...],
-        strided: tuple[Tensor, ...],
-    ) -> None:
-        sizes = (batch, heads, groups, sq, skv, shift, together, padded, scale)
-        programs = min(tiles, most) if choice.persistent else tiles
-        kernel(
-            (programs, 1), tensors, (*sizes, *[step for it in strided for step in steps[id(it)]])
-        )
-
-    kept = max(1, _L2 // (skv * token)) * share
-    launch(
-        of_queries,
-        -(-sq // (2 * _ROWS)) * heads * batch,
-        min(batch * heads, kept),
-        (q, k, v, out, dout, softmax_lse.contiguous(), lses, deltas, dq),
+    op, width = "fused_attn_bwd", q.shape[-1]
+    dout, q, k, v, out = (_loadable(it) for it in (dout, q, k, v, out))
+    sizes = _Sizes.of(q, k, qkv_format)
+    padded = -(-sizes.sq // _TILE) * _TILE
+    lses = fresh(op, q, (sizes.batch, sizes.heads, padded), torch.float32)
+    deltas = fresh(op, q, lses.shape, torch.float32)
+    dq, dk, dv = (fresh(op, it, it.shape) for it in (q, k, v))
+    numbers = (0 if top_left else sizes.skv - sizes.sq, padded, scale)
+    same = {"CAUSAL": causal, "WIDTH": width}
+    _start(
+        _backward_queries,
+        {**same, "ROWS": _ROWS, **_QUERIES[width]},
+        (q, k, v, out, dout, softmax_lse, lses, deltas, dq),
+        sizes,
+        numbers,
         (q, k, v, out, dout, dq),
+        qkv_format,
     )
-    kept = max(1, _L2 // (share * sq * token))
-    launch(
-        of_keys,
-        -(-skv // (2 * _ROWS)) * groups * batch,
-        min(batch * groups, kept),
+    _start(
+        _backward_keys,
+        {**same, "KEYS": _ROWS, **_KEYS[width]},
         (q, k, v, dout, lses, deltas, dk, dv),
+        sizes,
+        numbers,
         (q, k, v, dout, dk),
+        qkv_format,
+        by_keys=True,
     )
     return dq, dk, dv

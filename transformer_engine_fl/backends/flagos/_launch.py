@@ -38,6 +38,7 @@ __all__ = [
     "INTERPRETED",
     "Launch",
     "Limits",
+    "has_gluon",
     "has_ptx",
     "limits",
     "ordinary_launches",
@@ -135,6 +136,11 @@ def _driven_type() -> str | None:
 def has_ptx() -> bool:
     """Whether kernels are compiled to PTX, so that its instructions can be written in them."""
     return not INTERPRETED and torch.version.hip is None and torch.version.cuda is not None
+
+
+def has_gluon() -> bool:
+    """Whether this is a Triton whose Gluon, which may change with each version, is known."""
+    return has_ptx() and _VERSION in _UNDERSTOOD
 
 
 def unsupported_device(device: torch.device) -> str | None:
