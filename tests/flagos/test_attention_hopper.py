@@ -42,7 +42,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     limits = _launch.Limits(132, 232_448, 32, 65_536, 90)
     monkeypatch.setattr(_launch, "limits", lambda device: limits)
     monkeypatch.setattr(_launch, "has_gluon", lambda: True)
-    monkeypatch.setattr(_launch, "unsupported_device", lambda device: None)
+    for name in ("dense", "plain"):  # which look for a GPU
+        monkeypatch.setattr(flagos, name, lambda _op, _name, tensor: tensor)
     monkeypatch.setattr(hopper, "forward", forward)
     monkeypatch.setattr(flagos, "_start", lambda *_args, **_kwargs: None)
     return calls
