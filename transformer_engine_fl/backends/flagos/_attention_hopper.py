@@ -145,7 +145,7 @@ def _softmax(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _scores(
-    q: gl.tensor,
+    q: gl.shared_memory_descriptor,
     keys: gl.shared_memory_descriptor,
     full: gl.shared_memory_descriptor,
     slot: gl.tensor,
@@ -181,10 +181,9 @@ def _weighted(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _attend(
-    q: gl.tensor,
+    q: gl.shared_memory_descriptor,
     ring: gl.tuple,
     barriers: gl.tuple,
-    turns: gl.shared_memory_descriptor,
     position: gl.tuple,
     state: gl.tuple,
     p: gl.tensor,
@@ -197,20 +196,14 @@ def _attend(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
     layout: gl.constexpr,
-    NUMBER: gl.constexpr,
-    ORDERED: gl.constexpr,
 ) -> tuple[gl.tuple, gl.tuple, gl.tensor]:
     """One more block of keys, while the values of the block before are added up."""
     keys, values = ring
     k_full, k_empty, v_full, v_empty = barriers
-    k_slot, k_phase, v_slot, v_phase, parity = position
+    k_slot, k_phase, v_slot, v_phase = position
     acc, m, total = state
-    if ORDERED:
-        mbarrier.wait(turns.index(NUMBER), parity ^ (1 - NUMBER))
     s = _scores(q, keys, k_full, k_slot, k_phase, layout)
     acc = _weighted(p, values, v_full, v_slot, v_phase, acc)
-    if ORDERED:
-        mbarrier.arrive(turns.index(1 - NUMBER))
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_empty.index(k_slot))
     w, m, total, alpha = _softmax(
@@ -222,7 +215,7 @@ def _attend(
     next_p = gl.convert_layout(w.to(p.dtype), p.type.layout)
     k_slot, k_phase = _after(k_slot, k_phase, STAGES)
     v_slot, v_phase = _after(v_slot, v_phase, STAGES)
-    return (k_slot, k_phase, v_slot, v_phase, parity ^ 1), (acc, m, total), next_p
+    return (k_slot, k_phase, v_slot, v_phase), (acc, m, total), next_p
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -234,14 +227,11 @@ def _consumer(
     ring: gl.tuple,
     q_bars: gl.tuple,
     barriers: gl.tuple,
-    turns: gl.shared_memory_descriptor,
     sizes: gl.tuple,
     factor: gl.tensor,
     NUMBER: gl.constexpr,
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
-    HELD: gl.constexpr,
-    ORDERED: gl.constexpr,
 ) -> None:
     """The softmax and both products for ROWS queries of each tile."""
     ROWS: gl.constexpr = queries.shape[3]
@@ -257,13 +247,12 @@ def _consumer(
     k_full, k_empty, v_full, v_empty = barriers
     keys, values = ring
     blocks = (sq + 2 * ROWS - 1) // (2 * ROWS)
-    q_smem = queries.index(NUMBER).reshape([ROWS, WIDTH])
+    q = queries.index(NUMBER).reshape([ROWS, WIDTH])
     k_slot = gl.to_tensor(0)
     k_phase = gl.to_tensor(0)
     v_slot = gl.to_tensor(0)
     v_phase = gl.to_tensor(0)
     q_phase = gl.to_tensor(0)
-    parity = gl.to_tensor(0)
     for turn in range(_turns(blocks * heads * batch)):
         block, head, sequence = _tile(turn, blocks, heads, batch, together)
         block = blocks - 1 - block
@@ -276,10 +265,6 @@ def _consumer(
         whole = gl.minimum(gl.maximum(bound, 0) // KEYS, count - 1)
 
         mbarrier.wait(q_full.index(NUMBER), q_phase)
-        q = q_smem
-        if HELD:
-            q = q_smem.load(gl.DotOperandLayout(0, s_layout, 2))
-            mbarrier.arrive(q_empty.index(NUMBER))
         s = _scores(q, keys, k_full, k_slot, k_phase, s_layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_empty.index(k_slot))
@@ -290,26 +275,25 @@ def _consumer(
             s, m, total, factor, first_row, (count - 1) * KEYS, skv, shift, True, CAUSAL
         )
         p = gl.convert_layout(w.to(dtype), p_layout)
-        position = k_slot, k_phase, v_slot, v_phase, parity
+        position = k_slot, k_phase, v_slot, v_phase
         state = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout), m, total
         if CAUSAL:
             for back in range(whole, count - 1):
                 key = (count - 2 - (back - whole)) * KEYS
                 position, state, p = _attend(
-                    q, ring, barriers, turns, position, state, p, factor, first_row, key,
-                    skv, shift, True, CAUSAL, STAGES, s_layout, NUMBER, ORDERED,
+                    q, ring, barriers, position, state, p, factor, first_row, key,
+                    skv, shift, True, CAUSAL, STAGES, s_layout,
                 )  # fmt: skip
         else:
             whole = count - 1
         for _ in range(whole):
             position, state, p = _attend(
-                q, ring, barriers, turns, position, state, p, factor, first_row, 0,
-                skv, shift, False, CAUSAL, STAGES, s_layout, NUMBER, ORDERED,
+                q, ring, barriers, position, state, p, factor, first_row, 0,
+                skv, shift, False, CAUSAL, STAGES, s_layout,
             )  # fmt: skip
-        if not HELD:
-            mbarrier.arrive(q_empty.index(NUMBER))
+        mbarrier.arrive(q_empty.index(NUMBER))
         q_phase ^= 1
-        k_slot, k_phase, v_slot, v_phase, parity = position
+        k_slot, k_phase, v_slot, v_phase = position
         acc, m, total = state
         acc = _weighted(p, values, v_full, v_slot, v_phase, acc)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -497,8 +481,6 @@ def _forward(
     STAGES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
-    HELD: gl.constexpr,
-    ORDERED: gl.constexpr,
 ) -> None:
     q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
@@ -509,17 +491,16 @@ def _forward(
     q_bars = _barriers(2, 1)
     k_full, k_empty = _barriers(STAGES, 2)
     v_full, v_empty = _barriers(STAGES, 2)
-    turns, _ = _barriers(2, 1)
     fence_async_shared()
     barriers = k_full, k_empty, v_full, v_empty
     sizes = batch, heads, groups, sq, skv, shift, together
     factor = scale * 1.4426950408889634
     gl.warp_specialize(
         [
-            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, turns, sizes, factor,
-                         0, CAUSAL, STAGES, HELD, ORDERED)),
-            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, turns, sizes, factor,
-                         1, CAUSAL, STAGES, HELD, ORDERED)),
+            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, sizes, factor,
+                         0, CAUSAL, STAGES)),
+            (_consumer, (out, lse_ptr, queries, outs, ring, q_bars, barriers, sizes, factor,
+                         1, CAUSAL, STAGES)),
             (_producer, (q, k, v, queries, ring, q_bars, barriers, sizes, CAUSAL, STAGES)),
         ],
         [4, 1],
@@ -557,8 +538,8 @@ def _weights_by_key(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _gather(
-    k: gl.tensor,
-    v: gl.tensor,
+    k: gl.shared_memory_descriptor,
+    v: gl.shared_memory_descriptor,
     ring: gl.tuple,
     barriers: gl.tuple,
     position: gl.tuple,
@@ -851,8 +832,8 @@ def _weights_by_query(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _score_gradients(
-    q: gl.tensor,
-    dout: gl.tensor,
+    q: gl.shared_memory_descriptor,
+    dout: gl.shared_memory_descriptor,
     ring: gl.tuple,
     barriers: gl.tuple,
     position: gl.tuple,
@@ -919,7 +900,6 @@ def _query_consumer(
     NUMBER: gl.constexpr,
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
-    HELD: gl.constexpr,
 ) -> None:
     """dq, lses and deltas of ROWS queries of each tile."""
     queries, outs, douts = trios
@@ -964,28 +944,22 @@ def _query_consumer(
         gl.store(deltas_ptr + pair * padded + row, delta)
         dq = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
         ds = gl.zeros([ROWS, KEYS], dtype, p_layout)
-        a = q
-        b = dout
-        if HELD >= 1:
-            a = q.load(gl.DotOperandLayout(0, s_layout, 2))
-        if HELD >= 2:
-            b = dout.load(gl.DotOperandLayout(0, s_layout, 2))
         position, ds, dq = _score_gradients(
-            a, b, ring, barriers, position, lse, delta, factor, first_row, (count - 1) * KEYS,
+            q, dout, ring, barriers, position, lse, delta, factor, first_row, (count - 1) * KEYS,
             skv, shift, ds, dq, True, True, CAUSAL, STAGES, s_layout,
         )  # fmt: skip
         if CAUSAL:
             for back in range(whole, count - 1):
                 key = (count - 2 - (back - whole)) * KEYS
                 position, ds, dq = _score_gradients(
-                    a, b, ring, barriers, position, lse, delta, factor, first_row, key,
+                    q, dout, ring, barriers, position, lse, delta, factor, first_row, key,
                     skv, shift, ds, dq, False, True, CAUSAL, STAGES, s_layout,
                 )  # fmt: skip
         else:
             whole = count - 1
         for _ in range(whole):
             position, ds, dq = _score_gradients(
-                a, b, ring, barriers, position, lse, delta, factor, first_row, 0,
+                q, dout, ring, barriers, position, lse, delta, factor, first_row, 0,
                 skv, shift, ds, dq, False, False, CAUSAL, STAGES, s_layout,
             )  # fmt: skip
         mbarrier.arrive(empty.index(NUMBER))
@@ -1094,7 +1068,6 @@ def _backward_queries(
     STAGES: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
-    HELD: gl.constexpr,
 ) -> None:
     q = _source(q_ptr, batch, heads, sq, (q_batch, q_head, q_token), ROWS, WIDTH)
     k = _source(k_ptr, batch, groups, skv, (k_batch, k_head, k_token), KEYS, WIDTH)
@@ -1113,9 +1086,9 @@ def _backward_queries(
     gl.warp_specialize(
         [
             (_query_consumer, (dq, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring,
-                               trio_bars, barriers, sizes, padded, scale, 0, CAUSAL, STAGES, HELD)),
+                               trio_bars, barriers, sizes, padded, scale, 0, CAUSAL, STAGES)),
             (_query_consumer, (dq, lse_ptr, lses_ptr, deltas_ptr, trios, results, ring,
-                               trio_bars, barriers, sizes, padded, scale, 1, CAUSAL, STAGES, HELD)),
+                               trio_bars, barriers, sizes, padded, scale, 1, CAUSAL, STAGES)),
             (_query_producer, ((q, k, v, out, dout), trios, ring, trio_bars, barriers, sizes,
                                CAUSAL, STAGES)),
         ],
@@ -1129,18 +1102,12 @@ def _backward_queries(
 _ROWS = 64  # queries or keys of a consumer: what a warpgroup multiplies at once
 _TILE = 2 * _ROWS
 _L2 = 32 << 20  # bytes that shall stay in the L2 cache
+_WIDTHS = (64, 128)
 _REGISTERS: dict[str, Any] = {"REGISTERS": 240, "LOADER_REGISTERS": 24}
 
-# By width of a head.
-_FORWARD = {
-    64: {"KEYS": 128, "STAGES": 2, "HELD": True, "ORDERED": False},
-    128: {"KEYS": 128, "STAGES": 2, "HELD": True, "ORDERED": False},
-}
-_QUERIES = {
-    64: {"KEYS": 64, "STAGES": 3, "HELD": 1},
-    128: {"KEYS": 64, "STAGES": 3, "HELD": 1},
-}
-_KEYS = {64: {"ROWS": 64, "STAGES": 3}, 128: {"ROWS": 64, "STAGES": 3}}
+_FORWARD = {"ROWS": _ROWS, "KEYS": 128, "STAGES": 2}
+_QUERIES = {"ROWS": _ROWS, "KEYS": 64, "STAGES": 3}
+_KEYS = {"ROWS": 64, "KEYS": _ROWS, "STAGES": 3}
 
 _LAUNCHES: dict[object, _launch.Launch] = {}
 
@@ -1151,7 +1118,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
         _launch.limits(q.device).capability == _HOPPER
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1]
-        and q.shape[-1] in _FORWARD
+        and q.shape[-1] in _WIDTHS
         and scale > 0
         and bool(q.numel() and k.numel())
     )
@@ -1234,7 +1201,7 @@ def forward(
     lse = fresh(op, q, (sizes.batch, sizes.heads, sizes.sq), torch.float32)
     _start(
         _forward,
-        {"CAUSAL": causal, "WIDTH": width, "ROWS": _ROWS, **_FORWARD[width]},
+        {"CAUSAL": causal, "WIDTH": width, **_FORWARD},
         (q, k, v, out, lse),
         sizes,
         (0 if top_left else sizes.skv - sizes.sq, scale),
@@ -1268,7 +1235,7 @@ def backward(
     same = {"CAUSAL": causal, "WIDTH": width}
     _start(
         _backward_queries,
-        {**same, "ROWS": _ROWS, **_QUERIES[width]},
+        {**same, **_QUERIES},
         (q, k, v, out, dout, softmax_lse, lses, deltas, dq),
         sizes,
         numbers,
@@ -1277,7 +1244,7 @@ def backward(
     )
     _start(
         _backward_keys,
-        {**same, "KEYS": _ROWS, **_KEYS[width]},
+        {**same, **_KEYS},
         (q, k, v, dout, lses, deltas, dk, dv),
         sizes,
         numbers,
