@@ -81,20 +81,6 @@ def rounded(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
         return x.to(KIND)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rounded(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Rounded to the dtype that it is stored in."""
-    if x.dtype == tl.float64 and KIND.primitive_bitwidth < 64:
-        x = x.to(tl.float32)
-    if _INTERPRETED and KIND.is_bf16():  # which cuts bits off there, and takes 0 for another number
-        bits = x.to(tl.int32, bitcast=True)
-        bits_up = bits + 0x7FFF + ((bits >> 16) & 1)
-        bits = tl.where(x == x, bits_up, bits | 0x400000) >> 16
-        return bits.to(tl.int16).to(KIND, bitcast=True)
-    else:
-        return x.to(KIND)
-
-
 class _Kind(NamedTuple):
     """A kind of number.
 

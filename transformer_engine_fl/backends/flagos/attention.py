@@ -6,6 +6,8 @@ keys, for dk and dv, and where there is a bias once more by its elements. Querie
 values are read where they lie if their features are dense; the heads of a group read the
 same keys.
 
+Hopper has kernels of its own for plain attention in 16 bits, in ``_attention_hopper``.
+
 Tiles depend on widths and dtypes alone, so that what a query gets does not depend on what
 else is in the batch.
 """
@@ -453,7 +455,28 @@ def fused_attn_fwd(
     return _forward(_prepared(contract.name, q, k, v, bias, softmax_offset, **options))
 
 
+def _for_hopper(it: _Call) -> Any:
+    """The module of kernels written for Hopper alone, if they do this call; else None."""
+    known = it.constants
+    *_, right, scale = it.sizes
+    plain_softmax = it.bias is None and not it.has_sink and not known["DROPOUT"]
+    masked = any(one is not None for one in it.lengths) or known["LEFT"] or right > 0
+    if masked or not plain_softmax or not _launch.has_gluon():
+        return None
+    from transformer_engine_fl.backends.flagos import _attention_hopper
+
+    return _attention_hopper if _attention_hopper.serves(it.q, it.k, it.v, scale) else None
+
+
+def _of_hopper(it: _Call) -> tuple[float, str, bool, bool]:
+    """What those kernels are told besides tensors: scale, format, causal, top-left."""
+    return it.sizes[-1], it.qkv_format, it.constants["RIGHT"], it.constants["TOP_LEFT"]
+
+
 def _forward(it: _Call) -> tuple[Tensor, Tensor]:
+    if hopper := _for_hopper(it):
+        out, lse = hopper.forward(it.q, it.k, it.v, *_of_hopper(it))
+        return out, lse
     out = _of_tokens(it, it.q, it.v.shape[-1])
     shape = contracts._lse_shape(it.q, it.qkv_format)
     lse = fresh(it.op, it.q, shape, math_dtype(it.q.dtype))
@@ -524,6 +547,9 @@ def fused_attn_bwd(
     it = _prepared(op, q, k, v, bias, softmax_offset, **options)
     dout, out = dense(op, "dout", dout), dense(op, "out", out)
     lse = plain(op, "softmax_lse", softmax_lse).contiguous()
+    if hopper := _for_hopper(it):
+        dq, dk, dv = hopper.backward(dout, it.q, it.k, it.v, out, lse, *_of_hopper(it))
+        return dq, dk, dv, None, None
     dq, dk, dv, dsink, delta = _backward(it, dout, out, lse)
     dbias = None if bias is None else _bias_gradient(it, bias, dout, lse, delta)
     return dq, dk, dv, dbias, dsink
