@@ -683,7 +683,6 @@ def _amax_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOGETHER: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
     """The amax of many tiles; a thread reads TOGETHER elements as one number."""
     x_stride = x_stride * UNIT
@@ -693,7 +692,7 @@ def _amax_tiles(
     tiles = tl.cdiv(rows, ROWS) * across
     READS: tl.constexpr = COLUMNS // TOGETHER
     largest = tl.zeros((ROWS, READS), tl.float32)
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         above = index // across
         first_row = above.to(tl.int64) * ROWS
         first_column = (index - above * across).to(tl.int64) * COLUMNS
@@ -826,15 +825,14 @@ def _scale_groups(
 _ROW_TILE, _HALVED_TILE = (128, 8192), (128, 4096)
 _CALCULATED_TILE = (256, 4096)  # of what is more than read
 _AMAX_TILE, _AMAX_PROGRAMS = (256, 16384), 4
-_AMAX_STAGES, _AMAX_BYTES = 1, 49152  # of tiles on their way, so many bytes at most
 _WIDEST_ROW = 1024  # columns of a tile of several rows
 # (threads, rows, columns) of a tile that is written transposed as well or has square blocks,
 # by the rows of a block.
 _SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (256, 128, 128)}
 # (threads, rows, columns) of those below each other, which are cast along their rows alone
 # and have sums or halves; how many tiles a program has, and how many of them are under way.
-_STRIP_TILES = {"sums": (128, 32, 64), "both": (128, 32, 64)}
-_STRIP_STEPS, _STRIP_STAGES = 8, 2
+_STRIP_TILES = {"sums": (128, 16, 128), "both": (128, 32, 64)}
+_STRIP_STEPS, _STRIP_STAGES = 16, 3
 # With fewer programs than this, for each multiprocessor, programs have fewer tiles.
 _STRIP_PROGRAMS = 4
 if _launch.INTERPRETED:  # a program costs it as much as many elements
@@ -1133,18 +1131,8 @@ def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
         ROWS=rows,
         COLUMNS=columns,
         TOGETHER=min(matrix.unit, 16 // source.x.itemsize),
-        STAGES=_stages(source, rows * columns),
     )
     return _AmaxPlan(launch, rows, columns, _AMAX_PROGRAMS * _launch.limits(device).multiprocessors)
-
-
-def _stages(source: Source, elements: int) -> int:
-    """How many tiles are read or worked on at a time; 1 where reads cannot go ahead."""
-    if not _launch.has_ptx():
-        return 1
-    read = source.x.itemsize * (2 if source.gated else 1)
-    read += 0 if source.grad is None else source.grad.itemsize
-    return max(1, min(_AMAX_STAGES, _AMAX_BYTES // (elements * read)))
 
 
 # ------------------------------------------------------------------------------------ runs

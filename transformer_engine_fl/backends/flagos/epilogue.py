@@ -258,9 +258,8 @@ class _Tile(NamedTuple):
 # By width: columns rounded up to a power of two. The widest listed is the widest that is kept
 # in registers; wider rows take (threads, columns) of a chunk, and programs as above.
 _CAST_TILES = {
-    2048: _Tile(threads=128, width=2048),
-    4096: _Tile(threads=128, width=4096, programs=4, stages=2),
-    8192: _Tile(threads=256, width=8192, programs=2, stages=2),
+    4096: _Tile(threads=128, width=4096),
+    8192: _Tile(threads=256, width=8192, programs=2, stages=3),
     16384: _Tile(threads=512, width=16384, programs=1, stages=2),
 }
 # Of rows that are not cast here. Each program leaves an amax, of which all are read later.

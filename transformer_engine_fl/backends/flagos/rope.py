@@ -528,9 +528,9 @@ def _rotate(
 
 # ---------------------------------------------------------------------------- launching
 
-_TILE_BYTES = 4096  # of one head of a program's tokens
-_THREADS = 256
-_HEADS = 4  # that a program reads at a time
+_TILE_BYTES = 2048  # of one head of a program's tokens
+_THREADS = 128
+_HEADS = 8  # that a program reads at a time
 _PROGRAMS = 24  # of a multiprocessor at least, as far as heads can be shared out
 _LAUNCHES: dict[object, _launch.Launch] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
