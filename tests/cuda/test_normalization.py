@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _launch, normalization
+from transformer_engine_fl.backends.vendor.cuda._arguments import access_width, dense_rows
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops.normalization import statistics_dtype
@@ -192,17 +193,17 @@ def test_a_tile_covers_its_row_and_fits_a_block(columns: int, size: int) -> None
 def test_badly_aligned_memory_is_read_in_smaller_pieces(
     parts: list[tuple[int, int]], access: int
 ) -> None:
-    assert normalization._access(8, *parts) == access
+    assert access_width(8, *parts) == access
 
 
 def test_rows_that_lie_apart_evenly_are_not_copied() -> None:
     storage = torch.arange(4 * 6 * 10.0)
     padded = storage.view(4, 6, 10)[..., :8]
-    assert normalization._dense_rows(padded) == (padded, 10)
+    assert dense_rows(padded) == (padded, 10)
     one = torch.ones(1, 8).expand(5, 8)
-    assert normalization._dense_rows(one)[1] == 0
+    assert dense_rows(one)[1] == 0
     for value in (padded[:, :5], torch.ones(8, 4).t(), torch.ones(4, 16)[:, ::2]):
-        copy, stride = normalization._dense_rows(value)
+        copy, stride = dense_rows(value)
         assert copy.is_contiguous()
         assert stride == value.shape[-1]
         assert torch.equal(copy, value)

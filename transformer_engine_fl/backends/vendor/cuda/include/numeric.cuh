@@ -8,6 +8,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+// The names by which the host's macros call the formats.
+using bfloat16 = __nv_bfloat16;
+using float16 = __half;
+using float32 = float;
+using float64 = double;
+
 namespace te_fl {
 
 template <typename T>
