@@ -12,7 +12,7 @@ from transformer_engine_fl.core.types import BackendImplKind
 
 __all__ = ["FAMILIES", "is_available", "register"]
 
-FAMILIES = ("normalization",)
+FAMILIES = ("activation", "normalization", "softmax")
 """The families that the set has a file for."""
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "check_fresh",
     "check_integers",
     "check_numbers",
+    "check_size",
     "decline",
     "dense",
     "dense_rows",
@@ -121,6 +122,12 @@ def decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
                 f"vendor.cuda: {op.name} runs on CUDA devices, not on {tensor.device}"
             )
     raise NotSupportedError(f"vendor.cuda: {op.name} does not take these arguments: {arguments}")
+
+
+def check_size(op: str, name: str, size: int, most: int) -> None:
+    """Decline what a kernel cannot count."""
+    if size > most:
+        raise NotSupportedError(f"{op}: {size} {name} are more than a kernel counts ({most})")
 
 
 def no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedError:
