@@ -68,14 +68,15 @@ struct Mask {
   }
 };
 
-using Hidden = Vec<unsigned char, VEC>;
+constexpr int kMaskBytes = VEC > 1 ? VEC : 2;  // a vector has no fewer
+using Hidden = Vec<unsigned char, kMaskBytes>;
 
 // The mask's bytes of one vector.
 __device__ __forceinline__ Hidden hidden_at(const unsigned char* mask_row, int column) {
-  Hidden result = zeros<unsigned char, VEC>();
+  Hidden result = zeros<unsigned char, kMaskBytes>();
   if constexpr (MASKED) {
     if constexpr (MASK_ACCESS && VEC > 1) {
-      result = load_shared_data<VEC, VEC>(mask_row + column);
+      result = load_shared_data<kMaskBytes, kMaskBytes>(mask_row + column);
     } else {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
@@ -178,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    hidden[v] = zeros<unsigned char, VEC>();
+    hidden[v] = zeros<unsigned char, kMaskBytes>();
     if (MASKED && read_from(column)) hidden[v] = hidden_at(mask_row, column);
   }
   wait_copies<0>();

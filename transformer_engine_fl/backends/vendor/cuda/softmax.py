@@ -59,6 +59,8 @@ __all__ = [
 
 TEAMS: Final[tuple[Team, ...]] = ((128, 1), (256, 1), (512, 1), (1024, 1))
 CLUSTERS: Final[tuple[Team, ...]] = ((512, 2), (512, 4), (512, 8), (1024, 8))
+USUAL: Final = 4
+"""Vectors of a thread, where they are whole."""
 WIDE_LANES: Final = 1024
 RESIDENT: Final = 1024
 """Threads of a multiprocessor; leaves each the registers for what it holds of a row."""
@@ -75,7 +77,7 @@ def row_tile(columns: int, sizes: tuple[int, ...], device: _launch.Limits) -> Ti
     """
     vec = vector_width(columns, sizes[0])
     vectors = columns // vec
-    usual = 4 if vec * sizes[0] == 16 else 8
+    usual = USUAL if vec * sizes[0] == 16 else 8
     teams = TEAMS[:3] + CLUSTERS if device.has_clusters else TEAMS
     tile = (
         warp_tile(vectors, vec, usual)
