@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS, BLOCKS)
   release_dependents();
   if constexpr (ROWS > 1) {
     // Neighbouring lanes use neighbouring banks.
-    __shared__ A teams[ROWS - 1][VEC][LANES];
+    __shared__ A teams[ROWS > 1 ? ROWS - 1 : 1][VEC][LANES];
     if (team > 0) {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) teams[team - 1][i][lane] = total[i];
