@@ -139,6 +139,14 @@ __device__ __forceinline__ float exponential(float x) {
 }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
+// Unlike fmin it is NaN if one of them is.
+__device__ __forceinline__ float least_or_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ double least_or_nan(double a, double b) { return a > b ? b : a; }
+
 // A product that is not fused with what is added to it.
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
