@@ -10,7 +10,10 @@ from transformer_engine_fl.core.policy import get_environment
 from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.types import BackendImplKind
 
-__all__ = ["is_available", "register"]
+__all__ = ["FAMILIES", "is_available", "register"]
+
+FAMILIES = ("activation", "normalization", "softmax")
+"""The families that the set has a file for."""
 
 
 def is_available() -> bool | str:
@@ -27,7 +30,7 @@ def register(registry: OpRegistry) -> None:
     register_set(
         registry,
         __name__,
-        families=("normalization",),
+        families=FAMILIES,
         omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,
