@@ -237,15 +237,11 @@ def _begins(
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_odd(extremes_ptr: tl.tensor, groups: tl.tensor, GROUPS: tl.constexpr) -> tl.tensor:
     """Whether a bucket that is shared has two numbers in it."""
-    group = tl.arange(0, GROUPS)
-    some = group < groups
-    odd = False
-    for shared in tl.static_range(2):
-        where = extremes_ptr + 2 * shared * GROUPS + group
-        lowest = tl.min(tl.load(where, mask=some, other=_LARGEST), axis=0)
-        highest = tl.max(tl.load(where + GROUPS, mask=some, other=-_LARGEST), axis=0)
-        odd = odd | (lowest < highest)
-    return odd
+    group = tl.arange(0, GROUPS)[None, :]
+    where = extremes_ptr + tl.arange(0, 2)[:, None] * (2 * GROUPS) + group
+    lowest = tl.min(tl.load(where, mask=group < groups, other=_LARGEST), axis=1)
+    highest = tl.max(tl.load(where + GROUPS, mask=group < groups, other=-_LARGEST), axis=1)
+    return tl.max((lowest < highest).to(tl.int32), axis=0) > 0
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -280,10 +276,21 @@ def _place_indices(
     beside = tl.arange(0, BESIDE)
     pair = tile * PAIRS + within
     exists = pair < pairs
-    # Sums over the first axis, whose parts a thread adds up by itself.
+    buckets_ptr += tile * PAIRS
+    bucket = tl.load(buckets_ptr + within)
+    row = _begins(counts_ptr, bucket, exists, tile // each, groups, BUCKETS, SUMMED, AT_ONCE)
+    if earlier_ptr is not None:
+        row += tl.load(earlier_ptr + tile.to(tl.int64) * BUCKETS + bucket)
+    # Summed over the first axis, of which each thread has several.
     found = tl.zeros((BESIDE, PAIRS), tl.int32)
-    if _is_odd(extremes_ptr, groups, GROUPS):
+    for first in tl.range(0, PAIRS, BESIDE):
+        its = tl.load(buckets_ptr + first + beside)[:, None]
+        before = (its == bucket[None, :]) & ((first + beside)[:, None] < within[None, :])
+        found += before.to(tl.int32)
+    row += tl.sum(found, axis=0)
+    if _is_odd(extremes_ptr, groups, GROUPS):  # which is seldom, and not waited for before
         expert = _expert(indices_ptr, pair, exists, topk, index_token, index_slot)[None, :]
+        found = tl.zeros((BESIDE, PAIRS), tl.int32)
         for first in tl.range(0, pairs, BESIDE):
             other = first + beside
             its = _expert(indices_ptr, other, other < pairs, topk, index_token, index_slot)
@@ -291,17 +298,6 @@ def _place_indices(
             before = (its == expert) & (other[:, None] < pair[None, :])
             found += ((other < pairs)[:, None] & ((its < expert) | before)).to(tl.int32)
         row = tl.sum(found, axis=0)
-    else:
-        buckets_ptr += tile * PAIRS
-        bucket = tl.load(buckets_ptr + within)
-        for first in tl.range(0, PAIRS, BESIDE):
-            its = tl.load(buckets_ptr + first + beside)[:, None]
-            before = (its == bucket[None, :]) & ((first + beside)[:, None] < within[None, :])
-            found += before.to(tl.int32)
-        row = tl.sum(found, axis=0)
-        row += _begins(counts_ptr, bucket, exists, tile // each, groups, BUCKETS, SUMMED, AT_ONCE)
-        if earlier_ptr is not None:
-            row += tl.load(earlier_ptr + tile.to(tl.int64) * BUCKETS + bucket)
     entry = (pair % topk).to(tl.int64) * (pairs // topk) + pair // topk
     tl.store(map_ptr + entry, tl.where(row < have, row, -1), mask=exists)
 
