@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.backends.flagos import _row_maps
 from transformer_engine_fl.backends.flagos import moe as flagos
 from transformer_engine_fl.ops import moe as contracts
 from transformer_engine_fl.testing.allocation import Guarded
@@ -73,7 +74,52 @@ def test_tiles_of_pairs_and_what_is_left_of_them(tokens: int, device: str) -> No
     check("moe_permute_fwd", numbers(tokens, 1, device=device), indices)
 
 
+# ------------------------------------------------------------------------- maps of groups
+
+GROUPINGS = {
+    "one tile each, summed up once": (1, 16),
+    "several tiles each": (16, 4),
+    "several tiles each, summed up once": (1, 4),
+}
+
+
+@pytest.fixture(params=GROUPINGS)
+def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with more tiles than a test has time for."""
+    few, groups = GROUPINGS[request.param]
+    monkeypatch.setattr(_row_maps, "_FEW", few)
+    monkeypatch.setattr(_row_maps, "_GROUPS", groups)
+    monkeypatch.setattr(_row_maps, "_PAIRS", 32)
+    monkeypatch.setattr(_row_maps, "_MASK_TOKENS", 8)
+
+
+@pytest.mark.usefixtures("grouping")
+@pytest.mark.parametrize("which", SPREAD)
+def test_groups_of_tiles_of_pairs(which: str, device: str) -> None:
+    chosen = torch.randint(4, (139, 3), generator=torch.Generator().manual_seed(5))
+    indices = torch.tensor(SPREAD[which])[chosen].to(device)
+    check("moe_permute_fwd", numbers(139, 2, device=device), indices, 400)
+
+
+@pytest.mark.usefixtures("grouping")
+@pytest.mark.parametrize("experts", [3, 64, 200])
+def test_groups_of_tiles_of_a_mask(experts: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    routed = torch.rand(101, experts, generator=generator) < 3 / (experts + 1)
+    probs = torch.rand(101, experts, generator=generator).to(device)
+    x = numbers(101, 2, device=device)
+    for rows in (60, 500):
+        check("moe_permute_mask_fwd", x, routed.to(device), probs, num_out_tokens=rows)
+
+
 # ------------------------------------------------------------------------- maps by mask
+
+
+def test_masks_whose_experts_do_not_follow_one_another(device: str) -> None:
+    routed = torch.rand(32, 70, generator=torch.Generator().manual_seed(6)) < 0.1
+    x = numbers(70, 2, device=device)
+    check("moe_permute_mask_fwd", x, routed.to(device).t(), num_out_tokens=250)
+    check("moe_permute_mask_fwd", x, routed.to(device).t()[:, ::2], num_out_tokens=120)
 
 
 @pytest.mark.parametrize("experts", [1, 3, 127, 128, 129, 300])

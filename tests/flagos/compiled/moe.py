@@ -6,7 +6,7 @@ import torch
 
 from transformer_engine_fl.backends.flagos import moe as flagos
 
-MODULES = ("moe",)
+MODULES = ("moe", "_row_maps")
 STREAMING = {"_spread", "_collect", "_spread_weighted"}
 WIDTHS = {"bfloat16": (128, 4096, 16384), "float64": (4096,)}
 
@@ -31,3 +31,9 @@ def launch() -> None:
                 flagos.moe_permute_mask_bwd(rows, by_mask, moved)
                 flagos.moe_unpermute_mask_fwd(rows, by_mask, weights)
             flagos.moe_unpermute_mask_bwd(dy, by_mask, rows, probs, num_rows=12)
+    for tokens in (20_000, 70_000):  # more tiles than a program sums up, or is given one of
+        x = torch.zeros(tokens, 8)
+        flagos.moe_permute_fwd(x, torch.zeros(tokens, 2, dtype=torch.int32))
+        routed = torch.zeros(tokens, 64, dtype=torch.bool)
+        flagos.moe_permute_mask_fwd(x, routed, num_out_tokens=12)
+        flagos.moe_permute_mask_fwd(x, routed[:, ::2], num_out_tokens=12)

@@ -1,25 +1,20 @@
 """Moving tokens to their experts and back in Triton.
 
-Which row a pair has is worked out in three small launches: each program counts, in a tile of
-tokens, the pairs that go to a lower expert; these counts are summed over the tiles before
-each tile; and with the sums each program places its pairs. Nothing depends on the order in
-which programs run.
-
-Then whole rows are moved. A program takes some tokens, and goes through the pairs of each: a
-token that goes to several rows is read once, and one that is the sum of several rows is
-written once. Values that are only moved are integers of the same size.
+Which row a pair has is worked out elsewhere, in ``_row_maps.py``. Then whole rows are moved.
+A program takes some tokens, and goes through the pairs of each: a token that goes to several
+rows is read once, and one that is the sum of several rows is written once. Values that are
+only moved are integers of the same size.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
@@ -27,10 +22,14 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_integers,
     check_size,
     fresh,
-    keep,
     listed,
     plain,
     rows_of_tile,
+)
+from transformer_engine_fl.backends.flagos._row_maps import (
+    launched,
+    place_by_index,
+    place_by_mask,
 )
 from transformer_engine_fl.backends.flagos._sequences import launch_rows, piece, place, raw
 from transformer_engine_fl.ops import moe as contracts
@@ -50,249 +49,6 @@ __all__ = [
     "moe_unpermute_mask_bwd",
     "moe_unpermute_mask_fwd",
 ]
-
-# ----------------------------------------------------------------- kernels: making maps
-#
-# A line of ``counts`` says of a tile, for each expert, how many of its pairs go to lower
-# ones, so that the difference of two neighbours is how many go to the expert itself.
-# ``scanned`` has the sums of all lines before each line, and one line more: the sums of all,
-# where each expert's rows begin.
-#
-# Experts given by index are numbers of any size. Those from 0 on are their own buckets; all
-# that are negative share the first bucket, and all that are too large share the last one.
-# That is right if a bucket that is shared has one number in it; else (``odd``) each pair is
-# compared with all others.
-
-_LARGEST = tl.constexpr((1 << 63) - 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _expert(
-    indices_ptr: tl.tensor,
-    pair: tl.tensor,
-    exists: tl.tensor,
-    topk: tl.tensor,
-    index_token: tl.tensor,
-    index_slot: tl.tensor,
-) -> tl.tensor:
-    """The experts of pairs, int64."""
-    where = (pair // topk).to(tl.int64) * index_token + (pair % topk).to(tl.int64) * index_slot
-    return tl.load(indices_ptr + where, mask=exists, other=0).to(tl.int64)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _bucket(expert: tl.tensor, BUCKETS: tl.constexpr) -> tl.tensor:
-    """Up to BUCKETS - 2, so that each has a next one."""
-    return (tl.minimum(tl.maximum(expert, -1), BUCKETS - 3) + 1).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["pairs", "topk", "index_token", "index_slot"])  # type: ignore[untyped-decorator]
-def _count_indices(
-    indices_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    extremes_ptr: tl.tensor,
-    pairs: tl.int32,
-    topk: tl.int32,
-    index_token: tl.int64,
-    index_slot: tl.int64,
-    PAIRS: tl.constexpr,
-    BUCKETS: tl.constexpr,
-) -> None:
-    """The line of a tile, and the lowest and highest of the numbers that share a bucket."""
-    tile = tl.program_id(0).to(tl.int64)
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    exists = pair < pairs
-    expert = _expert(indices_ptr, pair, exists, topk, index_token, index_slot)
-    bucket = tl.where(exists, _bucket(expert, BUCKETS), BUCKETS - 1)
-    count = tl.histogram(bucket, BUCKETS).to(tl.int32)
-    lower = tl.cumsum(count, axis=0) - count
-    tl.store(counts_ptr + tile * BUCKETS + tl.arange(0, BUCKETS), lower)
-    negative = exists & (expert < 0)
-    large = exists & (expert >= BUCKETS - 3)
-    extremes_ptr += tile * 4
-    tl.store(extremes_ptr, tl.min(tl.where(negative, expert, _LARGEST), axis=0))
-    tl.store(extremes_ptr + 1, tl.max(tl.where(negative, expert, -_LARGEST), axis=0))
-    tl.store(extremes_ptr + 2, tl.min(tl.where(large, expert, _LARGEST), axis=0))
-    tl.store(extremes_ptr + 3, tl.max(tl.where(large, expert, -_LARGEST), axis=0))
-
-
-@triton.jit(do_not_specialize=["tokens", "experts", "route_token", "route_expert"])  # type: ignore[untyped-decorator]
-def _count_mask(
-    routing_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    tokens: tl.int32,
-    experts: tl.int32,
-    route_token: tl.int64,
-    route_expert: tl.int64,
-    TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> None:
-    """The line of a tile; its last entry is how many pairs the tile has."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    counts_ptr += tl.program_id(0).to(tl.int64) * (experts + 1)
-    start = token.to(tl.int64) * route_token
-    lower = tl.zeros((), tl.int32)
-    for first in tl.range(0, experts, EXPERTS):
-        expert = first + tl.arange(0, EXPERTS)
-        routed = tl.load(
-            routing_ptr + start[:, None] + (expert * route_expert)[None, :],
-            mask=(token < tokens)[:, None] & (expert < experts)[None, :],
-            other=0,
-        )
-        count = tl.sum((routed != 0).to(tl.int32), axis=0)
-        tl.store(
-            counts_ptr + expert, lower + tl.cumsum(count, axis=0) - count, mask=expert < experts
-        )
-        lower += tl.sum(count, axis=0)
-    tl.store(counts_ptr + experts, lower)
-
-
-@triton.jit(do_not_specialize=["tiles", "width"])  # type: ignore[untyped-decorator]
-def _scan(
-    counts_ptr: tl.tensor,
-    scanned_ptr: tl.tensor,
-    extremes_ptr: tl.tensor,
-    odd_ptr: tl.tensor,
-    tiles: tl.int32,
-    width: tl.int32,
-    TILES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Some columns of ``scanned``; the program past the last of them finds ``odd``."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    if tl.program_id(0) * COLUMNS < width:
-        total = tl.zeros((COLUMNS,), tl.int32)
-        for first in tl.range(0, tiles, TILES):
-            tile = first + tl.arange(0, TILES)
-            where = tile.to(tl.int64)[:, None] * width + column[None, :]
-            some = (tile < tiles)[:, None] & inside[None, :]
-            counts = tl.load(counts_ptr + where, mask=some, other=0)
-            before = total[None, :] + tl.cumsum(counts, axis=0) - counts
-            tl.store(scanned_ptr + where, before, mask=some)
-            total += tl.sum(counts, axis=0)
-        tl.store(scanned_ptr + tiles.to(tl.int64) * width + column, total, mask=inside)
-    elif extremes_ptr is not None:
-        odd = tl.zeros((), tl.int32)
-        for shared in tl.static_range(2):
-            lowest = tl.full((TILES,), _LARGEST, tl.int64)
-            highest = tl.full((TILES,), -_LARGEST, tl.int64)
-            for first in tl.range(0, tiles, TILES):
-                tile = first + tl.arange(0, TILES)
-                where = extremes_ptr + tile.to(tl.int64) * 4 + 2 * shared
-                low = tl.load(where, mask=tile < tiles, other=_LARGEST)
-                high = tl.load(where + 1, mask=tile < tiles, other=-_LARGEST)
-                lowest, highest = tl.minimum(lowest, low), tl.maximum(highest, high)
-            odd += (tl.min(lowest, axis=0) < tl.max(highest, axis=0)).to(tl.int32)
-        tl.store(odd_ptr, odd)
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["pairs", "topk", "tiles", "have", "index_token", "index_slot"]
-)
-def _place_indices(
-    indices_ptr: tl.tensor,
-    scanned_ptr: tl.tensor,
-    odd_ptr: tl.tensor,
-    map_ptr: tl.tensor,
-    pairs: tl.int32,
-    topk: tl.int32,
-    tiles: tl.int32,
-    have: tl.int32,
-    index_token: tl.int64,
-    index_slot: tl.int64,
-    PAIRS: tl.constexpr,
-    BUCKETS: tl.constexpr,
-    BESIDE: tl.constexpr,
-) -> None:
-    """The entries of a tile's pairs, of which those of ``have`` or more are dropped."""
-    tile = tl.program_id(0)
-    pair = tile * PAIRS + tl.arange(0, PAIRS)
-    exists = pair < pairs
-    expert = _expert(indices_ptr, pair, exists, topk, index_token, index_slot)
-    odd = tl.load(odd_ptr) != 0
-    # Usually only pairs of this tile are compared, and only with their equals.
-    first = tl.where(odd, 0, tile * PAIRS)
-    last = tl.where(odd, pairs, tl.minimum(tile * PAIRS + PAIRS, pairs))
-    row = tl.zeros((PAIRS,), tl.int32)
-    for start in tl.range(first, last, BESIDE):
-        other = start + tl.arange(0, BESIDE)
-        its = _expert(indices_ptr, other, other < last, topk, index_token, index_slot)[None, :]
-        earlier = (its == expert[:, None]) & (other[None, :] < pair[:, None])
-        lower = odd & (other < last)[None, :] & (its < expert[:, None])
-        row += tl.sum((earlier | lower).to(tl.int32), axis=1)
-    bucket = _bucket(expert, BUCKETS)
-    line = scanned_ptr + tile.to(tl.int64) * BUCKETS + bucket
-    begin = tl.load(scanned_ptr + tiles.to(tl.int64) * BUCKETS + bucket)
-    begin += tl.load(line + 1) - tl.load(line)
-    row += tl.where(odd, 0, begin)
-    entry = (pair % topk).to(tl.int64) * (pairs // topk) + pair // topk
-    tl.store(map_ptr + entry, tl.where(row < have, row, -1), mask=exists)
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=[
-        "tokens", "experts", "tiles", "have", "route_token", "route_expert",
-        "probs_token", "probs_expert",
-    ]
-)  # fmt: skip
-def _place_mask(
-    routing_ptr: tl.tensor,
-    scanned_ptr: tl.tensor,
-    map_ptr: tl.tensor,
-    probs_ptr: tl.tensor,
-    permuted_ptr: tl.tensor,
-    tokens: tl.int32,
-    experts: tl.int32,
-    tiles: tl.int32,
-    have: tl.int32,
-    route_token: tl.int64,
-    route_expert: tl.int64,
-    probs_token: tl.int64,
-    probs_expert: tl.int64,
-    TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> None:
-    """The lines of a tile's tokens, and the probs of their rows.
-
-    Experts are gone through from the last one, so rows come in descending order: a pair with
-    a row takes the first free entry of its line, any other the last one.
-    """
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    there = (token < tokens)[:, None]
-    wide = token.to(tl.int64)[:, None]
-    line = map_ptr + wide * (2 * experts + 1)
-    sums = scanned_ptr + tl.program_id(0).to(tl.int64) * (experts + 1)
-    begins = scanned_ptr + tiles.to(tl.int64) * (experts + 1)
-    taken = tl.zeros((TOKENS,), tl.int32)
-    blocks = tl.cdiv(experts, EXPERTS)
-    for done in tl.range(0, blocks):
-        expert = (blocks - done) * EXPERTS - 1 - tl.arange(0, EXPERTS)
-        known = expert < experts
-        some = there & known[None, :]
-        where = wide * route_token + (expert * route_expert)[None, :]
-        routed = tl.load(routing_ptr + where, mask=some, other=0) != 0
-        begin = tl.load(begins + expert, mask=known, other=0)
-        begin += tl.load(sums + expert + 1, mask=known, other=0)
-        begin -= tl.load(sums + expert, mask=known, other=0)
-        row = begin[None, :] + tl.cumsum(routed.to(tl.int32), axis=0) - 1
-        kept = routed & (row < have)
-        count = kept.to(tl.int32)
-        above = taken[:, None] + tl.cumsum(count, axis=1) - count
-        entry = tl.where(kept, above, expert[None, :] + above)
-        tl.store(line + entry, tl.where(kept, row, -1), mask=some)
-        tl.store(line + experts + entry, tl.where(kept, expert[None, :], -1), mask=some)
-        if probs_ptr is not None:
-            where = wide * probs_token + (expert * probs_expert)[None, :]
-            tl.store(permuted_ptr + row, tl.load(probs_ptr + where, mask=kept), mask=kept)
-        taken += tl.sum(count, axis=1)
-    tl.store(line + 2 * experts, taken[:, None], mask=there)
-    if probs_ptr is not None:
-        span = tl.arange(0, TOKENS)
-        end = tl.load(begins + experts) + tl.program_id(0) * TOKENS
-        for first in tl.range(end, have, tl.num_programs(0) * TOKENS):
-            tl.store(permuted_ptr + first + span, span * 0, mask=first + span < have)
-
 
 # ----------------------------------------------------------------- kernels: moving rows
 #
@@ -420,12 +176,17 @@ def _spread(
     x_place = place(token.to(tl.int64) * x_row, head * 0, column, UNIT)
     x = tl.load(x_ptr + x_place, mask=exists[:, None, None] & inside)
     count, most = _pairs(map_ptr, token, exists, slots, map_token, map_slot, MASK)
-    for at in tl.range(0, most):
-        row, _, known = _pair(map_ptr, token, at, count, slots, have, map_token, map_slot, MASK)
+    row, _, known = _pair(map_ptr, token, 0, count, slots, have, map_token, map_slot, MASK)
+    for at in tl.range(1, most + 1):
+        # Asked for before the stores, so that its way through memory is theirs.
+        next_row, _, next_known = _pair(
+            map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
+        )
         y_place = place(row * y_row, head * 0, column, UNIT)
         tl.store(y_ptr + y_place, x, mask=known[:, None, None] & inside)
+        row, known = next_row, next_known
     if end_ptr is not None:
-        end = tl.load(end_ptr + end).to(tl.int64)
+        end = tl.load(end_ptr).to(tl.int64)
     within = column < width * UNIT
     _zero_rows(y_ptr, used_ptr, end, have, y_row * UNIT, column, within, SPAN, TOKENS)
 
@@ -470,8 +231,9 @@ def _collect(
     head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
     total = tl.zeros((TOKENS, HEADS, BLOCK), ACC)
     count, most = _pairs(map_ptr, token, exists, slots, map_token, map_slot, MASK)
-    for at in tl.range(0, most):
-        row, expert, known = _pair(
+    row, expert, known = _pair(map_ptr, token, 0, count, slots, have, map_token, map_slot, MASK)
+    for at in tl.range(1, most + 1):
+        next_row, next_expert, next_known = _pair(
             map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
         )
         x_place = place(row * x_row, head * 0, column, UNIT)
@@ -485,6 +247,7 @@ def _collect(
             once = known & (tl.program_id(1) == 0)
             target = to_ptr + token.to(tl.int64) * slots + expert
             tl.store(target, tl.load(moved_ptr + row, mask=once), mask=once)
+        row, expert, known = next_row, next_expert, next_known
     y_place = place(token.to(tl.int64) * y_row, head * 0, column, UNIT)
     y = total.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + y_place, y, mask=exists[:, None, None] & inside)
@@ -596,24 +359,14 @@ def _spread_weighted(
 
 # ---------------------------------------------------------------------------- launching
 
-_THREADS = 128
-_PAIRS, _BUCKETS, _BESIDE, _PLACE_THREADS = 256, 1024, 32, 256
-_MASK_TILE, _MASK_EXPERTS, _MASK_TOKENS = 4096, 128, 128
-_SCAN_TILES, _SCAN_COLUMNS = 128, 32
-_MARK_TOKENS = 128
+_MARK_TOKENS, _MARK_THREADS = 128, 128
 _SPAN = 32
-_TILE_BYTES = {"spread": 8192, "collect": 8192}
+# (threads of a program, bytes of its tile)
+_TILES = {"spread": (128, 8192), "sum": (256, 8192), "weighted sum": (128, 8192)}
 # (threads of a program, elements of its tile), by width as `_rows.Cut` has it.
-_WEIGHTED_TILES = {4096: (128, 4096), 8192: (256, 8192)}
+_WEIGHTED_TILES = {2048: (128, 2048), 4096: (128, 4096), 8192: (256, 8192)}
 _WEIGHTED_CHUNK, _WEIGHTED_THREADS = 4096, 256
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-_LAUNCHES: dict[object, _launch.Launch] = {}
-
-
-def _launched(kernel: Any, device: torch.device, dtypes: tuple[Any, ...], **how: Any) -> Any:
-    """The launch of a kernel, for these dtypes of its tensors."""
-    key = (kernel, device, dtypes, *how.values())
-    return _LAUNCHES.get(key) or keep(_LAUNCHES, key, _launch.Launch(kernel, device, **how))
 
 
 class _Map(NamedTuple):
@@ -636,8 +389,8 @@ class _Map(NamedTuple):
     def used(self, have: int) -> Tensor:
         """``[have]``: 1 for each row that a pair has, and else 0."""
         used = torch.zeros((have,), dtype=torch.uint8, device=self.entries.device)
-        launch = _launched(
-            _mark, used.device, (), threads=_THREADS, MASK=self.mask, TOKENS=_MARK_TOKENS
+        launch = launched(
+            _mark, used.device, (), threads=_MARK_THREADS, MASK=self.mask, TOKENS=_MARK_TOKENS
         )
         launch(
             (-(-self.tokens // _MARK_TOKENS), 1),
@@ -675,6 +428,7 @@ def _spread_rows(
         return
     x, step = by_rows(raw(x))
     columns = x.shape[1]
+    threads, tile_bytes = _TILES["spread"]
     launch_rows(
         op,
         _spread,
@@ -683,8 +437,8 @@ def _spread_rows(
         (columns, step, columns),
         rows=pairs.tokens,
         heads=1,
-        threads=_THREADS,
-        tile_bytes=_TILE_BYTES["spread"],
+        threads=threads,
+        tile_bytes=tile_bytes,
         MASK=pairs.mask,
         SPAN=_SPAN,
     )
@@ -705,6 +459,7 @@ def _collected(
     check_size(op, "rows", rows.shape[0])
     x, step = by_rows(rows)
     columns = x.shape[1]
+    threads, tile_bytes = _TILES["sum" if probs is None else "weighted sum"]
     launch_rows(
         op,
         _collect,
@@ -713,8 +468,8 @@ def _collected(
         (columns, step, columns),
         rows=pairs.tokens,
         heads=1,
-        threads=_THREADS,
-        tile_bytes=_TILE_BYTES["collect"],
+        threads=threads,
+        tile_bytes=tile_bytes,
         MASK=pairs.mask,
         ACC=_TRITON_TYPES[math_dtype(x.dtype)],
     )
@@ -737,7 +492,7 @@ def _spread_gradients(
     threads, elements = tile or (_WEIGHTED_THREADS, _WEIGHTED_CHUNK)
     block = min(block, elements // double)
     tokens = rows_of_tile(elements, block * double)
-    launch = _launched(
+    launch = launched(
         _spread_weighted,
         dy.device,
         (dy.dtype, x.dtype, probs.dtype),
@@ -760,81 +515,6 @@ def _spread_gradients(
     )
 
 
-def _scanned(counts: Tensor, extremes: Tensor | None = None, odd: Tensor | None = None) -> Tensor:
-    """The sums of the lines before each line of ``counts``, and at the end of all."""
-    tiles, width = counts.shape
-    scanned = torch.empty((tiles + 1, width), dtype=torch.int32, device=counts.device)
-    launch = _launched(
-        _scan,
-        counts.device,
-        (extremes is None,),
-        threads=_THREADS,
-        TILES=_SCAN_TILES,
-        COLUMNS=_SCAN_COLUMNS,
-    )
-    programs = -(-width // _SCAN_COLUMNS) + (extremes is not None)
-    launch((programs, 1), (counts, scanned, extremes, odd), (tiles, width))
-    return scanned
-
-
-def _place_by_index(op: str, indices: Tensor, row_id_map: Tensor, have: int) -> None:
-    """Fill the map."""
-    pairs, topk = indices.numel(), indices.shape[1]
-    check_size(op, "pairs", pairs)
-    tiles = -(-pairs // _PAIRS)
-    how = {"PAIRS": _PAIRS, "BUCKETS": _BUCKETS}
-    counts = fresh(op, row_id_map, (tiles, _BUCKETS))
-    extremes = fresh(op, row_id_map, (tiles, 4), torch.int64)
-    odd = fresh(op, row_id_map, (1,))
-    count = _launched(_count_indices, indices.device, (indices.dtype,), threads=_THREADS, **how)
-    count((tiles, 1), (indices, counts, extremes), (pairs, topk, *indices.stride()))
-    scanned = _scanned(counts, extremes, odd)
-    put = _launched(
-        _place_indices,
-        indices.device,
-        (indices.dtype,),
-        threads=_PLACE_THREADS,
-        **how,
-        BESIDE=_BESIDE,
-    )
-    put(
-        (tiles, 1),
-        (indices, scanned, odd, row_id_map),
-        (pairs, topk, tiles, have, *indices.stride()),
-    )
-
-
-def _place_by_mask(
-    op: str,
-    routing_map: Tensor,
-    row_id_map: Tensor,
-    probs: Tensor | None,
-    permuted: Tensor | None,
-    have: int,
-) -> Tensor:
-    """Fill the map and the permuted probs; the last number returned is that of all pairs."""
-    tokens, experts = routing_map.shape
-    check_size(op, "entries of a map", row_id_map.numel())
-    routed = routing_map.view(torch.uint8)
-    block = min(_MASK_EXPERTS, block_of(experts))
-    of_tile = min(_MASK_TOKENS, _MASK_TILE // block)
-    how = {"threads": _THREADS, "TOKENS": of_tile, "EXPERTS": block}
-    tiles = -(-tokens // of_tile)
-    counts = fresh(op, row_id_map, (tiles, experts + 1))
-    count = _launched(_count_mask, routed.device, (), **how)
-    count((tiles, 1), (routed, counts), (tokens, experts, *routed.stride()))
-    scanned = _scanned(counts)
-    kind = None if probs is None else probs.dtype
-    steps = (0, 0) if probs is None else probs.stride()
-    put = _launched(_place_mask, routed.device, (kind,), **how)
-    put(
-        (tiles, 1),
-        (routed, scanned, row_id_map, probs, permuted),
-        (tokens, experts, tiles, have, *routed.stride(), *steps),
-    )
-    return scanned
-
-
 # ---------------------------------------------------------------------------- operators
 
 
@@ -852,7 +532,7 @@ def moe_permute_fwd(
     output = fresh(op, input, (have, input.shape[1]))
     row_id_map = fresh(op, indices, (topk, tokens), torch.int32)
     if tokens:
-        _place_by_index(op, indices, row_id_map, have)
+        place_by_index(op, indices, row_id_map, have)
     _spread_rows(op, input, output, _map(op, row_id_map, False), end=tokens * topk)
     return output, row_id_map
 
@@ -948,9 +628,9 @@ def moe_permute_mask_fwd(
             permuted.zero_()
         output.zero_()
         return output, permuted, row_id_map
-    scanned = _place_by_mask(op, routing_map, row_id_map, bits, permuted_bits, num_out_tokens)
+    total = place_by_mask(op, routing_map, row_id_map, bits, permuted_bits, num_out_tokens)
     pairs = _map(op, row_id_map, True)
-    _spread_rows(op, input, output, pairs, end=scanned.numel() - 1, end_of=scanned)
+    _spread_rows(op, input, output, pairs, end_of=total)
     return output, permuted, row_id_map
 
 

@@ -69,7 +69,7 @@ def _move_blocks(
 
 
 _THREADS = 128
-_TILE_BYTES = 16384
+_TILE_BYTES = 4096
 
 
 def _moved(

@@ -365,8 +365,14 @@ def _loss_backward(
 # -------------------------------------------------------------------------------- plans
 
 # (threads of a program, width of its tile), by width as `_rows.Cut` has it.
-_TILES = {2048: (128, 2048), 4096: (256, 4096), 8192: (512, 8192), 16384: (1024, 16384)}
-_BACKWARD_TILES = {2048: (128, 2048), **{2 * most: tile for most, tile in _TILES.items()}}
+_TILES = {
+    1024: (128, 1024),
+    2048: (128, 2048),
+    4096: (256, 4096),
+    8192: (512, 8192),
+    16384: (1024, 16384),
+}
+_BACKWARD_TILES = {1024: (128, 1024), **{2 * most: tile for most, tile in _TILES.items()}}
 _LOSS_THREADS, _LOSS_TILE, _LOSS_BLOCK = 128, 4096, 1024
 _LOSS_PROGRAMS = 1024
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
