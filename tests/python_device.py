@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-__all__ = ["DISPATCH_KEY", "NAME", "MULTIPROCESSORS", "Chip", "bring_up", "is_chip"]
+__all__ = ["DISPATCH_KEY", "MULTIPROCESSORS", "NAME", "Chip", "bring_up", "is_chip"]
 
 NAME = "chip"
 DISPATCH_KEY = "PrivateUse1"
