@@ -27,18 +27,20 @@ class Chip:
 
     Attributes:
         asked: how often its properties were read, for which a device must be running.
+        present: whether there is one; other tests of the process find none.
     """
 
     asked = 0
+    present = False
 
     def is_initialized(self) -> bool:
         return self.asked > 0
 
     def is_available(self) -> bool:
-        return True
+        return Chip.present
 
     def device_count(self) -> int:
-        return 1
+        return int(Chip.present)
 
     def current_device(self) -> int:
         return 0
@@ -52,6 +54,19 @@ class Chip:
 
     def manual_seed_all(self, seed: int) -> None:
         pass
+
+
+class _Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
+    """What torch itself asks."""
+
+    def is_available(self) -> bool:
+        return Chip.present
+
+    def has_primary_context(self, device: int) -> bool:
+        return Chip.present
+
+    def is_built(self) -> bool:
+        return True
 
 
 _memory: dict[int, torch.UntypedStorage] = {}
@@ -114,7 +129,7 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 @functools.cache
 def bring_up() -> tuple[torch.library.Library, ...]:
     """Make the device known to torch; what is returned keeps it so."""
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Chip())
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Chip(), hook=_Hook())
     every = torch.library.Library("_", "IMPL")
     every.fallback(_run, DISPATCH_KEY)
     aten = torch.library.Library("aten", "IMPL")

@@ -146,10 +146,10 @@ def _plugin_importer(name: str) -> Callable[[], Any]:
     def load() -> Any:
         try:
             module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
+        except ImportError as error:  # a module, or a name in one
             if error.name is None or error.name.partition(".")[0] == name.partition(".")[0]:
                 raise
-            missing: ModuleNotFoundError | None = error
+            missing: ImportError | None = error
         else:
             if any(hasattr(module, it) for it in _REGISTER_FUNCTIONS):
                 return module

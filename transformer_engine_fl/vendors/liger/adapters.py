@@ -40,10 +40,15 @@ class Bridge(NamedTuple):
     make: Callable[..., Callable[..., Any]]
 
 
-def _take(op: str, *tensors: Tensor) -> None:
-    for tensor in tensors:
-        if not tensor.numel():
-            raise NotSupportedError(f"{op}: Liger's kernels take no empty tensors")
+def _taken(op: str, **tensors: Tensor) -> list[Tensor]:
+    """The tensors as plain memory, or a decline."""
+    from transformer_engine_fl.backends._arguments import Taking
+
+    taking = Taking(lambda device: "there is no data" if device.type == "meta" else None)
+    plain = [taking.plain(op, name, tensor) for name, tensor in tensors.items()]
+    if not all(tensor.numel() for tensor in plain):
+        raise NotSupportedError(f"{op}: Liger's kernels take no empty tensors")
+    return plain
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -74,7 +79,7 @@ def _gated(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             import torch
 
             contract.check(input)
-            _take(contract.name, input)
+            (input,) = _taken(contract.name, input=input)
             with torch.no_grad():
                 output: Tensor = unit.apply(*_halves(input))
             return output
@@ -90,7 +95,7 @@ def _gated_backward(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             import torch
 
             contract.check(grad, fwd_input)
-            _take(contract.name, fwd_input)
+            grad, fwd_input = _taken(contract.name, grad=grad, fwd_input=fwd_input)
             _same_dtype(contract.name, grad=grad, fwd_input=fwd_input)
             with torch.enable_grad():
                 leaves = [half.requires_grad_() for half in _halves(fwd_input)]
@@ -117,7 +122,7 @@ def _rmsnorm_fwd(norm: Any) -> Callable[..., Any]:
         import torch
 
         ops.rmsnorm_fwd.check(input, weight, eps, zero_centered_gamma=zero_centered_gamma)
-        _take("rmsnorm_fwd", input)
+        input, weight = _taken("rmsnorm_fwd", input=input, weight=weight)
         offset = float(zero_centered_gamma)
         with torch.no_grad():
             x = input.contiguous()
@@ -136,7 +141,7 @@ def _layernorm_fwd(norm: Any) -> Callable[..., Any]:
         import torch
 
         ops.layernorm_fwd.check(input, weight, bias, eps)
-        _take("layernorm_fwd", input)
+        input, weight = _taken("layernorm_fwd", input=input, weight=weight)
         with torch.no_grad():
             x, gamma = input.contiguous(), weight.contiguous()
             beta = torch.zeros_like(gamma) if bias is None else bias.contiguous()
@@ -161,7 +166,7 @@ def _rmsnorm_bwd(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
-        _take("rmsnorm_bwd", x)
+        dy, x, rsigma, gamma = _taken("rmsnorm_bwd", dy=dy, x=x, rsigma=rsigma, gamma=gamma)
         _same_dtype("rmsnorm_bwd", dy=dy, x=x)
         columns = x.shape[-1]
         block, warps = _settings(x.device, columns)
@@ -193,7 +198,7 @@ def _layernorm_bwd(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.layernorm_bwd.check(dy, x, mu, rsigma, gamma)
-        _take("layernorm_bwd", x)
+        dy, x, mu, rsigma = _taken("layernorm_bwd", dy=dy, x=x, mu=mu, rsigma=rsigma)
         _same_dtype("layernorm_bwd", dy=dy, x=x)
         with torch.no_grad():
             weight = gamma.contiguous()
@@ -257,7 +262,7 @@ def _softmax(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.scaled_softmax_forward.check(input, scale)
-        _take("scaled_softmax_forward", input)
+        (input,) = _taken("scaled_softmax_forward", input=input)
         if scale != 1.0:
             raise NotSupportedError("scaled_softmax_forward: Liger's softmax has no scale")
         with torch.no_grad():

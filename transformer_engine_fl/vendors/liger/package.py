@@ -115,7 +115,7 @@ class LigerPackage:
         self, exports: Iterable[str], suffix: str, devices: tuple[str, ...]
     ) -> Iterator[OpImpl]:
         common: dict[str, Any] = {
-            "impl_id": f"vendor.{self.name.lower()}{suffix}",
+            "impl_id": f"liger.{self.name.lower()}{suffix}",
             "kind": BackendImplKind.VENDOR,
             "vendor": self.name,
             "priority": DEFAULT_PRIORITY[BackendImplKind.VENDOR],
@@ -203,7 +203,7 @@ def load_liger_package(
 
 
 def register_function(
-    name: str, missing: ModuleNotFoundError | None
+    name: str, missing: ImportError | None
 ) -> Callable[[OpRegistry], None] | None:
     """What registers a module that is no plugin of ours; None if it is no such package either.
 
@@ -370,9 +370,10 @@ def _literal(node: ast.Assign | ast.AnnAssign | ast.stmt) -> tuple[str, ...] | N
 
 
 def _blamed(error: BaseException, what: str) -> PluginError:
-    """The error with the line that it came from: the last one that is no part of Python's."""
-    frames = [it for it in traceback.extract_tb(error.__traceback__) if it.filename != __file__]
-    own = [it for it in frames if not it.filename.startswith("<frozen")]
+    """The error with the line that it came from: the last one that is neither ours nor Python's."""
+    others = (str(Path(__file__).parent), "<", importlib.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [it for it in frames if not it.filename.startswith(others)]
     where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{error.filename}:{error.lineno}: "
