@@ -435,3 +435,28 @@ def test_a_vendor_that_was_named_and_does_not_serve_is_an_error_of_get_op(acme: 
     with pytest.raises(NoImplementationError, match="'swiglu'"):
         get_op("swiglu", "cpu", vendor="acme")
     assert get_op("swiglu", "cpu")(torch.ones(2, 4)).shape == (2, 2)  # the base
+
+
+IMPORTED = "from .kernels import LigerGELUMulFunction, fancy_forward as _hidden\n"
+
+
+@pytest.mark.parametrize(
+    ("ops_text", "lazy"),
+    [
+        (IMPORTED, True),
+        (IMPORTED + "__all__: list[str] = ['LigerGELUMulFunction']\n", True),
+        ("from .kernels import *\n__all__ = ['LigerGELUMulFunction']\n", True),
+        (IMPORTED + "__all__ = ['Liger' + 'GELUMulFunction']\n", False),
+        (IMPORTED + "__all__ = []\n__all__ += ['LigerGELUMulFunction']\n", False),
+        ("from . import kernels\n" + IMPORTED + "__all__ = kernels.NAMES\n", False),
+        ("try:\n    " + IMPORTED + "except ImportError:\n    pass\n", False),
+    ],
+)
+def test_what_it_exports_is_read_and_imported_only_if_nothing_else_tells(
+    no_vendors: Path, ops_text: str, lazy: bool
+) -> None:
+    kernels = KERNELS + "\n\nNAMES = ['LigerGELUMulFunction']\n"
+    write(no_vendors, "acme_liger", impl_info("acme"), ops=ops_text, kernels=kernels)
+    (package,) = load_liger_package("acme_liger")
+    assert [it for it in package.exports if it != "kernels"] == ["LigerGELUMulFunction"]
+    assert ("acme_liger.ops" not in sys.modules) is lazy
