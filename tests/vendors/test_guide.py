@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 GUIDE = Path(__file__).parents[2] / "docs" / "vendors.md"
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.M | re.S)
 
@@ -27,6 +29,7 @@ def _run(folder: Path, command: list[str], text: str) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.slow
 def test_the_guide_is_right(tmp_path: Path) -> None:
     blocks = BLOCK.findall(GUIDE.read_text())
     code = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from transformer_engine_fl import (
 from transformer_engine_fl.testing import cases
 from transformer_engine_fl.vendors import list_overridden_ops, load_liger_package, namespace
 from transformer_engine_fl.vendors.liger import shim
+from transformer_engine_fl.vendors.liger.package import as_function
 
 BRIDGED = {"geglu", "dgeglu", "rmsnorm_fwd", "rmsnorm_bwd"}
 OWN = {
@@ -460,3 +462,28 @@ def test_what_it_exports_is_read_and_imported_only_if_nothing_else_tells(
     (package,) = load_liger_package("acme_liger")
     assert [it for it in package.exports if it != "kernels"] == ["LigerGELUMulFunction"]
     assert ("acme_liger.ops" not in sys.modules) is lazy
+
+
+class Apart(torch.autograd.Function):
+    """Its context is set up apart from its forward."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, times: float = 2.0) -> torch.Tensor:
+        return x * times
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.times = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.times, None
+
+
+def test_functions_classes_and_modules_are_called_as_what_they_are() -> None:
+    x = torch.ones(2, requires_grad=True)
+    as_function(Apart)(x, times=3.0).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
+    assert str(inspect.signature(as_function(Apart))).startswith("(x: ")
+    assert as_function(torch.nn.ReLU) is torch.nn.ReLU

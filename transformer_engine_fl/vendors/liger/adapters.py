@@ -58,11 +58,6 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _halves(input: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = input.chunk(2, -1)
-    return _own(a), _own(b)
-
-
 def _same_dtype(op: str, **tensors: Tensor) -> None:
     found = {name: tensor.dtype for name, tensor in tensors.items()}
     if len(set(found.values())) > 1:
@@ -81,7 +76,7 @@ def _gated(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             contract.check(input)
             (input,) = _taken(contract.name, input=input)
             with torch.no_grad():
-                output: Tensor = unit.apply(*_halves(input))
+                output: Tensor = unit.apply(*(half.contiguous() for half in input.chunk(2, -1)))
             return output
 
         return forward
@@ -98,9 +93,10 @@ def _gated_backward(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             grad, fwd_input = _taken(contract.name, grad=grad, fwd_input=fwd_input)
             _same_dtype(contract.name, grad=grad, fwd_input=fwd_input)
             with torch.enable_grad():
-                leaves = [half.requires_grad_() for half in _halves(fwd_input)]
+                # Liger's backward writes the gradients over what its forward was given.
+                leaves = [_own(half).requires_grad_() for half in fwd_input.chunk(2, -1)]
                 output = unit.apply(*leaves)
-                gradients = torch.autograd.grad(output, leaves, _own(grad))
+                gradients = torch.autograd.grad(output, leaves, grad.contiguous())
             return torch.cat(gradients, -1).detach()
 
         return backward
@@ -172,7 +168,7 @@ def _rmsnorm_bwd(function: Any) -> Callable[..., Any]:
         block, warps = _settings(x.device, columns)
         with torch.no_grad():
             dx, dgamma = known(
-                dY=_own(dy),
+                dY=dy.contiguous(),
                 X=x.contiguous().view(-1, columns),
                 W=gamma.contiguous(),
                 RSTD=rsigma.contiguous(),
@@ -203,7 +199,7 @@ def _layernorm_bwd(function: Any) -> Callable[..., Any]:
         with torch.no_grad():
             weight = gamma.contiguous()
             dx, dgamma, dbeta = known(
-                dY=_own(dy),
+                dY=dy.contiguous(),
                 X=x.contiguous().view(-1, x.shape[-1]),
                 W=weight,
                 B=torch.zeros_like(weight),

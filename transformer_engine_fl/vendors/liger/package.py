@@ -135,12 +135,14 @@ class LigerPackage:
 
 def as_function(exported: Any) -> Callable[..., Any]:
     """A function, or an ``autograd.Function``'s ``apply`` with the parameters of its forward."""
-    if not hasattr(exported, "apply") or not hasattr(exported, "forward"):
+    import torch
+
+    if not (inspect.isclass(exported) and issubclass(exported, torch.autograd.Function)):
         function: Callable[..., Any] = exported
         return function
     parameters = list(inspect.signature(exported.forward).parameters.values())
-    if parameters and parameters[0].name == "ctx":
-        del parameters[0]
+    if exported.setup_context is torch.autograd.Function.setup_context:
+        del parameters[0]  # the context, which comes first where it is not set up apart
     signature = inspect.Signature(parameters)
 
     def apply(*args: Any, **kwargs: Any) -> Any:

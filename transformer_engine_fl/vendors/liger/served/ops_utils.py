@@ -62,7 +62,8 @@ def ensure_contiguous(fn: Callable[..., Any]) -> Callable[..., Any]:
 def calculate_settings(n: int) -> tuple[int, int]:
     """(width, warps) of a block that holds a row of ``n`` elements."""
     backend = get_current_backend() or BackendInfo(VendorInfo("any", infer_device()))
-    return backend.calculate_settings(n)
+    block, warps = backend.calculate_settings(n)
+    return block, min(warps, 16) if is_hip() else warps  # a warp of AMD's is twice as wide
 
 
 def compare_version(package: str, operator: Callable[[Any, Any], bool], target: str) -> bool:
