@@ -337,13 +337,15 @@ def _refuse_duplicate(entry: Entry, present: tuple[Entry, ...]) -> None:
 
 
 _HERE: Final = str(Path(__file__).parent)
-_SETS: Final = str(Path(__file__).parents[1] / "backends" / "_register.py")
+_ROOT: Final = Path(__file__).parents[1]
+_ON_BEHALF: Final = (str(_ROOT / "backends" / "_register.py"), str(_ROOT / "vendors"))
+"""Who registers what others give it."""
 
 
 def _caller() -> str:
     """``file:line`` of the nearest frame outside core."""
     frame = inspect.currentframe()
-    ours = (_HERE, _SETS, contextlib.__file__)
+    ours = (_HERE, *_ON_BEHALF, contextlib.__file__)
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"

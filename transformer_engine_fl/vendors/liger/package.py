@@ -137,6 +137,7 @@ def as_function(exported: Any) -> Callable[..., Any]:
     """A function, or an ``autograd.Function``'s ``apply`` with the parameters of its forward."""
     import torch
 
+    kind: Any = exported
     if not (inspect.isclass(exported) and issubclass(exported, torch.autograd.Function)):
         function: Callable[..., Any] = exported
         return function
@@ -150,7 +151,7 @@ def as_function(exported: Any) -> Callable[..., Any]:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
-        return exported.apply(*args)
+        return kind.apply(*args)
 
     apply.__name__ = exported.__name__
     apply.__doc__ = exported.__doc__
