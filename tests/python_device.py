@@ -3,7 +3,8 @@
 torch's own support for such backends gives tensors their device, its module and its guards;
 every operator that reaches the device's key runs on the CPU tensor behind each tensor of the
 device. A raw kernel has nothing there to point at, as with a chip that it was not written for.
-A process can have one such device, and keeps it.
+A process can have one such device, and keeps it; autograd counts on it only if it came before the
+first backward, and can then do no more in a forked child. So it has a process of its own.
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ class Chip:
 
     Attributes:
         asked: how often its properties were read, for which a device must be running.
-        present: whether there is one; other tests of the process find none.
     """
 
     asked = 0
-    present = False
 
     def is_initialized(self) -> bool:
         return self.asked > 0
 
     def is_available(self) -> bool:
-        return Chip.present
+        return True
 
     def device_count(self) -> int:
-        return int(Chip.present)
+        return 1
 
     def current_device(self) -> int:
         return 0
@@ -54,19 +53,6 @@ class Chip:
 
     def manual_seed_all(self, seed: int) -> None:
         pass
-
-
-class _Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
-    """What torch itself asks."""
-
-    def is_available(self) -> bool:
-        return Chip.present
-
-    def has_primary_context(self, device: int) -> bool:
-        return Chip.present
-
-    def is_built(self) -> bool:
-        return True
 
 
 _memory: dict[int, torch.UntypedStorage] = {}
@@ -129,7 +115,7 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 @functools.cache
 def bring_up() -> tuple[torch.library.Library, ...]:
     """Make the device known to torch; what is returned keeps it so."""
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Chip(), hook=_Hook())
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Chip())
     every = torch.library.Library("_", "IMPL")
     every.fallback(_run, DISPATCH_KEY)
     aten = torch.library.Library("aten", "IMPL")
