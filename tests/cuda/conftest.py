@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from transformer_engine_fl.backends.vendor.cuda import _compile
+from transformer_engine_fl.backends.vendor.cuda import _compile, _launch
 
 
 @pytest.fixture
@@ -22,3 +23,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of compiled kernels, for this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return _compile.cache_directory()
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if anything is compiled, loaded or launched."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("a kernel was asked for")
+
+    monkeypatch.setattr(_launch, "load", refuse)

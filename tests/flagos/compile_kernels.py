@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FLAGOS = ROOT / "transformer_engine_fl" / "backends" / "flagos"
+_JIT = re.compile(r"\b(?:triton|gluon)\.jit\b")
 # name -> backend, architecture, warp size, shared memory of a program
 TARGETS = {
     "sm_80": ("cuda", 80, 32, 166_912),
@@ -63,20 +64,22 @@ class Recorder:
 
 
 def kernels() -> dict[str, list[str]]:
-    """The kernels of each module: what is given to triton.jit and no kernel calls."""
+    """The kernels of each module: what is given to Triton's jit, or Gluon's, and none calls."""
     jitted: dict[str, list[ast.FunctionDef]] = {}
     for path in FLAGOS.glob("*.py"):
         jitted[path.stem] = [
             node
             for node in ast.parse(path.read_text()).body
             if isinstance(node, ast.FunctionDef)
-            and any("triton.jit" in ast.unparse(it) for it in node.decorator_list)
+            and any(_JIT.search(ast.unparse(it)) for it in node.decorator_list)
         ]
+    # By others, or by a warp that one of them gives its own work.
     called = {
-        call.func.id
+        name.id
         for function in itertools.chain(*jitted.values())
-        for call in ast.walk(function)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        for statement in function.body
+        for name in ast.walk(statement)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)
     }
     names = {module: [it.name for it in found] for module, found in jitted.items()}
     return {
@@ -90,6 +93,7 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     from transformer_engine_fl.backends.flagos import _launch
 
@@ -112,7 +116,9 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
             if kind[0] == "*"
         }
         compiled = triton.compile(
-            ASTSource(kernel, signature, constants, attributes),
+            (GluonASTSource if kernel.is_gluon() else ASTSource)(
+                kernel, signature, constants, attributes
+            ),
             target=GPUTarget(backend, arch, warp_size),
             options=options,
         )
@@ -131,6 +137,7 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
                 "shared": compiled.metadata.shared,
                 "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*0x10", ptx)),
                 "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
+                "products": len(re.findall(r"wgmma\.mma_async", ptx)),
                 # one 2-byte element at a time
                 "narrow accesses": len(re.findall(r"(?:ld|st)\.global(?!\S*\.v4)\S*\.b16", ptx)),
             }

@@ -350,3 +350,100 @@ def test_a_graph_replays_products_and_the_table_of_groups(device: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(map(torch.equal, captured, run()))
+
+
+def hopper_and_portable(
+    op: str, monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the contract asks for, made by Hopper's kernels and by those for every GPU."""
+    if torch.cuda.get_device_capability() != (9, 0) or not _launch.has_gluon():
+        pytest.skip("needs a Hopper GPU, and a Triton whose Gluon is known")
+    given = flagos._TILES
+
+    def run(specialize: bool) -> list[Tensor]:
+        tiles = {
+            kind: tuple(it for it in given[kind] if it.specialize == specialize) for kind in given
+        }
+        monkeypatch.setattr(flagos, "_TILES", tiles)
+        monkeypatch.setattr(flagos, "_PLANS", {})
+        copies, options = clone(args), clone(kwargs)
+        found = getattr(flagos, op)(*copies, **options)
+        return [it for it in (*found, *tensors(options.get("accumulate_into"))) if it is not None]
+
+    check(op, *args, **kwargs)
+    return run(True), run(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["plain", "bias and gelu", "accumulated", "dgrad", "both turned"])
+@pytest.mark.parametrize("sizes", [(4096, 4096, 1088), (2111, 4104, 1064), (4096, 4096, 32)])
+def test_hopper_s_products_have_the_bits_of_the_others(
+    sizes: tuple[int, int, int], kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned = {
+        "dgrad": {"transa": False},
+        "accumulated": {"transa": False, "transb": True},
+        "both turned": {"transb": True},
+    }
+    options: dict[str, Any] = turned.get(kind, {})
+    if options.get("transb"):
+        sizes = (sizes[0] // 8 * 8, *sizes[1:])
+    A, B = operands("bfloat16", device, sizes=sizes, **options)
+    if kind == "bias and gelu":
+        options |= {"bias": torch.randn(sizes[1], device=device), "gelu": True}
+    if kind == "accumulated":
+        options |= {"accumulate_into": torch.randn(*sizes[:2], device=device), "alpha": 0.5}
+    one, other = hopper_and_portable("generic_gemm", monkeypatch, A, B, **options)
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b_kind", ["whole", "rows", "squares"])
+@pytest.mark.parametrize("a_kind", ["whole", "squares"])
+@pytest.mark.parametrize("sizes", [(4096, 4096, 1088), (2111, 4104, 1168), (4096, 4096, 64)])
+def test_hopper_s_float8_products_have_the_bits_of_the_others(
+    sizes: tuple[int, int, int],
+    a_kind: str,
+    b_kind: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    A, B = operands("float8_e4m3fn", device, sizes=sizes)
+    scales = {"A_scale_inv": scale_of(A, a_kind), "B_scale_inv": scale_of(B, b_kind)}
+    one, other = hopper_and_portable("generic_gemm", monkeypatch, A, B, **scales)
+    assert all(map(torch.equal, one, other))
+    splits = [1000, 0, 1, sizes[0] - 1001]
+    groups = {
+        "A_scale_inv": [scale * (1 + i) for i, scale in enumerate([scales["A_scale_inv"]] * 4)],
+        "B_scale_inv": [scales["B_scale_inv"]],
+    }
+    one, other = hopper_and_portable(
+        "te_general_grouped_gemm", monkeypatch, [A] * 4, [B], splits, **groups
+    )
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
+@pytest.mark.parametrize("terms", [64, 1072])
+@pytest.mark.parametrize("splits", [[1500, 0, 17, 2878, 0, 0, 1, 200], [125] * 40])
+def test_hopper_s_products_of_groups_have_the_bits_of_the_others(
+    splits: list[int], terms: int, kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns = sum(splits), 1048
+    x, dy = (
+        torch.randn(rows, width, device=device, dtype=torch.bfloat16) for width in (terms, columns)
+    )
+    weights = list(torch.randn(len(splits), columns, terms, device=device).bfloat16())
+    bias = list(torch.randn(len(splits), columns, device=device))
+    totals = list(torch.randn(len(splits), columns, terms, device=device))
+    lists: tuple[list[Tensor], list[Tensor]] = (weights, [x])
+    options: dict[str, Any] = {"bias": bias, "gelu": True}
+    if kind == "dgrad":
+        lists, options = (weights, [dy]), {"transa": False}
+    if kind == "wgrad":
+        lists, options = ([x], [dy]), {"transa": False, "transb": True, "accumulate_into": totals}
+    one, other = hopper_and_portable(
+        "te_general_grouped_gemm", monkeypatch, *lists, splits, **options
+    )
+    assert all(map(torch.equal, one, other))

@@ -15,7 +15,14 @@ from transformer_engine_fl.backends.flagos import normalization as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import normalization as contracts
 
-OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
+OPERATORS = (
+    "rmsnorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_fwd_add",
+    "rmsnorm_bwd_add",
+    "layernorm_fwd",
+    "layernorm_bwd",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +94,11 @@ def test_rows_of_every_width_forward(columns: int, dtype: torch.dtype, device: s
     weight, bias = torch.randn(2, columns).to(device, dtype)
     check_values("rmsnorm_fwd", x, weight)
     check_values("layernorm_fwd", x, weight, bias)
+    if columns in (9000, 40008):
+        check_values("rmsnorm_fwd_add", x, torch.randn(3, columns).to(x), weight)
 
 
-# 9000 is the first way for wide rows, 20000 and 40008 have rows shared by two programs, for
-# 70001 and 262144 a kernel of its own finds the means.
+# All but the first are shared by several programs, the last by most.
 @pytest.mark.parametrize(
     ("columns", "dtype"),
     [
@@ -107,6 +115,8 @@ def test_rows_of_every_width_backward(columns: int, dtype: torch.dtype, device: 
     gamma = torch.randn(columns).to(device, dtype)
     for op, centred in (("rmsnorm_bwd", False), ("layernorm_bwd", True)):
         check_values(op, *backward_inputs(x, gamma, centred), zero_centered_gamma=True)
+    dz, _, *others = backward_inputs(x, gamma, False)
+    check_values("rmsnorm_bwd_add", dz, x, torch.randn(x.shape).to(x), *others)
 
 
 @pytest.mark.parametrize("columns", [100, 40008])
@@ -158,6 +168,17 @@ def test_rows_that_lie_apart_are_not_copied(label: str, device: str) -> None:
     weight = torch.randn(72, device=device)
     check_values("rmsnorm_fwd", x, weight)
     check_values("rmsnorm_bwd", *backward_inputs(x, weight, False))
+
+
+def test_what_is_added_may_lie_otherwise(device: str) -> None:
+    x, weight = torch.randn(6, 72, device=device), torch.randn(72, device=device)
+    for other in strided_inputs().values():
+        added = other.to(device).reshape(-1, 72)
+        rows = x[: len(added)]
+        check_values("rmsnorm_fwd_add", rows, added, weight)
+        check_values("rmsnorm_fwd_add", added, rows, weight)
+        dz, _, rsigma, _ = backward_inputs(rows, weight, False)
+        check_values("rmsnorm_bwd_add", dz, rows, added, rsigma, weight)
 
 
 def test_rows_at_no_single_distance_are_copied(device: str) -> None:
@@ -231,6 +252,15 @@ def wrong_calls() -> dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], Any
         "mu of another dtype": ("mu", lambda x, w, s: layer_bwd(x, x, s.half(), s, w)),
         "no mu": ("mu", lambda x, w, s: layer_bwd(x, x, None, s, w)),  # type: ignore[arg-type]
         "short gamma": ("gamma", lambda x, w, s: layer_bwd(x, x, s, s, w[1:])),
+        "no residual": ("residual", lambda x, w, s: flagos.rmsnorm_fwd_add(x, None, w)),  # type: ignore[arg-type]
+        "residual of another dtype": (
+            "residual",
+            lambda x, w, s: flagos.rmsnorm_fwd_add(x, x.double(), w),
+        ),
+        "short residual": ("residual", lambda x, w, s: flagos.rmsnorm_fwd_add(x, x[1:], w)),
+        "no add": ("add", lambda x, w, s: flagos.rmsnorm_bwd_add(x, x, None, s, w)),  # type: ignore[arg-type]
+        "short add": ("add", lambda x, w, s: flagos.rmsnorm_bwd_add(x, x, x[1:], s, w)),
+        "short dz": ("dz", lambda x, w, s: flagos.rmsnorm_bwd_add(x[1:], x, x, s, w)),
         "flag of None": (
             "zero_centered_gamma",
             lambda x, w, s: rms_bwd(x, x, s, w, zero_centered_gamma=None),  # type: ignore[arg-type]
@@ -253,6 +283,8 @@ def test_a_wrong_argument_is_named(label: str, device: str) -> None:
         flagos.layernorm_fwd(x, weight, weight)
         flagos.rmsnorm_bwd(x, x, statistics, weight)
         flagos.layernorm_bwd(x, x, statistics, statistics, weight)
+        flagos.rmsnorm_fwd_add(x, x, weight)
+        flagos.rmsnorm_bwd_add(x, x, x, statistics, weight)
 
 
 def call_all(x: Tensor, weight: Tensor, statistics: Tensor) -> list[Callable[[], Any]]:
@@ -260,6 +292,8 @@ def call_all(x: Tensor, weight: Tensor, statistics: Tensor) -> list[Callable[[],
         lambda: flagos.rmsnorm_fwd(x, weight),
         lambda: flagos.layernorm_fwd(x, weight, weight),
         lambda: flagos.rmsnorm_bwd(x, x, statistics, weight),
+        lambda: flagos.rmsnorm_fwd_add(x, x, weight),
+        lambda: flagos.rmsnorm_bwd_add(x, x, x, statistics, weight),
         lambda: flagos.layernorm_bwd(x, x, statistics, statistics, weight),
     ]
 

@@ -116,6 +116,8 @@ class Written:
 
 def by_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """The tensor with dense columns and rows one distance apart, copied if need be."""
+    if tensor.is_contiguous():
+        return tensor, tensor.shape[-1]
     step = _row_distance(tensor)
     return (tensor.contiguous(), tensor.shape[-1]) if step is None else (tensor, step)
 

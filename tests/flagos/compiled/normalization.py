@@ -7,7 +7,7 @@ import torch
 from transformer_engine_fl.backends.flagos import normalization as flagos
 
 MODULES = ("normalization", "_sums")
-STREAMING = {"_forward_rows"}
+STREAMING = {"_backward_shared", "_forward_rows", "_forward_shared"}
 FORWARD_WIDTHS = {"bfloat16": (1024, 4096, 32768, 65536), "float32": (4096, 65536)}
 BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
 
@@ -18,10 +18,12 @@ def launch() -> None:
             x = torch.zeros(3, width, dtype=getattr(torch, name))
             weight = torch.zeros(width, dtype=x.dtype)
             flagos.rmsnorm_fwd(x, weight)
+            flagos.rmsnorm_fwd_add(x, x, weight)
             flagos.layernorm_fwd(x, weight, weight)
     for name, widths in BACKWARD_WIDTHS.items():
         for width in widths:
             x = torch.zeros(3, width, dtype=getattr(torch, name))
             weight, saved = torch.zeros(width, dtype=x.dtype), torch.zeros(3)
             flagos.rmsnorm_bwd(x, x, saved, weight)
+            flagos.rmsnorm_bwd_add(x, x, x, saved, weight)
             flagos.layernorm_bwd(x, x, saved, saved, weight)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transformer_engine_fl.backends.flagos import rope as flagos
 
 MODULES = ("rope",)
-STREAMING = {"_rotate"}
 
 
 def launch() -> None:
@@ -24,3 +25,10 @@ def launch() -> None:
     flagos.fused_qkv_rope_backward(
         *parts, freqs, freqs[..., :64], qkv_split=split, interleaved=True
     )
+
+
+def check(cases: list[dict[str, Any]]) -> None:
+    """Each thread has four features of a half: wider reads would leave room for fewer heads."""
+    for case in cases:
+        if case["dtype"] == "bf16":
+            assert case["narrow accesses"] == 0, case

@@ -1,4 +1,4 @@
-"""The scaled softmax forms: several rows, one row, and a row by chunks."""
+"""The scaled softmax forms: several rows, one row, and a row in pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from transformer_engine_fl.backends.flagos import softmax as flagos
 
 MODULES = ("softmax",)
-STREAMING = {"_backward_rows", "_forward_rows"}
+STREAMING = {"_backward_rows", "_backward_shared", "_forward_rows", "_forward_shared"}
 OPERATORS = (
     "scaled_softmax",
     "scaled_masked_softmax",

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "FORWARD_TILES",
     "MOST",
     "NOT_A_TENSOR",
     "PLAIN",
@@ -81,18 +80,6 @@ def check_size(op: str, name: str, size: int) -> None:
 
 
 # ------------------------------------------------------------------------------- tiles
-
-FORWARD_TILES = {
-    2048: (128, 2048),
-    8192: (256, 8192),
-    16384: (512, 16384),
-    32768: (1024, 32768),
-}
-"""How rows that are read once are cut: (threads of a program, width of its tile), by width.
-
-A width is columns rounded up to a power of two, float64 counting double. The widest listed
-is the widest that is kept in registers, up to 32 columns a thread.
-"""
 
 
 def block_of(columns: int) -> int:

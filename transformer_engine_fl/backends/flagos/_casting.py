@@ -4,7 +4,10 @@ What is cast is calculated where it is cast: a :class:`Source` says from what, b
 tensor itself, an activation of it, a gradient or a normalized row. A kernel reads a tile,
 casts it along its rows, along its columns where the transposed tensor is wanted too, and
 writes both. A scale that follows from all values takes a pass over them beforehand, of
-which each program leaves one number; those who need the scale find it in these.
+which each program leaves one number, and a program that makes the scale of these.
+
+Where columns are summed as well, or a gradient has two halves, a program has several tiles
+below each other: it leaves one sum of each column, and reads what both halves need once.
 
 Of a tile that is written transposed as well, each thread handles rows by two or four, so
 that what lies side by side in the transposed tensor changes places as one number.
@@ -35,17 +38,18 @@ from transformer_engine_fl.backends.flagos._arguments import (
 )
 from transformer_engine_fl.backends.flagos._narrow import (
     KINDS,
+    LARGEST_FLOAT32,
     amax_of,
     constants_of,
     encoded,
     encoded_pair,
     encoded_quad,
+    inverse_of,
     microscale,
+    narrowed,
     nibble,
-    quotient,
     scale_of,
     size_of,
-    value_of,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.backends.flagos.activation import results
@@ -56,15 +60,29 @@ from transformer_engine_fl.ops.quantization import GLOBAL_LARGEST
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Quantized", "Recipe", "Source", "amax_of_all", "cast", "cast_with_sums", "store_rows"]
+__all__ = [
+    "Quantized",
+    "Recipe",
+    "Source",
+    "amax_of_all",
+    "cast",
+    "cast_with_sums",
+    "dense_scale",
+    "in_bytes",
+    "outputs_of",
+    "shared_scale",
+    "store_rows",
+    "write_largest",
+]
 
 Quantized = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 # ------------------------------------------------------------------- what there is to cast
 #
 # ``columns`` and the row strides count units of UNIT elements, of one half of the columns
-# where a gradient has two. SPLIT says what of those a tile is in: one, by "tiles", or
-# perhaps both, by "columns". Within a tile int32 counts, up to its ``height`` and ``width``.
+# where a gradient has two. SPLIT says what of those a tile is in: one, by "tiles", perhaps
+# both, by "columns"; or it has the same columns of "both", which is two tensors of values.
+# Within a tile int32 counts, up to its ``height`` and ``width``.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -79,6 +97,7 @@ def _values(
     row: tl.tensor,
     exists: tl.tensor,
     first_column: tl.tensor,
+    column: tl.tensor,
     width: tl.tensor,
     columns: tl.tensor,
     x_stride: tl.tensor,
@@ -90,10 +109,8 @@ def _values(
     SPLIT: tl.constexpr,
     OFFSET: tl.constexpr,
     PTX: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """The values of these rows, and of COLUMNS columns, in float32; 0 beyond."""
-    column = tl.arange(0, COLUMNS)
+    """The values of these rows and columns in float32; 0 beyond."""
     inside = column < width
     mask = exists[:, None] & inside[None, :]
     part = columns
@@ -128,13 +145,17 @@ def _values(
         first, second = results(
             grad_ptr, x_ptr, part, mask, limit, alpha, SOURCE, PTX, GATED, tl.float32
         )
-        if SPLIT == "":
+        if SPLIT == "both":
+            return first, second
+        elif SPLIT == "":
             return first
         else:
             return tl.where(of_gate, second, first)
 
 
 # -------------------------------------------------------------------------------- the cast
+
+_HALF = tl.constexpr(8)  # elements of half a block of e2m1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -162,15 +183,42 @@ def _block_scales(
     """
     if SCALES == "float32":
         scale = scale_of(amax, LARGEST, epsilon, POW2)
-        return scale, tl.div_rn(1.0, scale)
+        return scale, inverse_of(scale, CAST)
     elif SCALES == "e8m0":
         return microscale(amax, KIND)
     else:
         sixth = tl.full((), 1 / 6, tl.float32)
         amax = amax * (shared * sixth)
-        code = encoded_pair(amax, amax, "e4m3", CAST).to(tl.uint8)
-        factor = value_of(code, "e4m3") * tl.div_rn(1.0, shared)
-        return quotient(1.0, factor), code
+        code, factor = narrowed(amax, CAST)
+        factor *= inverse_of(shared, CAST)
+        return tl.minimum(inverse_of(factor, CAST), LARGEST_FLOAT32), code.to(tl.uint8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shared_scale(
+    scale_ptr: tl.tensor,
+    writes: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    scale_inv_t_ptr: tl.tensor,
+    global_scale_inv_ptr: tl.tensor,
+    ALONE: tl.constexpr,
+) -> tl.tensor:
+    """The scale that all values share, or 1.
+
+    One program ``writes`` its inverse, which is the only one there is if it is ALONE.
+    """
+    scale = tl.full((), 1.0, tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        if writes:
+            inverse = tl.div_rn(1.0, scale)
+            if global_scale_inv_ptr is not None:
+                tl.store(global_scale_inv_ptr, inverse)
+            elif ALONE:
+                tl.store(scale_inv_ptr, inverse)
+                if scale_inv_t_ptr is not None:
+                    tl.store(scale_inv_t_ptr, inverse)
+    return scale
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -224,6 +272,57 @@ def store_rows(
     data_ptr += first_row * columns + first_column
     where = data_ptr + (row * columns)[:, None] + column[None, :]
     tl.store(where, code, mask=exists & (column < width)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_halves(
+    values: tl.tuple,
+    first_row: tl.tensor,
+    height: tl.tensor,
+    first_column: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
+    shared: tl.tensor,
+    epsilon: tl.tensor,
+    data_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Cast and write blocks of 16 to e2m1, of which the values are the first and second halves.
+
+    A half is one read of a thread, and one number of ``data``: so each thread has all of a
+    block, finds its amax alone, and no other works out the same scale.
+    """
+    BLOCKS: tl.constexpr = COLUMNS // WIDTH
+    row = tl.arange(0, ROWS)
+    exists = (row < height)[:, None]
+    row = row.to(tl.int64)
+    sizes = tl.maximum(size_of(values[0], LEAVES_NAN), size_of(values[1], LEAVES_NAN))
+    amax = amax_of(tl.max(tl.reshape(sizes, (ROWS, BLOCKS, _HALF)), axis=2), LEAVES_NAN)
+    scale, inverse = _block_scales(amax, shared, epsilon, KIND, LARGEST, SCALES, POW2, CAST)
+    across = columns // WIDTH
+    block = tl.arange(0, BLOCKS)
+    scale_inv_ptr += first_row * across + first_column // WIDTH
+    where = scale_inv_ptr + (row * across)[:, None] + block[None, :]
+    tl.store(where, inverse, mask=exists & (block * WIDTH < width)[None, :])
+    shift = (tl.arange(0, _HALF) * 4)[None, None, :]
+    words = ()
+    for half in tl.static_range(2):
+        y = tl.reshape(values[half], (ROWS, BLOCKS, _HALF)) * scale[:, :, None]
+        words += (tl.sum(nibble(y, LEAVES_NAN) << shift, axis=2),)
+    codes = tl.reshape(tl.join(words[0], words[1]), (ROWS, 2 * BLOCKS))
+    word = tl.arange(0, 2 * BLOCKS)
+    data_ptr += first_row * (columns // _HALF) + first_column // _HALF
+    where = data_ptr + (row * (columns // _HALF))[:, None] + word[None, :]
+    tl.store(where, codes, mask=exists & (word * _HALF < width)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -290,7 +389,7 @@ def _store_columns(
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "rows", "units", "columns", "x_stride", "grad_stride", "amaxes", "groups", "inner",
+        "rows", "units", "columns", "x_stride", "grad_stride", "groups", "inner",
         "limit", "alpha", "epsilon",
     ]
 )  # fmt: skip
@@ -302,12 +401,10 @@ def _cast_tiles(
     mu_ptr: tl.tensor,
     rsigma_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    amaxes_ptr: tl.tensor,
     owner_ptr: tl.tensor,
     sizes_ptr: tl.tensor,
     data_ptr: tl.tensor,
     scale_inv_ptr: tl.tensor,
-    amax_ptr: tl.tensor,
     global_scale_inv_ptr: tl.tensor,
     data_t_ptr: tl.tensor,
     scale_inv_t_ptr: tl.tensor,
@@ -318,7 +415,6 @@ def _cast_tiles(
     columns: tl.int64,
     x_stride: tl.int64,
     grad_stride: tl.int64,
-    amaxes: tl.int32,
     groups: tl.int32,
     inner: tl.int32,
     limit: tl.float64,
@@ -331,15 +427,15 @@ def _cast_tiles(
     PTX: tl.constexpr,
     KIND: tl.constexpr,
     LARGEST: tl.constexpr,
-    SHARED_LARGEST: tl.constexpr,
     WIDTH: tl.constexpr,
     SQUARE: tl.constexpr,
     SCALES: tl.constexpr,
     POW2: tl.constexpr,
     CAST: tl.constexpr,
     LEAVES_NAN: tl.constexpr,
-    AMAXES: tl.constexpr,
     GROUPS: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+    HALVED: tl.constexpr,
     UNIT: tl.constexpr,
     UNIT_T: tl.constexpr,
     PARTS: tl.constexpr,
@@ -348,9 +444,9 @@ def _cast_tiles(
 ) -> None:
     """One tile of PARTS times ROWS rows.
 
-    ``scale`` is given, one or by group; or it follows from ``amaxes``. Rows belong to groups
-    by ``owner``, or end where the sum of ``sizes`` says. ``partial`` takes the amax of the
-    tile, ``sums`` those of its columns.
+    ``scale`` is one or by group. Rows belong to groups by ``owner``, or end where the sum of
+    ``sizes`` says. ``partial`` takes the amax of the tile, ``sums`` those of its columns.
+    BACKWARDS: the last tiles first. HALVED: see :func:`_store_halves`.
     """
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
@@ -358,15 +454,17 @@ def _cast_tiles(
     units = units * UNIT_T
     if SPLIT != "":
         columns = columns * 2
-    across = tl.maximum(tl.cdiv(columns, COLUMNS), 1)
-    index = tl.program_id(0)
-    if amaxes_ptr is not None:
-        # From the end: what was read last is the likeliest to be in the cache still.
-        index = tl.num_programs(0) - 1 - index
-    tile = tl.full((), index, tl.int64)
-    first_unit = (tile // across) * ROWS
+    # No more than there are tiles, if there are any.
+    across = tl.minimum(tl.maximum(tl.cdiv(columns, COLUMNS), 1), 0x7FFFFFFF).to(tl.int32)
+    tile = tl.program_id(0)
+    if BACKWARDS:
+        # What was read last is the likeliest to be in the cache still.
+        tile = tl.num_programs(0) - 1 - tile
+    above = tile // across
+    before = tile - above * across
+    first_unit = above.to(tl.int64) * ROWS
     first_row = first_unit * PARTS
-    first_column = (tile % across) * COLUMNS
+    first_column = before.to(tl.int64) * COLUMNS
     height = tl.minimum(rows - first_row, ROWS * PARTS).to(tl.int32)
     width = tl.minimum(columns - first_column, COLUMNS).to(tl.int32)
     end = height
@@ -377,8 +475,14 @@ def _cast_tiles(
         end = tl.maximum(tl.minimum(taken, height), 0).to(tl.int32)
     values = ()
     shared = ()
-    for part in tl.static_range(PARTS):
-        row = tl.arange(0, ROWS) * PARTS + part
+    for part in tl.static_range(2 if HALVED else PARTS):
+        if HALVED:
+            row = tl.arange(0, ROWS)
+            column = tl.arange(0, COLUMNS // 2)
+            column = column // _HALF * WIDTH + column % _HALF + part * _HALF
+        else:
+            row = tl.arange(0, ROWS) * PARTS + part
+            column = tl.arange(0, COLUMNS)
         filled = row < end
         if owner_ptr is not None:
             owner = tl.load(owner_ptr + first_row + row, mask=filled, other=-1)
@@ -387,60 +491,53 @@ def _cast_tiles(
         values += (
             _values(
                 x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, first_row, row, filled,
-                first_column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED,
-                SPLIT, OFFSET, PTX, COLUMNS,
+                first_column, column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE,
+                GATED, SPLIT, OFFSET, PTX,
             ),
         )  # fmt: skip
     least = tl.full((), epsilon, tl.float32)
     largest = tl.zeros((), tl.float32)
     if SQUARE or partial_ptr is not None:
         sizes = size_of(values[0], LEAVES_NAN)
-        for part in tl.static_range(1, PARTS):
+        for part in tl.static_range(1, 2 if HALVED else PARTS):
             sizes = tl.maximum(sizes, size_of(values[part], LEAVES_NAN))
         largest = amax_of(tl.max(tl.max(sizes, axis=1), axis=0), LEAVES_NAN)
     if partial_ptr is not None:
-        tl.store(partial_ptr + index, largest)
+        tl.store(partial_ptr + tile, largest)
     if sums_ptr is not None:
         total = values[0]
         for part in tl.static_range(1, PARTS):
             total += values[part]
         column = tl.arange(0, COLUMNS)
-        where = sums_ptr + (tile // across) * columns + first_column + column
+        where = sums_ptr + above.to(tl.int64) * columns + first_column + column
         tl.store(where, tl.sum(total, axis=0), mask=(column < width) & (height > 0))
     if owner_ptr is None:
-        scale = tl.full((), 1.0, tl.float32)
         if SQUARE:
             scale, inverse = _block_scales(largest, 1.0, least, KIND, LARGEST, SCALES, POW2, CAST)
             tl.store(scale_inv_ptr + tile, inverse)
             if scale_inv_t_ptr is not None:
                 down = tl.cdiv(rows, ROWS * PARTS)
-                tl.store(scale_inv_t_ptr + (tile % across) * down + tile // across, inverse)
-        elif amaxes_ptr is not None:
-            place = tl.arange(0, AMAXES)
-            found = tl.load(amaxes_ptr + place, mask=place < amaxes, other=0)
-            amax = tl.max(found, axis=0)
-            scale = scale_of(amax, SHARED_LARGEST, least, POW2)
-            if index == 0:
-                tl.store(amax_ptr, amax)
-        elif scale_ptr is not None:
-            scale = tl.load(scale_ptr)
-        if index == 0:
-            if global_scale_inv_ptr is not None:
-                tl.store(global_scale_inv_ptr, tl.div_rn(1.0, scale))
-            elif WIDTH == 0 and not SQUARE:
-                inverse = tl.div_rn(1.0, scale)
-                tl.store(scale_inv_ptr, inverse)
-                if scale_inv_t_ptr is not None:
-                    tl.store(scale_inv_t_ptr, inverse)
+                tl.store(scale_inv_t_ptr + before.to(tl.int64) * down + above, inverse)
+        else:
+            scale = shared_scale(
+                scale_ptr, tile == 0, scale_inv_ptr, scale_inv_t_ptr, global_scale_inv_ptr,
+                WIDTH == 0,
+            )  # fmt: skip
         for _ in tl.static_range(PARTS):
             shared += (scale,)
-    for part in tl.static_range(PARTS):
-        row = tl.arange(0, ROWS) * PARTS + part
-        store_rows(
-            values[part], first_row, row, height, first_column, width, columns, shared[part],
-            least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN,
-            ROWS, COLUMNS,
+    if HALVED:
+        _store_halves(
+            values, first_row, height, first_column, width, columns, shared[0], least, data_ptr,
+            scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, ROWS, COLUMNS,
         )  # fmt: skip
+    else:
+        for part in tl.static_range(PARTS):
+            row = tl.arange(0, ROWS) * PARTS + part
+            store_rows(
+                values[part], first_row, row, height, first_column, width, columns, shared[part],
+                least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
+                LEAVES_NAN, ROWS, COLUMNS,
+            )  # fmt: skip
     if data_t_ptr is not None:
         if WIDTH and owner_ptr is not None:
             # The first row of a block decides.
@@ -454,6 +551,106 @@ def _cast_tiles(
             data_t_ptr, scale_inv_t_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN,
             PARTS, ROWS, COLUMNS,
         )  # fmt: skip
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "rows", "columns", "x_stride", "grad_stride", "limit", "alpha", "epsilon"
+    ]
+)  # fmt: skip
+def _cast_strips(
+    x_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    data_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    global_scale_inv_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    rows: tl.int32,
+    columns: tl.int64,
+    x_stride: tl.int64,
+    grad_stride: tl.int64,
+    limit: tl.float64,
+    alpha: tl.float64,
+    epsilon: tl.float64,
+    SOURCE: tl.constexpr,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Tiles below each other, cast along their rows: of one half, or the same of both.
+
+    What a program sums, and the largest that it sees, stay in its registers until its last
+    tile; SPLIT is "both" or empty.
+    """
+    x_stride = x_stride * UNIT
+    grad_stride = grad_stride * UNIT
+    part = columns * UNIT
+    columns = part
+    if SPLIT == "both":
+        columns = part * 2
+    across = tl.minimum(tl.maximum(tl.cdiv(part, COLUMNS), 1), 0x7FFFFFFF).to(tl.int32)
+    program = tl.program_id(0)
+    if BACKWARDS:
+        # What was read last is the likeliest to be in the cache still.
+        program = tl.num_programs(0) - 1 - program
+    share = program // across
+    shares = tl.maximum(tl.num_programs(0) // across, 1)
+    first_column = (program - share * across).to(tl.int64) * COLUMNS
+    width = tl.minimum(part - first_column, COLUMNS).to(tl.int32)
+    least = tl.full((), epsilon, tl.float32)
+    scale = shared_scale(
+        scale_ptr, program == 0, scale_inv_ptr, None, global_scale_inv_ptr, WIDTH == 0
+    )  # fmt: skip
+    row = tl.arange(0, ROWS)
+    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in tl.range(share, tl.cdiv(rows, ROWS), shares, num_stages=STAGES):
+        first_row = tl.full((), tile, tl.int64) * ROWS
+        height = tl.minimum(rows - first_row, ROWS).to(tl.int32)
+        values = _values(
+            x_ptr, grad_ptr, None, None, None, None, first_row, row, row < height,
+            first_column, tl.arange(0, COLUMNS), width, part, x_stride, grad_stride, limit,
+            alpha, SOURCE, GATED, SPLIT, 0, PTX,
+        )  # fmt: skip
+        if SPLIT == "both":
+            values, second = values
+            if partial_ptr is not None:
+                largest = tl.maximum(largest, size_of(second, LEAVES_NAN))
+            store_rows(
+                second, first_row, row, height, first_column + part, width, columns, scale,
+                least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
+                LEAVES_NAN, ROWS, COLUMNS,
+            )  # fmt: skip
+        if partial_ptr is not None:
+            largest = tl.maximum(largest, size_of(values, LEAVES_NAN))
+        if sums_ptr is not None:
+            total += values
+        store_rows(
+            values, first_row, row, height, first_column, width, columns, scale,
+            least, data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
+            LEAVES_NAN, ROWS, COLUMNS,
+        )  # fmt: skip
+    if partial_ptr is not None:
+        amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
+        tl.store(partial_ptr + program, amax)
+    if sums_ptr is not None:
+        column = tl.arange(0, COLUMNS)
+        where = sums_ptr + share.to(tl.int64) * columns + first_column + column
+        tl.store(where, tl.sum(total, axis=0), mask=(column < width) & (rows > 0))
 
 
 # ---------------------------------------------------------------------------- amaxes
@@ -485,43 +682,60 @@ def _amax_tiles(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ) -> None:
-    """The amax of many tiles."""
+    """The amax of many tiles; a thread reads TOGETHER elements as one number."""
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
     columns = columns * UNIT
-    if SPLIT != "":
-        columns = columns * 2
-    across = tl.cdiv(columns, COLUMNS)
+    across = tl.minimum(tl.cdiv(columns, COLUMNS), 0x7FFFFFFF).to(tl.int32)
     tiles = tl.cdiv(rows, ROWS) * across
-    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    READS: tl.constexpr = COLUMNS // TOGETHER
+    largest = tl.zeros((ROWS, READS), tl.float32)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = tl.full((), index, tl.int64)
-        first_row = (tile // across) * ROWS
-        first_column = (tile % across) * COLUMNS
+        above = index // across
+        first_row = above.to(tl.int64) * ROWS
+        first_column = (index - above * across).to(tl.int64) * COLUMNS
         width = tl.minimum(columns - first_column, COLUMNS).to(tl.int32)
         row = tl.arange(0, ROWS)
         exists = row < tl.minimum(rows - first_row, ROWS).to(tl.int32)
         values = _values(
             x_ptr, grad_ptr, weight_ptr, bias_ptr, mu_ptr, rsigma_ptr, first_row, row, exists,
-            first_column, width, columns, x_stride, grad_stride, limit, alpha, SOURCE, GATED,
-            SPLIT, OFFSET, PTX, COLUMNS,
+            first_column, tl.arange(0, COLUMNS), width, columns, x_stride, grad_stride, limit,
+            alpha, SOURCE, GATED, SPLIT, OFFSET, PTX,
         )  # fmt: skip
-        largest = tl.maximum(largest, size_of(values, LEAVES_NAN))
+        if SPLIT == "both":
+            values, second = values
+            sizes = tl.reshape(size_of(second, LEAVES_NAN), (ROWS, READS, TOGETHER))
+            largest = tl.maximum(largest, tl.max(sizes, axis=2))
+        # Few registers hold the maxima, so that many hold what is on its way.
+        sizes = tl.reshape(size_of(values, LEAVES_NAN), (ROWS, READS, TOGETHER))
+        largest = tl.maximum(largest, tl.max(sizes, axis=2))
     amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
     tl.store(partial_ptr + tl.program_id(0), amax)
 
 
-@triton.jit(do_not_specialize=["amaxes"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["amaxes", "epsilon"])  # type: ignore[untyped-decorator]
 def _largest(
-    amaxes_ptr: tl.tensor, amax_ptr: tl.tensor, amaxes: tl.int32, BLOCK: tl.constexpr
+    amaxes_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    amaxes: tl.int32,
+    epsilon: tl.float64,
+    SHARED_LARGEST: tl.constexpr,
+    POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """The largest of all."""
+    """The largest of all and, where it is wanted, its scale."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, amaxes, BLOCK):
         place = first + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, tl.load(amaxes_ptr + place, mask=place < amaxes, other=0))
-    tl.store(amax_ptr, tl.max(largest, axis=0))
+    amax = tl.max(largest, axis=0)
+    tl.store(amax_ptr, amax)
+    if scale_ptr is not None:
+        least = tl.full((), epsilon, tl.float32)
+        tl.store(scale_ptr, scale_of(amax, SHARED_LARGEST, least, POW2))
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride"])  # type: ignore[untyped-decorator]
@@ -608,15 +822,23 @@ def _scale_groups(
 
 # (threads, elements) of a tile that is cast along its rows alone, and of one of which the
 # amax is found; the programs of the latter, of each multiprocessor.
-_ROW_TILE = (128, 4096)
-_AMAX_TILE, _AMAX_PROGRAMS = (512, 16384), 2
+_ROW_TILE, _HALVED_TILE = (128, 8192), (128, 4096)
+_CALCULATED_TILE = (256, 4096)  # of what is more than read
+_AMAX_TILE, _AMAX_PROGRAMS = (256, 16384), 4
 _WIDEST_ROW = 1024  # columns of a tile of several rows
-# (threads, rows, columns) of a tile that is written transposed as well or has sums, by the
-# rows of a block.
-_SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (512, 128, 128)}
+# (threads, rows, columns) of a tile that is written transposed as well or has square blocks,
+# by the rows of a block.
+_SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (256, 128, 128)}
+# (threads, rows, columns) of those below each other, which are cast along their rows alone
+# and have sums or halves; how many tiles a program has, and how many of them are under way.
+_STRIP_TILES = {"sums": (128, 16, 128), "both": (128, 32, 64)}
+_STRIP_STEPS, _STRIP_STAGES = 16, 3
+# With fewer programs than this, for each multiprocessor, programs have fewer tiles.
+_STRIP_PROGRAMS = 4
 if _launch.INTERPRETED:  # a program costs it as much as many elements
+    _STRIP_TILES = dict.fromkeys(_STRIP_TILES, (32, 32, 256))
     _SQUARE_TILES = dict.fromkeys(_SQUARE_TILES, (32, 32, 256)) | {128: (32, 128, 128)}
-_LARGEST_THREADS, _LARGEST_BLOCK = 1024, 4096
+_LARGEST_THREADS, _LARGEST_BLOCK = 1024, 16384
 _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
 _MOST_GROUPS = 4096
 
@@ -635,6 +857,7 @@ class Source(NamedTuple):
         weight, bias, mu, rsigma: of a norm.
         offset: added to the weight.
         limit, alpha: of a clamped activation.
+        amaxes: of programs that have seen every value among them, if some have.
     """
 
     kind: str
@@ -651,6 +874,7 @@ class Source(NamedTuple):
     offset: int = 0
     limit: float = 0.0
     alpha: float = 0.0
+    amaxes: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -681,10 +905,12 @@ class Source(NamedTuple):
         unit = math.gcd(part, x_stride, grad_stride, WIDEST_UNIT)
         return _Matrix(rows, columns, unit, part // unit, x_stride // unit, grad_stride // unit)
 
-    def constants(self, columns: int) -> dict[str, Any]:
-        """For kernels with tiles of so many columns."""
+    def constants(self, columns: int, both: bool = False) -> dict[str, Any]:
+        """For kernels with tiles of so many columns, perhaps the same of ``both`` halves."""
         split = ""
-        if self.halves == 2:
+        if self.halves == 2 and both:
+            split = "both"
+        elif self.halves == 2:
             split = "columns" if self.shape[-1] // 2 % columns else "tiles"
         return {
             "SOURCE": self.kind,
@@ -768,6 +994,11 @@ class Recipe(NamedTuple):
         """What the scale that all share makes of the amax of all."""
         return GLOBAL_LARGEST if self.form.global_scale else self.constants()["LARGEST"]
 
+    @property
+    def halved(self) -> bool:
+        """Whether a half of a block is one number of the data."""
+        return self.width == 16 and self.form.values_per_byte == 2
+
     def constants(self) -> dict[str, Any]:
         """For the kernels."""
         scales = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
@@ -787,6 +1018,7 @@ class _Plan(NamedTuple):
         launch: the kernel.
         parts, rows, columns: see the kernel.
         unit_t: units are counted by so many.
+        halved: see the kernel.
     """
 
     launch: _launch.Launch
@@ -794,6 +1026,7 @@ class _Plan(NamedTuple):
     rows: int
     columns: int
     unit_t: int
+    halved: bool
 
 
 class _AmaxPlan(NamedTuple):
@@ -824,14 +1057,21 @@ def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]
 
 
 def _plan(
-    source: Source, recipe: Recipe, matrix: _Matrix, square: bool, amaxes: int, groups: int
+    source: Source,
+    recipe: Recipe,
+    matrix: _Matrix,
+    square: bool,
+    groups: int,
+    backwards: bool,
 ) -> _Plan:
     device = source.x.device
     parts = unit_t = 1
+    halved = not square and recipe.halved and matrix.unit == WIDEST_UNIT
     if square:
         threads, rows, columns = _SQUARE_TILES[128 if recipe.square else recipe.width or 1]
     else:
-        threads, elements = _ROW_TILE
+        threads, elements = _ROW_TILE if source.kind == "identity" else _CALCULATED_TILE
+        threads, elements = _HALVED_TILE if halved else (threads, elements)
         rows, columns = _row_tile(elements, matrix, recipe.width)
     if recipe.columnwise:
         parts = math.gcd(matrix.rows, 4)
@@ -844,17 +1084,37 @@ def _plan(
         **source.constants(columns),
         **recipe.constants(),
         **constants_of(device),
-        SHARED_LARGEST=recipe.shared_largest,
         SQUARE=recipe.square,
-        AMAXES=amaxes,
         GROUPS=groups,
+        BACKWARDS=backwards,
+        HALVED=halved,
         UNIT=matrix.unit,
         UNIT_T=unit_t,
         PARTS=parts,
         ROWS=rows,
         COLUMNS=columns,
     )
-    return _Plan(launch, parts, rows, columns, unit_t)
+    return _Plan(launch, parts, rows, columns, unit_t, halved)
+
+
+def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: bool) -> _Plan:
+    device = source.x.device
+    threads, rows, columns = _STRIP_TILES["sums" if source.halves == 1 else "both"]
+    columns = max(columns, recipe.width)
+    launch = _launch.Launch(
+        _cast_strips,
+        device,
+        threads=threads,
+        **source.constants(columns, both=True),
+        **recipe.constants(),
+        **constants_of(device),
+        BACKWARDS=backwards,
+        UNIT=matrix.unit,
+        ROWS=rows,
+        COLUMNS=columns,
+        STAGES=_STRIP_STAGES,
+    )
+    return _Plan(launch, 1, rows, columns, 1, False)
 
 
 def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
@@ -865,11 +1125,12 @@ def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
         _amax_tiles,
         device,
         threads=threads,
-        **source.constants(columns),
+        **source.constants(columns, both=True),
         LEAVES_NAN=constants_of(device)["LEAVES_NAN"],
         UNIT=matrix.unit,
         ROWS=rows,
         COLUMNS=columns,
+        TOGETHER=min(matrix.unit, 16 // source.x.itemsize),
     )
     return _AmaxPlan(launch, rows, columns, _AMAX_PROGRAMS * _launch.limits(device).multiprocessors)
 
@@ -905,21 +1166,36 @@ def _amaxes(op: str, source: Source) -> Tensor:
     return amaxes
 
 
-def _write_largest(amaxes: Tensor, amax: Tensor) -> None:
-    key = ("largest", amaxes.device)
+def write_largest(
+    amaxes: Tensor, amax: Tensor, scale: Tensor | None = None, recipe: Recipe | None = None
+) -> None:
+    """Write the largest of all and, with a recipe, the scale that follows."""
+    largest, power, epsilon = (
+        (1.0, False, 0.0)
+        if recipe is None
+        else (recipe.shared_largest, recipe.force_pow_2_scales, recipe.amax_epsilon)
+    )
+    key = ("largest", largest, power, scale is None, amaxes.device)
     launch = _LAUNCHES.get(key) or keep(
         _LAUNCHES,
         key,
-        _launch.Launch(_largest, amaxes.device, threads=_LARGEST_THREADS, BLOCK=_LARGEST_BLOCK),
+        _launch.Launch(
+            _largest,
+            amaxes.device,
+            threads=_LARGEST_THREADS,
+            SHARED_LARGEST=largest,
+            POW2=power,
+            BLOCK=_LARGEST_BLOCK,
+        ),
     )
-    launch((1, 1), (amaxes, amax), (amaxes.numel(),))
+    launch((1, 1), (amaxes, amax, scale), (amaxes.numel(), epsilon))
 
 
 def amax_of_all(op: str, source: Source) -> Tensor:
     """The amax, ``[1]``."""
     amax = _empty(source.x, (1,))
     check_fresh(op, amax)
-    _write_largest(_amaxes(op, source), amax)
+    write_largest(_amaxes(op, source), amax)
     return amax
 
 
@@ -1003,7 +1279,7 @@ def _scale_each_group(
     return scales
 
 
-def _outputs(recipe: Recipe, source: Source, groups: int) -> Quantized:
+def outputs_of(recipe: Recipe, source: Source, groups: int) -> Quantized:
     """The tensors that are written."""
     form, x = recipe.form, source.x
     rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
@@ -1029,9 +1305,49 @@ def _outputs(recipe: Recipe, source: Source, groups: int) -> Quantized:
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def in_bytes(tensor: Tensor) -> Tensor:
     """Numbers of one byte as such, others as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _run_strips(
+    recipe: Recipe,
+    source: Source,
+    matrix: _Matrix,
+    scale: Tensor | None,
+    outputs: Quantized,
+    with_sums: bool,
+    backwards: bool,
+) -> Tensor | None:
+    """Write the outputs, which are cast along their rows alone; returns the sums of programs."""
+    data, scale_inv, amax, global_scale_inv = outputs[:4]
+    key = ("strips", *source.key, *recipe[1:5], matrix.unit, scale is None, with_sums, backwards)
+    plan = _PLANS.get(key) or keep(_PLANS, key, _strips_plan(source, recipe, matrix, backwards))
+    down = -(-matrix.rows // plan.rows)
+    across = -(-(matrix.columns // source.halves) // plan.columns)
+    wanted = _STRIP_PROGRAMS * _launch.limits(source.x.device).multiprocessors
+    shares = max(-(-down // _STRIP_STEPS), min(down, -(-wanted // max(across, 1))))
+    programs = max(1, shares * across)
+    check_size(recipe.op, "programs", programs)
+    sums = _empty(source.x, (shares, matrix.columns)) if with_sums else None
+    partial = None
+    if amax is not None and not backwards:
+        partial = _empty(source.x, (programs,))
+    if shares * across or recipe.form.by_tensor:
+        plan.launch(
+            (programs, 1),
+            (
+                source.x, source.grad, scale, in_bytes(data), in_bytes(scale_inv),
+                global_scale_inv, partial, sums,
+            ),
+            (
+                matrix.rows, *matrix[3:], source.limit, source.alpha, recipe.amax_epsilon,
+            ),
+        )  # fmt: skip
+    if partial is not None:
+        assert amax is not None
+        write_largest(partial, amax)
+    return sums
 
 
 def _run(
@@ -1047,9 +1363,9 @@ def _run(
     square = recipe.columnwise or recipe.square or with_sums
     matrix = source.matrix(recipe.width, whole=square or group_sizes is not None)
     check_size(recipe.op, "rows", matrix.rows)
-    outputs = _outputs(recipe, source, groups)
+    outputs = outputs_of(recipe, source, groups)
     data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = outputs
-    amaxes = owners = partial = None
+    owners = partial = None
     if group_sizes is not None:
         inner = math.prod(source.shape[1:-1])
         owner = _empty(source.x, (matrix.rows,), torch.int32) if form.by_tensor else None
@@ -1060,26 +1376,35 @@ def _run(
             scale = _scale_each_group(
                 recipe, source, owners, scale, amax, (inverses[0], inverses[1])
             )
-    elif form.by_tensor and scale is None:
-        amaxes = _amaxes(recipe.op, source)
-    listed = 0 if amaxes is None else block_of(amaxes.numel())
+    elif amax is not None and scale is None:
+        scale = _empty(source.x, (1,))
+        amaxes = source.amaxes if source.amaxes is not None else _amaxes(recipe.op, source)
+        write_largest(amaxes, amax, scale, recipe)
+    if not (recipe.columnwise or recipe.square) and group_sizes is None:
+        part = matrix.columns // source.halves
+        if with_sums if source.halves == 1 else not (recipe.width and part % recipe.width):
+            return outputs, _run_strips(
+                recipe, source, matrix, scale, outputs, with_sums, given is None
+            )
     counted = 0 if owners is None or owners.owner is not None else owners.block
     key = (
         *source.key, *recipe[1:5], recipe.columnwise and math.gcd(matrix.rows, 16), square,
-        matrix.rows == 1, min(matrix.columns, _ROW_TILE[1]), matrix.unit, listed, counted,
+        matrix.rows == 1, min(matrix.columns, _ROW_TILE[1]), matrix.unit, counted,
         given is None, with_sums, None if group_sizes is None else group_sizes.dtype,
     )  # fmt: skip
     if source.halves == 2:
         key += (matrix.columns,)
     plan = _PLANS.get(key) or keep(
-        _PLANS, key, _plan(source, recipe, matrix, square, listed, counted)
+        _PLANS,
+        key,
+        _plan(source, recipe, matrix, square, counted, given is None or source.kind == "norm"),
     )
     tiles = _tiles(recipe.op, matrix, plan.rows * plan.parts, plan.columns)
     sums = None
     if with_sums:
         programs = -(-matrix.rows // (plan.rows * plan.parts))
         sums = _empty(source.x, (programs, matrix.columns))
-    if owners is None and amax is not None and amaxes is None:
+    if owners is None and amax is not None and given is not None:
         partial = _empty(source.x, (max(1, tiles),))
     if not tiles and not (form.by_tensor and owners is None):
         return outputs, sums
@@ -1090,28 +1415,30 @@ def _run(
     sizes = owner = None
     if owners is not None:
         sizes, owner = (owners.sizes, None) if owners.owner is None else (None, owners.owner)
-    written = (data, scale_inv, amax, None if owner is not None else global_scale_inv)
+    bytes_of_data = in_bytes(data)
+    if plan.halved and tiles:
+        bytes_of_data = bytes_of_data.view(torch.int32)
     plan.launch(
         (max(1, tiles), 1),
         (
-            *source.tensors, scale, amaxes, owner, sizes,
-            *(None if it is None else _bytes(it) for it in written),
-            data_t, None if scale_inv_t is None else _bytes(scale_inv_t), partial, sums,
+            *source.tensors, scale, owner, sizes, bytes_of_data, in_bytes(scale_inv),
+            None if owner is not None else global_scale_inv,
+            data_t, None if scale_inv_t is None else in_bytes(scale_inv_t), partial, sums,
         ),
         (
-            matrix.rows, matrix.rows // plan.parts // plan.unit_t, *matrix[3:],
-            0 if amaxes is None else amaxes.numel(), groups,
+            matrix.rows, matrix.rows // plan.parts // plan.unit_t, *matrix[3:], groups,
             1 if owners is None else owners.inner, source.limit, source.alpha,
             recipe.amax_epsilon,
         ),
     )  # fmt: skip
     if partial is not None:
         assert amax is not None
-        _write_largest(partial, amax)
+        write_largest(partial, amax)
     return outputs, sums
 
 
-def _scales(op: str, scale: Tensor | None) -> Tensor | None:
+def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:
+    """The scale that is given, as kernels take it."""
     return None if scale is None else plain(op, "scale", scale).contiguous()
 
 
@@ -1126,14 +1453,14 @@ def cast(
         group_sizes = plain(recipe.op, "group_sizes", group_sizes).contiguous()
         if group_sizes.numel() > _MOST_GROUPS:
             raise NotSupportedError(f"{recipe.op}: {group_sizes.numel()} groups are too many")
-    return _run(recipe, source, _scales(recipe.op, scale), group_sizes, False)[0]
+    return _run(recipe, source, dense_scale(recipe.op, scale), group_sizes, False)[0]
 
 
 def cast_with_sums(
     recipe: Recipe, source: Source, dtype: torch.dtype, scale: Tensor | None = None
 ) -> tuple[Tensor, Quantized]:
     """The sums over the rows in ``dtype``, and the outputs of ``quantize``."""
-    outputs, sums = _run(recipe, source, _scales(recipe.op, scale), None, True)
+    outputs, sums = _run(recipe, source, dense_scale(recipe.op, scale), None, True)
     columns = source.shape[-1]
     assert sums is not None
     if not sums.numel():

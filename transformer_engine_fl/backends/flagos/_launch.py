@@ -3,8 +3,9 @@
 ``kernel[grid](...)`` looks at every argument again on each call, which costs more time
 on the host than a small kernel takes on the device. A :class:`Launch` stands for one
 kernel with fixed constants and fixed argument dtypes on one device; its first call goes
-through Triton and keeps the compiled kernel, later ones start that directly. What may
-still differ between two calls, and what the compiled code depends on, is the 16-byte
+through Triton and keeps the compiled kernel, later ones start that directly: where every
+pointer is aligned, as nearly always, in a function that is generated for just that. What
+may still differ between two calls, and what the compiled code depends on, is the 16-byte
 alignment of each pointer, so that is looked at each time. Integers must be declared
 ``do_not_specialize``: a kernel may assume nothing of them but what its constants say.
 
@@ -38,6 +39,7 @@ __all__ = [
     "INTERPRETED",
     "Launch",
     "Limits",
+    "has_gluon",
     "has_ptx",
     "limits",
     "ordinary_launches",
@@ -137,6 +139,11 @@ def has_ptx() -> bool:
     return not INTERPRETED and torch.version.hip is None and torch.version.cuda is not None
 
 
+def has_gluon() -> bool:
+    """Whether this is a Triton whose Gluon, which may change with each version, is known."""
+    return has_ptx() and _VERSION in _UNDERSTOOD
+
+
 def unsupported_device(device: torch.device) -> str | None:
     """Why kernels cannot run on ``device``'s tensors; None if they can."""
     if INTERPRETED:
@@ -196,6 +203,68 @@ def _started(compiled: Any, constants: tuple[Any, ...]) -> _Started:
     return _Started(run, (function, packed, None, None, None), constants, scratch, None)
 
 
+_QUICK = """\
+def quick(grid, tensors, numbers):
+    try:
+        {taken}
+    except (AttributeError, RuntimeError):
+        return False
+    if (
+        ({bits}) & {mask}
+        or torch._cuda_getDevice() != {index}
+        or not direct.allowed
+        or enter.calls
+        or leave.calls
+        or (runtime.launch_enter_hook or nobody) is not enter
+        or (runtime.launch_exit_hook or nobody) is not leave
+    ):
+        return False
+    x, y = grid
+    start(x, y, 1, torch._cuda_getCurrentRawStream({index}), {arguments})
+    return True
+"""
+
+
+def _quick(
+    ready: _Started, tensors: tuple[Tensor | None, ...], index: int
+) -> Callable[..., bool] | None:
+    """A function that starts a kernel whose pointers are aligned; False if it must not.
+
+    Args:
+        ready: how the kernel is started.
+        tensors: of a call; None where every call has None.
+        index: of the device.
+    """
+    if ready.scratch:
+        return None
+    given = [place for place, tensor in enumerate(tensors) if tensor is not None]
+    before = {f"before{place}": value for place, value in enumerate(ready.head)}
+    after = {f"after{place}": value for place, value in enumerate(ready.tail)}
+    pointers = [f"p{place}" if place in given else "0" for place in range(len(tensors))]
+    taken = "".join(f"t{place}, " for place in range(len(tensors))) + "= tensors"
+    source = _QUICK.format(
+        taken="; ".join([taken, *(f"p{place} = t{place}.data_ptr()" for place in given)]),
+        bits=" | ".join(f"p{place}" for place in given) or "0",
+        mask=_ALIGNMENT_MASK,
+        index=index,
+        arguments=", ".join([*before, *pointers, "*numbers", *after]),
+    )
+    namespace: dict[str, Any] = {
+        "torch": torch._C,
+        "direct": _DirectLaunches,
+        "enter": _ENTER,
+        "leave": _LEAVE,
+        "runtime": _RUNTIME,
+        "nobody": _NoCalls,
+        "start": ready.start,
+        **before,
+        **after,
+    }
+    exec(compile(source, "<quick launch>", "exec"), namespace)
+    made: Callable[..., bool] = namespace["quick"]
+    return made
+
+
 @contextlib.contextmanager
 def _scratch_memory(device: torch.device) -> Iterator[None]:
     """Within the block Triton takes a kernel's scratch memory from torch's allocator."""
@@ -226,7 +295,7 @@ class Launch:
         constants: its constexpr parameters.
     """
 
-    __slots__ = ("_constants", "_device", "_index", "_kernel", "_options", "_ready")
+    __slots__ = ("_constants", "_device", "_index", "_kernel", "_options", "_quick", "_ready")
 
     def __init__(
         self,
@@ -249,6 +318,7 @@ class Launch:
         self._constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         # alignment of the pointers (0: each is aligned) -> what starts the compiled kernel
         self._ready: dict[object, _Started] = {}
+        self._quick: Callable[..., bool] | None = None
 
     def __call__(
         self,
@@ -257,6 +327,9 @@ class Launch:
         numbers: tuple[Any, ...],
     ) -> None:
         """Start the kernel on the current stream of its device."""
+        quick = self._quick
+        if quick is not None and quick(grid, tensors, numbers):
+            return
         try:
             pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
@@ -316,7 +389,10 @@ class Launch:
         with on_device, _scratch_memory(self._device):
             compiled = self._kernel[grid](*tensors, *numbers, **self._constants, **self._options)
         if _DirectLaunches.allowed and isinstance(compiled, triton.compiler.CompiledKernel):
-            self._ready[alignment] = _started(compiled, tuple(self._constants.values()))
+            ready = _started(compiled, tuple(self._constants.values()))
+            self._ready[alignment] = ready
+            if not alignment:
+                self._quick = _quick(ready, tensors, self._index)
 
 
 @contextlib.contextmanager

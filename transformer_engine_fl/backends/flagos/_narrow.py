@@ -7,7 +7,11 @@ integer arithmetic, which is exact on every device and in the interpreter.
 A number's kind is ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. CAST says whether the device has
 instructions for the first two; LEAVES_NAN, that the larger and the smaller of two is NaN
 only if both are. Where the first holds, so does the second.
+
+Also here: rounding to the dtype of a tensor, which the interpreter does in its own way.
 """
+
+# mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
@@ -24,15 +28,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KINDS",
+    "LARGEST_FLOAT32",
     "amax_of",
     "constants_of",
     "encoded",
     "encoded_pair",
     "encoded_quad",
+    "inverse_of",
     "microscale",
+    "narrowed",
     "nibble",
     "power_of_byte",
     "quotient",
+    "rounded",
     "scale_of",
     "size_of",
     "value_of",
@@ -52,9 +60,25 @@ def constants_of(device: torch.device) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------ numbers
 
-_LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
+_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 _INFINITE = tl.constexpr(0x7F800000)
 _SIZE = tl.constexpr(0x7FFFFFFF)  # a float32 without its sign
+_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rounded(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Rounded to the dtype that it is stored in."""
+    if x.dtype == tl.float64 and KIND.primitive_bitwidth < 64:
+        x = x.to(tl.float32)
+    if _INTERPRETED and KIND.is_bf16():  # which cuts bits off there, and takes 0 for another number
+        bits = x.to(tl.int32, bitcast=True)
+        bits_up = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x == x, bits_up, bits | 0x400000) >> 16
+        return bits.to(tl.int16).to(KIND, bitcast=True)
+    else:
+        return x.to(KIND)
 
 
 class _Kind(NamedTuple):
@@ -118,18 +142,48 @@ def _code(y: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 def nibble(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
     """The e2m1 code of float32 values, as an int32.
 
-    A power of two times 2**22, and twice its last bit, is added: what is left in the last
-    bits counts halves of the power. It is that below the value, but at least 1. The code
-    goes up by two with each power, and ``power >> 22`` is 6 modulo 8 at 1.
+    Before it is rounded, the code of a magnitude is the least of three lines: its double up
+    to 2, from there 2 more than it, and from 4 on 4 more than its half. Rounding keeps their
+    order and what is even, so each is rounded, once, by being added to a number whose last
+    bit counts 1; the least is the code. Instructions that clamp to 0 and 1 add up the three
+    parts instead, of which no more than one is not whole: minima are slow.
     """
-    if not LEAVES_NAN:
-        y = tl.where(y == y, y, 6.0)
-    y = tl.maximum(tl.minimum(y, 6.0), -6.0)
-    bits = y.to(tl.int32, bitcast=True)
-    power = tl.maximum(bits & _INFINITE, 127 << 23)
-    shifter = (power + ((22 << 23) + 2)).to(tl.float32, bitcast=True)
-    counted = (tl.abs(y) + shifter).to(tl.int32, bitcast=True)
-    return ((counted + (power >> 22)) & 7) | ((bits >> 28) & 8)
+    if LEAVES_NAN:
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 y, half, a, b, c; .reg .b32 bits, sign;
+            min.f32 y, $1, 0f40C00000;
+            abs.f32 half, y;
+            mul.f32 half, half, 0f3F000000;
+            add.sat.f32 a, half, 0f00000000;
+            add.sat.f32 b, half, 0fBF800000;
+            add.sat.f32 c, half, 0fC0000000;
+            fma.rn.f32 a, a, 0f40800000, 0f4B400000;
+            fma.rn.f32 a, b, 0f40000000, a;
+            add.rn.f32 a, a, c;
+            mov.b32 bits, a;
+            mov.b32 sign, y;
+            shr.u32 sign, sign, 28;
+            lop3.b32 $0, bits, 7, sign, 0xE2; }""",
+            "=r,f", [y], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        y = tl.where(y < 6.0, y, 6.0)
+        size = tl.abs(y)
+        twice = tl.minimum(size * 2 + _TO_INTEGER, size + (_TO_INTEGER + 2))
+        least = tl.minimum(twice, size * 0.5 + (_TO_INTEGER + 4))
+        code = tl.minimum(least, _TO_INTEGER + 7).to(tl.int32, bitcast=True) & 7
+        return code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def inverse_of(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
+    """``1 / x``, rounded once: where there is an instruction, by that."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(1.0, x)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -209,6 +263,24 @@ def encoded_quad(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def narrowed(x: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The e4m3 code of float32 values, in the last byte of an int32, and its value."""
+    if CAST:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 code, low, high; .reg .b32 both;
+            cvt.rn.satfinite.e4m3x2.f32 code, $2, $2;
+            cvt.rn.f16x2.e4m3x2 both, code;
+            mov.b32 {low, high}, both;
+            cvt.f32.f16 $1, low;
+            cvt.u32.u16 $0, code; }""",
+            "=r,=f,f", [x], dtype=(tl.int32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        code = _code(x, "e4m3")
+        return code, value_of(code, "e4m3")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def value_of(code: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """The float32 values of codes, exactly."""
     MANTISSA: tl.constexpr = _mantissa(KIND)
@@ -254,7 +326,7 @@ def amax_of(largest: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def quotient(largest: tl.tensor, amax: tl.tensor) -> tl.tensor:
     """``largest / amax``, rounded once, at most the largest float32."""
-    return tl.minimum(tl.div_rn(largest, amax), _LARGEST_FLOAT32)
+    return tl.minimum(tl.div_rn(largest, amax), LARGEST_FLOAT32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

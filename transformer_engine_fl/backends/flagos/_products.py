@@ -259,6 +259,32 @@ def _halves(tile: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _added(
+    z: tl.tensor,
+    r: tl.tensor,
+    c: tl.tensor,
+    d_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    d_stride: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+    ACCUMULATE: tl.constexpr,
+) -> tl.tensor:
+    """A tile of sums, multiplied and added to; ``r`` and ``c`` are its rows and columns."""
+    inside = c < n
+    z *= alpha
+    if ACCUMULATE:
+        mask = (r < m)[:, None] & inside[None, :]
+        at = r.to(tl.int64)[:, None] * d_stride + c[None, :]
+        z += beta * tl.load(d_ptr + at, mask=mask, other=0).to(tl.float32)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + c, mask=inside, other=0).to(tl.float32)[None, :]
+    return z
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _finish(
     z: tl.tensor,
     row: tl.tensor,
@@ -279,17 +305,11 @@ def _finish(
     PTX: tl.constexpr,
 ) -> None:
     """What follows from a tile of sums, stored."""
-    r = row + tl.arange(0, z.shape[0])[:, None]
+    r = row + tl.arange(0, z.shape[0])
     c = column + tl.arange(0, z.shape[1])
-    inside = c < n
-    mask = (r < m) & inside[None, :]
-    dense = r.to(tl.int64) * n + c[None, :]
-    d_ptr += r.to(tl.int64) * d_stride + c[None, :]
-    z *= alpha
-    if ACCUMULATE:
-        z += beta * tl.load(d_ptr, mask=mask, other=0).to(tl.float32)
-    if bias_ptr is not None:
-        z += tl.load(bias_ptr + c, mask=inside, other=0).to(tl.float32)[None, :]
+    z = _added(z, r, c, d_ptr, bias_ptr, m, n, d_stride, alpha, beta, ACCUMULATE)
+    mask = (r < m)[:, None] & (c < n)[None, :]
+    dense = r.to(tl.int64)[:, None] * n + c[None, :]
     if GELU:
         if gelu_ptr is not None:
             x = tl.load(gelu_ptr + dense, mask=mask, other=0).to(tl.float32)
@@ -304,7 +324,7 @@ def _finish(
             z, _ = _value_and_slope(z, z, "gelu", PTX)
     d = z.to(d_ptr.dtype.element_ty)
     if d_described is None:
-        tl.store(d_ptr, d, mask=mask)
+        tl.store(d_ptr + r.to(tl.int64)[:, None] * d_stride + c[None, :], d, mask=mask)
     else:
         d_described.store([row, column], d)
 
@@ -400,7 +420,6 @@ def product(
     DESCRIBED: tl.constexpr,
     D_DESCRIBED: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     SUPER: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -437,13 +456,7 @@ def product(
     across = tl.cdiv(n, COLUMNS)
     # Counted apart for the epilogue, which flattened loops run after the next tile began.
     done = tl.program_id(0) - tl.num_programs(0)
-    for tile in tl.range(
-        tl.program_id(0),
-        down * across,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=SPECIALIZE,
-    ):
+    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=FLATTEN):
         tile_row, tile_column = _place(tile, down, across, SUPER)
         z = _sum_of_products(
             a_ptr, a_described, a_stride, a_scale_ptr, 0, a_scale_row, a_scale_column,

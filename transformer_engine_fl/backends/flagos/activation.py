@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformer_engine_fl.core.contract import Contract
 
 __all__ = [
+    "ACTIVATIONS",
     "clamped_dswiglu",
     "clamped_swiglu",
     "dbias_dgelu",
@@ -73,23 +74,43 @@ __all__ = [
 # ``columns`` and the row strides count units of UNIT elements. A gated row holds the
 # activated half and, ``columns`` further on, the gate. Arithmetic is in ACC.
 
+_LOG2E = 1 / math.log(2)
 _GELU_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
 _GELU_CUBE = tl.constexpr(0.044715)
 _QGELU_SLOPE = tl.constexpr(1.702)
-_FAR = tl.constexpr(32.0)  # where a gelu is 0 or x, in float64 too, and x ** 3 still finite
+_PER_E = tl.constexpr(_LOG2E)
+_GELU_LINEAR = tl.constexpr(2 * math.sqrt(2 / math.pi) * _LOG2E)
+_GELU_CUBIC = tl.constexpr(2 * math.sqrt(2 / math.pi) * _LOG2E * 0.044715)
+_QGELU_LINEAR = tl.constexpr(1.702 * _LOG2E)
+_FAR = tl.constexpr(32.0**2)  # of squares: where a gelu is 0 or x, in float64 too
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid(z: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    one = tl.full((), 1.0, z.dtype)
-    below = one + tl.exp(-z)
+    """``1 / (1 + 2 ** -z)``: the logit counts powers of two, not of e."""
     if PTX and z.dtype == tl.float32:
-        # A division takes several instructions, this one, with an error of one ulp.
+        # Triton's own take several instructions each, to keep numbers that vanish beside 1
+        # and those below the normal ones; these have errors of two ulp and of one.
         return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=tl.float32, is_pure=True, pack=1
-        )
+            """{ .reg .f32 t;
+            neg.f32 t, $1;
+            ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 $0, t; }""",
+            "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        return one / below
+        one = _constant(1.0, z.dtype)
+        return one / (one + tl.exp2(-z))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _constant(value: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """A number with all the digits that ``dtype`` has."""
+    if dtype == tl.float64:
+        return tl.full((), value, dtype)
+    else:  # of which Gluon, that calls this too, makes no tensor
+        return value
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -109,30 +130,30 @@ def _value_and_slope(
         above = tl.where(x <= 0, 0.0, x)
         return above * above, above + above
     elif KIND == "sigmoid":
-        s = _sigmoid(x, PTX)
-        return s, s * _sigmoid(-x, PTX)
+        logit = x * tl.full((), _PER_E, x.dtype)
+        s = _sigmoid(logit, PTX)
+        return s, s * _sigmoid(-logit, PTX)
     else:
         # x * sigmoid(logit(x)); (1 + tanh(u)) / 2 is sigmoid(2 * u)
         if KIND == "gelu":
-            near = _clamp(x, tl.full((), _FAR, x.dtype))
-            square = near * near * tl.full((), _GELU_CUBE, x.dtype)
-            slope = tl.full((), _GELU_SLOPE, x.dtype)
-            logit = slope * (near + near * square)
-            logit_slope = slope * (1 + 3 * square)
+            # Of a NaN it is no longer one, but x is.
+            square = tl.minimum(x * x, _constant(_FAR, x.dtype))
+            cubic = _constant(_GELU_CUBIC, x.dtype)
+            logit = x * (square * cubic + _constant(_GELU_LINEAR, x.dtype))
+            bent = _constant(3 * _GELU_SLOPE * _GELU_CUBE, x.dtype)
+            logit_slope = square * bent + _constant(_GELU_SLOPE, x.dtype)
         elif KIND == "silu":
-            logit = x
-            logit_slope = x * 0 + 1
+            logit = x * tl.full((), _PER_E, x.dtype)
+            logit_slope = tl.full((), 1.0, x.dtype)
         elif KIND == "qgelu":
+            logit = x * tl.full((), _QGELU_LINEAR, x.dtype)
             logit_slope = tl.full((), _QGELU_SLOPE, x.dtype)
-            logit = x * logit_slope
         else:
+            logit = x * (steepness * tl.full((), _PER_E, x.dtype))
             logit_slope = steepness
-            logit = x * steepness
         s = _sigmoid(logit, PTX)
-        value = x * s
-        # sigmoid's own slope falls faster than x grows, but 0 * inf must not be asked for.
-        bend = tl.where(s == 0, 0.0, x * (1 - s) * logit_slope)
-        return value, s * (1 + bend)
+        # sigmoid's own slope falls faster than x grows: it comes first in the product.
+        return x * s, s + (s * (1 - s)) * x * logit_slope
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -203,10 +224,11 @@ def _elementwise(
 ) -> None:
     """The activation, or where ``grad_ptr`` is given its gradient, of one tile."""
     columns = columns * UNIT
-    blocks = tl.cdiv(columns, BLOCK)
-    tile = tl.program_id(0).to(tl.int64)
-    row = (tile // blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (tile % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(columns, BLOCK).to(tl.int32)  # no more than there are tiles
+    tile = tl.program_id(0)
+    above = tile // blocks
+    row = above.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tile - above * blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < columns)
     x_ptr += row * (x_stride * UNIT) + column
     if grad_ptr is not None:
@@ -236,6 +258,7 @@ def _with_bias(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """The gradient of many tiles, one below the other, and its sum over their rows."""
     ACC: tl.constexpr = partial_ptr.dtype.element_ty
@@ -243,7 +266,8 @@ def _with_bias(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     total = tl.zeros((ROWS, BLOCK), ACC)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    last = tl.cdiv(rows, ROWS)
+    for tile in tl.range(tl.program_id(0), last, tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         start = row.to(tl.int64)[:, None]
@@ -266,7 +290,8 @@ def _with_bias(
 _TILE_BYTES = {"forward": 4096, "backward": 4096, "gated": 2048}
 _WIDEST_TILE = max(_TILE_BYTES.values())
 _THREADS = 128
-_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 1024, 128, 8
+_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 1024, 128, 4
+_BIAS_STAGES = 3  # tiles that are read or worked on at a time, where reads can go ahead
 
 
 class _Activation(NamedTuple):
@@ -361,6 +386,7 @@ def _bias_plan(
         UNIT=unit,
         ROWS=rows,
         BLOCK=block,
+        STAGES=_BIAS_STAGES if _launch.has_ptx() else 1,
     )
     blocks = -(-columns // block)
     most = max(1, _BIAS_PROGRAMS * _launch.limits(device).multiprocessors // blocks)
@@ -521,6 +547,9 @@ _SWIGLU = _Activation(contracts.swiglu, "silu", gated=True)
 _DSWIGLU = _Activation(contracts.dswiglu, "silu", gated=True, backward=True)
 _CLAMPED_SWIGLU = _Activation(contracts.clamped_swiglu, "clamped", gated=True)
 _CLAMPED_DSWIGLU = _Activation(contracts.clamped_dswiglu, "clamped", gated=True, backward=True)
+
+ACTIVATIONS = {it.contract.name: it for it in tuple(globals().values()) if type(it) is _Activation}
+"""By the operator's name; what is quantised as well is calculated in the same way."""
 
 
 def gelu(input: Tensor) -> Tensor:

@@ -4,7 +4,12 @@ A tile is read as bytes of the mask by their eight elements, for which one Philo
 serves.
 """
 
+# mypy: disable-error-code="assignment,unreachable"
+# A kernel puts a tuple together step by step, which a type checker takes for other types.
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +27,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
 from transformer_engine_fl.ops import dropout as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
-__all__ = ["dropout_bwd", "dropout_fwd"]
+__all__ = ["dropout_bwd", "dropout_fwd", "philox"]
 
 # ------------------------------------------------------------------------------ kernels
 
@@ -32,8 +37,20 @@ _STEP_0, _STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _bits(byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.tensor) -> tl.tensor:
-    """The bytes of the mask with these numbers.
+def philox(
+    counter: tl.tensor, seed: tl.tensor, offset: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The four words of the block with each counter."""
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    c0, c1, c2, c3 = _rounds(low, (counter >> 32).to(tl.uint32), seed, offset)
+    return c0, c1, c2, c3
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rounds(
+    c0: tl.tensor, c1: tl.tensor, seed: tl.tensor, offset: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The same of a counter's low and high words.
 
     Both words of a product come out of one wide multiplication, where tl.philox has two.
     """
@@ -41,31 +58,43 @@ def _bits(byte: tl.tensor, seed: tl.tensor, offset: tl.tensor, threshold: tl.ten
     offset = tl.full((), offset, tl.int64)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
-    c0 = (byte & 0xFFFFFFFF).to(tl.uint32)
-    c1 = (byte >> 32).to(tl.uint32)
-    c2 = (offset & 0xFFFFFFFF).to(tl.uint32) + c0 * 0
-    c3 = (offset >> 32).to(tl.uint32) + c0 * 0
+    c2 = (offset & 0xFFFFFFFF).to(tl.uint32)
+    c3 = (offset >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
-        first = c0.to(tl.uint64) * tl.full((), _FACTOR_0, tl.uint64)
-        second = c2.to(tl.uint64) * tl.full((), _FACTOR_1, tl.uint64)
-        c0 = (second >> 32).to(tl.uint32) ^ c1 ^ k0
-        c1 = second.to(tl.uint32)
-        c2 = (first >> 32).to(tl.uint32) ^ c3 ^ k1
-        c3 = first.to(tl.uint32)
+        left = c0.to(tl.uint64) * tl.full((), _FACTOR_0, tl.uint64)
+        right = c2.to(tl.uint64) * tl.full((), _FACTOR_1, tl.uint64)
+        c0 = (right >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = right.to(tl.uint32)
+        c2 = (left >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = left.to(tl.uint32)
         k0 = tl.add(k0, tl.full((), _STEP_0, tl.uint32), sanitize_overflow=False)
         k1 = tl.add(k1, tl.full((), _STEP_1, tl.uint32), sanitize_overflow=False)
-    bits = _pair(c0, threshold)
-    bits |= _pair(c1, threshold) << 2
-    bits |= _pair(c2, threshold) << 4
-    return bits | (_pair(c3, threshold) << 6)
+    return c0, c1, c2, c3
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pair(word: tl.tensor, threshold: tl.tensor) -> tl.tensor:
-    """The two bits of a word's halves."""
-    lower = ((word & 0xFFFF).to(tl.int32) >= threshold).to(tl.int32)
-    upper = ((word >> 16).to(tl.int32) >= threshold).to(tl.int32)
-    return lower | (upper << 1)
+def _bits(
+    first: tl.tensor,
+    seed: tl.tensor,
+    offset: tl.tensor,
+    threshold: tl.tensor,
+    BYTES: tl.constexpr,
+) -> tl.tensor:
+    """BYTES bytes of the mask, from the ``first`` on.
+
+    ``first`` is a multiple of BYTES, a power of two: the counter's high word is one for all.
+    """
+    low = (first & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, BYTES).to(tl.uint32)
+    c0, c1, c2, c3 = _rounds(low, (first >> 32).to(tl.uint32), seed, offset)
+    bits = _pair(c0, threshold, 1) | _pair(c1, threshold, 4)
+    return bits | _pair(c2, threshold, 16) | _pair(c3, threshold, 64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair(word: tl.tensor, threshold: tl.tensor, BIT: tl.constexpr) -> tl.tensor:
+    """The two bits of a word's halves, the lower one at BIT."""
+    lower = tl.where((word & 0xFFFF).to(tl.int32) >= threshold, BIT, 0)
+    return lower | tl.where((word >> 16).to(tl.int32) >= threshold, 2 * BIT, 0)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -82,23 +111,35 @@ def _forward(
     scale: tl.float64,
     ACC: tl.constexpr,
     WHOLE: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BYTES: tl.constexpr,
 ) -> None:
-    """BYTES bytes of the mask, and their elements; WHOLE: the last byte is full."""
-    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    element = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
-    bits = _bits(byte, seed, offset, threshold)
-    if WHOLE:
-        inside = (byte * 8 < size)[:, None]
-    else:
-        inside = element < size
-        beyond = tl.minimum(tl.maximum(byte * 8 + 8 - size, 0), 8).to(tl.int32)
-        bits &= 0xFF >> beyond
-    tl.store(mask_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < size)
-    kept = (bits[:, None] >> tl.arange(0, 8)[None, :]) & 1
-    x = tl.load(x_ptr + element, mask=inside, other=0)
-    y = tl.where(kept != 0, x.to(ACC) * tl.full((), scale, ACC), 0)
-    tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
+    """CHUNKS times BYTES bytes of the mask, and their elements; WHOLE: the last byte is full.
+
+    With BYTES threads each has one byte of a chunk: Triton would otherwise give it several
+    to write and draw the numbers twice, once for the elements.
+    """
+    first = tl.program_id(0).to(tl.int64) * (CHUNKS * BYTES)
+    left = tl.minimum(size - first * 8, 8 * CHUNKS * BYTES).to(tl.int32)
+    place = tl.arange(0, 8)[None, :]
+    # Asked for first: they come while the numbers are drawn.
+    read = ()
+    for chunk in tl.static_range(CHUNKS):
+        byte = chunk * BYTES + tl.arange(0, BYTES)
+        element = byte[:, None] * 8 + place
+        inside = (byte * 8 < left)[:, None] if WHOLE else element < left
+        read += (tl.load(x_ptr + first * 8 + element, mask=inside, other=0),)
+    for chunk in tl.static_range(CHUNKS):
+        byte = chunk * BYTES + tl.arange(0, BYTES)
+        element = byte[:, None] * 8 + place
+        inside = (byte * 8 < left)[:, None] if WHOLE else element < left
+        bits = _bits(first + chunk * BYTES, seed, offset, threshold, BYTES)
+        if not WHOLE:
+            bits &= 0xFF >> tl.minimum(tl.maximum(byte * 8 + 8 - left, 0), 8)
+        tl.store(mask_ptr + first + byte, bits.to(tl.uint8), mask=byte * 8 < left)
+        kept = (bits[:, None] >> place) & 1
+        y = tl.where(kept != 0, read[chunk].to(ACC) * tl.full((), scale, ACC), 0)
+        tl.store(y_ptr + first * 8 + element, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size", "scale"])  # type: ignore[untyped-decorator]
@@ -128,8 +169,10 @@ def _backward(
 
 # -------------------------------------------------------------------------------- plans
 
-_BYTES = {"forward": 128, "backward": 128}  # a program's share of the mask
-_THREADS = 128
+# A program's share of the mask is so many bytes, for each of which it has a thread, so
+# many times over.
+_BYTES = {"forward": 128, "backward": 128}
+_CHUNKS = {"forward": 2, "backward": 1}
 _KERNELS = {"forward": _forward, "backward": _backward}
 _LAUNCHES: dict[object, _launch.Launch] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -142,19 +185,18 @@ def _start(
     value = tensors[0]
     whole = not size % 8
     key = (way, value.dtype, whole, value.device)
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(
-            _KERNELS[way],
-            value.device,
-            threads=_THREADS,
-            ACC=_TRITON_TYPES[math_dtype(value.dtype)],
-            WHOLE=whole,
-            BYTES=_BYTES[way],
-        ),
-    )
-    programs = -(-size // (8 * _BYTES[way]))
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        constants: dict[str, Any] = {
+            "ACC": _TRITON_TYPES[math_dtype(value.dtype)],
+            "WHOLE": whole,
+            "BYTES": _BYTES[way],
+        }
+        if way == "forward":
+            constants["CHUNKS"] = _CHUNKS[way]
+        launch = _launch.Launch(_KERNELS[way], value.device, threads=_BYTES[way], **constants)
+        keep(_LAUNCHES, key, launch)
+    programs = -(-size // (8 * _BYTES[way] * _CHUNKS[way]))
     check_size(op, "tiles", programs)
     launch((programs, 1), tensors, (size, *numbers))
 

@@ -59,9 +59,11 @@ class _Tile(NamedTuple):
         described: by tensor descriptors, where they can be used.
         flatten: the loops over tiles and terms are one, so that a tile's first operands
             are loaded while the one before is finished. With descriptors only.
-        specialize: warps of their own load the operands. With descriptors only.
+        specialize: by the kernels of ``_products_hopper``, each warp of which has its own
+            work. ``threads`` are those of one group of warps that multiply.
         resident: programs for each multiprocessor; each makes several tiles. 0: one each.
         parts: of a tile's columns that are finished one after the other, at least.
+        band: rows of tiles that are made together, so that columns are read from the cache.
     """
 
     rows: int
@@ -74,9 +76,17 @@ class _Tile(NamedTuple):
     specialize: bool = False
     resident: int = 0
     parts: int = 1
+    band: int = 8
 
 
-_TERMS = {"half": 64, "float32": 32, "float8": 128, "blocks": 64, "float32 blocks": 32}
+_TERMS = {
+    "half": 64,
+    "float32": 32,
+    "float8": 128,
+    "float8 steps": 128,
+    "blocks": 64,
+    "float32 blocks": 32,
+}
 """How many terms a step takes; rows do not depend on each other because it is one number."""
 
 # No tile has fewer than 64 rows: below, other instructions would add in another order.
@@ -87,11 +97,18 @@ _SMALL = (
 )
 _TILES: dict[str, tuple[_Tile, ...]] = {
     "half": (
-        _Tile(128, 256, 256, 4, 1.0, flatten=True, resident=1, parts=2),
+        _Tile(128, 256, 128, 4, 1.02, specialize=True, resident=1, band=16),
+        _Tile(128, 256, 256, 4, 1.0, flatten=True, resident=1, parts=2, band=16),
         _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
         *_SMALL,
     ),
     "float8": (
+        _Tile(128, 256, 128, 4, 1.0, specialize=True, resident=1, parts=2),
+        _Tile(128, 128, 256, 4, 0.75, flatten=True, resident=1),
+        *_SMALL,
+    ),
+    "float8 steps": (
+        _Tile(128, 128, 128, 6, 1.2, specialize=True, resident=1),
         _Tile(256, 128, 512, 3, 1.0, flatten=True, resident=1, parts=4),
         _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
         *_SMALL,
@@ -100,12 +117,15 @@ _TILES: dict[str, tuple[_Tile, ...]] = {
     "blocks": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
     "float32 blocks": (_Tile(64, 64, 128, 2, 1.0),),
 }
+_GROUPS_BAND = 4  # groups have few rows
 _INTERPRETED_TILES = (
     _Tile(32, 64, 32, 1, 1.0, flatten=True, resident=1, parts=2),
     _Tile(32, 64, 32, 1, 1.0, described=False),
 )
 _INTERPRETED_FEW = 12  # rows, of which the second tile is for
-_SUPER = 8
+_HOPPER = 90  # the compute capability
+_SPECIALIZED_REGISTERS = 168  # of a thread, before warps are given what they need:
+_MULTIPLYING, _LOADING = 232, 40
 _FINISHED_BYTES = 32768  # of shared memory for the part of a tile that is being finished
 _LARGEST_UNALIGNED = 128 * 128  # elements of a tile: many addresses take many registers
 _OTHER_BYTES = 2048  # of shared memory: barriers and the like
@@ -128,9 +148,9 @@ def _fitted(tile: _Tile, kind: str, itemsize: int, beside: int, shared: int) -> 
         beside: bytes of what is written and read for each element of D.
         shared: bytes of shared memory.
     """
-    finished = tile.rows * tile.columns * beside
+    # Warps that do different work turn D in shared memory, half of it at a time.
+    finished = tile.rows * tile.columns * (1 if tile.specialize else beside)
     parts = tile.parts
-    # Triton 3.6 cannot part a tile among warps that do different work.
     while not tile.specialize and finished // parts > _FINISHED_BYTES and tile.columns > 32 * parts:
         parts *= 2
     left = shared - _OTHER_BYTES - finished // parts
@@ -145,9 +165,16 @@ def _chosen(
     itemsize: int,
     beside: int,
     large: bool,
+    specialize: bool,
     device: torch.device,
 ) -> _Tile:
-    """The tile that is done first with D, by an estimate of the rounds it takes."""
+    """The tile that is done first with D, by an estimate of the rounds it takes.
+
+    Args:
+        beside: bytes of what is written and read for each element of D.
+        large: whether tiles may be.
+        specialize: whether they may be ``specialize``.
+    """
     if _launch.INTERPRETED:
         return _INTERPRETED_TILES[sum(ms) <= _INTERPRETED_FEW]
     offered = _launch.limits(device)
@@ -155,6 +182,8 @@ def _chosen(
     for it in _TILES[kind]:
         tile = _fitted(it, kind, itemsize, beside, offered.shared_bytes)
         if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
+            continue
+        if tile.specialize and not specialize:
             continue
         tiles = sum(-(-m // tile.rows) for m in ms) * -(-n // tile.columns)
         rounds = -(-tiles // offered.multiprocessors)
@@ -304,7 +333,8 @@ def _way(op: str, a: _Operand, b: _Operand) -> _Way:
             f"{b.data.device} has {capability / 10}"
         )
     elif a.k_major and b.k_major and "blocks" not in scales:
-        way = _Way("float8", *scales, True, None)
+        kind = "float8 steps" if "steps" in scales else "float8"
+        way = _Way(kind, *scales, True, None)
     else:
         a_scales, b_scales = ("whole" if it == "whole" else "blocks" for it in scales)
         if "steps" in scales:
@@ -336,6 +366,23 @@ class _Epilogue(NamedTuple):
     pre: torch.dtype | None
     gelu_input: torch.dtype | None
     bias: torch.dtype | None
+
+
+def _is_for_hopper(
+    way: _Way, a: _Operand, after: _Epilogue, at_origin: bool, device: torch.device
+) -> bool:
+    """Whether ``_products_hopper`` makes products of this kind, and there is such a GPU.
+
+    Args:
+        at_origin: whether a's first row is the first of its block.
+    """
+    return (
+        _launch.has_gluon()
+        and _launch.limits(device).capability == _HOPPER
+        and way.kind in ("half", "float8", "float8 steps")
+        and (way.a_scales != "steps" or (at_origin and a.height == contracts.BLOCK))
+        and after.gelu_input is None
+    )
 
 
 class _Kernel(NamedTuple):
@@ -390,7 +437,9 @@ def _kernel(
 
     unit_n = unit(n, *d_strides, of=8)
     large = described and able and unit_n > 1
-    tile = _chosen(way.kind, ms, n, itemsize, beside, large, device)
+    specialize = large and _is_for_hopper(way, a, after, at_origin[0], device)
+    tile = _chosen(way.kind, ms, n, itemsize, beside, large, specialize, device)
+    band = min(tile.band, _GROUPS_BAND) if groups and tile.specialize else tile.band
     described = described and able and tile.described
     d_described = d_described and able and tile.described and not groups
     units = (
@@ -418,13 +467,16 @@ def _kernel(
     alone: dict[str, Any] = {"GROUPS": groups}
     if not groups:
         flatten = described and tile.flatten
-        alone = {
-            "D_DESCRIBED": d_described,
-            "FLATTEN": flatten,
-            "SPECIALIZE": described and tile.specialize,
-        }
+        alone = {"D_DESCRIBED": d_described, "FLATTEN": flatten}
+    kernel = grouped_product if groups else product
+    if tile.specialize:
+        from transformer_engine_fl.backends.flagos import _products_hopper as hopper
+
+        kernel = hopper.grouped_product if groups else hopper.product
+        options = {"maxnreg": _SPECIALIZED_REGISTERS}
+        alone |= {"STAGES": tile.stages, "MULTIPLYING": _MULTIPLYING, "LOADING": _LOADING}
     launch = _launch.Launch(
-        grouped_product if groups else product,
+        kernel,
         device,
         threads=tile.threads,
         options=options,
@@ -449,7 +501,7 @@ def _kernel(
         UNIT_N=units[2],
         UNIT_K=units[3],
         DESCRIBED=described,
-        SUPER=_SUPER,
+        SUPER=band,
         PARTS=tile.parts,
         ROWS=tile.rows,
         COLUMNS=tile.columns,

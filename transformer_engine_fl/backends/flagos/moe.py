@@ -603,7 +603,7 @@ _SCAN_TILES, _SCAN_COLUMNS = 128, 32
 _MARK_TOKENS = 128
 _SPAN = 32
 _TILE_BYTES = {"spread": 8192, "collect": 8192}
-# (threads of a program, elements of its tile), by width as in FORWARD_TILES.
+# (threads of a program, elements of its tile), by width as `_rows.Cut` has it.
 _WEIGHTED_TILES = {4096: (128, 4096), 8192: (256, 8192)}
 _WEIGHTED_CHUNK, _WEIGHTED_THREADS = 4096, 256
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}

@@ -3,7 +3,8 @@
 Both are one family of kernels: a row has a mean only where the pointer for it is given.
 Rows that fit into registers are read once; a program takes several of them, one tile
 after the other, so that parameters are loaded once and the next tile is under way while
-one is computed. Wider rows are read in chunks, twice, the second time out of the cache.
+one is computed. A wider row is shared by several programs, see ``_rows``. The addition of a
+residual before the norm, and of a gradient after it, is part of the same kernels.
 
 The order in which a row is summed depends on its width and dtype alone, so a row's
 result is the same whichever rows come with it. Gradients of the parameters are summed
@@ -16,7 +17,6 @@ What an argument may be is said by the contracts in ``ops``; how a kernel is sta
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -26,22 +26,28 @@ import triton.language as tl
 from torch import Tensor
 
 from transformer_engine_fl.backends._allocation import allocator
-from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
-    FORWARD_TILES,
     MOST,
     NOT_A_TENSOR,
     PLAIN,
     WIDEST_UNIT,
-    block_of,
     by_rows,
     check_fresh,
     check_size,
     is_vector,
     keep,
-    listed,
     plain,
-    rows_of_tile,
+)
+from transformer_engine_fl.backends.flagos._narrow import rounded
+from transformer_engine_fl.backends.flagos._rows import (
+    Cut,
+    Pieces,
+    SharedRows,
+    Tiles,
+    WholeRows,
+    cut,
+    heard,
+    tell,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
@@ -50,21 +56,51 @@ from transformer_engine_fl.ops import normalization as contracts
 if TYPE_CHECKING:
     from transformer_engine_fl.core.contract import Contract
 
-__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
+__all__ = [
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
+    "rmsnorm_fwd",
+    "rmsnorm_fwd_add",
+]
 
 
 # ---------------------------------------------------------------------- forward kernels
 #
 # ``columns`` and the row strides count units of UNIT elements, so that the compiler knows
 # their divisor and can use wide accesses. The dtype of the statistics is that of all sums.
+# Where there is a residual, its rows are as far apart as those of x.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _input(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    place: tl.tensor,
+    out: tl.tensor,
+    mask: tl.tensor,
+    SUM: tl.constexpr,
+) -> tl.tensor:
+    """x, or its sum with the residual, rounded, which is stored."""
+    x = tl.load(x_ptr + place, mask=mask, other=0)
+    if residual_ptr is not None:
+        ACC: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
+        residual = tl.load(residual_ptr + place, mask=mask, other=0)
+        x = rounded(x.to(ACC) + residual.to(ACC), SUM)
+        tl.store(sum_ptr + out, x, mask=mask)
+    return x
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
 def _forward_rows(
     x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
     mu_ptr: tl.tensor,
     rsigma_ptr: tl.tensor,
     rows: tl.int32,
@@ -75,103 +111,156 @@ def _forward_rows(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SUM: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, ROWS to a program."""
+    """Rows that fit into registers, in tiles of ROWS."""
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask = (row < rows)[:, None] & inside[None, :]
-    start = row.to(tl.int64)
-    where = x_ptr + (start * stride * UNIT)[:, None] + column[None, :]
-    x = tl.load(where, mask=mask, other=0).to(ACC)
-    if mu_ptr is not None:
-        mu = tl.sum(x, axis=1) / columns
-        tl.store(mu_ptr + row, mu, mask=row < rows)
-        x = tl.where(inside[None, :], x - mu[:, None], 0)
-    variance = tl.sum(x * x, axis=1) / columns
-    rsigma = tl.rsqrt(variance + tl.full((ROWS,), eps, ACC))
-    tl.store(rsigma_ptr + row, rsigma, mask=row < rows)
-    # Loaded only now: ahead of the sums it would cost registers, and measured slower.
-    weight = tl.load(weight_ptr + column, mask=inside, other=0)
-    y = x * rsigma[:, None] * (weight.to(ACC) + OFFSET)[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, mask=inside, other=0).to(ACC)[None, :]
-    out = y_ptr + (start * columns)[:, None] + column[None, :]
-    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if STAGES > 1:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + column, mask=inside, other=0)
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        start = row.to(tl.int64)
+        place = (start * stride * UNIT)[:, None] + column[None, :]
+        out = (start * columns)[:, None] + column[None, :]
+        x = _input(x_ptr, residual_ptr, sum_ptr, place, out, mask, SUM).to(ACC)
+        if mu_ptr is not None:
+            mu = tl.sum(x, axis=1) / columns
+            tl.store(mu_ptr + row, mu, mask=row < rows)
+            x = tl.where(inside[None, :], x - mu[:, None], 0)
+        variance = tl.sum(x * x, axis=1) / columns
+        rsigma = tl.rsqrt(variance + tl.full((ROWS,), eps, ACC))
+        tl.store(rsigma_ptr + row, rsigma, mask=row < rows)
+        if STAGES == 1:
+            # Loaded only now: ahead of the sums it would cost registers, and measured slower.
+            weight = tl.load(weight_ptr + column, mask=inside, other=0)
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + column, mask=inside, other=0)
+        y = x * rsigma[:, None] * (weight.to(ACC) + OFFSET)[None, :]
+        if bias_ptr is not None:
+            y += bias.to(ACC)[None, :]
+        y = y.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + out, y, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tell_squares(
+    x: tl.tensor,
+    inside: tl.tensor,
+    shares_ptr: tl.tensor,
+    row: tl.tensor,
+    count: tl.tensor,
+    ACC: tl.constexpr,
+    PIECES: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """This piece's sum of squares; with two SUMS around its mean, which is the other.
+
+    So there is no difference of large sums, whatever the mean.
+    """
+    x = x.to(ACC)
+    mean = tl.zeros((), ACC)
+    if SUMS == 2:
+        mean = tl.sum(x, axis=0) / count
+        x = tl.where(inside, x - mean, 0)
+    tell(shares_ptr, row, tl.sum(x * x, axis=0), mean, PIECES, SUMS, STEP)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
-def _forward_wide(
+def _forward_shared(
     x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
     mu_ptr: tl.tensor,
     rsigma_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     stride: tl.int64,
     eps: tl.float64,
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    SUM: tl.constexpr,
+    STEP: tl.constexpr,
 ) -> None:
-    """One row per program in chunks of BLOCK columns, read twice."""
+    """A piece of BLOCK columns of one row after the other; see ``_rows``."""
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
+    SUMS: tl.constexpr = 1 if mu_ptr is None else 2
     columns = columns * UNIT
-    chunks = tl.cdiv(columns, BLOCK)
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride * UNIT
-    y_ptr += row * columns
-    lane = tl.arange(0, BLOCK)
-    mean = tl.zeros((BLOCK,), ACC)
-    squares = tl.zeros((BLOCK,), ACC)
-    for chunk in tl.range(0, chunks, loop_unroll_factor=UNROLL):
-        column = chunk * BLOCK + lane
-        inside = column < columns
-        x = tl.load(x_ptr + column, mask=inside, other=0).to(ACC)
-        if mu_ptr is not None:
-            # Welford's update in each lane: no difference of large sums, whatever the mean
-            ahead = tl.where(inside, x - mean, 0)
-            mean += ahead / (chunk + 1)
-            squares += ahead * (x - mean)
-        else:
-            squares += x * x
-    mu = tl.zeros((), ACC)
-    if mu_ptr is not None:
-        count = (columns - lane + (BLOCK - 1)) // BLOCK
-        mu = tl.sum(mean * count, axis=0) / columns
-        squares += (mean - mu) * (mean - mu) * count
-        tl.store(mu_ptr + row, mu)
-    variance = tl.sum(squares, axis=0) / columns
-    rsigma = tl.rsqrt(variance + tl.full((), eps, ACC))
-    tl.store(rsigma_ptr + row, rsigma)
-    # From the end: what was read last is the likeliest to be in the cache still.
-    for done in tl.range(0, chunks, loop_unroll_factor=UNROLL):
-        column = (chunks - 1 - done) * BLOCK + lane
-        inside = column < columns
-        x = tl.load(x_ptr + column, mask=inside, other=0, eviction_policy="evict_first").to(ACC)
-        weight = tl.load(weight_ptr + column, mask=inside, other=0).to(ACC) + OFFSET
-        y = (x - mu) * rsigma * weight
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + column, mask=inside, other=0).to(ACC)
-        tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+    stride = stride * UNIT
+    first = tl.program_id(0) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    inside = column < columns
+    mine = tl.minimum(columns - first, BLOCK)
+    pieces = tl.arange(0, triton.next_power_of_2(PIECES))
+    count = tl.minimum(tl.maximum(columns - pieces * BLOCK, 0), BLOCK).to(ACC)
+    groups = tl.num_programs(1)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0)
+    row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
+    x = _input(
+        x_ptr, residual_ptr, sum_ptr, row * stride + column, row * columns + column, inside, SUM
+    )
+    if STEP != "rest":
+        _tell_squares(x, inside, shares_ptr, row, mine, ACC, PIECES, SUMS, STEP)
+    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
+        row = tl.full((), index, tl.int64)
+        out = row * columns + column
+        following = row + groups
+        x_next = _input(
+            x_ptr, residual_ptr, sum_ptr, following * stride + column,
+            following * columns + column, inside & (following < rows), SUM,
+        )  # fmt: skip
+        if STEP != "rest":
+            _tell_squares(x_next, inside, shares_ptr, following, mine, ACC, PIECES, SUMS, STEP)
+        if STEP != "sums":
+            squares, means = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
+            x = x.to(ACC)
+            if mu_ptr is not None:
+                mu = tl.sum(means * count, axis=0) / columns
+                squares += (means - mu) * (means - mu) * count
+                x -= mu
+                if tl.program_id(0) == 0:
+                    tl.store(mu_ptr + row, mu)
+            variance = tl.sum(squares, axis=0) / columns
+            rsigma = tl.rsqrt(variance + tl.full((), eps, ACC))
+            if tl.program_id(0) == 0:
+                tl.store(rsigma_ptr + row, rsigma)
+            y = x * rsigma * (weight.to(ACC) + OFFSET)
+            if bias_ptr is not None:
+                y += bias.to(ACC)
+            tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+        x = x_next
 
 
 # --------------------------------------------------------------------- backward kernels
 #
 # With xhat = (x - mu) * rsigma and u = dy * gamma, a row needs mean(u * xhat), and mean(u)
 # if it was centred. ``partial`` is [1 or 2, programs, columns]: dgamma and dbeta as each
-# program summed them over its rows.
+# program summed them over its rows. What is added to dx has rows as far apart as x.
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
 def _backward_rows(
     dy_ptr: tl.tensor,
     x_ptr: tl.tensor,
+    add_ptr: tl.tensor,
     mu_ptr: tl.tensor,
     rsigma_ptr: tl.tensor,
     gamma_ptr: tl.tensor,
@@ -202,18 +291,12 @@ def _backward_rows(
         row = tile * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         start = row.to(tl.int64)
-        xhat = tl.load(
-            x_ptr + (start * x_stride * UNIT)[:, None] + column[None, :],
-            mask=mask,
-            other=0,
-            eviction_policy="evict_first",
-        ).to(ACC)
-        dy = tl.load(
-            dy_ptr + (start * dy_stride * UNIT)[:, None] + column[None, :],
-            mask=mask,
-            other=0,
-            eviction_policy="evict_first",
-        ).to(ACC)
+        x_place = (start * x_stride * UNIT)[:, None] + column[None, :]
+        dy_place = (start * dy_stride * UNIT)[:, None] + column[None, :]
+        xhat = tl.load(x_ptr + x_place, mask=mask, other=0).to(ACC)
+        dy = tl.load(dy_ptr + dy_place, mask=mask, other=0).to(ACC)
+        if add_ptr is not None:
+            add = tl.load(add_ptr + x_place, mask=mask, other=0)
         rsigma = tl.load(rsigma_ptr + row, mask=row < rows, other=0)
         if mu_ptr is not None:
             xhat -= tl.load(mu_ptr + row, mask=row < rows, other=0)[:, None]
@@ -225,6 +308,8 @@ def _backward_rows(
             dbeta += dy
         dgamma += dy * xhat
         dx *= rsigma[:, None]
+        if add_ptr is not None:
+            dx += add.to(ACC)
         out = dx_ptr + (start * columns)[:, None] + column[None, :]
         tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     partial_ptr += tl.program_id(0).to(tl.int64) * columns
@@ -235,217 +320,141 @@ def _backward_rows(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_means(
-    dy_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    gamma_ptr: tl.tensor,
+def _tell_means(
+    dy: tl.tensor,
+    x: tl.tensor,
+    gamma: tl.tensor,
     mu: tl.tensor,
     rsigma: tl.tensor,
-    columns: tl.tensor,
+    shares_ptr: tl.tensor,
+    row: tl.tensor,
     OFFSET: tl.constexpr,
-    CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """mean(u * xhat) and mean(u) of one row; the second is 0 unless CENTRED."""
+    PIECES: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """This piece's shares of the sums of u * xhat and of u."""
     ACC: tl.constexpr = rsigma.dtype
-    lane = tl.arange(0, BLOCK)
-    products = tl.zeros((BLOCK,), ACC)
-    plain = tl.zeros((BLOCK,), ACC)
-    for chunk in tl.range(0, tl.cdiv(columns, BLOCK), loop_unroll_factor=UNROLL):
-        column = chunk * BLOCK + lane
-        inside = column < columns
-        xhat = (tl.load(x_ptr + column, mask=inside, other=0).to(ACC) - mu) * rsigma
-        gamma = tl.load(gamma_ptr + column, mask=inside, other=0).to(ACC) + OFFSET
-        u = tl.load(dy_ptr + column, mask=inside, other=0).to(ACC) * gamma
-        products += u * xhat
-        if CENTRED:
-            plain += u
-    product = tl.sum(products, axis=0) / columns
-    if CENTRED:
-        return product, tl.sum(plain, axis=0) / columns
-    else:
-        return product, product * 0
+    u = dy.to(ACC) * (gamma.to(ACC) + OFFSET)
+    products = tl.sum(u * ((x.to(ACC) - mu) * rsigma), axis=0)
+    plain = products
+    if SUMS == 2:
+        plain = tl.sum(u, axis=0)
+    tell(shares_ptr, row, products, plain, PIECES, SUMS, STEP)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
-def _backward_means(
+def _backward_shared(
     dy_ptr: tl.tensor,
     x_ptr: tl.tensor,
+    add_ptr: tl.tensor,
     mu_ptr: tl.tensor,
     rsigma_ptr: tl.tensor,
     gamma_ptr: tl.tensor,
-    means_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     dy_stride: tl.int64,
     x_stride: tl.int64,
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEP: tl.constexpr,
 ) -> None:
-    """One row per program: its two means, for rows that too many programs share."""
-    row = tl.program_id(0).to(tl.int64)
+    """A piece of BLOCK columns of one row after the other; see ``_rows``.
+
+    The sums for the parameters of these columns stay in registers over all rows.
+    """
+    ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
+    SUMS: tl.constexpr = 1 if mu_ptr is None else 2
+    columns = columns * UNIT
+    dy_stride = dy_stride * UNIT
+    x_stride = x_stride * UNIT
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    groups = tl.num_programs(1)
+    gamma = tl.load(gamma_ptr + column, mask=inside, other=0)
+    dgamma = tl.zeros((BLOCK,), ACC)
+    if mu_ptr is not None:
+        dbeta = tl.zeros((BLOCK,), ACC)
+    row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0)
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0)
     rsigma = tl.load(rsigma_ptr + row)
     mu = rsigma * 0
     if mu_ptr is not None:
         mu = tl.load(mu_ptr + row)
-    product, plain = _row_means(
-        dy_ptr + row * dy_stride * UNIT,
-        x_ptr + row * x_stride * UNIT,
-        gamma_ptr,
-        mu,
-        rsigma,
-        columns * UNIT,
-        OFFSET,
-        mu_ptr is not None,
-        BLOCK,
-        UNROLL,
-    )
-    tl.store(means_ptr + 2 * row, product)
-    tl.store(means_ptr + 2 * row + 1, plain)
-
-
-@triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
-def _backward_wide(
-    dy_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    mu_ptr: tl.tensor,
-    rsigma_ptr: tl.tensor,
-    gamma_ptr: tl.tensor,
-    means_ptr: tl.tensor,
-    dx_ptr: tl.tensor,
-    partial_ptr: tl.tensor,
-    rows: tl.int32,
-    columns: tl.int32,
-    dy_stride: tl.int64,
-    x_stride: tl.int64,
-    OFFSET: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    UNROLL: tl.constexpr,
-) -> None:
-    """One row at a time, for CHUNKS chunks of its columns; the rest is other programs'.
-
-    The sums for the parameters of these columns stay in registers over all rows. The
-    means of the whole row are read, or worked out by each program that shares the row.
-    """
-    ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
-    columns = columns * UNIT
-    lane = tl.program_id(1) * (CHUNKS * BLOCK) + tl.arange(0, BLOCK)
-    dgammas = (tl.zeros((BLOCK,), ACC),) * CHUNKS
-    dbetas = (tl.zeros((BLOCK,), ACC),) * CHUNKS
-    for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+    if STEP != "rest":
+        _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, OFFSET, PIECES, SUMS, STEP)
+    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
-        dy_row = dy_ptr + row * dy_stride * UNIT
-        x_row = x_ptr + row * x_stride * UNIT
-        dx_row = dx_ptr + row * columns
-        rsigma = tl.load(rsigma_ptr + row)
-        mu = rsigma * 0
+        following = row + groups
+        exists = following < rows
+        wanted = inside & exists
+        x_next = tl.load(x_ptr + following * x_stride + column, mask=wanted, other=0)
+        dy_next = tl.load(dy_ptr + following * dy_stride + column, mask=wanted, other=0)
+        rsigma_next = tl.load(rsigma_ptr + following, mask=exists, other=0)
+        mu_next = mu
         if mu_ptr is not None:
-            mu = tl.load(mu_ptr + row)
-        if means_ptr is None:
-            product, plain = _row_means(
-                dy_row, x_row, gamma_ptr, mu, rsigma, columns, OFFSET, mu_ptr is not None, BLOCK,
-                UNROLL,
+            mu_next = tl.load(mu_ptr + following, mask=exists, other=0)
+        if STEP != "rest":
+            _tell_means(
+                dy_next, x_next, gamma, mu_next, rsigma_next, shares_ptr, following,
+                OFFSET, PIECES, SUMS, STEP,
             )  # fmt: skip
-        else:
-            product = tl.load(means_ptr + 2 * row)
-            plain = tl.load(means_ptr + 2 * row + 1)
-        dgammas_before = dgammas
-        dbetas_before = dbetas
-        dgammas = ()
-        dbetas = ()
-        for chunk in tl.static_range(CHUNKS):
-            column = chunk * BLOCK + lane
-            inside = column < columns
-            x = tl.load(x_row + column, mask=inside, other=0).to(ACC)
-            dy = tl.load(dy_row + column, mask=inside, other=0).to(ACC)
-            gamma = tl.load(gamma_ptr + column, mask=inside, other=0).to(ACC) + OFFSET
-            xhat = (x - mu) * rsigma
-            dx = (dy * gamma - xhat * product - plain) * rsigma
-            tl.store(dx_row + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-            dgammas += (dgammas_before[chunk] + dy * xhat,)
+        if STEP != "sums":
+            if add_ptr is not None:
+                add = tl.load(add_ptr + row * x_stride + column, mask=inside, other=0)
+            products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
+            xhat = (x.to(ACC) - mu) * rsigma
+            grad = dy.to(ACC)
+            dx = grad * (gamma.to(ACC) + OFFSET)
+            dx -= xhat * (tl.sum(products, axis=0) / columns)
             if mu_ptr is not None:
-                dbetas += (dbetas_before[chunk] + dy,)
-            else:
-                dbetas += (dbetas_before[chunk],)
-    partial_ptr += tl.program_id(0).to(tl.int64) * columns
-    other_ptr = partial_ptr + tl.num_programs(0).to(tl.int64) * columns
-    for chunk in tl.static_range(CHUNKS):
-        column = chunk * BLOCK + lane
-        tl.store(partial_ptr + column, dgammas[chunk], mask=column < columns)
+                dx -= tl.sum(plain, axis=0) / columns
+                dbeta += grad
+            dgamma += grad * xhat
+            dx *= rsigma
+            if add_ptr is not None:
+                dx += add.to(ACC)
+            out = dx_ptr + row * columns + column
+            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        x, dy, mu, rsigma = x_next, dy_next, mu_next, rsigma_next
+    if STEP != "sums":
+        partial_ptr += tl.program_id(1).to(tl.int64) * columns
+        tl.store(partial_ptr + column, dgamma, mask=inside)
         if mu_ptr is not None:
-            tl.store(other_ptr + column, dbetas[chunk], mask=column < columns)
+            partial_ptr += groups.to(tl.int64) * columns
+            tl.store(partial_ptr + column, dbeta, mask=inside)
 
 
 # --------------------------------------------------------------------------- heuristics
 
-
-class _Tiles(NamedTuple):
-    """How the backward cuts rows that fit into registers.
-
-    Attributes:
-        threads: of one program.
-        programs: per multiprocessor, all of them at work at once and each on many tiles.
-        stages: tiles under way, counting the one that is computed.
-    """
-
-    threads: int
-    programs: int
-    stages: int
-
-
-class _Chunks(NamedTuple):
-    """How wider rows are cut.
-
-    Attributes:
-        threads, programs: as above.
-        block: columns of a chunk.
-        chunks: chunks of one program, whose sums for the parameters it holds.
-    """
-
-    threads: int
-    programs: int
-    block: int
-    chunks: int
-
-
-# By width: columns rounded up to a power of two, float64 counting double. The widest row
-# listed is the widest that is kept in registers: up to 32 columns a thread in the forward,
-# 16 in the backward, which also holds the sums for the parameters.
-_BACKWARD_TILE = 4096  # width of a tile of several rows
-_FORWARD_CHUNK, _FORWARD_CHUNK_THREADS = 4096, 256
-_BACKWARD_TILES = {
-    4096: _Tiles(threads=256, programs=2, stages=3),
-    8192: _Tiles(threads=512, programs=1, stages=3),
+# Whole rows have up to 32 columns a thread in the forward, and 16 in the backward, which
+# also holds the sums for the parameters.
+_ANY = 2**32
+_FORWARD: Cut = {
+    2048: Tiles(threads=128, width=2048),
+    4096: Tiles(threads=256, width=4096),
+    8192: Tiles(threads=256, width=8192),
+    16384: Tiles(threads=512, width=16384),
+    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
 }
-# Sums of 64 columns a thread are what fits: half of them dbeta where rows are centred. The
-# last entry also serves whatever is wider, its columns divided among several programs.
-_BACKWARD_CHUNKS = {
-    16384: _Chunks(threads=256, programs=2, block=2048, chunks=8),
-    32768: _Chunks(threads=512, programs=1, block=4096, chunks=8),
+_BACKWARD: Cut = {
+    2048: Tiles(threads=128, width=2048, programs=4, stages=3),
+    8192: Tiles(threads=512, width=8192, programs=1, stages=3),
+    _ANY: Pieces(threads=128, width=2048, programs=4, stages=3),
 }
-_BACKWARD_CHUNKS_CENTRED = {
-    16384: _Chunks(threads=512, programs=1, block=4096, chunks=4),
+_BACKWARD_CENTRED: Cut = {
+    2048: Tiles(threads=128, width=2048, programs=4, stages=3),
+    4096: Tiles(threads=256, width=4096, programs=2, stages=3),
+    8192: Tiles(threads=512, width=8192, programs=1, stages=4),
+    _ANY: Pieces(threads=128, width=2048, programs=4, stages=3),
 }
-# Each program that shares a row reads all of it; with more of them a first kernel does.
-_MOST_SHARING = 2
-_MEANS_THREADS = 256
-_UNROLL = 4
-
-
-def _stages(tiles: _Tiles, tile_bytes: int, device: torch.device) -> int:
-    """As many stages as wanted, or as shared memory has room for."""
-    room: int = _launch.limits(device).shared_bytes // (tile_bytes * tiles.programs)
-    return max(1, min(tiles.stages, 1 + room))
-
-
-def _most_programs(programs: int, sharing: int, device: torch.device) -> int:
-    """Programs, or groups of ``sharing`` of them, that start at once; ``programs`` as above."""
-    return max(1, programs * _launch.limits(device).multiprocessors // sharing)
 
 
 # -------------------------------------------------------------------------------- plans
@@ -458,38 +467,28 @@ class _ForwardPlan(NamedTuple):
     """How to run a forward.
 
     Attributes:
-        launch: the kernel.
+        run: the kernel.
         statistics: dtype of mu and rsigma.
         unit: see the kernels.
-        tile: rows of a program.
     """
 
-    launch: _launch.Launch
+    run: WholeRows | SharedRows
     statistics: torch.dtype
     unit: int
-    tile: int
 
 
 class _BackwardPlan(NamedTuple):
     """How to run a backward.
 
     Attributes:
-        launch: the kernel for dx and the sums of each program.
-        means: the kernel for the means of each row, where one must go ahead.
+        run: the kernel for dx and the sums of each program.
         total: the sum over the programs.
         unit: see the kernels.
-        tile: rows that a program handles at a time.
-        most: programs that start at once on rows of their own.
-        sharing: programs among which a row's columns are divided; 0 where they are not.
     """
 
-    launch: _launch.Launch
-    means: _launch.Launch | None
+    run: WholeRows | SharedRows
     total: SumOfPrograms
     unit: int
-    tile: int
-    most: int
-    sharing: int
 
 
 _FORWARD_PLANS: dict[object, _ForwardPlan] = {}
@@ -497,72 +496,51 @@ _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 
 
 def _plan_forward(
-    columns: int, dtype: torch.dtype, offset: bool, unit: int, device: torch.device
+    op: Contract[..., Any],
+    columns: int,
+    dtype: torch.dtype,
+    offset: bool,
+    unit: int,
+    device: torch.device,
 ) -> _ForwardPlan:
-    double = 2 if dtype == torch.float64 else 1
-    block = block_of(columns)
     statistics = contracts.statistics_dtype(dtype)
-    make = functools.partial(_launch.Launch, device=device, OFFSET=int(offset), UNIT=unit)
-    tile: tuple[int, int] | None = listed(FORWARD_TILES, block * double)
-    if tile is None:
-        launch = make(
-            _forward_wide,
-            threads=_FORWARD_CHUNK_THREADS,
-            BLOCK=_FORWARD_CHUNK // double,
-            UNROLL=_UNROLL,
-        )
-        return _ForwardPlan(launch, statistics, unit, 1)
-    threads, width = tile
-    rows = rows_of_tile(width, block * double)
-    launch = make(_forward_rows, threads=threads, ROWS=rows, BLOCK=block)
-    return _ForwardPlan(launch, statistics, unit, rows)
+    run = cut(
+        _FORWARD,
+        (_forward_rows, _forward_shared),
+        device,
+        columns,
+        1 + (op is contracts.layernorm_fwd),
+        statistics,
+        dtype.itemsize * (1 + (op is contracts.rmsnorm_fwd_add)),
+        OFFSET=int(offset),
+        UNIT=unit,
+        SUM=getattr(tl, str(dtype).removeprefix("torch.")),
+    )
+    return _ForwardPlan(run, statistics, unit)
 
 
 def _plan_backward(
+    op: Contract[..., Any],
     columns: int,
     dtype: torch.dtype,
-    dy_dtype: torch.dtype,
-    centred: bool,
+    bytes_read: int,
     offset: bool,
     unit: int,
     device: torch.device,
 ) -> _BackwardPlan:
-    double = 2 if dtype == torch.float64 else 1
-    block = block_of(columns)
-    make = functools.partial(_launch.Launch, device=device, UNIT=unit)
-    total = SumOfPrograms(columns, unit, device)
-    tiles: _Tiles | None = listed(_BACKWARD_TILES, block * double)
-    if tiles is not None:
-        rows = rows_of_tile(_BACKWARD_TILE, block * double)
-        row_bytes = block * (dtype.itemsize + dy_dtype.itemsize)
-        launch = make(
-            _backward_rows,
-            threads=tiles.threads,
-            resident=tiles.programs,
-            OFFSET=int(offset),
-            ROWS=rows,
-            BLOCK=block,
-            STAGES=_stages(tiles, rows * row_bytes, device),
-        )
-        most = _most_programs(tiles.programs, 1, device)
-        return _BackwardPlan(launch, None, total, unit, rows, most, 0)
-    table = _BACKWARD_CHUNKS_CENTRED if centred else _BACKWARD_CHUNKS
-    chunks: _Chunks = listed(table, block * double) or list(table.values())[-1]
-    constants: dict[str, Any] = {"OFFSET": int(offset), "BLOCK": chunks.block // double}
-    sharing = -(-columns * double // (chunks.block * chunks.chunks))
-    launch = make(
-        _backward_wide,
-        threads=chunks.threads,
-        resident=chunks.programs,
-        **constants,
-        CHUNKS=chunks.chunks,
-        UNROLL=_UNROLL,
+    centred = op is contracts.layernorm_bwd
+    run = cut(
+        _BACKWARD_CENTRED if centred else _BACKWARD,
+        (_backward_rows, _backward_shared),
+        device,
+        columns,
+        1 + centred,
+        contracts.statistics_dtype(dtype),
+        bytes_read,
+        OFFSET=int(offset),
+        UNIT=unit,
     )
-    means = None
-    if sharing > _MOST_SHARING:
-        means = make(_backward_means, threads=_MEANS_THREADS, **constants, UNROLL=_UNROLL)
-    most = _most_programs(chunks.programs, sharing, device)
-    return _BackwardPlan(launch, means, total, unit, 1, most, sharing)
+    return _BackwardPlan(run, SumOfPrograms(columns, unit, device), unit)
 
 
 # ---------------------------------------------------------------------------- operators
@@ -572,48 +550,64 @@ def _plan_backward(
 # is made dense, or is declined.
 
 
+def _is_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether it is as plain and dense as ``other``, of its shape and on its device."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.is_contiguous()
+        and tensor.shape == other.shape
+        and tensor.device == other.device
+    )
+
+
 def _examine_forward(
     op: Contract[..., Any],
     input: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
     zero_centered_gamma: bool,
     out_dtype: torch.dtype | None,
-) -> tuple[_ForwardPlan, Tensor, Tensor, Tensor | None, float, int]:
+) -> tuple[_ForwardPlan, Tensor, Tensor | None, Tensor, Tensor | None, float, int]:
     """The plan, and the arguments as the kernels take them with the distance of two rows."""
-    centred = op is contracts.layernorm_fwd
-    extra = (bias,) if centred else ()
+    before = (residual,) if op is contracts.rmsnorm_fwd_add else ()
+    after = (bias,) if op is contracts.layernorm_fwd else ()
     options = {"zero_centered_gamma": zero_centered_gamma, "out_dtype": out_dtype}
-    op.check(input, weight, *extra, eps=eps, **options)
+    op.check(input, *before, weight, *after, eps=eps, **options)
     if not isinstance(eps, int | float):
         raise NotSupportedError(f"{op.name}: eps is a {type(eps).__name__}, not a number yet")
     columns, device = input.shape[-1], input.device
     check_size(op.name, "columns", columns)
     input, distance = by_rows(plain(op.name, "input", input))
+    if residual is not None:
+        residual, other = by_rows(plain(op.name, "residual", residual))
+        if other != distance:
+            input, residual, distance = input.contiguous(), residual.contiguous(), columns
     weight = plain(op.name, "weight", weight).contiguous()
     bias = None if bias is None else plain(op.name, "bias", bias).contiguous()
     kinds = (input.dtype, weight.dtype, None if bias is None else bias.dtype, out_dtype)
     unit = math.gcd(columns, distance, WIDEST_UNIT)
     # Where rows lie one after the other, the next quick look finds the plan.
-    key = (centred, *kinds, columns, zero_centered_gamma, device)
+    key = (op.name, *kinds, columns, zero_centered_gamma, device)
     plan = _FORWARD_PLANS.get(key if distance == columns else (*key, unit))
     if plan is None:
-        plan = _plan_forward(columns, input.dtype, zero_centered_gamma, unit, device)
+        plan = _plan_forward(op, columns, input.dtype, zero_centered_gamma, unit, device)
         keep(_FORWARD_PLANS, key if distance == columns else (*key, unit), plan)
-    return plan, input, weight, bias, float(eps), distance
+    return plan, input, residual, weight, bias, float(eps), distance
 
 
 def _forward(
     op: Contract[..., Any],
     input: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
     zero_centered_gamma: bool,
     out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Output, mu (None unless the rows are centred) and rsigma."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Output, the sum with the residual, mu and rsigma; None for what there is not."""
     centred = op is contracts.layernorm_fwd
     plan: _ForwardPlan | None = None
     columns = 0
@@ -624,6 +618,9 @@ def _forward(
             type(input) in PLAIN
             and columns > 1  # one number may be dense and yet have its sign kept apart
             and input.is_contiguous()
+            and (residual is None or _is_alike(residual, input))
+            and (residual is None or residual.dtype == input.dtype)
+            and (residual is None) is (op is not contracts.rmsnorm_fwd_add)
             and is_vector(weight, columns, device)
             and (bias is None or is_vector(bias, columns, device))
             and type(eps) is float
@@ -631,12 +628,12 @@ def _forward(
             and type(zero_centered_gamma) is bool
         ):
             kinds = (input.dtype, weight.dtype, None if bias is None else bias.dtype, out_dtype)
-            plan = _FORWARD_PLANS.get((centred, *kinds, columns, zero_centered_gamma, device))
+            plan = _FORWARD_PLANS.get((op.name, *kinds, columns, zero_centered_gamma, device))
     except NOT_A_TENSOR:
         pass
     if plan is None:
-        plan, input, weight, bias, eps, distance = _examine_forward(
-            op, input, weight, bias, eps, zero_centered_gamma, out_dtype
+        plan, input, residual, weight, bias, eps, distance = _examine_forward(
+            op, input, residual, weight, bias, eps, zero_centered_gamma, out_dtype
         )
         columns, device = input.shape[-1], input.device
     rows = input.numel() // columns
@@ -648,56 +645,70 @@ def _forward(
     else:
         output = torch.empty(input.shape, dtype=out_dtype or input.dtype, device=device)
     check_fresh(op.name, output)
+    total = None
+    if residual is not None:
+        total = torch.empty(input.shape, dtype=input.dtype, device=device)
     rsigma = empty((rows,), (1,), plan.statistics)
     mu = empty((rows,), (1,), plan.statistics) if centred else None
     if rows:
         unit = plan.unit
-        plan.launch(
-            (-(-rows // plan.tile), 1),
-            (input, weight, bias, output, mu, rsigma),
+        plan.run(
+            rows,
+            (input, residual, weight, bias, output, total, mu, rsigma),
             (rows, columns // unit, distance // unit, eps),
         )
-    return output, mu, rsigma
+    return output, total, mu, rsigma
 
 
 def _examine_backward(
     op: Contract[..., Any],
     dy: Tensor,
     x: Tensor,
+    add: Tensor | None,
     mu: Tensor | None,
     rsigma: Tensor,
     gamma: Tensor,
     zero_centered_gamma: bool,
-) -> tuple[_BackwardPlan, Tensor, Tensor, Tensor | None, Tensor, Tensor, int, int]:
+) -> tuple[
+    _BackwardPlan,
+    tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor],
+    int,
+    int,
+]:
     """The plan, and the arguments as the kernels take them with the distances of two rows."""
-    centred = op is contracts.layernorm_bwd
-    statistics = (mu, rsigma) if centred else (rsigma,)
-    op.check(dy, x, *statistics, gamma, zero_centered_gamma=zero_centered_gamma)
+    centred, adds = op is contracts.layernorm_bwd, op is contracts.rmsnorm_bwd_add
+    between = (mu,) if centred else (add,) if adds else ()
+    op.check(dy, x, *between, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
     if centred and mu is None:
         raise ArgumentError(op.name, "mu", "None", "one value per row of 'x'")
     columns, device = x.shape[-1], x.device
     check_size(op.name, "columns", columns)
     x, x_distance = by_rows(plain(op.name, "x", x))
-    dy, dy_distance = by_rows(plain(op.name, "dy", dy))
+    dy, dy_distance = by_rows(plain(op.name, "dz" if adds else "dy", dy))
+    if add is not None:
+        add, other = by_rows(plain(op.name, "add", add))
+        if other != x_distance:
+            x, add, x_distance = x.contiguous(), add.contiguous(), columns
     mu = None if mu is None else plain(op.name, "mu", mu).contiguous()
     rsigma = plain(op.name, "rsigma", rsigma).contiguous()
     gamma = plain(op.name, "gamma", gamma).contiguous()
     unit = math.gcd(columns, x_distance, dy_distance, WIDEST_UNIT)
     dense = x_distance == columns == dy_distance
-    key = (centred, dy.dtype, x.dtype, gamma.dtype, columns, zero_centered_gamma, device)
+    kinds = (dy.dtype, x.dtype, None if add is None else add.dtype, gamma.dtype)
+    key = (op.name, *kinds, columns, zero_centered_gamma, device)
     plan = _BACKWARD_PLANS.get(key if dense else (*key, unit))
     if plan is None:
-        plan = _plan_backward(
-            columns, x.dtype, dy.dtype, centred, zero_centered_gamma, unit, device
-        )
+        bytes_read = sum(one.dtype.itemsize for one in (dy, x, add) if one is not None)
+        plan = _plan_backward(op, columns, x.dtype, bytes_read, zero_centered_gamma, unit, device)
         keep(_BACKWARD_PLANS, key if dense else (*key, unit), plan)
-    return plan, dy, x, mu, rsigma, gamma, dy_distance, x_distance
+    return plan, (dy, x, add, mu, rsigma, gamma), dy_distance, x_distance
 
 
 def _backward(
     op: Contract[..., Any],
     dy: Tensor,
     x: Tensor,
+    add: Tensor | None,
     mu: Tensor | None,
     rsigma: Tensor,
     gamma: Tensor,
@@ -712,12 +723,11 @@ def _backward(
         device = x.device
         if (
             type(x) in PLAIN
-            and type(dy) in PLAIN
             and columns > 1  # as in the forward
             and x.is_contiguous()
-            and dy.is_contiguous()
-            and dy.shape == x.shape
-            and dy.device == device
+            and _is_alike(dy, x)
+            and (add is None or _is_alike(add, x))
+            and (add is None) is (op is not contracts.rmsnorm_bwd_add)
             and is_vector(gamma, columns, device)
             and is_vector(rsigma, rows := x.numel() // columns, device)
             and rsigma.dtype == (statistics := contracts.statistics_dtype(x.dtype))
@@ -725,15 +735,15 @@ def _backward(
             and (mu is None) is not centred
             and type(zero_centered_gamma) is bool
         ):
-            plan = _BACKWARD_PLANS.get(
-                (centred, dy.dtype, x.dtype, gamma.dtype, columns, zero_centered_gamma, device)
-            )
+            kinds = (dy.dtype, x.dtype, None if add is None else add.dtype, gamma.dtype)
+            plan = _BACKWARD_PLANS.get((op.name, *kinds, columns, zero_centered_gamma, device))
     except NOT_A_TENSOR:
         pass
     if plan is None:
-        plan, dy, x, mu, rsigma, gamma, dy_distance, x_distance = _examine_backward(
-            op, dy, x, mu, rsigma, gamma, zero_centered_gamma
+        plan, tensors, dy_distance, x_distance = _examine_backward(
+            op, dy, x, add, mu, rsigma, gamma, zero_centered_gamma
         )
+        dy, x, add, mu, rsigma, gamma = tensors
         columns, device = x.shape[-1], x.device
     rows = x.numel() // columns
     if rows > MOST:
@@ -748,21 +758,14 @@ def _backward(
         return dx, torch.zeros_like(gamma), torch.zeros_like(gamma) if centred else None
     dgamma = empty((columns,), (1,), gamma.dtype)
     dbeta = empty((columns,), (1,), gamma.dtype) if centred else None
-    programs = min(-(-rows // plan.tile), plan.most)
-    sums = 1 + centred
-    partial = empty((sums * programs * columns,), (1,), rsigma.dtype)
+    programs = plan.run.groups(rows)
+    partial = empty(((1 + centred) * programs * columns,), (1,), rsigma.dtype)
     unit = plan.unit
-    numbers = (rows, columns // unit, dy_distance // unit, x_distance // unit)
-    if plan.sharing == 0:
-        plan.launch((programs, 1), (dy, x, mu, rsigma, gamma, dx, partial), numbers)
-    else:
-        means = None
-        if plan.means is not None:
-            means = torch.empty(2 * rows, dtype=rsigma.dtype, device=device)
-            plan.means((rows, 1), (dy, x, mu, rsigma, gamma, means), numbers)
-        plan.launch(
-            (programs, plan.sharing), (dy, x, mu, rsigma, gamma, means, dx, partial), numbers
-        )
+    plan.run(
+        rows,
+        (dy, x, add, mu, rsigma, gamma, dx, partial),
+        (rows, columns // unit, dy_distance // unit, x_distance // unit),
+    )
     plan.total(partial, dgamma, dbeta, programs)
     return dx, dgamma, dbeta
 
@@ -776,8 +779,8 @@ def rmsnorm_fwd(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``rmsnorm_fwd`` of the contract."""
-    output, _, rsigma = _forward(
-        contracts.rmsnorm_fwd, input, weight, None, eps, zero_centered_gamma, out_dtype
+    output, _, _, rsigma = _forward(
+        contracts.rmsnorm_fwd, input, None, weight, None, eps, zero_centered_gamma, out_dtype
     )
     return output, rsigma
 
@@ -792,7 +795,40 @@ def rmsnorm_bwd(
 ) -> tuple[Tensor, Tensor]:
     """``rmsnorm_bwd`` of the contract."""
     dx, dgamma, _ = _backward(
-        contracts.rmsnorm_bwd, dy, x, None, rsigma, gamma, zero_centered_gamma
+        contracts.rmsnorm_bwd, dy, x, None, None, rsigma, gamma, zero_centered_gamma
+    )
+    return dx, dgamma
+
+
+def rmsnorm_fwd_add(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``rmsnorm_fwd_add`` of the contract."""
+    output, total, _, rsigma = _forward(
+        contracts.rmsnorm_fwd_add, input, residual, weight, None, eps, zero_centered_gamma,
+        out_dtype,
+    )  # fmt: skip
+    return output, cast(Tensor, total), rsigma
+
+
+def rmsnorm_bwd_add(
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``rmsnorm_bwd_add`` of the contract."""
+    dx, dgamma, _ = _backward(
+        contracts.rmsnorm_bwd_add, dz, x, add, None, rsigma, gamma, zero_centered_gamma
     )
     return dx, dgamma
 
@@ -807,8 +843,8 @@ def layernorm_fwd(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``layernorm_fwd`` of the contract."""
-    output, mu, rsigma = _forward(
-        contracts.layernorm_fwd, input, weight, bias, eps, zero_centered_gamma, out_dtype
+    output, _, mu, rsigma = _forward(
+        contracts.layernorm_fwd, input, None, weight, bias, eps, zero_centered_gamma, out_dtype
     )
     return output, cast(Tensor, mu), rsigma
 
@@ -824,6 +860,6 @@ def layernorm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``layernorm_bwd`` of the contract."""
     dx, dgamma, dbeta = _backward(
-        contracts.layernorm_bwd, dy, x, mu, rsigma, gamma, zero_centered_gamma
+        contracts.layernorm_bwd, dy, x, None, mu, rsigma, gamma, zero_centered_gamma
     )
     return dx, dgamma, cast(Tensor, dbeta)

@@ -28,6 +28,7 @@ from transformer_engine_fl.backends.flagos._lists import (
     ready,
     tiles_choice,
 )
+from transformer_engine_fl.backends.flagos._narrow import rounded as _as
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import optimizer as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -50,7 +51,6 @@ __all__ = [
     "multi_tensor_unscale_l2norm",
 ]
 
-_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 _INFINITE = tl.constexpr(0x7F800000)
@@ -114,20 +114,6 @@ def _is_up(flag_ptr: tl.tensor) -> tl.tensor:
         return False
     else:
         return tl.load(flag_ptr) != 0
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _as(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Rounded to the dtype that it is stored in."""
-    if x.dtype == tl.float64 and KIND.primitive_bitwidth < 64:
-        x = x.to(tl.float32)
-    if _INTERPRETED and KIND.is_bf16():  # which cuts bits off there, and takes 0 for another number
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-        bits = tl.where(x == x, rounded, bits | 0x400000) >> 16
-        return bits.to(tl.int16).to(KIND, bitcast=True)
-    else:
-        return x.to(KIND)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

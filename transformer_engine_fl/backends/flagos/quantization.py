@@ -286,10 +286,10 @@ def _update(
 
 # (threads, elements) of a tile, by what is done with it.
 _DEQUANTIZE_TILE = (128, 4096)
-_SWAP_TILE = (128, 16384)  # bytes
+_SWAP_TILE = (128, 4096)  # bytes
 _WIDEST_ROW = 1024  # columns of a tile of several rows
 # Of a tile that is transposed: threads; rows and columns, in bytes.
-_TRANSPOSE_THREADS, _TRANSPOSE_ROWS, _TRANSPOSE_COLUMNS = 256, 128, 128
+_TRANSPOSE_THREADS, _TRANSPOSE_ROWS, _TRANSPOSE_COLUMNS = 512, 256, 128
 _SHARD_THREADS, _SHARD_ROWS, _SHARD_COLUMNS = 256, 32, 128
 _UPDATE_THREADS, _UPDATE_TILE, _UPDATE_COLUMNS = 256, 2048, 8
 

@@ -7,7 +7,7 @@ Packed queries, keys and values are one launch, in which every program has heads
 the three, on views of the packed tensor; the values' turns no feature.
 """
 
-# mypy: disable-error-code="assignment,misc,unreachable"
+# mypy: disable-error-code="assignment,misc,no-any-return,unreachable"
 # Kernels put tuples together step by step, which a type checker takes for other types.
 
 from __future__ import annotations
@@ -73,6 +73,16 @@ _COS_4 = tl.constexpr(0.041666630655527115)
 _COS_6 = tl.constexpr(-0.0013886616798117757)
 _COS_8 = tl.constexpr(2.435762871755287e-05)
 
+# 2 / pi in words of 32 bits, four bits further down: enough for the largest float32.
+_WORDS = (
+    0x0A2F9836, 0xE4E44152, 0x9FC2757D, 0x1F534DDC, 0x0DB62959, 0x93C43904, 0x1FE5163A
+)  # fmt: skip
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _bits_of_two_over_pi(place: int) -> int:
+    return _WORDS[place]
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
@@ -84,12 +94,58 @@ def _fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cos_sin_reduced(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """As told above, for float32 angles up to the largest."""
+def _reduced(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The rest and k, as told above, of float32 angles up to the largest."""
     shifted = _fma(angle, _TWO_OVER_PI, _TO_INTEGER)
-    quarter = shifted.to(tl.int32, bitcast=True)
     k = shifted - _TO_INTEGER
-    r = _fma(k, -_REST_OF_HALF_PI, _fma(k, -_HALF_PI, angle))
+    rest = _fma(k, -_REST_OF_HALF_PI, _fma(k, -_HALF_PI, angle))
+    return rest, shifted.to(tl.int32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _word(from_word: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
+    """A word of 2 / pi, ``from_word`` further on than PLACE."""
+    word = tl.full(from_word.shape, _bits_of_two_over_pi(PLACE), tl.uint64)
+    for further in tl.static_range(1, 4):
+        word = tl.where(from_word == further, _bits_of_two_over_pi(PLACE + further), word)
+    return word.to(tl.uint64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reduced_exactly(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The same of float32 angles of 2 ** 21 at least: NaN of what is no number.
+
+    An angle is an integer m of 24 bits times 2 ** s. Of 2 ** s * 2 / pi the bits from that of
+    4 on do not matter, m times them being multiples of 4; m times the 96 bits behind is k and,
+    in its last 94 bits, the fraction, too small by less than 2 ** -70.
+    """
+    bits = angle.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) & 255
+    m = ((bits & 0x7FFFFF) | 0x800000).to(tl.uint64)
+    first = exponent - 148
+    by = (first & 31).to(tl.uint64)
+    first = first >> 5
+    a, b, c, d = _word(first, 0), _word(first, 1), _word(first, 2), _word(first, 3)
+    top = (((a << 32) | b) << by) >> 32
+    middle = (((b << 32) | c) << by) >> 32
+    last = (((c << 32) | d) << by) >> 32
+    product = ((m * top) << 32) + m * middle + ((m * last) >> 32)
+    half = tl.full((), 1 << 61, tl.uint64)
+    product = tl.add(product, half, sanitize_overflow=False)
+    k = (product >> 62).to(tl.int32)
+    fraction = (product & ((1 << 62) - 1)).to(tl.int64) - (1 << 61)
+    high = fraction.to(tl.float32)
+    low = (fraction - high.to(tl.int64)).to(tl.float32)
+    unit = 2.0**-62
+    rest = _fma(high, _REST_OF_HALF_PI * unit, low * (_HALF_PI * unit))
+    rest = _fma(high, _HALF_PI * unit, rest)
+    rest = tl.where(exponent == 255, float("nan"), rest)
+    return tl.where(bits < 0, -rest, rest), tl.where(bits < 0, -k, k)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cos_sin_of_rest(r: tl.tensor, quarter: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Of ``quarter`` times pi / 2 and a rest."""
     square = r * r
     sin = _fma(_fma(_fma(square, _SIN_7, _SIN_5), square, _SIN_3), square * r, r)
     tail = _fma(_fma(square, _COS_8, _COS_6), square, _COS_4)
@@ -119,19 +175,25 @@ def _is_large(angle: tl.tensor) -> tl.tensor:
 @triton.jit  # type: ignore[untyped-decorator]
 def _cos_sin_mixed(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Some of them large."""
-    any_cos, any_sin = _cos_sin_any(angle)
-    cos, sin = _cos_sin_reduced(angle)
+    rest, quarter = _reduced(angle)
+    exact_rest, exact_quarter = _reduced_exactly(angle)
     large = _is_large(angle) != 0
-    return tl.where(large, any_cos, cos), tl.where(large, any_sin, sin)
+    return _cos_sin_of_rest(
+        tl.where(large, exact_rest, rest), tl.where(large, exact_quarter, quarter)
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cos_sin(a: tl.tensor, b: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of whole tiles of angles; the way an angle goes does not depend on those beside it."""
+    """Of whole tiles of angles; the way an angle goes does not depend on those beside it.
+
+    Most tables hold an angle twice, for both features of a pair.
+    """
     if a.dtype == tl.float32:
-        if tl.max(_is_large(a) | _is_large(b)) == 0:
-            cos_a, sin_a = _cos_sin_reduced(a)
-            cos_b, sin_b = _cos_sin_reduced(b)
+        if tl.max(_is_large(a) | (a != b).to(tl.int32)) == 0:
+            rest, quarter = _reduced(a)
+            cos_a, sin_a = _cos_sin_of_rest(rest, quarter)
+            cos_b, sin_b = cos_a, sin_a
         else:
             cos_a, sin_a = _cos_sin_mixed(a)
             cos_b, sin_b = _cos_sin_mixed(b)
@@ -167,6 +229,45 @@ def _head_at(
         return (head // per_group) * group_step + (head % per_group) * head_step
     else:
         return head * group_step
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_heads(
+    x_ptr: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    exists: tl.tensor,
+    per_group: tl.tensor,
+    x_group: tl.tensor,
+    x_head: tl.tensor,
+    INTERLEAVED: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTATED: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+) -> tl.tuple:
+    """The halves of HEADS heads, or both together where pairs lie side by side, and the rest."""
+    pair = tl.arange(0, HALF)
+    feature = tl.arange(0, 2 * HALF)
+    reads = ()
+    for i in tl.static_range(HEADS):
+        there = exists[:, None] & (start + i < end)
+        row = x_ptr + _head_at(start + i, per_group, x_group, x_head, GROUPED) * UNIT
+        if INTERLEAVED and ROTATED > 0:
+            mask = there & (feature < ROTATED)[None, :]
+            reads += (tl.load(row + feature[None, :], mask=mask, other=0),)
+        elif ROTATED > 0:
+            mask = there & (pair < ROTATED // 2)[None, :]
+            reads += (tl.load(row + pair[None, :], mask=mask, other=0),)
+            reads += (tl.load(row + ROTATED // 2 + pair[None, :], mask=mask, other=0),)
+        if REST > 0:
+            other = ROTATED + tl.arange(0, REST)
+            others = there & (other < WIDTH)[None, :]
+            reads += (tl.load(row + other[None, :], mask=others),)
+    return reads
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -213,8 +314,14 @@ def _turn_heads(
     """
     pair = tl.arange(0, HALF)
     feature = tl.arange(0, 2 * HALF)
-    if REST > 0:
-        other = ROTATED + tl.arange(0, REST)
+    x_ptr += (outer * x_outer + within * x_inner)[:, None] * UNIT
+    y_ptr += (outer * y_outer + within * y_inner)[:, None] * UNIT
+    end = tl.minimum(first_head + portion, heads)
+    # Under way while the angles are worked out.
+    reads = _read_heads(
+        x_ptr, first_head, end, exists, per_group, x_group, x_head,
+        INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
+    )  # fmt: skip
     if ROTATED > 0:
         known = (turns & (position >= 0) & (position < table_rows))[:, None]
         freqs_ptr += position.to(tl.int64)[:, None] * (table_stride * TABLE_UNIT)
@@ -235,37 +342,21 @@ def _turn_heads(
         sin_b += nothing
         if BACK:
             sin_a, sin_b = -sin_b, -sin_a
-    x_ptr += (outer * x_outer + within * x_inner)[:, None] * UNIT
-    y_ptr += (outer * y_outer + within * y_inner)[:, None] * UNIT
-    end = tl.minimum(first_head + portion, heads)
+    EACH: tl.constexpr = (ROTATED > 0) + (ROTATED > 0 and not INTERLEAVED) + (REST > 0)
     for start in tl.range(first_head, end, HEADS):
-        # All that is read, before anything is written, of which the compiler does not know
-        # that it is elsewhere.
-        reads = ()
-        for i in tl.static_range(HEADS):
-            there = exists[:, None] & (start + i < end)
-            row = x_ptr + _head_at(start + i, per_group, x_group, x_head, GROUPED) * UNIT
-            u, v, rest = 0, 0, 0
-            if INTERLEAVED and ROTATED > 0:
-                mask = there & (feature < ROTATED)[None, :]
-                u = tl.load(row + feature[None, :], mask=mask, other=0)
-            elif ROTATED > 0:
-                mask = there & (pair < ROTATED // 2)[None, :]
-                u = tl.load(row + pair[None, :], mask=mask, other=0)
-                v = tl.load(row + ROTATED // 2 + pair[None, :], mask=mask, other=0)
-            if REST > 0:
-                others = there & (other < WIDTH)[None, :]
-                rest = tl.load(row + other[None, :], mask=others)
-            reads += ((u, v, rest),)
+        # All that is read comes before anything that is written, of which the compiler does
+        # not know that it is elsewhere.
         for i in tl.static_range(HEADS):
             there = exists[:, None] & (start + i < end)
             row = y_ptr + _head_at(start + i, per_group, y_group, y_head, GROUPED) * UNIT
-            u, v, rest = reads[i]
             if ROTATED > 0:
                 if INTERLEAVED:
-                    u, v = tl.split(u.to(ACC).reshape(TOKENS, HALF, 2))
-                new_u = u.to(ACC) * cos_a - v.to(ACC) * sin_a
-                new_v = v.to(ACC) * cos_b + u.to(ACC) * sin_b
+                    u, v = tl.split(reads[EACH * i].to(ACC).reshape(TOKENS, HALF, 2))
+                else:
+                    u = reads[EACH * i].to(ACC)
+                    v = reads[EACH * i + 1].to(ACC)
+                new_u = u * cos_a - v * sin_a
+                new_v = v * cos_b + u * sin_b
                 if INTERLEAVED:
                     y = tl.join(new_u, new_v).reshape(TOKENS, 2 * HALF)
                     mask = there & (feature < ROTATED)[None, :]
@@ -276,7 +367,13 @@ def _turn_heads(
                     row_v = row + ROTATED // 2
                     tl.store(row_v + pair[None, :], new_v.to(y_ptr.dtype.element_ty), mask=mask)
             if REST > 0:
-                tl.store(row + other[None, :], rest, mask=there & (other < WIDTH)[None, :])
+                other = ROTATED + tl.arange(0, REST)
+                others = there & (other < WIDTH)[None, :]
+                tl.store(row + other[None, :], reads[EACH * i + EACH - 1], mask=others)
+        reads = _read_heads(
+            x_ptr, start + HEADS, end, exists, per_group, x_group, x_head,
+            INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
+        )  # fmt: skip
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -431,12 +528,9 @@ def _rotate(
 
 # ---------------------------------------------------------------------------- launching
 
-_TILE_BYTES = 4096  # of one head of a program's tokens
+_TILE_BYTES = 2048  # of one head of a program's tokens
 _THREADS = 128
-_HEADS = 4  # that a program reads at a time
-# Programs that a multiprocessor is to hold at once. With fewer registers for each, only what
-# large angles take is moved out of them; float64 needs more.
-_RESIDENT = 5
+_HEADS = 8  # that a program reads at a time
 _PROGRAMS = 24  # of a multiprocessor at least, as far as heads can be shared out
 _LAUNCHES: dict[object, _launch.Launch] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -546,7 +640,6 @@ def _launch_of(
         _rotate,
         like.device,
         threads=_THREADS,
-        resident=0 if like.dtype == torch.float64 else _RESIDENT,
         SEQUENCE_FIRST=sequence_first,
         INTERLEAVED=places.interleaved,
         BACK=places.back,

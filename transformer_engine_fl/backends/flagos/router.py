@@ -364,7 +364,7 @@ def _loss_backward(
 
 # -------------------------------------------------------------------------------- plans
 
-# (threads of a program, width of its tile), by width as in FORWARD_TILES.
+# (threads of a program, width of its tile), by width as `_rows.Cut` has it.
 _TILES = {2048: (128, 2048), 4096: (256, 4096), 8192: (512, 8192), 16384: (1024, 16384)}
 _BACKWARD_TILES = {2048: (128, 2048), **{2 * most: tile for most, tile in _TILES.items()}}
 _LOSS_THREADS, _LOSS_TILE, _LOSS_BLOCK = 128, 4096, 1024

@@ -1,7 +1,8 @@
 """The scaled softmax forms in Triton.
 
 One pair of kernels makes all four forwards, another all four backwards: rows that fit into
-registers are read once, wider ones in chunks, twice. What a causal form hides is not read.
+registers are read once, and so are wider ones, which several programs share, see ``_rows``.
+What a causal form hides is not read.
 The order in which a row is summed depends on its width and dtype alone, so a row's result
 is the same whichever rows come with it.
 """
@@ -9,14 +10,13 @@ is the same whichever rows come with it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
@@ -24,9 +24,17 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_fresh,
     check_size,
     keep,
-    listed,
     plain,
-    rows_of_tile,
+)
+from transformer_engine_fl.backends.flagos._rows import (
+    Cut,
+    Pieces,
+    SharedRows,
+    Tiles,
+    WholeRows,
+    cut,
+    heard,
+    tell,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import softmax as contracts
@@ -82,6 +90,45 @@ def _loaded(
     return tl.load(x_ptr + start + column, mask=wanted, other=0)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(
+    x_ptr: tl.tensor,
+    mask_ptr: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    exists: tl.tensor,
+    columns: tl.tensor,
+    stride: tl.tensor,
+    queries: tl.tensor,
+    heads: tl.tensor,
+    ahead: tl.tensor,
+    mask_batch: tl.tensor,
+    mask_head: tl.tensor,
+    mask_query: tl.tensor,
+    scale: tl.tensor,
+    MASK_STEP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> tl.tensor:
+    """The scaled scores at these columns, minus infinity where hidden; EXACT: all exist."""
+    bound = _bound(row, columns, queries, ahead, CAUSAL)
+    start = row.to(tl.int64)
+    x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL)
+    visible = column < bound
+    if mask_ptr is not None:
+        where = (start // queries // heads) * mask_batch + (start // queries % heads) * mask_head
+        where += start % queries * mask_query
+        hidden = tl.load(
+            mask_ptr + where + column * MASK_STEP, mask=exists & (column < columns), other=1
+        )
+        visible = visible & (hidden == 0)
+    scores = x.to(ACC) * tl.full((), scale, ACC)
+    if CAUSAL or mask_ptr is not None or not EXACT:
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "rows", "columns", "stride", "queries", "heads", "ahead",
@@ -109,35 +156,49 @@ def _forward_rows(
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, ROWS to a program; EXACT: they fill a tile's width."""
+    """Rows that fit into registers, in tiles of ROWS; EXACT: they fill a tile's width."""
     columns = columns * UNIT
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    exists = row < rows
-    bound = _bound(row, columns, queries, ahead, CAUSAL)
-    start = row.to(tl.int64)
-    x = _loaded(x_ptr, start * (stride * UNIT), column, exists, columns, bound, CAUSAL)
-    visible = column < bound
-    if mask_ptr is not None:
-        where = (start // queries // heads) * mask_batch + (start // queries % heads) * mask_head
-        where += start % queries * mask_query
-        hidden = tl.load(
-            mask_ptr + where + column * MASK_STEP, mask=exists & (column < columns), other=1
-        )
-        visible = visible & (hidden == 0)
-    scores = x.to(ACC) * tl.full((), scale, ACC)
-    if CAUSAL or mask_ptr is not None or not EXACT:
-        scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.max(scores, axis=1)[:, None]
-    if CAUSAL or mask_ptr is not None:
-        # Where nothing is visible there is nothing to take off, and nothing to divide by.
-        highest = tl.where(highest == float("-inf"), 0, highest)
-    weights = tl.exp(scores - highest)
-    total = tl.sum(weights, axis=1)[:, None]
-    y = weights * (1 / tl.where(total == 0, 1, total))
-    out = y_ptr + start * columns + column
-    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=exists & (column < columns))
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
+        row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
+        scores = _scores(
+            x_ptr, mask_ptr, row, column, row < rows, columns, stride * UNIT, queries, heads,
+            ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
+        )  # fmt: skip
+        highest = tl.max(scores, axis=1)[:, None]
+        if CAUSAL or mask_ptr is not None:
+            # Where nothing is visible there is nothing to take off, and nothing to divide by.
+            highest = tl.where(highest == float("-inf"), 0, highest)
+        weights = tl.exp(scores - highest)
+        total = tl.sum(weights, axis=1)[:, None]
+        y = weights * (1 / tl.where(total == 0, 1, total))
+        out = y_ptr + row.to(tl.int64) * columns + column
+        y = y.to(y_ptr.dtype.element_ty)
+        tl.store(out, y, mask=(row < rows) & (column < columns))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(
+    scores: tl.tensor,
+    shares_ptr: tl.tensor,
+    row: tl.tensor,
+    PIECES: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of this piece, the powers with the highest score taken off, and that score.
+
+    It and the sum of the powers are the shares.
+    """
+    highest = tl.max(scores, axis=0)
+    taken = tl.where(highest == float("-inf"), 0, highest)
+    weights = tl.exp(scores - taken)
+    if STEP != "rest":
+        tell(shares_ptr, row, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
+    return weights, highest
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -146,10 +207,11 @@ def _forward_rows(
         "mask_batch", "mask_head", "mask_query", "scale",
     ]
 )  # fmt: skip
-def _forward_wide(
+def _forward_shared(
     x_ptr: tl.tensor,
     mask_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     stride: tl.int64,
@@ -164,55 +226,42 @@ def _forward_wide(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
-    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEP: tl.constexpr,
 ) -> None:
-    """One row per program in chunks of PARTS times BLOCK columns, read twice."""
+    """A piece of BLOCK columns of one row after the other; see ``_rows``."""
     columns = columns * UNIT
-    row = tl.program_id(0)
-    bound = _bound(row, columns, queries, ahead, CAUSAL)
-    start = row.to(tl.int64)
-    x_ptr += start * (stride * UNIT)
-    y_ptr += start * columns
-    if mask_ptr is not None:
-        mask_ptr += (start // queries // heads) * mask_batch
-        mask_ptr += (start // queries % heads) * mask_head + start % queries * mask_query
-    factor = tl.full((), scale, ACC)
-    place = tl.arange(0, PARTS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    highest = tl.full((BLOCK,), float("-inf"), ACC)
-    total = tl.zeros((BLOCK,), ACC)
-    chunks = tl.cdiv(tl.maximum(bound, 0), PARTS * BLOCK)  # with something to see
-    for chunk in tl.range(0, chunks):
-        column = chunk * (PARTS * BLOCK) + place
-        x = _loaded(x_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
-        visible = column < bound
-        if mask_ptr is not None:
-            hidden = tl.load(mask_ptr + column * MASK_STEP, mask=column < columns, other=1)
-            visible = visible & (hidden == 0)
-        scores = tl.where(visible, x * factor, float("-inf"))
-        above = tl.maximum(highest, tl.max(scores, axis=0))
-        taken = tl.where(above == float("-inf"), 0, above)
-        total = total * tl.exp(highest - taken) + tl.sum(tl.exp(scores - taken[None, :]), axis=0)
-        highest = above
-    most = tl.max(highest, axis=0)
-    most = tl.where(most == float("-inf"), 0, most)
-    sum_of_all = tl.sum(total * tl.exp(highest - most), axis=0)
-    share = 1 / tl.where(sum_of_all == 0, 1, sum_of_all)
-    # From the end: what was read last is the likeliest to be in the cache still.
-    for done in tl.range(0, chunks):
-        column = (chunks - 1 - done) * (PARTS * BLOCK) + place
-        inside = column < columns
-        x = _loaded(x_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
-        visible = column < bound
-        if mask_ptr is not None:
-            hidden = tl.load(mask_ptr + column * MASK_STEP, mask=inside, other=1)
-            visible = visible & (hidden == 0)
-        y = tl.where(visible, tl.exp(x * factor - most) * share, 0)
-        tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=inside)
-    zeros = tl.zeros((PARTS, BLOCK), y_ptr.dtype.element_ty)
-    for chunk in tl.range(chunks, tl.cdiv(columns, PARTS * BLOCK)):
-        column = chunk * (PARTS * BLOCK) + place
-        tl.store(y_ptr + column, zeros, mask=column < columns)
+    stride = stride * UNIT
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    groups = tl.num_programs(1)
+    row = tl.program_id(1)  # there are no more groups than rows
+    scores = _scores(
+        x_ptr, mask_ptr, row, column, True, columns, stride, queries, heads, ahead,
+        mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, False,
+    )  # fmt: skip
+    weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), PIECES, STEP)
+    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
+        row = tl.full((), index, tl.int32)
+        start = row.to(tl.int64)
+        following = row + groups
+        scores = _scores(
+            x_ptr, mask_ptr, following, column, following < rows, columns, stride, queries,
+            heads, ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, False,
+        )  # fmt: skip
+        place = following.to(tl.int64)
+        weights_next, highest_next = _weights(scores, shares_ptr, place, PIECES, STEP)
+        if STEP != "sums":
+            maxima, totals = heard(shares_ptr, start, float("-inf"), PIECES, 2, STEP)
+            most = tl.max(maxima, axis=0)
+            most = tl.where(most == float("-inf"), 0, most)
+            total = tl.sum(totals * tl.exp(maxima - most), axis=0)
+            # Nothing where this piece has nothing visible.
+            y = weights * (tl.exp(highest - most) / tl.where(total == 0, 1, total))
+            out = y_ptr + start * columns + column
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=column < columns)
+        weights, highest = weights_next, highest_next
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -234,31 +283,39 @@ def _backward_rows(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, ROWS to a program."""
+    """Rows that fit into registers, in tiles of ROWS."""
     columns = columns * UNIT
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    dy_stride = dy_stride * UNIT
+    y_stride = y_stride * UNIT
     column = tl.arange(0, BLOCK)[None, :]
-    exists = row < rows
-    bound = _bound(row, columns, queries, ahead, CAUSAL)
-    start = row.to(tl.int64)
-    y = _loaded(y_ptr, start * (y_stride * UNIT), column, exists, columns, bound, CAUSAL)
-    y = y.to(ACC)
-    dy = _loaded(dy_ptr, start * (dy_stride * UNIT), column, exists, columns, bound, CAUSAL)
-    dy = dy.to(ACC)
-    along = tl.sum(y * dy, axis=1)[:, None]
-    dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
-    out = dx_ptr + start * columns + column
-    tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=exists & (column < columns))
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
+        row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
+        exists = row < rows
+        bound = _bound(row, columns, queries, ahead, CAUSAL)
+        start = row.to(tl.int64)
+        y = _loaded(y_ptr, start * y_stride, column, exists, columns, bound, CAUSAL)
+        dy = _loaded(dy_ptr, start * dy_stride, column, exists, columns, bound, CAUSAL)
+        y = y.to(ACC)
+        dy = dy.to(ACC)
+        along = tl.sum(y * dy, axis=1)[:, None]
+        dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
+        dx = dx.to(dx_ptr.dtype.element_ty)
+        out = dx_ptr + start * columns + column
+        tl.store(out, dx, mask=exists & (column < columns))
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["rows", "columns", "dy_stride", "y_stride", "queries", "ahead", "scale"]
 )
-def _backward_wide(
+def _backward_shared(
     dy_ptr: tl.tensor,
     y_ptr: tl.tensor,
     dx_ptr: tl.tensor,
+    shares_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     dy_stride: tl.int64,
@@ -269,101 +326,67 @@ def _backward_wide(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
-    PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEP: tl.constexpr,
 ) -> None:
-    """One row per program in chunks of PARTS times BLOCK columns, read twice."""
+    """A piece of BLOCK columns of one row after the other; see ``_rows``."""
     columns = columns * UNIT
-    row = tl.program_id(0)
-    bound = _bound(row, columns, queries, ahead, CAUSAL)
+    dy_stride = dy_stride * UNIT
+    y_stride = y_stride * UNIT
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    groups = tl.num_programs(1)
+    row = tl.program_id(1)  # there are no more groups than rows
     start = row.to(tl.int64)
-    y_ptr += start * (y_stride * UNIT)
-    dy_ptr += start * (dy_stride * UNIT)
-    dx_ptr += start * columns
-    factor = tl.full((), scale, ACC)
-    place = tl.arange(0, PARTS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    products = tl.zeros((BLOCK,), ACC)
-    chunks = tl.cdiv(tl.maximum(bound, 0), PARTS * BLOCK)
-    for chunk in tl.range(0, chunks):
-        column = chunk * (PARTS * BLOCK) + place
-        y = _loaded(y_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
-        dy = _loaded(dy_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
-        products += tl.sum(y * dy, axis=0)
-    along = tl.sum(products, axis=0)
-    for done in tl.range(0, chunks):
-        column = (chunks - 1 - done) * (PARTS * BLOCK) + place
-        y = _loaded(y_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
-        dy = _loaded(dy_ptr, 0, column, True, columns, bound, CAUSAL).to(ACC)
-        dx = y * (dy - along) * factor + 0.0
-        tl.store(dx_ptr + column, dx.to(dx_ptr.dtype.element_ty), mask=column < columns)
-    zeros = tl.zeros((PARTS, BLOCK), dx_ptr.dtype.element_ty)
-    for chunk in tl.range(chunks, tl.cdiv(columns, PARTS * BLOCK)):
-        column = chunk * (PARTS * BLOCK) + place
-        tl.store(dx_ptr + column, zeros, mask=column < columns)
+    bound = _bound(row, columns, queries, ahead, CAUSAL)
+    y = _loaded(y_ptr, start * y_stride, column, True, columns, bound, CAUSAL)
+    dy = _loaded(dy_ptr, start * dy_stride, column, True, columns, bound, CAUSAL)
+    if STEP != "rest":
+        along = tl.sum(y.to(ACC) * dy.to(ACC), axis=0)
+        tell(shares_ptr, start, along, along, PIECES, 1, STEP)
+    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
+        start = tl.full((), index, tl.int64)
+        row = tl.full((), index, tl.int32) + groups
+        following = row.to(tl.int64)
+        bound = _bound(row, columns, queries, ahead, CAUSAL)
+        exists = row < rows
+        y_next = _loaded(y_ptr, following * y_stride, column, exists, columns, bound, CAUSAL)
+        dy_next = _loaded(dy_ptr, following * dy_stride, column, exists, columns, bound, CAUSAL)
+        if STEP != "rest":
+            along = tl.sum(y_next.to(ACC) * dy_next.to(ACC), axis=0)
+            tell(shares_ptr, following, along, along, PIECES, 1, STEP)
+        if STEP != "sums":
+            products, _ = heard(shares_ptr, start, 0, PIECES, 1, STEP)
+            along = tl.sum(products, axis=0)
+            dx = y.to(ACC) * (dy.to(ACC) - along) * tl.full((), scale, ACC) + 0.0
+            out = dx_ptr + start * columns + column
+            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=column < columns)
+        y, dy = y_next, dy_next
 
 
 # -------------------------------------------------------------------------------- plans
 
-# (threads of a program, width of its tile), by width as in FORWARD_TILES.
-_FORWARD_TILES = {
-    2048: (128, 2048),
-    4096: (256, 4096),
-    8192: (512, 8192),
-    16384: (1024, 16384),
-    32768: (1024, 32768),
+_ANY = 2**32
+_FORWARD: Cut = {
+    2048: Tiles(threads=128, width=2048),
+    4096: Tiles(threads=256, width=4096),
+    8192: Tiles(threads=512, width=8192),
+    16384: Tiles(threads=1024, width=16384),
+    32768: Tiles(threads=1024, width=32768, programs=1, stages=3),
+    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
 }
-_BACKWARD_TILES = {
-    1024: (128, 1024),
-    4096: (128, 4096),
-    8192: (256, 8192),
-    16384: (512, 16384),
-    32768: (1024, 32768),
+_BACKWARD: Cut = {
+    1024: Tiles(threads=128, width=1024),
+    4096: Tiles(threads=128, width=4096),
+    8192: Tiles(threads=256, width=8192),
+    16384: Tiles(threads=512, width=16384),
+    32768: Tiles(threads=1024, width=32768),
+    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
 }
-_PARTS, _CHUNK, _CHUNK_THREADS = 2, 8192, 1024
 
-
-class _Plan(NamedTuple):
-    """How to run a kernel.
-
-    Attributes:
-        launch: the kernel.
-        rows: of a program.
-    """
-
-    launch: _launch.Launch
-    rows: int
-
-
-_PLANS: dict[object, _Plan] = {}
+_PLANS: dict[object, WholeRows | SharedRows] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-def _plan(
-    kernels: tuple[Any, Any],
-    tiles: dict[int, tuple[int, int]],
-    columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    **constants: Any,
-) -> _Plan:
-    """For the kernel of rows in registers and that of wide ones."""
-    double = 2 if dtype == torch.float64 else 1
-    block = block_of(columns)
-    constants["ACC"] = _TRITON_TYPES[math_dtype(dtype)]
-    tile = listed(tiles, block * double)
-    if tile is None:
-        wide: dict[str, Any] = {"PARTS": _PARTS, "BLOCK": _CHUNK // double}
-        return _Plan(
-            _launch.Launch(kernels[1], device, threads=_CHUNK_THREADS, **wide, **constants), 1
-        )
-    threads, width = tile
-    rows = rows_of_tile(width, block * double)
-    if kernels[0] is _forward_rows:
-        constants["EXACT"] = columns == block
-    launch = _launch.Launch(
-        kernels[0], device, threads=threads, ROWS=rows, BLOCK=block, **constants
-    )
-    return _Plan(launch, rows)
 
 
 # ---------------------------------------------------------------------------- operators
@@ -414,20 +437,24 @@ def _forward(
     plan = _PLANS.get(key) or keep(
         _PLANS,
         key,
-        _plan(
-            (_forward_rows, _forward_wide),
-            _FORWARD_TILES,
-            columns,
-            input.dtype,
+        cut(
+            _FORWARD,
+            (_forward_rows, _forward_shared),
             input.device,
+            columns,
+            2,
+            math_dtype(input.dtype),
+            input.dtype.itemsize + (mask is not None),
             MASK_STEP=mask_step,
             CAUSAL=causal,
+            ACC=_TRITON_TYPES[math_dtype(input.dtype)],
             UNIT=unit,
+            EXACT=columns == block_of(columns),
         ),
     )
     ahead = 1 + columns - queries
-    plan.launch(
-        (-(-rows // plan.rows), 1),
+    plan(
+        rows,
         (input, mask, output),
         (rows, columns // unit, step // unit, queries, heads, ahead, *strides, factor),
     )
@@ -461,19 +488,22 @@ def _backward(
     plan = _PLANS.get(key) or keep(
         _PLANS,
         key,
-        _plan(
-            (_backward_rows, _backward_wide),
-            _BACKWARD_TILES,
-            columns,
-            y.dtype,
+        cut(
+            _BACKWARD,
+            (_backward_rows, _backward_shared),
             y.device,
+            columns,
+            1,
+            math_dtype(y.dtype),
+            y.dtype.itemsize + dy.dtype.itemsize,
             CAUSAL=causal,
+            ACC=_TRITON_TYPES[math_dtype(y.dtype)],
             UNIT=unit,
         ),
     )
     ahead = 1 + columns - queries
-    plan.launch(
-        (-(-rows // plan.rows), 1),
+    plan(
+        rows,
         (dy, y, dx),
         (rows, columns // unit, dy_step // unit, y_step // unit, queries, ahead, factor),
     )

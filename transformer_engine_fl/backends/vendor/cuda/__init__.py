@@ -12,9 +12,10 @@ from transformer_engine_fl.core.types import BackendImplKind
 from transformer_engine_fl.vendors.info import VendorInfo
 from transformer_engine_fl.vendors.registry import register_vendor
 
-__all__ = ["INFO", "is_available", "register"]
+__all__ = ["FAMILIES", "is_available", "register"]
 
-INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
+FAMILIES = ("activation", "normalization", "softmax")
+"""The families that the set has a file for."""
 
 
 def is_available() -> bool | str:
@@ -32,7 +33,7 @@ def register(registry: OpRegistry) -> None:
     register_set(
         registry,
         __name__,
-        families=("normalization",),
+        families=FAMILIES,
         omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,

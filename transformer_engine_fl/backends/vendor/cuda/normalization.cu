@@ -20,83 +20,34 @@
 //
 // `forward` and `backward` keep a row in shared memory, so that it is read once. Rows that
 // do not fit are served by `forward_wide`, and by `backward_rows` with `backward_columns`,
-// which read them again from the L2 cache. `parameters` adds up the partial gradients of gamma and beta.
+// which read them again from the L2 cache. The partial gradients of gamma and beta that
+// `backward` and `backward_columns` leave are added up by sums.cu.
 //
 // `share` is 1 / columns: a division in the kernel would cost a call and registers.
 //
 // A row's result depends on its values, H and the types alone, never on the number of
 // rows. Nothing is added atomically, so the same call gives the same bits.
 
-#include "cluster.cuh"
 #include "memory.cuh"
 #include "numeric.cuh"
-#include "row_sum.cuh"
+#include "row_reduction.cuh"
+#include "rows.cuh"
 
 using namespace te_fl;
 
 namespace {
 
-using bfloat16 = __nv_bfloat16;
-using float16 = __half;
-using float32 = float;
-using float64 = double;
-
 using A = Accumulator<TX>::type;
 
 #if defined(KERNEL_forward) || defined(KERNEL_backward)
 
-constexpr int kThreads = LANES * ROWS;
-
-// The first column of this thread's vector `v`; columns go round the lanes and then
-// round the blocks of the cluster, so that a narrow row leaves all of them equally idle.
-__device__ __forceinline__ int first_column(int v, int rank) {
-  return ((v * CLUSTER + rank) * LANES + static_cast<int>(threadIdx.x) % LANES) * VEC;
-}
-
-__device__ __forceinline__ bool in_row(int column, int columns) {
-  return FULL || column < columns;
-}
-
-__device__ __forceinline__ bool in_rows(long long row, long long rows) {
-  return ROWS == 1 || row < rows;  // the loops over rows stop by themselves
-}
-
-// This thread's slots in shared memory for its vectors of one row. A slot is read by the
-// thread that filled it, so no barrier is needed. Chunks of one vector lie a block apart,
-// so that neighbouring threads use neighbouring banks.
+using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
 template <typename T>
-struct Slots {
-  static constexpr int kChunk = least(16, VEC * static_cast<int>(sizeof(T)));
-  static constexpr int kChunks = VEC * static_cast<int>(sizeof(T)) / kChunk;
-  static constexpr int kPiece = least(16, ACCESS * static_cast<int>(sizeof(T)));
-  static constexpr int kBytes = VECS * kChunks * kChunk * kThreads;
-
-  static __device__ __forceinline__ unsigned char* chunk(unsigned char* row, int v, int c) {
-    return row + ((v * kChunks + c) * kThreads + static_cast<int>(threadIdx.x)) * kChunk;
-  }
-
-  // Asks for a vector; `Once` as in memory.cuh.
-  template <bool Once>
-  static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* from,
-                                              bool valid) {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-      for (int at = 0; at < kChunk; at += kPiece) {
-        copy_async<kPiece, Once>(chunk(row, v, c) + at,
-                                 reinterpret_cast<const char*>(from) + c * kChunk + at, valid);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ Vec<T, VEC> read(unsigned char* row, int v) {
-    return read_chunks<T, VEC>(chunk(row, v, 0), kThreads * kChunk);
-  }
-};
+using Slots = Row::Slots<T>;
 
 #endif
 
-#if !defined(KERNEL_backward_columns) && !defined(KERNEL_parameters)
+#ifndef KERNEL_backward_columns
 
 __device__ __forceinline__ void decode_gamma(const Vec<TW, VEC>& stored, A (&gamma)[VEC]) {
   decode(stored, gamma);
@@ -200,7 +151,7 @@ struct Terms {
 
 // One set of ROWS rows per block, or per cluster. Short-lived blocks keep the memory
 // busy: while some wait for their sums, others on the multiprocessor load and store.
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     forward(const TX* __restrict__ x, const TW* __restrict__ gamma, const TB* __restrict__ beta,
             TY* __restrict__ y, A* __restrict__ mu, A* __restrict__ rsigma, long long rows,
             long long x_stride, int columns, A share, A eps) {
@@ -208,16 +159,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long row =
       static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
-  const bool active = in_rows(row, rows);
-  RowSum<LANES, CLUSTER, 1, A> sum;
+  const bool active = Row::in_rows(row, rows);
+  RowReduction<LANES, CLUSTER, 1, A> over_row;
 
   // The row waits in shared memory: it is read from there as often as it is needed, and
   // takes no registers between. So more blocks fit, and more rows are under way.
   const TX* source = x + row * x_stride;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    const int column = first_column(v, rank);
-    Slots<TX>::fill<true>(kept, v, source + column, active && in_row(column, columns));
+    const int column = Row::first_column(v, rank);
+    Slots<TX>::fill<true>(kept, v, source + column, active && Row::in_row(column, columns));
   }
   commit_copies();
   unsigned char* kept_gamma = kept + Slots<TX>::kBytes;
@@ -225,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (AHEAD) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const int column = first_column(v, rank);
-      const bool valid = in_row(column, columns);
+      const int column = Row::first_column(v, rank);
+      const bool valid = Row::in_row(column, columns);
       Slots<TW>::fill<false>(kept_gamma, v, gamma + column, valid);
       if constexpr (CENTRED) Slots<TB>::fill<false>(kept_beta, v, beta + column, beta && valid);
     }
@@ -239,17 +190,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     A total[1] = {0};
 #pragma unroll
     for (int v = 0; v < VECS; ++v) total[0] += sum_of(Slots<TX>::read(kept, v));
-    sum(total);
+    over_row.sum(total);
     mean = total[0] * share;
   }
 
   A squares[1] = {0};
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    if (CENTRED && !in_row(first_column(v, rank), columns)) continue;
+    if (CENTRED && !Row::in_row(Row::first_column(v, rank), columns)) continue;
     squares[0] += squares_of(Slots<TX>::read(kept, v), mean);
   }
-  sum(squares);
+  over_row.sum(squares);
   const A scale = inverse_sqrt(squares[0] * share + eps);
 
   wait_copies<0>();
@@ -261,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   TY* target = y + row * columns;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    const int column = first_column(v, rank);
-    if (!in_row(column, columns)) continue;
+    const int column = Row::first_column(v, rank);
+    if (!Row::in_row(column, columns)) continue;
     Vec<TW, VEC> g;
     Vec<TB, VEC> b = zeros<TB, VEC>();
     if constexpr (AHEAD) {
@@ -288,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
                  A* __restrict__ rsigma, long long rows, long long x_stride, int columns,
                  A share, A eps) {
   const int first = threadIdx.x * VEC;
-  RowSum<LANES, 1, 1, A> sum;
+  RowReduction<LANES, 1, 1, A> over_row;
   for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
     const TX* source = x + row * x_stride;
     A mean = 0;
@@ -298,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
       for (int column = first; column < columns; column += LANES * VEC) {
         total[0] += sum_of(load_shared_data<ACCESS, VEC>(source + column));
       }
-      sum(total);
+      over_row.sum(total);
       mean = total[0] * share;
     }
     A squares[1] = {0};
@@ -306,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     for (int column = first; column < columns; column += LANES * VEC) {
       squares[0] += squares_of(load_shared_data<ACCESS, VEC>(source + column), mean);
     }
-    sum(squares);
+    over_row.sum(squares);
     const A scale = inverse_sqrt(squares[0] * share + eps);
     if (threadIdx.x == 0) {
       if constexpr (CENTRED) mu[row] = mean;
@@ -330,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 // A persistent grid: each group of blocks takes every so-many-th row, keeps the
 // gradients of gamma and beta of its rows in registers and writes them once, to
 // partial[gamma or beta][group][column]. STAGES rows are under way at any time.
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const A* __restrict__ mu,
              const A* __restrict__ rsigma, const TW* __restrict__ gamma, TX* __restrict__ dx,
              A* __restrict__ partial, long long rows, long long dy_stride, long long x_stride,
@@ -342,14 +293,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
   const long long step = static_cast<long long>(groups) * ROWS;
-  RowSum<LANES, CLUSTER, kSums, A> sum;
+  RowReduction<LANES, CLUSTER, kSums, A> over_row;
 
   auto ask = [&](long long row, int stage) {
     unsigned char* slots = ring + stage * kStageBytes;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const int column = first_column(v, rank);
-      const bool valid = row < rows && in_row(column, columns);
+      const int column = Row::first_column(v, rank);
+      const bool valid = row < rows && Row::in_row(column, columns);
       Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
       Slots<TDY>::fill<true>(slots + Slots<TX>::kBytes, v, dy + row * dy_stride + column, valid);
     }
@@ -361,8 +312,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   unsigned char* own_gamma = ring + STAGES * kStageBytes;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    const int column = first_column(v, rank);
-    Slots<TW>::fill<false>(own_gamma, v, gamma + column, in_row(column, columns));
+    const int column = Row::first_column(v, rank);
+    Slots<TW>::fill<false>(own_gamma, v, gamma + column, Row::in_row(column, columns));
   }
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) ask(first_base + team + stage * step, stage);
@@ -404,14 +355,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
     }
     ask_statistics(row + step);
-    sum(sums);
+    over_row.sum(sums);
 
     const A product = sums[0] * share;
     const A value = CENTRED ? sums[kSums - 1] * share : A(0);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const int column = first_column(v, rank);
-      if (!in_rows(row, rows) || !in_row(column, columns)) continue;
+      const int column = Row::first_column(v, rank);
+      if (!Row::in_rows(row, rows) || !Row::in_row(column, columns)) continue;
       store(dx + row * columns + column, terms(v).dx(scale, product, value));
     }
     ask(row + STAGES * step, stage);
@@ -425,8 +376,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if constexpr (ROWS == 1) {
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
-        const int column = first_column(v, rank);
-        if (in_row(column, columns)) store(target + column, encode<A>(sums[v]));
+        const int column = Row::first_column(v, rank);
+        if (Row::in_row(column, columns)) store(target + column, encode<A>(sums[v]));
       }
     } else {
       // Each of the ROWS teams has sums for the same columns; the ring is free by now,
@@ -439,12 +390,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int v = 0; v < VECS; ++v) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          teams[team * kColumns + first_column(v, 0) + i] = sums[v][i];
+          teams[team * kColumns + Row::first_column(v, 0) + i] = sums[v][i];
         }
       }
       __syncthreads();
 #pragma unroll 1
-      for (int column = threadIdx.x; column < least(columns, kColumns); column += kThreads) {
+      for (int column = threadIdx.x; column < least(columns, kColumns); column += Row::kThreads) {
         A total = 0;
 #pragma unroll
         for (int other = 0; other < ROWS; ++other) total += teams[other * kColumns + column];
@@ -467,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
                   const TW* __restrict__ gamma, TX* __restrict__ dx, long long rows,
                   long long dy_stride, long long x_stride, int columns, A share) {
   const int first = threadIdx.x * VEC;
-  RowSum<LANES, 1, kSums, A> sum;
+  RowReduction<LANES, 1, kSums, A> over_row;
   for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
     const A scale = rsigma[row];
     const A mean = CENTRED ? mu[row] : A(0);
@@ -479,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     A sums[kSums] = {};
 #pragma unroll 2
     for (int column = first; column < columns; column += LANES * VEC) terms(column).add_to(sums);
-    sum(sums);
+    over_row.sum(sums);
     const A product = sums[0] * share;
     const A value = CENTRED ? sums[kSums - 1] * share : A(0);
     for (int column = first; column < columns; column += LANES * VEC) {
@@ -524,55 +475,3 @@ extern "C" __global__ void __launch_bounds__(LANES)
 }
 
 #endif  // KERNEL_backward_columns
-
-#ifdef KERNEL_parameters
-
-// Adds partial[blockIdx.y][group][column] up over the groups. Here LANES counts the
-// block's threads: a warp covers 32 * VEC columns, and the warps share out the groups.
-extern "C" __global__ void __launch_bounds__(LANES)
-    parameters(const A* partial, TW* __restrict__ dgamma, TW* __restrict__ dbeta, int groups,
-               int columns) {
-  constexpr int kWarps = LANES / 32;
-  __shared__ A sums[kWarps][VEC][32];
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int column = (blockIdx.x * 32 + lane) * VEC;
-  const A* source = partial + static_cast<long long>(blockIdx.y) * groups * columns + column;
-
-  A total[VEC] = {};
-  wait_for_predecessor();
-  if (column < columns) {
-    constexpr int kBatch = 8;  // loads under way at once, also in the last round
-#pragma unroll 1
-    for (int first = warp; first < groups; first += kBatch * kWarps) {
-      Vec<A, VEC> batch[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        // Past the end the last group again, unused: a branch would break up the loads.
-        const int group = least(first + i * kWarps, groups - 1);
-        batch[i] = load_written<VEC>(source + static_cast<long long>(group) * columns);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        A value[VEC];
-        decode(batch[i], value);
-        const bool inside = first + i * kWarps < groups;
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) total[j] += inside ? value[j] : A(0);
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < VEC; ++i) sums[warp][i][lane] = total[i];
-  __syncthreads();
-  if (warp != 0 || column >= columns) return;
-#pragma unroll
-  for (int other = 1; other < kWarps; ++other) {
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) total[i] += sums[other][i][lane];
-  }
-  TW* target = blockIdx.y == 0 ? dgamma : dbeta;
-  store(target + column, encode<TW>(total));
-}
-
-#endif  // KERNEL_parameters

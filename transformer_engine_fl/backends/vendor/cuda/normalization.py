@@ -10,9 +10,9 @@ that is aligned badly, or rows that are, are read in smaller pieces by the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -20,63 +20,39 @@ from torch import Tensor
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.backends.vendor.cuda._arguments import (
+    MOST_COLUMNS,
+    NAMES,
+    PLAIN,
+    SIZES,
+    Plans,
+    access_width,
+    decline,
+    dense_rows,
+    is_number,
+    is_plain,
+    no_memory,
+    real,
+    vector_width,
+)
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
-from transformer_engine_fl.core.errors import NotSupportedError
-from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
+from transformer_engine_fl.backends.vendor.cuda._tiles import (
+    SHARED_PER_BLOCK,
+    Tile,
+    require_clusters,
+    team_tile,
+    warp_tile,
+    with_blocks,
+)
+from transformer_engine_fl.ops._dtypes import math_dtype
 
 if TYPE_CHECKING:
     from transformer_engine_fl.core.contract import Contract
 
 __all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
 
-NAMES: Final = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float64: "float64",
-}
-SIZES: Final = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2, torch.float64: 8}
-PLAIN: Final = frozenset((Tensor, torch.nn.Parameter))
-
 # ------------------------------------------------------------------------------- tiles
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How the columns of a row are spread over threads.
-
-    Attributes:
-        vec: elements per vector.
-        vecs: vectors per thread.
-        lanes: threads of a block that share a row.
-        rows: rows that a block works on at once.
-        cluster: blocks that share a row.
-        blocks: blocks that should fit on a multiprocessor; bounds the registers.
-    """
-
-    vec: int
-    vecs: int
-    lanes: int
-    rows: int = 1
-    cluster: int = 1
-    blocks: int = 1
-
-    @property
-    def threads(self) -> int:
-        """Threads per block."""
-        return self.lanes * self.rows
-
-    def defines(self, columns: int) -> dict[str, str | int]:
-        """The tile as macros, for rows of that many columns."""
-        return {
-            "FULL": int(columns == self.vec * self.vecs * self.lanes * self.cluster),
-            "VEC": self.vec,
-            "VECS": self.vecs,
-            "LANES": self.lanes,
-            "ROWS": self.rows,
-            "CLUSTER": self.cluster,
-            "BLOCKS": self.blocks,
-        }
 
 
 # (threads per row and block, blocks per row) from narrow to wide: the first that holds
@@ -89,37 +65,6 @@ BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
 MOST_STAGES: Final = 6
-MOST_COLUMNS: Final = 2**30  # columns are 32-bit numbers in the kernels
-SHARED_PER_BLOCK: Final = 1024  # bytes that the system takes for each block
-
-
-def _vector(columns: int, size: int) -> int:
-    """Elements per vector: 16 bytes, or as many as divide the columns."""
-    return min(16 // size, columns & -columns)
-
-
-def _warp_tile(vectors: int, vec: int, most: int) -> Tile | None:
-    """Rows within a warp: as many lanes as the row has vectors, several rows per block."""
-    if vectors > 32 * most:
-        return None
-    lanes = min(32, 1 << (vectors - 1).bit_length())
-    vecs = -(-vectors // lanes)
-    return Tile(vec, vecs, lanes, (256 if vecs == 1 else 128) // lanes)
-
-
-def _team_tile(
-    vectors: int, vec: int, most: int, teams: tuple[tuple[int, int], ...]
-) -> Tile | None:
-    for lanes, cluster in teams:
-        if vectors <= lanes * cluster * most:
-            return Tile(vec, -(-vectors // (lanes * cluster)), lanes, 1, cluster)
-    return None
-
-
-def _with_blocks(tile: Tile, threads: int) -> Tile:
-    """The tile with as many blocks as make that many threads on a multiprocessor."""
-    blocks = max(1, threads // tile.threads)
-    return Tile(tile.vec, tile.vecs, tile.lanes, tile.rows, tile.cluster, blocks)
 
 
 def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> Tile | None:
@@ -131,26 +76,26 @@ def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> 
         other_size: bytes of the widest element of the others.
         clusters: whether the device has thread block clusters.
     """
-    vec = _vector(columns, x_size)
+    vec = vector_width(columns, x_size)
     vectors = columns // vec
     most = 4 if vec * x_size == 16 else 8
-    tile = _warp_tile(vectors, vec, most) or _team_tile(
+    tile = warp_tile(vectors, vec, most) or team_tile(
         vectors, vec, most, FORWARD_TEAMS if clusters else FORWARD_TEAMS_NO_CLUSTERS
     )
     if tile is None or x_size != 2 or other_size != 2:
         return tile
-    return _with_blocks(tile, 1280)
+    return with_blocks(tile, 1280)
 
 
 def backward_tile(
     columns: int, x_size: int, other_size: int, centred: bool, clusters: bool
 ) -> Tile | None:
     """The tile of a backward; None if the row has to be read more than once."""
-    vec = _vector(columns, x_size)
+    vec = vector_width(columns, x_size)
     vectors = columns // vec
     sums = 8 if x_size == 8 else 16  # gradients of gamma that a thread can accumulate
     teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
-    tile = _warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8) or _team_tile(
+    tile = warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8) or team_tile(
         vectors, vec, sums // vec, teams if clusters else BACKWARD_TEAMS_NO_CLUSTERS
     )
     if tile is None:
@@ -158,11 +103,10 @@ def backward_tile(
     if x_size != 2 or other_size != 2:
         return tile
     if tile.lanes <= 32:
-        held = tile.vec * tile.vecs
-        return _with_blocks(tile, 1024 if held <= 8 else 384 if centred else 512)
+        return with_blocks(tile, 1024 if tile.held <= 8 else 384 if centred else 512)
     if vec < 8:  # many short vectors: more addresses
-        return _with_blocks(tile, 512)
-    return _with_blocks(tile, 768 if centred or tile.lanes < 512 else 1024)
+        return with_blocks(tile, 512)
+    return with_blocks(tile, 768 if centred or tile.lanes < 512 else 1024)
 
 
 def stages(tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits) -> int:
@@ -186,11 +130,6 @@ def stages(tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits
 
 def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
     return Specialisation("normalization", kernel, tuple(defines.items()))
-
-
-def _real(x: torch.dtype) -> str:
-    """The ``struct`` format of the kernels' own arithmetic."""
-    return "d" if x == torch.float64 else "f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +174,12 @@ def forward_source(
         "ZERO_CENTRED": int(key.zero_centred),
         "ACCESS": key.access,
     }
-    arguments = "PPPPPPqqi" + 2 * _real(key.x)
+    arguments = "PPPPPPqqi" + 2 * real(key.x)
     if tile is None:
-        wide = {"VEC": _vector(key.columns, SIZES[key.x]), "LANES": WIDE_LANES}
+        wide = {"VEC": vector_width(key.columns, SIZES[key.x]), "LANES": WIDE_LANES}
         geometry = _launch.Geometry(WIDE_LANES, arguments)
         return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
-    held = tile.vecs * tile.vec
+    held = tile.held
     shared = held * SIZES[key.x]
     parameters = held * (SIZES[key.weight] + (SIZES[key.bias] if key.centred else 0))
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor
@@ -254,17 +193,6 @@ def forward_source(
     return _source("forward", main), geometry, tile.rows, tile.cluster
 
 
-def _require_clusters(kernel: _launch.Kernel, columns: int) -> int:
-    """How many groups of blocks run at once; at least one, or the set declines."""
-    groups = kernel.resident_groups()
-    if groups < 1:
-        raise NotSupportedError(
-            f"vendor.cuda: this device cannot run clusters of {kernel.cluster} blocks, "
-            f"as rows of {columns} columns need"
-        )
-    return groups
-
-
 class Forward:
     """A forward's kernel on a device."""
 
@@ -275,7 +203,7 @@ class Forward:
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
         if self.cluster > 1:
-            _require_clusters(self.kernel, key.columns)
+            require_clusters(self.kernel, key.columns)
 
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments up to mu and rsigma, then the rest."""
@@ -285,7 +213,7 @@ class Forward:
 def backward_sources(
     key: BackwardKey, device: _launch.Limits
 ) -> tuple[list[tuple[Specialisation, _launch.Geometry]], Tile | None]:
-    """The kernels of a backward in their order, and the tile unless the row is too wide."""
+    """The kernels that read the rows, in their order; the tile unless the row is too wide."""
     size = SIZES[key.x]
     others = max(SIZES[key.dy], SIZES[key.gamma])
     tile = backward_tile(key.columns, size, others, key.centred, device.has_clusters)
@@ -298,10 +226,10 @@ def backward_sources(
     }
     zero_centred = {"ZERO_CENTRED": int(key.zero_centred)}
     outputs = 2 if key.centred else 1
-    real = _real(key.x)
+    own = real(key.x)
     depth = 0
     if tile is not None:
-        held = tile.threads * tile.vecs * tile.vec
+        held = tile.threads * tile.held
         stage_bytes, gamma_bytes = held * (size + SIZES[key.dy]), held * SIZES[key.gamma]
         warps = max(1, tile.lanes // 32) * tile.cluster
         slots = 2 * outputs * warps * max(4, size) if warps > 1 else 0
@@ -310,43 +238,22 @@ def backward_sources(
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
         shared = depth * stage_bytes + gamma_bytes
         geometry = _launch.Geometry(
-            tile.threads, "PPPPPPPqqqi" + real, shared, tile.cluster, carveout=100
+            tile.threads, "PPPPPPPqqqi" + own, shared, tile.cluster, carveout=100
         )
         kernels = [(_source("backward", main), geometry)]
     else:
         tile = None
-        defines["VEC"] = _vector(key.columns, size)
+        defines["VEC"] = vector_width(key.columns, size)
         rows = {**defines, **zero_centred, "LANES": WIDE_LANES}
         columns = {**defines, "LANES": COLUMN_LANES}
         kernels = [
-            (_source("backward_rows", rows), _launch.Geometry(WIDE_LANES, "PPPPPPqqqi" + real)),
+            (
+                _source("backward_rows", rows),
+                _launch.Geometry(WIDE_LANES, "PPPPPPqqqi" + own),
+            ),
             (_source("backward_columns", columns), _launch.Geometry(COLUMN_LANES, "PPPPPqqqi")),
         ]
-    kernels.append(parameters_source(key, device))
     return kernels, tile
-
-
-def _parameters_shape(key: BackwardKey) -> tuple[int, int]:
-    """(columns per thread, threads per block) where the partial gradients are added up.
-
-    Few columns leave few blocks, so those are large; many columns take wider loads.
-    """
-    return (4, 256) if key.columns % 4 == 0 and key.columns >= 8192 else (1, 1024)
-
-
-def parameters_source(
-    key: BackwardKey, device: _launch.Limits
-) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that adds up the partial gradients of gamma and beta."""
-    vec, threads = _parameters_shape(key)
-    defines: dict[str, str | int] = {
-        "TX": "float64" if key.x == torch.float64 else "float32",
-        "TW": NAMES[key.gamma],
-        "VEC": vec,
-        "LANES": threads,
-    }
-    geometry = _launch.Geometry(threads, "PPPii", dependent=device.has_clusters)
-    return _source("parameters", defines), geometry
 
 
 class Backward:
@@ -355,11 +262,10 @@ class Backward:
     __slots__ = (
         "_columns",
         "_kernels",
-        "_outputs",
-        "_parameter_blocks",
         "_resident",
         "_share",
         "_tile",
+        "_total",
         "_vec",
         "_wide_blocks",
     )
@@ -368,15 +274,14 @@ class Backward:
         limits = _launch.limits(device)
         sources, self._tile = backward_sources(key, limits)
         self._kernels = [_launch.load(*source, device) for source in sources]
+        self._total = SumOfGroups(key.columns, math_dtype(key.x), key.gamma, device)
         self._columns = key.columns
-        self._outputs = 2 if key.centred else 1
         self._share = 1.0 / key.columns
-        self._parameter_blocks = -(-key.columns // (32 * _parameters_shape(key)[0]))
-        self._vec = _vector(key.columns, SIZES[key.x])
+        self._vec = vector_width(key.columns, SIZES[key.x])
         self._wide_blocks = limits.multiprocessors
         self._resident = 0
         if self._tile is not None:
-            self._resident = _require_clusters(self._kernels[0], key.columns)
+            self._resident = require_clusters(self._kernels[0], key.columns)
 
     def groups(self, rows: int) -> int:
         """How many partial sums of each parameter's gradient there will be."""
@@ -423,40 +328,11 @@ class Backward:
             self._kernels[0].launch(rows, 1, *pointers, rows, *strides, columns, self._share)
             blocks = -(-columns // (COLUMN_LANES * self._vec))
             self._kernels[1].launch(blocks, groups, *pointers[:4], partial, rows, *strides, columns)
-        self._kernels[-1].launch(
-            self._parameter_blocks, self._outputs, partial, *gradients, groups, columns
-        )
+        self._total(partial, *gradients, groups)
 
 
-Plan = TypeVar("Plan")
-
-_forwards: dict[tuple[Any, ...], Forward] = {}
-_backwards: dict[tuple[Any, ...], Backward] = {}
-_planning = ForkSafeLock()
-
-
-_MOST_PLANS = 1024
-
-
-def _plan_forward(key: tuple[Any, ...]) -> Forward:
-    return _kept(_forwards, key, lambda: Forward(ForwardKey(*key[1:]), key[0]))
-
-
-def _plan_backward(key: tuple[Any, ...]) -> Backward:
-    return _kept(_backwards, key, lambda: Backward(BackwardKey(*key[1:]), key[0]))
-
-
-def _kept(
-    plans: dict[tuple[Any, ...], Plan], key: tuple[Any, ...], make: Callable[[], Plan]
-) -> Plan:
-    """The plan of that key, made by the first who asks; a full memory starts over."""
-    with _planning:
-        plan = plans.get(key)
-        if plan is None:
-            if len(plans) >= _MOST_PLANS:
-                plans.clear()
-            plan = plans[key] = make()
-        return plan
+_forwards: Plans[Forward] = Plans()
+_backwards: Plans[Backward] = Plans()
 
 
 def representative_sources(
@@ -473,82 +349,16 @@ def representative_sources(
     dtypes[1024] += [(double, double, double), (half, full, double), (double, low, half)]
     for columns, combinations in dtypes.items():
         for x, other, weight in combinations:
-            access = _vector(columns, SIZES[x])
+            access = vector_width(columns, SIZES[x])
             for centred in (False, True):
                 forward = ForwardKey(columns, access, x, weight, weight, other, centred, False)
                 yield forward_source(forward, device)[:2]
                 backward = BackwardKey(columns, access, x, other, weight, centred, False)
                 yield from backward_sources(backward, device)[0]
+                yield sum_source(columns, math_dtype(x), weight, device)
     for access in (1, 2, 4):  # misaligned memory
         yield forward_source(ForwardKey(64, access, low, full, low, low, True, True), device)[:2]
         yield from backward_sources(BackwardKey(64, access, low, low, full, True, True), device)[0]
-
-
-# --------------------------------------------------------------------------- arguments
-
-
-def _is_plain(value: object) -> bool:
-    """Whether it is a tensor whose memory is its own, subclass or not."""
-    return (
-        isinstance(value, Tensor)
-        and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
-        and value.layout is torch.strided
-    )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Say what is wrong with the arguments, or that they are not for this set."""
-    arguments = op.check(*args, **kwargs)
-    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    for tensor in tensors:
-        if not _is_plain(tensor):
-            raise NotSupportedError(
-                f"vendor.cuda: {op.name} needs tensors with memory of their own, "
-                f"not {type(tensor).__name__}"
-            )
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            raise NotSupportedError(
-                f"vendor.cuda: {op.name} runs on CUDA devices, not on {tensor.device}"
-            )
-    raise NotSupportedError(f"vendor.cuda: {op.name} does not take these arguments: {arguments}")
-
-
-def _no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedError:
-    reason = f": {error}" if error else ""
-    return NotSupportedError(
-        f"vendor.cuda: {op.name} needs tensors with memory of their own{reason}"
-    )
-
-
-def _dense_rows(value: Tensor) -> tuple[Tensor, int]:
-    """The tensor, copied only if it must be, and the elements from row to row."""
-    columns = value.shape[-1]
-    if columns == 1:  # one column may be dense and yet have its sign kept apart
-        value = value.resolve_neg()
-    if value.is_contiguous():
-        return value, columns
-    strides = value.stride()
-    if strides[-1] == 1:
-        shape = value.shape
-        if all(
-            shape[at] == 1 or strides[at] == strides[at + 1] * shape[at + 1]
-            for at in range(len(shape) - 2)
-        ):
-            return value, strides[-2]
-    return value.contiguous(), columns
-
-
-def _access(vec: int, *parts: tuple[int, int]) -> int:
-    """Elements that one access may cover, from (address or bytes between rows, size)."""
-    access = vec
-    while access > 1 and any(value % min(16, access * size) for value, size in parts):
-        access //= 2
-    return access
 
 
 # --------------------------------------------------------------------------- operators
@@ -566,8 +376,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
     """(output, mu, rsigma); None if the arguments are not for this set."""
     if not (
-        (type(input) in PLAIN or _is_plain(input))
-        and (type(weight) in PLAIN or _is_plain(weight))
+        (type(input) in PLAIN or is_plain(input))
+        and (type(weight) in PLAIN or is_plain(weight))
         and input.is_cuda
         and (dtype := input.dtype) in NAMES
         and (weight_dtype := weight.dtype) in NAMES
@@ -575,7 +385,7 @@ def _forward(
         and 0 < (columns := shape[-1]) <= MOST_COLUMNS
         and weight.shape == (columns,)
         and weight.get_device() == (device := input.get_device())
-        and (type(eps) is float or _is_number(eps))
+        and (type(eps) is float or is_number(eps))
         and eps >= 0
         and (zero_centered_gamma is False or zero_centered_gamma is True)
         and (out_dtype is None or (type(out_dtype) is torch.dtype and out_dtype in NAMES))
@@ -583,28 +393,28 @@ def _forward(
         return None
     bias_dtype = weight_dtype
     if bias is not None and not (
-        (type(bias) in PLAIN or _is_plain(bias))
+        (type(bias) in PLAIN or is_plain(bias))
         and (bias_dtype := bias.dtype) in NAMES
         and bias.shape == (columns,)
         and bias.get_device() == device
     ):
         return None
     try:
-        input, stride = _dense_rows(input)
+        input, stride = dense_rows(input)
         weight = weight.contiguous()
         x, gamma, beta = input.data_ptr(), weight.data_ptr(), 0
         if bias is not None:
             bias = bias.contiguous()
             beta = bias.data_ptr()
     except RuntimeError as error:
-        raise _no_memory(op, error) from None
+        raise no_memory(op, error) from None
 
     size = SIZES[dtype]
-    access = _vector(columns, size)
+    access = vector_width(columns, size)
     if (x | gamma | beta | stride * size) & 15:
         row_bytes = stride * size
         others = ((gamma, SIZES[weight_dtype]), (beta, SIZES[bias_dtype]))
-        access = _access(access, (x, size), (row_bytes, size), *others)
+        access = access_width(access, (x, size), (row_bytes, size), *others)
     out = out_dtype or dtype
     key = (
         device,
@@ -617,7 +427,7 @@ def _forward(
         centred,
         zero_centered_gamma,
     )
-    plan = _forwards.get(key) or _plan_forward(key)
+    plan = _forwards.get(key) or _forwards.made(key, lambda: Forward(ForwardKey(*key[1:]), device))
 
     place = input.device
     statistics = torch.float64 if size == 8 else torch.float32
@@ -631,7 +441,7 @@ def _forward(
     mu = empty((rows,), (1,), statistics) if centred else None
     if rows:
         if type(output) is not Tensor:
-            raise _no_memory(op, None)
+            raise no_memory(op, None)
         plan(
             rows,
             x,
@@ -660,9 +470,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """(dx, dgamma, dbeta); None if the arguments are not for this set."""
     if not (
-        (type(x) in PLAIN or _is_plain(x))
-        and (type(dy) in PLAIN or _is_plain(dy))
-        and (type(gamma) in PLAIN or _is_plain(gamma))
+        (type(x) in PLAIN or is_plain(x))
+        and (type(dy) in PLAIN or is_plain(dy))
+        and (type(gamma) in PLAIN or is_plain(gamma))
         and x.is_cuda
         and (dtype := x.dtype) in NAMES
         and (dy_dtype := dy.dtype) in NAMES
@@ -682,15 +492,15 @@ def _backward(
     saved = (rsigma,) if mu is None else (rsigma, mu)
     for value in saved:
         if not (
-            (type(value) in PLAIN or _is_plain(value))
+            (type(value) in PLAIN or is_plain(value))
             and value.dtype == statistics
             and value.shape == (rows,)
             and value.get_device() == device
         ):
             return None
     try:
-        x, x_stride = _dense_rows(x)
-        dy, dy_stride = _dense_rows(dy)
+        x, x_stride = dense_rows(x)
+        dy, dy_stride = dense_rows(dy)
         gamma = gamma.contiguous()
         rsigma = rsigma.contiguous()
         addresses = (dy.data_ptr(), x.data_ptr(), gamma.data_ptr(), rsigma.data_ptr())
@@ -699,13 +509,13 @@ def _backward(
             mu = mu.contiguous()
             mu_address = mu.data_ptr()
     except RuntimeError as error:
-        raise _no_memory(op, error) from None
+        raise no_memory(op, error) from None
 
     dy_size = SIZES[dy_dtype]
     x_row, dy_row = x_stride * size, dy_stride * dy_size
-    access = _vector(columns, size)
+    access = vector_width(columns, size)
     if (addresses[0] | addresses[1] | addresses[2] | x_row | dy_row) & 15:
-        access = _access(
+        access = access_width(
             access,
             (addresses[0], dy_size),
             (dy_row, dy_size),
@@ -725,9 +535,11 @@ def _backward(
             dbeta.zero_()
     else:
         if type(dx) is not Tensor:
-            raise _no_memory(op, None)
+            raise no_memory(op, None)
         key = (device, columns, access, dtype, dy_dtype, gamma_dtype, centred, zero_centered_gamma)
-        plan = _backwards.get(key) or _plan_backward(key)
+        plan = _backwards.get(key) or _backwards.made(
+            key, lambda: Backward(BackwardKey(*key[1:]), device)
+        )
         groups = plan.groups(rows)
         outputs = 2 if centred else 1
         partial = empty((outputs * groups * columns,), (1,), statistics)
@@ -755,7 +567,7 @@ def rmsnorm_fwd(
         ops.rmsnorm_fwd, input, weight, None, eps, zero_centered_gamma, out_dtype, False
     )
     if found is None:
-        _decline(
+        decline(
             ops.rmsnorm_fwd,
             input,
             weight,
@@ -777,7 +589,7 @@ def rmsnorm_bwd(
     """``ops.rmsnorm_bwd``: (dx, dgamma)."""
     found = _backward(ops.rmsnorm_bwd, dy, x, None, rsigma, gamma, zero_centered_gamma)
     if found is None:
-        _decline(ops.rmsnorm_bwd, dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+        decline(ops.rmsnorm_bwd, dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
     return found[0], found[1]
 
 
@@ -795,7 +607,7 @@ def layernorm_fwd(
         ops.layernorm_fwd, input, weight, bias, eps, zero_centered_gamma, out_dtype, True
     )
     if found is None or found[1] is None:
-        _decline(
+        decline(
             ops.layernorm_fwd,
             input,
             weight,
@@ -819,7 +631,7 @@ def layernorm_bwd(
     """``ops.layernorm_bwd``: (dx, dgamma, dbeta)."""
     found = _backward(ops.layernorm_bwd, dy, x, mu, rsigma, gamma, zero_centered_gamma)
     if found is None or found[2] is None:
-        _decline(
+        decline(
             ops.layernorm_bwd, dy, x, mu, rsigma, gamma, zero_centered_gamma=zero_centered_gamma
         )
     return found[0], found[1], found[2]

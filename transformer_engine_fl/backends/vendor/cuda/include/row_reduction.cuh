@@ -1,9 +1,9 @@
-// The sum over all threads that share a row.
+// Sums, and largest values, over all threads that share a row.
 //
 // A row belongs to Lanes threads of each of Cluster blocks. Up to 32 lanes exchange by
 // shuffles alone; more meet in shared memory behind one barrier; with a cluster each
-// warp's sum is written to every block of it, behind one barrier of the cluster. The
-// order of additions depends on Lanes and Cluster only, and every thread gets the same
+// warp's result is written to every block of it, behind one barrier of the cluster. The
+// order of operations depends on Lanes and Cluster only, and every thread gets the same
 // bits.
 
 #pragma once
@@ -12,9 +12,23 @@
 
 namespace te_fl {
 
-// Call from all threads of the block. K sums travel together.
+struct Sum {
+  template <typename A>
+  static __device__ __forceinline__ A combine(A a, A b) {
+    return a + b;
+  }
+};
+
+// Of a NaN and a number the number, as fmax has it.
+struct Max {
+  static __device__ __forceinline__ float combine(float a, float b) { return fmaxf(a, b); }
+  static __device__ __forceinline__ double combine(double a, double b) { return fmax(a, b); }
+};
+
+// Call from all threads of the block, one object for all reductions of a kernel. K values
+// travel together.
 template <int Lanes, int Cluster, int K, typename A>
-class RowSum {
+class RowReduction {
   static_assert((Lanes & (Lanes - 1)) == 0, "lanes are halved");
   static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
   static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
@@ -23,13 +37,18 @@ class RowSum {
 
  public:
   // The other blocks may only be written to once they run; the wait for that is left
-  // to the first sum, behind the first loads.
-  __device__ __forceinline__ RowSum() {
+  // to the first reduction, behind the first loads.
+  __device__ __forceinline__ RowReduction() {
     if constexpr (Cluster > 1) cluster_arrive();
   }
 
-  __device__ __forceinline__ void operator()(A (&value)[K]) {
-    halve<(Lanes < 32 ? Lanes : 32)>(value);
+  __device__ __forceinline__ void sum(A (&value)[K]) { reduce<Sum>(value); }
+  __device__ __forceinline__ void max(A (&value)[K]) { reduce<Max>(value); }
+
+ private:
+  template <typename Operation>
+  __device__ __forceinline__ void reduce(A (&value)[K]) {
+    halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
     if constexpr (kSlots > 1) {
       // Two sets of slots in turn: who writes a set again has passed the barrier of
       // the other set, so everyone has read this one.
@@ -58,20 +77,23 @@ class RowSum {
       for (int k = 0; k < K; ++k) {
         value[k] = slots[turn_][k][lane % kSlots];
 #pragma unroll
-        for (int at = 32; at < kSlots; at += 32) value[k] += slots[turn_][k][at + lane];
+        for (int at = 32; at < kSlots; at += 32) {
+          value[k] = Operation::combine(value[k], slots[turn_][k][at + lane]);
+        }
       }
-      halve<(kSlots < 32 ? kSlots : 32)>(value);
+      halve<Operation, (kSlots < 32 ? kSlots : 32)>(value);
       turn_ ^= 1;
     }
   }
 
- private:
-  template <int Width>
+  template <typename Operation, int Width>
   static __device__ __forceinline__ void halve(A (&value)[K]) {
 #pragma unroll
     for (int offset = Width / 2; offset > 0; offset /= 2) {
 #pragma unroll
-      for (int k = 0; k < K; ++k) value[k] += __shfl_xor_sync(0xffffffffu, value[k], offset);
+      for (int k = 0; k < K; ++k) {
+        value[k] = Operation::combine(value[k], __shfl_xor_sync(0xffffffffu, value[k], offset));
+      }
     }
   }
 

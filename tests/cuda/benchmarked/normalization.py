@@ -1,0 +1,29 @@
+"""The kernels of normalization that the benchmarks launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._launch import Limits
+from transformer_engine_fl.backends.vendor.cuda._sums import sum_source
+from transformer_engine_fl.backends.vendor.cuda.normalization import (
+    BackwardKey,
+    ForwardKey,
+    backward_sources,
+    forward_source,
+)
+
+
+def sources(device: Limits) -> Iterator[Specialisation]:
+    """Those of bfloat16 rows on such a device."""
+    low = torch.bfloat16
+    for columns in (1024, 4096, 8192, 32768):
+        for centred in (False, True):
+            forward = ForwardKey(columns, 8, low, low, low, low, centred, False)
+            backward = BackwardKey(columns, 8, low, low, low, centred, False)
+            yield forward_source(forward, device)[0]
+            yield from (source for source, _ in backward_sources(backward, device)[0])
+        yield sum_source(columns, torch.float32, low, device)[0]

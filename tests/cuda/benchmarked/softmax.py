@@ -1,0 +1,22 @@
+"""The kernels of softmax that the benchmarks launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._launch import Limits
+from transformer_engine_fl.backends.vendor.cuda.softmax import Key, source
+
+
+def sources(device: Limits) -> Iterator[Specialisation]:
+    """Those of bfloat16 rows on such a device."""
+    low = torch.bfloat16
+    for columns in (1024, 2048, 4096, 8192, 32768, 262144):
+        yield source(Key(columns, 8, low), device)[0]
+        yield source(Key(columns, 8, low, low), device)[0]
+    for dy in (None, low):
+        yield source(Key(2048, 8, low, dy, True), device)[0]
+    yield source(Key(2048, 8, low, None, False, 1, True), device)[0]

@@ -1,0 +1,117 @@
+"""Activations in CUDA C++: what the samples of the contracts do not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.vendor.cuda import activation
+from transformer_engine_fl.backends.vendor.cuda.activation import CLAMPED, KINDS
+from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.testing import Guarded
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "named"),
+    [
+        ("gelu", (torch.ones(4, dtype=torch.int32),), "input"),
+        ("dgelu", (torch.ones(4), torch.ones(5)), "grad"),
+        ("swiglu", (torch.ones(2, 5),), "input"),
+        ("dswiglu", (torch.ones(2, 6), torch.ones(2, 6)), "grad"),
+        ("clamped_swiglu", (torch.ones(2, 6), -1.0), "limit"),
+        ("dbias_dgelu", (torch.ones(()), torch.ones(())), "fwd_input"),
+    ],
+)
+@pytest.mark.usefixtures("no_launch")
+def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        getattr(activation, op)(*args)
+    assert raised.value.argument == named
+
+
+def test_every_kind_is_compiled_ahead() -> None:
+    from transformer_engine_fl.backends.vendor.cuda._launch import Limits
+
+    sources = activation.representative_sources(Limits(9, 0, 132, 232_448, 233_472))
+    assert {dict(source.defines).get("KIND") for source, _ in sources} >= {*KINDS, CLAMPED}
+
+
+# ------------------------------------------------------------------------- on a device
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that is handed out holds NaN, so that what is not written shows."""
+    with Guarded() as memory:
+        yield
+    assert memory.broken() is None
+
+
+def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def assert_close(op: str, found: Tensor, expected: Tensor) -> None:
+    by = getattr(ops, op).tolerance[str(found.dtype)[6:]]
+    allowed = by.rtol * expected.abs() + by.atol * expected.square().mean().sqrt()
+    assert bool(((found.double() - expected).abs() <= allowed).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 2047, 2048, 2049, 100_003])
+def test_tails_of_elementwise_tensors(size: int, dtype: torch.dtype) -> None:
+    x, grad = values(size + 3, dtype=dtype, seed=1), values(size + 3, dtype=dtype, seed=2)
+    for skip in (0, 1, 2):  # aligned memory and not
+        args = grad[skip : skip + size], x[skip : skip + size]
+        assert_close("gelu", activation.gelu(args[1]), ops.gelu.oracle(args[1]))
+        assert_close("dgelu", activation.dgelu(*args), ops.dgelu.oracle(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 7, 96, 1000, 5003, 14336])
+def test_gated_rows_that_lie_apart(columns: int, dtype: torch.dtype) -> None:
+    x = values(37, 2 * columns + 24, dtype=dtype, seed=3)[:, 8 : 2 * columns + 8]
+    grad = values(37, columns + 3, dtype=dtype, seed=4)[:, :columns]
+    assert_close("swiglu", activation.swiglu(x), ops.swiglu.oracle(x))
+    assert_close("dswiglu", activation.dswiglu(grad, x), ops.dswiglu.oracle(grad, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 8), (5, 1), (3000, 7), (4097, 1024), (513, 14336), (33, 65536)]
+)
+def test_bias_gradients_of_every_width(rows: int, columns: int, dtype: torch.dtype) -> None:
+    args = values(rows, columns, dtype=dtype, seed=5), values(rows, columns, dtype=dtype, seed=6)
+    found = activation.dbias_dgelu(*args)
+    for output, expected in zip(found, ops.dbias_dgelu.oracle(*args), strict=True):
+        assert_close("dbias_dgelu", output, expected)
+    again = activation.dbias_dgelu(*args)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_it_can_be_captured_and_replayed() -> None:
+    x, grad = (values(256, 1024, dtype=torch.bfloat16, seed=seed) for seed in (7, 8))
+    activation._kernels.clear()  # the first call, with its loading, is captured too
+    activation._bias_kernels.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = activation.gelu(x), *activation.dbias_dgelu(grad, x)
+    for seed in (9, 10):
+        x.copy_(values(256, 1024, dtype=torch.bfloat16, seed=seed))
+        graph.replay()
+        expected = activation.gelu(x), *activation.dbias_dgelu(grad, x)
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))

@@ -1,0 +1,63 @@
+"""What has no memory on a CUDA device is left to the next set, before anything is launched."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.vendor import cuda
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.registry import OpRegistry
+
+
+def _operators() -> dict[str, Callable[..., Any]]:
+    registry = OpRegistry()
+    cuda.register(registry)
+    modules = {
+        family: importlib.import_module(f"{cuda.__name__}.{family}") for family in cuda.FAMILIES
+    }
+    return {
+        name: getattr(modules[ops.CATALOGUE[name].family], name)
+        for name in registry.list_operators()
+    }
+
+
+OPERATORS = _operators()
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _fake(device: str) -> Callable[[Tensor], Tensor]:
+    def convert(tensor: Tensor) -> Tensor:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    return convert
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cpu": lambda tensor: tensor,
+    "meta": _meta,
+    "fake": _fake("cpu"),
+    "fake cuda": _fake("cuda"),
+}
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_tensors_without_device_memory_are_declined(op: str, kind: str) -> None:
+    sample = next(iter(getattr(ops, op).samples("bfloat16", "cpu")))
+    args, kwargs = pytree.tree_map_only(Tensor, KINDS[kind], (sample.args, sample.kwargs))
+    with pytest.raises(NotSupportedError):
+        OPERATORS[op](*args, **kwargs)

@@ -1,0 +1,130 @@
+"""Softmax in CUDA C++: how rows are cut, and what the contracts' samples do not cover."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.vendor.cuda import softmax
+from transformer_engine_fl.backends.vendor.cuda._launch import Limits
+from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.testing import Guarded
+
+AMPERE = Limits(8, 0, 108, 166_912, 167_936)
+HOPPER = Limits(9, 0, 132, 232_448, 233_472)
+WIDTHS = (1, 7, 129, 1024, 1536, 2052, 4096, 5003, 8192, 20001, 32768, 65536, 262144, 262152)
+
+
+@pytest.mark.parametrize("device", [AMPERE, HOPPER], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("sizes", [(2,), (4,), (8,), (2, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_tile_covers_its_row_and_fits_a_block(
+    columns: int, sizes: tuple[int, ...], device: Limits
+) -> None:
+    tile = softmax.row_tile(columns, sizes, device)
+    if tile is None:  # served by the kernels for wide rows
+        assert columns > 4096
+        return
+    assert columns % tile.vec == 0
+    assert tile.held * tile.lanes * tile.cluster >= columns
+    assert tile.threads <= 1024
+    assert tile.threads * tile.held * sum(sizes) <= device.shared_per_block
+    assert tile.cluster == 1 or device.has_clusters
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+def test_rows_of_up_to_262144_columns_are_read_once(sizes: tuple[int, ...]) -> None:
+    for columns in range(8, 262144 + 1, 4088):
+        assert softmax.row_tile(columns, sizes, HOPPER) is not None, columns
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "named"),
+    [
+        ("scaled_softmax_forward", (torch.ones(4, dtype=torch.int32),), "input"),
+        ("scaled_softmax_forward", (torch.ones(4), None), "scale"),
+        ("scaled_masked_softmax_forward", (torch.ones(2, 4), torch.ones(2, 3) > 0), "mask"),
+        ("scaled_upper_triang_masked_softmax_forward", (torch.ones(2, 4),), "input"),
+        ("scaled_softmax_backward", (torch.ones(4), torch.ones(5)), "output_grad"),
+    ],
+)
+@pytest.mark.usefixtures("no_launch")
+def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        getattr(softmax, op)(*args)
+    assert raised.value.argument == named
+
+
+# ------------------------------------------------------------------------- on a device
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that is handed out holds NaN, so that what is not written shows."""
+    with Guarded() as memory:
+        yield
+    assert memory.broken() is None
+
+
+def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (3 * torch.randn(*shape, generator=generator, device="cuda")).to(dtype)
+
+
+def assert_served(op: str, *args: object) -> Tensor:
+    contract = getattr(ops, op)
+    found: Tensor = getattr(softmax, op)(*args)
+    expected = contract.oracle(*args)
+    by = contract.tolerance[str(found.dtype)[6:]]
+    allowed = by.rtol * expected.abs() + by.atol * expected.square().mean().sqrt()
+    assert bool(((found.double() - expected).abs() <= allowed).all())
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_values_of_every_width(columns: int, dtype: torch.dtype) -> None:
+    rows = 300 if columns < 10_000 else 21
+    for skip in (0, 1):  # aligned memory and not
+        x = values(rows, columns + 8, dtype=dtype, seed=1)[:, skip : columns + skip]
+        mask = values(rows, columns, dtype=torch.float32, seed=2) > 1
+        y = assert_served("scaled_softmax_forward", x, 0.5)
+        assert_served("scaled_masked_softmax_forward", x, mask, 0.5)
+        assert_served("scaled_aligned_causal_masked_softmax_forward", x)
+        dy = values(rows, columns + 8, dtype=dtype, seed=3)[:, skip : columns + skip]
+        assert_served("scaled_softmax_backward", dy, y, 0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [64, 4096, 8192, 32768])
+def test_a_row_does_not_depend_on_the_others(columns: int) -> None:
+    x = values(200, columns, dtype=torch.bfloat16, seed=4)
+    dy = values(200, columns, dtype=torch.bfloat16, seed=5)
+    y = softmax.scaled_softmax_forward(x)
+    dx = softmax.scaled_softmax_backward(dy, y)
+    for some in (slice(0, 1), slice(3, 20)):
+        assert torch.equal(softmax.scaled_softmax_forward(x[some]), y[some])
+        assert torch.equal(softmax.scaled_softmax_backward(dy[some], y[some]), dx[some])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [320, 4096, 32768])
+def test_it_can_be_captured_and_replayed(columns: int) -> None:
+    x = values(50, columns, dtype=torch.bfloat16, seed=6)
+    softmax._plans.clear()  # the first call, with its loading, is captured too
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = softmax.scaled_softmax_forward(x)
+        dx = softmax.scaled_softmax_backward(x, y)
+    for seed in (7, 8):
+        x.copy_(values(50, columns, dtype=torch.bfloat16, seed=seed))
+        graph.replay()
+        again = softmax.scaled_softmax_forward(x)
+        assert torch.equal(y, again)
+        assert torch.equal(dx, softmax.scaled_softmax_backward(x, again))

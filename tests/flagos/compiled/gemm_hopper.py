@@ -1,0 +1,42 @@
+"""Matrix products on Hopper, of groups too: each kind of operand, scale and finish."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from transformer_engine_fl.backends.flagos import gemm as flagos
+
+MODULES = ("_products_hopper",)
+TARGETS = ("sm_90",)
+
+
+def launch() -> None:
+    matrix = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    bias, total = torch.empty(4096), torch.empty(4096, 4096)
+    splits = [1000, 24, 3000, 72]
+    wgrad = {"transa": False, "transb": True}
+    for options in (
+        {"bias": bias, "gelu": True},
+        {"transa": False},
+        {"accumulate_into": total, **wgrad},
+    ):
+        flagos.generic_gemm(matrix, matrix, **options)  # type: ignore[arg-type]
+    flagos.te_general_grouped_gemm([matrix] * 4, [matrix], splits, bias=[bias] * 4, gelu=True)
+    flagos.te_general_grouped_gemm([matrix], [matrix], splits, accumulate_into=[total] * 4, **wgrad)
+    narrow = matrix.to(torch.float8_e4m3fn)
+    one, squares, rows = torch.empty(1), torch.empty(32, 32), torch.empty(4096, 32)
+    for a_scale, b_scale in ((one, one), (squares, rows), (squares, squares)):
+        flagos.generic_gemm(narrow, narrow, A_scale_inv=a_scale, B_scale_inv=b_scale)
+        flagos.te_general_grouped_gemm(
+            [narrow] * 4, [narrow], splits, A_scale_inv=[a_scale] * 4, B_scale_inv=[b_scale]
+        )
+
+
+def check(cases: list[dict[str, Any]]) -> None:
+    """Whole warpgroups multiply."""
+    products = [case for case in cases if case["kernel"].endswith("product")]
+    assert {case["kernel"] for case in products} == {"product", "grouped_product"}
+    for case in products:
+        assert case["products"] > 0, case

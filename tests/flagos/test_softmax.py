@@ -1,0 +1,60 @@
+"""Triton's softmax where a row is shared by several programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends.flagos import softmax as flagos
+from transformer_engine_fl.backends.flagos._rows import Pieces
+from transformer_engine_fl.ops import softmax as contracts
+
+NAMES = (
+    "scaled_softmax",
+    "scaled_masked_softmax",
+    "scaled_aligned_causal_masked_softmax",
+)
+
+
+@pytest.fixture(params=[None, 16], ids=["as wide rows are", "in pieces of 16"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Cuts rows into pieces of 16 columns, or of as many as rows that are wide."""
+    monkeypatch.setattr(flagos, "_PLANS", {})
+    if request.param is None:
+        return False
+    table = {2**32: Pieces(threads=32, width=request.param, programs=7)}
+    monkeypatch.setattr(flagos, "_FORWARD", table)
+    monkeypatch.setattr(flagos, "_BACKWARD", table)
+    return True
+
+
+def check(name: str, *args: Tensor) -> Tensor:
+    contract, right = getattr(contracts, name), getattr(contracts, name).oracle(*args)
+    found: Tensor = getattr(flagos, name)(*args)
+    allowed = contract.tolerance[str(args[0].dtype).removeprefix("torch.")]
+    limit = allowed.rtol * right.abs() + allowed.atol * right.square().mean().sqrt()
+    assert ((found.double() - right).abs() <= limit).all()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_in_pieces(name: str, dtype: torch.dtype, pieces: bool, device: str) -> None:
+    shape = (2, 5, 100) if pieces else (1, 2, 70001)
+    scores = (torch.randn(shape) * 3).to(device, dtype)
+    hidden = ()
+    if name == "scaled_masked_softmax":
+        mask = torch.randn(shape, device=device) > 0.4
+        mask[..., 0, :] = True
+        mask[..., 1, :48] = True
+        hidden = (mask,)
+    check(f"{name}_forward", scores, *hidden)
+    output = getattr(contracts, f"{name}_forward").oracle(scores, *hidden).to(dtype)
+    check(f"{name}_backward", torch.randn(shape).to(scores), output)
+
+
+def test_pieces_far_below_the_highest_score_give_zeros(pieces: bool, device: str) -> None:
+    scores = torch.full((1, 100 if pieces else 70001), -3e38, device=device)
+    scores[0, 40] = 3e38
+    assert flagos.scaled_softmax_forward(scores)[0].nonzero().flatten().tolist() == [40]

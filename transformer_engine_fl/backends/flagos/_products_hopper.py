@@ -1,0 +1,612 @@
+"""Matrix products on Hopper, large ones: kernels that give each warp its own work.
+
+One warp asks for the operands' tiles, which the tensor memory accelerator (TMA) brings; two
+groups of four multiply them. Each of the two has half of a tile's rows and goes its own way,
+so that one of them adds up float8's sums, or finishes a tile, while the other one keeps the
+tensor cores busy. Triton's own pipelining has every warp do the same, so these are written in
+Gluon, where that can be said.
+
+What the numbers of a launch mean is in ``_products``, as is how scales are multiplied with.
+Terms are added in the same order as there: the bits are the same. Which products are made
+here, ``gemm`` decides; a GELU's gradient and scales of single columns are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl  # noqa: TC002 - Gluon looks annotations up
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from transformer_engine_fl.backends.flagos._products import _NUMBERS_OF_PRODUCT, _added, _place
+from transformer_engine_fl.backends.flagos.activation import _value_and_slope
+
+__all__ = ["grouped_product", "product"]
+
+_VECTOR = 16  # bytes that a thread stores at a time
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def _box(outer: Any, terms: Any, k_major: Any) -> Any:
+    return [outer, terms] if k_major else [terms, outer]
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def _boxes(count: Any, outer: Any, terms: Any, k_major: Any) -> Any:
+    return [count, outer, terms] if k_major else [count, terms, outer]
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def _shared_layout(outer: Any, terms: Any, k_major: Any, dtype: Any) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(_box(outer, terms, k_major), dtype)
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def _sum_layout(columns: Any, dtype: Any) -> Any:
+    return gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[4, 1],
+        instr_shape=[16, columns, 256 // dtype.primitive_bitwidth],
+    )
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def _stored_layout(columns: Any, dtype: Any) -> Any:
+    vector = _VECTOR * 8 // dtype.primitive_bitwidth
+    across = min(32, columns // vector)
+    return gl.BlockedLayout([1, vector], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _described(
+    ptr: gl.tensor,
+    outer: gl.tensor,
+    k: gl.tensor,
+    stride: gl.tensor,
+    K_MAJOR: gl.constexpr,
+    OUTER: gl.constexpr,
+    TERMS: gl.constexpr,
+) -> gl.tensor:
+    """A descriptor of an operand, for boxes of OUTER by TERMS."""
+    shape = (outer, k) if K_MAJOR else (k, outer)
+    return tma.make_tensor_descriptor(
+        ptr, shape, [stride, 1], _box(OUTER, TERMS, K_MAJOR),
+        _shared_layout(OUTER, TERMS, K_MAJOR, ptr.dtype.element_ty),
+    )  # fmt: skip
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _copy(
+    described: gl.tensor,
+    start: gl.tensor,
+    term: gl.tensor,
+    ready: gl.tensor,
+    shared: gl.tensor,
+    K_MAJOR: gl.constexpr,
+) -> None:
+    if K_MAJOR:
+        tma.async_copy_global_to_shared(described, [start, term], ready, shared)
+    else:
+        tma.async_copy_global_to_shared(described, [term, start], ready, shared)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _group_of(
+    table_ptr: gl.tensor, tile: gl.tensor, GROUPS: gl.constexpr, WARPS: gl.constexpr
+) -> gl.tensor:
+    """The last group that begins at or before a tile."""
+    EACH: gl.constexpr = (GROUPS + 31) // 32
+    layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [WARPS], [0])
+    firsts = gl.load(table_ptr + gl.arange(0, GROUPS, layout))
+    return gl.sum((firsts <= tile).to(gl.int32), axis=0) - 1
+
+
+# ------------------------------------------------------------------------------- loading
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_terms(
+    a: gl.tensor, b: gl.tensor, row: gl.tensor, column: gl.tensor, k: gl.tensor, done: gl.tensor,
+    a_shared: gl.tensor, b_shared: gl.tensor, ready: gl.tensor, free: gl.tensor,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Ask for the operands of one tile of D; returns how many steps were asked for so far."""
+    HEIGHT: gl.constexpr = ROWS // 2
+    WIDTH: gl.constexpr = COLUMNS // PARTS
+    BYTES: gl.constexpr = (ROWS + COLUMNS) * TERMS * (a.dtype.primitive_bitwidth // 8)
+    for step in range(gl.cdiv(k, TERMS)):
+        stage = done % STAGES
+        barrier = ready.index(stage)
+        mbarrier.wait(free.index(stage), (done // STAGES & 1) ^ 1)
+        mbarrier.expect(barrier, BYTES)
+        for half in gl.static_range(2):
+            it = b_shared.index(stage * 2 + half)
+            _copy(b, row + half * HEIGHT, step * TERMS, barrier, it, B_K_MAJOR)
+        for part in gl.static_range(PARTS):
+            it = a_shared.index(stage * PARTS + part)
+            _copy(a, column + part * WIDTH, step * TERMS, barrier, it, A_K_MAJOR)
+        done += 1
+    return done
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_group(
+    a_ptr: gl.tensor, b_ptr: gl.tensor, table_ptr: gl.tensor, tile: gl.tensor, n: gl.tensor,
+    done: gl.tensor, last: gl.tensor,
+    a_shared: gl.tensor, b_shared: gl.tensor, ready: gl.tensor, free: gl.tensor,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, UNIT: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """The same for a tile of a group, with descriptors of its own.
+
+    Their memory is that of an earlier tile's, of which ``last`` steps were asked for: nothing
+    may be underway that was asked for with them.
+    """
+    group = _group_of(table_ptr, tile, GROUPS, 1)
+    field = table_ptr + group
+    first = gl.load(field).to(gl.int32)
+    m = gl.load(field + GROUPS).to(gl.int32) * UNIT_M
+    k = gl.load(field + 2 * GROUPS).to(gl.int32) * UNIT_K
+    a_start = a_ptr + gl.load(field + 3 * GROUPS) * UNIT
+    a_stride = gl.load(field + 4 * GROUPS) * UNIT
+    b_start = b_ptr + gl.load(field + 9 * GROUPS) * UNIT
+    b_stride = gl.load(field + 10 * GROUPS) * UNIT
+    before = gl.maximum(last - 1, 0)
+    mbarrier.wait(
+        free.index(before % STAGES),
+        before // STAGES & 1,
+        pred=(last > 0) & (done <= before + STAGES),
+    )
+    some = gl.maximum(k, 1)  # there are no empty descriptors; of this none is read
+    a = _described(a_start, n, some, a_stride, A_K_MAJOR, COLUMNS // PARTS, TERMS)
+    b = _described(b_start, m, some, b_stride, B_K_MAJOR, ROWS // 2, TERMS)
+    row, column = _place(tile - first, gl.cdiv(m, ROWS), gl.cdiv(n, COLUMNS), SUPER)
+    return _load_terms(
+        a, b, row * ROWS, column * COLUMNS, k, done, a_shared, b_shared, ready, free,
+        A_K_MAJOR, B_K_MAJOR, ROWS, COLUMNS, TERMS, PARTS, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_all(
+    tensors: gl.tensor, numbers: gl.tensor, shared: gl.tensor,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, UNIT: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+) -> None:  # fmt: skip
+    """What the loading warp does."""
+    a, b, table_ptr = tensors
+    tiles, m, n, k = numbers
+    a_shared, b_shared, ready, free = shared
+    programs = gl.num_programs(0)
+    done = gl.to_tensor(0)
+    if GROUPS == 0:
+        down = gl.cdiv(m, ROWS)
+        across = gl.cdiv(n, COLUMNS)
+        for tile in range(gl.program_id(0), tiles, programs):
+            row, column = _place(tile, down, across, SUPER)
+            done = _load_terms(
+                a, b, row * ROWS, column * COLUMNS, k, done, a_shared, b_shared, ready, free,
+                A_K_MAJOR, B_K_MAJOR, ROWS, COLUMNS, TERMS, PARTS, STAGES,
+            )  # fmt: skip
+    else:
+        # Two places for descriptors, so that there is no need to wait for the tile before.
+        even = gl.to_tensor(0)
+        odd = gl.to_tensor(0)
+        for tile in range(gl.program_id(0), tiles, 2 * programs):
+            done = _load_group(
+                a, b, table_ptr, tile, n, done, even, a_shared, b_shared, ready, free,
+                A_K_MAJOR, B_K_MAJOR, UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS,
+                PARTS, STAGES, GROUPS,
+            )  # fmt: skip
+            even = done
+            if tile + programs < tiles:
+                done = _load_group(
+                    a, b, table_ptr, tile + programs, n, done, odd,
+                    a_shared, b_shared, ready, free,
+                    A_K_MAJOR, B_K_MAJOR, UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS,
+                    PARTS, STAGES, GROUPS,
+                )  # fmt: skip
+                odd = done
+
+
+# --------------------------------------------------------------------------- multiplying
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _tile_of(shared: gl.tensor, place: gl.tensor, K_MAJOR: gl.constexpr) -> gl.tensor:
+    """A tile in shared memory as [outer, terms]."""
+    it = shared.index(place)
+    return it if K_MAJOR else it.permute((1, 0))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _sum(
+    k: gl.tensor, done: gl.tensor, shared: gl.tensor,
+    WHICH: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Half a tile of sums that the tensor cores add, and the steps so far."""
+    a_shared, b_shared, ready, free = shared
+    total = gl.zeros((64, COLUMNS), gl.float32, LAYOUT)
+    for step in range(gl.cdiv(k, TERMS)):
+        stage = done % STAGES
+        mbarrier.wait(ready.index(stage), done // STAGES & 1)
+        b = _tile_of(b_shared, stage * 2 + WHICH, B_K_MAJOR)
+        a = _tile_of(a_shared, stage, A_K_MAJOR).permute((1, 0))
+        total = warpgroup_mma(b, a, total, is_async=True)
+        total = warpgroup_mma_wait(1, deps=(total,))
+        before = gl.maximum(done - 1, 0) % STAGES
+        mbarrier.arrive(free.index(before), pred=step > 0)
+        done += 1
+    total = warpgroup_mma_wait(0, deps=(total,))
+    mbarrier.arrive(free.index(gl.maximum(done - 1, 0) % STAGES), pred=k > 0)
+    return total, done
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _scaled_sum(
+    a: gl.tensor, b: gl.tensor, a_scale: gl.tensor, b_scale: gl.tensor, total: gl.tensor,
+) -> gl.tensor:  # fmt: skip
+    """``total`` and the product of two tiles of float8, which is scaled in float32."""
+    nothing = gl.zeros_like(total)
+    part = warpgroup_mma(b, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    if b_scale is not None:
+        part *= b_scale[:, None]
+    if a_scale is not None:
+        part *= a_scale
+    return total + part
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _sum_of_steps(
+    m: gl.tensor, n: gl.tensor, k: gl.tensor, row: gl.tensor, column: gl.tensor,
+    done: gl.tensor, shared: gl.tensor, scales: gl.tensor,
+    WHICH: gl.constexpr, A_SCALES: gl.constexpr, A_HEIGHT: gl.constexpr,
+    B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr, PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """The same of float8, whose steps are added in float32; the columns in one part or two.
+
+    Only one part's sum of a step takes registers at a time. A part has one scale of a.
+    """
+    a_shared, b_shared, ready, free = shared
+    a_scale, a_down, a_along, b_scale, b_first, b_down, b_along = scales
+    left = gl.zeros((64, COLUMNS // PARTS), gl.float32, LAYOUT)
+    right = left
+    # Beyond the last row or column any scale will do; few numbers are kept for a place.
+    if A_SCALES == "steps":
+        block = column // A_HEIGHT
+        next_block = gl.minimum((column + COLUMNS // PARTS) // A_HEIGHT, (n - 1) // A_HEIGHT)
+        next_scale = (next_block - block).to(gl.int64) * a_down
+        a_scale += block.to(gl.int64) * a_down
+    if B_SCALES == "steps":
+        start = b_first + gl.minimum(row, m - 1)
+        r = gl.minimum(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), gl.maximum(m - 1 - row, 0))
+        r = ((start % B_HEIGHT).to(gl.int32) + r) // B_HEIGHT * b_down.to(gl.int32)
+        b_scale += start // B_HEIGHT * b_down
+    for _ in range(gl.cdiv(k, TERMS)):
+        stage = done % STAGES
+        # The scales come while the tiles are waited for and multiplied.
+        of_rows = None
+        of_left = None
+        of_right = None
+        if B_SCALES == "steps":
+            of_rows = gl.load(b_scale + r)
+            b_scale += b_along
+        if A_SCALES == "steps":
+            of_left = gl.load(a_scale)
+            if PARTS == 2:
+                of_right = gl.load(a_scale + next_scale)
+            a_scale += a_along
+        mbarrier.wait(ready.index(stage), done // STAGES & 1)
+        b = b_shared.index(stage * 2 + WHICH)
+        left = _scaled_sum(a_shared.index(stage * PARTS), b, of_left, of_rows, left)
+        if PARTS == 2:
+            right = _scaled_sum(a_shared.index(stage * 2 + 1), b, of_right, of_rows, right)
+        mbarrier.arrive(free.index(stage))
+        done += 1
+    return left, right, done
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _store(
+    ptr: gl.tensor, z: gl.tensor, row: gl.tensor, column: gl.tensor,
+    m: gl.tensor, n: gl.tensor, stride: gl.tensor, LAYOUT: gl.constexpr,
+) -> None:  # fmt: skip
+    """Half a tile, stored by vectors."""
+    it = z.to(ptr.dtype.element_ty)
+    # Four threads have a whole sector of float32 side by side as it is.
+    wide: gl.constexpr = it.dtype.primitive_bitwidth == 32
+    stored: gl.constexpr = LAYOUT if wide else _stored_layout(z.shape[1], it.dtype)
+    r = row + gl.arange(0, z.shape[0], gl.SliceLayout(1, stored))[:, None]
+    c = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, stored))[None, :]
+    it = gl.convert_layout(it, stored)
+    gl.store(ptr + r.to(gl.int64) * stride + c, it, mask=(r < m) & (c < n))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _finish(
+    z: gl.tensor, row: gl.tensor, column: gl.tensor,
+    d_ptr: gl.tensor, pre_ptr: gl.tensor, bias_ptr: gl.tensor,
+    m: gl.tensor, n: gl.tensor, d_stride: gl.tensor, alpha: gl.tensor, beta: gl.tensor,
+    GELU: gl.constexpr, ACCUMULATE: gl.constexpr, PTX: gl.constexpr, LAYOUT: gl.constexpr,
+) -> None:  # fmt: skip
+    """What follows from some sums, stored."""
+    r = row + gl.arange(0, z.shape[0], gl.SliceLayout(1, LAYOUT))
+    c = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, LAYOUT))
+    z = _added(z, r, c, d_ptr, bias_ptr, m, n, d_stride, alpha, beta, ACCUMULATE)
+    if GELU:
+        _store(pre_ptr, z, row, column, m, n, n, LAYOUT)
+        z, _ = _value_and_slope(z, z, "gelu", PTX)
+    _store(d_ptr, z, row, column, m, n, d_stride, LAYOUT)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _multiply_all(
+    tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor, shared: gl.tensor,
+    WHICH: gl.constexpr, A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr,
+    A_HEIGHT: gl.constexpr, B_K_MAJOR: gl.constexpr, B_SCALES: gl.constexpr,
+    B_HEIGHT: gl.constexpr, STEPWISE: gl.constexpr, GELU: gl.constexpr,
+    ACCUMULATE: gl.constexpr, PTX: gl.constexpr, UNIT_M: gl.constexpr,
+    UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr,
+) -> None:  # fmt: skip
+    """What one of the two groups of warps does: half the rows of each tile."""
+    d_ptr, pre_ptr, bias_ptr, table_ptr = tensors
+    tiles, m, n, k, d_stride, alpha, beta = numbers
+    a_scale_ptr, a_down, a_along, b_scale_ptr, b_first, b_down, b_along = scales
+    LAYOUT: gl.constexpr = _sum_layout(COLUMNS // PARTS, DTYPE)
+    done = gl.to_tensor(0)
+    across = gl.cdiv(n, COLUMNS)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        inside = tile
+        d = d_ptr
+        pre = pre_ptr
+        bias = bias_ptr
+        a_scale = a_scale_ptr
+        b_scale = b_scale_ptr
+        if GROUPS > 0:
+            group = _group_of(table_ptr, tile, GROUPS, 4)
+            field = table_ptr + group
+            inside = tile - gl.load(field).to(gl.int32)
+            m = gl.load(field + GROUPS).to(gl.int32) * UNIT_M
+            k = gl.load(field + 2 * GROUPS).to(gl.int32) * UNIT_K
+            d += gl.load(field + 15 * GROUPS) * UNIT_N
+            d_stride = gl.load(field + 16 * GROUPS) * UNIT_N
+            if pre_ptr is not None:
+                pre += gl.load(field + 17 * GROUPS) * n
+            if bias_ptr is not None:
+                bias += group.to(gl.int64) * n
+            if A_SCALES != "none":
+                a_scale += gl.load(field + 6 * GROUPS)
+                a_down = gl.load(field + 7 * GROUPS)
+                a_along = gl.load(field + 8 * GROUPS)
+            if B_SCALES != "none":
+                b_first = gl.load(field + 11 * GROUPS)
+                b_scale += gl.load(field + 12 * GROUPS)
+                b_down = gl.load(field + 13 * GROUPS)
+                b_along = gl.load(field + 14 * GROUPS)
+        factor = alpha
+        if A_SCALES == "whole":
+            factor *= gl.load(a_scale)
+        if B_SCALES == "whole":
+            factor *= gl.load(b_scale)
+        row, column = _place(inside, gl.cdiv(m, ROWS), across, SUPER)
+        row = row * ROWS + WHICH * (ROWS // 2)
+        column = column * COLUMNS
+        if STEPWISE:
+            z, right, done = _sum_of_steps(
+                m, n, k, row, column, done, shared,
+                (a_scale, a_down, a_along, b_scale, b_first, b_down, b_along),
+                WHICH, A_SCALES, A_HEIGHT, B_SCALES, B_HEIGHT, PARTS, COLUMNS, TERMS, STAGES,
+                LAYOUT,
+            )  # fmt: skip
+        else:
+            z, done = _sum(
+                k, done, shared, WHICH, A_K_MAJOR, B_K_MAJOR, COLUMNS, TERMS, STAGES, LAYOUT
+            )
+        _finish(
+            z, row, column, d, pre, bias, m, n, d_stride, factor, beta,
+            GELU, ACCUMULATE, PTX, LAYOUT,
+        )  # fmt: skip
+        if PARTS == 2:
+            _finish(
+                right, row, column + COLUMNS // 2, d, pre, bias, m, n, d_stride, factor, beta,
+                GELU, ACCUMULATE, PTX, LAYOUT,
+            )  # fmt: skip
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _start(
+    a: gl.tensor, b: gl.tensor, tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor,
+    A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr, A_HEIGHT: gl.constexpr,
+    B_K_MAJOR: gl.constexpr, B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr,
+    STEPWISE: gl.constexpr, GELU: gl.constexpr, ACCUMULATE: gl.constexpr,
+    PTX: gl.constexpr, UNIT: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
+    STAGES: gl.constexpr, MULTIPLYING: gl.constexpr, LOADING: gl.constexpr,
+    GROUPS: gl.constexpr, DTYPE: gl.constexpr,
+) -> None:  # fmt: skip
+    """Give every warp its work. Of groups, a and b are pointers, else descriptors."""
+    WIDTH: gl.constexpr = COLUMNS // PARTS
+    a_shared = gl.allocate_shared_memory(
+        DTYPE,
+        _boxes(STAGES * PARTS, WIDTH, TERMS, A_K_MAJOR),
+        _shared_layout(WIDTH, TERMS, A_K_MAJOR, DTYPE),
+    )
+    b_shared = gl.allocate_shared_memory(
+        DTYPE,
+        _boxes(STAGES * 2, ROWS // 2, TERMS, B_K_MAJOR),
+        _shared_layout(ROWS // 2, TERMS, B_K_MAJOR, DTYPE),
+    )
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    shared = (a_shared, b_shared, ready, free)
+    tiles, m, n, k, _, _, _ = numbers
+    gl.warp_specialize(
+        [
+            (
+                _multiply_all,
+                (
+                    tensors, numbers, scales, shared, 0, A_K_MAJOR, A_SCALES, A_HEIGHT,
+                    B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M,
+                    UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                ),
+            ),
+            (
+                _multiply_all,
+                (
+                    tensors, numbers, scales, shared, 1, A_K_MAJOR, A_SCALES, A_HEIGHT,
+                    B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU, ACCUMULATE, PTX, UNIT_M,
+                    UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES, GROUPS, DTYPE,
+                ),
+            ),
+            (
+                _load_all,
+                (
+                    (a, b, tensors[3]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR, UNIT,
+                    UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES, GROUPS,
+                ),
+            ),
+        ],
+        [4, 1],
+        [MULTIPLYING, LOADING],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_NUMBERS_OF_PRODUCT)  # type: ignore[untyped-decorator]
+def product(
+    a_ptr: gl.tensor,
+    a_scale_ptr: gl.tensor,
+    b_ptr: gl.tensor,
+    b_scale_ptr: gl.tensor,
+    d_ptr: gl.tensor,
+    pre_ptr: gl.tensor,
+    gelu_ptr: gl.tensor,
+    bias_ptr: gl.tensor,
+    m: tl.int32,
+    n: tl.int32,
+    k: tl.int32,
+    a_stride: tl.int64,
+    b_stride: tl.int64,
+    d_stride: tl.int64,
+    a_scale_row: tl.int64,
+    a_scale_column: tl.int64,
+    b_scale_row: tl.int64,
+    b_scale_column: tl.int64,
+    alpha: tl.float32,
+    beta: tl.float32,
+    A_K_MAJOR: gl.constexpr,
+    A_SCALES: gl.constexpr,
+    A_HEIGHT: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+    B_SCALES: gl.constexpr,
+    B_HEIGHT: gl.constexpr,
+    STEPWISE: gl.constexpr,
+    GELU: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    PTX: gl.constexpr,
+    UNIT: gl.constexpr,
+    UNIT_M: gl.constexpr,
+    UNIT_N: gl.constexpr,
+    UNIT_K: gl.constexpr,
+    SUPER: gl.constexpr,
+    PARTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TERMS: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTIPLYING: gl.constexpr,
+    LOADING: gl.constexpr,
+) -> None:
+    """``product`` of ``_products``."""
+    m = m * UNIT_M
+    n = n * UNIT_N
+    k = k * UNIT_K
+    a = _described(a_ptr, n, k, a_stride * UNIT, A_K_MAJOR, COLUMNS // PARTS, TERMS)
+    b = _described(b_ptr, m, k, b_stride * UNIT, B_K_MAJOR, ROWS // 2, TERMS)
+    tiles = gl.cdiv(m, ROWS) * gl.cdiv(n, COLUMNS)
+    zero = gl.to_tensor(0).to(gl.int64)
+    _start(
+        a, b,
+        (d_ptr, pre_ptr, bias_ptr, None),
+        (tiles, m, n, k, d_stride * UNIT_N, alpha, beta),
+        (
+            a_scale_ptr, a_scale_row, a_scale_column,
+            b_scale_ptr, zero, b_scale_row, b_scale_column,
+        ),
+        A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU,
+        ACCUMULATE, PTX, UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES,
+        MULTIPLYING, LOADING, 0, a_ptr.dtype.element_ty,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tiles", "n", "alpha", "beta"])  # type: ignore[untyped-decorator]
+def grouped_product(
+    a_ptr: gl.tensor,
+    a_scale_ptr: gl.tensor,
+    b_ptr: gl.tensor,
+    b_scale_ptr: gl.tensor,
+    d_ptr: gl.tensor,
+    pre_ptr: gl.tensor,
+    gelu_ptr: gl.tensor,
+    bias_ptr: gl.tensor,
+    table_ptr: gl.tensor,
+    tiles: tl.int32,
+    n: tl.int32,
+    alpha: tl.float32,
+    beta: tl.float32,
+    A_K_MAJOR: gl.constexpr,
+    A_SCALES: gl.constexpr,
+    A_HEIGHT: gl.constexpr,
+    B_K_MAJOR: gl.constexpr,
+    B_SCALES: gl.constexpr,
+    B_HEIGHT: gl.constexpr,
+    STEPWISE: gl.constexpr,
+    GELU: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    PTX: gl.constexpr,
+    UNIT: gl.constexpr,
+    UNIT_M: gl.constexpr,
+    UNIT_N: gl.constexpr,
+    UNIT_K: gl.constexpr,
+    SUPER: gl.constexpr,
+    PARTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TERMS: gl.constexpr,
+    STAGES: gl.constexpr,
+    MULTIPLYING: gl.constexpr,
+    LOADING: gl.constexpr,
+    GROUPS: gl.constexpr,
+) -> None:
+    """``grouped_product`` of ``_products``; its table is described there."""
+    n = n * UNIT_N
+    zero = gl.to_tensor(0).to(gl.int64)  # the table has the number
+    _start(
+        a_ptr, b_ptr,
+        (d_ptr, pre_ptr, bias_ptr, table_ptr),
+        (tiles, n, n, n, zero, alpha, beta),
+        (a_scale_ptr, zero, zero, b_scale_ptr, zero, zero, zero),
+        A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU,
+        ACCUMULATE, PTX, UNIT, UNIT_M, UNIT_N, UNIT_K, SUPER, PARTS, ROWS, COLUMNS, TERMS, STAGES,
+        MULTIPLYING, LOADING, GROUPS, a_ptr.dtype.element_ty,
+    )  # fmt: skip

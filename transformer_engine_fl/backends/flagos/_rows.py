@@ -1,0 +1,336 @@
+"""How rows are cut: into tiles of whole rows, or into pieces that several programs share.
+
+A program that has one piece of a row holds it in registers, leaves its share of the row's
+sums where the others find it, and does the same for the next of its rows before it waits
+for the others' shares of the first, which are there by then, and finishes that. So each
+number is read once, however wide the row. That needs every program of the grid to be
+running: the grid is what the device holds at once, and the launch is a cooperative one,
+which gives just that or fails. Where there is no such launch, the same kernel runs twice:
+for the sums, and then, reading the row again, for the rest.
+
+Shares are added up in the order of the pieces, so a row's result depends on its width and
+dtype alone. What is summed, and what becomes of it, is the kernel's own business.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import MOST, block_of, listed, rows_of_tile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Cut", "Pieces", "SharedRows", "Tiles", "WholeRows", "cut", "heard", "tell"]
+
+
+class Tiles(NamedTuple):
+    """Whole rows.
+
+    Attributes:
+        threads: of a program.
+        width: of a tile; narrower rows share one.
+        programs: that a multiprocessor holds at once, each with many tiles; 0 for a
+            program per tile.
+        stages: tiles under way in a program that has many.
+    """
+
+    threads: int
+    width: int
+    programs: int = 0
+    stages: int = 1
+
+
+class Pieces(NamedTuple):
+    """Rows in pieces.
+
+    Attributes:
+        threads: of a program.
+        width: of a piece.
+        programs: that a multiprocessor holds at once.
+        stages: pieces under way in a program, beside those of the two rows in its registers.
+    """
+
+    threads: int
+    width: int
+    programs: int
+    stages: int = 1
+
+
+Cut = Mapping[int, "Tiles | Pieces"]
+"""How rows are cut, by width: columns rounded up to a power of two, float64 counting double."""
+
+
+# --------------------------------------------------------------------------- in a kernel
+#
+# STEP is "together", or "sums" and then "rest"; a row has one or two SUMS. In two steps
+# ``shares`` is [rows, SUMS, PIECES]. Together it is [rows, PIECES], of a word each: 0 until
+# the piece has told its sums, then their bits, changed so that no sum gives 0. A word is
+# written and read whole, so nothing else needs an order.
+
+# A signalling NaN, which is no sum: what comes out of arithmetic is a quiet one.
+_NO_SUM = tl.constexpr(0x7F800001)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tell(
+    shares_ptr: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    PIECES: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """Leave this piece's shares of a row's sums; of one, ``second`` is not looked at."""
+    place = row * PIECES + tl.program_id(0)
+    if STEP == "together":
+        word = first.to(tl.int32, bitcast=True) ^ _NO_SUM
+        if SUMS == 2:
+            upper = (second.to(tl.int32, bitcast=True) ^ _NO_SUM).to(tl.int64)
+            word = (upper << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
+        tl.atomic_xchg(shares_ptr + place, word, sem="relaxed")
+    else:
+        place += row * ((SUMS - 1) * PIECES)
+        tl.store(shares_ptr + place, first)
+        if SUMS == 2:
+            tl.store(shares_ptr + place + PIECES, second)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
+    """The words at these places, once they are there."""
+    if SUMS == 2:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred missing;
+            again:
+            ld.relaxed.gpu.global.b64 $0, [$1];
+            setp.eq.b64 missing, $0, 0;
+            @missing bra again;
+            }
+            """,
+            "=&l,l",
+            [place],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred missing;
+            again:
+            ld.relaxed.gpu.global.b32 $0, [$1];
+            setp.eq.b32 missing, $0, 0;
+            @missing bra again;
+            }
+            """,
+            "=&r,l",
+            [place],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def heard(
+    shares_ptr: tl.tensor,
+    row: tl.tensor,
+    other: tl.tensor,
+    PIECES: tl.constexpr,
+    SUMS: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Every piece's shares of a row's sums, and beyond them ``other`` and 0.
+
+    Of one sum, the second is the first once more.
+    """
+    piece = tl.arange(0, triton.next_power_of_2(PIECES))
+    exists = piece < PIECES
+    place = shares_ptr + row * PIECES + tl.minimum(piece, PIECES - 1)
+    if STEP == "together":
+        word = _word(place.to(tl.int64), SUMS)
+        first = (word.to(tl.int32) ^ _NO_SUM).to(tl.float32, bitcast=True)
+        second = first
+        if SUMS == 2:
+            second = ((word >> 32).to(tl.int32) ^ _NO_SUM).to(tl.float32, bitcast=True)
+    else:
+        place += row * ((SUMS - 1) * PIECES)
+        first = tl.load(place)
+        second = first
+        if SUMS == 2:
+            second = tl.load(place + PIECES)
+    return tl.where(exists, first, other), tl.where(exists, second, 0)
+
+
+# ---------------------------------------------------------------------------- on the host
+
+
+# Shared memory of a program, beside its stages: for adding up, and for the device itself.
+_SUMS_BYTES = 2048
+
+
+def _stages(way: Tiles | Pieces, stage_bytes: int, device: torch.device) -> int:
+    """As many stages as wanted, or as shared memory has room for."""
+    share = _launch.limits(device).shared_bytes // max(1, way.programs) - _SUMS_BYTES
+    return max(1, min(way.stages, 1 + share // stage_bytes))
+
+
+def _even(work: int, most: int) -> int:
+    """How many share the work, so that it takes no longer and none has a turn to itself."""
+    turns = max(1, -(-work // most))
+    return -(-work // turns)
+
+
+class WholeRows:
+    """A kernel of whole rows, in tiles; its grid is one-dimensional.
+
+    Args:
+        kernel: the jitted function.
+        device: where it runs.
+        tiles: how rows are cut, for numbers of 4 bytes.
+        columns: of a row.
+        dtype: of the sums.
+        column_bytes: that are read of a row, per column.
+        constants: for the kernel, beside ROWS, BLOCK and STAGES.
+    """
+
+    __slots__ = ("_launch", "_most", "_rows")
+
+    def __init__(
+        self,
+        kernel: Any,
+        device: torch.device,
+        tiles: Tiles,
+        columns: int,
+        dtype: torch.dtype,
+        column_bytes: int,
+        **constants: Any,
+    ) -> None:
+        block = block_of(columns)
+        self._rows = rows_of_tile(tiles.width, block * (2 if dtype == torch.float64 else 1))
+        offered = _launch.limits(device)
+        self._most = tiles.programs * offered.multiprocessors or MOST
+        self._launch = _launch.Launch(
+            kernel,
+            device,
+            threads=tiles.threads,
+            resident=tiles.programs,
+            ROWS=self._rows,
+            BLOCK=block,
+            STAGES=_stages(tiles, self._rows * block * column_bytes, device),
+            **constants,
+        )
+
+    def groups(self, rows: int) -> int:
+        """How many programs there are for so many rows."""
+        return _even(-(-rows // self._rows), self._most)
+
+    def __call__(
+        self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
+    ) -> None:
+        """Start the kernel."""
+        self._launch((self.groups(rows), 1), tensors, numbers)
+
+
+class SharedRows:
+    """A kernel of rows in pieces.
+
+    Its last pointer is that of the shares; its grid is pieces by groups of programs that
+    share a row, each group with rows of its own.
+
+    Args:
+        kernel: the jitted function.
+        device: where it runs.
+        pieces: how rows are cut, for numbers of 4 bytes.
+        columns: of a row.
+        sums: that a row has.
+        dtype: of the sums.
+        column_bytes: that are read of a row, per column.
+        constants: for the kernel, beside PIECES, BLOCK, STAGES and STEP.
+    """
+
+    __slots__ = ("_launches", "_make_shares", "_most", "_shares", "pieces")
+
+    def __init__(
+        self,
+        kernel: Any,
+        device: torch.device,
+        pieces: Pieces,
+        columns: int,
+        sums: int,
+        dtype: torch.dtype,
+        column_bytes: int,
+        **constants: Any,
+    ) -> None:
+        double = dtype == torch.float64
+        width = pieces.width // (2 if double else 1)
+        self.pieces = -(-columns // width)
+        running = pieces.programs * _launch.limits(device).multiprocessors
+        self._most = max(1, running // self.pieces)
+        make = functools.partial(
+            _launch.Launch,
+            kernel,
+            device,
+            threads=pieces.threads,
+            resident=pieces.programs,
+            PIECES=self.pieces,
+            BLOCK=width,
+            **constants,
+        )
+        self._launches: tuple[_launch.Launch, ...]
+        self._make_shares: Callable[[int], Tensor]
+        if _launch.has_ptx() and not double and self.pieces <= running:
+            stages = _stages(pieces, width * column_bytes, device)
+            cooperative = {"launch_cooperative_grid": True}
+            self._launches = (make(STEP="together", STAGES=stages, options=cooperative),)
+            word = torch.int64 if sums == 2 else torch.int32
+            self._make_shares = functools.partial(torch.zeros, dtype=word, device=device)
+            self._shares = self.pieces
+        else:
+            self._launches = (make(STEP="sums", STAGES=1), make(STEP="rest", STAGES=1))
+            self._make_shares = functools.partial(torch.empty, dtype=dtype, device=device)
+            self._shares = self.pieces * sums
+
+    def groups(self, rows: int) -> int:
+        """How many groups of programs there are for so many rows."""
+        return _even(rows, self._most)
+
+    def __call__(
+        self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
+    ) -> None:
+        """Start the kernel: ``tensors`` is all but the shares."""
+        groups = self.groups(rows)
+        # Each group goes one row beyond its last, of which nothing comes.
+        shares = self._make_shares((rows + groups) * self._shares)
+        for launch in self._launches:
+            launch((self.pieces, groups), (*tensors, shares), numbers)
+
+
+def cut(
+    by_width: Cut,
+    kernels: tuple[Any, Any],
+    device: torch.device,
+    columns: int,
+    sums: int,
+    dtype: torch.dtype,
+    column_bytes: int,
+    **constants: Any,
+) -> WholeRows | SharedRows:
+    """The kernel of whole rows or that of rows in pieces, as the table wants it."""
+    width = block_of(columns) * (2 if dtype == torch.float64 else 1)
+    way = listed(by_width, width)
+    if isinstance(way, Tiles):
+        return WholeRows(kernels[0], device, way, columns, dtype, column_bytes, **constants)
+    return SharedRows(kernels[1], device, way, columns, sums, dtype, column_bytes, **constants)

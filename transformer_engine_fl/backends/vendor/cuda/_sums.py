@@ -1,0 +1,67 @@
+"""The second stage of a sum over rows: adding up what groups of rows gave (``sums.cu``).
+
+No atomics and a fixed order, so that the same bits come each time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.backends.vendor.cuda._arguments import NAMES
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SumOfGroups", "sum_source"]
+
+
+def _shape(columns: int) -> tuple[int, int]:
+    """(columns per thread, threads per block).
+
+    Few columns leave few blocks, so those are large; many columns take wider loads.
+    """
+    return (4, 256) if columns % 4 == 0 and columns >= 8192 else (1, 1024)
+
+
+def sum_source(
+    columns: int, sums: torch.dtype, result: torch.dtype, device: _launch.Limits
+) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that adds up partial sums of ``sums`` and gives them as ``result``."""
+    vec, threads = _shape(columns)
+    defines: dict[str, str | int] = {
+        "TS": NAMES[sums],
+        "TW": NAMES[result],
+        "VEC": vec,
+        "LANES": threads,
+    }
+    geometry = _launch.Geometry(threads, "PPPii", dependent=device.has_clusters)
+    return Specialisation("sums", "sum_of_groups", tuple(defines.items())), geometry
+
+
+class SumOfGroups:
+    """The kernel on a device.
+
+    It is launched as a dependent of the kernel before it on the stream, whose last act is
+    to write the partial sums.
+    """
+
+    __slots__ = ("_blocks", "_columns", "_kernel")
+
+    def __init__(self, columns: int, sums: torch.dtype, result: torch.dtype, device: int) -> None:
+        source, geometry = sum_source(columns, sums, result, _launch.limits(device))
+        self._kernel = _launch.load(source, geometry, device)
+        self._columns = columns
+        self._blocks = -(-columns // (32 * _shape(columns)[0]))
+
+    def __call__(self, partial: int, first: int, second: int, groups: int) -> None:
+        """Launch.
+
+        Args:
+            partial: pointer to ``[1 or 2, groups, columns]``.
+            first, second: pointers of the results; 0 if there is no second one.
+            groups: how many partial sums there are of each.
+        """
+        results = 2 if second else 1
+        self._kernel.launch(self._blocks, results, partial, first, second, groups, self._columns)

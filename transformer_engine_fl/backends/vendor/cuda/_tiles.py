@@ -1,0 +1,112 @@
+"""How the columns of a row are spread over threads, for the families that work by rows.
+
+Which threads hold which columns follows from the columns and the dtypes alone, so a row's
+result does not depend on how many rows there are, nor on where they lie. The kernels' side
+of it is ``include/rows.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.core.errors import NotSupportedError
+
+__all__ = [
+    "SHARED_PER_BLOCK",
+    "Team",
+    "Tile",
+    "require_clusters",
+    "team_tile",
+    "warp_tile",
+    "with_blocks",
+]
+
+SHARED_PER_BLOCK: Final = 1024
+"""Bytes of shared memory that the system takes for each block."""
+
+Team = tuple[int, int]
+"""(threads of a block that share a row, blocks that share it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the columns of a row are spread over threads.
+
+    Attributes:
+        vec: elements per vector.
+        vecs: vectors per thread.
+        lanes: threads of a block that share a row.
+        rows: rows that a block works on at once.
+        cluster: blocks that share a row.
+        blocks: blocks that should fit on a multiprocessor; bounds the registers.
+    """
+
+    vec: int
+    vecs: int
+    lanes: int
+    rows: int = 1
+    cluster: int = 1
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return self.lanes * self.rows
+
+    @property
+    def held(self) -> int:
+        """Elements that a thread holds."""
+        return self.vec * self.vecs
+
+    def defines(self, columns: int) -> dict[str, str | int]:
+        """The tile as macros, for rows of that many columns."""
+        return {
+            "FULL": int(columns == self.vec * self.vecs * self.lanes * self.cluster),
+            "VEC": self.vec,
+            "VECS": self.vecs,
+            "LANES": self.lanes,
+            "ROWS": self.rows,
+            "CLUSTER": self.cluster,
+            "BLOCKS": self.blocks,
+        }
+
+
+def warp_tile(vectors: int, vec: int, most: int) -> Tile | None:
+    """Rows within a warp: as many lanes as the row has vectors, several rows per block.
+
+    Args:
+        vectors: of the row.
+        vec: elements of each.
+        most: vectors that a thread may hold.
+    """
+    if vectors > 32 * most:
+        return None
+    lanes = min(32, 1 << (vectors - 1).bit_length())
+    vecs = -(-vectors // lanes)
+    return Tile(vec, vecs, lanes, (256 if vecs == 1 else 128) // lanes)
+
+
+def team_tile(vectors: int, vec: int, most: int, teams: tuple[Team, ...]) -> Tile | None:
+    """Rows over several warps: the first team that holds the row serves."""
+    for lanes, cluster in teams:
+        if vectors <= lanes * cluster * most:
+            return Tile(vec, -(-vectors // (lanes * cluster)), lanes, 1, cluster)
+    return None
+
+
+def with_blocks(tile: Tile, threads: int) -> Tile:
+    """The tile with as many blocks as make that many threads on a multiprocessor."""
+    return replace(tile, blocks=max(1, threads // tile.threads))
+
+
+def require_clusters(kernel: _launch.Kernel, columns: int) -> int:
+    """How many groups of blocks run at once; at least one, or the set declines."""
+    groups = kernel.resident_groups()
+    if groups < 1:
+        raise NotSupportedError(
+            f"vendor.cuda: this device cannot run clusters of {kernel.cluster} blocks, "
+            f"as rows of {columns} columns need"
+        )
+    return groups

@@ -1,0 +1,366 @@
+// Scaled softmax over rows, forward and backward: plain, under a mask, and causal.
+//
+// Compiled at run time, one kernel and one specialisation at a time: the host defines
+// KERNEL_<name> and what that kernel needs of the following, as softmax.py chooses it.
+//
+//   TX, TDY      storage types of the scores (and of the output), of the output's gradient
+//   CAUSAL       1 if query i sees the keys up to i + ahead - 1
+//   MASKED       1 if there is a mask: bytes, not 0 where a key is hidden
+//   MASK_STEP    bytes between the mask's columns, 0 or 1
+//   MASK_ACCESS  1 if VEC bytes of the mask may be read at once
+//   VEC, ACCESS  elements per vector, and in one access
+//   VECS, LANES, ROWS, CLUSTER, FULL  how a row is spread over threads: see rows.cuh
+//   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
+//
+// `forward` and `backward` keep a row in shared memory, so that it is read once. Rows that
+// do not fit are served by `forward_wide` and `backward_wide`, which read them twice. What
+// a causal form hides is not read.
+//
+// Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
+// depends on its values, its width and the types alone, never on the number of rows.
+
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "row_reduction.cuh"
+#include "rows.cuh"
+
+using namespace te_fl;
+
+namespace {
+
+using A = Accumulator<TX>::type;
+
+#if defined(KERNEL_forward) || defined(KERNEL_backward)
+
+using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
+template <typename T>
+using Slots = Row::Slots<T>;
+
+#endif
+
+// How many keys the query of a row sees, as far as that follows from its place.
+__device__ __forceinline__ int bound_of(long long row, int columns, int queries, int ahead) {
+  if constexpr (!CAUSAL) return columns;
+  const int query = static_cast<int>(static_cast<unsigned>(row) % static_cast<unsigned>(queries));
+  return least(query + ahead, columns);
+}
+
+#if defined(KERNEL_forward) || defined(KERNEL_forward_wide)
+
+constexpr bool kHiding = CAUSAL || MASKED;  // there may be rows of which nothing is visible
+
+__device__ __forceinline__ A lowest() { return -static_cast<A>(__int_as_float(0x7f800000)); }
+
+// A mask over the scores: its bytes, and how far those of batches, heads and queries are
+// apart.
+struct Mask {
+  const unsigned char* bytes;
+  long long batch, head, query;
+
+  __device__ __forceinline__ const unsigned char* row_of(long long row, int queries,
+                                                         int heads) const {
+    if constexpr (!MASKED) return nullptr;
+    const unsigned at = static_cast<unsigned>(row);
+    const unsigned group = at / static_cast<unsigned>(queries);
+    const unsigned of = group / static_cast<unsigned>(heads);
+    return bytes + of * batch + (group - of * heads) * head +
+           (at - group * static_cast<unsigned>(queries)) * query;
+  }
+};
+
+constexpr int kMaskBytes = VEC > 1 ? VEC : 2;  // a vector has no fewer
+using Hidden = Vec<unsigned char, kMaskBytes>;
+
+// The mask's bytes of one vector.
+__device__ __forceinline__ Hidden hidden_at(const unsigned char* mask_row, int column) {
+  Hidden result = zeros<unsigned char, kMaskBytes>();
+  if constexpr (MASKED) {
+    if constexpr (MASK_ACCESS && VEC > 1) {
+      result = load_shared_data<kMaskBytes, kMaskBytes>(mask_row + column);
+    } else {
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        const unsigned byte = __ldg(mask_row + (column + i) * MASK_STEP);
+        result.words[i / 4] |= static_cast<Hidden::Word>(byte << i % 4 * 8);
+      }
+    }
+  }
+  return result;
+}
+
+// Scores of one vector, the lowest there is where hidden.
+__device__ __forceinline__ void scores_of(const Vec<TX, VEC>& stored, const Hidden& hidden,
+                                          int column, int bound, A scale, A (&scores)[VEC]) {
+  decode(stored, scores);
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) {
+    // Fused with the difference that follows, the largest would not come out as 0.
+    scores[i] = product(scores[i], scale);
+    if constexpr (CAUSAL) scores[i] = column + i < bound ? scores[i] : lowest();
+    if constexpr (MASKED) {
+      scores[i] = hidden.words[i / 4] >> i % 4 * 8 & 0xff ? lowest() : scores[i];
+    }
+  }
+}
+
+__device__ __forceinline__ A largest(const A (&values)[VEC], A so_far) {
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) so_far = Max::combine(so_far, values[i]);
+  return so_far;
+}
+
+// What is taken off the scores; where nothing is visible, nothing.
+__device__ __forceinline__ A taken_off(A highest) {
+  return kHiding && highest == lowest() ? A(0) : highest;
+}
+
+__device__ __forceinline__ A share_of(A total) {
+  return reciprocal(kHiding && total == A(0) ? A(1) : total);
+}
+
+#else
+
+// One vector of dx = scale * y * (dy - along), without zeros of negative sign.
+__device__ __forceinline__ Vec<TX, VEC> gradient(const Vec<TX, VEC>& output,
+                                                 const Vec<TDY, VEC>& output_grad, A along,
+                                                 A scale) {
+  A y[VEC], dy[VEC];
+  decode(output, y);
+  decode(output_grad, dy);
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) y[i] = y[i] * (dy[i] - along) * scale + A(0);
+  return encode<TX>(y);
+}
+
+__device__ __forceinline__ A products_of(const Vec<TX, VEC>& output,
+                                         const Vec<TDY, VEC>& output_grad) {
+  A y[VEC], dy[VEC];
+  decode(output, y);
+  decode(output_grad, dy);
+  A sum = 0;
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) sum += y[i] * dy[i];
+  return sum;
+}
+
+#endif
+
+}  // namespace
+
+#ifdef KERNEL_forward
+
+extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
+    forward(const TX* __restrict__ x, const unsigned char* __restrict__ mask,
+            TX* __restrict__ y, long long rows, long long x_stride, int columns, int queries,
+            int heads, int ahead, long long mask_batch, long long mask_head,
+            long long mask_query, double factor) {
+  extern __shared__ __align__(16) unsigned char kept[];
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const long long row =
+      static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
+  const bool active = Row::in_rows(row, rows);
+  const A scale = static_cast<A>(factor);
+  const int bound = bound_of(row, columns, queries, ahead);
+  RowReduction<LANES, CLUSTER, 1, A> over_row;
+
+  auto read_from = [&](int column) {
+    return active && Row::in_row(column, columns) && (!CAUSAL || column < bound);
+  };
+  const TX* source = x + row * x_stride;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    Slots<TX>::fill<true>(kept, v, source + column, read_from(column));
+  }
+  commit_copies();
+  const unsigned char* mask_row =
+      Mask{mask, mask_batch, mask_head, mask_query}.row_of(row, queries, heads);
+  Hidden hidden[VECS];
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    hidden[v] = zeros<unsigned char, kMaskBytes>();
+    if (MASKED && read_from(column)) hidden[v] = hidden_at(mask_row, column);
+  }
+  wait_copies<0>();
+
+  A highest[1] = {lowest()};
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    if (!Row::in_row(column, columns)) continue;
+    A scores[VEC];
+    scores_of(Slots<TX>::read(kept, v), hidden[v], column, bound, scale, scores);
+    highest[0] = largest(scores, highest[0]);
+  }
+  over_row.max(highest);
+  const A taken = taken_off(highest[0]);
+
+  A weights[VECS][VEC];
+  A total[1] = {0};
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    if (!Row::in_row(column, columns)) continue;
+    scores_of(Slots<TX>::read(kept, v), hidden[v], column, bound, scale, weights[v]);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      weights[v][i] = exponential(weights[v][i] - taken);
+      total[0] += weights[v][i];
+    }
+  }
+  over_row.sum(total);
+  const A share = share_of(total[0]);
+
+  if (!active) return;
+  TX* target = y + row * columns;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    if (!Row::in_row(column, columns)) continue;
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) weights[v][i] *= share;
+    store(target + column, encode<TX>(weights[v]));
+  }
+}
+
+#endif  // KERNEL_forward
+
+#ifdef KERNEL_forward_wide
+
+// One block per row, any number of columns.
+extern "C" __global__ void __launch_bounds__(LANES)
+    forward_wide(const TX* __restrict__ x, const unsigned char* __restrict__ mask,
+                 TX* __restrict__ y, long long rows, long long x_stride, int columns,
+                 int queries, int heads, int ahead, long long mask_batch, long long mask_head,
+                 long long mask_query, double factor) {
+  const long long row = blockIdx.x;
+  const int first = threadIdx.x * VEC;
+  const int bound = bound_of(row, columns, queries, ahead);
+  const A scale = static_cast<A>(factor);
+  const TX* source = x + row * x_stride;
+  const unsigned char* mask_row =
+      Mask{mask, mask_batch, mask_head, mask_query}.row_of(row, queries, heads);
+  RowReduction<LANES, 1, 1, A> over_row;
+
+  auto scores_at = [&](int column, A(&scores)[VEC]) {
+    scores_of(load_shared_data<ACCESS, VEC>(source + column), hidden_at(mask_row, column),
+              column, bound, scale, scores);
+  };
+  // Each thread takes off the largest of its own scores so far.
+  A own = lowest();
+  A total[1] = {0};
+#pragma unroll 4
+  for (int column = first; column < bound; column += LANES * VEC) {
+    A scores[VEC];
+    scores_at(column, scores);
+    const A above = largest(scores, own);
+    const A taken = above == lowest() ? A(0) : above;
+    total[0] *= exponential(own - taken);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) total[0] += exponential(scores[i] - taken);
+    own = above;
+  }
+  A highest[1] = {own};
+  over_row.max(highest);
+  const A taken = highest[0] == lowest() ? A(0) : highest[0];
+  total[0] *= exponential(own - taken);
+  over_row.sum(total);
+  const A share = share_of(total[0]);
+
+  TX* target = y + row * columns;
+#pragma unroll 2
+  for (int column = first; column < columns; column += LANES * VEC) {
+    A scores[VEC] = {};
+    if (column < bound) {
+      scores_at(column, scores);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - taken) * share;
+    }
+    store(target + column, encode<TX>(scores));
+  }
+}
+
+#endif  // KERNEL_forward_wide
+
+#ifdef KERNEL_backward
+
+extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
+    backward(const TDY* __restrict__ dy, const TX* __restrict__ y, TX* __restrict__ dx,
+             long long rows, long long dy_stride, long long y_stride, int columns, int queries,
+             int ahead, double factor) {
+  extern __shared__ __align__(16) unsigned char kept[];
+  unsigned char* kept_dy = kept + Slots<TX>::kBytes;
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const long long row =
+      static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
+  const bool active = Row::in_rows(row, rows);
+  const int bound = bound_of(row, columns, queries, ahead);
+  RowReduction<LANES, CLUSTER, 1, A> over_row;
+
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    const bool valid = active && Row::in_row(column, columns) && (!CAUSAL || column < bound);
+    Slots<TX>::fill<true>(kept, v, y + row * y_stride + column, valid);
+    Slots<TDY>::fill<true>(kept_dy, v, dy + row * dy_stride + column, valid);
+  }
+  commit_copies();
+  wait_copies<0>();
+
+  A along[1] = {0};
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    along[0] += products_of(Slots<TX>::read(kept, v), Slots<TDY>::read(kept_dy, v));
+  }
+  over_row.sum(along);
+
+  if (!active) return;
+  TX* target = dx + row * columns;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    if (!Row::in_row(column, columns)) continue;
+    store(target + column, gradient(Slots<TX>::read(kept, v), Slots<TDY>::read(kept_dy, v),
+                                    along[0], static_cast<A>(factor)));
+  }
+}
+
+#endif  // KERNEL_backward
+
+#ifdef KERNEL_backward_wide
+
+// One block per row, any number of columns.
+extern "C" __global__ void __launch_bounds__(LANES)
+    backward_wide(const TDY* __restrict__ dy, const TX* __restrict__ y, TX* __restrict__ dx,
+                  long long rows, long long dy_stride, long long y_stride, int columns,
+                  int queries, int ahead, double factor) {
+  const long long row = blockIdx.x;
+  const int first = threadIdx.x * VEC;
+  const int bound = bound_of(row, columns, queries, ahead);
+  const TX* outputs = y + row * y_stride;
+  const TDY* gradients = dy + row * dy_stride;
+  RowReduction<LANES, 1, 1, A> over_row;
+
+  A along[1] = {0};
+#pragma unroll 4
+  for (int column = first; column < bound; column += LANES * VEC) {
+    along[0] += products_of(load_shared_data<ACCESS, VEC>(outputs + column),
+                            load_shared_data<ACCESS, VEC>(gradients + column));
+  }
+  over_row.sum(along);
+
+  TX* target = dx + row * columns;
+#pragma unroll 2
+  for (int column = first; column < columns; column += LANES * VEC) {
+    Vec<TX, VEC> result = zeros<TX, VEC>();
+    if (column < bound) {
+      result = gradient(load_shared_data<ACCESS, VEC>(outputs + column),
+                        load_shared_data<ACCESS, VEC>(gradients + column), along[0],
+                        static_cast<A>(factor));
+    }
+    store(target + column, result);
+  }
+}
+
+#endif  // KERNEL_backward_wide

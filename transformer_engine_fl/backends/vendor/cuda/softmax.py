@@ -1,0 +1,389 @@
+"""The scaled softmax forms in CUDA C++ (``softmax.cu``).
+
+One kernel makes all four forwards, another all four backwards, of rows that fit on the
+chip: in a warp, a block, or a cluster of blocks. Wider rows have kernels of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.backends.vendor.cuda._arguments import (
+    MOST_COLUMNS,
+    NAMES,
+    PLAIN,
+    SIZES,
+    Plans,
+    access_width,
+    check_size,
+    decline,
+    dense_rows,
+    fresh,
+    is_number,
+    is_plain,
+    plain,
+    vector_width,
+)
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._tiles import (
+    Team,
+    Tile,
+    require_clusters,
+    team_tile,
+    warp_tile,
+    with_blocks,
+)
+from transformer_engine_fl.ops import softmax as contracts
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.contract import Contract
+
+__all__ = [
+    "scaled_aligned_causal_masked_softmax_backward",
+    "scaled_aligned_causal_masked_softmax_forward",
+    "scaled_masked_softmax_backward",
+    "scaled_masked_softmax_forward",
+    "scaled_softmax_backward",
+    "scaled_softmax_forward",
+    "scaled_upper_triang_masked_softmax_backward",
+    "scaled_upper_triang_masked_softmax_forward",
+]
+
+# ------------------------------------------------------------------------------- tiles
+
+TEAMS: Final[tuple[Team, ...]] = ((128, 1), (256, 1), (512, 1), (1024, 1))
+CLUSTERS: Final[tuple[Team, ...]] = ((512, 2), (512, 4), (512, 8), (1024, 8))
+USUAL: Final = 4
+"""Vectors of a thread, where they are whole."""
+WIDE_LANES: Final = 1024
+RESIDENT: Final = 1024
+"""Threads of a multiprocessor; leaves each the registers for what it holds of a row."""
+MOST_ROWS: Final = 2**31 - 2**14
+
+
+def row_tile(columns: int, sizes: tuple[int, ...], device: _launch.Limits) -> Tile | None:
+    """The tile of rows that are read once; None if a row does not fit on the chip.
+
+    Args:
+        columns: of a row.
+        sizes: bytes of an element of each tensor that is kept, the scores or output first.
+        device: where it runs.
+    """
+    vec = vector_width(columns, sizes[0])
+    vectors = columns // vec
+    usual = USUAL if vec * sizes[0] == 16 else 8
+    teams = TEAMS[:3] + CLUSTERS if device.has_clusters else TEAMS
+    tile = (
+        warp_tile(vectors, vec, usual)
+        or team_tile(vectors, vec, usual, teams)
+        or team_tile(vectors, vec, 8, teams[-1:])
+    )
+    if tile is None or _shared_bytes(tile, sizes) > device.shared_per_block:
+        return None
+    return with_blocks(tile, RESIDENT) if max(sizes) == 2 else tile
+
+
+def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
+    return tile.threads * tile.held * sum(sizes)
+
+
+# -------------------------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a kernel depends on, besides the device.
+
+    Attributes:
+        columns: of a row.
+        access: elements that one access may cover.
+        x: dtype of the scores, or of the output.
+        dy: dtype of the output's gradient; None in a forward.
+        causal: whether later keys are hidden.
+        mask_step: bytes between the columns of the mask; None without one.
+        mask_access: whether vectors of the mask may be read as such.
+    """
+
+    columns: int
+    access: int
+    x: torch.dtype
+    dy: torch.dtype | None = None
+    causal: bool = False
+    mask_step: int | None = None
+    mask_access: bool = False
+
+
+def source(
+    key: Key, device: _launch.Limits
+) -> tuple[Specialisation, _launch.Geometry, Tile | None]:
+    """The kernel, and its tile unless the row is too wide for one."""
+    defines: dict[str, str | int] = {
+        "TX": NAMES[key.x],
+        "ACCESS": key.access,
+        "CAUSAL": int(key.causal),
+    }
+    sizes: tuple[int, ...] = (SIZES[key.x],)
+    if key.dy is None:
+        kernel, arguments = "forward", "PPPqqiiiiqqqd"
+        defines["MASKED"] = int(key.mask_step is not None)
+        defines["MASK_STEP"] = key.mask_step or 0
+        defines["MASK_ACCESS"] = int(key.mask_access)
+    else:
+        kernel, arguments = "backward", "PPPqqqiiid"
+        defines["TDY"] = NAMES[key.dy]
+        sizes += (SIZES[key.dy],)
+    tile = row_tile(key.columns, sizes, device)
+    if tile is None:
+        kernel += "_wide"
+        defines |= {"VEC": vector_width(key.columns, sizes[0]), "LANES": WIDE_LANES}
+        geometry = _launch.Geometry(WIDE_LANES, arguments)
+    else:
+        defines |= tile.defines(key.columns)
+        geometry = _launch.Geometry(
+            tile.threads, arguments, _shared_bytes(tile, sizes), tile.cluster, carveout=100
+        )
+    return Specialisation("softmax", kernel, tuple(defines.items())), geometry, tile
+
+
+class Plan:
+    """A kernel on a device."""
+
+    __slots__ = ("_cluster", "_kernel", "_rows")
+
+    def __init__(self, key: Key, device: int) -> None:
+        found, geometry, tile = source(key, _launch.limits(device))
+        self._kernel = _launch.load(found, geometry, device)
+        self._rows, self._cluster = (tile.rows, tile.cluster) if tile else (1, 1)
+        if self._cluster > 1:
+            require_clusters(self._kernel, key.columns)
+
+    def __call__(self, rows: int, *values: Any) -> None:
+        """Launch; ``values`` are the kernel's arguments."""
+        self._kernel.launch(-(-rows // self._rows) * self._cluster, 1, *values)
+
+
+_plans: Plans[Plan] = Plans()
+
+
+def representative_sources(
+    device: _launch.Limits,
+) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
+    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
+    keys = []
+    for columns in (1, 129, 1024, 2052, 4096, 8192, 32768, 262144, 2**21):
+        vec = vector_width(columns, 2)
+        keys += [Key(columns, vec, low, dy) for dy in (None, low)]
+    for columns in (96, 4096, 2**21):
+        keys += [Key(columns, 8, low, dy, True) for dy in (None, low)]
+        keys += [Key(columns, 8, low, None, False, step, step == 1) for step in (0, 1)]
+    for x, dy in ((full, full), (full, low), (half, full), (double, half)):
+        vec = 16 // SIZES[x]
+        for columns in (512, 262144):
+            keys += [Key(columns, vec, x), Key(columns, vec, x, dy), Key(columns, 1, x, dy)]
+    for key in keys:
+        yield source(key, device)[:2]
+
+
+# ---------------------------------------------------------------------------- operators
+
+
+def _accepts(*tensors: Tensor) -> bool:
+    """Whether these are scores for this set."""
+    return all(
+        (type(tensor) in PLAIN or is_plain(tensor))
+        and tensor.is_cuda
+        and tensor.dtype in NAMES
+        and tensor.dim() > 0
+        for tensor in tensors
+    )
+
+
+def _laid_over(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int]]:
+    """The mask as bytes, and its strides over batch, head and query, for scores of ``shape``."""
+    mask = mask.expand(shape)
+    if len(shape) > 4 or mask.stride(-1) not in (0, 1):
+        mask = mask.contiguous()
+    if len(shape) > 4:
+        mask = mask.flatten(0, -4)
+    batch, head, query = (0,) * (4 - mask.dim()) + mask.stride()[:-1]
+    return mask.view(torch.uint8), (batch, head, query)
+
+
+def _sizes(op: str, x: Tensor) -> tuple[int, int, int, int]:
+    """(rows, columns, queries, heads)."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    check_size(op, "columns", columns, MOST_COLUMNS)
+    check_size(op, "rows", rows, MOST_ROWS)
+    dim = x.dim()
+    return rows, columns, x.shape[-2] if dim > 1 else 1, x.shape[-3] if dim > 2 else 1
+
+
+def _planned(device: int, *key: Any) -> Plan:
+    full = (device, *key)
+    return _plans.get(full) or _plans.made(full, lambda: Plan(Key(*key), device))
+
+
+def _forward(
+    op: Contract[..., Any], input: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
+    arguments = (input, scale) if mask is None else (input, mask, scale)
+    if not (_accepts(input) and is_number(scale)):
+        decline(op, *arguments)
+    if mask is not None or causal:
+        op.check(*arguments)
+    name = op.name
+    output = fresh(name, input, input.shape)
+    if not input.numel():
+        return output
+    rows, columns, queries, heads = _sizes(name, input)
+    strides = (0, 0, 0)
+    mask_step, mask_address, mask_access = None, 0, False
+    size = SIZES[input.dtype]
+    vec = vector_width(columns, size)
+    if mask is not None:
+        mask, strides = _laid_over(plain(name, "mask", mask), input.shape)
+        mask_step, mask_address = mask.stride(-1) if columns > 1 else 1, mask.data_ptr()
+        mask_access = mask_step == 1 and not any(at % vec for at in (mask_address, *strides))
+    input, stride = dense_rows(input)
+    address = input.data_ptr()
+    access = vec
+    if (address | stride * size) & 15:
+        access = access_width(vec, (address, size), (stride * size, size))
+    plan = _planned(
+        input.get_device(), columns, access, input.dtype, None, causal, mask_step, mask_access
+    )
+    plan(
+        rows,
+        address,
+        mask_address,
+        output.data_ptr(),
+        rows,
+        stride,
+        columns,
+        queries,
+        heads,
+        1 + columns - queries,
+        *strides,
+        scale,
+    )
+    return output
+
+
+def _backward(
+    op: Contract[..., Any], output_grad: Tensor, softmax_output: Tensor, scale: float, causal: bool
+) -> Tensor:
+    dy, y = output_grad, softmax_output
+    if not (
+        _accepts(dy, y)
+        and dy.shape == y.shape
+        and dy.get_device() == y.get_device()
+        and is_number(scale)
+    ):
+        decline(op, dy, y, scale)
+    if causal:
+        op.check(dy, y, scale)
+    name = op.name
+    dx = fresh(name, y, y.shape)
+    if not y.numel():
+        return dx
+    rows, columns, queries, _ = _sizes(name, y)
+    y, y_stride = dense_rows(y)
+    dy, dy_stride = dense_rows(dy)
+    size, dy_size = SIZES[y.dtype], SIZES[dy.dtype]
+    y_address, dy_address = y.data_ptr(), dy.data_ptr()
+    access = vector_width(columns, size)
+    if (y_address | dy_address | y_stride * size | dy_stride * dy_size) & 15:
+        access = access_width(
+            access,
+            (y_address, size),
+            (y_stride * size, size),
+            (dy_address, dy_size),
+            (dy_stride * dy_size, dy_size),
+        )
+    plan = _planned(y.get_device(), columns, access, y.dtype, dy.dtype, causal)
+    plan(
+        rows,
+        dy_address,
+        y_address,
+        dx.data_ptr(),
+        rows,
+        dy_stride,
+        y_stride,
+        columns,
+        queries,
+        1 + columns - queries,
+        scale,
+    )
+    return dx
+
+
+def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
+    """``scaled_softmax_forward`` of the contract."""
+    return _forward(contracts.scaled_softmax_forward, input, None, scale, False)
+
+
+def scaled_softmax_backward(
+    output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
+) -> Tensor:
+    """``scaled_softmax_backward`` of the contract."""
+    return _backward(contracts.scaled_softmax_backward, output_grad, softmax_output, scale, False)
+
+
+def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+    """``scaled_masked_softmax_forward`` of the contract."""
+    return _forward(contracts.scaled_masked_softmax_forward, input, mask, scale, False)
+
+
+def scaled_masked_softmax_backward(
+    output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
+) -> Tensor:
+    """``scaled_masked_softmax_backward`` of the contract."""
+    return _backward(
+        contracts.scaled_masked_softmax_backward, output_grad, softmax_output, scale, False
+    )
+
+
+def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
+    """``scaled_upper_triang_masked_softmax_forward`` of the contract."""
+    return _forward(contracts.scaled_upper_triang_masked_softmax_forward, input, None, scale, True)
+
+
+def scaled_upper_triang_masked_softmax_backward(
+    output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
+) -> Tensor:
+    """``scaled_upper_triang_masked_softmax_backward`` of the contract."""
+    return _backward(
+        contracts.scaled_upper_triang_masked_softmax_backward,
+        output_grad,
+        softmax_output,
+        scale,
+        True,
+    )
+
+
+def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
+    """``scaled_aligned_causal_masked_softmax_forward`` of the contract."""
+    return _forward(
+        contracts.scaled_aligned_causal_masked_softmax_forward, input, None, scale, True
+    )
+
+
+def scaled_aligned_causal_masked_softmax_backward(
+    output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
+) -> Tensor:
+    """``scaled_aligned_causal_masked_softmax_backward`` of the contract."""
+    return _backward(
+        contracts.scaled_aligned_causal_masked_softmax_backward,
+        output_grad,
+        softmax_output,
+        scale,
+        True,
+    )
