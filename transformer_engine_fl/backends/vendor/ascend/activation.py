@@ -75,20 +75,6 @@ def _refusal(device: torch.device) -> str | None:
 _taking = Taking(_refusal)
 
 
-class _Launch(_launch.Launch):
-    """The kernel on an NPU, which has no warps and none of a GPU's limits."""
-
-    __slots__ = ()
-
-    def __init__(self, device: torch.device, block: int) -> None:
-        self._kernel = _geglu
-        self._device = device
-        self._index = device.index
-        self._options = {}
-        self._constants = {"BLOCK": block}
-        self._ready = {}
-
-
 class _Plan(NamedTuple):
     """How to run it on a device.
 
@@ -114,7 +100,8 @@ def widest_block(backward: bool) -> int:
 def _plan(block: int, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> _Plan:
     # In the interpreter two, so that each goes round its loop.
     programs = 2 if _launch.INTERPRETED else AscendBackend(INFO).multiprocessor_count
-    return _Plan(_Launch(device, block), block, programs)
+    launch = _launch.Launch(_geglu, device, threads=None, BLOCK=block)
+    return _Plan(launch, block, programs)
 
 
 def _run(op: str, grad: Tensor | None, x: Tensor) -> Tensor:

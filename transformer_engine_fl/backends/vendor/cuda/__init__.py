@@ -12,7 +12,9 @@ from transformer_engine_fl.core.types import BackendImplKind
 from transformer_engine_fl.vendors.info import VendorInfo
 from transformer_engine_fl.vendors.registry import register_vendor
 
-__all__ = ["FAMILIES", "is_available", "register"]
+__all__ = ["FAMILIES", "INFO", "is_available", "register"]
+
+INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
 FAMILIES = ("activation", "normalization", "softmax")
 """The families that the set has a file for."""
