@@ -670,3 +670,16 @@ def test_the_policy_alone_orders_as_the_rules_say(
     ]
     with policy_context(policy):
         assert order(make_manager(*impls)) == _expected_order(impls, policy)
+
+
+def test_what_is_opt_in_serves_only_where_its_vendor_or_its_id_is_named() -> None:
+    manager = make_manager(impl("here"), impl("extra", "vendor", vendor="Zeta", opt_in=True))
+    with with_preference("vendor"):
+        assert manager.call("scale", StubTensor()) == "here"
+        assert reason(manager, "extra") == (
+            "policy",
+            "serves only where a policy names it, as vendor:Zeta or impl:extra",
+        )
+    for name in ("vendor:zeta", "impl:extra"):
+        with with_preference(name):
+            assert manager.call("scale", StubTensor()) == "extra"

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from transformer_engine_fl.core.errors import PluginError
+from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.policy import get_environment
 from transformer_engine_fl.core.registry import OpRegistry
@@ -31,8 +32,13 @@ ENTRY_POINT_GROUP: Final = "te_fl.plugin"
 PLUGIN_API: Final = 1
 """Version of the plugin protocol; a plugin may state its own as ``TE_FL_PLUGIN_API``."""
 
+PACKAGES: Final = "transformer_engine_fl.vendors.liger:register_function"
+"""Who loads a module that is no plugin of ours: named, not imported, as it builds on core."""
+
 _SETS: Final = "transformer_engine_fl.backends"
 _VENDORS: Final = f"{_SETS}.vendor"
+
+_REGISTER_FUNCTIONS: Final = ("register", "te_fl_register")
 
 Register = Callable[[OpRegistry], Any]
 
@@ -82,7 +88,7 @@ def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Sou
             yield Source(f"entry point {point.name}", distribution, point.load)
         for name in get_environment().plugin_modules:
             if all(point.module != name for point in points):  # else it is one plugin, named twice
-                yield Source(f"module {name}", "TE_FL_PLUGIN_MODULES", _importer(name))
+                yield Source(f"module {name}", "TE_FL_PLUGIN_MODULES", _plugin_importer(name))
 
 
 def find_entry_points() -> tuple[EntryPoint, ...]:
@@ -134,6 +140,26 @@ def _importer(name: str) -> Callable[[], ModuleType]:
     return lambda: importlib.import_module(name)
 
 
+def _plugin_importer(name: str) -> Callable[[], Any]:
+    """Imports a plugin module; for a package of another style, a function that registers it."""
+
+    def load() -> Any:
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:  # a module, or a name in one
+            if error.name is None or error.name.partition(".")[0] == name.partition(".")[0]:
+                raise
+            missing: ImportError | None = error
+        else:
+            if any(hasattr(module, it) for it in _REGISTER_FUNCTIONS):
+                return module
+            missing = None
+        register = load_attribute(PACKAGES)(name, missing)
+        return module if register is None else register
+
+    return load
+
+
 def _version(plugin: Any) -> Any:
     """The API version that a plugin states; an entry point may name a function of a module."""
     module = sys.modules.get(getattr(plugin, "__module__", ""), plugin)
@@ -153,7 +179,7 @@ def _register_function(plugin: Any, source: Source) -> Register:
             f"{source.name}: written for plugin API {version!r}, this is {PLUGIN_API}; "
             "install a release of the plugin for this version"
         )
-    for name in ("register", "te_fl_register"):
+    for name in _REGISTER_FUNCTIONS:
         register = getattr(plugin, name, None)
         if isinstance(plugin, ModuleType) and callable(register):
             found: Register = register

@@ -18,12 +18,19 @@ from transformer_engine_fl.core.errors import (
     ConfigurationError,
     NoImplementationError,
     PartialMutationError,
+    PluginError,
     StrictModeError,
     suggestion,
 )
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.recovery import Outcome, QuarantineKey, judge
-from transformer_engine_fl.core.selection import Decision, ask_supports, options_decline, select
+from transformer_engine_fl.core.selection import (
+    Decision,
+    ask_supports,
+    named_by,
+    options_decline,
+    select,
+)
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 from transformer_engine_fl.core.types import OpImpl
 
@@ -176,6 +183,7 @@ class Plan:
         if self._manager.monitors:
             return self._watched()
         decision = self.explain(Facts(), None)
+        self._check_named(decision)
         chosen = decision.selected
         if chosen is None:
             return self._watched()
@@ -218,6 +226,7 @@ class Plan:
         """The candidates for a call's kind of tensor, best first."""
         facts = self.facts(args, kwargs)
         decision = self.explain(facts, None)
+        self._check_named(decision)
         entries = tuple(self._entries[impl.impl_id] for impl in decision.accepted)
         if not entries:
             return Steps(_nothing, False, facts.fake, ())
@@ -226,6 +235,21 @@ class Plan:
         if simple:  # otherwise only the arguments tell; see _served
             self._manager.log_selection(self._op_name, first.impl)
         return Steps(self._callable(first, facts.fake), simple, facts.fake, entries)
+
+    def _check_named(self, decision: Decision) -> None:
+        """Do not pass over a package that cannot be loaded where the policy names it.
+
+        Raises:
+            PluginError: says why it cannot.
+        """
+        for verdict in decision.verdicts:
+            if verdict.accepted:
+                return
+            entry = self._entries[verdict.impl.impl_id]
+            if entry.broken and verdict.cause == "available":
+                token = named_by(verdict.impl, self._op_name, entry, self._effective)
+                if token is not None:
+                    raise PluginError(f"{token!r} is asked for by name: {entry.load()}")
 
     def _callable(self, entry: Entry, fake: bool) -> Callable[..., Any]:
         """What runs a loaded candidate; without the options that it does not take."""

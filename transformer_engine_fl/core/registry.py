@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from transformer_engine_fl.core.contract import Contract, Fit, fit, signature_of
 from transformer_engine_fl.core.errors import (
     DuplicateImplError,
+    PluginError,
     RegistrationError,
     SignatureMismatchError,
     UnknownOperatorError,
@@ -46,6 +47,7 @@ class Entry:
         impl: as it was registered.
         where: ``file:line`` of the registration.
         contract: the operator's contract, or None.
+        broken: its package could not be loaded; whoever asks for it by name is told.
     """
 
     __slots__ = (
@@ -54,6 +56,7 @@ class Entry:
         "_fit",
         "_fn",
         "_unavailable",
+        "broken",
         "contract",
         "impl",
         "where",
@@ -63,6 +66,7 @@ class Entry:
         self.impl = impl
         self.where = where
         self.contract = contract
+        self.broken = False
         self._fn: Callable[..., Any] | None = None
         self._fit: Fit | None = None
         self._unavailable: str | None = None if impl.is_available else ""
@@ -134,6 +138,9 @@ class Entry:
                 return f"{reference} is not callable"
             self._settle(fn)
         except SignatureMismatchError as error:
+            return str(error)
+        except PluginError as error:
+            self.broken = True
             return str(error)
         except Exception as error:  # noqa: BLE001 - an import may raise anything
             return f"cannot import {reference}: {_said(error)}"
@@ -330,13 +337,15 @@ def _refuse_duplicate(entry: Entry, present: tuple[Entry, ...]) -> None:
 
 
 _HERE: Final = str(Path(__file__).parent)
-_SETS: Final = str(Path(__file__).parents[1] / "backends" / "_register.py")
+_ROOT: Final = Path(__file__).parents[1]
+_ON_BEHALF: Final = (str(_ROOT / "backends" / "_register.py"), str(_ROOT / "vendors"))
+"""Who registers what others give it."""
 
 
 def _caller() -> str:
     """``file:line`` of the nearest frame outside core."""
     frame = inspect.currentframe()
-    ours = (_HERE, _SETS, contextlib.__file__)
+    ours = (_HERE, *_ON_BEHALF, contextlib.__file__)
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"

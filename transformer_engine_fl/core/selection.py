@@ -249,6 +249,13 @@ def _place(impl: OpImpl, tokens: Sequence[Selector]) -> int:
     return next((i for i, token in enumerate(tokens) if token.matches(impl)), len(tokens))
 
 
+def named_by(impl: OpImpl, op_name: str, entry: Entry, effective: EffectivePolicy) -> str | None:
+    """The token by which the policy names this very implementation or its vendor, or None."""
+    tokens = _tokens(_order(op_name, (entry,), effective), effective)
+    named = (token for token in tokens if token.form != "kind" and token.matches(impl))
+    return next((str(token) for token in named), None)
+
+
 def _policy_reason(
     impl: OpImpl, op_name: str, effective: EffectivePolicy, tokens: Sequence[Selector]
 ) -> Rejection | None:
@@ -264,6 +271,9 @@ def _policy_reason(
     if lacking:
         return "policy", f"does not claim {lacking[0]!r} ({origins['require']})"
     if _place(impl, tokens) == len(tokens):
+        if impl.opt_in:
+            names = f"vendor:{impl.vendor} or " * bool(impl.vendor) + f"impl:{impl.impl_id}"
+            return "policy", f"serves only where a policy names it, as {names}"
         order = "|".join(str(token) for token in tokens)
         return "policy", f"not in the order {order!r} of {op_name!r} ({origins['per_op_order']})"
     return None

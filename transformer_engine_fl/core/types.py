@@ -87,6 +87,8 @@ class OpImpl:
         traits: claims from :data:`TRAITS`.
         mutates: for operators without a contract: the arguments it writes. None means
             unknown, and is treated as mutating. A contract's own statement wins.
+        opt_in: serves only where a policy names its vendor or its id; a kind does not
+            name it.
 
     Raises:
         RegistrationError: the description contradicts itself.
@@ -105,6 +107,7 @@ class OpImpl:
     is_available: Callable[[], bool | str] | None = None
     traits: Collection[str] = frozenset()
     mutates: tuple[str, ...] | None = None
+    opt_in: bool = False
 
     def __post_init__(self) -> None:
         named = (("op_name", OP_NAME), ("impl_id", NAME)) + (("vendor", NAME),) * bool(self.vendor)
@@ -232,7 +235,7 @@ class Selector:
     def matches(self, impl: OpImpl) -> bool:
         """Whether ``impl`` is among those this token names."""
         if self.form == "kind":
-            return impl.kind.value == self.value
+            return impl.kind.value == self.value and not impl.opt_in
         if self.form == "vendor":
             return impl.vendor is not None and impl.vendor.lower() == self.value
         return impl.impl_id == self.value

@@ -288,7 +288,7 @@ class Launch:
     Args:
         kernel: the jitted function.
         device: where it runs.
-        threads: of one program.
+        threads: of one program; None for a device that has no threads to speak of.
         resident: programs that one multiprocessor must be able to hold at once, if the
             kernel counts on that.
         options: for the compiler, beside those that follow from the above.
@@ -302,19 +302,21 @@ class Launch:
         kernel: Any,
         device: torch.device,
         *,
-        threads: int,
+        threads: int | None,
         resident: int = 0,
         options: Mapping[str, Any] = MappingProxyType({}),
         **constants: Any,
     ) -> None:
-        offered = limits(device)
         self._kernel = kernel
         self._device = device
         self._index = device.index
-        self._options = {"num_warps": threads // offered.warp_size, **options}
-        if resident and offered.registers:
-            share = offered.registers // (threads * resident)
-            self._options["maxnreg"] = min(_MOST_REGISTERS, share - share % 8)
+        self._options = dict(options)
+        if threads is not None:
+            offered = limits(device)
+            self._options = {"num_warps": threads // offered.warp_size, **options}
+            if resident and offered.registers:
+                share = offered.registers // (threads * resident)
+                self._options["maxnreg"] = min(_MOST_REGISTERS, share - share % 8)
         self._constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         # alignment of the pointers (0: each is aligned) -> what starts the compiled kernel
         self._ready: dict[object, _Started] = {}

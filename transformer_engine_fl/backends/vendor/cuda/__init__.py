@@ -9,8 +9,12 @@ from transformer_engine_fl.backends._register import register_set
 from transformer_engine_fl.core.policy import get_environment
 from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.types import BackendImplKind
+from transformer_engine_fl.vendors.info import VendorInfo
+from transformer_engine_fl.vendors.registry import register_vendor
 
-__all__ = ["FAMILIES", "is_available", "register"]
+__all__ = ["FAMILIES", "INFO", "is_available", "register"]
+
+INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
 FAMILIES = ("activation", "normalization", "softmax")
 """The families that the set has a file for."""
@@ -27,6 +31,7 @@ def is_available() -> bool | str:
 
 def register(registry: OpRegistry) -> None:
     """Register the set; its modules load, and its kernels compile, when first chosen."""
+    register_vendor(INFO)
     register_set(
         registry,
         __name__,
@@ -34,8 +39,8 @@ def register(registry: OpRegistry) -> None:
         omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,
-        vendor="nvidia",
-        devices=frozenset({"cuda"}),
+        vendor=INFO.vendor,
+        devices=frozenset({INFO.device}),
         min_arch="sm_80",
         is_available=is_available,
         traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),

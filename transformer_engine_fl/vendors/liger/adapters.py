@@ -1,0 +1,282 @@
+"""From Liger's functions to contracts: what each argument is there, operator by operator.
+
+A bridge states which of a package's exports it needs; a contract without one here is not
+bridged. Cross entropy is not, as Liger's does not return the log-sum-exp that the contract
+promises, nor is rotary embedding, which in Liger's form has one angle for both features of a
+pair. Those are operators under their own names only.
+
+Called under a contract, a function of Liger's gets what the contract checked, made dense, and
+never the caller's memory where it may write in place. What it has no word for is declined.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.core.errors import NotSupportedError, PluginError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["BRIDGES", "Bridge"]
+
+_CASTING = {"llama": 0, "gemma": 1, "none": -1}
+"""How Liger's kernels know where a norm is rounded; "gemma" is in float32 throughout."""
+
+
+class Bridge(NamedTuple):
+    """How exports of a package serve a contract.
+
+    Attributes:
+        needs: their names.
+        make: from those, a function with the contract's signature.
+    """
+
+    needs: tuple[str, ...]
+    make: Callable[..., Callable[..., Any]]
+
+
+def _taken(op: str, **tensors: Tensor) -> list[Tensor]:
+    """The tensors as plain memory, or a decline."""
+    from transformer_engine_fl.backends._arguments import Taking
+
+    taking = Taking(lambda device: "there is no data" if device.type == "meta" else None)
+    plain = [taking.plain(op, name, tensor) for name, tensor in tensors.items()]
+    if not all(tensor.numel() for tensor in plain):
+        raise NotSupportedError(f"{op}: Liger's kernels take no empty tensors")
+    return plain
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Dense memory that may be written."""
+    import torch
+
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _same_dtype(op: str, **tensors: Tensor) -> None:
+    found = {name: tensor.dtype for name, tensor in tensors.items()}
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{name} is {dtype}" for name, dtype in found.items())
+        raise NotSupportedError(f"{op}: Liger's kernels take one dtype; {said}")
+
+
+# --------------------------------------------------------------------------- gated units
+
+
+def _gated(contract: Any) -> Callable[[Any], Callable[..., Any]]:
+    def make(unit: Any) -> Callable[..., Any]:
+        def forward(input: Tensor) -> Tensor:
+            import torch
+
+            contract.check(input)
+            (input,) = _taken(contract.name, input=input)
+            with torch.no_grad():
+                output: Tensor = unit.apply(*(half.contiguous() for half in input.chunk(2, -1)))
+            return output
+
+        return forward
+
+    return make
+
+
+def _gated_backward(contract: Any) -> Callable[[Any], Callable[..., Any]]:
+    def make(unit: Any) -> Callable[..., Any]:
+        def backward(grad: Tensor, fwd_input: Tensor) -> Tensor:
+            import torch
+
+            contract.check(grad, fwd_input)
+            grad, fwd_input = _taken(contract.name, grad=grad, fwd_input=fwd_input)
+            _same_dtype(contract.name, grad=grad, fwd_input=fwd_input)
+            with torch.enable_grad():
+                # Liger's backward writes the gradients over what its forward was given.
+                leaves = [_own(half).requires_grad_() for half in fwd_input.chunk(2, -1)]
+                output = unit.apply(*leaves)
+                gradients = torch.autograd.grad(output, leaves, grad.contiguous())
+            return torch.cat(gradients, -1).detach()
+
+        return backward
+
+    return make
+
+
+# ------------------------------------------------------------------------- normalization
+
+
+def _rmsnorm_fwd(norm: Any) -> Callable[..., Any]:
+    def rmsnorm_fwd(
+        input: Tensor,
+        weight: Tensor,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        import torch
+
+        ops.rmsnorm_fwd.check(input, weight, eps, zero_centered_gamma=zero_centered_gamma)
+        input, weight = _taken("rmsnorm_fwd", input=input, weight=weight)
+        offset = float(zero_centered_gamma)
+        with torch.no_grad():
+            x = input.contiguous()
+            output = norm.apply(x, weight.contiguous(), eps, offset, "gemma", False)
+            # Liger keeps the statistics to itself; they are what the contract says they are.
+            rsigma = x.float().square().mean(-1).add_(eps).rsqrt_()
+        return output, rsigma.reshape(-1)
+
+    return rmsnorm_fwd
+
+
+def _layernorm_fwd(norm: Any) -> Callable[..., Any]:
+    def layernorm_fwd(
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        import torch
+
+        ops.layernorm_fwd.check(input, weight, bias, eps)
+        input, weight = _taken("layernorm_fwd", input=input, weight=weight)
+        with torch.no_grad():
+            x, gamma = input.contiguous(), weight.contiguous()
+            beta = torch.zeros_like(gamma) if bias is None else bias.contiguous()
+            output = norm.apply(x, gamma, beta, eps)
+            variance, mean = torch.var_mean(x.float(), -1, correction=0)
+        return output, mean.reshape(-1), variance.add_(eps).rsqrt_().reshape(-1)
+
+    return layernorm_fwd
+
+
+def _rmsnorm_bwd(function: Any) -> Callable[..., Any]:
+    known = _filling(function, "rmsnorm_bwd", _RMSNORM_BACKWARD)
+
+    def rmsnorm_bwd(
+        dy: Tensor,
+        x: Tensor,
+        rsigma: Tensor,
+        gamma: Tensor,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        import torch
+
+        ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+        dy, x, rsigma, gamma = _taken("rmsnorm_bwd", dy=dy, x=x, rsigma=rsigma, gamma=gamma)
+        _same_dtype("rmsnorm_bwd", dy=dy, x=x)
+        columns = x.shape[-1]
+        block, warps = _settings(x.device, columns)
+        with torch.no_grad():
+            dx, dgamma = known(
+                dY=dy.contiguous(),
+                X=x.contiguous().view(-1, columns),
+                W=gamma.contiguous(),
+                RSTD=rsigma.contiguous(),
+                offset=float(zero_centered_gamma),
+                casting_mode=_CASTING["gemma"],
+                BLOCK_SIZE=block,
+                num_warps=warps,
+                in_place=False,
+                row_mode=None,
+                needs_dw=True,
+            )[:2]
+        return dx.view(x.shape), dgamma
+
+    return rmsnorm_bwd
+
+
+def _layernorm_bwd(function: Any) -> Callable[..., Any]:
+    known = _filling(function, "layernorm_bwd", _LAYERNORM_BACKWARD)
+
+    def layernorm_bwd(
+        dy: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        import torch
+
+        ops.layernorm_bwd.check(dy, x, mu, rsigma, gamma)
+        dy, x, mu, rsigma = _taken("layernorm_bwd", dy=dy, x=x, mu=mu, rsigma=rsigma)
+        _same_dtype("layernorm_bwd", dy=dy, x=x)
+        with torch.no_grad():
+            weight = gamma.contiguous()
+            dx, dgamma, dbeta = known(
+                dY=dy.contiguous(),
+                X=x.contiguous().view(-1, x.shape[-1]),
+                W=weight,
+                B=torch.zeros_like(weight),
+                Mean=mu.contiguous(),
+                RSTD=rsigma.contiguous(),
+                needs_dw=True,
+                needs_db=True,
+            )[:3]
+        return dx.view(x.shape), dgamma, dbeta
+
+    return layernorm_bwd
+
+
+_RMSNORM_BACKWARD: Final = frozenset(
+    {"dY", "X", "W", "RSTD", "offset", "casting_mode", "BLOCK_SIZE", "num_warps", "in_place"}
+    | {"row_mode", "needs_dw"}
+)
+_LAYERNORM_BACKWARD: Final = frozenset(
+    {"dY", "X", "W", "B", "Mean", "RSTD", "needs_dw", "needs_db"}
+)
+
+
+def _filling(function: Any, op: str, known: frozenset[str]) -> Callable[..., Any]:
+    """The function, to be called with all that Liger's releases and backends ask for by name.
+
+    Raises:
+        PluginError: it asks for something else.
+    """
+    asked = [it.name for it in inspect.signature(function).parameters.values()]
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise PluginError(
+            f"{op}: {function.__module__}.{function.__name__} has the parameter {unknown[0]!r}, "
+            "which Liger's has not; it is not bridged"
+        )
+
+    def call(**values: Any) -> Any:
+        return function(*(values[name] for name in asked))
+
+    return call
+
+
+def _settings(device: torch.device, columns: int) -> tuple[int, int]:
+    from transformer_engine_fl.vendors.info import BackendInfo, VendorInfo
+    from transformer_engine_fl.vendors.registry import get_current_backend
+
+    backend = get_current_backend(device.type) or BackendInfo(VendorInfo("any", device.type))
+    return backend.calculate_settings(columns)
+
+
+# ------------------------------------------------------------------------------- softmax
+
+
+def _softmax(function: Any) -> Callable[..., Any]:
+    def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
+        import torch
+
+        ops.scaled_softmax_forward.check(input, scale)
+        (input,) = _taken("scaled_softmax_forward", input=input)
+        if scale != 1.0:
+            raise NotSupportedError("scaled_softmax_forward: Liger's softmax has no scale")
+        with torch.no_grad():
+            output: Tensor = function.apply(input.contiguous())
+        return output
+
+    return scaled_softmax_forward
+
+
+BRIDGES: Final = {
+    "rmsnorm_fwd": Bridge(("LigerRMSNormFunction",), _rmsnorm_fwd),
+    "rmsnorm_bwd": Bridge(("rms_norm_backward",), _rmsnorm_bwd),
+    "layernorm_fwd": Bridge(("LigerLayerNormFunction",), _layernorm_fwd),
+    "layernorm_bwd": Bridge(("layer_norm_backward",), _layernorm_bwd),
+    "geglu": Bridge(("LigerGELUMulFunction",), _gated(ops.geglu)),
+    "dgeglu": Bridge(("LigerGELUMulFunction",), _gated_backward(ops.dgeglu)),
+    "swiglu": Bridge(("LigerSiLUMulFunction",), _gated(ops.swiglu)),
+    "dswiglu": Bridge(("LigerSiLUMulFunction",), _gated_backward(ops.dswiglu)),
+    "scaled_softmax_forward": Bridge(("LigerSoftmaxFunction",), _softmax),
+}
+"""By the operator that is served."""

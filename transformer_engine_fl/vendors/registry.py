@@ -1,0 +1,237 @@
+"""Vendors by name, and what each implements: views of the one registry of operators.
+
+A vendor's operators are ordinary implementations of kind ``vendor`` in the default
+manager's registry; nothing here keeps a second list of them. What is kept are the
+descriptions of chips, which that registry has no place for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from transformer_engine_fl.core.errors import (
+    NoImplementationError,
+    RegistrationError,
+    UnknownOperatorError,
+    suggestion,
+)
+from transformer_engine_fl.core.locks import LOADING
+from transformer_engine_fl.core.manager import get_default_manager
+from transformer_engine_fl.core.policy import effective_policy, policy_context
+from transformer_engine_fl.core.registry import OpRegistry
+from transformer_engine_fl.core.tensors import Facts
+from transformer_engine_fl.core.types import DEFAULT_PRIORITY, BackendImplKind, OpImpl, Selector
+from transformer_engine_fl.vendors import detection
+from transformer_engine_fl.vendors.info import BackendInfo, VendorInfo
+
+__all__ = [
+    "BackendRegistry",
+    "get_current_backend",
+    "get_op",
+    "infer_device",
+    "list_overridden_ops",
+    "register_vendor",
+]
+
+Ops = Mapping[str, Callable[..., Any] | str]
+
+_BACKENDS: Final[dict[str, BackendInfo]] = {}
+"""What vendors said of their chips, by name in lower case and in order of registration."""
+
+
+class BackendRegistry:
+    """Vendors and their operators."""
+
+    @staticmethod
+    def register(
+        info: VendorInfo,
+        ops: Ops | None = None,
+        *,
+        backend: BackendInfo | type[BackendInfo] = BackendInfo,
+        registry: OpRegistry | None = None,
+        **fields: Any,
+    ) -> BackendInfo:
+        """Make a vendor known, and register what it implements.
+
+        To say the same of a vendor again changes nothing; its operators are registered
+        wherever they are given.
+
+        Args:
+            info: the vendor and its device.
+            ops: operator -> its implementation, a callable or ``"module:attribute"``.
+            backend: what kernels ask of its device.
+            registry: where the operators go; the default manager's registry unless given.
+                A plugin passes on the one it was given.
+            fields: of every :class:`OpImpl`, where the usual ones do not fit.
+
+        Raises:
+            RegistrationError: the name is taken by a vendor described otherwise.
+        """
+        if not isinstance(info, VendorInfo):
+            raise RegistrationError(f"expected a VendorInfo, got {type(info).__name__}")
+        made = backend(info) if isinstance(backend, type) else backend
+        with LOADING:
+            known = _BACKENDS.get(info.key)
+            if known is not None and known.info != info:
+                raise RegistrationError(
+                    f"vendor {info.vendor!r} is known already, as {known.info}; this is {info}"
+                )
+            if ops:
+                into = get_default_manager().registry if registry is None else registry
+                into.register_many(_impls(info, ops, fields))
+            if known is None or type(known) is BackendInfo:
+                _BACKENDS[info.key] = known = made
+        return known
+
+    @staticmethod
+    def vendors() -> tuple[VendorInfo, ...]:
+        """Every vendor: those that were described, then those that only have operators."""
+        found = dict(_described())
+        for impl in _implementations():
+            for device in sorted(impl.devices or ()):
+                if impl.vendor and impl.vendor.lower() not in found:
+                    info = VendorInfo(impl.vendor, device)
+                    found[info.key] = BackendInfo(info)
+        return tuple(backend.info for backend in found.values())
+
+    @staticmethod
+    def get_backend(vendor: str) -> BackendInfo:
+        """What kernels ask of a vendor's device.
+
+        Raises:
+            UnknownOperatorError: there is no such vendor; names the nearest.
+        """
+        if (made := _described().get(vendor.lower())) is not None:
+            return made
+        known = {info.key: info for info in BackendRegistry.vendors()}
+        if vendor.lower() not in known:
+            names = ", ".join(info.vendor for info in known.values()) or "none"
+            raise UnknownOperatorError(
+                f"unknown vendor {vendor!r}; known: {names}{suggestion(vendor, known)}"
+            )
+        return BackendInfo(known[vendor.lower()])
+
+    @staticmethod
+    def get_op(
+        op_name: str, device: str | None = None, *, vendor: str | None = None
+    ) -> Callable[..., Any]:
+        """See :func:`get_op`."""
+        return get_op(op_name, device, vendor=vendor)
+
+
+register_vendor = BackendRegistry.register
+
+
+def infer_device() -> str:
+    """The type of this machine's device; ``"cpu"`` where there is no other."""
+    return detection.device_of(BackendRegistry.vendors())
+
+
+def get_current_backend(device: str | None = None) -> BackendInfo | None:
+    """The vendor of a device, this machine's unless given; None where nobody knows it.
+
+    Where several share its type, the policy's wish goes first, and then the first whose
+    query command answers. A vendor that the policy denies is nobody's.
+    """
+    device = _type_of(device)
+    policy = effective_policy().policy
+    denied = policy.deny_vendors or frozenset()
+    allowed = policy.allow_vendors
+    sharing = [
+        info
+        for info in BackendRegistry.vendors()
+        if info.device == device
+        and info.key not in denied
+        and (allowed is None or info.key in allowed)
+    ]
+    if not sharing:
+        return None
+    wished = [info for info in sharing if f"vendor:{info.key}" == policy.prefer]
+    ranked = wished or sharing
+    if len(ranked) > 1:
+        ranked = [info for info in ranked if detection.answers(info)] or ranked
+    return BackendRegistry.get_backend(ranked[0].vendor)
+
+
+def list_overridden_ops(device: str | None = None, *, vendor: str | None = None) -> tuple[str, ...]:
+    """Operators that a vendor (any, unless given) implements for a device, sorted."""
+    device = _type_of(device)
+    registry = get_default_manager().registry
+    found = {
+        registry.canonical(impl.op_name)
+        for impl in _implementations()
+        if (impl.devices is None or device in impl.devices)
+        and (vendor is None or (impl.vendor or "").lower() == vendor.lower())
+    }
+    return tuple(sorted(found))
+
+
+def get_op(
+    op_name: str, device: str | None = None, *, vendor: str | None = None
+) -> Callable[..., Any]:
+    """An operator's implementation for a device: the vendor's, and where it has none, the base.
+
+    Args:
+        op_name: the operator.
+        device: its type; this machine's unless given.
+        vendor: whose it must be; unless given, that of :func:`get_current_backend` goes first.
+
+    Raises:
+        UnknownOperatorError: there is no such operator.
+        NoImplementationError: nobody serves it there, or not the vendor that was named;
+            says why for each.
+    """
+    device = _type_of(device)
+    manager = get_default_manager()
+    with policy_context(prefer=_wish(device, vendor)):
+        plan = manager.plan(op_name)
+        decision = plan.explain(Facts(device=device, judged=frozenset({"device"})), None)
+        chosen = decision.selected
+        if chosen is None or (vendor and (chosen.vendor or "").lower() != vendor.lower()):
+            whose = f" of vendor {vendor!r}" if vendor else ""
+            raise NoImplementationError(
+                f"no implementation{whose} serves {op_name!r} on {device!r}", decision
+            )
+        return plan.runnable(chosen, decision.facts)
+
+
+def _wish(device: str, vendor: str | None) -> str:
+    """The policy's token for a vendor, or for the device's own; a named wish stays."""
+    if vendor is not None:
+        return str(Selector.parse(f"vendor:{vendor}", "get_op"))
+    said = Selector.parse(effective_policy().policy.prefer or "vendor", "prefer")
+    if said.form != "kind":
+        return str(said)
+    current = get_current_backend(device)
+    return f"vendor:{current.info.key}" if current is not None else "vendor"
+
+
+def _type_of(device: str | None) -> str:
+    return infer_device() if device is None else str(device).partition(":")[0]
+
+
+def _described() -> Mapping[str, BackendInfo]:
+    get_default_manager().ensure_initialized()  # which in-tree vendors describe themselves in
+    return dict(_BACKENDS)
+
+
+def _implementations() -> list[OpImpl]:
+    """What vendors implement."""
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    operators = manager.registry.snapshot().operators.values()
+    entries = (entry for of_one in operators for entry in of_one)
+    return [entry.impl for entry in entries if entry.impl.kind is BackendImplKind.VENDOR]
+
+
+def _impls(info: VendorInfo, ops: Ops, fields: Mapping[str, Any]) -> list[OpImpl]:
+    common: dict[str, Any] = {
+        "impl_id": f"vendor.{info.key}",
+        "kind": BackendImplKind.VENDOR,
+        "vendor": info.vendor,
+        "priority": DEFAULT_PRIORITY[BackendImplKind.VENDOR],
+        "devices": frozenset({info.device}),
+        "is_available": lambda: detection.absent({info.device}) or True,
+    }
+    return [OpImpl(op_name=name, fn=fn, **common | dict(fields)) for name, fn in ops.items()]
