@@ -190,8 +190,8 @@ def two_sums(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]
     if _INTERPRETED:  # which would call the function for each pair of numbers
         return tl.sum(first, axis=0), tl.sum(second, axis=0)
     else:
-        both: tuple[tl.tensor, tl.tensor] = tl.reduce((first, second), 0, _added)
-        return both
+        one, other = tl.reduce((first, second), 0, _added)
+        return one, other
 
 
 # ---------------------------------------------------------------------------- on the host
