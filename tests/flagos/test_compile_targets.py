@@ -73,6 +73,7 @@ def test_every_kernel_compiles(family: str, target: str, tmp_path: Path) -> None
     for case in streaming:
         assert case["wide loads"] > 0, case
         assert case["wide stores"] > 0, case
-        assert case["narrow accesses"] == 0, case
+        single = getattr(calls, "SINGLE", {}).get(case["kernel"], 0)
+        assert case["narrow accesses"] <= single, case
     if hasattr(calls, "check"):
         calls.check(report["cases"])

@@ -8,6 +8,8 @@ from transformer_engine_fl.backends.flagos import normalization as flagos
 
 MODULES = ("normalization", "_sums")
 STREAMING = {"_backward_shared", "_forward_rows", "_forward_shared"}
+# Three numbers of a row, read before the loop for two rows, and in it for one.
+SINGLE = {"_forward_shared": 9}
 FORWARD_WIDTHS = {"bfloat16": (1024, 4096, 32768, 65536), "float32": (4096, 65536)}
 BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
 

@@ -28,7 +28,7 @@ from transformer_engine_fl.backends.flagos._arguments import MOST, block_of, lis
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Cut", "Pieces", "SharedRows", "Tiles", "WholeRows", "cut", "heard", "tell"]
+__all__ = ["Cut", "Pieces", "SharedRows", "Tiles", "WholeRows", "cut", "heard", "tell", "two_sums"]
 
 
 class Tiles(NamedTuple):
@@ -174,6 +174,26 @@ def heard(
     return tl.where(exists, first, other), tl.where(exists, second, 0)
 
 
+_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _added(
+    first: tl.tensor, second: tl.tensor, other_first: tl.tensor, other_second: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    return first + other_first, second + other_second
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def two_sums(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The sums of two vectors, for which the warps of a program wait once."""
+    if _INTERPRETED:  # which would call the function for each pair of numbers
+        return tl.sum(first, axis=0), tl.sum(second, axis=0)
+    else:
+        one, other = tl.reduce((first, second), 0, _added)
+        return one, other
+
+
 # ---------------------------------------------------------------------------- on the host
 
 
@@ -203,7 +223,7 @@ class WholeRows:
         columns: of a row.
         dtype: of the sums.
         column_bytes: that are read of a row, per column.
-        constants: for the kernel, beside ROWS, BLOCK and STAGES.
+        constants: for the kernel, beside ROWS, BLOCK, STAGES and EXACT.
     """
 
     __slots__ = ("_launch", "_most", "_rows")
@@ -229,6 +249,7 @@ class WholeRows:
             resident=tiles.programs,
             ROWS=self._rows,
             BLOCK=block,
+            EXACT=columns == block,
             STAGES=_stages(tiles, self._rows * block * column_bytes, device),
             **constants,
         )
@@ -258,7 +279,7 @@ class SharedRows:
         sums: that a row has.
         dtype: of the sums.
         column_bytes: that are read of a row, per column.
-        constants: for the kernel, beside PIECES, BLOCK, STAGES and STEP.
+        constants: for the kernel, beside PIECES, BLOCK, STAGES, EXACT and STEP.
     """
 
     __slots__ = ("_launches", "_make_shares", "_most", "_shares", "pieces")
@@ -287,6 +308,7 @@ class SharedRows:
             resident=pieces.programs,
             PIECES=self.pieces,
             BLOCK=width,
+            EXACT=columns % width == 0,
             **constants,
         )
         self._launches: tuple[_launch.Launch, ...]

@@ -1,10 +1,11 @@
 """Root mean square and layer normalization in Triton.
 
 Both are one family of kernels: a row has a mean only where the pointer for it is given.
-Rows that fit into registers are read once; a program takes several of them, one tile
-after the other, so that parameters are loaded once and the next tile is under way while
-one is computed. A wider row is shared by several programs, see ``_rows``. The addition of a
-residual before the norm, and of a gradient after it, is part of the same kernels.
+Rows that fit into registers are read once; in the backward a program takes several of
+them, one tile after the other, so that parameters are loaded once and the next tile is
+under way while one is computed. A wider row is shared by several programs, see ``_rows``.
+The addition of a residual before the norm, and of a gradient after it, is part of the same
+kernels.
 
 The order in which a row is summed depends on its width and dtype alone, so a row's
 result is the same whichever rows come with it. Gradients of the parameters are summed
@@ -48,6 +49,7 @@ from transformer_engine_fl.backends.flagos._rows import (
     cut,
     heard,
     tell,
+    two_sums,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
@@ -111,68 +113,88 @@ def _forward_rows(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
     SUM: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, in tiles of ROWS."""
+    """Rows that fit into registers, ROWS to a program; EXACT: they fill a tile's width.
+
+    Not a loop over tiles: that cost registers, and so programs at a time.
+    """
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    if STAGES > 1:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + column, mask=inside, other=0)
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
-    ):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        start = row.to(tl.int64)
-        place = (start * stride * UNIT)[:, None] + column[None, :]
-        out = (start * columns)[:, None] + column[None, :]
-        x = _input(x_ptr, residual_ptr, sum_ptr, place, out, mask, SUM).to(ACC)
-        if mu_ptr is not None:
-            mu = tl.sum(x, axis=1) / columns
-            tl.store(mu_ptr + row, mu, mask=row < rows)
-            x = tl.where(inside[None, :], x - mu[:, None], 0)
-        variance = tl.sum(x * x, axis=1) / columns
-        rsigma = tl.rsqrt(variance + tl.full((ROWS,), eps, ACC))
-        tl.store(rsigma_ptr + row, rsigma, mask=row < rows)
-        if STAGES == 1:
-            # Loaded only now: ahead of the sums it would cost registers, and measured slower.
-            weight = tl.load(weight_ptr + column, mask=inside, other=0)
-            if bias_ptr is not None:
-                bias = tl.load(bias_ptr + column, mask=inside, other=0)
-        y = x * rsigma[:, None] * (weight.to(ACC) + OFFSET)[None, :]
-        if bias_ptr is not None:
-            y += bias.to(ACC)[None, :]
-        y = y.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + out, y, mask=mask)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & inside[None, :]
+    start = row.to(tl.int64)
+    place = (start * stride * UNIT)[:, None] + column[None, :]
+    out = (start * columns)[:, None] + column[None, :]
+    x = _input(x_ptr, residual_ptr, sum_ptr, place, out, mask, SUM).to(ACC)
+    if mu_ptr is not None:
+        mu = tl.sum(x, axis=1) / columns
+        tl.store(mu_ptr + row, mu, mask=row < rows)
+        x -= mu[:, None]
+        if not EXACT:
+            x = tl.where(inside[None, :], x, 0)
+    variance = tl.sum(x * x, axis=1) / columns
+    rsigma = tl.rsqrt(variance + tl.full((ROWS,), eps, ACC))
+    tl.store(rsigma_ptr + row, rsigma, mask=row < rows)
+    # Loaded only now: ahead of the sums it would cost registers, and measured slower.
+    weight = tl.load(weight_ptr + column, mask=inside, other=0)
+    y = x * rsigma[:, None] * (weight.to(ACC) + OFFSET)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=inside, other=0).to(ACC)[None, :]
+    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _typical(
+    x_ptr: tl.tensor, first: tl.tensor, count: tl.tensor, exists: tl.tensor, ACC: tl.constexpr
+) -> tl.tensor:
+    """The middle one of three numbers of a piece: not the only one far from all others."""
+    place = x_ptr + first
+    third = count // 3
+    one = tl.load(place, mask=exists, other=0).to(ACC)
+    two = tl.load(place + third, mask=exists, other=0).to(ACC)
+    three = tl.load(place + 2 * third, mask=exists, other=0).to(ACC)
+    return tl.maximum(tl.minimum(one, two), tl.minimum(tl.maximum(one, two), three))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tell_squares(
     x: tl.tensor,
+    typical: tl.tensor,
     inside: tl.tensor,
     shares_ptr: tl.tensor,
     row: tl.tensor,
     count: tl.tensor,
-    ACC: tl.constexpr,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
+    EXACT: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
     """This piece's sum of squares; with two SUMS around its mean, which is the other.
 
-    So there is no difference of large sums, whatever the mean.
+    So there is no difference of large sums, whatever the mean. Numbers of 2 bytes are summed
+    together with their squares, both around a typical one: that errs by less than they do.
     """
-    x = x.to(ACC)
-    mean = tl.zeros((), ACC)
+    NARROW: tl.constexpr = x.dtype.primitive_bitwidth == 16
+    x = x.to(typical.dtype)
+    mean = typical
     if SUMS == 2:
-        mean = tl.sum(x, axis=0) / count
-        x = tl.where(inside, x - mean, 0)
-    tell(shares_ptr, row, tl.sum(x * x, axis=0), mean, PIECES, SUMS, STEP)
+        if not NARROW:
+            mean = tl.sum(x, axis=0) / count
+        x -= mean
+        if not EXACT:
+            x = tl.where(inside, x, 0)
+    if SUMS == 2 and NARROW:
+        squares, ahead = two_sums(x * x, x)
+        squares -= ahead * (ahead / count)
+        squares = tl.where(squares < 0, 0, squares)
+        mean += ahead / count
+    else:
+        squares = tl.sum(x * x, axis=0)
+    tell(shares_ptr, row, squares, mean, PIECES, SUMS, STEP)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
@@ -195,6 +217,7 @@ def _forward_shared(
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
     SUM: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
@@ -217,8 +240,15 @@ def _forward_shared(
     x = _input(
         x_ptr, residual_ptr, sum_ptr, row * stride + column, row * columns + column, inside, SUM
     )
+    typical = tl.zeros((), ACC)
+    typical_next = typical
+    if mu_ptr is not None:
+        typical = _typical(x_ptr, row * stride + first, mine, True, ACC)
+        typical_next = _typical(
+            x_ptr, (row + groups) * stride + first, mine, row + groups < rows, ACC
+        )
     if STEP != "rest":
-        _tell_squares(x, inside, shares_ptr, row, mine, ACC, PIECES, SUMS, STEP)
+        _tell_squares(x, typical, inside, shares_ptr, row, mine, PIECES, SUMS, EXACT, STEP)
     for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         out = row * columns + column
@@ -227,22 +257,30 @@ def _forward_shared(
             x_ptr, residual_ptr, sum_ptr, following * stride + column,
             following * columns + column, inside & (following < rows), SUM,
         )  # fmt: skip
+        typical = typical_next
+        if mu_ptr is not None:
+            # A turn ahead of its use, so that nothing waits for it.
+            after = following + groups
+            typical_next = _typical(x_ptr, after * stride + first, mine, after < rows, ACC)
         if STEP != "rest":
-            _tell_squares(x_next, inside, shares_ptr, following, mine, ACC, PIECES, SUMS, STEP)
+            _tell_squares(
+                x_next, typical, inside, shares_ptr, following, mine, PIECES, SUMS, EXACT, STEP
+            )
         if STEP != "sums":
             squares, means = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
-            x = x.to(ACC)
             if mu_ptr is not None:
                 mu = tl.sum(means * count, axis=0) / columns
                 squares += (means - mu) * (means - mu) * count
-                x -= mu
                 if tl.program_id(0) == 0:
                     tl.store(mu_ptr + row, mu)
             variance = tl.sum(squares, axis=0) / columns
             rsigma = tl.rsqrt(variance + tl.full((), eps, ACC))
             if tl.program_id(0) == 0:
                 tl.store(rsigma_ptr + row, rsigma)
-            y = x * rsigma * (weight.to(ACC) + OFFSET)
+            y = x.to(ACC) * rsigma
+            if mu_ptr is not None:
+                y -= mu * rsigma
+            y *= weight.to(ACC) + OFFSET
             if bias_ptr is not None:
                 y += bias.to(ACC)
             tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -336,10 +374,11 @@ def _tell_means(
     """This piece's shares of the sums of u * xhat and of u."""
     ACC: tl.constexpr = rsigma.dtype
     u = dy.to(ACC) * (gamma.to(ACC) + OFFSET)
-    products = tl.sum(u * ((x.to(ACC) - mu) * rsigma), axis=0)
-    plain = products
     if SUMS == 2:
-        plain = tl.sum(u, axis=0)
+        products, plain = two_sums(u * (x.to(ACC) * rsigma - mu * rsigma), u)
+    else:
+        products = tl.sum(u * (x.to(ACC) * rsigma), axis=0)
+        plain = products
     tell(shares_ptr, row, products, plain, PIECES, SUMS, STEP)
 
 
@@ -410,15 +449,18 @@ def _backward_shared(
             if add_ptr is not None:
                 add = tl.load(add_ptr + row * x_stride + column, mask=inside, other=0)
             products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
-            xhat = (x.to(ACC) - mu) * rsigma
+            xhat = x.to(ACC) * rsigma
             grad = dy.to(ACC)
-            dx = grad * (gamma.to(ACC) + OFFSET)
-            dx -= xhat * (tl.sum(products, axis=0) / columns)
+            dx = grad * (gamma.to(ACC) + OFFSET) * rsigma
             if mu_ptr is not None:
-                dx -= tl.sum(plain, axis=0) / columns
+                xhat -= mu * rsigma
+                product, constant = two_sums(products, plain)
+                dx -= constant / columns * rsigma
                 dbeta += grad
+            else:
+                product = tl.sum(products, axis=0)
+            dx -= xhat * (product / columns * rsigma)
             dgamma += grad * xhat
-            dx *= rsigma
             if add_ptr is not None:
                 dx += add.to(ACC)
             out = dx_ptr + row * columns + column
@@ -435,18 +477,36 @@ def _backward_shared(
 # --------------------------------------------------------------------------- heuristics
 
 # Whole rows have up to 32 columns a thread in the forward, and 16 in the backward, which
-# also holds the sums for the parameters.
+# also holds the sums for the parameters. Forward, whole rows are a program per tile.
 _ANY = 2**32
 _FORWARD: Cut = {
     2048: Tiles(threads=128, width=2048),
     4096: Tiles(threads=256, width=4096),
     8192: Tiles(threads=256, width=8192),
     16384: Tiles(threads=512, width=16384),
-    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
+    32768: Tiles(threads=1024, width=32768),
+    65536: Pieces(threads=256, width=4096, programs=4, stages=3),
+    _ANY: Pieces(threads=256, width=8192, programs=2, stages=3),
+}
+_FORWARD_ADD: Cut = {
+    2048: Tiles(threads=128, width=2048),
+    4096: Tiles(threads=256, width=4096),
+    8192: Tiles(threads=256, width=8192),
+    16384: Tiles(threads=512, width=16384),
+    _ANY: Pieces(threads=128, width=2048, programs=6, stages=3),
+}
+_FORWARD_CENTRED: Cut = {
+    2048: Tiles(threads=128, width=2048),
+    8192: Tiles(threads=256, width=8192),
+    16384: Tiles(threads=512, width=16384),
+    32768: Tiles(threads=1024, width=32768),
+    _ANY: Pieces(threads=256, width=8192, programs=2, stages=3),
 }
 _BACKWARD: Cut = {
     2048: Tiles(threads=128, width=2048, programs=4, stages=3),
     8192: Tiles(threads=512, width=8192, programs=1, stages=3),
+    65536: Pieces(threads=128, width=2048, programs=4, stages=3),
+    131072: Pieces(threads=256, width=4096, programs=2, stages=3),
     _ANY: Pieces(threads=128, width=2048, programs=4, stages=3),
 }
 _BACKWARD_CENTRED: Cut = {
@@ -504,8 +564,13 @@ def _plan_forward(
     device: torch.device,
 ) -> _ForwardPlan:
     statistics = contracts.statistics_dtype(dtype)
+    cuts = _FORWARD
+    if op is contracts.layernorm_fwd:
+        cuts = _FORWARD_CENTRED
+    elif op is contracts.rmsnorm_fwd_add:
+        cuts = _FORWARD_ADD
     run = cut(
-        _FORWARD,
+        cuts,
         (_forward_rows, _forward_shared),
         device,
         columns,

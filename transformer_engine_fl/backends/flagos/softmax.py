@@ -19,7 +19,6 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
-    block_of,
     by_rows,
     check_fresh,
     check_size,
@@ -229,6 +228,7 @@ def _forward_shared(
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
     """A piece of BLOCK columns of one row after the other; see ``_rows``."""
@@ -239,7 +239,7 @@ def _forward_shared(
     row = tl.program_id(1)  # there are no more groups than rows
     scores = _scores(
         x_ptr, mask_ptr, row, column, True, columns, stride, queries, heads, ahead,
-        mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, False,
+        mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
     )  # fmt: skip
     weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), PIECES, STEP)
     for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
@@ -248,7 +248,7 @@ def _forward_shared(
         following = row + groups
         scores = _scores(
             x_ptr, mask_ptr, following, column, following < rows, columns, stride, queries,
-            heads, ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, False,
+            heads, ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
         )  # fmt: skip
         place = following.to(tl.int64)
         weights_next, highest_next = _weights(scores, shares_ptr, place, PIECES, STEP)
@@ -374,15 +374,16 @@ _FORWARD: Cut = {
     8192: Tiles(threads=512, width=8192),
     16384: Tiles(threads=1024, width=16384),
     32768: Tiles(threads=1024, width=32768, programs=1, stages=3),
-    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
+    65536: Pieces(threads=256, width=4096, programs=4, stages=3),
+    _ANY: Pieces(threads=128, width=2048, programs=8, stages=3),
 }
 _BACKWARD: Cut = {
     1024: Tiles(threads=128, width=1024),
     4096: Tiles(threads=128, width=4096),
     8192: Tiles(threads=256, width=8192),
     16384: Tiles(threads=512, width=16384),
-    32768: Tiles(threads=1024, width=32768),
-    _ANY: Pieces(threads=256, width=4096, programs=4, stages=3),
+    65536: Pieces(threads=256, width=4096, programs=3, stages=3),
+    _ANY: Pieces(threads=128, width=2048, programs=8, stages=3),
 }
 
 _PLANS: dict[object, WholeRows | SharedRows] = {}
@@ -449,7 +450,6 @@ def _forward(
             CAUSAL=causal,
             ACC=_TRITON_TYPES[math_dtype(input.dtype)],
             UNIT=unit,
-            EXACT=columns == block_of(columns),
         ),
     )
     ahead = 1 + columns - queries
