@@ -6,10 +6,18 @@ lists of tensors.
 
 from __future__ import annotations
 
-from transformer_engine_fl.backends.flagos.tuning.calls import loss, optimizer, rope
+from transformer_engine_fl.backends.flagos.tuning.calls import (
+    activation,
+    dropout,
+    loss,
+    optimizer,
+    rope,
+)
 from transformer_engine_fl.backends.flagos.tuning.calls.call import Calls, Shape
 
 __all__ = ["CALLS", "Calls", "Shape"]
 
-CALLS: tuple[Calls, ...] = tuple(it for family in (loss, optimizer, rope) for it in family.CALLS)
+CALLS: tuple[Calls, ...] = tuple(
+    it for family in (activation, dropout, loss, optimizer, rope) for it in family.CALLS
+)
 """Of every operator that has choices; of one with several kernels there are several."""
