@@ -28,7 +28,7 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -39,7 +39,6 @@ __all__ = [
     "WIDEST_UNIT",
     "Written",
     "block_of",
-    "bounded",
     "by_rows",
     "check_fresh",
     "check_integers",
@@ -91,25 +90,6 @@ def block_of(columns: int) -> int:
 def is_block(number: int, least: int, most: int) -> bool:
     """Whether a number is a power of two within these bounds, as sizes of tiles are."""
     return least <= number <= most and number & (number - 1) == 0
-
-
-def bounded(**bounds: tuple[int, int] | range) -> Callable[[Any], str | None]:
-    """Of a tuning choice, what is wrong with a value: by field, what there may be.
-
-    Two numbers are the least and the greatest of powers of two; a range is any number in it.
-    """
-
-    def wrong(value: Any) -> str | None:
-        for name, bound in bounds.items():
-            number = getattr(value, name)
-            if isinstance(bound, range):
-                if number not in bound:
-                    return f"{name} must be from {bound[0]} to {bound[-1]}"
-            elif not is_block(number, *bound):
-                return f"{name} must be a power of two from {bound[0]} to {bound[1]}"
-        return None
-
-    return wrong
 
 
 def listed(table: Mapping[int, Any], width: int) -> Any:

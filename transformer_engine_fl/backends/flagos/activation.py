@@ -23,7 +23,6 @@ from transformer_engine_fl.backends.flagos._arguments import (
     PLAIN,
     WIDEST_UNIT,
     block_of,
-    bounded,
     by_rows,
     check_fresh,
     check_size,
@@ -32,6 +31,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
+from transformer_engine_fl.backends.flagos._tiles import MOST_ELEMENTS, Tile, bounded, tile_choice
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import activation as contracts
@@ -290,7 +290,6 @@ def _with_bias(
 
 # -------------------------------------------------------------------------------- plans
 
-_MOST_BYTES = 16384  # of a tile
 _BIAS_STAGES = 3  # tiles that are read or worked on at a time, where reads can go ahead
 
 
@@ -348,18 +347,6 @@ _PLANS: dict[object, _Plan] = {}
 _BIAS_PLANS: dict[object, _BiasPlan] = {}
 
 
-class _Tile(NamedTuple):
-    """How elementwise work is cut.
-
-    Attributes:
-        threads: of a program.
-        bytes: of its share of the input, or of one half of a gated row.
-    """
-
-    threads: int
-    bytes: int
-
-
 class _BiasTile(NamedTuple):
     """How a gradient is cut whose rows are summed.
 
@@ -376,25 +363,16 @@ class _BiasTile(NamedTuple):
     programs: int
 
 
-def _tile_choice(name: str, usual: _Tile) -> Choice[_Tile]:
-    """With twice and half the usual bytes to each of more or fewer threads."""
-    sizes = (usual.bytes // 2, usual.bytes, usual.bytes * 2)
-    return Choice(
-        name,
-        _Tile,
-        key=("itemsize",),
-        candidates=lambda itemsize: itertools.starmap(_Tile, itertools.product((128, 256), sizes)),
-        heuristic=lambda device, itemsize: usual,
-        wrong=bounded(threads=(32, 1024), bytes=(512, _MOST_BYTES)),
-        plans=(_PLANS,),
+# By whether it is gated, then of one half of a row, and whether it is a backward.
+_TILES = {
+    (gated, backward): tile_choice(
+        f"{'gated_' * gated}activation_{'bwd' if backward else 'fwd'}",
+        _PLANS,
+        Tile(128, 2048 if gated else 4096),
+        in_bytes=True,
     )
-
-
-_TILES = {  # by whether it is gated, and whether it is a backward
-    (False, False): _tile_choice("activation_fwd", _Tile(128, 4096)),
-    (False, True): _tile_choice("activation_bwd", _Tile(128, 4096)),
-    (True, False): _tile_choice("gated_activation_fwd", _Tile(128, 2048)),
-    (True, True): _tile_choice("gated_activation_bwd", _Tile(128, 2048)),
+    for gated in (False, True)
+    for backward in (False, True)
 }
 
 
@@ -422,8 +400,7 @@ _FLOATS = frozenset(getattr(torch, name) for name in FLOATS)
 def _plan(
     of: _Activation, dtype: torch.dtype, columns: int, unit: int, device: torch.device
 ) -> _Plan:
-    threads, size = _TILES[of.gated, of.backward](device, dtype.itemsize)
-    tile = size // dtype.itemsize
+    threads, tile = _TILES[of.gated, of.backward](device, dtype.itemsize)
     block = min(block_of(columns), tile)
     rows = rows_of_tile(tile, block)
     launch = _launch.Launch(
@@ -542,7 +519,7 @@ def _run(
         columns = x_step = grad_step = size
     unit = math.gcd(columns, grad_step, x_step, WIDEST_UNIT)
     dtypes = (x.dtype, None if grad is None else grad.dtype)
-    key = (of.kind, of.gated, dtypes, min(columns, _MOST_BYTES), unit, x.device)
+    key = (of.kind, of.gated, dtypes, min(columns, MOST_ELEMENTS), unit, x.device)
     plan = _PLANS.get(key) or keep(_PLANS, key, _plan(of, x.dtype, columns, unit, x.device))
     rows = size // columns
     tiles = -(-rows // plan.rows) * -(-columns // plan.block)

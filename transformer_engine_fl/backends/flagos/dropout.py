@@ -18,13 +18,13 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
-    bounded,
     check_fresh,
     check_numbers,
     check_size,
     keep,
     plain,
 )
+from transformer_engine_fl.backends.flagos._tiles import bounded
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.ops import dropout as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype

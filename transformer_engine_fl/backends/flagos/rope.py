@@ -26,7 +26,6 @@ from triton.language.extra import libdevice
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
-    bounded,
     check_size,
     dense,
     fresh,
@@ -34,6 +33,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
 )
 from transformer_engine_fl.backends.flagos._sequences import highest_power, steps, token_at
+from transformer_engine_fl.backends.flagos._tiles import bounded
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import rope as contracts

@@ -11,13 +11,13 @@ from transformer_engine_fl.backends.flagos.tuning.calls import (
     dropout,
     loss,
     optimizer,
+    quantization,
     rope,
 )
 from transformer_engine_fl.backends.flagos.tuning.calls.call import Calls, Shape
 
 __all__ = ["CALLS", "Calls", "Shape"]
 
-CALLS: tuple[Calls, ...] = tuple(
-    it for family in (activation, dropout, loss, optimizer, rope) for it in family.CALLS
-)
+_FAMILIES = (activation, dropout, loss, optimizer, quantization, rope)
+CALLS: tuple[Calls, ...] = tuple(it for family in _FAMILIES for it in family.CALLS)
 """Of every operator that has choices; of one with several kernels there are several."""
