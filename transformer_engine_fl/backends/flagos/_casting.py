@@ -1091,9 +1091,10 @@ def _square_rule(height: int) -> Block:
 
 
 def _square_candidates(height: int) -> Iterator[Block]:
-    sizes = [(128, 128), (256, 128), (128, 256)]
-    if height < 128:
-        sizes = [(128, 64), (64, 128), (64, 64), (128, 128)]
+    if height == 128:
+        yield from (Block(threads, 128, 128) for threads in (128, 256, 512))
+        return
+    sizes = ((128, 64), (64, 128), (64, 64), (128, 128))
     for threads, size in itertools.product((128, 256), sizes):
         yield Block(threads, *size)
 
@@ -1136,7 +1137,9 @@ def _plan(
     if square:
         height = 128 if recipe.square else recipe.width or 1
         threads, rows, columns = _SQUARES(device, height, source.x.itemsize)
+        # With a scale for all of it, a tile is a block; otherwise it has whole ones.
         rows, columns = max(rows, height), max(columns, height)
+        rows, columns = (height, height) if recipe.square else (rows, columns)
     else:
         choice = _ROWS if source.kind == "identity" else _CALCULATED_ROWS
         choice = _HALVED_ROWS if halved else choice
