@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -517,7 +518,8 @@ def families() -> dict[str, Choice[Any]]:
     return {name: it for name, it in tuning.CHOICES.items() if name != "of_a_test"}
 
 
-KEYS = [(2**power, itemsize) for power in (4, 10, 17, 28) for itemsize in (2, 4, 8)]
+NUMBERS = {"itemsize": (2, 4, 8), "tensors": (1, 3), "height": (1, 16, 32, 128), "halves": (1, 2)}
+POWERS = [2**power for power in (4, 10, 17, 28)]
 
 
 def test_every_value_that_a_family_offers_may_stand_in_a_file(
@@ -525,23 +527,41 @@ def test_every_value_that_a_family_offers_may_stand_in_a_file(
 ) -> None:
     assert {"cross_entropy_fwd", "cross_entropy_bwd", "multi_tensor_adam"} <= families.keys()
     for choice in families.values():
-        for key in KEYS if len(choice.key) == 2 else ():
+        for key in itertools.product(*(NUMBERS.get(field, POWERS) for field in choice.key)):
             offered = [choice.heuristic(CPU, *key), *choice.candidates(*key)]
             assert [files.made(choice, it._asdict()) for it in offered] == offered, choice.name
+
+
+def small(calls: Any) -> tuple[int, ...]:
+    """A shape for which any call is quickly made."""
+    return (32, *(2,) * (len(calls.shapes[0]) - 2), 128)
 
 
 def test_every_call_keeps_its_contract_and_names_choices(families: dict[str, Any]) -> None:
     from transformer_engine_fl import ops
     from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
 
-    for calls in CALLS.values():
+    for calls in CALLS:
         contract = ops.CATALOGUE[calls.op]
         assert set(calls.choices) <= families.keys()
         for dtype in calls.dtypes:
-            sample = calls.make((3, 24), getattr(torch, dtype), "cpu")
+            sample = calls.make(small(calls), getattr(torch, dtype), "cpu")
             contract.check(*sample.args, **sample.kwargs)
         for shape in calls.shapes:
             assert len(calls.check_shape(shape)) == len(shape)
+
+
+def test_every_call_asks_for_its_choices_once(device: str, families: dict[str, Any]) -> None:
+    from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
+
+    manager = get_default_manager()
+    for calls in CALLS:
+        shape = (2, 16) if calls.op.startswith("multi_tensor") else small(calls)
+        sample = calls.make(shape, getattr(torch, calls.dtypes[0]), device)
+        for name in calls.choices:
+            with families[name].trial() as keys, with_preference("flagos"):
+                manager.call(calls.op, *sample.args, **sample.kwargs)
+            assert len(keys) == 1, (calls.op, name)
 
 
 def tune(*arguments: str) -> int:
@@ -580,20 +600,33 @@ def measured(
     return prepare
 
 
+ROPE = {"tensors": 1, "features": 32, "itemsize": 4}
+
+
 @pytest.mark.parametrize(
-    ("op", "shape", "key"),
+    ("op", "shape", "name", "key"),
     [
-        ("cross_entropy_fwd", "6x40", {"columns": 64, "itemsize": 4}),
-        ("cross_entropy_bwd", "6x40", {"columns": 64, "itemsize": 4}),
-        ("multi_tensor_scale", "1x8", {"elements": 512, "itemsize": 4}),
-        ("multi_tensor_l2norm", "1x8", {"elements": 512, "itemsize": 4}),
-        ("multi_tensor_sgd", "1x8", {"elements": 512, "itemsize": 4}),
-        ("multi_tensor_adam", "1x8", {"elements": 512, "itemsize": 4}),
+        ("cross_entropy_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
+        ("cross_entropy_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
+        ("multi_tensor_scale", "1x8", "", {"elements": 512, "itemsize": 4}),
+        ("multi_tensor_l2norm", "1x8", "", {"elements": 512, "itemsize": 4}),
+        ("multi_tensor_sgd", "1x8", "", {"elements": 512, "itemsize": 4}),
+        ("multi_tensor_adam", "1x8", "", {"elements": 512, "itemsize": 4}),
+        ("gelu", "6x40", "activation_fwd", {"itemsize": 4}),
+        ("dswiglu", "6x40", "gated_activation_bwd", {"itemsize": 4}),
+        ("dbias_dgelu", "6x40", "activation_bwd_with_bias", {"columns": 64, "itemsize": 4}),
+        ("dropout_bwd", "6x40", "", {"itemsize": 4}),
+        ("dswiglu_quantize", "32x64", "cast_strips", {"halves": 2, "itemsize": 4}),
+        ("compute_amax", "32x64", "amax", {"itemsize": 4}),
+        ("swap_first_dims", "6x2x40", "", {"itemsize": 4}),
+        ("fused_rope_forward", "6x1x2x20", "fused_rope", ROPE),
+        ("fused_qkv_rope_forward", "6x1x2x20", "fused_rope", {**ROPE, "tensors": 3}),
     ],
 )
 def test_what_the_command_measures_is_what_is_chosen_then(
     op: str,
     shape: str,
+    name: str,
     key: dict[str, int],
     measured: Callable[[str], torch.device],
     families: dict[str, Choice[Any]],
@@ -601,7 +634,8 @@ def test_what_the_command_measures_is_what_is_chosen_then(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    where, choice, path = measured(op), families[op], tmp_path / "mine.yaml"
+    name = name or op
+    where, choice, path = measured(name), families[name], tmp_path / "mine.yaml"
     usual = choice.heuristic(where, *key.values())
     asked = ("--op", op, "--shapes", shape, "--dtype", "float32", "--output", str(path))
     assert tune(*asked, "--json") == 0

@@ -18,7 +18,9 @@ that what lies side by side in the transposed tensor changes places as one numbe
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,7 +54,16 @@ from transformer_engine_fl.backends.flagos._narrow import (
     size_of,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
+from transformer_engine_fl.backends.flagos._tiles import (
+    MOST_ELEMENTS,
+    Block,
+    Tile,
+    block_choice,
+    bounded,
+    tile_choice,
+)
 from transformer_engine_fl.backends.flagos.activation import results
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops._formats import FORMATS, LARGEST, Format
 from transformer_engine_fl.ops.quantization import GLOBAL_LARGEST
@@ -820,24 +831,12 @@ def _scale_groups(
 
 # ---------------------------------------------------------------------------------- plans
 
-# (threads, elements) of a tile that is cast along its rows alone, and of one of which the
-# amax is found; the programs of the latter, of each multiprocessor.
-_ROW_TILE, _HALVED_TILE = (128, 8192), (128, 4096)
-_CALCULATED_TILE = (256, 4096)  # of what is more than read
-_AMAX_TILE, _AMAX_PROGRAMS = (256, 16384), 4
+_ROW_TILE = Tile(128, 8192)  # that is cast along its rows alone
 _WIDEST_ROW = 1024  # columns of a tile of several rows
-# (threads, rows, columns) of a tile that is written transposed as well or has square blocks,
-# by the rows of a block.
-_SQUARE_TILES = {1: (256, 128, 64), 16: (256, 128, 64), 32: (256, 128, 64), 128: (256, 128, 128)}
-# (threads, rows, columns) of those below each other, which are cast along their rows alone
-# and have sums or halves; how many tiles a program has, and how many of them are under way.
-_STRIP_TILES = {"sums": (128, 16, 128), "both": (128, 32, 64)}
+# Of tiles below each other: how many a program has, and how many of them are under way.
 _STRIP_STEPS, _STRIP_STAGES = 16, 3
 # With fewer programs than this, for each multiprocessor, programs have fewer tiles.
 _STRIP_PROGRAMS = 4
-if _launch.INTERPRETED:  # a program costs it as much as many elements
-    _STRIP_TILES = dict.fromkeys(_STRIP_TILES, (32, 32, 256))
-    _SQUARE_TILES = dict.fromkeys(_SQUARE_TILES, (32, 32, 256)) | {128: (32, 128, 128)}
 _LARGEST_THREADS, _LARGEST_BLOCK = 1024, 16384
 _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
 _MOST_GROUPS = 4096
@@ -1048,6 +1047,74 @@ _PLANS: dict[object, _Plan] = {}
 _AMAX_PLANS: dict[object, _AmaxPlan] = {}
 _LAUNCHES: dict[object, _launch.Launch] = {}
 
+_ROWS = tile_choice("cast_rows", _PLANS, _ROW_TILE)
+_HALVED_ROWS = tile_choice("cast_rows_e2m1", _PLANS, Tile(128, 4096))
+_CALCULATED_ROWS = tile_choice("cast_rows_calculated", _PLANS, Tile(256, 4096))
+
+
+class _AmaxTile(NamedTuple):
+    """How a tensor is cut of which the amax is found.
+
+    Attributes:
+        threads: of a program.
+        elements: that it takes at a time.
+        programs: of each multiprocessor.
+    """
+
+    threads: int
+    elements: int
+    programs: int
+
+
+def _amax_candidates(itemsize: int) -> Iterator[_AmaxTile]:
+    for made in itertools.product((256, 512), (8192, 16384), (2, 4)):
+        yield _AmaxTile(*made)
+
+
+_AMAX = Choice(
+    "amax",
+    _AmaxTile,
+    key=("itemsize",),
+    candidates=_amax_candidates,
+    heuristic=lambda device, itemsize: _AmaxTile(256, 16384, 4),
+    wrong=bounded(threads=(32, 1024), elements=(128, MOST_ELEMENTS), programs=range(1, 33)),
+    plans=(_AMAX_PLANS,),
+)
+
+_INTERPRETED = Block(128, 32, 256)  # a program costs the interpreter as much as many elements
+
+
+def _square_rule(height: int) -> Block:
+    if _launch.INTERPRETED:
+        return _INTERPRETED
+    return Block(256, 128, 128 if height == 128 else 64)
+
+
+def _square_candidates(height: int) -> Iterator[Block]:
+    if height == 128:
+        yield from (Block(threads, 128, 128) for threads in (128, 256, 512))
+        return
+    sizes = ((128, 64), (64, 128), (64, 64), (128, 128))
+    for threads, size in itertools.product((128, 256), sizes):
+        yield Block(threads, *size)
+
+
+def _strip_rule(halves: int) -> Block:
+    if _launch.INTERPRETED:
+        return _INTERPRETED
+    return Block(128, 16, 128) if halves == 1 else Block(128, 32, 64)
+
+
+def _strip_candidates(halves: int) -> Iterator[Block]:
+    for threads, size in itertools.product((128, 256), ((16, 128), (32, 64), (32, 128))):
+        yield Block(threads, *size)
+
+
+# A tile that is written transposed as well or has square blocks, by the rows of a block.
+_SQUARES = block_choice("cast_squares", _PLANS, "height", _square_rule, _square_candidates)
+# Those below each other, which are cast along their rows alone and have sums or halves.
+_STRIPS = block_choice("cast_strips", _PLANS, "halves", _strip_rule, _strip_candidates)
+
 
 def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]:
     """Rows and columns of a tile of so many elements."""
@@ -1068,10 +1135,15 @@ def _plan(
     parts = unit_t = 1
     halved = not square and recipe.halved and matrix.unit == WIDEST_UNIT
     if square:
-        threads, rows, columns = _SQUARE_TILES[128 if recipe.square else recipe.width or 1]
+        height = 128 if recipe.square else recipe.width or 1
+        threads, rows, columns = _SQUARES(device, height, source.x.itemsize)
+        # With a scale for all of it, a tile is a block; otherwise it has whole ones.
+        rows, columns = max(rows, height), max(columns, height)
+        rows, columns = (height, height) if recipe.square else (rows, columns)
     else:
-        threads, elements = _ROW_TILE if source.kind == "identity" else _CALCULATED_TILE
-        threads, elements = _HALVED_TILE if halved else (threads, elements)
+        choice = _ROWS if source.kind == "identity" else _CALCULATED_ROWS
+        choice = _HALVED_ROWS if halved else choice
+        threads, elements = choice(device, source.x.itemsize)
         rows, columns = _row_tile(elements, matrix, recipe.width)
     if recipe.columnwise:
         parts = math.gcd(matrix.rows, 4)
@@ -1099,7 +1171,7 @@ def _plan(
 
 def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: bool) -> _Plan:
     device = source.x.device
-    threads, rows, columns = _STRIP_TILES["sums" if source.halves == 1 else "both"]
+    threads, rows, columns = _STRIPS(device, source.halves, source.x.itemsize)
     columns = max(columns, recipe.width)
     launch = _launch.Launch(
         _cast_strips,
@@ -1119,7 +1191,7 @@ def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: boo
 
 def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
     device = source.x.device
-    threads, elements = _AMAX_TILE
+    threads, elements, programs = _AMAX(device, source.x.itemsize)
     rows, columns = _row_tile(elements, matrix)
     launch = _launch.Launch(
         _amax_tiles,
@@ -1132,7 +1204,7 @@ def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
         COLUMNS=columns,
         TOGETHER=min(matrix.unit, 16 // source.x.itemsize),
     )
-    return _AmaxPlan(launch, rows, columns, _AMAX_PROGRAMS * _launch.limits(device).multiprocessors)
+    return _AmaxPlan(launch, rows, columns, programs * _launch.limits(device).multiprocessors)
 
 
 # ------------------------------------------------------------------------------------ runs
@@ -1151,7 +1223,7 @@ def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float3
 def _amaxes(op: str, source: Source) -> Tensor:
     """The amaxes of programs that have seen every value among them."""
     matrix = source.matrix(0, whole=False)
-    key = (*source.key, matrix.rows == 1, min(matrix.columns, _AMAX_TILE[1]), matrix.unit)
+    key = (*source.key, matrix.rows == 1, min(matrix.columns, MOST_ELEMENTS), matrix.unit)
     if source.halves == 2:
         key += (matrix.columns,)
     plan = _AMAX_PLANS.get(key) or keep(_AMAX_PLANS, key, _amax_plan(source, matrix))
@@ -1389,7 +1461,7 @@ def _run(
     counted = 0 if owners is None or owners.owner is not None else owners.block
     key = (
         *source.key, *recipe[1:5], recipe.columnwise and math.gcd(matrix.rows, 16), square,
-        matrix.rows == 1, min(matrix.columns, _ROW_TILE[1]), matrix.unit, counted,
+        matrix.rows == 1, min(matrix.columns, MOST_ELEMENTS), matrix.unit, counted,
         given is None, with_sums, None if group_sizes is None else group_sizes.dtype,
     )  # fmt: skip
     if source.halves == 2:

@@ -7,7 +7,9 @@ tensors without gaps are one long row, whatever their shape.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
+from transformer_engine_fl.backends.flagos._tiles import MOST_ELEMENTS, Tile, bounded, tile_choice
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import activation as contracts
 from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
@@ -286,11 +290,6 @@ def _with_bias(
 
 # -------------------------------------------------------------------------------- plans
 
-# Bytes of a program's share of the input, or of one half of a gated row.
-_TILE_BYTES = {"forward": 4096, "backward": 4096, "gated": 2048}
-_WIDEST_TILE = max(_TILE_BYTES.values())
-_THREADS = 128
-_BIAS_TILE, _BIAS_COLUMNS, _BIAS_THREADS, _BIAS_PROGRAMS = 2048, 1024, 128, 4
 _BIAS_STAGES = 3  # tiles that are read or worked on at a time, where reads can go ahead
 
 
@@ -346,6 +345,54 @@ class _BiasPlan(NamedTuple):
 
 _PLANS: dict[object, _Plan] = {}
 _BIAS_PLANS: dict[object, _BiasPlan] = {}
+
+
+class _BiasTile(NamedTuple):
+    """How a gradient is cut whose rows are summed.
+
+    Attributes:
+        threads: of a program.
+        elements: that it takes at a time.
+        columns: of them at most.
+        programs: of a multiprocessor that start at once.
+    """
+
+    threads: int
+    elements: int
+    columns: int
+    programs: int
+
+
+# By whether it is gated, then of one half of a row, and whether it is a backward.
+_TILES = {
+    (gated, backward): tile_choice(
+        f"{'gated_' * gated}activation_{'bwd' if backward else 'fwd'}",
+        _PLANS,
+        Tile(128, 2048 if gated else 4096),
+        in_bytes=True,
+    )
+    for gated in (False, True)
+    for backward in (False, True)
+}
+
+
+def _bias_candidates(columns: int, itemsize: int) -> Iterator[_BiasTile]:
+    for threads, elements, widest in itertools.product((128, 256), (2048, 4096), (512, 1024)):
+        yield _BiasTile(threads, elements, widest, 4)
+
+
+_BIAS_TILE = Choice(
+    "activation_bwd_with_bias",
+    _BiasTile,
+    key=("columns", "itemsize"),
+    rounded=("columns",),
+    candidates=_bias_candidates,
+    heuristic=lambda device, columns, itemsize: _BiasTile(128, 2048, 1024, 4),
+    wrong=bounded(
+        threads=(32, 1024), elements=(128, 2**14), columns=(16, 2**14), programs=range(1, 33)
+    ),
+    plans=(_BIAS_PLANS,),
+)
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 _FLOATS = frozenset(getattr(torch, name) for name in FLOATS)
 
@@ -353,14 +400,13 @@ _FLOATS = frozenset(getattr(torch, name) for name in FLOATS)
 def _plan(
     of: _Activation, dtype: torch.dtype, columns: int, unit: int, device: torch.device
 ) -> _Plan:
-    way = "gated" if of.gated else "backward" if of.backward else "forward"
-    tile = _TILE_BYTES[way] // dtype.itemsize
+    threads, tile = _TILES[of.gated, of.backward](device, dtype.itemsize)
     block = min(block_of(columns), tile)
     rows = rows_of_tile(tile, block)
     launch = _launch.Launch(
         _elementwise,
         device,
-        threads=_THREADS,
+        threads=threads,
         KIND=of.kind,
         PTX=_launch.has_ptx(),
         GATED=of.gated,
@@ -375,12 +421,13 @@ def _plan(
 def _bias_plan(
     of: _Activation, dtype: torch.dtype, columns: int, unit: int, device: torch.device
 ) -> _BiasPlan:
-    block = min(block_of(columns), _BIAS_COLUMNS)
-    rows = rows_of_tile(_BIAS_TILE, block)
+    tile = _BIAS_TILE(device, columns, dtype.itemsize)
+    block = min(block_of(columns), tile.columns)
+    rows = rows_of_tile(tile.elements, block)
     launch = _launch.Launch(
         _with_bias,
         device,
-        threads=_BIAS_THREADS,
+        threads=tile.threads,
         KIND=of.kind,
         PTX=_launch.has_ptx(),
         UNIT=unit,
@@ -389,7 +436,7 @@ def _bias_plan(
         STAGES=_BIAS_STAGES if _launch.has_ptx() else 1,
     )
     blocks = -(-columns // block)
-    most = max(1, _BIAS_PROGRAMS * _launch.limits(device).multiprocessors // blocks)
+    most = max(1, tile.programs * _launch.limits(device).multiprocessors // blocks)
     total = SumOfPrograms(columns, unit, device)
     return _BiasPlan(launch, total, unit, rows, block, most, math_dtype(dtype))
 
@@ -472,7 +519,7 @@ def _run(
         columns = x_step = grad_step = size
     unit = math.gcd(columns, grad_step, x_step, WIDEST_UNIT)
     dtypes = (x.dtype, None if grad is None else grad.dtype)
-    key = (of.kind, of.gated, dtypes, min(columns, _WIDEST_TILE), unit, x.device)
+    key = (of.kind, of.gated, dtypes, min(columns, MOST_ELEMENTS), unit, x.device)
     plan = _PLANS.get(key) or keep(_PLANS, key, _plan(of, x.dtype, columns, unit, x.device))
     rows = size // columns
     tiles = -(-rows // plan.rows) * -(-columns // plan.block)

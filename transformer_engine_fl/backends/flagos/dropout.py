@@ -9,7 +9,7 @@ serves.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,8 @@ from transformer_engine_fl.backends.flagos._arguments import (
     keep,
     plain,
 )
+from transformer_engine_fl.backends.flagos._tiles import bounded
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.ops import dropout as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
@@ -169,36 +171,83 @@ def _backward(
 
 # -------------------------------------------------------------------------------- plans
 
-# A program's share of the mask is so many bytes, for each of which it has a thread, so
-# many times over.
-_BYTES = {"forward": 128, "backward": 128}
-_CHUNKS = {"forward": 2, "backward": 1}
-_KERNELS = {"forward": _forward, "backward": _backward}
-_LAUNCHES: dict[object, _launch.Launch] = {}
+
+class _Plan(NamedTuple):
+    """How to run a kernel.
+
+    Attributes:
+        launch: the kernel.
+        elements: of a program.
+    """
+
+    launch: _launch.Launch
+    elements: int
+
+
+class _Share(NamedTuple):
+    """A program's share of the mask.
+
+    Attributes:
+        threads: of a program, each with a byte at a time.
+        chunks: so many times over.
+    """
+
+    threads: int
+    chunks: int
+
+
+class _BackwardShare(NamedTuple):
+    """The same, each thread having one byte alone."""
+
+    threads: int
+
+
+_PLANS: dict[object, _Plan] = {}
+_FORWARD = Choice(
+    "dropout_fwd",
+    _Share,
+    key=("itemsize",),
+    candidates=lambda itemsize: [_Share(t, chunks) for t in (64, 128, 256) for chunks in (1, 2)],
+    heuristic=lambda device, itemsize: _Share(128, 2),
+    wrong=bounded(threads=(32, 1024), chunks=range(1, 9)),
+    plans=(_PLANS,),
+)
+_BACKWARD = Choice(
+    "dropout_bwd",
+    _BackwardShare,
+    key=("itemsize",),
+    candidates=lambda itemsize: map(_BackwardShare, (64, 128, 256, 512)),
+    heuristic=lambda device, itemsize: _BackwardShare(128),
+    wrong=bounded(threads=(32, 1024)),
+    plans=(_PLANS,),
+)
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def _start(
-    op: str, way: str, tensors: tuple[Tensor, Tensor, Tensor], size: int, *numbers: float
-) -> None:
-    """Launch the kernel of a way, for ``size`` elements."""
+def _start(op: str, tensors: tuple[Tensor, Tensor, Tensor], size: int, *numbers: float) -> None:
+    """Launch the operator's kernel, for ``size`` elements."""
     value = tensors[0]
     whole = not size % 8
-    key = (way, value.dtype, whole, value.device)
-    launch = _LAUNCHES.get(key)
-    if launch is None:
-        constants: dict[str, Any] = {
-            "ACC": _TRITON_TYPES[math_dtype(value.dtype)],
-            "WHOLE": whole,
-            "BYTES": _BYTES[way],
-        }
-        if way == "forward":
-            constants["CHUNKS"] = _CHUNKS[way]
-        launch = _launch.Launch(_KERNELS[way], value.device, threads=_BYTES[way], **constants)
-        keep(_LAUNCHES, key, launch)
-    programs = -(-size // (8 * _BYTES[way] * _CHUNKS[way]))
+    key = (op, value.dtype, whole, value.device)
+    plan = _PLANS.get(key) or keep(_PLANS, key, _plan(op, value.dtype, whole, value.device))
+    programs = -(-size // plan.elements)
     check_size(op, "tiles", programs)
-    launch((programs, 1), tensors, (size, *numbers))
+    plan.launch((programs, 1), tensors, (size, *numbers))
+
+
+def _plan(op: str, dtype: torch.dtype, whole: bool, device: torch.device) -> _Plan:
+    chunks: dict[str, Any] = {}
+    if op == "dropout_fwd":
+        kernel = _forward
+        threads, chunks["CHUNKS"] = _FORWARD(device, dtype.itemsize)
+    else:
+        kernel = _backward
+        (threads,) = _BACKWARD(device, dtype.itemsize)
+    acc = _TRITON_TYPES[math_dtype(dtype)]
+    launch = _launch.Launch(
+        kernel, device, threads=threads, ACC=acc, WHOLE=whole, BYTES=threads, **chunks
+    )
+    return _Plan(launch, 8 * threads * chunks.get("CHUNKS", 1))
 
 
 # ---------------------------------------------------------------------------- operators
@@ -222,7 +271,7 @@ def dropout_fwd(
     if size:
         threshold = int(dropout_probability * 2**16)
         numbers = (seed, offset, threshold, _scale(dropout_probability))
-        _start("dropout_fwd", "forward", (input.contiguous(), output, mask), size, *numbers)
+        _start("dropout_fwd", (input.contiguous(), output, mask), size, *numbers)
     return output, mask
 
 
@@ -236,5 +285,5 @@ def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -
     check_fresh("dropout_bwd", grad_input)
     if size := grad_output.numel():
         tensors = (grad_output.contiguous(), mask.contiguous(), grad_input)
-        _start("dropout_bwd", "backward", tensors, size, _scale(dropout_probability))
+        _start("dropout_bwd", tensors, size, _scale(dropout_probability))
     return grad_input

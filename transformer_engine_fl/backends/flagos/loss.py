@@ -35,6 +35,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
     rows_of_tile,
 )
+from transformer_engine_fl.backends.flagos._tiles import Tile
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import loss as contracts
@@ -497,49 +498,37 @@ class _Plan(NamedTuple):
 _PLANS: dict[object, _Plan] = {}
 
 
-class _Tile(NamedTuple):
-    """How logits are cut.
-
-    Attributes:
-        threads: of a program.
-        elements: that a program takes at a time, of one row or of several.
-    """
-
-    threads: int
-    elements: int
-
-
 def _double(itemsize: int) -> int:
     return 2 if itemsize == 8 else 1
 
 
-def _forward_rule(device: torch.device, columns: int, itemsize: int) -> _Tile:
+def _forward_rule(device: torch.device, columns: int, itemsize: int) -> Tile:
     threads, tile = listed(_FORWARD_TILES, columns * _double(itemsize))
-    return _Tile(threads, tile // _double(itemsize))
+    return Tile(threads, tile // _double(itemsize))
 
 
-def _backward_rule(device: torch.device, columns: int, itemsize: int) -> _Tile:
-    return _Tile(_BACKWARD_THREADS, _BACKWARD_TILE // _double(itemsize))
+def _backward_rule(device: torch.device, columns: int, itemsize: int) -> Tile:
+    return Tile(_BACKWARD_THREADS, _BACKWARD_TILE // _double(itemsize))
 
 
-def _candidates(columns: int, itemsize: int) -> Iterator[_Tile]:
+def _candidates(columns: int, itemsize: int) -> Iterator[Tile]:
     """From 8 to 64 elements a thread, half as many of float64."""
     for threads in (128, 256, 512):
         for elements in (2048, 4096, 8192, 16384):
             if 8 <= elements * _double(itemsize) // threads <= 64:
-                yield _Tile(threads, elements)
+                yield Tile(threads, elements)
 
 
-def _wrong(tile: _Tile) -> str | None:
+def _wrong(tile: Tile) -> str | None:
     if is_block(tile.threads, 32, 1024) and is_block(tile.elements, tile.threads, 2**16):
         return None
     return "threads (32 to 1024) and elements (threads to 65536) must be powers of two"
 
 
-def _choice(name: str, rule: Callable[..., _Tile]) -> Choice[_Tile]:
+def _choice(name: str, rule: Callable[..., Tile]) -> Choice[Tile]:
     return Choice(
         name,
-        _Tile,
+        Tile,
         key=("columns", "itemsize"),
         rounded=("columns",),
         candidates=_candidates,

@@ -6,8 +6,9 @@ values back, handle flat parts of a matrix, or keep the histories of delayed sca
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +44,14 @@ from transformer_engine_fl.backends.flagos._narrow import (
     size_of,
     value_of,
 )
+from transformer_engine_fl.backends.flagos._tiles import (
+    MOST_ELEMENTS,
+    Block,
+    Tile,
+    bounded,
+    tile_choice,
+)
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import quantization as contracts
 from transformer_engine_fl.ops._formats import FORMATS, LARGEST
@@ -284,16 +293,54 @@ def _update(
 
 # ---------------------------------------------------------------------------------- plans
 
-# (threads, elements) of a tile, by what is done with it.
-_DEQUANTIZE_TILE = (128, 4096)
-_SWAP_TILE = (128, 4096)  # bytes
 _WIDEST_ROW = 1024  # columns of a tile of several rows
-# Of a tile that is transposed: threads; rows and columns, in bytes.
-_TRANSPOSE_THREADS, _TRANSPOSE_ROWS, _TRANSPOSE_COLUMNS = 512, 256, 128
 _SHARD_THREADS, _SHARD_ROWS, _SHARD_COLUMNS = 256, 32, 128
 _UPDATE_THREADS, _UPDATE_TILE, _UPDATE_COLUMNS = 256, 2048, 8
 
+
+class _Plan(NamedTuple):
+    """How to move a matrix.
+
+    Attributes:
+        launch: the kernel.
+        rows, columns: of a tile.
+    """
+
+    launch: _launch.Launch
+    rows: int
+    columns: int
+
+    def start(
+        self,
+        op: str,
+        rows: int,
+        columns: int,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[int, ...],
+    ) -> None:
+        """Launch a program for each tile."""
+        programs = -(-rows // self.rows) * -(-columns // self.columns)
+        check_size(op, "tiles", programs)
+        self.launch((programs, 1), tensors, numbers)
+
+
+_PLANS: dict[object, _Plan] = {}
 _LAUNCHES: dict[object, _launch.Launch] = {}
+
+_DEQUANTIZE = tile_choice("dequantize", _PLANS, Tile(128, 4096))
+_SWAP = tile_choice("swap_first_dims", _PLANS, Tile(128, 4096), in_bytes=True)
+_TURN = Choice(  # of a tile, rows and columns in bytes
+    "fp8_transpose",
+    Block,
+    key=("itemsize",),
+    candidates=lambda itemsize: itertools.starmap(
+        Block, itertools.product((256, 512), (128, 256), (64, 128))
+    ),
+    heuristic=lambda device, itemsize: Block(512, 256, 128),
+    wrong=bounded(threads=(32, 1024), rows=(16, 512), columns=(32, 512)),
+    plans=(_PLANS,),
+)
+_SCALES = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -468,7 +515,6 @@ def dequantize(
         data, scale_inv, global_scale_inv, format=format, out_dtype=out_dtype
     )
     form = FORMATS[format]
-    kind = KINDS[data.dtype]
     data, stride = _by_rows(op, "data", data)
     factors = plain(op, "scale_inv", scale_inv).contiguous()
     if global_scale_inv is not None:
@@ -483,27 +529,35 @@ def dequantize(
     width //= form.values_per_byte
     if stride == columns and height == 1 and not (width and columns % width):
         rows, columns, stride = 1, rows * columns, rows * columns
-    threads, elements = _DEQUANTIZE_TILE
-    tile = max(width, min(block_of(columns), elements if rows == 1 else _WIDEST_ROW))
     unit = math.gcd(columns, stride, WIDEST_UNIT)
-    rows_at_once = rows_of_tile(elements, tile)
-    constants: dict[str, Any] = {
-        "KIND": kind,
-        "WIDTH": width,
-        "HEIGHT": height,
-        "SCALES": {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}.get(form.scale_dtype, ""),
-        "UNIT": unit,
-        "ROWS": rows_at_once,
-        "COLUMNS": tile,
-    }
     check_size(op, "rows", rows)
-    programs = -(-rows // rows_at_once) * -(-columns // tile)
-    check_size(op, "tiles", programs)
     if factors.element_size() == 1:
         factors = factors.view(torch.uint8)
     tensors = (data.view(torch.uint8), factors, global_scale_inv, output)
-    numbers = (rows, columns // unit, stride // unit)
-    _start(_dequantize, data.device, threads, constants, programs, tensors, numbers)
+    key = (
+        op, form, data.dtype, output.dtype, factors.dtype, unit, rows == 1,
+        min(columns, MOST_ELEMENTS), global_scale_inv is None, data.device,
+    )  # fmt: skip
+    plan = _PLANS.get(key)
+    if plan is None:
+        threads, elements = _DEQUANTIZE(data.device, output.element_size())
+        most = elements if rows == 1 else min(elements, _WIDEST_ROW)
+        tile = max(width, min(block_of(columns), most))
+        at_once = rows_of_tile(elements, tile)
+        launch = _launch.Launch(
+            _dequantize,
+            data.device,
+            threads=threads,
+            KIND=KINDS[data.dtype],
+            WIDTH=width,
+            HEIGHT=height,
+            SCALES=_SCALES.get(form.scale_dtype, ""),
+            UNIT=unit,
+            ROWS=at_once,
+            COLUMNS=tile,
+        )
+        plan = keep(_PLANS, key, _Plan(launch, at_once, tile))
+    plan.start(op, rows, columns, tensors, (rows, columns // unit, stride // unit))
     return output
 
 
@@ -537,18 +591,25 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor) -> None:
     size = x.element_size()
     parts = math.gcd(rows, max(1, 4 // size))
     unit, unit_t = math.gcd(columns, stride, WIDEST_UNIT), math.gcd(rows // parts, WIDEST_UNIT)
-    constants = {
-        "UNIT": unit,
-        "UNIT_T": unit_t,
-        "PARTS": parts,
-        "ROWS": _TRANSPOSE_ROWS // max(size, parts),
-        "COLUMNS": _TRANSPOSE_COLUMNS // size,
-    }
-    wide = y.view(_INTEGERS[size * parts])
-    programs = -(-rows // parts // constants["ROWS"]) * -(-columns // constants["COLUMNS"])
-    check_size(op, "tiles", programs)
+    key = ("turn", x.dtype, parts, unit, unit_t, x.device)
+    plan = _PLANS.get(key)
+    if plan is None:
+        threads, tall, wide = _TURN(x.device, size)
+        tall, wide = tall // max(size, parts), wide // size
+        launch = _launch.Launch(
+            _transpose,
+            x.device,
+            threads=threads,
+            UNIT=unit,
+            UNIT_T=unit_t,
+            PARTS=parts,
+            ROWS=tall,
+            COLUMNS=wide,
+        )
+        plan = keep(_PLANS, key, _Plan(launch, tall, wide))
+    tensors = (x, y.view(_INTEGERS[size * parts]))
     numbers = (rows // parts // unit_t, columns // unit, stride // unit)
-    _start(_transpose, x.device, _TRANSPOSE_THREADS, constants, programs, (x, wide), numbers)
+    plan.start(op, rows // parts, columns, tensors, numbers)
 
 
 def swap_first_dims(input: Tensor) -> Tensor:
@@ -576,19 +637,19 @@ def swap_first_dims(input: Tensor) -> Tensor:
     x = x.view(_INTEGERS[size])
     check_size(op, "rows", first * second)
     check_size(op, "columns", inner)
-    threads, most = _SWAP_TILE
-    columns = min(block_of(inner), most // size)
     unit = math.gcd(inner, x.stride(0), x.stride(1), WIDEST_UNIT)
-    constants = {
-        "UNIT": unit,
-        "ROWS": rows_of_tile(most // size, columns),
-        "COLUMNS": columns,
-    }
-    programs = -(-first * second // constants["ROWS"]) * -(-inner // columns)
-    check_size(op, "tiles", programs)
+    key = (op, x.dtype, unit, min(inner, MOST_ELEMENTS), x.device)
+    plan = _PLANS.get(key)
+    if plan is None:
+        threads, elements = _SWAP(x.device, size)
+        columns = min(block_of(inner), elements)
+        rows = rows_of_tile(elements, columns)
+        launch = _launch.Launch(
+            _swap_rows, x.device, threads=threads, UNIT=unit, ROWS=rows, COLUMNS=columns
+        )
+        plan = keep(_PLANS, key, _Plan(launch, rows, columns))
     numbers = (first * second, inner // unit, first, x.stride(0) // unit, x.stride(1) // unit)
-    tensors = (x, output.view(_INTEGERS[size]))
-    _start(_swap_rows, x.device, threads, constants, programs, tensors, numbers)
+    plan.start(op, first * second, inner, (x, output.view(_INTEGERS[size])), numbers)
     return output
 
 

@@ -12,8 +12,9 @@ the three, on views of the packed tensor; the values' turns no feature.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
 )
 from transformer_engine_fl.backends.flagos._sequences import highest_power, steps, token_at
+from transformer_engine_fl.backends.flagos._tiles import bounded
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import rope as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -528,11 +531,59 @@ def _rotate(
 
 # ---------------------------------------------------------------------------- launching
 
-_TILE_BYTES = 2048  # of one head of a program's tokens
-_THREADS = 128
-_HEADS = 8  # that a program reads at a time
-_PROGRAMS = 24  # of a multiprocessor at least, as far as heads can be shared out
-_LAUNCHES: dict[object, _launch.Launch] = {}
+
+class _Cut(NamedTuple):
+    """How tokens and heads are shared out.
+
+    Attributes:
+        threads: of a program.
+        bytes: of one head of a program's tokens.
+        heads: that a program reads at a time.
+        programs: of a multiprocessor at least, as far as heads can be shared out.
+    """
+
+    threads: int
+    bytes: int
+    heads: int
+    programs: int
+
+
+_USUAL = _Cut(128, 2048, 8, 24)
+
+
+class _Plan(NamedTuple):
+    """How to turn.
+
+    Attributes:
+        launch: the kernel.
+        heads, tokens: of a program at a time.
+        wanted: programs, as far as heads can be shared out.
+    """
+
+    launch: _launch.Launch
+    heads: int
+    tokens: int
+    wanted: int
+
+
+_PLANS: dict[object, _Plan] = {}
+
+
+def _candidates(tensors: int, features: int, itemsize: int) -> Iterator[_Cut]:
+    for threads, size, heads in itertools.product((128, 256), (2048, 4096), (4, 8)):
+        yield _Cut(threads, size, heads, _USUAL.programs)
+
+
+_CUT = Choice(
+    "fused_rope",
+    _Cut,
+    key=("tensors", "features", "itemsize"),
+    rounded=("features",),
+    candidates=_candidates,
+    heuristic=lambda device, tensors, features, itemsize: _USUAL,
+    wrong=bounded(threads=(32, 1024), bytes=(512, 2**15), heads=(1, 16), programs=range(1, 257)),
+    plans=(_PLANS,),
+)
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -587,18 +638,14 @@ def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
     unit = math.gcd(*(step for part in parts for step in part.steps()), WIDEST_UNIT)
     table_unit = math.gcd(*(stride for _, stride in tables), WIDEST_UNIT)
     constants = tuple([part.constants() for part in parts])
-    widest = max(2 * half * (rotated > 0) + rest for *_, rotated, half, rest in constants)
-    tokens = max(1, _TILE_BYTES // first.itemsize // triton.next_power_of_2(widest))
     heads = [part.heads for part in parts]
-    together = min(triton.next_power_of_2(max(heads)), _HEADS)
-    blocks = -(-outer * inner // tokens)
     portion = triton.next_power_of_2(max(heads))
-    wanted = _PROGRAMS * _launch.limits(first.device).multiprocessors
-    while portion > together and blocks * _portions(heads, portion) < wanted:
+    plan = _plan_of(first, constants, places, (unit, table_unit, portion))
+    blocks = -(-outer * inner // plan.tokens)
+    while portion > plan.heads and blocks * _portions(heads, portion) < plan.wanted:
         portion //= 2
     programs = blocks * _portions(heads, portion)
     check_size(op, "programs", programs)
-    launch = _launch_of(first, constants, places, (unit, table_unit, together, tokens))
     sequences = 0 if places.offsets is None else places.offsets.shape[0] - 1
     length = inner if places.qkv_format == "bshd" else outer
     numbers = [outer * inner, inner, portion, places.cp_size, places.cp_rank]
@@ -611,7 +658,7 @@ def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
     missing = 3 - len(parts)
     numbers += [0] * (_NUMBERS * missing)
     tensors = [*tensors, *[None] * (3 * missing)][:8]  # the values have no table
-    launch((programs, 1), (*tensors, places.starts, places.offsets), tuple(numbers))
+    plan.launch((programs, 1), (*tensors, places.starts, places.offsets), tuple(numbers))
 
 
 def _portions(heads: Sequence[int], portion: int) -> int:
@@ -619,27 +666,31 @@ def _portions(heads: Sequence[int], portion: int) -> int:
     return sum(-(-it // portion) for it in heads)
 
 
-def _launch_of(
-    like: Tensor, parts: tuple[tuple[int, ...], ...], places: _Places, sizes: tuple[int, ...]
-) -> _launch.Launch:
-    """The kernel for parts with these constants; ``sizes``: UNIT, TABLE_UNIT, HEADS, TOKENS."""
+def _plan_of(
+    like: Tensor, parts: tuple[tuple[int, ...], ...], places: _Places, sizes: tuple[int, int, int]
+) -> _Plan:
+    """The plan for parts with these constants; ``sizes``: UNIT, TABLE_UNIT, the most heads."""
     sequence_first = places.qkv_format != "bshd"
     key = (
         like.dtype, parts, sizes, sequence_first, places.starts is None, places.offsets is None,
         places.interleaved, places.back, like.device,
     )  # fmt: skip
-    launch = _LAUNCHES.get(key)
-    if launch is not None:
-        return launch
+    plan = _PLANS.get(key)
+    if plan is not None:
+        return plan
+    unit, table_unit, most_heads = sizes
+    widest = max(2 * half * (rotated > 0) + rest for *_, rotated, half, rest in parts)
+    cut = _CUT(like.device, len(parts), widest, like.itemsize)
+    tokens = max(1, cut.bytes // like.itemsize // triton.next_power_of_2(widest))
+    heads = min(most_heads, cut.heads)
     names = [f"{part}_{it}" for part in "QKV" for it in _CONSTANTS]
     nothing = (1,) * len(_CONSTANTS)
     values = [it for part in (*parts, nothing, nothing) for it in part]
     of_parts: dict[str, Any] = dict(zip(names, values, strict=False))
-    unit, table_unit, heads, tokens = sizes
     launch = _launch.Launch(
         _rotate,
         like.device,
-        threads=_THREADS,
+        threads=cut.threads,
         SEQUENCE_FIRST=sequence_first,
         INTERLEAVED=places.interleaved,
         BACK=places.back,
@@ -650,7 +701,8 @@ def _launch_of(
         TOKENS=tokens,
         **of_parts,
     )
-    return keep(_LAUNCHES, key, launch)
+    wanted = cut.programs * _launch.limits(like.device).multiprocessors
+    return keep(_PLANS, key, _Plan(launch, heads, tokens, wanted))
 
 
 def _places(

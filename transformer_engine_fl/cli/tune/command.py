@@ -107,13 +107,14 @@ def _device() -> torch.device:
 def _operators(names: Sequence[str]) -> list[Calls]:
     from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
 
+    known = dict.fromkeys(it.op for it in CALLS)
     for name in names:
-        if name not in CALLS:
+        if name not in known:
             raise ConfigurationError(
-                f"--op: nothing is measured for {name!r}; there are: {', '.join(CALLS)}"
-                f"{suggestion(name, CALLS)}"
+                f"--op: nothing is measured for {name!r}; there are: {', '.join(known)}"
+                f"{suggestion(name, known)}"
             )
-    return [CALLS[name] for name in dict.fromkeys(names)] or list(CALLS.values())
+    return [it for it in CALLS if it.op in (names or known)]
 
 
 def _shapes(text: str | None) -> list[Shape]:

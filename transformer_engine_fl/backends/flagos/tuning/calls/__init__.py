@@ -6,10 +6,18 @@ lists of tensors.
 
 from __future__ import annotations
 
-from transformer_engine_fl.backends.flagos.tuning.calls import loss, optimizer
+from transformer_engine_fl.backends.flagos.tuning.calls import (
+    activation,
+    dropout,
+    loss,
+    optimizer,
+    quantization,
+    rope,
+)
 from transformer_engine_fl.backends.flagos.tuning.calls.call import Calls, Shape
 
 __all__ = ["CALLS", "Calls", "Shape"]
 
-CALLS: dict[str, Calls] = {it.op: it for family in (loss, optimizer) for it in family.CALLS}
-"""By operator."""
+_FAMILIES = (activation, dropout, loss, optimizer, quantization, rope)
+CALLS: tuple[Calls, ...] = tuple(it for family in _FAMILIES for it in family.CALLS)
+"""Of every operator that has choices; of one with several kernels there are several."""
