@@ -87,7 +87,8 @@ GROUPINGS = {
 def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with more tiles than a test has time for."""
     few, groups = GROUPINGS[request.param]
-    monkeypatch.setattr(_row_maps, "_FEW", few)
+    monkeypatch.setattr(_row_maps, "_FEW_OF_INDICES", few)
+    monkeypatch.setattr(_row_maps, "_FEW_OF_MASKS", few)
     monkeypatch.setattr(_row_maps, "_GROUPS", groups)
     monkeypatch.setattr(_row_maps, "_PAIRS", 32)
     monkeypatch.setattr(_row_maps, "_MASK_TOKENS", 8)

@@ -396,9 +396,9 @@ def _place_mask(
 
 _PAIRS, _BUCKETS, _BESIDE = 256, 1024, 32
 _MASK_TILE, _MASK_EXPERTS, _MASK_TOKENS, _FILL = 4096, 128, 128, 2048
-_COUNT_THREADS, _PLACE_THREADS, _MASK_THREADS, _ADD_THREADS = 128, 256, 512, 256
+_COUNT_THREADS, _PLACE_THREADS, _MASK_THREADS, _ADD_THREADS = 128, 256, 256, 256
 # Lines that each program sums up by itself, and how many entries of them at once.
-_FEW, _AT_ONCE = 128, 8192
+_FEW_OF_INDICES, _FEW_OF_MASKS, _AT_ONCE = 64, 128, 8192
 _GROUPS, _COLUMNS = 512, 8
 _LAUNCHES: dict[object, _launch.Launch] = {}
 
@@ -421,11 +421,13 @@ class _Groups:
         summed: whether the lines are to be summed up by a launch of their own.
     """
 
-    def __init__(self, op: str, tiles: int, width: int, like: Tensor, *, spare: int) -> None:
+    def __init__(
+        self, op: str, tiles: int, width: int, like: Tensor, *, spare: int, few: int
+    ) -> None:
         self.tiles = -(-tiles // _GROUPS)
         self.number = -(-tiles // self.tiles)
-        self.summed = self.number > _FEW
-        self.room = _GROUPS if self.summed else _FEW
+        self.summed = self.number > few
+        self.room = _GROUPS if self.summed else few
         self.counts = fresh(op, like, (self.number, width))
         self.earlier = fresh(op, like, (tiles, width - spare)) if self.tiles > 1 else None
 
@@ -456,7 +458,7 @@ def place_by_index(op: str, indices: Tensor, row_id_map: Tensor, have: int) -> N
     pairs, topk = indices.numel(), indices.shape[1]
     check_size(op, "pairs", pairs)
     tiles = -(-pairs // _PAIRS)
-    groups = _Groups(op, tiles, _BUCKETS, row_id_map, spare=0)
+    groups = _Groups(op, tiles, _BUCKETS, row_id_map, spare=0, few=_FEW_OF_INDICES)
     buckets = fresh(op, row_id_map, (tiles * _PAIRS,))
     extremes = fresh(op, row_id_map, (4, groups.room), torch.int64)
     how = {"PAIRS": _PAIRS, "BUCKETS": _BUCKETS, "GROUPS": groups.room}
@@ -508,7 +510,7 @@ def place_by_mask(
     of_tile = min(_MASK_TOKENS, _MASK_TILE // block)
     how = {"UNIT": unit, "DENSE": dense, "TOKENS": of_tile, "EXPERTS": block}
     tiles = -(-tokens // of_tile)
-    groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1)
+    groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1, few=_FEW_OF_MASKS)
     steps = (step // unit, expert_step)
     count = launched(_count_mask, routed.device, groups.kinds, threads=_MASK_THREADS, **how)
     count(

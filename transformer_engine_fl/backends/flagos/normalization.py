@@ -500,7 +500,7 @@ _FORWARD_CENTRED: Cut = {
     8192: Tiles(threads=256, width=8192),
     16384: Tiles(threads=512, width=16384),
     32768: Tiles(threads=1024, width=32768),
-    _ANY: Pieces(threads=256, width=8192, programs=2, stages=3),
+    _ANY: Pieces(threads=128, width=4096, programs=4, stages=3),
 }
 _BACKWARD: Cut = {
     2048: Tiles(threads=128, width=2048, programs=4, stages=3),
@@ -513,6 +513,7 @@ _BACKWARD_CENTRED: Cut = {
     2048: Tiles(threads=128, width=2048, programs=4, stages=3),
     4096: Tiles(threads=256, width=4096, programs=2, stages=3),
     8192: Tiles(threads=512, width=8192, programs=1, stages=4),
+    65536: Pieces(threads=128, width=2048, programs=3, stages=4),
     _ANY: Pieces(threads=128, width=2048, programs=4, stages=3),
 }
 

@@ -339,6 +339,8 @@ def scaled_softmax_backward(
 
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_masked_softmax_forward`` of the contract."""
+    if mask is None:
+        decline(contracts.scaled_masked_softmax_forward, input, mask, scale)
     return _forward(contracts.scaled_masked_softmax_forward, input, mask, scale, False)
 
 
