@@ -44,9 +44,9 @@ demo: $(STAMP)  ## train a small transformer through the dispatcher (the main jo
 INTERPRETED := $(if $(TESTS),$(filter tests/flagos% tests/conformance%,$(TESTS)),tests/flagos tests/conformance/test_sets.py)
 test: $(STAMP)  ## run the whole test suite, or TESTS="tests/core" of it
 	@first=0; second=5; \
-	$(BIN)/python -m pytest -n $(JOBS) $(TESTS) $(ARGS) || first=$$?; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS) $(ARGS) || first=$$?; \
 	if [ -n "$(INTERPRETED)" ]; then \
-	  TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) $(INTERPRETED) $(ARGS); second=$$?; \
+	  TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(INTERPRETED) $(ARGS); second=$$?; \
 	fi; \
 	case "$$first $$second" in "0 0"|"0 5"|"5 0") ;; *) exit 1;; esac
 
