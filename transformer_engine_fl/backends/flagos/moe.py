@@ -176,15 +176,10 @@ def _spread(
     x_place = place(token.to(tl.int64) * x_row, head * 0, column, UNIT)
     x = tl.load(x_ptr + x_place, mask=exists[:, None, None] & inside)
     count, most = _pairs(map_ptr, token, exists, slots, map_token, map_slot, MASK)
-    row, _, known = _pair(map_ptr, token, 0, count, slots, have, map_token, map_slot, MASK)
-    for at in tl.range(1, most + 1):
-        # Asked for before the stores, so that its way through memory is theirs.
-        next_row, _, next_known = _pair(
-            map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
-        )
+    for at in tl.range(0, most):
+        row, _, known = _pair(map_ptr, token, at, count, slots, have, map_token, map_slot, MASK)
         y_place = place(row * y_row, head * 0, column, UNIT)
         tl.store(y_ptr + y_place, x, mask=known[:, None, None] & inside)
-        row, known = next_row, next_known
     if end_ptr is not None:
         end = tl.load(end_ptr).to(tl.int64)
     within = column < width * UNIT
@@ -231,9 +226,8 @@ def _collect(
     head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
     total = tl.zeros((TOKENS, HEADS, BLOCK), ACC)
     count, most = _pairs(map_ptr, token, exists, slots, map_token, map_slot, MASK)
-    row, expert, known = _pair(map_ptr, token, 0, count, slots, have, map_token, map_slot, MASK)
-    for at in tl.range(1, most + 1):
-        next_row, next_expert, next_known = _pair(
+    for at in tl.range(0, most):
+        row, expert, known = _pair(
             map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
         )
         x_place = place(row * x_row, head * 0, column, UNIT)
@@ -247,7 +241,6 @@ def _collect(
             once = known & (tl.program_id(1) == 0)
             target = to_ptr + token.to(tl.int64) * slots + expert
             tl.store(target, tl.load(moved_ptr + row, mask=once), mask=once)
-        row, expert, known = next_row, next_expert, next_known
     y_place = place(token.to(tl.int64) * y_row, head * 0, column, UNIT)
     y = total.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + y_place, y, mask=exists[:, None, None] & inside)
