@@ -99,7 +99,7 @@ def _sources(manager: OpManager) -> list[dict[str, Any]]:
 def _show(document: dict[str, Any]) -> None:
     out = console()
     headings = ("operator", "implementation", "kind", "vendor", "priority", "available")
-    rows = [row for operator in document["operators"] for row in _rows(operator)]
+    rows = [_row(operator) for operator in document["operators"]]
     out.print(table(headings, rows, numbers=("priority",), wrapped=("operator",)))
     for line in (*_reasons(document), *_plugins(document)):
         out.print(line)
@@ -107,15 +107,18 @@ def _show(document: dict[str, Any]) -> None:
         out.print("available: not asked; `te-fl list --probe` loads plugins and asks the devices")
 
 
-def _rows(operator: dict[str, Any]) -> list[tuple[str | Text, ...]]:
-    rows: list[tuple[str | Text, ...]] = []
-    for it in operator["implementations"]:
-        name = "" if rows else operator["name"]
-        answer = {None: Text("?"), True: Text("yes", "green"), False: Text("no", "yellow")}
-        vendor = it["vendor"] or ""
-        cells = (name, it["impl_id"], it["kind"], vendor, str(it["priority"]))
-        rows.append((*cells, answer[it["available"]]))
-    return rows or [(operator["name"], "none", "", "", "", "")]
+def _row(operator: dict[str, Any]) -> tuple[str | Text, ...]:
+    """One row, with a line for each implementation: cells are what a table spends time on."""
+    answers = {None: ("?", ""), True: ("yes", "green"), False: ("no", "yellow")}
+    found = operator["implementations"]
+    if not found:
+        return operator["name"], "none", "", "", "", ""
+    columns = (
+        "\n".join(str(it[field] or "") for it in found)
+        for field in ("impl_id", "kind", "vendor", "priority")
+    )
+    available = Text("\n").join(Text(*answers[it["available"]]) for it in found)
+    return operator["name"], *columns, available
 
 
 def _reasons(document: dict[str, Any]) -> list[str]:
