@@ -30,6 +30,7 @@ from transformer_engine_fl.core.errors import NotSupportedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "is_block",
     "is_vector",
     "keep",
+    "launch_of",
     "listed",
     "plain",
     "rows_of_tile",
@@ -58,6 +60,8 @@ MOST = 2**31 - 2**14
 """Rows, and columns, that a kernel counts: with a tile beyond them, within an int32."""
 WIDEST_UNIT = 16
 """Columns and distances are counted in units that divide them, of up to so many elements."""
+
+_LAUNCHES: dict[object, _launch.Launch] = {}
 
 _taking = _arguments.Taking(_launch.unsupported_device)
 plain = _taking.plain
@@ -71,6 +75,21 @@ class Written(_arguments.Written):
 
     def __init__(self, op: str, name: str, tensor: Tensor) -> None:
         super().__init__(_taking, op, name, tensor)
+
+
+def launch_of(
+    kernel: Any, device: torch.device, kinds: tuple[object, ...], **how: Any
+) -> _launch.Launch:
+    """The launch of a kernel, made once.
+
+    Args:
+        kernel: the jitted function.
+        device: where it runs.
+        kinds: what decides the types of its arguments, such as the dtypes of its tensors.
+        how: of :class:`_launch.Launch`: the threads of a program, and the constants.
+    """
+    key = (kernel, device, kinds, *how.items())
+    return _LAUNCHES.get(key) or keep(_LAUNCHES, key, _launch.Launch(kernel, device, **how))
 
 
 def check_size(op: str, name: str, size: int) -> None:

@@ -11,25 +11,24 @@ The rows are moved elsewhere, by such a map.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
     check_size,
     fresh,
-    keep,
+    launch_of,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["launched", "place_by_index", "place_by_mask"]
+__all__ = ["place_by_index", "place_by_mask"]
 
 # ----------------------------------------------------------------------------- counting
 #
@@ -400,13 +399,6 @@ _COUNT_THREADS, _PLACE_THREADS, _MASK_THREADS, _ADD_THREADS = 128, 256, 256, 256
 # Lines that each program sums up by itself, and how many entries of them at once.
 _FEW_OF_INDICES, _FEW_OF_MASKS, _AT_ONCE = 64, 128, 8192
 _GROUPS, _COLUMNS = 512, 8
-_LAUNCHES: dict[object, _launch.Launch] = {}
-
-
-def launched(kernel: Any, device: torch.device, dtypes: tuple[Any, ...], **how: Any) -> Any:
-    """The launch of a kernel, for these dtypes of its tensors."""
-    key = (kernel, device, dtypes, *how.values())
-    return _LAUNCHES.get(key) or keep(_LAUNCHES, key, _launch.Launch(kernel, device, **how))
 
 
 class _Groups:
@@ -441,7 +433,7 @@ class _Groups:
         if self.summed:
             width = self.counts.shape[1]
             begins = torch.empty_like(self.counts)
-            launch = launched(
+            launch = launch_of(
                 _add_up,
                 begins.device,
                 (),
@@ -463,14 +455,14 @@ def place_by_index(op: str, indices: Tensor, row_id_map: Tensor, have: int) -> N
     extremes = fresh(op, row_id_map, (4, groups.room), torch.int64)
     how = {"PAIRS": _PAIRS, "BUCKETS": _BUCKETS, "GROUPS": groups.room}
     kinds = (indices.dtype, *groups.kinds)
-    count = launched(_count_indices, indices.device, kinds, threads=_COUNT_THREADS, **how)
+    count = launch_of(_count_indices, indices.device, kinds, threads=_COUNT_THREADS, **how)
     count(
         (groups.number, 1),
         (indices, buckets, groups.earlier, groups.counts, extremes),
         (pairs, topk, tiles, groups.tiles, *indices.stride()),
     )
     groups.sum_up()
-    put = launched(
+    put = launch_of(
         _place_indices,
         indices.device,
         kinds,
@@ -512,14 +504,14 @@ def place_by_mask(
     tiles = -(-tokens // of_tile)
     groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1, few=_FEW_OF_MASKS)
     steps = (step // unit, expert_step)
-    count = launched(_count_mask, routed.device, groups.kinds, threads=_MASK_THREADS, **how)
+    count = launch_of(_count_mask, routed.device, groups.kinds, threads=_MASK_THREADS, **how)
     count(
         (groups.number, 1),
         (routed, groups.earlier, groups.counts),
         (tokens, experts // unit, tiles, groups.tiles, *steps),
     )
     groups.sum_up()
-    put = launched(
+    put = launch_of(
         _place_mask,
         routed.device,
         (None if probs is None else probs.dtype, *groups.kinds),

@@ -6,7 +6,7 @@ row, and the share of a step once for a row and head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_size,
     dense,
     fresh,
-    keep,
+    launch_of,
     plain,
 )
 from transformer_engine_fl.backends.flagos._sequences import (
@@ -346,7 +346,6 @@ _THREADS = 128
 _TILE_BYTES = {"read": 8192, "grad": 4096, "out": 4096}  # of each tensor of a program
 _LSE_TILE = (8, 128)  # heads by columns
 _INDICES = 512  # of a program
-_LAUNCHES: dict[object, _launch.Launch] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -364,14 +363,6 @@ def _paired(tokens: Tensor) -> Tensor:
 def _by_sequence(lse: Tensor) -> Tensor:
     """``[1 or b, h, s or t]``."""
     return lse if lse.dim() == 3 else lse.unsqueeze(0)
-
-
-def _launch_of(kernel: Any, device: torch.device, *kinds: object, **constants: Any) -> Any:
-    """A kernel that works on no tokens; ``kinds``, what else its pointers depend on."""
-    key = (kernel, device, *kinds, *constants.items())
-    return _LAUNCHES.get(key) or keep(
-        _LAUNCHES, key, _launch.Launch(kernel, device, threads=_THREADS, **constants)
-    )
 
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
@@ -501,10 +492,11 @@ def _halves_of_lse(
     programs = outer * -(-heads // above)
     check_size(op, "rows", programs)
     check_size(op, "columns", columns)
-    launch = _launch_of(
+    launch = launch_of(
         _second_half_lse,
         half.device,
-        half.dtype,
+        (half.dtype,),
+        threads=_THREADS,
         PACKED=packed,
         READ=read,
         HEADS=above,
@@ -553,7 +545,9 @@ def thd_get_partitioned_indices(
     offsets, found = _offsets(op, cu_seqlens)
     output = fresh(op, offsets, (total_tokens // world_size,))
     if size := output.shape[0]:
-        launch = _launch_of(_indices, offsets.device, BLOCK=_INDICES)
+        launch = launch_of(
+            _indices, offsets.device, (offsets.dtype,), threads=_THREADS, BLOCK=_INDICES
+        )
         numbers = (size, *found, total_tokens, world_size, rank)
         launch((-(-size // _INDICES), 1), (offsets, output), numbers)
     return output

@@ -22,12 +22,12 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_integers,
     check_size,
     fresh,
+    launch_of,
     listed,
     plain,
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._row_maps import (
-    launched,
     place_by_index,
     place_by_mask,
 )
@@ -382,7 +382,7 @@ class _Map(NamedTuple):
     def used(self, have: int) -> Tensor:
         """``[have]``: 1 for each row that a pair has, and else 0."""
         used = torch.zeros((have,), dtype=torch.uint8, device=self.entries.device)
-        launch = launched(
+        launch = launch_of(
             _mark, used.device, (), threads=_MARK_THREADS, MASK=self.mask, TOKENS=_MARK_TOKENS
         )
         launch(
@@ -485,7 +485,7 @@ def _spread_gradients(
     threads, elements = tile or (_WEIGHTED_THREADS, _WEIGHTED_CHUNK)
     block = min(block, elements // double)
     tokens = rows_of_tile(elements, block * double)
-    launch = launched(
+    launch = launch_of(
         _spread_weighted,
         dy.device,
         (dy.dtype, x.dtype, probs.dtype),

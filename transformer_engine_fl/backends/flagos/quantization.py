@@ -23,6 +23,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_fresh,
     check_size,
     keep,
+    launch_of,
     plain,
     rows_of_tile,
 )
@@ -325,7 +326,6 @@ class _Plan(NamedTuple):
 
 
 _PLANS: dict[object, _Plan] = {}
-_LAUNCHES: dict[object, _launch.Launch] = {}
 
 _DEQUANTIZE = tile_choice("dequantize", _PLANS, Tile(128, 4096))
 _SWAP = tile_choice("swap_first_dims", _PLANS, Tile(128, 4096), in_bytes=True)
@@ -354,12 +354,8 @@ def _start(
     numbers: tuple[int | float, ...],
 ) -> None:
     """Launch a kernel with its constants."""
-    dtypes = [None if it is None else it.dtype for it in tensors]
-    key = (kernel.__name__, *constants.items(), *dtypes, threads, device)
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES, key, _launch.Launch(kernel, device, threads=threads, **constants)
-    )
-    launch((programs, 1), tensors, numbers)
+    dtypes = tuple([None if it is None else it.dtype for it in tensors])
+    launch_of(kernel, device, dtypes, threads=threads, **constants)((programs, 1), tensors, numbers)
 
 
 def _by_rows(op: str, name: str, tensor: Tensor) -> tuple[Tensor, int]:
