@@ -53,3 +53,8 @@ def test_an_operator_of_the_catalogue_is_whole(
 @pytest.mark.parametrize("name", PRESENT)
 def test_a_listed_name_leads_to_its_operator(name: str, manager: OpManager) -> None:
     assert manager.registry.canonical(name) == NAMES[name].name
+
+
+def test_a_name_that_is_no_operator_is_answered_with_the_nearest() -> None:
+    with pytest.raises(AttributeError, match="'rmsnorm_forward'; did you mean 'rmsnorm_fwd'"):
+        ops.rmsnorm_forward  # noqa: B018

@@ -6,9 +6,10 @@ through the default manager: ``ops.rmsnorm_fwd(x, w)``.
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from transformer_engine_fl.core.contract import Contract
+from transformer_engine_fl.core.errors import suggestion
 from transformer_engine_fl.ops.activation import (
     clamped_dswiglu,
     clamped_swiglu,
@@ -338,3 +339,8 @@ def _index(values: Iterable[object]) -> Mapping[str, Contract[..., Any]]:
 
 CATALOGUE: Final = _index(tuple(globals().values()))
 """Every contract by its operator's name (aliases are on the contracts)."""
+
+if not TYPE_CHECKING:  # to which every name would be one
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(f"there is no operator {name!r}{suggestion(name, CATALOGUE)}")
