@@ -210,6 +210,12 @@ def test_wrong_offsets_read_and_write_nothing_outside(seed: int, device: str) ->
 # ---------------------------------------------------------------------------- declined
 
 
+def test_tensors_inside_a_transform_are_declined(device: str) -> None:
+    tokens = torch.randn(2, 1, 16, 2, 64, device=device, dtype=torch.bfloat16)
+    with pytest.raises(NotSupportedError):
+        torch.vmap(lambda it: flagos.fused_attn_fwd(it, it, it)[0])(tokens)
+
+
 def test_heads_wider_than_a_tile_are_declined(device: str) -> None:
     q = torch.zeros(1, 2, 1, 513, device=device)
     with pytest.raises(NotSupportedError, match="513 features"):

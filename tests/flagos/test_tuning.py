@@ -241,6 +241,39 @@ def test_another_broken_file_is_one_warning_and_the_rule_stands_in(
     assert "te-fl tune --check" in record.getMessage()
 
 
+def test_without_a_home_the_rule_stands_in(
+    choice: Choice[Tile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert choice(CPU, 64, 2) == BY_RULE
+    with pytest.raises(ConfigurationError, match="XDG_CONFIG_HOME"):
+        lookup.user_folder()
+
+
+def test_a_folder_that_may_not_be_looked_into_is_one_warning(
+    choice: Choice[Tile],
+    user: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    exists = Path.exists
+
+    def denied(path: Path) -> bool:
+        if path.is_relative_to(user):
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with caplog.at_level(logging.WARNING, "TE-FL"):
+        assert [choice(CPU, columns, 2) for columns in (64, 128)] == [BY_RULE] * 2
+    (record,) = caplog.records
+    assert "Permission denied" in record.getMessage()
+
+
 def test_one_broken_choice_leaves_the_others_of_a_file(choice: Choice[Tile], user: Path) -> None:
     content = yaml.safe_load(write(user / "default.yaml", 7).read_text())
     content["choices"]["another"] = [{"key": {"a": 1}, "value": {"b": 1}}]

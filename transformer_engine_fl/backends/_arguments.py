@@ -24,6 +24,7 @@ __all__ = [
     "PLAIN",
     "Taking",
     "Written",
+    "address_of",
     "by_rows",
     "check_fresh",
     "check_integers",
@@ -112,6 +113,14 @@ class Written:
             self._memory.copy_(self.dense)
         elif not self._memory.is_inference():
             torch.autograd.graph.increment_version(self._memory)
+
+
+def address_of(op: str, tensor: Tensor) -> int:
+    """Where its memory is; a decline if it has none of its own."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
+        raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
 
 
 def by_rows(tensor: Tensor) -> tuple[Tensor, int]:

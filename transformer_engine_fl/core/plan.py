@@ -30,6 +30,7 @@ from transformer_engine_fl.core.selection import (
     named_by,
     options_decline,
     select,
+    tensor_reason,
 )
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 from transformer_engine_fl.core.types import OpImpl
@@ -246,7 +247,8 @@ class Plan:
             if verdict.accepted:
                 return
             entry = self._entries[verdict.impl.impl_id]
-            if entry.broken and verdict.cause == "available":
+            meant = entry.broken and tensor_reason(entry, decision.facts) is None
+            if meant and verdict.cause == "available":
                 token = named_by(verdict.impl, self._op_name, entry, self._effective)
                 if token is not None:
                     raise PluginError(f"{token!r} is asked for by name: {entry.load()}")

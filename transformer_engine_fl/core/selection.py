@@ -286,7 +286,7 @@ def _capability_reason(
     missing = None if assume_available else entry.unavailable()
     if missing:
         return "available", f"not available: {missing}"
-    rejected = _tensor_reason(entry, facts)
+    rejected = tensor_reason(entry, facts)
     if rejected:
         return rejected
     if call is not None:
@@ -300,7 +300,8 @@ def _capability_reason(
     return None
 
 
-def _tensor_reason(entry: Entry, facts: Facts) -> Rejection | None:
+def tensor_reason(entry: Entry, facts: Facts) -> Rejection | None:
+    """Why an implementation does not take tensors of that kind; None if it does."""
     impl = entry.impl
     unusual = facts.unusual
     if facts.fake and entry.contract is None:

@@ -16,6 +16,7 @@ from transformer_engine_fl.backends import _arguments
 from transformer_engine_fl.backends._arguments import (
     NOT_A_TENSOR,
     PLAIN,
+    address_of,
     by_rows,
     check_fresh,
     check_integers,
@@ -39,6 +40,7 @@ __all__ = [
     "PLAIN",
     "WIDEST_UNIT",
     "Written",
+    "address_of",
     "block_of",
     "by_rows",
     "check_fresh",

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import fresh, keep
+from transformer_engine_fl.backends.flagos._arguments import address_of, fresh, keep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -1124,13 +1124,13 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     )
 
 
-def _loadable(tensor: Tensor) -> Tensor:
+def _loadable(op: str, tensor: Tensor) -> Tensor:
     """The tensor, or a copy that TMA can load: dense features, the rest in steps of 16 bytes."""
     unit = 16 // tensor.itemsize
     steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     if (
         tensor.stride(-1) == 1
-        and tensor.data_ptr() % 16 == 0
+        and address_of(op, tensor) % 16 == 0
         and all(size == 1 or (stride > 0 and stride % unit == 0) for size, stride in steps)
     ):
         return tensor
@@ -1195,7 +1195,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, softmax_lse)`` of what :func:`serves` accepted, as the contract has them."""
     op, width = "fused_attn_fwd", q.shape[-1]
-    q, k, v = _loadable(q), _loadable(k), _loadable(v)
+    q, k, v = (_loadable("fused_attn_fwd", it) for it in (q, k, v))
     sizes = _Sizes.of(q, k, qkv_format)
     out = fresh(op, q, q.shape)
     lse = fresh(op, q, (sizes.batch, sizes.heads, sizes.sq), torch.float32)
@@ -1225,7 +1225,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of what :func:`serves` accepted, as the contract has them."""
     op, width = "fused_attn_bwd", q.shape[-1]
-    dout, q, k, v, out = (_loadable(it) for it in (dout, q, k, v, out))
+    dout, q, k, v, out = (_loadable("fused_attn_bwd", it) for it in (dout, q, k, v, out))
     sizes = _Sizes.of(q, k, qkv_format)
     padded = -(-sizes.sq // _TILE) * _TILE
     lses = fresh(op, q, (sizes.batch, sizes.heads, padded), torch.float32)

@@ -114,7 +114,8 @@ def limits(device: torch.device) -> Limits:
     if INTERPRETED:
         return Limits(2, 1 << 16, 32, 0, 90)
     driver = triton.runtime.driver.active
-    target = driver.get_current_target()
+    with torch.get_device_module(device).device(device.index):
+        target = driver.get_current_target()
     properties = driver.utils.get_device_properties(device.index)
     return Limits(
         properties["multiprocessor_count"],

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformer_engine_fl.backends.flagos import _attention, _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
+    address_of,
     block_of,
     check_integers,
     check_numbers,
@@ -334,14 +335,10 @@ def _distances(tensor: Tensor, qkv_format: str) -> tuple[int, ...]:
     return (of.get("b", 0), of.get("s", of.get("t", 0)), of["h"])
 
 
-def _describable(tensor: Tensor, qkv_format: str, unit: int) -> bool:
+def _describable(op: str, tensor: Tensor, qkv_format: str, unit: int) -> bool:
     """Whether there can be descriptors of a sequence's tokens."""
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
-        raise NotSupportedError(f"a tensor has no memory of its own: {error}") from None
     return (
-        not (address | unit * tensor.itemsize) % _DESCRIBED_ALIGNMENT
+        not (address_of(op, tensor) | unit * tensor.itemsize) % _DESCRIBED_ALIGNMENT
         and tensor.itemsize == 2
         and tensor.shape[-1] <= _WIDEST_DESCRIBED
         and _distances(tensor, qkv_format)[1] > 0
@@ -377,7 +374,7 @@ def _start(
         constants["DESCRIBED"] = (
             tile.described
             and _launch.limits(device).capability >= _DESCRIPTORS_FROM
-            and all(_describable(one, it.qkv_format, unit) for one in streamed)
+            and all(_describable(it.op, one, it.qkv_format, unit) for one in streamed)
         )
     constants |= {**it.constants, "UNIT": unit, "ROWS": tile.rows, "COLUMNS": tile.columns}
     kinds = tuple([None if one is None else one.dtype for one in tensors])

@@ -24,6 +24,7 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     NOT_A_TENSOR,
     PLAIN,
+    address_of,
     by_rows,
     check_fresh,
     check_size,
@@ -516,13 +517,6 @@ def _programs(tile: _Tile, tiles: int, device: torch.device) -> int:
     return min(tiles, most) if most else tiles
 
 
-def _address(op: str, tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
-        raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
-
-
 def _describable(address: int, itemsize: int, stride: int, columns: int) -> bool:
     """Whether a descriptor can be made of rows of so many columns that are there."""
     return (
@@ -536,7 +530,7 @@ def _described(op: str, it: _Operand, outer: int, k: int, worth: bool) -> tuple[
     """The operand and whether a descriptor can be made of it; copied so if that is ``worth`` it."""
     rows, columns = (outer, k) if it.k_major else (k, outer)
     size = it.data.itemsize
-    if _describable(_address(op, it.data), size, it.stride, columns):
+    if _describable(address_of(op, it.data), size, it.stride, columns):
         return it, True
     if not worth:
         return it, False
@@ -748,7 +742,7 @@ def _planned(
         d_strides=(d_stride,),
         described=described,
         d_described=_describable(
-            0 if into is None else _address(op, into), after.d.itemsize, d_stride, n
+            0 if into is None else address_of(op, into), after.d.itemsize, d_stride, n
         )
         and (after.pre is None or _describable(0, after.pre.itemsize, n, n)),
         groups=0,
@@ -838,7 +832,7 @@ def generic_gemm(
         )
     if accumulate_into is None:
         return D, sums, pre_gelu
-    if _address(op, D) != _address(op, accumulate_into):
+    if address_of(op, D) != address_of(op, accumulate_into):
         accumulate_into.detach().copy_(D.reshape(accumulate_into.shape))
     return None, sums, pre_gelu
 
@@ -876,7 +870,7 @@ def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
         # It is given float32 for the bfloat16 of a tensor, and there is nothing behind that.
         ends = itertools.accumulate((it.numel() for it in tensors), initial=0)
         return _Together(torch.cat([it.reshape(-1) for it in tensors]), list(ends)[:-1])
-    places = [_address(op, it) for it in tensors]
+    places = [address_of(op, it) for it in tensors]
     # Nothing is read of those without elements, which are nowhere.
     start, base = min(
         ((place, i) for i, place in enumerate(places) if tensors[i].numel()), default=(0, 0)
@@ -973,7 +967,7 @@ def _splits_target(
     dense = [by_rows(it) for it in tensors]
     one_memory = len(tensors) == 1 or not _launch.INTERPRETED
     same = all(
-        it.dtype == tensors[0].dtype and _address(op, taken) == _address(op, it)
+        it.dtype == tensors[0].dtype and address_of(op, taken) == address_of(op, it)
         for it, (taken, _) in zip(tensors, dense, strict=True)
     )
     copied = not (same and one_memory)
@@ -1109,7 +1103,7 @@ def _launch_groups(
     size = b.data.itemsize
     described = all(
         _describable(
-            _address(op, side.data) | place * size,
+            address_of(op, side.data) | place * size,
             size,
             it.operand.stride,
             it.operand.data.shape[-1],

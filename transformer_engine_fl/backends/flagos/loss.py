@@ -24,6 +24,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    address_of,
     block_of,
     by_rows,
     check_numbers,
@@ -37,7 +38,6 @@ from transformer_engine_fl.backends.flagos._arguments import (
 )
 from transformer_engine_fl.backends.flagos._tiles import Tile
 from transformer_engine_fl.backends.flagos.tuning import Choice
-from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
@@ -546,10 +546,7 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def _lies_at(op: str, tensor: Tensor) -> int:
     """The address of a tensor, in elements; what is no whole element off counts as odd."""
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
-        raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
+    address = address_of(op, tensor)
     return address // tensor.element_size() if address % tensor.element_size() == 0 else 1
 
 

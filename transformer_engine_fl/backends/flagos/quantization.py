@@ -18,6 +18,7 @@ from torch import Tensor
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
+    address_of,
     block_of,
     by_rows,
     check_fresh,
@@ -656,11 +657,8 @@ def _as_numbers(x: Tensor) -> Tensor | None:
     strides = (x.stride(1), x.stride(0), x.storage_offset())
     if dtype is None or (x.stride(1) != inner and second > 1) or any(it % inner for it in strides):
         return None
-    try:
-        if x.data_ptr() % (inner * x.element_size()):
-            return None
-    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
-        raise NotSupportedError(f"swap_first_dims: no memory of its own: {error}") from None
+    if address_of("swap_first_dims", x) % (inner * x.element_size()):
+        return None
     matrix = x.as_strided((first, second * inner), (x.stride(0), 1))
     return matrix.view(dtype)
 

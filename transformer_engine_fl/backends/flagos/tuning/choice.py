@@ -92,14 +92,16 @@ class Choice(Generic[T]):
         """
         if self._trial is not None:
             return self._trial.answer(device, self.round(key))
-        asked = (device, key)
-        if asked not in self._answers:
-            rounded = self.round(key)
-            found = lookup.value(self, device, rounded)
+        asked = (device, rounded := self.round(key))
+        answer = self._answers.get(asked)  # which another thread may forget
+        if answer is None:
+            answer = lookup.value(self, device, rounded)
+            if answer is None:
+                answer = self.heuristic(device, *rounded)
             if len(self._answers) >= _MOST_ANSWERS:
                 self._answers.clear()
-            self._answers[asked] = self.heuristic(device, *rounded) if found is None else found
-        return self._answers[asked]
+            self._answers[asked] = answer
+        return answer
 
     def round(self, key: Key) -> Key:
         """The key with powers of two where it has them."""

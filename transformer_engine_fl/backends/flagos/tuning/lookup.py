@@ -10,6 +10,7 @@ What a file may say is in ``files.py``, which loads when there is one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -165,8 +166,16 @@ def vendor_of(name: str) -> Vendor | None:
 
 
 def user_folder() -> Path:
-    """Where ``te-fl tune`` keeps what it measures; it need not exist."""
-    root = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    """Where ``te-fl tune`` keeps what it measures; it need not exist.
+
+    Raises:
+        ConfigurationError: nobody knows where the user's home is.
+    """
+    try:
+        root = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    except RuntimeError as error:
+        message = f"{error} Set XDG_CONFIG_HOME, or name a folder with {VARIABLE}."
+        raise ConfigurationError(message) from None
     return Path(root) / "transformer_engine_fl" / "tuning"
 
 
@@ -215,7 +224,8 @@ def _folders() -> Iterator[tuple[Path, bool]]:
     named = _named()
     if named is not None and named.is_dir():
         yield named, True
-    yield user_folder(), False
+    with contextlib.suppress(ConfigurationError):  # it need not be there, nor a home
+        yield user_folder(), False
 
 
 def _of_vendor(vendor: str, folders: Sequence[Path], name: str) -> Iterator[Source]:
@@ -285,7 +295,11 @@ def _section(choice: Choice[T], name: str, source: Source) -> Mapping[Key, T]:
 
 
 def _content(path: Path) -> TuningFile | None:
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:  # a folder above it that may not be looked into
+        raise ConfigurationError(f"{path}: {error}") from None
+    if not there:
         return None
     content: TuningFile = load_attribute(f"{_FILES}:read")(path)
     return content
