@@ -112,17 +112,17 @@ def test_an_angle_that_is_no_number_stays_with_its_own_feature(device: str) -> N
 @pytest.mark.parametrize("programs", [0, 3, 10**6])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_heads_shared_out_among_any_number_of_programs(
-    programs: int, interleaved: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    programs: int, interleaved: bool, device: str
 ) -> None:
-    monkeypatch.setattr(flagos, "_PROGRAMS", programs)
     freqs, options = table(40, 24, device), {"interleaved": interleaved}
-    x = tokens(40, 1, 11, 32, device=device)
-    check("fused_rope_forward", x, freqs, **options)
-    qkv = tokens(40, 1, 3, 4 * 32 + 32 + 48, device=device)
-    options["qkv_split"] = (128, 32, 48)
-    check("fused_qkv_rope_forward", qkv, freqs, freqs[..., :8], **options)
-    grads = [tokens(40, 1, *part, device=device) for part in ((12, 32), (3, 32), (3, 48))]
-    check("fused_qkv_rope_backward", *grads, freqs, freqs[..., :8], **options)
+    with flagos._CUT.trial(flagos._USUAL._replace(programs=programs)):
+        x = tokens(40, 1, 11, 32, device=device)
+        check("fused_rope_forward", x, freqs, **options)
+        qkv = tokens(40, 1, 3, 4 * 32 + 32 + 48, device=device)
+        options["qkv_split"] = (128, 32, 48)
+        check("fused_qkv_rope_forward", qkv, freqs, freqs[..., :8], **options)
+        grads = [tokens(40, 1, *part, device=device) for part in ((12, 32), (3, 32), (3, 48))]
+        check("fused_qkv_rope_backward", *grads, freqs, freqs[..., :8], **options)
 
 
 # d, of which d2 turn: a power of two, another, all but two, a few of many.
