@@ -5,8 +5,9 @@ vendors and what each implements, ``liger`` loads packages written for Liger-Ker
 ``namespace`` has the names of such packages as the policy in force resolves them.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from transformer_engine_fl.vendors.info import BackendInfo, VendorInfo
-from transformer_engine_fl.vendors.liger import load_liger_package
 from transformer_engine_fl.vendors.registry import (
     BackendRegistry,
     get_current_backend,
@@ -15,6 +16,9 @@ from transformer_engine_fl.vendors.registry import (
     list_overridden_ops,
     register_vendor,
 )
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.vendors.liger import load_liger_package
 
 __all__ = [
     "BackendInfo",
@@ -27,3 +31,14 @@ __all__ = [
     "load_liger_package",
     "register_vendor",
 ]
+
+
+if not TYPE_CHECKING:  # to which every name would be one
+
+    def __getattr__(name: str) -> Any:
+        """What loads Liger-style packages comes when it is asked for: few start-ups need it."""
+        if name == "load_liger_package":
+            from transformer_engine_fl.vendors import liger
+
+            return liger.load_liger_package
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
