@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from transformer_engine_fl.backends.vendor.cuda import _compile, _launch
+from transformer_engine_fl.testing import Guarded
 
 
 @pytest.fixture
@@ -33,3 +35,11 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a kernel was asked for")
 
     monkeypatch.setattr(_launch, "load", refuse)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that is handed out holds NaN, so that what is not written shows."""
+    with Guarded() as memory:
+        yield
+    assert memory.broken() is None

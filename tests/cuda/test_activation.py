@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,6 @@ from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import activation
 from transformer_engine_fl.backends.vendor.cuda.activation import CLAMPED, KINDS
 from transformer_engine_fl.core.errors import ArgumentError
-from transformer_engine_fl.testing import Guarded
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -43,14 +40,6 @@ def test_every_kind_is_compiled_ahead() -> None:
 
 
 # ------------------------------------------------------------------------- on a device
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Memory that is handed out holds NaN, so that what is not written shows."""
-    with Guarded() as memory:
-        yield
-    assert memory.broken() is None
 
 
 def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,6 @@ from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import softmax
 from transformer_engine_fl.backends.vendor.cuda._launch import Limits
 from transformer_engine_fl.core.errors import ArgumentError
-from transformer_engine_fl.testing import Guarded
 
 AMPERE = Limits(8, 0, 108, 166_912, 167_936)
 HOPPER = Limits(9, 0, 132, 232_448, 233_472)
@@ -60,14 +57,6 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
 
 
 # ------------------------------------------------------------------------- on a device
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Memory that is handed out holds NaN, so that what is not written shows."""
-    with Guarded() as memory:
-        yield
-    assert memory.broken() is None
 
 
 def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
