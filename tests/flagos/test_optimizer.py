@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.backends.flagos import _launch, _lists, _numbers
+from transformer_engine_fl.backends.flagos import _arguments, _launch, _lists, _numbers
 from transformer_engine_fl.backends.flagos import optimizer as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import optimizer as contracts
@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     monkeypatch.setattr(flagos, "_SEARCH", SEARCH)
     monkeypatch.setattr(flagos, "_NORMS", (THREADS, SEARCH))
-    flagos._LAUNCHES.clear()
+    monkeypatch.setattr(_arguments, "_LAUNCHES", {})
     with contextlib.ExitStack() as trials:
         for choice in flagos._TILES.values():
             trials.enter_context(choice.trial(_lists.Tiles(THREADS, TILE, CHUNK)))

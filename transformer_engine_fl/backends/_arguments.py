@@ -29,6 +29,7 @@ __all__ = [
     "check_fresh",
     "check_integers",
     "check_numbers",
+    "check_size",
     "fresh",
     "is_vector",
     "keep",
@@ -145,6 +146,12 @@ def _row_distance(tensor: Tensor) -> int | None:
         distance = stride if distance is None else distance
         extent = size * stride
     return columns if distance is None else distance
+
+
+def check_size(op: str, name: str, size: int, most: int) -> None:
+    """Decline what a kernel cannot count."""
+    if size > most:
+        raise NotSupportedError(f"{op}: {size} {name} are more than a kernel counts ({most})")
 
 
 def check_fresh(op: str, tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ contract's check, is made dense, or is declined, with what is here and in
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -26,7 +27,6 @@ from transformer_engine_fl.backends._arguments import (
     keep,
 )
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,7 +80,12 @@ class Written(_arguments.Written):
 
 
 def launch_of(
-    kernel: Any, device: torch.device, kinds: tuple[object, ...], **how: Any
+    kernel: Any,
+    device: torch.device,
+    kinds: tuple[object, ...],
+    *,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **how: Any,
 ) -> _launch.Launch:
     """The launch of a kernel, made once.
 
@@ -88,16 +93,18 @@ def launch_of(
         kernel: the jitted function.
         device: where it runs.
         kinds: what decides the types of its arguments, such as the dtypes of its tensors.
-        how: of :class:`_launch.Launch`: the threads of a program, and the constants.
+        options, how: of :class:`_launch.Launch`: the threads of a program, and the constants.
     """
-    key = (kernel, device, kinds, *how.items())
-    return _LAUNCHES.get(key) or keep(_LAUNCHES, key, _launch.Launch(kernel, device, **how))
+    # By the plain function: to hash a jitted one takes a lock each time.
+    key = (kernel.fn, device, kinds, *options.items(), *how.items())
+    return _LAUNCHES.get(key) or keep(
+        _LAUNCHES, key, _launch.Launch(kernel, device, options=options, **how)
+    )
 
 
 def check_size(op: str, name: str, size: int) -> None:
     """Decline what a kernel cannot count."""
-    if size > MOST:
-        raise NotSupportedError(f"{op}: {size} {name} are more than a kernel counts ({MOST})")
+    _arguments.check_size(op, name, size, MOST)
 
 
 # ------------------------------------------------------------------------------- tiles

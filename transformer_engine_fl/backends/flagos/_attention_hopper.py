@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import address_of, fresh, keep
+from transformer_engine_fl.backends.flagos._arguments import address_of, fresh, launch_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -1109,8 +1109,6 @@ _FORWARD = {"ROWS": _ROWS, "KEYS": 128, "STAGES": 2}
 _QUERIES = {"ROWS": _ROWS, "KEYS": 64, "STAGES": 3}
 _KEYS = {"ROWS": 64, "KEYS": _ROWS, "STAGES": 3}
 
-_LAUNCHES: dict[object, _launch.Launch] = {}
-
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Whether these kernels do it, which does not depend on how much there is of it."""
@@ -1172,10 +1170,7 @@ def _start(
     # Two tensors of tokens that a tile goes through: the heads of a group see the same keys.
     streamed = 2 * q.shape[-1] * q.itemsize * (share * sizes.sq if by_keys else sizes.skv)
     kept = max(1, _L2 // streamed) * (1 if by_keys else share)
-    key = (kernel, q.device, q.dtype, *constants.values())
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES, key, _launch.Launch(kernel, q.device, threads=128, **constants, **_REGISTERS)
-    )
+    launch = launch_of(kernel, q.device, (q.dtype,), threads=128, **constants, **_REGISTERS)
     steps = [step for tensor in strided for step in _steps(tensor, qkv_format)]
     launch(
         (min(tiles, _launch.limits(q.device).multiprocessors), 1),

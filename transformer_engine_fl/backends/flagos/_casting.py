@@ -35,6 +35,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_fresh,
     check_size,
     keep,
+    launch_of,
     plain,
     rows_of_tile,
 )
@@ -1045,7 +1046,6 @@ class _AmaxPlan(NamedTuple):
 
 _PLANS: dict[object, _Plan] = {}
 _AMAX_PLANS: dict[object, _AmaxPlan] = {}
-_LAUNCHES: dict[object, _launch.Launch] = {}
 
 _ROWS = tile_choice("cast_rows", _PLANS, _ROW_TILE)
 _HALVED_ROWS = tile_choice("cast_rows_e2m1", _PLANS, Tile(128, 4096))
@@ -1247,18 +1247,14 @@ def write_largest(
         if recipe is None
         else (recipe.shared_largest, recipe.force_pow_2_scales, recipe.amax_epsilon)
     )
-    key = ("largest", largest, power, scale is None, amaxes.device)
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(
-            _largest,
-            amaxes.device,
-            threads=_LARGEST_THREADS,
-            SHARED_LARGEST=largest,
-            POW2=power,
-            BLOCK=_LARGEST_BLOCK,
-        ),
+    launch = launch_of(
+        _largest,
+        amaxes.device,
+        (scale is None,),
+        threads=_LARGEST_THREADS,
+        SHARED_LARGEST=largest,
+        POW2=power,
+        BLOCK=_LARGEST_BLOCK,
     )
     launch((1, 1), (amaxes, amax, scale), (amaxes.numel(), epsilon))
 
@@ -1304,19 +1300,15 @@ def _scale_each_group(
     amaxes = _empty(source.x, (matrix.rows,))
     threads, elements = _ROW_TILE
     rows, columns = _row_tile(elements, matrix)
-    key = ("rows", source.x.dtype, rows, columns, matrix.unit, device)
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(
-            _amax_rows,
-            device,
-            threads=threads,
-            LEAVES_NAN=constants_of(device)["LEAVES_NAN"],
-            UNIT=matrix.unit,
-            ROWS=rows,
-            COLUMNS=columns,
-        ),
+    launch = launch_of(
+        _amax_rows,
+        device,
+        (source.x.dtype,),
+        threads=threads,
+        LEAVES_NAN=constants_of(device)["LEAVES_NAN"],
+        UNIT=matrix.unit,
+        ROWS=rows,
+        COLUMNS=columns,
     )
     if matrix.rows:
         launch(
@@ -1326,22 +1318,15 @@ def _scale_each_group(
         )
     count = groups.sizes.numel()
     scales = _empty(source.x, (count,))
-    of_groups = (
-        "groups", groups.sizes.dtype, groups.block, scale is None, inverses[1] is None,
-        recipe.shared_largest, recipe.force_pow_2_scales, device,
-    )  # fmt: skip
-    launch = _LAUNCHES.get(of_groups) or keep(
-        _LAUNCHES,
-        of_groups,
-        _launch.Launch(
-            _scale_groups,
-            device,
-            threads=_GROUP_THREADS,
-            SHARED_LARGEST=recipe.shared_largest,
-            POW2=recipe.force_pow_2_scales,
-            GROUPS=groups.block,
-            BLOCK=_GROUP_BLOCK,
-        ),
+    launch = launch_of(
+        _scale_groups,
+        device,
+        (groups.sizes.dtype, scale is None, inverses[1] is None),
+        threads=_GROUP_THREADS,
+        SHARED_LARGEST=recipe.shared_largest,
+        POW2=recipe.force_pow_2_scales,
+        GROUPS=groups.block,
+        BLOCK=_GROUP_BLOCK,
     )
     launch(
         (count, 1),

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from transformer_engine_fl.backends.flagos import _launch
+from transformer_engine_fl.backends.flagos._arguments import launch_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,9 +35,6 @@ def _write_numbers(out_ptr: tl.tensor, numbers: tl.tuple, COUNT: tl.constexpr) -
         tl.store(out_ptr + place, (numbers[place] - _ODD) >> 1)
 
 
-_LAUNCHES: dict[object, _launch.Launch] = {}
-
-
 def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """A new int64 tensor of at least that length, the numbers and then zeros.
 
@@ -47,11 +45,8 @@ def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     count = next((it for it in _COUNTS if it >= len(numbers)), _COUNTS[-1])
     calls = -(-len(numbers) // count)
     memory = torch.empty((calls * count,), dtype=torch.int64, device=device)
-    launch = _LAUNCHES.get((count, device))
-    if launch is None:
-        warp = _launch.limits(device).warp_size
-        launch = _launch.Launch(_write_numbers, device, threads=warp, COUNT=count)
-        _LAUNCHES[count, device] = launch
+    warp = _launch.limits(device).warp_size
+    launch = launch_of(_write_numbers, device, (), threads=warp, COUNT=count)
     odd = [2 * it + _ODD.value for it in numbers]
     odd += [_ODD.value] * (calls * count - len(odd))
     for place in range(0, len(odd), count):

@@ -11,7 +11,7 @@ The rows are moved elsewhere, by such a map.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -453,7 +453,7 @@ def place_by_index(op: str, indices: Tensor, row_id_map: Tensor, have: int) -> N
     groups = _Groups(op, tiles, _BUCKETS, row_id_map, spare=0, few=_FEW_OF_INDICES)
     buckets = fresh(op, row_id_map, (tiles * _PAIRS,))
     extremes = fresh(op, row_id_map, (4, groups.room), torch.int64)
-    how = {"PAIRS": _PAIRS, "BUCKETS": _BUCKETS, "GROUPS": groups.room}
+    how: dict[str, Any] = {"PAIRS": _PAIRS, "BUCKETS": _BUCKETS, "GROUPS": groups.room}
     kinds = (indices.dtype, *groups.kinds)
     count = launch_of(_count_indices, indices.device, kinds, threads=_COUNT_THREADS, **how)
     count(
@@ -500,7 +500,7 @@ def place_by_mask(
     unit = math.gcd(experts, step, WIDEST_UNIT) if dense else 1
     block = min(_MASK_EXPERTS, block_of(experts))
     of_tile = min(_MASK_TOKENS, _MASK_TILE // block)
-    how = {"UNIT": unit, "DENSE": dense, "TOKENS": of_tile, "EXPERTS": block}
+    how: dict[str, Any] = {"UNIT": unit, "DENSE": dense, "TOKENS": of_tile, "EXPERTS": block}
     tiles = -(-tokens // of_tile)
     groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1, few=_FEW_OF_MASKS)
     steps = (step // unit, expert_step)

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import WIDEST_UNIT, check_size, keep
+from transformer_engine_fl.backends.flagos._arguments import WIDEST_UNIT, check_size, launch_of
 from transformer_engine_fl.core.errors import NotSupportedError
 
 __all__ = [
@@ -128,7 +127,6 @@ def move(
 
 # ---------------------------------------------------------------------------- launching
 
-_LAUNCHES: dict[object, _launch.Launch] = {}
 _NARROW_BYTES = 1024  # no row is cut into pieces narrower than this
 _MOST_WASTE = 9 / 8  # columns of its tiles, for one column of a row
 _MOST_PIECES = 2**16 - 1  # what the second axis of a grid has
@@ -216,20 +214,16 @@ def launch_rows(
     unit = math.gcd(*widths, WIDEST_UNIT)
     tile = tile_of(heads, widths[0], first.itemsize, tile_bytes)
     kinds = tuple([None if it is None else it.dtype for it in tensors])
-    key = (kernel, kinds, unit, tile, threads, first.device, *constants.items())
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(
-            kernel,
-            first.device,
-            threads=threads,
-            **constants,
-            UNIT=unit,
-            TOKENS=tile.tokens,
-            HEADS=tile.heads,
-            BLOCK=tile.columns,
-        ),
+    launch = launch_of(
+        kernel,
+        first.device,
+        kinds,
+        threads=threads,
+        **constants,
+        UNIT=unit,
+        TOKENS=tile.tokens,
+        HEADS=tile.heads,
+        BLOCK=tile.columns,
     )
     pieces = -(-heads // tile.heads) * -(-widths[0] // tile.columns)
     if pieces > _MOST_PIECES:

@@ -32,6 +32,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     dense,
     fresh,
     keep,
+    launch_of,
     listed,
     plain,
 )
@@ -135,7 +136,6 @@ _KERNELS = {
     "bias": _attention.backward_bias,
 }
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-_LAUNCHES: dict[object, _launch.Launch] = {}
 _SUMS: dict[object, SumOfPrograms] = {}
 
 
@@ -378,17 +378,13 @@ def _start(
         )
     constants |= {**it.constants, "UNIT": unit, "ROWS": tile.rows, "COLUMNS": tile.columns}
     kinds = tuple([None if one is None else one.dtype for one in tensors])
-    key = (way, kinds, device, tile.threads, tile.stages, *constants.values())
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(
-            _KERNELS[way],
-            device,
-            threads=tile.threads,
-            options={"num_stages": tile.stages},
-            **constants,
-        ),
+    launch = launch_of(
+        _KERNELS[way],
+        device,
+        kinds,
+        threads=tile.threads,
+        options={"num_stages": tile.stages},
+        **constants,
     )
     lse_batch, lse_head = (0, it.q.shape[0]) if it.packed else (it.sizes[0] * it.sq, it.sq)
     of_bias = (0, 0, 0, 0) if it.bias is None else it.bias.stride()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     Written,
@@ -20,7 +19,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_size,
     dense,
     fresh,
-    keep,
+    launch_of,
     plain,
 )
 from transformer_engine_fl.backends.flagos._sequences import (
@@ -308,7 +307,6 @@ _REORDER_THREADS = 256
 _REORDER_BYTES = 16384
 _FEWEST_THREADS = 64  # a warp, on every target
 _MOST_IN_PLACE = 1024  # sequences of one program
-_LAUNCHES: dict[object, _launch.Launch] = {}
 
 
 def _three(op: str, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
@@ -502,18 +500,14 @@ def _reordered(op: str, cache: Tensor, indices: Tensor, added: Tensor, cached: T
     block = min(triton.next_power_of_2(width), room)
     vectors = of_program * block * cache.itemsize // 16
     threads = min(_REORDER_THREADS, max(_FEWEST_THREADS, vectors))
-    key = (cache.dtype, unit, of_program, block, cache.device, threads)
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(
-            _reorder,
-            cache.device,
-            threads=threads,
-            UNIT=unit,
-            SEQUENCES=of_program,
-            BLOCK=block,
-        ),
+    launch = launch_of(
+        _reorder,
+        cache.device,
+        (cache.dtype,),
+        threads=threads,
+        UNIT=unit,
+        SEQUENCES=of_program,
+        BLOCK=block,
     )
     programs = -(-sequences // of_program) * slots
     check_size(op, "slots", programs)

@@ -48,6 +48,7 @@ from transformer_engine_fl.backends.flagos._casting import (
 )
 from transformer_engine_fl.backends.flagos._moments import moments_of_rows, moments_of_wide_row
 from transformer_engine_fl.backends.flagos._narrow import amax_of, constants_of, rounded, size_of
+from transformer_engine_fl.backends.flagos._rows import Tiles
 from transformer_engine_fl.backends.flagos.activation import ACTIVATIONS
 from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
 
@@ -239,34 +240,18 @@ def _norm_wide(
 # ---------------------------------------------------------------------------------- plans
 
 
-class _Tile(NamedTuple):
-    """How rows that fit into registers are cut.
-
-    Attributes:
-        threads: of one program.
-        width: of its tile.
-        programs: of each multiprocessor, which share the rows; 0 for one to each tile.
-        stages: tiles under way, counting the one that is computed.
-    """
-
-    threads: int
-    width: int
-    programs: int = 0
-    stages: int = 1
-
-
 # By width: columns rounded up to a power of two. The widest listed is the widest that is kept
 # in registers; wider rows take (threads, columns) of a chunk, and programs as above.
 _CAST_TILES = {
-    4096: _Tile(threads=128, width=4096),
-    8192: _Tile(threads=256, width=8192, programs=2, stages=3),
-    16384: _Tile(threads=512, width=16384, programs=1, stages=2),
+    4096: Tiles(threads=128, width=4096),
+    8192: Tiles(threads=256, width=8192, programs=2, stages=3),
+    16384: Tiles(threads=512, width=16384, programs=1, stages=2),
 }
 # Of rows that are not cast here. Each program leaves an amax, of which all are read later.
 _STATISTICS_TILES = {
-    2048: _Tile(threads=128, width=2048, programs=8),
-    8192: _Tile(threads=256, width=8192, programs=4),
-    16384: _Tile(threads=512, width=16384, programs=2),
+    2048: Tiles(threads=128, width=2048, programs=8),
+    8192: Tiles(threads=256, width=8192, programs=4),
+    16384: Tiles(threads=512, width=16384, programs=2),
 }
 _CHUNK, _CHUNK_PROGRAMS, _UNROLL = (512, 4096), 4, 4
 
@@ -380,7 +365,7 @@ def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> _Plan:
         "UNIT": unit,
     }
     processors = _launch.limits(device).multiprocessors
-    tile: _Tile | None = listed(_CAST_TILES if cast_here else _STATISTICS_TILES, width)
+    tile: Tiles | None = listed(_CAST_TILES if cast_here else _STATISTICS_TILES, width)
     if tile is None:
         threads, block = _CHUNK
         launch = _launch.Launch(

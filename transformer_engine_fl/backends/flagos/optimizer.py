@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import check_fresh, keep
+from transformer_engine_fl.backends.flagos._arguments import check_fresh, launch_of
 from transformer_engine_fl.backends.flagos._lists import (
     ALIGNMENT,
     Demand,
@@ -682,7 +682,6 @@ _KERNELS = {
     "float_scales": _float_scales,
     "e8m0_scales": _e8m0_scales,
 }
-_LAUNCHES: dict[object, _launch.Launch] = {}
 _KINDS = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -705,12 +704,7 @@ def _start(
 ) -> None:
     """Launch a kernel."""
     dtypes = tuple([None if it is None else it.dtype for it in tensors])
-    key = (name, threads, device, dtypes, *constants.values())
-    launch = _LAUNCHES.get(key) or keep(
-        _LAUNCHES,
-        key,
-        _launch.Launch(_KERNELS[name], device, threads=threads, **constants),
-    )
+    launch = launch_of(_KERNELS[name], device, dtypes, threads=threads, **constants)
     launch((programs, 1), tensors, numbers)
 
 

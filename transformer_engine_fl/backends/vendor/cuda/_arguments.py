@@ -22,6 +22,7 @@ from transformer_engine_fl.backends._arguments import (
     check_fresh,
     check_integers,
     check_numbers,
+    check_size,
     fresh,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -122,12 +123,6 @@ def decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
                 f"vendor.cuda: {op.name} runs on CUDA devices, not on {tensor.device}"
             )
     raise NotSupportedError(f"vendor.cuda: {op.name} does not take these arguments: {arguments}")
-
-
-def check_size(op: str, name: str, size: int, most: int) -> None:
-    """Decline what a kernel cannot count."""
-    if size > most:
-        raise NotSupportedError(f"{op}: {size} {name} are more than a kernel counts ({most})")
 
 
 def no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedError:
