@@ -114,13 +114,13 @@ def test_other_gpus_have_the_portable_kernels(
 
 def test_what_cannot_be_loaded_as_it_lies_is_copied() -> None:
     dense = torch.arange(2 * 3 * 4 * 64, dtype=torch.bfloat16).view(2, 3, 4, 64)
-    assert hopper._loadable(dense) is dense
-    assert hopper._loadable(dense[:, 1:]).data_ptr() == dense[:, 1:].data_ptr()
+    assert hopper._loadable("fused_attn_fwd", dense) is dense
+    assert hopper._loadable("fused_attn_fwd", dense[:, 1:]).data_ptr() == dense[:, 1:].data_ptr()
     shifted = torch.ones(dense.numel() + 1, dtype=dense.dtype)[1:].view(dense.shape)
     odd = torch.ones(2, 3, 4, 65, dtype=dense.dtype)[..., :64]
     expanded = dense[:, :, :1].expand(dense.shape)
     for tensor in (shifted, odd, expanded, dense.transpose(2, 3)):
-        copied = hopper._loadable(tensor)
+        copied = hopper._loadable("fused_attn_fwd", tensor)
         assert copied.is_contiguous()
         assert copied.data_ptr() % 16 == 0
         assert torch.equal(copied, tensor)
