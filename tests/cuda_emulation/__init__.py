@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib
 import itertools
 import os
 import re
@@ -30,6 +31,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from cuda_emulation.libraries import STAND_INS
+from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _arguments, _compile, _launch
 
 __all__ = [
@@ -318,4 +321,8 @@ def running() -> Iterator[None]:
             (_arguments, "IS_THERE", "is_cpu"),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
+        for family, functions in STAND_INS.items():
+            module = importlib.import_module(f"{cuda.__name__}.{family}")
+            for name, value in functions.items():
+                stack.enter_context(mock.patch.object(module, name, value))
         yield
