@@ -16,7 +16,7 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "gemm", "normalization", "softmax")
+FAMILIES = ("activation", "attention", "gemm", "normalization", "softmax")
 """The families that the set has a file for."""
 
 
@@ -47,6 +47,9 @@ def register(registry: OpRegistry) -> None:
         differing={
             # Which of its kernels a library takes depends on the size of the whole.
             "gemm": {"traits": frozenset({"deterministic", "graph_safe"})},
-            "attention": {"traits": frozenset({"graph_safe"})},
+            "attention": {
+                "supported_dtypes": frozenset({"bfloat16", "float16"}),
+                "traits": frozenset({"graph_safe"}),
+            },
         },
     )
