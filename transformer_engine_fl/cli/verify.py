@@ -52,6 +52,15 @@ def verify(
             help="Only the case of this name, * standing for anything; repeatable.",
         ),
     ] = None,
+    every: Annotated[
+        int, typer.Option(metavar="N", min=1, help="One case in so many, for a first look.")
+    ] = 1,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            "--jobs", "-j", metavar="N", min=1, help="Share the cases among so many processes."
+        ),
+    ] = 1,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -82,6 +91,8 @@ def verify(
             dtypes=dtype or None,
             on=device or None,
             only=case or None,
+            every=every,
+            jobs=jobs,
             progress=lambda done, total, operator, failed: tell(
                 done, total, f"{failed} failed  {operator}" if failed else operator
             ),
