@@ -565,6 +565,25 @@ def test_every_value_that_a_family_offers_may_stand_in_a_file(
             assert [files.made(choice, it._asdict()) for it in offered] == offered, choice.name
 
 
+@pytest.mark.parametrize(
+    ("name", "cut", "said"),
+    [
+        ("rmsnorm_fwd", {"programs": 2}, "programs must be 0 for whole rows"),
+        ("rmsnorm_bwd", {"programs": 0}, "programs must be from 1 to 12"),
+        ("softmax_fwd", {"programs": 13}, "programs must be from 0 to 12"),
+        ("softmax_fwd", {"programs": 0, "shared": True}, "programs must be from 1 to 12"),
+        ("rmsnorm_fwd", {"width": 3000}, "width must be a power of two"),
+        ("layernorm_bwd", {"stages": 0}, "stages must be from 1 to 8"),
+    ],
+)
+def test_a_cut_of_rows_that_no_kernel_can_run_with_is_refused(
+    name: str, cut: dict[str, Any], said: str, families: dict[str, Choice[Any]]
+) -> None:
+    fields = {"threads": 128, "width": 4096, "programs": 1, "stages": 1} | cut
+    with pytest.raises(ValueError, match=said):
+        files.made(families[name], fields)
+
+
 def small(calls: Any) -> tuple[int, ...]:
     """A shape for which any call is quickly made."""
     return (32, *(2,) * (len(calls.shapes[0]) - 2), 128)

@@ -10,14 +10,16 @@ from transformer_engine_fl.backends.flagos.tuning.calls import (
     activation,
     dropout,
     loss,
+    normalization,
     optimizer,
     quantization,
     rope,
+    softmax,
 )
 from transformer_engine_fl.backends.flagos.tuning.calls.call import Calls, Shape
 
 __all__ = ["CALLS", "Calls", "Shape"]
 
-_FAMILIES = (activation, dropout, loss, optimizer, quantization, rope)
+_FAMILIES = (activation, dropout, loss, normalization, optimizer, quantization, rope, softmax)
 CALLS: tuple[Calls, ...] = tuple(it for family in _FAMILIES for it in family.CALLS)
 """Of every operator that has choices; of one with several kernels there are several."""
