@@ -551,7 +551,13 @@ def families() -> dict[str, Choice[Any]]:
     return {name: it for name, it in tuning.CHOICES.items() if name != "of_a_test"}
 
 
-NUMBERS = {"itemsize": (2, 4, 8), "tensors": (1, 3), "height": (1, 16, 32, 128), "halves": (1, 2)}
+NUMBERS = {
+    "itemsize": (2, 4, 8),
+    "tensors": (1, 3),
+    "height": (1, 16, 32, 128),
+    "halves": (1, 2),
+    "features": (32, 128, 512),
+}
 POWERS = [2**power for power in (4, 10, 17, 28)]
 
 
