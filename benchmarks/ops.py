@@ -20,9 +20,7 @@ import gc
 import json
 import multiprocessing
 import platform
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ from report import markdown, overview, shape_text
 from workloads import WORKLOADS, Shape, Workload, chosen
 
 import transformer_engine_fl as te
+from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.testing.arguments import as_tuple
 
@@ -164,9 +163,9 @@ def prepare(
     Compiling takes much longer than measuring, and one process compiles one kernel at a time.
     Nothing runs on when this returns or is ended.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     calls = [(workload.name, shape, args, device) for workload, shape in plan]
-    with multiprocessing.get_context("spawn").Pool(args.prepare, maxtasksperchild=16) as pool:
+    processes = multiprocessing.get_context("spawn").Pool(args.prepare, maxtasksperchild=16)
+    with ended_together(), processes as pool:
         for done, seconds in enumerate(pool.imap_unordered(_rehearse, calls), start=1):
             print(f"prepared {done} of {len(calls)} ({seconds:.0f} s)", flush=True)
 

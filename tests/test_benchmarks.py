@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -281,7 +280,6 @@ def test_everything_is_run_once_elsewhere_before_it_is_measured(
     (tmp_path / "counting.py").write_text(COUNTING)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "counting")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     arguments = ["--prepare", "2", "--impl", "no.such", "--impl", "vendor.counting", "--no-peers"]
     plan = [(WORKLOADS["silu"], (4, 8)), (WORKLOADS["silu"], (6, 8))]
     suite.prepare(plan, suite.arguments().parse_args(arguments), device="cpu")

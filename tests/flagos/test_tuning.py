@@ -666,6 +666,9 @@ ROPE = {"tensors": 1, "features": 32, "itemsize": 4}
     [
         ("cross_entropy_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
         ("cross_entropy_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
+        ("rmsnorm_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
+        ("layernorm_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
+        ("scaled_softmax_backward", "6x40", "softmax_bwd", {"columns": 64, "itemsize": 4}),
         ("multi_tensor_scale", "1x8", "", {"elements": 512, "itemsize": 4}),
         ("multi_tensor_l2norm", "1x8", "", {"elements": 512, "itemsize": 4}),
         ("multi_tensor_sgd", "1x8", "", {"elements": 512, "itemsize": 4}),
@@ -733,6 +736,21 @@ def test_the_command_shows_a_table_and_a_bar_and_writes_to_the_users_folder(
     assert (first["key"]["columns"], second["key"]["columns"]) == (8, 64)
     assert second["call"] == "cross_entropy_fwd 6x40 float32"
     assert "triton" in second["measured_on"]
+
+
+def test_every_candidate_is_run_elsewhere_before_it_is_measured(
+    device: str, families: dict[str, Choice[Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
+    from transformer_engine_fl.cli.tune import measuring
+
+    told: list[tuple[int, int, str]] = []
+    wanted = [it for it in CALLS if it.op == "dropout_bwd"]
+    measuring.compile_all(
+        wanted, [(6, 40), (2, 8)], ["float32"], torch.device(device), 2, lambda *it: told.append(it)
+    )
+    assert [it[:2] for it in told] == [(1, 2), (2, 2)]
+    assert {it[2] for it in told} == {"dropout_bwd 6x40 float32", "dropout_bwd 2x8 float32"}
 
 
 def test_what_was_measured_before_an_error_is_kept(

@@ -19,6 +19,7 @@ from transformer_engine_fl.cli._output import (
     progress_bar,
     table,
 )
+from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def verify(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from transformer_engine_fl import testing
 
-    with progress_bar(impl_id, hidden=quiet) as tell:
+    with progress_bar(impl_id, hidden=quiet) as tell, ended_together():
         card = testing.verify(
             impl_id,
             operators=op or None,

@@ -46,19 +46,19 @@ def _layer(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(*_rms(shape, dtype, device).args, normal(shape[1:], dtype, device, 4))
 
 
-def _statistic(value: float, shape: Shape, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """What it is, nearly, of rows of many normal numbers."""
-    return torch.full(shape[:1], value, dtype=math_dtype(dtype), device=device)
+_EPS = 1e-5
 
 
 def _rms_backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     dy, x = (normal(shape, dtype, device, seed) for seed in (1, 2))
-    return call(dy, x, _statistic(1.0, shape, dtype, device), _weight(shape, dtype, device))
+    rsigma = torch.rsqrt(x.to(math_dtype(dtype)).square().mean(-1) + _EPS)
+    return call(dy, x, rsigma, _weight(shape, dtype, device))
 
 
 def _layer_backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
-    dy, x, rsigma, gamma = _rms_backward(shape, dtype, device).args
-    return call(dy, x, _statistic(0.0, shape, dtype, device), rsigma, gamma)
+    dy, x, _, gamma = _rms_backward(shape, dtype, device).args
+    variance, mu = torch.var_mean(x.to(math_dtype(dtype)), -1, correction=0)
+    return call(dy, x, mu, torch.rsqrt(variance + _EPS), gamma)
 
 
 CALLS = tuple(
