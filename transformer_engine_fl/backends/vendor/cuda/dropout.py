@@ -22,6 +22,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     is_number,
     is_plain,
     no_memory,
+    on_device,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.ops import dropout as contracts
@@ -65,7 +66,7 @@ _kernels: Plans[_launch.Kernel] = Plans()
 
 
 def _is_taken(tensor: Tensor) -> bool:
-    return (type(tensor) in PLAIN or is_plain(tensor)) and tensor.is_cuda
+    return (type(tensor) in PLAIN or is_plain(tensor)) and on_device(tensor)
 
 
 def _is_probability(value: Any) -> bool:

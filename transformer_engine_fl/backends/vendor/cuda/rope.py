@@ -27,6 +27,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     check_size,
     dense,
     no_memory,
+    on_device,
     plain,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -355,7 +356,7 @@ def _key(of: Of, given: Given, options: Options) -> tuple[Any, ...] | None:
             if tensor is None:
                 key.append(None)
                 continue
-            if type(tensor) not in PLAIN or not tensor.is_cuda or tensor.is_neg():
+            if type(tensor) not in PLAIN or not on_device(tensor) or tensor.is_neg():
                 return None
             key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device())
             key.append(tensor.data_ptr() & 15)
