@@ -72,10 +72,10 @@ struct Share {
 namespace {
 
 // A byte of the mask; THREADS * BYTES, a power of two, makes `high` the same for a block.
-__device__ __forceinline__ unsigned drawn(unsigned low, unsigned high, unsigned long long seed,
-                                          unsigned long long offset, int threshold) {
+__device__ __forceinline__ unsigned drawn(unsigned low, unsigned high, unsigned long long offset,
+                                          int threshold, const PhiloxKeys& keys) {
   static_assert((THREADS * BYTES & THREADS * BYTES - 1) == 0, "blocks begin at multiples");
-  const PhiloxBlock numbers = philox(low, high, offset, seed);
+  const PhiloxBlock numbers = philox(low, high, offset, keys);
   unsigned bits = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -90,13 +90,14 @@ __device__ __forceinline__ unsigned drawn(unsigned low, unsigned high, unsigned 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     forward(const TX* __restrict__ x, TX* __restrict__ y, unsigned char* __restrict__ mask,
-            long long size, long long seed, long long offset, int threshold, double scale) {
+            long long size, long long offset, int threshold, double scale,
+            const __grid_constant__ PhiloxKeys keys) {
   const Share share(x, size);
 #pragma unroll
   for (int v = 0; v < BYTES; ++v) {
     const long long byte = share.byte(v);
     unsigned bits = drawn(static_cast<unsigned>(byte), static_cast<unsigned>(share.first >> 32),
-                          seed, offset, threshold);
+                          offset, threshold, keys);
     if (byte < share.whole) {
       mask[byte] = static_cast<unsigned char>(bits);
       store(y + byte * kEach, scaled(share.values[v], bits, A(scale)));

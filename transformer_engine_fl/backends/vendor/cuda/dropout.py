@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +37,8 @@ THREADS: Final = 128
 BYTES: Final = {2: 2, 4: 1, 8: 1}
 """Bytes of the mask of a thread, by those of an element: their elements are under way at once."""
 MOST_BLOCKS: Final = 2**31 - 1
+KEYS: Final = 20
+"""Words of the keys of all rounds."""
 LIMIT: Final = 2**63
 """Seeds and offsets are below."""
 
@@ -48,7 +51,8 @@ def source(dtype: torch.dtype, access: int, kernel: str) -> tuple[Specialisation
         "BYTES": BYTES[SIZES[dtype]],
         "THREADS": THREADS,
     }
-    geometry = _launch.Geometry(THREADS, "PPPqqqid" if kernel == "forward" else "PPPqd")
+    arguments = "PPPqqid" + "I" * KEYS if kernel == "forward" else "PPPqd"
+    geometry = _launch.Geometry(THREADS, arguments)
     return Specialisation("dropout", kernel, tuple(defines.items())), geometry
 
 
@@ -83,6 +87,16 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _scale(probability: float) -> float:
     return 1 / (1 - probability) if probability < 1 else 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def philox_keys(seed: int) -> tuple[int, ...]:
+    """The key's words in each round, as ``PhiloxKeys`` of ``include/philox.cuh`` has them."""
+    keys = []
+    for count in range(KEYS // 2):
+        for word, step in ((seed, 0x9E3779B9), (seed >> 32, 0xBB67AE85)):
+            keys.append((word + count * step) & 0xFFFFFFFF)
+    return tuple(keys)
 
 
 def _launched(
@@ -135,8 +149,8 @@ def dropout_fwd(
     mask = allocator(input.device)((contracts.mask_bytes(size),), (1,), torch.uint8)
     if size:
         pointers = (address, made, mask.data_ptr())
-        numbers = (seed, offset, int(probability * 2**16), _scale(probability))
-        _launched(op, "forward", input, pointers, *numbers)
+        numbers = (offset, int(probability * 2**16), _scale(probability))
+        _launched(op, "forward", input, pointers, *numbers, *philox_keys(seed))
     return output, mask
 
 

@@ -6,29 +6,34 @@
 
 #pragma once
 
+#include "instructions.cuh"
+
 namespace te_fl {
 
 struct PhiloxBlock {
   unsigned words[4];
 };
 
-// The block of the counter (low, high, offset) and the key `seed`, the low halves first.
-// What is the same for all threads, as offset and seed are, costs one of them only.
+// The two words of the key that each round takes, as philox_keys of dropout.py works them out:
+// as arguments of a kernel they are operands of instructions, and cost none of their own.
+struct PhiloxKeys {
+  unsigned rounds[10][2];
+};
+
+// The block of the counter (low, high, offset), the low halves first.
 __device__ __forceinline__ PhiloxBlock philox(unsigned low, unsigned high,
                                               unsigned long long offset,
-                                              unsigned long long seed) {
+                                              const PhiloxKeys& keys) {
   unsigned c0 = low, c1 = high;
   unsigned c2 = static_cast<unsigned>(offset), c3 = static_cast<unsigned>(offset >> 32);
-  unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const unsigned long long left = 0xD2511F53ull * c0, right = 0xCD9E8D57ull * c2;
-    c0 = static_cast<unsigned>(right >> 32) ^ c1 ^ k0;
+    const unsigned long long left = wide_product(0xD2511F53u, c0);
+    const unsigned long long right = wide_product(0xCD9E8D57u, c2);
+    c0 = static_cast<unsigned>(right >> 32) ^ c1 ^ keys.rounds[round][0];
     c1 = static_cast<unsigned>(right);
-    c2 = static_cast<unsigned>(left >> 32) ^ c3 ^ k1;
+    c2 = static_cast<unsigned>(left >> 32) ^ c3 ^ keys.rounds[round][1];
     c3 = static_cast<unsigned>(left);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
   }
   return {{c0, c1, c2, c3}};
 }
