@@ -16,7 +16,16 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "dropout", "gemm", "normalization", "padding", "rope", "softmax")
+FAMILIES = (
+    "activation",
+    "attention",
+    "dropout",
+    "gemm",
+    "normalization",
+    "padding",
+    "rope",
+    "softmax",
+)
 """The families that the set has a file for."""
 
 
@@ -47,6 +56,9 @@ def register(registry: OpRegistry) -> None:
         differing={
             # Which of its kernels a library takes depends on the size of the whole.
             "gemm": {"traits": frozenset({"deterministic", "graph_safe"})},
-            "attention": {"traits": frozenset({"graph_safe"})},
+            "attention": {
+                "supported_dtypes": frozenset({"bfloat16", "float16"}),
+                "traits": frozenset({"graph_safe"}),
+            },
         },
     )

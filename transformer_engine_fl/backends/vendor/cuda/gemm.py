@@ -20,7 +20,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _launch
-from transformer_engine_fl.backends.vendor.cuda._arguments import fresh, plain
+from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, fresh, plain
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
@@ -244,29 +244,7 @@ def _column_sum(op: str, B: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _facts(tensor: Any) -> Any:
-    """What a check sees of a tensor."""
-    if not isinstance(tensor, Tensor):
-        return tensor
-    return tensor.shape, tensor.dtype, tensor.layout, tensor.device
-
-
-_right: set[Any] = set()
-"""Calls, by what is seen of them, that keep the contract and are not declined."""
-_MOST_CALLS: Final = 4096
-
-
-def _is_known(call: Any) -> bool:
-    try:
-        return call in _right
-    except TypeError:  # a list, say, where none belongs
-        return False
-
-
-def _remember(call: Any) -> None:
-    if len(_right) >= _MOST_CALLS:
-        _right.clear()
-    _right.add(call)
+_known = KnownCalls()
 
 
 def generic_gemm(
@@ -289,11 +267,10 @@ def generic_gemm(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``generic_gemm`` of the contract."""
     name, into = "generic_gemm", accumulate_into
-    options = (transa, transb, gelu, grad, bias_grad, alpha, beta, out_dtype)
     tensors = (A, B, bias, gelu_input, into, A_scale_inv, B_scale_inv)
-    steps = into.stride() if isinstance(into, Tensor) else None  # no element is there twice
-    call = (*map(_facts, tensors), steps, options, *map(type, options))
-    known = _is_known(call)
+    options = (transa, transb, gelu, grad, bias_grad, alpha, beta, out_dtype)
+    call = _known.like(tensors, options)
+    known = call in _known
     if not known:
         ops.generic_gemm.check(
             A,
@@ -334,7 +311,7 @@ def generic_gemm(
             scales=scales,
         )
         _refuse(name, reason)
-        _remember(call)
+        _known.add(call)
     rows_of_a, rows_of_b = _matrix(a), _matrix(b)
     left = rows_of_b.t() if transb else rows_of_b
     right = rows_of_a.t() if transa else rows_of_a
