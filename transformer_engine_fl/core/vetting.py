@@ -22,6 +22,8 @@ def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[
     """
     known: dict[str, set[str]] = {}
     for form, name, field in _names(effective):
+        if form == "operator" and "::" in name:
+            continue  # another namespace's are registered when they are first routed
         if form not in known:
             known[form] = _known(form, registry)
         if (registry.canonical(name) if form == "operator" else name) not in known[form]:
