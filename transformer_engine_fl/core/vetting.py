@@ -22,8 +22,6 @@ def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[
     """
     known: dict[str, set[str]] = {}
     for form, name, field in _names(effective):
-        if form == "operator" and "::" in name:
-            continue  # another namespace's are registered when they are first routed
         if form not in known:
             known[form] = _known(form, registry)
         if (registry.canonical(name) if form == "operator" else name) not in known[form]:
@@ -54,6 +52,8 @@ def _names(effective: EffectivePolicy) -> Iterator[tuple[str, str, str]]:
     policy = effective.policy
     tokens = [(policy.prefer or "flagos", "prefer")]
     for op_name, order in (policy.per_op_order or {}).items():
+        if "::" in op_name:
+            continue  # another namespace's are registered when they are first routed
         yield "operator", op_name, "per_op_order"
         tokens += [(token, "per_op_order") for token in order]
     for text, field in tokens:

@@ -64,8 +64,15 @@ class _Differentiable(torch.autograd.Function):
         return returned
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: tuple[Tensor | None, ...] = _Differentiable.once(ctx, *grads)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _not_twice(ctx, gradients)
+        return gradients
+
+    @staticmethod
+    @once_differentiable
+    def once(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         backward = CATALOGUE[ctx.op_name].backward
         assert backward is not None
         given = dict(zip(ctx.grads, grads, strict=False))
@@ -80,6 +87,24 @@ class _Differentiable(torch.autograd.Function):
                     before = returned[place]
                     returned[place] = gradient if before is None else before + gradient
         return None, None, None, None, None, *returned
+
+
+def _not_twice(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients; who differentiates them gets an error.
+
+    torch's ``once_differentiable`` sees to it only where what came into the backward has a
+    gradient. That of what was saved would be taken for zero.
+    """
+    if any(it is not None and it.requires_grad for it in gradients):
+        return gradients
+    if not any(it is not None and it.requires_grad for it in ctx.saved_tensors):
+        return gradients
+    refuse = torch._C._functions.DelayedError(
+        f"{ctx.op_name}: its gradients cannot be differentiated again: the operators have no "
+        "second derivative",
+        len(gradients),
+    )
+    return refuse(*(it if it is None else it.detach().requires_grad_() for it in gradients))
 
 
 def apply(
