@@ -104,7 +104,9 @@ def _not_twice(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor |
         "second derivative",
         len(gradients),
     )
-    return refuse(*(it if it is None else it.detach().requires_grad_() for it in gradients))
+    fresh: Any = [it if it is None else it.detach().requires_grad_() for it in gradients]
+    refused: tuple[Tensor | None, ...] = refuse(*fresh)
+    return refused
 
 
 def apply(

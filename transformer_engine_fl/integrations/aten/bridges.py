@@ -113,7 +113,7 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
 
     def served(run: Run) -> Tensor:
         # The logarithm of the denominator is what cross entropy saves, whatever the targets.
-        lse = run(self, self.new_zeros(self.shape[:-1], dtype=torch.int64))[1]
+        lse: Tensor = run(self, self.new_zeros(self.shape[:-1], dtype=torch.int64))[1]
         return (self.to(lse.dtype) - lse.unsqueeze(-1)).to(self.dtype)
 
     return served
@@ -128,10 +128,11 @@ def _laid_out(matrix: Tensor) -> tuple[Tensor, bool]:
     return (matrix.t(), True) if transposed else (matrix, False)
 
 
-def _product(run: Run, left: Tensor, right: Tensor, **options: Any) -> Any:
+def _product(run: Run, left: Tensor, right: Tensor, **options: Any) -> Tensor:
     A, transa = _laid_out(right)
     B, transb = _laid_out(left)
-    return run(A, B, transa=transa, transb=transb, **options)[0]
+    product: Tensor = run(A, B, transa=transa, transb=transb, **options)[0]
+    return product
 
 
 def _matrices(left: Tensor, right: Tensor) -> None:
@@ -178,7 +179,7 @@ def _bmm(self: Tensor, mat2: Tensor) -> Served:
     _need(fitting, "not batches of matrices that fit")
 
     def served(run: Run) -> Tensor:
-        output = run(list(mat2.unbind()), list(self.unbind()), transa=False)[0]
+        output: Tensor = run(list(mat2.unbind()), list(self.unbind()), transa=False)[0]
         return output.view(self.shape[0], self.shape[1], mat2.shape[2])
 
     return served
@@ -251,9 +252,7 @@ def _layer_norm_backward(
 
 
 def _wanted(gradients: Sequence[Tensor], output_mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(
-        it if wanted else None for it, wanted in zip(gradients, output_mask, strict=True)
-    )
+    return tuple(it if wanted else None for it, wanted in zip(gradients, output_mask, strict=True))
 
 
 def _eps(input: Tensor, eps: float | None) -> float:
@@ -427,7 +426,8 @@ def autocast(name: str, args: tuple[Any, ...], device: str) -> tuple[Any, ...] |
         return None
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        it.to(dtype) if isinstance(it, Tensor) and it.dtype.itemsize <= 4 and it.is_floating_point()
+        it.to(dtype)
+        if isinstance(it, Tensor) and it.dtype.itemsize <= 4 and it.is_floating_point()
         else it
         for it in args
     )

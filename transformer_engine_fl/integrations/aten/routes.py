@@ -38,7 +38,16 @@ NATIVE: Final = "native.aten"
 """The impl id of torch's own kernel."""
 
 _NAMES: Final = ("Fake", "DeferredInit")
-BELOW, ABOVE = map(torch._C._parse_dispatch_key, _NAMES)
+
+
+def _key(name: str) -> torch._C.DispatchKey:
+    key = torch._C._parse_dispatch_key(name)
+    assert key is not None  # torch has had both since before 2.6
+    return key
+
+
+BELOW: Final = _key(_NAMES[0])
+ABOVE: Final = _key(_NAMES[1])
 
 include: Final[Callable[[Any, bool], None]] = torch._C._dispatch_tls_set_dispatch_key_included
 exclude: Final[Callable[[Any, bool], None]] = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -105,7 +114,7 @@ class _Dispatcher:
             key = _NAMES[is_whole(op)]
             if not self._libraries:
                 self._open()
-            after = torch._C._dispatch_keyset_full_after(torch._C._parse_dispatch_key(key))
+            after = torch._C._dispatch_keyset_full_after(_key(key))
             kernel = serve(name, op, after)
             self._libraries[key].impl(name.removeprefix(PREFIX), kernel, key, with_keyset=True)
             self._routed.add(name)
@@ -113,7 +122,7 @@ class _Dispatcher:
     def _open(self) -> None:
         for key in _NAMES:
             every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-            every.fallback(torch.library.fallthrough_kernel, key)
+            every.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
             self._passing.append(every)
             self._libraries[key] = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         _pass_higher_order_operators()
@@ -128,7 +137,7 @@ def _pass_higher_order_operators() -> None:
         if key not in skipped:
             skipped.append(key)
             for op in _ops._higher_order_ops.values():
-                op.fallthrough(key)
+                op.fallthrough(key)  # type: ignore[no-untyped-call]
 
 
 _dispatcher: Final = _Dispatcher()
@@ -198,12 +207,11 @@ def _bridge(name: str) -> Bridge | None:
 def _missing(registry: OpRegistry, name: str) -> list[OpImpl]:
     """The candidates that an operator has not got yet."""
     known = {impl.impl_id for impl in registry.get_implementations(name)}
-    found = []
+    found: list[OpImpl] = []
     bridge = _bridge(name)
     if bridge is not None:
-        for entry in registry.entries(bridge.operator):
-            if entry.impl.impl_id not in known:
-                found.append(_bridged(name, bridge, entry))
+        entries = registry.entries(bridge.operator)
+        found += [_bridged(name, bridge, it) for it in entries if it.impl.impl_id not in known]
     if NATIVE not in known:
         found.append(_native(name))
     return found
