@@ -23,27 +23,17 @@ from transformer_engine_fl.core.policy import get_environment
 __all__ = ["MODULES", "names"]
 
 
-class DType(enum.IntEnum):
-    """Transformer Engine's numbers for dtypes."""
-
-    kByte = 0
-    kInt16 = 1
-    kInt32 = 2
-    kInt64 = 3
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat8E8M0 = 9
-    kFloat4E2M1 = 10
-    kNumTypes = 11
-
+_NUMBERED: Final = (
+    *("Byte", "Int16", "Int32", "Int64", "Float32", "Float16", "BFloat16"),
+    *("Float8E4M3", "Float8E5M2", "Float8E8M0", "Float4E2M1", "NumTypes"),
+)
+DType: Final = enum.IntEnum("DType", {f"k{name}": place for place, name in enumerate(_NUMBERED)})  # type: ignore[misc]
+"""Transformer Engine's numbers for dtypes."""
 
 _DTYPES: Final = {
-    "float32": DType.kFloat32,
-    "float16": DType.kFloat16,
-    "bfloat16": DType.kBFloat16,
+    "float32": DType["kFloat32"],
+    "float16": DType["kFloat16"],
+    "bfloat16": DType["kBFloat16"],
 }
 
 
@@ -93,7 +83,7 @@ def _function(op_name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-def _named(dtype: Any) -> DType:
+def _named(dtype: Any) -> enum.IntEnum:
     return _DTYPES[str(dtype).removeprefix("torch.")]
 
 
@@ -116,9 +106,15 @@ class SelectionPolicy(ours.SelectionPolicy):
 
     __slots__ = ()
 
-    def __init__(self, *args: Any, per_op_order: Any = None, **fields: Any) -> None:
+    def __init__(
+        self,
+        prefer: str | None = None,
+        strict: bool | None = None,
+        per_op_order: Any = None,
+        **vendors: Any,
+    ) -> None:
         orders = dict(per_op_order) if per_op_order else None
-        super().__init__(*args, per_op_order=orders, **fields)
+        super().__init__(prefer, strict, orders, **vendors)
 
     @classmethod
     def from_dict(
