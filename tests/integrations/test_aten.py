@@ -377,6 +377,21 @@ def test_a_vendor_that_fails_is_set_aside_and_one_that_declines_is_not() -> None
             F.silu(x)
 
 
+def test_a_function_that_does_not_take_atens_arguments_is_passed_over_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    get_default_manager().registry.register_impl(
+        OpImpl("aten::gelu", "vendor.acme", "vendor", lambda self: self, vendor="acme", mutates=())  # type: ignore[arg-type]
+    )
+    x = torch.ones(3)
+    with use_aten_ops(), with_preference("vendor:acme"):
+        output = F.gelu(x, approximate="tanh")
+        with with_strict_mode(), pytest.raises(TypeError, match="approximate"):
+            F.gelu(x, approximate="tanh")
+    torch.testing.assert_close(output, F.gelu(x.double(), approximate="tanh").float())
+    assert "aten::gelu: the implementation that was chosen does not take ATen's" in caplog.text
+
+
 def test_a_wrong_call_gets_torchs_own_error() -> None:
     with use_aten_ops():
         with pytest.raises(
@@ -405,7 +420,7 @@ def test_a_composite_served_without_a_gradient_is_served_again_by_torch(
         y = F.rms_norm(x, (4,))
     assert y.requires_grad
     assert y.max() < 2
-    assert "must be differentiable" in caplog.text
+    assert "is not differentiable, as a composite must be" in caplog.text
 
 
 def test_second_derivatives_are_right_or_refused() -> None:
@@ -616,3 +631,15 @@ def test_policies_name_aten_operators_before_they_are_routed(
     with use_aten_ops():
         F.silu(torch.ones(3))
     assert ran[-1] == ("aten::silu", "native.aten")
+
+
+def test_te_fl_explain_knows_aten_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformer_engine_fl.cli import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "aten::mm", "--device", "cuda", "--dtype", "bfloat16"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "aten::mm" in shown
+    assert "default.flagos" in shown
+    assert "native.aten" in shown

@@ -265,11 +265,17 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
             if effective_policy().policy.strict:
                 raise
             return op(*args, **kwargs)
+        except TypeError as error:  # an implementation that cannot be called as ATen's
+            if effective_policy().policy.strict:
+                raise
+            result = op(*args, **kwargs)  # raises its own, if it is the call that is wrong
+            _warn(name, f"does not take ATen's arguments ({error}); torch's own served")
+            return result
         finally:
             exclude(BELOW, False)
             exclude(ABOVE, False)
         if whole and _lost_gradient(args, kwargs, result):
-            _warn_lost(name)
+            _warn(name, "is not differentiable, as a composite must be; torch's own served")
             return redispatch(keyset & after, *args, **kwargs)
         return result
 
@@ -296,6 +302,8 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             or value.is_nested
             or value.is_meta
         ):
+            return False
+        if isinstance(value, list | tuple) and not _plain(tuple(value), {}):
             return False
     return True
 
@@ -337,14 +345,11 @@ def _lost_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
     return wanted and not any(isinstance(it, Tensor) and it.requires_grad for it in results)
 
 
-_warned: Final[set[str]] = set()
+_warned: Final[set[tuple[str, str]]] = set()
+_MAX_WARNINGS: Final = 1024
 
 
-def _warn_lost(name: str) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        logger.warning(
-            "%s is a composite: an implementation of it must be differentiable, and the one "
-            "that served is not; torch's own serves where gradients are wanted",
-            name,
-        )
+def _warn(name: str, said: str) -> None:
+    if (name, said) not in _warned and len(_warned) < _MAX_WARNINGS:
+        _warned.add((name, said))
+        logger.warning("%s: the implementation that was chosen %s", name, said)
