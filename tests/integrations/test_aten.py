@@ -183,6 +183,20 @@ def test_a_backward_outside_of_the_block_goes_with_the_forward_inside(
         torch.testing.assert_close(tensor.grad.double(), other.grad, **close)
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "softmax", "silu", "linear"])
+def test_a_backward_inside_of_a_block_goes_with_the_forward_outside(name: str) -> None:
+    function, shapes, _ = CASES[name]
+    tensors = [randn(*shape).requires_grad_() for shape in shapes]
+    output = function(*tensors)
+    output.sum().backward(retain_graph=True)
+    expected = [it.grad for it in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    with use_aten_ops():
+        output.sum().backward()
+    torch.testing.assert_close([it.grad for it in tensors], expected)
+
+
 def test_dropout_keeps_the_mean_and_follows_the_seed(ran: Ran) -> None:
     x = torch.ones(4000, requires_grad=True)
     with use_aten_ops():
