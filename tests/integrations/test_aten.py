@@ -32,7 +32,7 @@ from transformer_engine_fl.integrations.aten import use_aten_ops
 
 Ran = list[tuple[str, str]]
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float64: 1e-10}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float64: 1e-10}
 
 
 @pytest.fixture
@@ -177,7 +177,8 @@ def test_a_backward_outside_of_the_block_goes_with_the_forward_inside(
     output.backward(torch.ones_like(output))
     reference = function(*exact)
     reference.backward(torch.ones_like(reference))
-    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    within = 4 * TOLERANCE[dtype]  # torch's own backward, on a CPU from statistics in bfloat16
+    close = {"rtol": within, "atol": within}
     for tensor, other in zip(tensors, exact, strict=True):
         assert tensor.grad is not None
         torch.testing.assert_close(tensor.grad.double(), other.grad, **close)
