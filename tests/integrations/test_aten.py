@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 import timeit
 from collections.abc import Callable, Iterator
@@ -299,6 +300,14 @@ def test_routed_lists_every_operator_with_who_stands_by() -> None:
     assert routes["aten::rms_norm"].whole
     assert routes["aten::nll_loss_forward"].operator is None
     assert all("native.aten" in route.implementations for route in routes.values())
+
+
+def test_a_handle_has_the_signature_of_the_schema() -> None:
+    manager = aten.prepared()
+    assert str(inspect.signature(manager.bind("aten::gelu"))) == "(self, *, approximate='none')"
+    x = torch.ones(3)
+    output = manager.bind("aten::gelu")(self=x, approximate="tanh")
+    torch.testing.assert_close(output, F.gelu(x.double(), approximate="tanh").float())
 
 
 def test_a_vendor_is_picked_denied_and_preferred_by_aten_name() -> None:

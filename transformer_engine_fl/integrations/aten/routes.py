@@ -14,6 +14,8 @@ contract's operator that it is bridged to; and at last the native kernel.
 from __future__ import annotations
 
 import functools
+import inspect
+import keyword
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -63,6 +65,8 @@ _UNBRIDGED: Final = (
 )
 """Routed for vendors who have them, and named in what is listed; no contract is the same."""
 
+_POSITIONAL: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 Serve = Callable[..., Any]
 
 
@@ -94,6 +98,25 @@ def is_whole(op: Any) -> bool:
     """Whether torch takes the operator apart above autograd."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return has(op.name(), "CompositeImplicitAutograd") and not has(op.name(), "Autograd")
+
+
+def signature(op: Any) -> inspect.Signature | None:
+    """An operator's signature, from its schema; None where Python cannot say one of its names."""
+    parameters = []
+    for it in op._schema.arguments:
+        kind = inspect.Parameter.KEYWORD_ONLY if it.kwarg_only else _POSITIONAL
+        default = it.default_value if it.has_default_value() else inspect.Parameter.empty
+        if not it.name.isidentifier() or keyword.iskeyword(it.name):
+            return None
+        parameters.append(inspect.Parameter(it.name, kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def _signed(op: Any, function: Serve) -> Serve:
+    found = signature(op)
+    if found is not None:
+        function.__signature__ = found  # type: ignore[attr-defined]
+    return function
 
 
 class _Dispatcher:
@@ -252,7 +275,7 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
         op_name=name,
         impl_id=impl.impl_id,
         kind=impl.kind,
-        fn=fn,
+        fn=_signed(overload(name), fn),
         vendor=impl.vendor,
         priority=impl.priority,
         supported_dtypes=_floats(entry),
@@ -305,7 +328,7 @@ def _native(name: str) -> OpImpl:
         op_name=name,
         impl_id=NATIVE,
         kind=BackendImplKind.REFERENCE,
-        fn=native,
+        fn=_signed(op, native),
         priority=-1000,
         mutates=(),
         traits=frozenset({"traceable"}),
