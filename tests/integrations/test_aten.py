@@ -577,6 +577,23 @@ def test_a_block_is_its_threads_own(ran: Ran) -> None:
     assert ran == []
 
 
+def test_threads_that_enter_at_once_share_the_routes() -> None:
+    together = threading.Barrier(4)
+    outputs: list[Tensor] = []
+
+    def run() -> None:
+        together.wait()
+        with use_aten_ops(), with_preference("reference"):
+            outputs.append(F.silu(torch.ones(3)))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outputs) == 4
+
+
 def test_a_block_is_its_tasks_own(ran: Ran) -> None:
     counts: dict[str, int] = {}
 

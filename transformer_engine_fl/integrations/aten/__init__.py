@@ -36,6 +36,7 @@ from transformer_engine_fl.core.errors import (
     NotSupportedError,
     suggestion,
 )
+from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.core.policy import Scope, active_scope, effective_policy, policy_context
@@ -103,7 +104,10 @@ def _routes() -> Routes:
     manager = get_default_manager()
     routes = _Installed.routes
     if routes is None or routes.manager is not manager:
-        routes = _Installed.routes = Routes(manager, _kernel)
+        with LOADING:
+            routes = _Installed.routes
+            if routes is None or routes.manager is not manager:  # another thread was first
+                routes = _Installed.routes = Routes(manager, _kernel)
     return routes
 
 
@@ -171,14 +175,11 @@ def _enter(only: frozenset[str] | None) -> None:
 
 def _leave(block: _Block) -> None:
     _active.set(block.outer)
-    if block.outer is not None:
-        torch._C._stash_obj_in_tls(_TLS, block.outer)
+    torch._C._stash_obj_in_tls(_TLS, block.outer)
     _depth.value = max(_depth.value - 1, 0)
     if _depth.value == 0:
         include(BELOW, False)
         include(ABOVE, False)
-        if torch._C._is_key_in_tls(_TLS):
-            torch._C._remove_obj_from_tls(_TLS)
 
 
 _lasting: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
@@ -286,8 +287,8 @@ def _handed_on() -> _Block | None:
     """The block of the thread that called the backward which this thread runs."""
     if not torch._C._is_key_in_tls(_TLS):
         return None
-    block: _Block = torch._C._get_obj_in_tls(_TLS)
-    return block if block.thread != get_ident() else None
+    block: _Block | None = torch._C._get_obj_in_tls(_TLS)
+    return block if block is not None and block.thread != get_ident() else None
 
 
 _PLAIN: Final = (Tensor, torch.nn.Parameter)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
-from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
 from transformer_engine_fl.core.manager import OpManager
 from transformer_engine_fl.core.registry import Entry, OpRegistry
 from transformer_engine_fl.core.selection import ask_supports, options_decline
@@ -198,12 +198,13 @@ class Routes:
     def _add(self, names: Iterable[str]) -> None:
         here = sorted(name for name in names if overload(name) is not None)
         registry = self.manager.registry
-        new = [impl for name in here for impl in _missing(registry, name)]
-        if new:
-            registry.register_many(new)
-        for name in here:
-            _dispatcher.route(name, self._serve)
-        self.names |= frozenset(here)
+        with LOADING:  # what is missing is registered once, whoever else registers now
+            new = [impl for name in here for impl in _missing(registry, name)]
+            if new:
+                registry.register_many(new)
+            for name in here:
+                _dispatcher.route(name, self._serve)
+            self.names |= frozenset(here)
 
     def listed(self) -> tuple[Route, ...]:
         """Every route, by name."""
