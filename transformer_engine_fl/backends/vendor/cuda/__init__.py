@@ -16,7 +16,16 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "attention", "gemm", "normalization", "softmax")
+FAMILIES = (
+    "activation",
+    "attention",
+    "dropout",
+    "gemm",
+    "normalization",
+    "padding",
+    "rope",
+    "softmax",
+)
 """The families that the set has a file for."""
 
 
