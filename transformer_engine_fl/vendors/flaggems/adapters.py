@@ -79,10 +79,11 @@ def _differentiated(
             dy, x = _TAKER.dense(contract.name, grad=grad, fwd_input=fwd_input)
             _TAKER.same_dtype(contract.name, grad=dy, fwd_input=x)
             with torch.enable_grad():
-                leaves = [own(half).requires_grad_() for half in x.chunk(parts, -1)]
+                halves = x.chunk(parts, -1) if parts > 1 else (x,)
+                leaves = [own(half).requires_grad_() for half in halves]
                 output = unit(*leaves, *given, **options)
                 gradients = torch.autograd.grad(output, leaves, dy)
-            return torch.cat(gradients, -1).detach()
+            return torch.cat(gradients, -1).detach() if parts > 1 else gradients[0].detach()
 
         return backward
 

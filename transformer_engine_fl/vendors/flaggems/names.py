@@ -8,6 +8,7 @@ schema says so. Its own names for them do not count.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,10 +64,14 @@ _WRITING: Final = frozenset({"native_batch_norm"})
 def aten_of(function: str) -> str | None:
     """The ATen operator that a function stands for; None for one of FlagGems' own.
 
-    Where FlagGems is installed its own list says so too, of more functions.
+    Where FlagGems is installed its own list tells. Without that it is the one that is named
+    above, or has the function's name and but one form of that.
     """
     import torch
 
+    for name, registered, *_ in getattr(sys.modules.get("flag_gems"), "_FULL_CONFIG", ()):
+        if getattr(registered, "__name__", None) == function:
+            return str(name)
     if (named := ATEN.get(function)) is not None:
         return named
     packet = getattr(torch.ops.aten, function, None)
