@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import subprocess
@@ -129,10 +130,58 @@ def test_aten_operators_keep_their_names_and_arguments(no_vendors: Path) -> None
     output = manager.call("aten::gelu", self=X, approximate="tanh")
     torch.testing.assert_close(output, torch.nn.functional.gelu(X, approximate="tanh"))
     y, mean, rstd = manager.call("aten::native_layer_norm", X, [6], None, None, 1e-5)
-    for mine, native in zip((y, mean, rstd), torch.native_layer_norm(X, [6], None, None, 1e-5)):
-        torch.testing.assert_close(mine, native)
-    signature = str(__import__("inspect").signature(manager.bind("aten::gelu")))
-    assert "self" in signature and "approximate" in signature
+    native = torch.native_layer_norm(X, [6], None, None, 1e-5)
+    for mine, expected in zip((y, mean, rstd), native, strict=True):
+        torch.testing.assert_close(mine, expected)
+    signature = str(inspect.signature(manager.bind("aten::gelu")))
+    assert "self" in signature
+    assert "approximate" in signature
+
+
+WHOLE = """\
+import torch
+
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = (it.detach().requires_grad_() for it in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+        return torch.autograd.grad(y, (x, weight), dy)
+
+
+def rms_norm(x, normalized_shape, weight, eps=1e-5):
+    return Norm.apply(x, weight)
+
+
+def cosine_embedding_loss(x, y, target):
+    with torch.no_grad():
+        return (x * y).sum()
+
+
+__all__ = ["rms_norm", "cosine_embedding_loss"]
+"""
+
+
+def test_of_an_operator_that_torch_takes_apart_it_brings_the_gradient_or_declines(
+    no_vendors: Path,
+) -> None:
+    load_flaggems_folder(write(no_vendors, ops=WHOLE))
+    call, x = get_default_manager().call, X.clone().requires_grad_()
+    call("aten::rms_norm", x, [6], torch.ones(6)).sum().backward()
+    y = X.clone().requires_grad_()
+    torch.nn.functional.rms_norm(y, [6], torch.ones(6), 1e-5).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    with torch.no_grad():
+        call("aten::cosine_embedding_loss", x, X, torch.ones(4))
+    with pytest.raises(NoImplementationError, match="cosine_embedding_loss brings no gradient"):
+        call("aten::cosine_embedding_loss", x, X, torch.ones(4))
 
 
 def test_a_function_of_its_own_is_added_under_flag_gems_names(no_vendors: Path) -> None:
@@ -238,9 +287,8 @@ def test_where_flag_gems_is_installed_it_serves_its_own_modules(
         assert served("gelu", X) == "flaggems.zeta"
         # Its own list says what the function stands for.
         torch.testing.assert_close(get_default_manager().call("aten::asinh", X), X.asinh())
-    assert sys.modules[f"{PACKAGE}.ops.gelu"].REAL == str(
-        no_vendors / "flag_gems" / "runtime" / "__init__.py"
-    )
+    real = no_vendors / "flag_gems" / "runtime" / "__init__.py"
+    assert Path(sys.modules[f"{PACKAGE}.ops.gelu"].REAL) == real
 
 
 def test_where_it_is_installed_and_broken_it_is_stood_in_for(
@@ -367,7 +415,8 @@ def test_a_helper_that_is_not_served_is_named(
     with with_preference("vendor:zeta"), pytest.raises(PluginError, match=r"gelu\.py:1: Module"):
         ops.gelu(X)
     (said,) = [it for it in caplog.messages if "cannot be imported" in it]
-    assert "'zeta'" in said and "No module named 'flag_gems.ops" in said
+    assert "'zeta'" in said
+    assert "No module named 'flag_gems.ops" in said
 
 
 # --------------------------------------------------------------------------------- tuning
@@ -396,7 +445,8 @@ def test_configurations_are_what_the_rule_of_a_kernel_keeps_to(no_vendors: Path)
 
 def test_a_list_with_the_rules_own_value_changes_nothing(no_vendors: Path) -> None:
     threads, elements = before = _tile("cross_entropy_fwd", 4096, 4)
-    more = "- META: {BLOCK_C: %d, BLOCK_D: 1}\n  num_warps: %d\n" % (elements, threads // 32)
+    meta = f"{{BLOCK_C: {elements}, BLOCK_D: 1}}"
+    more = f"- META: {meta}\n  num_warps: {threads // 32}\n"
     load_flaggems_folder(
         write(no_vendors, configs=CONFIGS.replace("softmax_inner:", f"{more}softmax_inner:"))
     )
@@ -502,7 +552,8 @@ def test_a_broken_file_is_named_with_line_and_key_and_harms_nothing_else(
     (warned,) = caplog.messages
     assert warned.startswith(f"folder '_zeta': {path / 'tune_configs.yaml'}:{line}: ")
     assert said in warned
-    assert folder.problems and folder.problems[0] in warned
+    assert folder.problems
+    assert folder.problems[0] in warned
     assert not folder.configs
     with with_preference("vendor:zeta"), with_strict_mode():
         assert served("gelu", X) == "flaggems.zeta"
@@ -613,7 +664,10 @@ def test_rows_of_get_specific_ops_that_are_none_are_shown(no_vendors: Path, rows
 def test_an_operator_that_torch_has_not_is_named(no_vendors: Path) -> None:
     form = OLD.replace('"add.Tensor"', '"addition.Tensor"')
     load_flaggems_folder(write(no_vendors, ops=form))
-    with with_preference("vendor:zeta"), pytest.raises(PluginError, match="aten::addition.Tensor"):
+    with (
+        with_preference("vendor:zeta"),
+        pytest.raises(PluginError, match=r"aten::addition\.Tensor"),
+    ):
         get_default_manager().call("aten::addition.Tensor", X, X)
 
 
@@ -646,7 +700,8 @@ def test_a_query_command_that_hangs_is_ended_and_named(
         assert served("gelu", X) != "flaggems.zeta"
     assert time.monotonic() - start < 30
     (said,) = [it for it in caplog.messages if "has not answered" in it]
-    assert "'zeta'" in said and "'sleep 60'" in said
+    assert "'zeta'" in said
+    assert "'sleep 60'" in said
 
 
 def test_a_vendor_that_is_known_for_its_device_is_not_described_twice(no_vendors: Path) -> None:
@@ -670,7 +725,8 @@ def test_a_folder_or_a_vendor_of_a_name_that_is_taken_is_refused_with_both(
     second = write(no_vendors / "more", name)
     with pytest.raises(RegistrationError) as caught:
         load_flaggems_folder(second)
-    assert str(first) in str(caught.value) and str(second) in str(caught.value)
+    assert str(first) in str(caught.value)
+    assert str(second) in str(caught.value)
 
 
 def test_as_a_plugin_a_broken_folder_is_left_out_and_harms_no_other(
@@ -681,7 +737,8 @@ def test_as_a_plugin_a_broken_folder_is_left_out_and_harms_no_other(
     with caplog.at_level(logging.WARNING):
         _again()
     (said,) = [it for it in caplog.messages if "is left out" in it]
-    assert f"folder {broken}" in said and "_broken/__init__.py:1: ModuleNotFoundError" in said
+    assert f"folder {broken}" in said
+    assert "_broken/__init__.py:1: ModuleNotFoundError" in said
     with with_preference("vendor:zeta"), with_strict_mode():
         assert served("gelu", X) == "flaggems.zeta"
 
