@@ -204,9 +204,10 @@ def load(folder: str | Path, registry: OpRegistry | None = None) -> FlagGemsFold
         RegistrationError: its vendor is described otherwise by somebody else.
     """
     with LOADING:
-        loaded = _loaded(folder)
         if registry is None:
-            get_default_manager().ensure_initialized()  # what is to be ranked beside it
+            # What is to be ranked beside it, and vendors that describe themselves, go first.
+            get_default_manager().ensure_initialized()
+        loaded = _loaded(folder)
         into = get_default_manager().registry if registry is None else registry
         impls = list(loaded.impls())
         there = impls and any(
