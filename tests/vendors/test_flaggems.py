@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -702,6 +703,52 @@ def test_a_query_command_that_hangs_is_ended_and_named(
     (said,) = [it for it in caplog.messages if "has not answered" in it]
     assert "'zeta'" in said
     assert "'sleep 60'" in said
+
+
+@pytest.mark.slow
+def test_a_vendor_of_a_set_here_keeps_its_set(no_vendors: Path) -> None:
+    path = write(no_vendors, init=declaration("nvidia", "cuda", "nvidia-smi"))
+    code = (
+        "from transformer_engine_fl import get_default_manager\n"
+        "from transformer_engine_fl.vendors import load_flaggems_folder\n"
+        f"load_flaggems_folder({str(path)!r})\n"
+        "impls = get_default_manager().registry.get_implementations('gelu')\n"
+        "print({it.impl_id for it in impls if it.vendor == 'nvidia'} == "
+        "{'vendor.cuda', 'flaggems.nvidia'})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n", done.stderr
+    assert "is left out" not in done.stderr
+
+
+FLAG_GEMS_FOLDER = next(
+    (path for it in sys.path if (path := Path(it) / "flag_gems" / "runtime" / "backend").is_dir()),
+    None,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(FLAG_GEMS_FOLDER is None, reason="flag_gems is not installed")
+def test_each_folder_of_flag_gems_is_loaded_or_refused_with_the_line(
+    no_vendors: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert FLAG_GEMS_FOLDER is not None
+    folders = [it for it in sorted(FLAG_GEMS_FOLDER.glob("_*")) if (it / "__init__.py").is_file()]
+    assert len(folders) > 10
+    loaded, refused = 0, {}
+    for folder in folders:
+        try:
+            found = load_flaggems_folder(folder)
+        except PluginError as error:
+            refused[folder] = str(error)
+        else:
+            loaded += 1
+            assert found.configs
+            assert not found.problems
+            assert not {it.function for it in found.kernels.values()} & found.unused
+    for folder, said in refused.items():
+        assert re.search(rf"{folder}/\S+\.py:\d+: \w+Error: ", said), said
+    assert loaded > 5
 
 
 def test_a_vendor_that_is_known_for_its_device_is_not_described_twice(no_vendors: Path) -> None:

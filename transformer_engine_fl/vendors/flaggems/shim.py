@@ -70,7 +70,7 @@ def _real() -> ModuleType | None:
             if not name.startswith(f"{BACKENDS}._"):
                 del sys.modules[name]
         BROKEN.add(FLAG_GEMS)
-        said = f"{type(error).__name__}: {error}"
+        said = " ".join(f"{type(error).__name__}: {error}".split())
         logger.warning("flag_gems is installed and cannot be imported (%s): stood in for", said)
         return None
 
