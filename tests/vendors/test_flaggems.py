@@ -348,6 +348,20 @@ def _again() -> None:
     get_default_manager().ensure_initialized()
 
 
+def test_a_folder_without_tuning_is_known_by_what_it_describes(
+    no_vendors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(no_vendors)
+    for name in ("tune_configs.yaml", "heuristics_config_utils.py"):
+        (path / name).unlink()
+    monkeypatch.setenv("HOME", str(no_vendors))
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "~/_zeta")
+    _again()
+    with with_preference("vendor:zeta"), with_strict_mode():
+        assert served("gelu", X) == "flaggems.zeta"
+    assert load_flaggems_folder(path).tuning_not_used() == {}
+
+
 def test_a_module_that_describes_a_vendor_is_one_of_them(
     no_vendors: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
