@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,9 @@ def no_vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     from transformer_engine_fl.vendors.packages import package
 
     kept: list[Any] = [registry._BACKENDS, package.LOADED.packages, package.FAILURES]
-    kept += [lookup.VENDORS, shim.BROKEN, served.IMPL_REGISTRY, served.VENDOR_REGISTRY]
+    kept += [shim.BROKEN, served.IMPL_REGISTRY, served.VENDOR_REGISTRY]
     before = [it.copy() for it in kept]
+    tuning = copy.deepcopy(lookup.VENDORS)
     modules = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     detection._succeeds.cache_clear()
@@ -29,6 +31,8 @@ def no_vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     for current, content in zip(kept, before, strict=True):
         current.clear()
         current.update(content)
+    lookup.VENDORS.clear()
+    lookup.VENDORS.update(tuning)
     forget()  # what was chosen by a vendor's tuning
     for name in set(sys.modules) - modules:
         origin = getattr(sys.modules[name], "__file__", None) or ""

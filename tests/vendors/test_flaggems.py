@@ -518,6 +518,34 @@ def test_tuning_of_a_vendor_that_is_not_here_says_nothing_of_this_machine(
     assert folder.tuning_not_used()["tune_configs.yaml: cross_entropy_loss"] == said
 
 
+def test_whose_a_shared_device_is_is_asked_when_it_is_first_looked_up(
+    no_vendors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_engine_fl.backends.flagos.tuning import forget
+    from transformer_engine_fl.vendors import detection
+
+    asked: list[str] = []
+    monkeypatch.setattr(detection, "answers", lambda info: asked.append(info.vendor) or True)
+    load_flaggems_folder(write(no_vendors))
+    assert asked == []
+    forget()
+    for name in ("activation_fwd", "activation_bwd"):
+        assert tuple(_tile(name, 4)) == (256, 1024)
+    assert asked == ["zeta"]
+
+
+def test_a_vendor_whose_tuning_is_known_keeps_its_devices(no_vendors: Path) -> None:
+    from transformer_engine_fl.backends.flagos.tuning.lookup import VENDORS, vendor_of
+
+    load_flaggems_folder(write(no_vendors, init=declaration("nvidia", "cuda", "false")))
+    assert VENDORS["nvidia"].devices == ["sm_*"]
+    assert VENDORS["nvidia"].folders
+    assert "cross_entropy_fwd" in VENDORS["nvidia"].heuristics
+    found = vendor_of("sm_90")
+    assert found is not None
+    assert found.name == "nvidia"
+
+
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
