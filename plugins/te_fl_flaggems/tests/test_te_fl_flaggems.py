@@ -118,6 +118,17 @@ def test_what_a_maker_leaves_unused_is_not_served(monkeypatch: pytest.MonkeyPatc
         kernels.aten.mm  # noqa: B018
 
 
+def test_what_a_loaded_folder_leaves_unused_is_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in.install(monkeypatch, device="chip")
+    unused = {"chip": frozenset({"gelu"})}
+    monkeypatch.setattr(kernels, "unused_ops", lambda device: unused.get(device, frozenset()))
+    with pytest.raises(PluginError, match="leaves 'gelu' unused"):
+        kernels.gelu  # noqa: B018
+    assert callable(kernels.relu)
+
+
 def test_a_function_that_this_release_has_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["flag_gems.ops"], "relu")
     with pytest.raises(PluginError, match=r"flag_gems 5\.0\.2 has no function 'relu'"):

@@ -3,7 +3,7 @@
 How a function serves a contract is said in ``transformer_engine_fl.vendors.flaggems``, for the
 folders that chip makers write for FlagGems just as for FlagGems itself. Where FlagGems has a
 chip maker's own function for the device here, that is what serves; what the maker leaves
-unused is not served.
+unused is not served, whether FlagGems or a folder that was loaded says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from te_fl_flaggems import ATEN, OPERATORS
 from transformer_engine_fl import PluginError
-from transformer_engine_fl.vendors.flaggems import adapters, names
+from transformer_engine_fl.vendors.flaggems import adapters, names, unused_ops
 
 __all__ = ["aten", "function"]
 
@@ -27,7 +27,7 @@ def function(name: str) -> Callable[..., Any]:
     """
     flag_gems = importlib.import_module("flag_gems")
     vendor = getattr(flag_gems, "vendor_name", "")
-    if name in _unused(vendor):
+    if name in _unused(vendor) or name in unused_ops(getattr(flag_gems, "device", "")):
         raise PluginError(f"flag_gems: {vendor} leaves {name!r} unused")
     for module in ("flag_gems", "flag_gems.ops", "flag_gems.fused"):
         found = getattr(importlib.import_module(module), name, None)
