@@ -185,6 +185,23 @@ def test_of_an_operator_that_torch_takes_apart_it_brings_the_gradient_or_decline
         call("aten::cosine_embedding_loss", x, X, torch.ones(4))
 
 
+def test_a_models_own_aten_calls_reach_it_with_their_gradients(no_vendors: Path) -> None:
+    routing = pytest.importorskip("transformer_engine_fl.integrations.aten")
+    load_flaggems_folder(write(no_vendors))
+
+    def gradient() -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        y = torch.nn.functional.layer_norm(torch.nn.functional.gelu(x), [6])
+        (y * torch.arange(6) + y).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with with_preference("vendor:zeta"), routing.use_aten_ops():
+        routed = gradient()
+    assert (calls("ops.gelu"), calls("ops.norm")) == (["gelu"], ["layer_norm"])
+    torch.testing.assert_close(routed, gradient(), rtol=1e-4, atol=1e-4)
+
+
 def test_a_function_of_its_own_is_added_under_flag_gems_names(no_vendors: Path) -> None:
     load_flaggems_folder(write(no_vendors))
     manager = get_default_manager()
