@@ -475,6 +475,23 @@ def test_configurations_are_what_the_rule_of_a_kernel_keeps_to(no_vendors: Path)
     assert tuple(_tile("cross_entropy_bwd", 4096, 4)) in listed
 
 
+def test_what_a_configuration_does_not_say_stays_as_the_rule_has_it(no_vendors: Path) -> None:
+    attention = (
+        "attention:\n"
+        "- META: {BLOCK_M: 16, BLOCK_N: 16, PRE_LOAD_V: false}\n  num_warps: 1\n  num_stages: 7\n"
+        "- META: {BLOCK_M: 256, BLOCK_N: 256, PRE_LOAD_V: true}\n  num_warps: 16\n"
+    )
+    __import__("transformer_engine_fl.backends.flagos.attention")
+    before = _tile("attention_forward", 128, 2)
+    load_flaggems_folder(write(no_vendors, configs=attention))
+    from transformer_engine_fl.backends.flagos.tuning import forget
+
+    forget()
+    after = _tile("attention_forward", 128, 2)
+    # The other one loads V ahead, which the kernel here does not.
+    assert after == before._replace(rows=16, columns=16, threads=32, stages=7)
+
+
 def test_a_list_with_the_rules_own_value_changes_nothing(no_vendors: Path) -> None:
     threads, elements = before = _tile("cross_entropy_fwd", 4096, 4)
     meta = f"{{BLOCK_C: {elements}, BLOCK_D: 1}}"

@@ -39,7 +39,7 @@ class _Tuned(NamedTuple):
 
     Attributes:
         choice: its name.
-        fields: of one configuration; None where it means something else here.
+        fields: those that one configuration says; None where it means something else here.
     """
 
     choice: str
@@ -56,7 +56,20 @@ def _cross_entropy(config: Config) -> Mapping[str, int] | None:
     }
 
 
+def _attention(config: Config) -> Mapping[str, int] | None:
+    """BLOCK_M queries to a program, BLOCK_N keys at a time, and V loaded when it is needed."""
+    if config.meta.get("PRE_LOAD_V") or not {"BLOCK_M", "BLOCK_N"} <= set(config.meta):
+        return None
+    return {
+        "rows": config.meta["BLOCK_M"],
+        "columns": config.meta["BLOCK_N"],
+        "threads": _WARP * config.launch.get("num_warps", 4),
+        "stages": config.launch.get("num_stages", 2),
+    }
+
+
 _TUNED: Final = {
+    "attention": (_Tuned("attention_forward", _attention),),
     "cross_entropy_loss": (
         _Tuned("cross_entropy_fwd", _cross_entropy),
         _Tuned("cross_entropy_bwd", _cross_entropy),
@@ -165,7 +178,8 @@ def _nearest(
     def heuristic(device: str, **key: int) -> Mapping[str, Any] | None:
         choice = CHOICES[tuned.choice]
         own = choice.heuristic(None, *(key[name] for name in choice.key))._asdict()
-        right = [it for it in values if choice.wrong(choice.value(**it)) is None]
+        whole = [own | it for it in values]  # what FlagGems does not say stays
+        right = [it for it in whole if choice.wrong(choice.value(**it)) is None]
         if not right or own in right:
             return None
         return min(right, key=lambda it: _distance(it, own))
@@ -175,7 +189,8 @@ def _nearest(
 
 
 def _distance(value: Mapping[str, int], other: Mapping[str, int]) -> float:
-    return sum(abs(math.log2(value[name] / other[name])) for name in value)
+    said = [name for name in value if value[name] != other[name]]
+    return sum(abs(math.log2(value[name] / other[name])) for name in said)
 
 
 def _asked(
