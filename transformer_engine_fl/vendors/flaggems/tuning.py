@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from transformer_engine_fl.backends.flagos.tuning import CHOICES, register_tuning
-from transformer_engine_fl.backends.flagos.tuning.lookup import VENDORS
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors import detection
@@ -106,6 +104,8 @@ _RULES: Final = {
 
 def register(folder: FlagGemsFolder) -> None:
     """Hand a folder's tuning to the kernels that run on its vendor's device."""
+    from transformer_engine_fl.backends.flagos.tuning import lookup
+
     heuristics: dict[str, Callable[..., Mapping[str, Any] | None]] = {}
     for tuned, configs in _used_configs(folder):
         heuristics[tuned.choice] = _nearest(tuned, configs)
@@ -115,15 +115,15 @@ def register(folder: FlagGemsFolder) -> None:
                 heuristics.setdefault(rule.choice, _asked(folder, name, rule))
     if not heuristics:
         return
-    known = VENDORS.get(folder.info.key)
+    known = lookup.VENDORS.get(folder.info.key)
     if known is not None and known.devices:  # which say which of its kind are the vendor's
-        register_tuning(
+        lookup.register_tuning(
             folder.name,
             heuristics={it: rule for it, rule in heuristics.items() if it not in known.heuristics},
         )
         return
     device = folder.info.device
-    register_tuning(
+    lookup.register_tuning(
         folder.name,
         devices=_ARCHITECTURES.get(device, (device,)),
         heuristics=heuristics,
@@ -176,8 +176,10 @@ def _nearest(
     """A heuristic: the value on the list that is nearest to the kernels' own rule."""
 
     def heuristic(device: str, **key: int) -> Mapping[str, Any] | None:
+        from transformer_engine_fl.backends.flagos.tuning import CHOICES
+
         choice = CHOICES[tuned.choice]
-        own = choice.heuristic(None, *(key[name] for name in choice.key))._asdict()
+        own: dict[str, Any] = choice.heuristic(None, *(key[name] for name in choice.key))._asdict()
         whole = [own | it for it in values]  # what FlagGems does not say stays
         right = [it for it in whole if choice.wrong(choice.value(**it)) is None]
         if not right or own in right:
