@@ -180,7 +180,7 @@ def _nearest(
 
         choice = CHOICES[tuned.choice]
         own: dict[str, Any] = choice.heuristic(None, *(key[name] for name in choice.key))._asdict()
-        whole = [own | it for it in values]  # what FlagGems does not say stays
+        whole = [own | dict(it) for it in values]  # what FlagGems does not say stays
         right = [it for it in whole if choice.wrong(choice.value(**it)) is None]
         if not right or own in right:
             return None
