@@ -134,7 +134,7 @@ def _blocks(team: Team, threads: int, *dtypes: torch.dtype) -> int:
 Source = tuple[Specialisation, _launch.Geometry, int]
 """A kernel, how it is launched, and the tokens of a block."""
 
-_INDEX_NAMES: Final = {torch.int32: "int", torch.int64: "longlong"}
+_INDEX_NAMES: Final = {torch.int32: "int32", torch.int64: "int64"}
 
 
 def counting(kind: torch.dtype | int, device: _launch.Limits) -> Source:
