@@ -10,6 +10,7 @@
 // order. The kernel that places pairs may start at once: it waits itself.
 
 #include "cluster.cuh"
+#include "numeric.cuh"
 #include "row_maps.cuh"
 
 using namespace te_fl;

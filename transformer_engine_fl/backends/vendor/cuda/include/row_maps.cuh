@@ -13,10 +13,6 @@
 
 #pragma once
 
-// The names by which the host's macros call the types of experts' numbers.
-using int32 = int;
-using int64 = long long;
-
 namespace te_fl {
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
