@@ -167,10 +167,10 @@ inline unsigned __match_any_sync(unsigned mask, T value) {
 namespace emulation {
 template <typename T, typename Operation>
 inline T reduce(unsigned mask, T value, Operation operation) {
+  const unsigned alive = lanes_alive();  // before a lane has what it came for, and returns
   const uint64_t* values = meet_lanes(mask, Meeting::reduce, widened(value));
   bool first = true;
   T result = value;
-  const unsigned alive = lanes_alive();
   for (int i = 0; i < 32; ++i) {
     if (!(mask & alive & 1u << i)) continue;
     const T other = narrowed<T>(values[i]);
