@@ -32,7 +32,16 @@ from unittest import mock
 
 from transformer_engine_fl.backends.vendor.cuda import _arguments, _compile, _launch
 
-__all__ = ["LIMITS", "EmulationError", "load", "missing", "running", "uses_assembly"]
+__all__ = [
+    "LIMITS",
+    "EmulationError",
+    "Kernel",
+    "fuses",
+    "missing",
+    "prepare",
+    "running",
+    "uses_assembly",
+]
 
 HERE = Path(__file__).parent
 LIMITS = _launch.Limits(9, 0, 2, 232_448, 233_472)
@@ -47,6 +56,8 @@ FLAGS = (
     f"-std={_compile.STANDARD}",
     "-O1",
     "-fPIC",
+    "-ffp-contract=fast",
+    "-fexpensive-optimizations",  # of which contraction is one
     "-w",
     "-fno-threadsafe-statics",
     "-U_FORTIFY_SOURCE",
@@ -139,12 +150,22 @@ def _digest(*parts: str) -> str:
 
 @functools.cache
 def _processor_flags() -> tuple[str, ...]:
-    """Fused multiplication and addition, as nvcc makes it, where the processor has it."""
+    """Fused multiplication and addition, as CUDA's compilers make it, where there is one."""
     try:
         found = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ()
-    return ("-mfma", "-ffp-contract=fast") if " fma " in found else ()
+    return ("-mfma",) if " fma " in found else ()
+
+
+def fuses() -> bool:
+    """Whether products are fused with what is added to them."""
+    return bool(_processor_flags())
+
+
+def prepare() -> None:
+    """Compile what all kernels share."""
+    _engine()
 
 
 def _run_compiler(folder: Path, *arguments: str) -> None:
