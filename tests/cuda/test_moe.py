@@ -223,5 +223,6 @@ def test_it_can_be_captured_and_replayed() -> None:
         assert torch.equal(z, moe.moe_unpermute_fwd(again, entries, probs))
         gradients = moe.moe_unpermute_bwd(z, entries, again, probs, num_rows=2000)
         assert torch.equal(dy, gradients[0])
+        assert dprobs is not None
         assert gradients[1] is not None
         assert torch.equal(dprobs, gradients[1])

@@ -287,22 +287,18 @@ def representative_sources(
     """Kernels of every kind, type and shape that the operators ask for, on such a device."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     found: list[Source] = [counting(kind, device) for kind in (torch.int32, torch.int64)]
-    found += [counting(experts, device) for experts in (1, 64, 2000)]
-    for unit, units in ((16, 8), (16, 512), (16, 4096), (8, 5), (4, 300), (2, 37), (1, 9)):
-        found += [permuting(unit, units, kind, 0, device) for kind in (torch.int32, torch.int64)]
-        found += [permuting(unit, units, None, moved, device) for moved in (0, 4)]
-        found += [spreading(unit, units, mask, device) for mask in (False, True)]
-        found += [zeroing(unit, mask, device) for mask in (False, True)]
+    found += [counting(experts, device) for experts in (1, 2000)]
+    for unit, units, mask in ((16, 512, False), (16, 4096, True), (8, 5, True), (1, 9, False)):
+        found += [permuting(unit, units, torch.int64, 0, device), zeroing(unit, mask, device)]
+        found += [permuting(unit, units, None, 4, device), spreading(unit, units, mask, device)]
+    found += [permuting(2, 300, torch.int32, 0, device), permuting(4, 300, None, 0, device)]
     found += [permuting(16, 512, None, moved, device) for moved in (2, 8)]
     for x, access in ((low, 8), (half, 2), (full, 4), (double, 2)):
-        for columns in (64, 4096, 7168, 32768):
-            probs = None if columns == 64 else full
-            found.append(collecting(columns, access, x, probs, 0, columns > 4096, device))
-            found.append(weighting(columns, access, x, x, full, columns > 4096, device))
-        found.append(collecting(37, 1, x, x, 0, False, device))
+        for columns, mask in ((64, False), (7168, True), (32768, False)):
+            found.append(collecting(columns, access, x, full, 0, mask, device))
+            found.append(weighting(columns, access, x, x, full, mask, device))
         found.append(weighting(37, 1, x, low, double, True, device))
-    found += [collecting(4096, 8, low, None, moved, True, device) for moved in (2, 4, 8)]
-    found += [weighting(4096, 4, full, low, full, False, device)]
+    found += [collecting(37, 1, low, None, moved, True, device) for moved in (0, 2, 4, 8)]
     for source, geometry, _ in found:
         yield source, geometry
 

@@ -211,7 +211,7 @@ def summing(
 ) -> Source:
     """The first stage of the loss."""
     vec, lanes = _loss_tile(experts, probs)
-    defines = {
+    defines: dict[str, str | int] = {
         "LANES": lanes,
         "VEC": vec,
         "ACCESS": access,
@@ -239,7 +239,7 @@ def spreading_loss(
 ) -> Source:
     """The gradient of the loss."""
     vec, lanes = _loss_tile(experts, grad)
-    defines = {
+    defines: dict[str, str | int] = {
         "LANES": lanes,
         "VEC": vec,
         "TX": NAMES[grad],
@@ -287,22 +287,22 @@ def representative_sources(
     """Kernels of every kind, type and shape that the operators ask for, on such a device."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     found: list[Source] = []
-    for x, access in ((full, 4), (low, 8), (half, 2), (double, 2)):
-        for experts in (1, 19, 128, 256, 4096):
-            for function in contracts.SCORE_FUNCTIONS:
-                soft = function == "softmax"
-                groups = 8 if experts == 256 else 0
-                bias = None if soft else full
-                key = (experts, access, x, bias, function, groups)
-                found.append(choosing(*key, soft, not soft, False, device))
-                back = (experts, access, x, math_dtype(x), function, not soft)
-                found.append(choosing_backward(*back, experts != 19, device))
-        found.append(choosing(64, 1, x, None, "softmax", 64, False, False, True, device))
-        found.append(choosing_backward(64, 1, x, double, "sigmoid", False, True, device))
-        for experts, counts in ((128, torch.int32), (19, torch.int64), (8192, x)):
+    for x, access in ((full, 4), (low, 8), (half, 1), (double, 2)):
+        for experts, function in ((128, "softmax"), (256, "sigmoid"), (4096, "sqrtsoftplus")):
+            soft = function == "softmax"
+            groups = 8 if experts == 256 else 0
+            bias = None if soft else full
+            key = (experts, access, x, bias, function, groups)
+            found.append(choosing(*key, soft, not soft, False, device))
+            back = (experts, access, x, math_dtype(x), function, not soft)
+            found.append(choosing_backward(*back, not groups, device))
+        found.append(choosing(19, 1, x, None, "softmax", 19, False, False, True, device))
+        found.append(choosing_backward(19, 1, x, double, "sigmoid", False, True, device))
+        for experts, counts in ((128, torch.int32), (19, x)):
             found.append(summing(experts, 1, x, counts, device))
             found.append(spreading_loss(experts, x, full, counts, device))
         found.append(finishing(x, device))
+    found.append(summing(8192, 4, full, torch.int64, device))
     for source, geometry, _ in found:
         yield source, geometry
 
