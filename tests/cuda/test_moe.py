@@ -208,7 +208,7 @@ def test_it_can_be_captured_and_replayed() -> None:
     x = values(500, 512, device="cuda", dtype=torch.bfloat16)
     indices = choices(500, 4, 16).to("cuda")
     probs = values(500, 4, device="cuda")
-    moe._plans.clear()  # the first call, with its loading, is captured too
+    moe._kernels.clear()  # the first call, with its loading, is captured too
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y, row_id_map = moe.moe_permute_fwd(x, indices)

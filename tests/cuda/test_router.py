@@ -181,7 +181,7 @@ def test_many_tokens() -> None:
 def test_it_can_be_captured_and_replayed() -> None:
     x = values(500, 128, device="cuda")
     counts = torch.arange(128, device="cuda")
-    router._plans.clear()  # the first call, with its loading, is captured too
+    router._kernels.clear()  # the first call, with its loading, is captured too
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         probs, routed, scores = router.fused_topk_with_score_function_fwd(x, 4)

@@ -10,9 +10,9 @@ no pair has are to be zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
     NAMES,
-    Plans,
-    access_width,
     by_rows,
     check_integers,
     check_size,
@@ -31,6 +29,11 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     vector_width,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._sources import (
+    LoadedKernels,
+    Source,
+    common_access,
+)
 from transformer_engine_fl.ops import moe as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops.moe import rows_of_indices
@@ -129,10 +132,7 @@ def _blocks(team: Team, threads: int, *dtypes: torch.dtype) -> int:
     return max(1, threads // team.threads) if small else 1
 
 
-# -------------------------------------------------------------------------------- plans
-
-Source = tuple[Specialisation, _launch.Geometry, int]
-"""A kernel, how it is launched, and the tokens of a block."""
+# -------------------------------------------------------------------------------------- kernels
 
 _INDEX_NAMES: Final = {torch.int32: "int32", torch.int64: "int64"}
 
@@ -255,30 +255,7 @@ def weighting(
     return found, _launch.Geometry(team.threads, "PPPPPPPiiiiqqqqqq"), team.teams
 
 
-class Plan:
-    """A kernel on a device."""
-
-    __slots__ = ("_each", "_kernel")
-
-    def __init__(self, source: Source, device: int) -> None:
-        found, geometry, self._each = source
-        self._kernel = _launch.load(found, geometry, device)
-
-    def __call__(self, size: int, *values: Any) -> None:
-        """Launch for so many tokens (groups, rows); ``values`` are the kernel's arguments."""
-        self._kernel.launch(-(-size // self._each), 1, *values)
-
-
-_plans: Plans[Plan] = Plans()
-
-
-def _planned(like: Tensor, source: Callable[..., Source], *key: Any) -> Plan:
-    """The plan of a source and what that takes, on the device of a tensor."""
-    device = like.get_device()
-    full = (device, source, *key)
-    return _plans.get(full) or _plans.made(
-        full, lambda: Plan(source(*key, _launch.limits(device)), device)
-    )
+_kernels = LoadedKernels()
 
 
 def representative_sources(
@@ -347,15 +324,6 @@ def _in_units(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x, unit, width // unit, step // unit
 
 
-def _access(columns: int, *tensors: tuple[Tensor, int]) -> int:
-    """Elements that one access may cover, from tensors and the elements from row to row."""
-    parts = []
-    for tensor, step in tensors:
-        size = tensor.itemsize
-        parts += [(tensor.data_ptr(), size), (step * size, size)]
-    return access_width(vector_width(columns or 1, tensors[0][0].itemsize), *parts)
-
-
 def _collected(
     op: str,
     rows: Tensor,
@@ -372,17 +340,17 @@ def _collected(
     check_size(op, "columns", columns, MOST_COLUMNS)
     check_size(op, "rows", rows.shape[0], MOST)
     x, step = by_rows(rows)
-    plan = _planned(
+    kernel = _kernels.of(
         x,
         collecting,
         columns,
-        _access(columns, (x, step)),
+        common_access(columns, (x, step)),
         x.dtype,
         None if probs is None else probs.dtype,
         0 if moved is None else moved.itemsize,
         pairs.mask,
     )
-    plan(
+    kernel(
         pairs.tokens,
         x.data_ptr(),
         y.data_ptr(),
@@ -405,7 +373,7 @@ def _zero_unused(dx: Tensor, pairs: _Map, owner: Tensor) -> None:
     """Fill the rows of ``dx`` that no pair has; ``owner`` has the pairs of the others."""
     _, unit, units, _ = _in_units(dx)
     have = dx.shape[0]
-    _planned(dx, zeroing, unit, pairs.mask)(
+    _kernels.of(dx, zeroing, unit, pairs.mask)(
         have,
         dx.data_ptr(),
         pairs.entries.data_ptr(),
@@ -423,7 +391,7 @@ def _spread(op: str, dy: Tensor, pairs: _Map, dx: Tensor) -> None:
     dy, unit, units, step = _in_units(dy)
     have = dx.shape[0]
     owner = fresh(op, pairs.entries, (have,))
-    _planned(dy, spreading, unit, units, pairs.mask)(
+    _kernels.of(dy, spreading, unit, units, pairs.mask)(
         pairs.tokens,
         dy.data_ptr(),
         dx.data_ptr(),
@@ -448,9 +416,9 @@ def _spread_weighted(
     dy, dy_step = by_rows(dy)
     x, x_step = by_rows(x)
     owner = fresh(op, pairs.entries, (have,))
-    access = _access(columns, (dy, dy_step), (x, x_step))
-    plan = _planned(dy, weighting, columns, access, dy.dtype, x.dtype, probs.dtype, pairs.mask)
-    plan(
+    access = common_access(columns, (dy, dy_step), (x, x_step))
+    kernel = _kernels.of(dy, weighting, columns, access, dy.dtype, x.dtype, probs.dtype, pairs.mask)
+    kernel(
         pairs.tokens,
         dy.data_ptr(),
         x.data_ptr(),
@@ -497,7 +465,7 @@ def moe_permute_fwd(
     counts = fresh(op, row_id_map, (BUCKETS, groups, 2))
     extremes = fresh(op, indices, (4, groups), torch.int64)
     steps = indices.stride()
-    _planned(x, counting, indices.dtype)(
+    _kernels.of(x, counting, indices.dtype)(
         groups,
         indices.data_ptr(),
         places.data_ptr(),
@@ -508,7 +476,7 @@ def moe_permute_fwd(
         each,
         *steps,
     )
-    _planned(x, permuting, unit, units, indices.dtype, 0)(
+    _kernels.of(x, permuting, unit, units, indices.dtype, 0)(
         tokens,
         x.data_ptr(),
         output.data_ptr(),
@@ -625,7 +593,7 @@ def moe_permute_mask_fwd(
     ranks = fresh(op, row_id_map, (tokens, experts))
     counts = fresh(op, row_id_map, (experts + 1, groups, 2))
     steps = routed.stride()
-    _planned(x, counting, experts)(
+    _kernels.of(x, counting, experts)(
         groups,
         routed.data_ptr(),
         ranks.data_ptr(),
@@ -635,7 +603,7 @@ def moe_permute_mask_fwd(
         each,
         *steps,
     )
-    _planned(x, permuting, unit, units, None, 0 if probs is None else probs.itemsize)(
+    _kernels.of(x, permuting, unit, units, None, 0 if probs is None else probs.itemsize)(
         tokens,
         x.data_ptr(),
         output.data_ptr(),

@@ -6,9 +6,9 @@ stays in their registers. The loss is summed in two stages and a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from torch import Tensor
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     NAMES,
-    Plans,
-    access_width,
     by_rows,
     check_integers,
     check_numbers,
@@ -27,6 +25,11 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     vector_width,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._sources import (
+    LoadedKernels,
+    Source,
+    common_access,
+)
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import router as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -94,10 +97,7 @@ def tile_of(experts: int, dtype: torch.dtype) -> Tile:
     return Tile(vec, -(-experts // (vec * lanes)), lanes)
 
 
-# -------------------------------------------------------------------------------- plans
-
-Source = tuple[Specialisation, _launch.Geometry, int]
-"""A kernel, how it is launched, and the rows of a block."""
+# -------------------------------------------------------------------------------------- kernels
 
 _COUNT_NAMES: Final = NAMES | {torch.int32: "int32", torch.int64: "int64"}
 
@@ -251,34 +251,7 @@ def spreading_loss(
     return found, geometry, LOSS_THREADS // lanes
 
 
-class Plan:
-    """A kernel on a device.
-
-    Attributes:
-        rows: of a block.
-    """
-
-    __slots__ = ("_kernel", "rows")
-
-    def __init__(self, source: Source, device: int) -> None:
-        found, geometry, self.rows = source
-        self._kernel = _launch.load(found, geometry, device)
-
-    def __call__(self, blocks: int, *values: Any) -> None:
-        """Launch; ``values`` are the kernel's arguments."""
-        self._kernel.launch(blocks, 1, *values)
-
-
-_plans: Plans[Plan] = Plans()
-
-
-def _planned(like: Tensor, source: Callable[..., Source], *key: Any) -> Plan:
-    """The plan of a source and what that takes, on the device of a tensor."""
-    device = like.get_device()
-    full = (device, source, *key)
-    return _plans.get(full) or _plans.made(
-        full, lambda: Plan(source(*key, _launch.limits(device)), device)
-    )
+_kernels = LoadedKernels()
 
 
 def representative_sources(
@@ -308,15 +281,6 @@ def representative_sources(
 
 
 # --------------------------------------------------------------------------- launching
-
-
-def _access(experts: int, *tensors: tuple[Tensor, int]) -> int:
-    """Elements that one access may cover, from tensors and the elements from row to row."""
-    parts = []
-    for tensor, step in tensors:
-        size = tensor.itemsize
-        parts += [(tensor.data_ptr(), size), (step * size, size)]
-    return access_width(vector_width(experts or 1, tensors[0][0].itemsize), *parts)
 
 
 def _check_experts(op: str, experts: int, dtype: torch.dtype) -> None:
@@ -352,11 +316,11 @@ def _chosen(
     if not rows:
         return probs, routing_map, scores
     logits, step = by_rows(logits)
-    plan = _planned(
+    kernel = _kernels.of(
         logits,
         choosing,
         experts,
-        _access(experts, (logits, step)),
+        common_access(experts, (logits, step)),
         logits.dtype,
         None if bias is None else bias.dtype,
         function,
@@ -365,8 +329,8 @@ def _chosen(
         function != "softmax" and topk > 1,
         of_all,
     )
-    plan(
-        -(-rows // plan.rows),
+    kernel(
+        rows,
         logits.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         probs.data_ptr(),
@@ -409,19 +373,19 @@ def _logits_gradient(
     if routing_map is not None:
         routing_map, routing_step = by_rows(routing_map)
         read.append((routing_map, routing_step))
-    plan = _planned(
+    kernel = _kernels.of(
         grad,
         choosing_backward,
         experts,
-        _access(experts, *read),
+        common_access(experts, *read),
         grad.dtype,
         scores.dtype,
         function,
         function != "softmax" and topk > 1,
         routing_map is not None,
     )
-    plan(
-        -(-rows // plan.rows),
+    kernel(
+        rows,
         grad.data_ptr(),
         0 if routing_map is None else routing_map.data_ptr(),
         scores.data_ptr(),
@@ -552,12 +516,12 @@ def fused_moe_aux_loss_fwd(
     loss = fresh(op, probs, ())
     constant = fresh(op, probs, (), math_dtype(probs.dtype))
     probs, step = by_rows(probs)
-    access = _access(experts, (probs, step))
-    plan = _planned(probs, summing, experts, access, probs.dtype, counts.dtype)
-    blocks = max(1, min(LOSS_BLOCKS, -(-rows // (plan.rows * LOSS_AHEAD))))
+    access = common_access(experts, (probs, step))
+    kernel = _kernels.of(probs, summing, experts, access, probs.dtype, counts.dtype)
+    blocks = max(1, min(LOSS_BLOCKS, -(-rows // (kernel.each * LOSS_AHEAD))))
     partial = fresh(op, constant, (blocks,))
-    plan(
-        blocks,
+    kernel(
+        blocks * kernel.each,
         probs.data_ptr(),
         counts.data_ptr(),
         partial.data_ptr(),
@@ -566,7 +530,7 @@ def fused_moe_aux_loss_fwd(
         step,
     )
     factor = experts * coeff / (topk * total_num_tokens**2)
-    _planned(probs, finishing, probs.dtype)(
+    _kernels.of(probs, finishing, probs.dtype)(
         1, partial.data_ptr(), loss.data_ptr(), constant.data_ptr(), blocks, factor
     )
     return loss, constant
@@ -588,9 +552,9 @@ def fused_moe_aux_loss_bwd(
     grad_probs = fresh(op.name, grad, (num_rows, experts))
     if not grad_probs.numel():
         return grad_probs
-    plan = _planned(grad, spreading_loss, experts, grad.dtype, constant.dtype, counts.dtype)
-    plan(
-        min(LOSS_BLOCKS, -(-num_rows // plan.rows)),
+    kernel = _kernels.of(grad, spreading_loss, experts, grad.dtype, constant.dtype, counts.dtype)
+    kernel(
+        min(LOSS_BLOCKS * kernel.each, num_rows),
         grad.data_ptr(),
         constant.data_ptr(),
         counts.data_ptr(),
