@@ -132,7 +132,7 @@ def _blocks(team: Team, threads: int, *dtypes: torch.dtype) -> int:
     return max(1, threads // team.threads) if small else 1
 
 
-# -------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------ kernels
 
 _INDEX_NAMES: Final = {torch.int32: "int32", torch.int64: "int64"}
 

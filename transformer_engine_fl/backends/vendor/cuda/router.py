@@ -97,7 +97,7 @@ def tile_of(experts: int, dtype: torch.dtype) -> Tile:
     return Tile(vec, -(-experts // (vec * lanes)), lanes)
 
 
-# -------------------------------------------------------------------------------------- kernels
+# ------------------------------------------------------------------------------ kernels
 
 _COUNT_NAMES: Final = NAMES | {torch.int32: "int32", torch.int64: "int64"}
 
