@@ -38,11 +38,11 @@ def test_a_team_covers_its_row(vectors: int, halved: bool) -> None:
     assert not halved or team.lanes & (team.lanes - 1) == 0
 
 
-def test_host_and_kernels_agree_on_the_buckets_of_experts() -> None:
+def test_host_and_kernels_agree_on_buckets_and_groups() -> None:
     header = (_compile.FOLDER / "include/row_maps.cuh").read_text()
-    found = re.search(r"kBuckets = (\d+);", header)
-    assert found is not None
-    assert int(found[1]) == moe.BUCKETS
+    found = dict(re.findall(r"constexpr int (\w+) = (\d+);", header))
+    assert int(found["kBuckets"]) == moe.BUCKETS
+    assert int(found["kMostGroups"]) == moe.MOST_GROUPS
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,20 @@ __device__ __forceinline__ void zero_row(Unit* row, int units) {
 
 #if defined(TE_FL_UNITS) && !defined(KERNEL_zero_unused)
 
+// Reads that stay where they stand, before what comes next is waited for.
+__device__ __forceinline__ Unit read_unit(const Unit* from) {
+  Unit unit;
+  if constexpr (UNIT == 1) {
+    unit = __ldg(from);
+  } else {
+    using Word = WordOf<(UNIT < 4)>::type;
+    Word words[UNIT < 4 ? 1 : UNIT / 4];
+    read_piece<(UNIT < 2 ? 2 : UNIT), true>(words, from);
+    memcpy(&unit, words, UNIT);
+  }
+  return unit;
+}
+
 // A token on its way to its rows, by a team.
 struct Token {
   const Unit* source;
@@ -115,11 +129,13 @@ struct Token {
   }
 
  private:
+  // Past the end the last one again, unused: a branch would break up the reads.
   __device__ __forceinline__ void read(int first) {
+    if (units == 0) return;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int at = first + v * LANES + member();
-      parts[v] = at < units ? __ldg(source + at) : Unit{};
+      parts[v] = read_unit(source + (at < units ? at : units - 1));
     }
   }
   __device__ __forceinline__ void write(Unit* row, int first) const {
@@ -447,10 +463,10 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
           const int row = i + p < count ? rows[i + p] : -1;
           if (row < 0) continue;
           const A weight = weights[i + p];
+          TDY* target = dx + static_cast<long long>(row) * columns;
+          Vec<TDY, VEC> results[VECS];
 #pragma unroll
-          for (int v = 0; v < VECS; ++v) {
-            const int column = first + (v * LANES + member()) * VEC;
-            if (column >= columns) continue;
+          for (int v = 0; v < VECS; ++v) {  // past the end they are zeros
             A grad[VEC], value[VEC];
             decode(grads[v], grad);
             decode(held[p][v], value);
@@ -459,7 +475,12 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
               products[p] += grad[at] * value[at];
               grad[at] *= weight;
             }
-            store(dx + static_cast<long long>(row) * columns + column, encode<TDY>(grad));
+            results[v] = encode<TDY>(grad);
+          }
+#pragma unroll
+          for (int v = 0; v < VECS; ++v) {
+            const int column = first + (v * LANES + member()) * VEC;
+            if (column < columns) store_at_once(target + column, results[v]);
           }
         }
       }

@@ -17,6 +17,7 @@ namespace te_fl {
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
 constexpr int kBuckets = 1024;
+constexpr int kMostGroups = 64;
 constexpr long long kLargest = 0x7fffffffffffffffll;
 
 // How many pairs of a group go to lower experts, and to this one: x and y of an int2.
@@ -66,9 +67,13 @@ __device__ __forceinline__ int over_warp(int value) {
 // was written by the kernel before, possibly while this one was starting: past L1.
 __device__ __forceinline__ int begin_of(const Count* counts, int expert, int group, int groups) {
   int row = 0;
-  for (int at = static_cast<int>(threadIdx.x) % 32; at < groups; at += 32) {
-    const Count count = __ldcg(counts + static_cast<long long>(expert) * groups + at);
-    row += count.x + (at < group ? count.y : 0);
+#pragma unroll
+  for (int first = 0; first < kMostGroups; first += 32) {
+    const int at = first + static_cast<int>(threadIdx.x) % 32;
+    if (at < groups) {
+      const Count count = __ldcg(counts + static_cast<long long>(expert) * groups + at);
+      row += count.x + (at < group ? count.y : 0);
+    }
   }
   return over_warp(row);
 }
@@ -79,6 +84,7 @@ __device__ __forceinline__ bool is_mixed(const long long* extremes, bool last, i
   extremes += last ? 2 * groups : 0;
   long long lowest = kLargest;
   long long highest = -kLargest - 1;
+#pragma unroll 1
   for (int at = static_cast<int>(threadIdx.x) % 32; at < groups; at += 32) {
     const long long low = __ldcg(extremes + at);
     const long long high = __ldcg(extremes + groups + at);
@@ -100,6 +106,7 @@ template <typename T>
 __device__ int row_by_comparison(const Indices<T>& indices, int pair, int pairs) {
   const long long expert = indices.of_pair(pair);
   int row = 0;
+#pragma unroll 1
   for (int at = static_cast<int>(threadIdx.x) % 32; at < pairs; at += 32) {
     const long long other = indices.of_pair(at);
     row += other < expert || (other == expert && at < pair);
