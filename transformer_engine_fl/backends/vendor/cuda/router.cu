@@ -133,8 +133,8 @@ __device__ __forceinline__ Key turned(Key bits) {
 
 // Both zeros have one key, and NaN the highest.
 __device__ __forceinline__ Key key_of(A x) {
-  if (x != x) return kHighest;
-  return x == A(0) ? Key(0) : turned(bits_of(x));
+  const Key key = x == A(0) ? Key(0) : turned(bits_of(x));
+  return x != x ? kHighest : key;
 }
 
 struct Best {
@@ -269,7 +269,8 @@ __device__ __forceinline__ void softmax(OverRow& over_row, unsigned some, A (&va
   over_row.max(highest);
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
-    values[i] = some >> i & 1 ? exact_exp(values[i] - highest[0]) : A(0);
+    const A weight = exact_exp(values[i] - highest[0]);
+    values[i] = some >> i & 1 ? weight : A(0);
   }
   const A share = A(1) / sum_of(over_row, values);
 #pragma unroll
