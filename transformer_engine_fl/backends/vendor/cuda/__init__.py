@@ -21,9 +21,11 @@ FAMILIES = (
     "attention",
     "dropout",
     "gemm",
+    "moe",
     "normalization",
     "padding",
     "rope",
+    "router",
     "softmax",
 )
 """The families that the set has a file for."""
