@@ -18,6 +18,7 @@ from transformer_engine_fl.backends import _arguments
 from transformer_engine_fl.backends._arguments import (
     NOT_A_TENSOR,
     PLAIN,
+    address_of,
     by_rows,
     check_fresh,
     check_integers,
@@ -40,6 +41,7 @@ __all__ = [
     "Plans",
     "Written",
     "access_width",
+    "address_of",
     "by_rows",
     "check_fresh",
     "check_integers",

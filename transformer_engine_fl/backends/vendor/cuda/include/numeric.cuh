@@ -147,6 +147,17 @@ __device__ __forceinline__ float least_or_nan(float a, float b) {
 }
 __device__ __forceinline__ double least_or_nan(double a, double b) { return a > b ? b : a; }
 
+template <typename A>
+__device__ __forceinline__ A lowest() {
+  return -static_cast<A>(__int_as_float(0x7f800000));
+}
+
+// NaN.
+template <typename A>
+__device__ __forceinline__ A missing() {
+  return static_cast<A>(__int_as_float(0x7fc00000));
+}
+
 // A product that is not fused with what is added to it.
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
