@@ -29,6 +29,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     fresh,
     is_number,
     is_plain,
+    on_device,
     plain,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -443,7 +444,7 @@ def _fits(input: Tensor, target: Tensor) -> bool:
     return (
         (type(input) in PLAIN or is_plain(input))
         and (type(target) in PLAIN or is_plain(target))
-        and input.is_cuda
+        and on_device(input)
         and input.dtype in NAMES
         and target.dtype == torch.int64
         and target.get_device() == input.get_device()
@@ -453,16 +454,13 @@ def _fits(input: Tensor, target: Tensor) -> bool:
     )
 
 
-def _belong(like: Tensor, dtype: torch.dtype, *others: Tensor | None) -> bool:
-    """Whether there is a number of that dtype for each of ``like``; None is none."""
+def _belong(like: Tensor, dtype: torch.dtype, *others: Tensor) -> bool:
+    """Whether there is a number of that dtype for each of ``like``."""
     return all(
-        other is None
-        or (
-            (type(other) in PLAIN or is_plain(other))
-            and other.dtype == dtype
-            and other.get_device() == like.get_device()
-            and other.shape == like.shape
-        )
+        (type(other) in PLAIN or is_plain(other))
+        and other.dtype == dtype
+        and other.get_device() == like.get_device()
+        and other.shape == like.shape
         for other in others
     )
 
@@ -559,7 +557,7 @@ def _fit_to_merge(stats: Tensor, target: Tensor, vocab_size: int) -> bool:
     return (
         (type(stats) in PLAIN or is_plain(stats))
         and (type(target) in PLAIN or is_plain(target))
-        and stats.is_cuda
+        and on_device(stats)
         and stats.dtype in (torch.float32, torch.float64)
         and target.dtype == torch.int64
         and target.get_device() == stats.get_device()
@@ -617,10 +615,11 @@ def cross_entropy_bwd(
 ) -> Tensor:
     """``cross_entropy_bwd`` of the contract."""
     options = _options(label_smoothing, ignore_index, z_loss, softcap)
+    given = () if grad_lse is None else (grad_lse,)
     if (
         options is None
         or not (_fits(input, target) and _is_word(vocab_start))
-        or not _belong(target, math_dtype(input.dtype), grad_loss, lse, grad_lse)
+        or not _belong(target, math_dtype(input.dtype), grad_loss, lse, *given)
         or not (vocab_size is None or type(vocab_size) is int)
         or (vocab_size is not None and vocab_size < vocab_start + input.shape[-1])
     ):

@@ -82,7 +82,8 @@ __device__ __forceinline__ Vec<T, N> load_shared_data(const T* from) {
   return load<Access, false, N>(from);
 }
 
-// What an earlier kernel wrote, possibly while this one was starting: past L1.
+// What an earlier kernel wrote, possibly while this one was starting, or what this thread
+// will write: past L1.
 template <int N, typename T>
 __device__ __forceinline__ Vec<T, N> load_written(const T* from) {
   Vec<T, N> result;
@@ -95,11 +96,12 @@ __device__ __forceinline__ Vec<T, N> load_written(const T* from) {
       result.words[4 * i + 2] = word.z;
       result.words[4 * i + 3] = word.w;
     }
+  } else if constexpr (Vec<T, N>::kBytes == 8) {
+    const uint2 word = __ldcg(reinterpret_cast<const uint2*>(from));
+    result.words[0] = word.x;
+    result.words[1] = word.y;
   } else {
-#pragma unroll
-    for (int i = 0; i < Vec<T, N>::kWords; ++i) {
-      result.words[i] = __ldcg(reinterpret_cast<const unsigned*>(from) + i);
-    }
+    result.words[0] = __ldcg(reinterpret_cast<const typename Vec<T, N>::Word*>(from));
   }
   return result;
 }
