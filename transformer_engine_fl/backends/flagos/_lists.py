@@ -12,7 +12,6 @@ from transformer_engine_fl.backends._lists import (
     Demand,
     Group,
     Listing,
-    Ready,
     Tiles,
 )
 from transformer_engine_fl.backends.flagos._arguments import is_block, plain
@@ -22,19 +21,17 @@ from transformer_engine_fl.backends.flagos.tuning import Choice
 __all__ = [
     "ALIGNMENT",
     "LAYOUTS",
+    "LISTING",
     "MOST_LAYOUTS",
     "MOST_TABLES",
     "Demand",
     "Group",
-    "Ready",
     "Tiles",
-    "ready",
     "tiles_choice",
 ]
 
-_listing = Listing(plain, numbers_on_device)
-ready = _listing.ready
-LAYOUTS = _listing.layouts
+LISTING = Listing(plain, numbers_on_device)
+LAYOUTS = LISTING.layouts
 """What was found out about lists."""
 
 

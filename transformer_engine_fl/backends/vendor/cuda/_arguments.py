@@ -57,6 +57,7 @@ __all__ = [
     "on_device",
     "plain",
     "real",
+    "refusal",
     "vector_width",
 ]
 
@@ -85,11 +86,12 @@ def on_device(tensor: Tensor) -> bool:
     return found
 
 
-def _refusal(device: torch.device) -> str | None:
+def refusal(device: torch.device) -> str | None:
+    """Why the kernels cannot run there; None if they can."""
     return None if device.type == DEVICE_TYPE else "vendor.cuda runs on CUDA devices"
 
 
-_taking = _arguments.Taking(_refusal)
+_taking = _arguments.Taking(refusal)
 plain = _taking.plain
 dense = _taking.dense
 
