@@ -36,7 +36,6 @@ def register(registry: OpRegistry) -> None:
         registry,
         __name__,
         families=FAMILIES,
-        omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,
         vendor=INFO.vendor,
