@@ -16,7 +16,7 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "loss", "normalization", "optimizer", "softmax")
+FAMILIES = ("activation", "loss", "normalization", "optimizer", "quantization", "softmax")
 """The families that the set has a file for."""
 
 
@@ -36,12 +36,7 @@ def register(registry: OpRegistry) -> None:
         registry,
         __name__,
         families=FAMILIES,
-        omit=(
-            "fused_linear_cross_entropy_bwd",
-            "fused_linear_cross_entropy_fwd",
-            "rmsnorm_bwd_add",
-            "rmsnorm_fwd_add",
-        ),
+        omit=("fused_linear_cross_entropy_bwd", "fused_linear_cross_entropy_fwd"),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,
         vendor=INFO.vendor,

@@ -6,7 +6,7 @@ are made of is in ``backends/_optimizer.py``, how lists become tables in ``backe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -68,11 +68,13 @@ def _type(dtype: torch.dtype | None) -> str:
     return _KINDS.get(dtype, "float32") if dtype is not None else "float32"
 
 
-def _scale_defines(others: Kinds, X: torch.dtype, Y: torch.dtype, ACC: torch.dtype) -> Any:
+def _scale_defines(
+    others: Kinds, X: torch.dtype, Y: torch.dtype, ACC: torch.dtype
+) -> dict[str, str | int]:
     return {"TX": _type(X), "TY": _type(Y), "TA": _type(ACC), "TSCALE": _type(others[1])}
 
 
-def _squares_defines(others: Kinds, X: torch.dtype, ACC: torch.dtype) -> Any:
+def _squares_defines(others: Kinds, X: torch.dtype, ACC: torch.dtype) -> dict[str, str | int]:
     scale = others[0]
     return {
         "TX": _type(X),
@@ -93,7 +95,7 @@ def _adam_defines(
     DECOUPLED: bool,
     SHORT: bool,
     MANTISSA: int | None,
-) -> Any:
+) -> dict[str, str | int]:
     return {
         "TG": _type(G),
         "TP": "int16" if FORM == "fp8" else _type(P),
@@ -121,7 +123,7 @@ def _sgd_defines(
     FIRST: bool,
     NESTEROV: bool,
     DECAY_LAST: bool,
-) -> Any:
+) -> dict[str, str | int]:
     return {
         "TG": _type(G),
         "TP": _type(P),
@@ -136,7 +138,7 @@ def _sgd_defines(
     }
 
 
-_DEFINES: Final = {
+_DEFINES: Final[dict[str, Callable[..., dict[str, str | int]]]] = {
     "scale": _scale_defines,
     "squares": _squares_defines,
     "adam": _adam_defines,
@@ -211,11 +213,11 @@ def representative_sources(
         (low, torch.uint8, full, full, full, "fp8", 3, (flag, None, None, None)),
         (full, torch.uint8, full, full, full, "fp8", 2, (flag, None, None, None)),
     ):
-        constants = {"G": g, "P": p, "M": m, "W": w, "ACC": acc, "FORM": form}
+        kinds: dict[str, Any] = {"G": g, "P": p, "M": m, "W": w, "ACC": acc, "FORM": form}
         fields = 4 + (w is not None) + 3 * (form == "fp8")
         for vec in (1, 16 // acc.itemsize):
-            options = {"DECOUPLED": vec > 1, "SHORT": vec == 1, "MANTISSA": mantissa}
-            yield source("adam", others, fields, vec, TILES["adam"], **constants, **options)
+            numbers = {"DECOUPLED": vec > 1, "SHORT": vec == 1, "MANTISSA": mantissa}
+            yield source("adam", others, fields, vec, TILES["adam"], **kinds, **numbers)
     for g, p, b, c, acc in (
         (full, full, full, None, full),
         (low, full, full, low, full),
@@ -226,9 +228,9 @@ def representative_sources(
             {"FIRST": False, "NESTEROV": False, "DECAY_LAST": False},
             {"FIRST": True, "NESTEROV": True, "DECAY_LAST": True},
         ):
-            constants = {"G": g, "P": p, "B": b, "C": c, "ACC": acc, **options}
+            kinds = {"G": g, "P": p, "B": b, "C": c, "ACC": acc, **options}
             vec = 16 // acc.itemsize if not options["FIRST"] else 1
-            yield source("sgd", (flag,), 3 + (c is not None), vec, TILES["sgd"], **constants)
+            yield source("sgd", (flag,), 3 + (c is not None), vec, TILES["sgd"], **kinds)
     for powers in (False, True):
         yield source("float_scales", (flag,), 3, 1, TILES["compute_scale"], POWERS=powers)
     yield source("e8m0_scales", (flag,), 2, 1, TILES["compute_scale"])

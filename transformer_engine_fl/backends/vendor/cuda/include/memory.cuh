@@ -49,6 +49,24 @@ __device__ __forceinline__ Vec<T, N> read_chunks(const unsigned char* from, int 
   return result;
 }
 
+// A vector to where read_chunks finds it.
+template <typename T, int N>
+__device__ __forceinline__ void write_chunks(unsigned char* to, int stride,
+                                             const Vec<T, N>& value) {
+  if constexpr (Vec<T, N>::kBytes % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < Vec<T, N>::kWords; i += 4) {
+      *reinterpret_cast<uint4*>(to + i / 4 * stride) = make_uint4(
+          value.words[i], value.words[i + 1], value.words[i + 2], value.words[i + 3]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Vec<T, N>::kWords; ++i) {
+      reinterpret_cast<typename Vec<T, N>::Word*>(to)[i] = value.words[i];
+    }
+  }
+}
+
 template <int Access, bool Once, int N, typename T>
 __device__ __forceinline__ Vec<T, N> load(const T* from) {
   constexpr int bytes = least(16, Access * static_cast<int>(sizeof(T)));
