@@ -188,15 +188,6 @@ def _library(specialisation: _compile.Specialisation) -> Path:
 
 # ----------------------------------------------------------------------------- running
 
-_TYPES: dict[str, Any] = {
-    "P": ctypes.c_void_p,
-    "q": ctypes.c_int64,
-    "Q": ctypes.c_uint64,
-    "i": ctypes.c_int32,
-    "I": ctypes.c_uint32,
-    "f": ctypes.c_float,
-    "d": ctypes.c_double,
-}
 _one_at_a_time = threading.Lock()
 _turns = itertools.count()
 
@@ -219,6 +210,22 @@ def _engine() -> Any:
     return launch
 
 
+def _places(sizes: list[int], arguments: str) -> list[int] | None:
+    """Where parameters of those sizes lie among the arguments; None if they do not fit.
+
+    A parameter that is a structure takes several arguments.
+    """
+    ends = [struct.calcsize("@" + arguments[: at + 1]) for at in range(len(arguments))]
+    starts = [end - struct.calcsize(kind) for end, kind in zip(ends, arguments, strict=True)]
+    places, at = [], 0
+    for size in sizes:
+        if at == len(starts) or starts[at] + size not in ends[at:]:
+            return None
+        places.append(starts[at])
+        at = ends.index(starts[at] + size) + 1
+    return places if at == len(starts) else None
+
+
 class Kernel:
     """What ``_launch.Kernel`` is, on the CPU."""
 
@@ -232,7 +239,8 @@ class Kernel:
         self._entry = ctypes.cast(library.entry, ctypes.c_void_p)
         library.sizes.restype = ctypes.POINTER(ctypes.c_int)
         sizes = list(itertools.takewhile(bool, iter(library.sizes())))
-        if sizes != [struct.calcsize(kind) for kind in geometry.arguments]:
+        self._places = _places(sizes, geometry.arguments)
+        if self._places is None:
             raise EmulationError(
                 f"{self} has parameters of {sizes} bytes, not {geometry.arguments!r}"
             )
@@ -247,9 +255,10 @@ class Kernel:
         geometry = self._geometry
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
             raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
-        struct.pack("@" + geometry.arguments, *values)  # refuses what does not fit
-        held = [_TYPES[kind](value) for kind, value in zip(geometry.arguments, values, strict=True)]
-        addresses = (ctypes.c_void_p * max(1, len(held)))(*map(ctypes.addressof, held))
+        packed = struct.pack("@" + geometry.arguments, *values)  # refuses what does not fit
+        held = ctypes.create_string_buffer(packed, max(8, len(packed)))
+        starts = [ctypes.addressof(held) + place for place in self._places or ()]
+        addresses = (ctypes.c_void_p * max(1, len(starts)))(*starts)
         with _one_at_a_time:
             wrong = self._launch(
                 self._entry,

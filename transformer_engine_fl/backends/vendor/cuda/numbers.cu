@@ -6,12 +6,13 @@
 
 #ifdef KERNEL_write_numbers
 
+template <int Count>
 struct Numbers {
-  long long values[COUNT];
+  long long values[Count];
 };
 
 extern "C" __global__ void write_numbers(long long* __restrict__ out,
-                                         const __grid_constant__ Numbers numbers) {
+                                         const __grid_constant__ Numbers<COUNT> numbers) {
   for (int at = threadIdx.x; at < COUNT; at += blockDim.x) out[at] = numbers.values[at];
 }
 

@@ -306,8 +306,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
          const TLR* __restrict__ lr_there, const TSTEP* __restrict__ step_there,
          const TSCALE* __restrict__ inv_scale, int rows, double beta1, double beta2, double rest1,
          double rest2, double eps, double weight_decay, double lr, double power1, double power2) {
-  if (flag && __ldg(flag) != 0) return;
+  const bool skip = flag && __ldg(flag) != 0;
   const Chunk chunk = chunk_of_block<FIELDS, CHUNK>(table, rows);
+  if (skip) return;
   TA rate = static_cast<TA>(lr), unscale = 1;
   if constexpr (CAPTURABLE) {
     if (lr_there) rate = static_cast<TA>(__ldg(lr_there));
@@ -345,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     if (chunk.length > 0) {
       atomicMax(chunk.number<int>(kAmaxField), __float_as_int(largest[0]));
     }
-    if (chunk.element == 0) *chunk.number<float>(kInverseField) = inverse_of(scale8);
+    if (chunk.element == 0) *chunk.number<float>(kInverseField) = __frcp_rn(scale8);
   }
 }
 
@@ -405,8 +406,9 @@ struct Sgd {
 extern "C" __global__ void __launch_bounds__(LANES)
     sgd(const long long* __restrict__ table, const int* __restrict__ flag, int rows, double lr,
         double weight_decay, double momentum, double share, double factor) {
-  if (flag && __ldg(flag) != 0) return;
+  const bool skip = flag && __ldg(flag) != 0;
   const Chunk chunk = chunk_of_block<FIELDS, CHUNK>(table, rows);
+  if (skip) return;
   Sgd step = {chunk.tensor<TG>(0),
               chunk.tensor<TP>(1),
               chunk.tensor<TB>(2),
@@ -428,8 +430,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
 extern "C" __global__ void __launch_bounds__(LANES)
     float_scales(const long long* __restrict__ table, const int* __restrict__ flag, int rows,
                  double largest, double epsilon) {
-  if (flag && __ldg(flag) != 0) return;
+  const bool skip = flag && __ldg(flag) != 0;
   const Chunk chunk = chunk_of_block<FIELDS, CHUNK>(table, rows);
+  if (skip) return;
   const float* amaxes = chunk.tensor<float>(0);
   float* scales = chunk.tensor<float>(1);
   float* inverses = chunk.tensor<float>(2);
@@ -445,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
                                                : bits & kInfinite);
     }
     scales[at] = scale;
-    inverses[at] = 1.0f / scale;
+    inverses[at] = __frcp_rn(scale);
   }
 }
 
@@ -456,8 +459,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
 // On tables of amax, as the bits of a bfloat16, and the byte of its scale.
 extern "C" __global__ void __launch_bounds__(LANES)
     e8m0_scales(const long long* __restrict__ table, const int* __restrict__ flag, int rows) {
-  if (flag && __ldg(flag) != 0) return;
+  const bool skip = flag && __ldg(flag) != 0;
   const Chunk chunk = chunk_of_block<FIELDS, CHUNK>(table, rows);
+  if (skip) return;
   const unsigned short* amaxes = chunk.tensor<unsigned short>(0);
   unsigned char* bytes = chunk.tensor<unsigned char>(1);
   for (int at = threadIdx.x; at < chunk.length; at += LANES) {

@@ -48,6 +48,7 @@ NORM_THREADS: Final = 512
 # -------------------------------------------------------------------------------- plans
 
 Kinds = tuple[torch.dtype | None, ...]
+Defines = dict[str, str | int]
 _KINDS: Final = NAMES | {torch.int16: "int16", torch.int32: "int32", torch.int64: "int64"}
 """The types of elements and numbers, as the kernels call them."""
 _FORMS: Final = {"plain": 0, "master": 1, "remainder": 2, "fp8": 3}
@@ -68,13 +69,11 @@ def _type(dtype: torch.dtype | None) -> str:
     return _KINDS.get(dtype, "float32") if dtype is not None else "float32"
 
 
-def _scale_defines(
-    others: Kinds, X: torch.dtype, Y: torch.dtype, ACC: torch.dtype
-) -> dict[str, str | int]:
+def _scale_defines(others: Kinds, X: torch.dtype, Y: torch.dtype, ACC: torch.dtype) -> Defines:
     return {"TX": _type(X), "TY": _type(Y), "TA": _type(ACC), "TSCALE": _type(others[1])}
 
 
-def _squares_defines(others: Kinds, X: torch.dtype, ACC: torch.dtype) -> dict[str, str | int]:
+def _squares_defines(others: Kinds, X: torch.dtype, ACC: torch.dtype) -> Defines:
     scale = others[0]
     return {
         "TX": _type(X),
@@ -95,7 +94,7 @@ def _adam_defines(
     DECOUPLED: bool,
     SHORT: bool,
     MANTISSA: int | None,
-) -> dict[str, str | int]:
+) -> Defines:
     return {
         "TG": _type(G),
         "TP": "int16" if FORM == "fp8" else _type(P),
@@ -123,7 +122,7 @@ def _sgd_defines(
     FIRST: bool,
     NESTEROV: bool,
     DECAY_LAST: bool,
-) -> dict[str, str | int]:
+) -> Defines:
     return {
         "TG": _type(G),
         "TP": _type(P),
@@ -138,7 +137,7 @@ def _sgd_defines(
     }
 
 
-_DEFINES: Final[dict[str, Callable[..., dict[str, str | int]]]] = {
+_DEFINES: Final[dict[str, Callable[..., Defines]]] = {
     "scale": _scale_defines,
     "squares": _squares_defines,
     "adam": _adam_defines,
@@ -178,7 +177,7 @@ def norms_source(
     dtype: torch.dtype, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that makes norms of sums of squares."""
-    defines: dict[str, str | int] = {"TA": NAMES[dtype], "LANES": NORM_THREADS}
+    defines: Defines = {"TA": NAMES[dtype], "LANES": NORM_THREADS}
     geometry = _launch.Geometry(NORM_THREADS, "PPPPPi", dependent=device.has_clusters)
     return Specialisation("optimizer", "norms", tuple(defines.items())), geometry
 
