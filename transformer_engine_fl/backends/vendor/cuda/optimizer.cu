@@ -78,7 +78,7 @@ struct Scale {
         finite = finite && is_finite(value);
         value *= factor;
       }
-      store(y + place + i * LANES * N, encode<TY>(values));
+      store_to_global(y + place + i * LANES * N, encode<TY>(values));
     }
   }
 };
@@ -261,8 +261,8 @@ struct Adam {
       }
 #pragma unroll
       for (int j = 0; j < N; ++j) update(grad[j], value[j], first[j], second[j]);
-      store(m + there, encode<TM>(first));
-      store(v + there, encode<TM>(second));
+      store_to_global(m + there, encode<TM>(first));
+      store_to_global(v + there, encode<TM>(second));
       write(there, value, ps[i], ws[i]);
     }
   }
@@ -279,10 +279,10 @@ struct Adam {
         set_half(ps.words, j, (bits >> 16) + (bits >> 15 & 1u));
         set_half(ws.words, j, bits);
       }
-      store(p + there, ps);
-      store(w + there, ws);
+      store_to_global(p + there, ps);
+      store_to_global(w + there, ws);
     } else {
-      if constexpr (FORM != PLAIN) store(w + there, encode<TW>(value));
+      if constexpr (FORM != PLAIN) store_to_global(w + there, encode<TW>(value));
       if constexpr (FORM == FLOAT8) {
         using Kind = KIND;
         const Codes<Kind, N> codes = narrow<Kind>(value, by.scale8);
@@ -290,7 +290,7 @@ struct Adam {
 #pragma unroll
         for (int j = 0; j < N; ++j) largest = fmaxf(largest, fabsf(value[j]));
       } else {
-        store(p + there, encode<TP>(value));
+        store_to_global(p + there, encode<TP>(value));
       }
     }
   }
@@ -389,12 +389,12 @@ struct Sgd {
         if constexpr (DECAY_LAST) grad[j] += decay * value[j];
         value[j] -= lr * grad[j];
       }
-      if constexpr (MOMENTUM) store(b + there, encode<TB>(buffer));
+      if constexpr (MOMENTUM) store_to_global(b + there, encode<TB>(buffer));
       const Vec<TP, N> written = encode<TP>(value);
-      store(p + there, written);
+      store_to_global(p + there, written);
       if constexpr (COPIES) {  // of what has been written
         decode(written, value);
-        store(c + there, encode<TC>(value));
+        store_to_global(c + there, encode<TC>(value));
       }
     }
   }

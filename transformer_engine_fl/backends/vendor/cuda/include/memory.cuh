@@ -140,4 +140,22 @@ __device__ __forceinline__ void store(T* to, const Vec<T, N>& value) {
   }
 }
 
+// The same where the compiler cannot see which memory an address is of, as where it was read
+// from memory itself: else it would look each time, and cut vectors up.
+template <int N, typename T>
+__device__ __forceinline__ void store_to_global(T* to, const Vec<T, N>& value) {
+  if constexpr (Vec<T, N>::kBytes % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < Vec<T, N>::kWords; i += 4) {
+      __stcg(reinterpret_cast<uint4*>(to) + i / 4,
+             make_uint4(value.words[i], value.words[i + 1], value.words[i + 2],
+                        value.words[i + 3]));
+    }
+  } else if constexpr (Vec<T, N>::kBytes == 8) {
+    __stcg(reinterpret_cast<uint2*>(to), make_uint2(value.words[0], value.words[1]));
+  } else {
+    __stcg(reinterpret_cast<typename Vec<T, N>::Word*>(to), value.words[0]);
+  }
+}
+
 }  // namespace te_fl

@@ -1,0 +1,31 @@
+"""The kernels over lists of tensors that the benchmarks launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._launch import Limits
+from transformer_engine_fl.backends.vendor.cuda.optimizer import TILES, source
+
+REDUCTIONS = ("squares",)
+
+
+def sources(device: Limits) -> Iterator[Specialisation]:
+    """Those of float32 and bfloat16 tensors, all aligned."""
+    low, full = torch.bfloat16, torch.float32
+    for kind in (low, full):
+        vec = 16 // kind.itemsize
+        same = {"X": kind, "ACC": full}
+        yield source("scale", (None, None), 2, vec, TILES["scale"], Y=kind, **same)[0]
+        yield source("squares", (None, full), 2, vec, TILES["l2norm"], **same)[0]
+        adam = {"G": kind, "P": kind, "M": full, "ACC": full, "DECOUPLED": True, "SHORT": False}
+        others = (torch.int32, None, None, None)
+        for form, w in (("plain", None), ("master", full)):
+            kinds = {**adam, "W": w, "FORM": form, "MANTISSA": None}
+            yield source("adam", others, 4 + (w is not None), 4, TILES["adam"], **kinds)[0]
+        sgd = {"G": kind, "P": full, "B": full, "C": None, "ACC": full}
+        how = {"FIRST": False, "NESTEROV": False, "DECAY_LAST": False}
+        yield source("sgd", (None,), 3, 4, TILES["sgd"], **sgd, **how)[0]
