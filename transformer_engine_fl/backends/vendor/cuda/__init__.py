@@ -19,6 +19,9 @@ INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 FAMILIES = ("activation", "loss", "normalization", "optimizer", "quantization", "softmax")
 """The families that the set has a file for."""
 
+_NOT_INVARIANT = {"traits": frozenset({"deterministic", "graph_safe"})}
+"""Of what torch multiplies matrices for, in whatever order suits their sizes."""
+
 
 def is_available() -> bool | str:
     """Whether a kernel can be compiled and run here; says why not."""
@@ -36,7 +39,6 @@ def register(registry: OpRegistry) -> None:
         registry,
         __name__,
         families=FAMILIES,
-        omit=("fused_linear_cross_entropy_bwd", "fused_linear_cross_entropy_fwd"),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,
         vendor=INFO.vendor,
@@ -44,4 +46,8 @@ def register(registry: OpRegistry) -> None:
         min_arch="sm_80",
         is_available=is_available,
         traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
+        differing={
+            "fused_linear_cross_entropy_fwd": _NOT_INVARIANT,
+            "fused_linear_cross_entropy_bwd": _NOT_INVARIANT,
+        },
     )

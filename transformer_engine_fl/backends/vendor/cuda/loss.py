@@ -1,19 +1,28 @@
-"""Cross entropy in CUDA C++ (``loss.cu``): of logits, of shards of a vocabulary.
+"""Cross entropy in CUDA C++ (``loss.cu``): of logits, shards of a vocabulary, linear layers.
 
 Forward, a row is read once, by a warp, a block or a cluster of blocks, each thread keeping
 the highest score and the sum of exponentials of what it has read. Backward, each tile of the
-logits is read and its gradient written, from lse, so that nothing is read twice.
+logits is read and its gradient written, from lse, so that nothing is read twice. The linear
+forms (``backends/_cross_entropy.py``) make the logits of some words at a time, as torch
+multiplies matrices; the kernels are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.backends._cross_entropy import (
+    LinearCrossEntropy,
+    Options,
+    Rows,
+    vector_of,
+)
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -42,6 +51,8 @@ __all__ = [
     "cross_entropy_fwd",
     "cross_entropy_merge",
     "cross_entropy_partial_fwd",
+    "fused_linear_cross_entropy_bwd",
+    "fused_linear_cross_entropy_fwd",
 ]
 
 # ------------------------------------------------------------------------------- tiles
@@ -263,35 +274,6 @@ def representative_sources(
 # --------------------------------------------------------------------------- on logits
 
 
-class Options(NamedTuple):
-    """The options that all forms have, as the kernels take them."""
-
-    smoothing: float
-    ignore: int
-    z: float
-    softcap: float | None
-
-    @property
-    def cap(self) -> float:
-        """The bound of the scores, 1 where they have none."""
-        return 1.0 if self.softcap is None else self.softcap
-
-
-class Rows(NamedTuple):
-    """What a backward has of each row, one after the other.
-
-    Attributes:
-        target, grad_loss, lse, grad_lse: as the contract has them.
-        scale: a number by which every gradient is multiplied.
-    """
-
-    target: Tensor
-    grad_loss: Tensor
-    lse: Tensor
-    grad_lse: Tensor | None
-    scale: Tensor | None = None
-
-
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -302,15 +284,16 @@ def _run_forward(
     step: int,
     bias: Tensor | None,
     target: Tensor,
-    outputs: tuple[Tensor, Tensor | None],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     start: int,
     options: Options,
 ) -> None:
-    """Write (statistics, None) or (loss, lse) of rows that lie ``step`` apart."""
+    """Write (statistics, None, None) or (None, loss, lse) of rows ``step`` apart."""
     columns, rows, dtype = logits.shape[-1], target.numel(), logits.dtype
     check_size(op, "columns", columns, MOST_COLUMNS)
     size = SIZES[dtype]
-    statistics = outputs[1] is None
+    stats, loss, lse = outputs
+    statistics = stats is not None
     parts = [(address_of(op, logits), size), (step * size if rows > 1 else 0, size)]
     if bias is not None:
         parts.append((bias.data_ptr(), SIZES[bias.dtype]))
@@ -331,8 +314,8 @@ def _run_forward(
         parts[0][0],
         _address(bias),
         target.data_ptr(),
-        outputs[0].data_ptr(),
-        _address(outputs[1]),
+        _address(stats if statistics else loss),
+        _address(lse),
         rows,
         step,
         columns,
@@ -493,7 +476,7 @@ def _vector(op: str, name: str, tensor: Tensor) -> Tensor:
     """One number for each row, one after the other."""
     if type(tensor) in PLAIN and tensor.is_contiguous() and not tensor.is_neg():
         return tensor
-    return plain(op, name, tensor).reshape(-1).contiguous()
+    return vector_of(plain(op, name, tensor))
 
 
 def cross_entropy_fwd(
@@ -521,7 +504,9 @@ def cross_entropy_fwd(
     loss, lse = fresh(op, input, shape, dtype), fresh(op, input, shape, dtype)
     if loss.numel():
         logits, step = dense_rows(input)
-        _run_forward(op, logits, step, None, _vector(op, "target", target), (loss, lse), 0, options)
+        _run_forward(
+            op, logits, step, None, _vector(op, "target", target), (None, loss, lse), 0, options
+        )
     return loss, lse
 
 
@@ -549,7 +534,7 @@ def cross_entropy_partial_fwd(
     if stats.numel():
         logits, step = dense_rows(input)
         targets = _vector(op, "target", target)
-        _run_forward(op, logits, step, None, targets, (stats, None), vocab_start, options)
+        _run_forward(op, logits, step, None, targets, (stats, None, None), vocab_start, options)
     return stats
 
 
@@ -656,3 +641,20 @@ def _rows(op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Ten
         _vector(op, "lse", lse),
         None if grad_lse is None else _vector(op, "grad_lse", grad_lse),
     )
+
+
+# ---------------------------------------------------------------------- of linear layers
+
+
+def _memory_of(op: str, name: str, tensor: Tensor) -> Tensor:
+    """The same memory as a plain tensor, or a decline if there is no such memory."""
+    tensor = plain(op, name, tensor)
+    address_of(op, tensor)
+    return tensor
+
+
+_linear = LinearCrossEntropy(
+    _memory_of, _run_forward, _run_merge, partial(_run_backward, owned=True)
+)
+fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd
+fused_linear_cross_entropy_bwd = _linear.fused_linear_cross_entropy_bwd
