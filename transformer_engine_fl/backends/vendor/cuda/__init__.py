@@ -16,11 +16,20 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "loss", "normalization", "optimizer", "quantization", "softmax")
+FAMILIES = (
+    "activation",
+    "attention",
+    "gemm",
+    "loss",
+    "normalization",
+    "optimizer",
+    "quantization",
+    "softmax",
+)
 """The families that the set has a file for."""
 
 _NOT_INVARIANT = {"traits": frozenset({"deterministic", "graph_safe"})}
-"""Of what torch multiplies matrices for, in whatever order suits their sizes."""
+"""Which of its kernels a library takes for matrices depends on the size of the whole."""
 
 
 def is_available() -> bool | str:
@@ -47,7 +56,12 @@ def register(registry: OpRegistry) -> None:
         is_available=is_available,
         traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
         differing={
+            "gemm": _NOT_INVARIANT,
             "fused_linear_cross_entropy_fwd": _NOT_INVARIANT,
             "fused_linear_cross_entropy_bwd": _NOT_INVARIANT,
+            "attention": {
+                "supported_dtypes": frozenset({"bfloat16", "float16"}),
+                "traits": frozenset({"graph_safe"}),
+            },
         },
     )
