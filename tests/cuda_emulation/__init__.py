@@ -234,22 +234,6 @@ def _engine() -> Any:
     return launch
 
 
-def _places(sizes: list[int], arguments: str) -> list[int] | None:
-    """Where parameters of those sizes lie among the arguments; None if they do not fit.
-
-    A parameter that is a structure takes several arguments.
-    """
-    ends = [struct.calcsize("@" + arguments[: at + 1]) for at in range(len(arguments))]
-    starts = [end - struct.calcsize(kind) for end, kind in zip(ends, arguments, strict=True)]
-    places, at = [], 0
-    for size in sizes:
-        if at == len(starts) or starts[at] + size not in ends[at:]:
-            return None
-        places.append(starts[at])
-        at = ends.index(starts[at] + size) + 1
-    return places if at == len(starts) else None
-
-
 class Kernel:
     """What ``_launch.Kernel`` is, on the CPU."""
 
@@ -263,8 +247,10 @@ class Kernel:
         self._entry = ctypes.cast(library.entry, ctypes.c_void_p)
         library.sizes.restype = ctypes.POINTER(ctypes.c_int)
         sizes = list(itertools.takewhile(bool, iter(library.sizes())))
-        self._places = _places(sizes, geometry.arguments)
-        if self._places is None:
+        # What follows the other parameters may be one parameter, a structure of numbers.
+        self._parameters = len(sizes)
+        kinds = [struct.calcsize(kind) for kind in geometry.arguments]
+        if sizes and sizes != [*kinds[: len(sizes) - 1], sum(kinds[len(sizes) - 1 :])]:
             raise EmulationError(
                 f"{self} has parameters of {sizes} bytes, not {geometry.arguments!r}"
             )
@@ -279,10 +265,15 @@ class Kernel:
         geometry = self._geometry
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
             raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
-        packed = struct.pack("@" + geometry.arguments, *values)  # refuses what does not fit
-        held = ctypes.create_string_buffer(packed, max(8, len(packed)))
-        starts = [ctypes.addressof(held) + place for place in self._places or ()]
-        addresses = (ctypes.c_void_p * max(1, len(starts)))(*starts)
+        # As a launch on a device packs them: refuses what does not fit.
+        packed = struct.pack("@" + geometry.arguments, *values)
+        held = ctypes.create_string_buffer(packed, max(1, len(packed)))
+        offsets = [
+            struct.calcsize("@" + geometry.arguments[: at + 1]) - struct.calcsize(kind)
+            for at, kind in enumerate(geometry.arguments[: self._parameters])
+        ]
+        start = ctypes.addressof(held)
+        addresses = (ctypes.c_void_p * max(1, len(offsets)))(*(start + at for at in offsets))
         with _one_at_a_time:
             wrong = self._launch(
                 self._entry,

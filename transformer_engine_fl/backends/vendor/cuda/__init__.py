@@ -19,11 +19,14 @@ INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 FAMILIES = (
     "activation",
     "attention",
+    "dropout",
     "gemm",
     "loss",
     "normalization",
     "optimizer",
+    "padding",
     "quantization",
+    "rope",
     "softmax",
 )
 """The families that the set has a file for."""
