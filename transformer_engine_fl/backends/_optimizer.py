@@ -53,7 +53,7 @@ class ListOperators:
         cuts: Mapping[str, Cut],
         refusal: Callable[[torch.device], str | None],
     ) -> None:
-        self._ready = listing.ready
+        self._listing = listing
         self._cuts = cuts
         self._refusal = refusal
 
@@ -102,7 +102,7 @@ class ListOperators:
 
     def _scaled(self, contract: Contract[..., Any], **arguments: Any) -> None:
         demand = Demand(("inputs", "outputs"), self._cuts["scale"])
-        lists = self._ready(contract, demand, **arguments)
+        lists = self._listing.ready(contract, demand, **arguments)
         scale, flag = lists.others["scale"], lists.others["noop_flag"]
         on_device = scale if isinstance(scale, Tensor) else None
         number = 1.0 if isinstance(scale, Tensor) else float(scale)
@@ -160,7 +160,7 @@ class ListOperators:
         """The norm of all inputs, and of each."""
         op, inputs = contract.name, arguments["inputs"]
         demand = Demand(("inputs",), self._cuts["l2norm"], slots=True)
-        lists = self._ready(contract, demand, **arguments)
+        lists = self._listing.ready(contract, demand, **arguments)
         flag, scale = lists.others["noop_flag"], lists.others.get("inv_scale")
         device = lists.device
         if device is None:
@@ -227,7 +227,7 @@ class ListOperators:
         demand = Demand(
             (*_STATES, *_FORMS[form]), self._cuts["adam"], numbers=3 if form == "fp8" else 0
         )
-        lists = self._ready(contract, demand, **arguments)
+        lists = self._listing.ready(contract, demand, **arguments)
         if not lists.groups:
             return
         given = lists.others
@@ -487,7 +487,7 @@ class ListOperators:
         momentum_lists = ("momentum_buffers",)
         copies = () if model_params is None else ("model_params",)
         demand = Demand(("grads", "params", *momentum_lists, *copies), self._cuts["sgd"])
-        lists = self._ready(
+        lists = self._listing.ready(
             contracts.multi_tensor_sgd,
             demand,
             grads=grads,
@@ -544,7 +544,7 @@ class ListOperators:
     ) -> None:
         """``multi_tensor_compute_scale_and_scale_inv`` of the contract."""
         demand = Demand(("amaxes", "scales", "scale_invs"), self._cuts["compute_scale"])
-        lists = self._ready(
+        lists = self._listing.ready(
             contracts.multi_tensor_compute_scale_and_scale_inv,
             demand,
             amaxes=amaxes,
@@ -571,7 +571,7 @@ class ListOperators:
     ) -> None:
         """``multi_tensor_compute_scale_inv_e8m0`` of the contract."""
         demand = Demand(("amaxes", "scale_invs"), self._cuts["compute_scale"])
-        lists = self._ready(
+        lists = self._listing.ready(
             contracts.multi_tensor_compute_scale_inv_e8m0,
             demand,
             amaxes=amaxes,
