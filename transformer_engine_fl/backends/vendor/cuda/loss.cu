@@ -76,6 +76,17 @@ using A = Accumulator<TX>::type;
 
 #if defined(KERNEL_forward) || defined(KERNEL_backward)
 
+// N logits. What is read in pieces meets the same lines again, so they are kept in L1.
+template <int N>
+__device__ __forceinline__ Vec<TX, N> read_logits(const TX* from) {
+  constexpr int kAccess = least(ACCESS, N);
+  if constexpr (kAccess < N && kAccess * sizeof(TX) < 16) {
+    return load_shared_data<kAccess, N>(from);
+  } else {
+    return load_once<kAccess, N>(from);
+  }
+}
+
 struct Cap {
   A bound, inverse;
 };
@@ -174,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
       static_cast<unsigned long long>(target) - static_cast<unsigned long long>(start);
   if (writes && read && target >= start && word < static_cast<unsigned long long>(columns)) {
     const int column = static_cast<int>(word);
-    scores_of(load_once<1, 1>(source + column), bias, column, cap, &found.at_target);
+    scores_of(read_logits<1>(source + column), bias, column, cap, &found.at_target);
   }
 
   const int vectors = columns / VEC;
@@ -186,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     for (int d = 0; d < DEPTH; ++d) {
       // Past the end the last vector again, unused: a branch would break up the loads.
       const int vector = least((chunk * DEPTH + d) * kStep + begin, vectors - 1);
-      next[d] = load_once<ACCESS, VEC>(source + vector * VEC);
+      next[d] = read_logits<VEC>(source + vector * VEC);
     }
   };
   if (chunks > 0) ask_for(0);
@@ -216,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
   const int rest = vectors * VEC + lane;  // what makes no whole vector, one to a lane
   if (read && rank == 0 && rest < columns) {
     A score[1];
-    scores_of(load_once<1, 1>(source + rest), bias, rest, cap, score);
+    scores_of(read_logits<1>(source + rest), bias, rest, cap, score);
     if constexpr (SUMMED) found.summed += score[0];
     take_in(found, score);
   }
@@ -291,7 +302,7 @@ struct Common {
 template <int N>
 __device__ __forceinline__ Vec<TX, N> logits_at(const TX* from) {
   if constexpr (OWNED) return load_written<N>(from);
-  return load_once<least(ACCESS, N), N>(from);
+  return read_logits<N>(from);
 }
 
 // The gradients of N neighbouring logits.
