@@ -232,7 +232,12 @@ def _dense_steps(shape: Sequence[int]) -> Steps:
     return Steps(inner * shape[1] if len(shape) == 4 else inner, inner, head)
 
 
-def _access(vec: int, sides: Sequence[tuple[Tensor, Steps]]) -> int:
+def _row_step(table: Tensor) -> int:
+    """How far positions are apart in a table; 0 where there is but one."""
+    return table.stride(0) if table.shape[0] > 1 else 0
+
+
+def _access(vec: int, sides: Sequence[tuple[Tensor, tuple[int, ...]]]) -> int:
     """Elements that one access to any of these tensors may cover."""
     numbers = []
     for tensor, steps in sides:
@@ -241,85 +246,105 @@ def _access(vec: int, sides: Sequence[tuple[Tensor, Steps]]) -> int:
     return access_width(vec, *numbers)
 
 
+class Shapes(NamedTuple):
+    """The shapes of a call's tokens.
+
+    Attributes:
+        parts: of the only tensor, or of queries, keys and values.
+        packed: of the packed tensor, if there is one.
+    """
+
+    parts: list[tuple[int, ...]]
+    packed: tuple[int, ...] | None
+
+
+def _shapes(lead: Tensor, options: Options) -> Shapes:
+    """Those that follow from the last tensor of tokens, which has the heads of the keys."""
+    if not options.qkv_split:
+        return Shapes([tuple(lead.shape)], None)
+    *leading, groups, _ = lead.shape
+    dq, dk, dv = options.qkv_split
+    heads = ((groups * (dq // dk), dk), (groups, dk), (groups, dv))
+    return Shapes([(*leading, *it) for it in heads], (*leading, groups, dq + dk + dv))
+
+
+def _key_of(
+    of: Of, options: Options, shapes: Shapes, tokens: Sequence[Tensor], tables: Sequence[Tensor]
+) -> Key:
+    """What the kernel depends on."""
+    queries, values = shapes.parts[0], shapes.parts[-1]
+    key = Key(
+        tokens[0].dtype,
+        options.interleaved,
+        of.back,
+        queries[-1],
+        tuple([it.shape[-1] for it in tables]),
+        values[-1] if shapes.packed else 0,
+        queries[-2] // values[-2],
+    )
+    return replace(
+        key,
+        access=_access(key.vec, [(it, _steps(it)) for it in tokens]),
+        table_access=_access(key.vec, [(it, (_row_step(it),)) for it in tables]),
+    )
+
+
+class Cut(NamedTuple):
+    """How tokens and heads are shared out.
+
+    Attributes:
+        unit: tokens that some blocks share.
+        blocks: of these, for each part.
+        lanes: log2 of how many threads a token's heads have, for each part.
+    """
+
+    unit: int
+    blocks: list[int]
+    lanes: list[int]
+
+
+def _cut(key: Key, shapes: Shapes) -> Cut:
+    parts = list(zip(key.parts(), shapes.parts, strict=True))
+    lanes = [part.lanes(shape[-2]) for part, shape in parts]
+    each = [part.slots >> log for (part, _), log in zip(parts, lanes, strict=True)]
+    unit = max(each)
+    return Cut(unit, [-(-unit // it) for it in each], lanes)
+
+
 class Plan:
     """All that calls with such tensors have in common."""
 
-    __slots__ = (
-        "_blocks",
-        "_contract",
-        "_dtype",
-        "_kernel",
-        "_numbers",
-        "_order",
-        "_outputs",
-        "_pieces",
-    )
+    __slots__ = ("_blocks", "_contract", "_dtype", "_kernel", "_numbers", "_outputs", "_pieces")
 
     def __init__(self, of: Of, given: Given, options: Options) -> None:
         tokens = [it for it in given[: len(of.tokens)] if it is not None]
         tables = [it for it in given[len(of.tokens) : -2] if it is not None]
-        offsets = given[-1]
-        lead = tokens[-1]
+        shapes = _shapes(tokens[-1], options)
+        outputs = [shapes.packed] if shapes.packed and of.back else shapes.parts
         self._contract = of.contract.name
-        self._dtype = lead.dtype
-        self._order = of.packed and of.back
-        *leading, groups, width = lead.shape
-        shapes: list[tuple[int, ...]] = [tuple(lead.shape)]
-        per_group = v_width = 0
-        if of.packed:
-            dq, width, v_width = options.qkv_split
-            per_group = dq // width
-            heads = [(groups * per_group, width), (groups, width), (groups, v_width)]
-            shapes = [(*leading, *it) for it in heads]
-            packed = (*leading, groups, dq + width + v_width)
-        outputs = [packed] if of.packed and of.back else shapes
+        self._dtype = tokens[0].dtype
         self._outputs = [(it, _strides(it)) for it in outputs]
         self._kernel: _launch.Kernel | None = None
         if not math.prod(outputs[0]):
             return
-        outer, inner = leading[0], leading[1] if len(leading) == 2 else 1
-        count = outer * inner
-        check_size(self._contract, "tokens", count, MOST_TOKENS)
-        key = Key(
-            lead.dtype,
-            options.interleaved,
-            of.back,
-            width,
-            tuple([it.shape[-1] for it in tables]),
-            v_width,
-            per_group or 1,
+        key = _key_of(of, options, shapes, tokens, tables)
+        cut = _cut(key, shapes)
+        outer, inner = (*shapes.parts[0][:-2], 1)[:2]
+        self._blocks = -(-outer * inner // cut.unit) * sum(cut.blocks)
+        self._pieces = max(part.pieces for part in key.parts())
+        self._check_sizes(outer * inner, shapes, options)
+        self._numbers = (
+            *_places(outer, inner, given[-1], options),
+            *(number for it in tables for number in (it.shape[0], _row_step(it))),
+            *_distances(of, shapes, cut, [_steps(it) for it in tokens]),
         )
-        angles = [Steps(it.stride(0) if it.shape[0] > 1 else 0, 0, 0) for it in tables]
-        steps = [_steps(it) for it in tokens]
-        key = replace(
-            key,
-            access=_access(key.vec, list(zip(tokens, steps, strict=True))),
-            table_access=_access(key.vec, list(zip(tables, angles, strict=True))),
-        )
-        numbers = [count, inner, inner if options.qkv_format == "bshd" else outer]
-        numbers += [0 if offsets is None else offsets.shape[0] - 1]
-        numbers += [int(options.qkv_format != "bshd"), options.cp_size, options.cp_rank]
-        for table, step in zip(tables, angles, strict=True):
-            numbers += [table.shape[0], step.outer]
-        check_size(self._contract, "heads", max(it[-2] for it in shapes), MOST)
-        parts = key.parts()
-        lanes = [part.lanes(it[-2]) for part, it in zip(parts, shapes, strict=True)]
-        each = [part.slots >> log for part, log in zip(parts, lanes, strict=True)]
-        unit = max(each)
-        blocks = [-(-unit // it) for it in each]
-        if of.packed:
-            numbers += [groups, unit, sum(blocks), *blocks[:2], *lanes]
-            others = steps if of.back else [_dense_steps(it) for it in shapes]
-            for it in (_dense_steps(packed) if of.back else steps[0], *others):
-                numbers += it
-        else:
-            numbers += [groups, *lanes, *steps[0]]
-        self._numbers = tuple(numbers)
-        self._blocks = -(-count // unit) * sum(blocks)
-        self._pieces = max(part.pieces for part in parts)
-        for name, size in (("blocks", self._blocks), ("ranks", options.cp_size)):
+        self._kernel = _launch.load(*source(key), tokens[0].get_device())
+
+    def _check_sizes(self, tokens: int, shapes: Shapes, options: Options) -> None:
+        check_size(self._contract, "tokens", tokens, MOST_TOKENS)
+        heads = max(it[-2] for it in shapes.parts)
+        for name, size in (("blocks", self._blocks), ("heads", heads), ("ranks", options.cp_size)):
             check_size(self._contract, name, size, MOST)
-        self._kernel = _launch.load(*source(key), lead.get_device())
 
     def __call__(self, of: Of, given: Given) -> list[Tensor]:
         """Run; ``given`` are tensors as those of the plan."""
@@ -330,11 +355,35 @@ class Plan:
         check_fresh(self._contract, outputs[0])
         if self._kernel is not None:
             addresses = [0 if it is None else it.data_ptr() for it in given]
-            made = [it.data_ptr() for it in outputs]
-            at = 0 if self._order else len(of.tokens)
-            addresses[at:at] = made
+            # The packed tensor stands first, whichever way it goes.
+            at = 0 if of.packed and of.back else len(of.tokens)
+            addresses[at:at] = [it.data_ptr() for it in outputs]
             self._kernel.launch(self._blocks, self._pieces, *addresses, *self._numbers)
         return outputs
+
+
+def _places(outer: int, inner: int, offsets: Tensor | None, options: Options) -> tuple[int, ...]:
+    """What kernels are told of where tokens stand."""
+    sequence_first = options.qkv_format != "bshd"
+    return (
+        outer * inner,
+        inner,
+        outer if sequence_first else inner,
+        0 if offsets is None else offsets.shape[0] - 1,
+        int(sequence_first),
+        options.cp_size,
+        options.cp_rank,
+    )
+
+
+def _distances(of: Of, shapes: Shapes, cut: Cut, steps: Sequence[Steps]) -> list[int]:
+    """What kernels are told of heads, of who has them, and of how far things are apart."""
+    if shapes.packed is None:
+        return [shapes.parts[0][-2], *cut.lanes, *steps[0]]
+    numbers = [shapes.packed[-2], cut.unit, sum(cut.blocks), *cut.blocks[:2], *cut.lanes]
+    parts = steps if of.back else [_dense_steps(it) for it in shapes.parts]
+    numbers += _dense_steps(shapes.packed) if of.back else steps[0]
+    return numbers + [number for it in parts for number in it]
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
