@@ -16,7 +16,7 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "normalization", "quantization", "softmax")
+FAMILIES = ("activation", "epilogue", "normalization", "quantization", "softmax")
 """The families that the set has a file for."""
 
 

@@ -34,6 +34,7 @@
 // Nothing is added atomically, so the same call gives the same bits.
 
 #include "activations.cuh"
+#include "casting.cuh"
 #include "cluster.cuh"
 #include "float8.cuh"
 #include "memory.cuh"
@@ -229,41 +230,8 @@ __device__ __forceinline__ float largest_of_block(float value) {
 using Stored = StoredScale<SCALES>::type;
 using PieceCodes = Codes<KIND, kPiece>;
 
-// Where the results go, and how they are scaled.
-struct Output {
-  unsigned char* data;
-  Stored* scale_inv;
-  int columns;
-  float epsilon;
-
-  // Casts 16 values with the scale of their block, or of all, and writes the codes.
-  __device__ __forceinline__ PieceCodes put(const float (&values)[kPiece], int row, int column,
-                                            bool exists, float scale) const {
-    if constexpr (WIDTH > 0) {
-      constexpr int lanes = WIDTH / kPiece > 1 ? WIDTH / kPiece : 1;
-      const float amax = largest_of_lanes<lanes>(largest_of(values, 0.0f));
-      Stored inverse;
-      scale = block_scale<KIND, SCALES, POW2>(amax, scale, epsilon, inverse);
-      if (threadIdx.x % lanes == 0 && exists && column < columns) {
-        const int across = (columns + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1);
-        scale_inv[static_cast<long long>(row) * across + column / (WIDTH > 0 ? WIDTH : 1)] =
-            inverse;
-      }
-    }
-    const PieceCodes codes = narrow<KIND>(values, scale);
-    const long long start =
-        (static_cast<long long>(row) * columns + column) / (8 / KIND::kBits);
-    if (exists && column < columns) {
-      if (WHOLE || column + kPiece <= columns) {
-        store_bytes<PieceCodes::kBytes, STORE>(data + start, codes.words);
-      } else {
-        store_some_bytes<PieceCodes::kBytes>(data + start, codes.words,
-                                             (columns - column) * KIND::kBits / 8);
-      }
-    }
-    return codes;
-  }
-};
+using Output = RowCast<KIND, SCALES, POW2, WIDTH, kPiece,
+                       (WIDTH > kPiece ? WIDTH / kPiece : 1), STORE, WHOLE>;
 
 // The scale that all share, or 1; one thread writes its inverse.
 __device__ __forceinline__ float shared_scale(const float* scale, bool writes, Stored* scale_inv,
@@ -272,12 +240,8 @@ __device__ __forceinline__ float shared_scale(const float* scale, bool writes, S
   if (OWNED || scale == nullptr) return 1.0f;
   const float shared = *scale;
   if (writes) {
-    const float inverse = __frcp_rn(shared);
-    if (global_scale_inv) *global_scale_inv = inverse;
-    if constexpr (WIDTH == 0 && !SQUARE) {
-      *scale_inv = inverse;
-      if (scale_inv_t) *scale_inv_t = inverse;
-    }
+    constexpr bool alone = WIDTH == 0 && !SQUARE;
+    write_inverse<alone>(shared, scale_inv, scale_inv_t, global_scale_inv);
   }
   return shared;
 }
