@@ -13,6 +13,7 @@
 //   HALVES     1 if the columns are those of both halves, and a thread has some of them
 //   ACCESS     elements that the addresses allow in one access
 //   WHOLE      1 if every piece of 16 columns is complete, and lies in one half
+//   INSIDE     1 if no tile goes beyond the rows or the columns (cast_tiles)
 //   KIND       of the codes: e4m3, e5m2 or e2m1
 //   WIDTH      columns that share a scale, 0 if all do or if blocks are square
 //   SQUARE     1 if blocks are 128x128
@@ -152,10 +153,11 @@ struct Piece {
 #endif
   }
 
+  template <bool Inside = false>
   __device__ __forceinline__ void read(const Input& in, int row, int column, bool exists) {
     const int end = BOTH ? in.part : in.columns;
     const bool straddles = HALVES && column < in.part && column + kPiece > in.part;
-    if (!exists || column >= end) {
+    if (!exists || (!Inside && column >= end)) {
 #if SOURCE == 0
       stored = zeros<TX, kPiece>();
 #else
@@ -386,7 +388,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   auto read = [&](int turn, Piece& piece) {
     const int row = first_row + team + turn * ROWS;
     groups[turn] = owner_of(owner, row, rows);
-    piece.read(in, row, column, row < rows && (!OWNED || groups[turn] >= 0));
+    piece.read<INSIDE>(in, row, column,
+                       (INSIDE || row < rows) && (!OWNED || groups[turn] >= 0));
   };
   float largest = 0.0f;
   if constexpr (kept) {
@@ -427,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int i = 0; i < kPiece; ++i) total[SUMS ? i : 0] += values[i];
     }
     const float scale_of_row = OWNED && groups[turn] >= 0 && scale ? scale[groups[turn]] : shared;
-    const PieceCodes codes = out.put(values, row, column, row < rows, scale_of_row);
+    const PieceCodes codes = out.put<INSIDE>(values, row, column, INSIDE || row < rows, scale_of_row);
     if constexpr (TURNED) {
       const int place = team + turn * ROWS;
       if constexpr (kSame) {
@@ -478,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int first_byte = first_row / (8 / KIND::kBits);
     if constexpr (kSame) {
       turn_bytes<kThreads>(tile);
-      drain_turned<kThreads, kSide, 2, STORE_T>(tile, data_t, first_column, columns, first_byte,
+      drain_turned<kThreads, kSide, 2, STORE_T, INSIDE>(tile, data_t, first_column, columns, first_byte,
                                                 byte_rows);
     } else {
       // A thread has 32 rows of two columns.
@@ -557,13 +560,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       __syncthreads();
-      drain_turned<kThreads, kBytes, 1, STORE_T>(tile, data_t, first_column, columns, first_byte,
+      drain_turned<kThreads, kBytes, 1, STORE_T, INSIDE>(tile, data_t, first_column, columns, first_byte,
                                                  byte_rows);
       const int down = (rows + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1);
       for (int at = threadIdx.x; at < kSide * kPerColumn; at += kThreads) {
         const int own = first_column + at / kPerColumn;
         const int place = first_row / (WIDTH > 0 ? WIDTH : 1) + at % kPerColumn;
-        if (own < columns && place < down) {
+        if (INSIDE || (own < columns && place < down)) {
           scale_inv_t[static_cast<long long>(own) * down + place] =
               inverses[at / kPerColumn][at % kPerColumn];
         }

@@ -20,10 +20,11 @@ struct RowCast {
   float epsilon;
 
   // Writes the codes, if the row exists. `scale` is that of all, and 1 if there is none.
-  // Every lane of a warp calls it.
+  // Every lane of a warp calls it. Inside: there are no columns beyond the last.
+  template <bool Inside = false>
   __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], int row, int column,
                                                 bool exists, float scale) const {
-    const bool inside = exists && column < columns;
+    const bool inside = exists && (Inside || column < columns);
     if constexpr (Width > 0) {
       float amax = 0.0f;
 #pragma unroll
@@ -40,7 +41,7 @@ struct RowCast {
     const Codes<Kind, N> codes = narrow<Kind>(values, scale);
     unsigned char* to = data + (static_cast<long long>(row) * columns + column) / (8 / Kind::kBits);
     if (inside) {
-      if (Whole || column + N <= columns) {
+      if (Whole || Inside || column + N <= columns) {
         store_bytes<Codes<Kind, N>::kBytes, Access>(to, codes.words);
       } else {
         store_some_bytes<Codes<Kind, N>::kBytes>(to, codes.words,
