@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib
 import itertools
 import os
 import re
@@ -30,9 +31,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from cuda_emulation.libraries import STAND_INS
+from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _arguments, _compile, _launch
 
-__all__ = ["LIMITS", "EmulationError", "load", "missing", "running", "uses_assembly"]
+__all__ = [
+    "LIMITS",
+    "EmulationError",
+    "Kernel",
+    "fuses",
+    "missing",
+    "prepare",
+    "running",
+    "uses_assembly",
+]
 
 HERE = Path(__file__).parent
 LIMITS = _launch.Limits(9, 0, 2, 232_448, 233_472)
@@ -47,6 +59,8 @@ FLAGS = (
     f"-std={_compile.STANDARD}",
     "-O1",
     "-fPIC",
+    "-ffp-contract=fast",
+    "-fexpensive-optimizations",  # of which contraction is one
     "-w",
     "-fno-threadsafe-statics",
     "-U_FORTIFY_SOURCE",
@@ -139,12 +153,22 @@ def _digest(*parts: str) -> str:
 
 @functools.cache
 def _processor_flags() -> tuple[str, ...]:
-    """Fused multiplication and addition, as nvcc makes it, where the processor has it."""
+    """Fused multiplication and addition, as CUDA's compilers make it, where there is one."""
     try:
         found = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ()
-    return ("-mfma", "-ffp-contract=fast") if " fma " in found else ()
+    return ("-mfma",) if " fma " in found else ()
+
+
+def fuses() -> bool:
+    """Whether products are fused with what is added to them."""
+    return bool(_processor_flags())
+
+
+def prepare() -> None:
+    """Compile what all kernels share."""
+    _engine()
 
 
 def _run_compiler(folder: Path, *arguments: str) -> None:
@@ -297,4 +321,8 @@ def running() -> Iterator[None]:
             (_arguments, "IS_THERE", "is_cpu"),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
+        for family, functions in STAND_INS.items():
+            module = importlib.import_module(f"{cuda.__name__}.{family}")
+            for name, value in functions.items():
+                stack.enter_context(mock.patch.object(module, name, value))
         yield

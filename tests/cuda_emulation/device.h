@@ -159,6 +159,7 @@ template <typename T>
 inline unsigned __match_any_sync(unsigned mask, T value) {
   const uint64_t own = emulation::widened(value);
   const uint64_t* values = emulation::meet_lanes(mask, emulation::Meeting::match, own);
+  mask &= emulation::lanes_existing();
   unsigned result = 0;
   for (int i = 0; i < 32; ++i) result |= unsigned((mask >> i & 1) && values[i] == own) << i;
   return result;
@@ -170,9 +171,9 @@ inline T reduce(unsigned mask, T value, Operation operation) {
   const uint64_t* values = meet_lanes(mask, Meeting::reduce, widened(value));
   bool first = true;
   T result = value;
-  const unsigned alive = lanes_alive();
+  mask &= lanes_existing();
   for (int i = 0; i < 32; ++i) {
-    if (!(mask & alive & 1u << i)) continue;
+    if (!(mask >> i & 1)) continue;
     const T other = narrowed<T>(values[i]);
     result = first ? other : operation(result, other);
     first = false;

@@ -281,9 +281,8 @@ const uint64_t* meet_lanes(unsigned mask, Meeting kind, uint64_t value) {
   Block& own = block();
   const unsigned lane = running->number % 32;
   const unsigned first = running->number - lane;
-  const unsigned existing = own.threads - first < 32 ? (1u << (own.threads - first)) - 1 : ~0u;
   if (!(mask >> lane & 1)) fail("lane %u is not in its own mask %#x", lane, mask);
-  mask &= existing;
+  mask &= lanes_existing();
   auto& meetings = own.warps[first / 32];
   LaneMeeting* found = nullptr;
   for (LaneMeeting& it : meetings) {
@@ -314,6 +313,11 @@ const uint64_t* meet_lanes(unsigned mask, Meeting kind, uint64_t value) {
   }
   --found->readers;  // nobody else runs before this one has read
   return found->values;
+}
+
+unsigned lanes_existing() {
+  const unsigned lanes = block().threads - running->number / 32 * 32;
+  return lanes < 32 ? (1u << lanes) - 1 : ~0u;
 }
 
 unsigned lanes_alive() {

@@ -36,7 +36,8 @@ enum class Meeting { sync, shuffle, vote, match, reduce };
 int meet_block(bool vote);
 // Waits for the lanes of `mask`; what each gave, readable until the next meeting.
 const uint64_t* meet_lanes(unsigned mask, Meeting meeting, uint64_t value);
-unsigned lanes_alive();
+unsigned lanes_alive();     // of this warp, those that have not returned
+unsigned lanes_existing();  // or have
 void arrive_at_cluster();
 void wait_for_cluster();
 void wait_for_predecessor();

@@ -16,7 +16,15 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "epilogue", "normalization", "quantization", "softmax")
+FAMILIES = (
+    "activation",
+    "attention",
+    "epilogue",
+    "gemm",
+    "normalization",
+    "quantization",
+    "softmax",
+)
 """The families that the set has a file for."""
 
 
@@ -43,4 +51,12 @@ def register(registry: OpRegistry) -> None:
         min_arch="sm_80",
         is_available=is_available,
         traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
+        differing={
+            # Which of its kernels a library takes depends on the size of the whole.
+            "gemm": {"traits": frozenset({"deterministic", "graph_safe"})},
+            "attention": {
+                "supported_dtypes": frozenset({"bfloat16", "float16"}),
+                "traits": frozenset({"graph_safe"}),
+            },
+        },
     )
