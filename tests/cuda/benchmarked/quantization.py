@@ -50,9 +50,9 @@ def bits(source: Specialisation) -> tuple[int, int]:
     """Bits that an access reads and writes: codes are narrower than what they are made of."""
     defines = dict(source.defines)
     if source.kernel == "dequantize":
-        return 32 if defines["KIND"] == "e2m1" else 64, 128
+        return 0 if defines["KIND"] == "e2m1" else 64, 128
     if source.kernel == "amax_tiles" or defines.get("CASTS") == 0:
         return 128, 0
-    if source.kernel == "shard" or (source.kernel, defines["KIND"]) == ("cast_rows", "e2m1"):
+    if source.kernel == "shard" or (source.kernel, defines.get("KIND")) == ("cast_rows", "e2m1"):
         return 128, 64
     return 128, 128

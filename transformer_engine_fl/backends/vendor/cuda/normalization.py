@@ -186,6 +186,8 @@ class ForwardKey:
         tile = forward_tile(self.columns, SIZES[self.x], others, device.has_clusters)
         if tile is None:
             return None
+        if self.cast is not None and self.added and tile.blocks > 1:
+            tile = with_blocks(tile, 1024)  # casting a sum takes more registers
         kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
         return tile if kept <= device.shared_per_block else None
 
