@@ -69,14 +69,14 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_norms_of_rows_over_several_warps(format: str, device: str) -> None:
-    x, weight = values(7, 1048, device=device), values(1048, device=device)
+    x, weight = values(8, 1048, device=device), values(1048, device=device)
     for options in ({}, {"columnwise": True}):
         check_outputs("rmsnorm_fwd_quantize", x, weight, format=format, **options)
 
 
 @pytest.mark.parametrize("format", ["per_tensor", "nvfp4"])
 def test_norms_with_a_given_scale_leave_the_amax(format: str, device: str) -> None:
-    x, weight = values(5, 520, device=device), values(520, device=device)
+    x, weight = values(6, 520, device=device), values(520, device=device)
     scale = torch.tensor([3.0], device=device)
     for options in ({}, {"columnwise": True}):
         check_outputs(
