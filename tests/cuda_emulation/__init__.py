@@ -212,15 +212,6 @@ def _library(specialisation: _compile.Specialisation) -> Path:
 
 # ----------------------------------------------------------------------------- running
 
-_TYPES: dict[str, Any] = {
-    "P": ctypes.c_void_p,
-    "q": ctypes.c_int64,
-    "Q": ctypes.c_uint64,
-    "i": ctypes.c_int32,
-    "I": ctypes.c_uint32,
-    "f": ctypes.c_float,
-    "d": ctypes.c_double,
-}
 _one_at_a_time = threading.Lock()
 _turns = itertools.count()
 
@@ -256,7 +247,10 @@ class Kernel:
         self._entry = ctypes.cast(library.entry, ctypes.c_void_p)
         library.sizes.restype = ctypes.POINTER(ctypes.c_int)
         sizes = list(itertools.takewhile(bool, iter(library.sizes())))
-        if sizes != [struct.calcsize(kind) for kind in geometry.arguments]:
+        # What follows the other parameters may be one parameter, a structure of numbers.
+        self._parameters = len(sizes)
+        kinds = [struct.calcsize(kind) for kind in geometry.arguments]
+        if sizes and sizes != [*kinds[: len(sizes) - 1], sum(kinds[len(sizes) - 1 :])]:
             raise EmulationError(
                 f"{self} has parameters of {sizes} bytes, not {geometry.arguments!r}"
             )
@@ -271,9 +265,15 @@ class Kernel:
         geometry = self._geometry
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
             raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
-        struct.pack("@" + geometry.arguments, *values)  # refuses what does not fit
-        held = [_TYPES[kind](value) for kind, value in zip(geometry.arguments, values, strict=True)]
-        addresses = (ctypes.c_void_p * max(1, len(held)))(*map(ctypes.addressof, held))
+        # As a launch on a device packs them: refuses what does not fit.
+        packed = struct.pack("@" + geometry.arguments, *values)
+        held = ctypes.create_string_buffer(packed, max(1, len(packed)))
+        offsets = [
+            struct.calcsize("@" + geometry.arguments[: at + 1]) - struct.calcsize(kind)
+            for at, kind in enumerate(geometry.arguments[: self._parameters])
+        ]
+        start = ctypes.addressof(held)
+        addresses = (ctypes.c_void_p * max(1, len(offsets)))(*(start + at for at in offsets))
         with _one_at_a_time:
             wrong = self._launch(
                 self._entry,

@@ -19,10 +19,13 @@ INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 FAMILIES = (
     "activation",
     "attention",
+    "dropout",
     "epilogue",
     "gemm",
     "normalization",
+    "padding",
     "quantization",
+    "rope",
     "softmax",
 )
 """The families that the set has a file for."""

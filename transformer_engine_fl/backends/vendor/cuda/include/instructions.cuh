@@ -108,4 +108,11 @@ TE_FL_FOUR(four_e5m2, "e5m2x2")
 #undef TE_FL_FOUR
 #endif
 
+// All 64 bits of a product. Of two widened numbers the compiler adds the high words' zeros.
+__device__ __forceinline__ unsigned long long wide_product(unsigned a, unsigned b) {
+  unsigned long long result;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 }  // namespace te_fl
