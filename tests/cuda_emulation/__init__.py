@@ -24,8 +24,10 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ LIMITS = _launch.Limits(9, 0, 2, 232_448, 233_472)
 MOST_THREADS = 2048
 """Threads that a multiprocessor holds."""
 MOST_BLOCKS = 32
+A_WEEK = 7 * 24 * 3600.0
 DEVICE = -1
 """torch's index of the CPU."""
 
@@ -74,6 +77,8 @@ class EmulationError(AssertionError):
 
 def missing() -> str | None:
     """Why kernels cannot be emulated here; None if they can."""
+    if sys.platform != "linux":
+        return f"kernels are emulated on Linux, not on {sys.platform}"
     if shutil.which("g++") is None:
         return "there is no g++"
     if _compile.header_directory() is None:
@@ -132,7 +137,10 @@ def _workshop() -> Path:
     folder = root / digest
     if folder.exists():
         return folder
-    root.mkdir(exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    for other in root.iterdir():  # of sources that are no more
+        if time.time() - other.stat().st_mtime > A_WEEK:
+            shutil.rmtree(other, ignore_errors=True)
     making = Path(tempfile.mkdtemp(dir=root, prefix=".making_"))
     for name, text in texts.items():
         (making / name).write_text(text)

@@ -15,8 +15,6 @@ from transformer_engine_fl.backends.vendor.cuda.loss import (
     forward_source,
 )
 
-REDUCTIONS = ("forward",)
-
 
 def sources(device: Limits) -> Iterator[Specialisation]:
     """Those of bfloat16 logits on such a device."""
@@ -25,3 +23,8 @@ def sources(device: Limits) -> Iterator[Specialisation]:
         for summed in (False, True):
             yield forward_source(ForwardKey(vectors, 8, low, None, False, summed), device)[0]
         yield backward_source(BackwardKey(vectors, 8, low, low))[0]
+
+
+def bits(source: Specialisation) -> tuple[int, int]:
+    """Bits that an access reads and writes; of what is summed up, little is written."""
+    return 128, 0 if source.kernel == "forward" else 128

@@ -10,8 +10,6 @@ from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._launch import Limits
 from transformer_engine_fl.backends.vendor.cuda.optimizer import TILES, source
 
-REDUCTIONS = ("squares",)
-
 
 def sources(device: Limits) -> Iterator[Specialisation]:
     """Those of float32 and bfloat16 tensors, all aligned."""
@@ -29,3 +27,8 @@ def sources(device: Limits) -> Iterator[Specialisation]:
         sgd = {"G": kind, "P": full, "B": full, "C": None, "ACC": full}
         how = {"FIRST": False, "NESTEROV": False, "DECAY_LAST": False}
         yield source("sgd", (None,), 3, 4, TILES["sgd"], **sgd, **how)[0]
+
+
+def bits(source: Specialisation) -> tuple[int, int]:
+    """Bits that an access reads and writes; of what is summed up, little is written."""
+    return 128, 0 if source.kernel == "squares" else 128

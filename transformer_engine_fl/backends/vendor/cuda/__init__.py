@@ -20,6 +20,7 @@ FAMILIES = (
     "activation",
     "attention",
     "dropout",
+    "epilogue",
     "gemm",
     "loss",
     "normalization",

@@ -236,6 +236,7 @@ class CastKey(NamedTuple):
         backwards: whether the end is first.
         dependent: whether the scale is what the launch before gives.
         lanes, rows: threads along the columns, and down.
+        inside: whether no tile goes beyond the rows or the columns.
     """
 
     source: SourceKey
@@ -250,6 +251,7 @@ class CastKey(NamedTuple):
     dependent: bool
     lanes: int
     rows: int
+    inside: bool
 
     def defines(self) -> dict[str, str | int]:
         """As macros."""
@@ -271,6 +273,7 @@ class CastKey(NamedTuple):
             "DEPENDENT": int(self.dependent),
             "LANES": self.lanes,
             "ROWS": self.rows,
+            "INSIDE": int(self.inside),
         }
 
 
@@ -299,8 +302,9 @@ def tiles_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, 
     same = not key.recipe.width
     size = 1 if same else key.source.x.itemsize if stored else 4
     shared = SIDE * SIDE * size if key.turned else 0
-    light = stored and key.source.x.itemsize == 2 and key.recipe.form.values_per_byte == 1
-    defines = {**key.defines(), "BLOCKS": 3 if light and not key.owned else 2}
+    blocks = 3 if stored and key.source.x.itemsize == 2 and key.recipe.width in (0, 32) else 2
+    blocks = 2 if key.owned or key.sums else blocks
+    defines = {**key.defines(), "BLOCKS": blocks}
     geometry = _launch.Geometry(
         THREADS, "P" * 15 + "qqiiifff", shared, dependent=key.dependent and device.has_clusters
     )
@@ -587,7 +591,8 @@ class _Run(NamedTuple):
         recipe, source = self.recipe, self.source
         matrix = source.matrix(recipe.width, whole=True)
         key = source.kernel(matrix, both=False)
-        kernel = self._kernel(key, matrix, SIDE // PIECE, TILE_ROWS, tiles_source)
+        inside = not (matrix.rows % SIDE or matrix.columns % SIDE) and matrix.rows > 0
+        kernel = self._kernel(key, matrix, SIDE // PIECE, TILE_ROWS, tiles_source, inside)
         down = -(-matrix.rows // SIDE)
         blocks = max(1, down * -(-matrix.columns // SIDE))
         self._check(matrix, blocks)
@@ -610,7 +615,13 @@ class _Run(NamedTuple):
         return sums
 
     def _kernel(
-        self, key: SourceKey, matrix: Matrix, lanes: int, rows: int, make: Any
+        self,
+        key: SourceKey,
+        matrix: Matrix,
+        lanes: int,
+        rows: int,
+        make: Any,
+        inside: bool = False,
     ) -> _launch.Kernel:
         recipe, device = self.recipe, self.source.x.get_device()
         packed = recipe.form.values_per_byte
@@ -627,6 +638,7 @@ class _Run(NamedTuple):
             self.computed,
             lanes,
             rows,
+            inside,
         )
         plan_key = (device, make, found)
         return _kernels.get(plan_key) or _kernels.made(
@@ -752,6 +764,7 @@ def cast_source(
     amax: bool = False,
     sums: bool = False,
     dependent: bool = False,
+    inside: bool = False,
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that casts so, whichever it is."""
     tiles = recipe.columnwise or recipe.square
@@ -770,6 +783,7 @@ def cast_source(
         dependent,
         lanes,
         THREADS // lanes,
+        inside,
     )
     return (tiles_source if tiles else rows_source)(key, device)
 
@@ -783,7 +797,7 @@ def representative_sources(
         by_tensor = recipe.form.by_tensor
         for dtype in (low, full):
             key = identity_key(dtype)
-            yield cast_source(key, recipe, device, dependent=by_tensor)
+            yield cast_source(key, recipe, device, dependent=by_tensor, inside=True)
             yield cast_source(key, recipe, device, amax=by_tensor, sums=True)
         yield cast_source(identity_key(half, 1, False), recipe, device, store=1, lanes=8)
         yield cast_source(identity_key(low, 4, False), recipe, device, store=2, owned=True)

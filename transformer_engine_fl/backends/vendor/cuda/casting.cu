@@ -13,6 +13,7 @@
 //   HALVES     1 if the columns are those of both halves, and a thread has some of them
 //   ACCESS     elements that the addresses allow in one access
 //   WHOLE      1 if every piece of 16 columns is complete, and lies in one half
+//   INSIDE     1 if no tile goes beyond the rows or the columns (cast_tiles)
 //   KIND       of the codes: e4m3, e5m2 or e2m1
 //   WIDTH      columns that share a scale, 0 if all do or if blocks are square
 //   SQUARE     1 if blocks are 128x128
@@ -34,6 +35,7 @@
 // Nothing is added atomically, so the same call gives the same bits.
 
 #include "activations.cuh"
+#include "casting.cuh"
 #include "cluster.cuh"
 #include "float8.cuh"
 #include "memory.cuh"
@@ -151,10 +153,11 @@ struct Piece {
 #endif
   }
 
+  template <bool Inside = false>
   __device__ __forceinline__ void read(const Input& in, int row, int column, bool exists) {
     const int end = BOTH ? in.part : in.columns;
     const bool straddles = HALVES && column < in.part && column + kPiece > in.part;
-    if (!exists || column >= end) {
+    if (!exists || (!Inside && column >= end)) {
 #if SOURCE == 0
       stored = zeros<TX, kPiece>();
 #else
@@ -229,41 +232,8 @@ __device__ __forceinline__ float largest_of_block(float value) {
 using Stored = StoredScale<SCALES>::type;
 using PieceCodes = Codes<KIND, kPiece>;
 
-// Where the results go, and how they are scaled.
-struct Output {
-  unsigned char* data;
-  Stored* scale_inv;
-  int columns;
-  float epsilon;
-
-  // Casts 16 values with the scale of their block, or of all, and writes the codes.
-  __device__ __forceinline__ PieceCodes put(const float (&values)[kPiece], int row, int column,
-                                            bool exists, float scale) const {
-    if constexpr (WIDTH > 0) {
-      constexpr int lanes = WIDTH / kPiece > 1 ? WIDTH / kPiece : 1;
-      const float amax = largest_of_lanes<lanes>(largest_of(values, 0.0f));
-      Stored inverse;
-      scale = block_scale<KIND, SCALES, POW2>(amax, scale, epsilon, inverse);
-      if (threadIdx.x % lanes == 0 && exists && column < columns) {
-        const int across = (columns + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1);
-        scale_inv[static_cast<long long>(row) * across + column / (WIDTH > 0 ? WIDTH : 1)] =
-            inverse;
-      }
-    }
-    const PieceCodes codes = narrow<KIND>(values, scale);
-    const long long start =
-        (static_cast<long long>(row) * columns + column) / (8 / KIND::kBits);
-    if (exists && column < columns) {
-      if (WHOLE || column + kPiece <= columns) {
-        store_bytes<PieceCodes::kBytes, STORE>(data + start, codes.words);
-      } else {
-        store_some_bytes<PieceCodes::kBytes>(data + start, codes.words,
-                                             (columns - column) * KIND::kBits / 8);
-      }
-    }
-    return codes;
-  }
-};
+using Output = RowCast<KIND, SCALES, POW2, WIDTH, kPiece,
+                       (WIDTH > kPiece ? WIDTH / kPiece : 1), STORE, WHOLE>;
 
 // The scale that all share, or 1; one thread writes its inverse.
 __device__ __forceinline__ float shared_scale(const float* scale, bool writes, Stored* scale_inv,
@@ -272,12 +242,8 @@ __device__ __forceinline__ float shared_scale(const float* scale, bool writes, S
   if (OWNED || scale == nullptr) return 1.0f;
   const float shared = *scale;
   if (writes) {
-    const float inverse = __frcp_rn(shared);
-    if (global_scale_inv) *global_scale_inv = inverse;
-    if constexpr (WIDTH == 0 && !SQUARE) {
-      *scale_inv = inverse;
-      if (scale_inv_t) *scale_inv_t = inverse;
-    }
+    constexpr bool alone = WIDTH == 0 && !SQUARE;
+    write_inverse<alone>(shared, scale_inv, scale_inv_t, global_scale_inv);
   }
   return shared;
 }
@@ -422,7 +388,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   auto read = [&](int turn, Piece& piece) {
     const int row = first_row + team + turn * ROWS;
     groups[turn] = owner_of(owner, row, rows);
-    piece.read(in, row, column, row < rows && (!OWNED || groups[turn] >= 0));
+    piece.read<INSIDE>(in, row, column,
+                       (INSIDE || row < rows) && (!OWNED || groups[turn] >= 0));
   };
   float largest = 0.0f;
   if constexpr (kept) {
@@ -463,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int i = 0; i < kPiece; ++i) total[SUMS ? i : 0] += values[i];
     }
     const float scale_of_row = OWNED && groups[turn] >= 0 && scale ? scale[groups[turn]] : shared;
-    const PieceCodes codes = out.put(values, row, column, row < rows, scale_of_row);
+    const PieceCodes codes = out.put<INSIDE>(values, row, column, INSIDE || row < rows, scale_of_row);
     if constexpr (TURNED) {
       const int place = team + turn * ROWS;
       if constexpr (kSame) {
@@ -514,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int first_byte = first_row / (8 / KIND::kBits);
     if constexpr (kSame) {
       turn_bytes<kThreads>(tile);
-      drain_turned<kThreads, kSide, 2, STORE_T>(tile, data_t, first_column, columns, first_byte,
+      drain_turned<kThreads, kSide, 2, STORE_T, INSIDE>(tile, data_t, first_column, columns, first_byte,
                                                 byte_rows);
     } else {
       // A thread has 32 rows of two columns.
@@ -593,13 +560,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       __syncthreads();
-      drain_turned<kThreads, kBytes, 1, STORE_T>(tile, data_t, first_column, columns, first_byte,
+      drain_turned<kThreads, kBytes, 1, STORE_T, INSIDE>(tile, data_t, first_column, columns, first_byte,
                                                  byte_rows);
       const int down = (rows + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1);
       for (int at = threadIdx.x; at < kSide * kPerColumn; at += kThreads) {
         const int own = first_column + at / kPerColumn;
         const int place = first_row / (WIDTH > 0 ? WIDTH : 1) + at % kPerColumn;
-        if (own < columns && place < down) {
+        if (INSIDE || (own < columns && place < down)) {
           scale_inv_t[static_cast<long long>(own) * down + place] =
               inverses[at / kPerColumn][at % kPerColumn];
         }

@@ -9,6 +9,9 @@
 //   CENTRED              1 for layer normalization, 0 for root mean square
 //   ZERO_CENTRED         1 if gamma is stored as gamma - 1
 //   ADDED                1 if a residual is added before (forward), a gradient behind (backward)
+//   CAST                 of a forward: 0 to write values, 1 codes, 2 neither (statistics alone)
+//   AMAX                 1 to leave each row's amax too (with CAST)
+//   KIND, WIDTH, SCALES, POW2   how codes are scaled: see casting.cu
 //   VEC                  elements per vector; divides the number of columns
 //   ACCESS               elements that the addresses allow in one access, up to VEC
 //   VECS                 vectors of a row that belong to one thread
@@ -30,6 +33,7 @@
 // A row's result depends on its values, H and the types alone, never on the number of
 // rows. Nothing is added atomically, so the same call gives the same bits.
 
+#include "casting.cuh"
 #include "memory.cuh"
 #include "numeric.cuh"
 #include "row_reduction.cuh"
@@ -169,13 +173,27 @@ struct Terms {
 
 #ifdef KERNEL_forward
 
+// What a cast takes beside what all forwards do.
+#if CAST == 1
+using Cast = RowCast<KIND, SCALES, POW2, WIDTH, VEC,
+                     (WIDTH > 0 ? least(LANES, least(32, WIDTH / VEC)) : 1), 16, true>;
+#define CAST_PARAMETERS                                                                      \
+  , const float *all_scale, Cast::Stored *scale_inv, float *global_scale_inv, float *amaxes, \
+      float epsilon
+#elif CAST == 2
+#define CAST_PARAMETERS , float *amaxes
+#else
+#define CAST_PARAMETERS
+#endif
+
 // One set of ROWS rows per block, or per cluster. Short-lived blocks keep the memory
 // busy: while some wait for their sums, others on the multiprocessor load and store.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     forward(const TX* __restrict__ x, const TX* __restrict__ residual,
             const TW* __restrict__ gamma, const TB* __restrict__ beta, TY* __restrict__ y,
             TX* __restrict__ sum, A* __restrict__ mu, A* __restrict__ rsigma, long long rows,
-            long long x_stride, long long residual_stride, int columns, A share, A eps) {
+            long long x_stride, long long residual_stride, int columns, A share,
+            A eps CAST_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char kept[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long row =
@@ -241,34 +259,72 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const A scale = inverse_sqrt(squares[0] * share + eps);
 
   wait_copies<0>();
-  if (!active) return;
-  if (rank == 0 && threadIdx.x % LANES == 0) {
+  if (CAST == 0 && !active) return;  // casting, threads exchange values
+  if (active && rank == 0 && threadIdx.x % LANES == 0) {
     if constexpr (CENTRED) mu[row] = mean;
     rsigma[row] = scale;
   }
-  TY* target = y + row * columns;
+#if CAST == 2 && !AMAX
+  return;
+#endif
+#if CAST == 1
+  const Cast cast{y, scale_inv, columns, epsilon};
+  float shared = 1.0f;
+  if (all_scale) {
+    shared = *all_scale;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      write_inverse<WIDTH == 0>(shared, scale_inv, static_cast<Cast::Stored*>(nullptr),
+                                global_scale_inv);
+    }
+  }
+#endif
+  A largest[1] = {0};
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-    Vec<TW, VEC> g;
+    const bool inside = active && Row::in_row(column, columns);
+    if (CAST == 0 && !inside) continue;
+    Vec<TW, VEC> g = zeros<TW, VEC>();
     Vec<TB, VEC> b = zeros<TB, VEC>();
     if constexpr (AHEAD) {
       g = Slots<TW>::read(kept_gamma, v);
       if constexpr (CENTRED) b = Slots<TB>::read(kept_beta, v);
-    } else {
+    } else if (inside) {
       g = load_shared_data<ACCESS, VEC>(gamma + column);
       if (CENTRED && beta) b = load_shared_data<ACCESS, VEC>(beta + column);
     }
     A values[VEC];
     normalize(Slots<TX>::read(kept, v), mean, scale, g, b, values);
-    store(target + column, encode<TY>(values));
+#if CAST == 0
+    store(y + row * columns + column, encode<TY>(values));
+#else
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      values[i] = inside ? values[i] : A(0);
+      if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
+    }
+#if CAST == 1
+    cast.put(values, static_cast<int>(row), column, inside, shared);
+#endif
+#endif
   }
+#if CAST != 0
+  if constexpr (AMAX) {
+    over_row.max(largest);
+    if (active && rank == 0 && threadIdx.x % LANES == 0) amaxes[row] = largest[0];
+  }
+#endif
 }
 
 #endif  // KERNEL_forward
 
 #ifdef KERNEL_forward_wide
+
+#if CAST == 2
+#define CAST_PARAMETERS , float *amaxes
+#else
+#define CAST_PARAMETERS
+#endif
 
 // One block per row, any number of columns; the row is read two or three times, all
 // but the first from the L2 cache. With a residual it is the sum that is read, by the
@@ -277,7 +333,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
     forward_wide(const TX* __restrict__ x, const TX* __restrict__ residual,
                  const TW* __restrict__ gamma, const TB* __restrict__ beta, TY* __restrict__ y,
                  TX* sum, A* __restrict__ mu, A* __restrict__ rsigma, long long rows,
-                 long long x_stride, long long residual_stride, int columns, A share, A eps) {
+                 long long x_stride, long long residual_stride, int columns, A share,
+                 A eps CAST_PARAMETERS) {
   const int first = threadIdx.x * VEC;
   RowReduction<LANES, 1, 1, A> over_row;
   for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -316,6 +373,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
       if constexpr (CENTRED) mu[row] = mean;
       rsigma[row] = scale;
     }
+#if CAST == 0
     TY* target = y + row * columns;
 #pragma unroll 2
     for (int column = first; column < columns; column += LANES * VEC) {
@@ -326,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
                 values);
       store(target + column, encode<TY>(values));
     }
+#endif
   }
 }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 if TYPE_CHECKING:
+    from transformer_engine_fl.backends._recipes import Recipe
     from transformer_engine_fl.core.contract import Contract
 
 __all__ = [
@@ -140,6 +141,30 @@ def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
     return Specialisation("normalization", kernel, tuple(defines.items()))
 
 
+class Cast(NamedTuple):
+    """What a forward leaves in place of its output.
+
+    Attributes:
+        recipe: how that is cast; None if it is not written at all.
+        amax: whether each row's amax is left.
+    """
+
+    recipe: Recipe | None
+    amax: bool
+
+    def defines(self) -> dict[str, str | int]:
+        """As macros."""
+        defines: dict[str, str | int] = {"CAST": 2, "AMAX": int(self.amax)}
+        if self.recipe is not None:
+            constants = self.recipe.constants()
+            defines |= {name: constants[name] for name in ("KIND", "WIDTH", "SCALES")}
+            defines |= {"CAST": 1, "POW2": int(constants["POW2"])}
+        return defines
+
+
+STATISTICS: Final = Cast(None, False)
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardKey:
     """What a forward's kernel depends on, besides the device."""
@@ -153,6 +178,18 @@ class ForwardKey:
     centred: bool
     zero_centred: bool
     added: bool = False
+    cast: Cast | None = None
+
+    def tile(self, device: _launch.Limits) -> Tile | None:
+        """How its rows are spread; None if they have to be read more than once."""
+        others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
+        tile = forward_tile(self.columns, SIZES[self.x], others, device.has_clusters)
+        if tile is None:
+            return None
+        if self.cast is not None and self.added and tile.blocks > 1:
+            tile = with_blocks(tile, 1024)  # casting a sum takes more registers
+        kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
+        return tile if kept <= device.shared_per_block else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,30 +213,30 @@ def forward_source(
     key: ForwardKey, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry, int, int]:
     """The kernel of a forward, with the rows and the blocks of a group (one per row set)."""
-    others = max(SIZES[key.weight], SIZES[key.bias], SIZES[key.output])
-    tile = forward_tile(key.columns, SIZES[key.x], others, device.has_clusters)
-    kept = SIZES[key.x] * (1 + key.added)
-    if tile is not None and tile.threads * tile.held * kept > device.shared_per_block:
-        tile = None
+    tile = key.tile(device)
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
-        "TY": NAMES[key.output],
+        "TY": NAMES[key.output] if key.cast is None else "unsigned char",
         "TW": NAMES[key.weight],
         "TB": NAMES[key.bias],
         "CENTRED": int(key.centred),
         "ZERO_CENTRED": int(key.zero_centred),
         "ADDED": int(key.added),
         "ACCESS": key.access,
+        **({"CAST": 0, "AMAX": 0} if key.cast is None else key.cast.defines()),
     }
     arguments = "PPPPPPPPqqqi" + 2 * real(key.x)
+    if key.cast is not None:
+        arguments += "P" if key.cast.recipe is None else "PPPPf"
     if tile is None:
         wide = {"VEC": vector_width(key.columns, SIZES[key.x]), "LANES": WIDE_LANES}
         geometry = _launch.Geometry(WIDE_LANES, arguments)
         return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
     held = tile.held
-    shared = held * kept
+    shared = held * SIZES[key.x] * (1 + key.added)
     parameters = held * (SIZES[key.weight] + (SIZES[key.bias] if key.centred else 0))
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor
+    ahead = ahead and key.cast != STATISTICS  # which need no parameters
     main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead)}
     shared = tile.threads * (shared + (parameters if ahead else 0))
     # As much shared memory as the blocks of a multiprocessor fill; the rest is L1 cache.
@@ -225,6 +262,12 @@ class Forward:
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments up to mu and rsigma, then the rest."""
         self.kernel.launch(-(-rows // self.rows) * self.cluster, 1, *values)
+
+
+def forward_of(key: ForwardKey, device: int) -> Forward:
+    """The kernel, made by the first who asks."""
+    plan_key = (device, key)
+    return _forwards.get(plan_key) or _forwards.made(plan_key, lambda: Forward(key, device))
 
 
 def backward_sources(

@@ -57,10 +57,11 @@ __device__ __forceinline__ unsigned float8_code(float y) {
 // than one is not whole: so it is rounded once. NaN is 6.
 __device__ __forceinline__ unsigned e2m1_code(float y) {
   y = fminf(y, 6.0f);
-  const float half = fabsf(y) * 0.5f;
-  float sum = fmaf(__saturatef(half), 4.0f, 12582912.0f);  // 1.5 * 2^23: its last bit counts 1
-  sum = fmaf(__saturatef(half - 1.0f), 2.0f, sum);
-  sum += __saturatef(half - 2.0f);
+  const float size = fabsf(y);
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: its last bit counts 1
+  float sum = fmaf(__saturatef(size * 0.5f), 4.0f, magic);
+  sum = fmaf(__saturatef(fmaf(size, 0.5f, -1.0f)), 2.0f, sum);
+  sum += __saturatef(fmaf(size, 0.5f, -2.0f));
   return (__float_as_uint(sum) & 7u) | (__float_as_uint(y) >> 28 & 8u);
 }
 
@@ -97,8 +98,8 @@ __device__ __forceinline__ Codes<Kind, N> narrow(const float (&values)[N], float
     } else {
       unsigned sum = 0;
 #pragma unroll
-      for (int i = 0; i < each; ++i) {
-        if (word * each + i < N) sum |= e2m1_code(scaled(i)) << 4 * i;
+      for (int i = least(each, N - word * each) - 1; i >= 0; --i) {
+        sum = (sum << 4) + e2m1_code(scaled(i));
       }
       codes.words[word] = sum;
     }

@@ -69,7 +69,8 @@ __device__ __forceinline__ void turn_bytes(unsigned char* tile) {
 }
 
 // Writes the turned tile to rows of `bytes` bytes, `Access` at a time, as far as they go.
-template <int Threads, int Bytes, int Shift, int Access>
+// Inside: all of it does.
+template <int Threads, int Bytes, int Shift, int Access, bool Inside = false>
 __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char* to,
                                              int first_column, int columns, int first_byte,
                                              int bytes) {
@@ -78,12 +79,12 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
   for (int at = threadIdx.x; at < 128 * kChunks; at += Threads) {
     const int column = at / kChunks;
     const int byte = first_byte + at % kChunks * 16;
-    if (first_column + column >= columns || byte >= bytes) continue;
+    if (!Inside && (first_column + column >= columns || byte >= bytes)) continue;
     const uint4 chunk =
         *reinterpret_cast<const uint4*>(turned_chunk<Bytes, Shift>(tile, column, at % kChunks));
     const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
     unsigned char* target = to + static_cast<long long>(first_column + column) * bytes + byte;
-    if (byte + 16 <= bytes) {
+    if (Inside || byte + 16 <= bytes) {
       store_bytes<16, Access>(target, words);
     } else {
       store_some_bytes<16>(target, words, bytes - byte);
