@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from transformer_engine_fl.backends import _cross_entropy
 from transformer_engine_fl.backends.flagos import loss as flagos
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import loss as contracts
@@ -195,8 +196,8 @@ def linear_call(
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers have their logits made for a few words at a time."""
-    monkeypatch.setattr(flagos, "_LOGITS", {"forward": 21 * 64, "backward": 21 * 48})
-    monkeypatch.setattr(flagos, "_FEWEST_WORDS", 16)
+    monkeypatch.setattr(_cross_entropy, "_LOGITS", {"forward": 21 * 64, "backward": 21 * 48})
+    monkeypatch.setattr(_cross_entropy, "_FEWEST_WORDS", 16)
 
 
 @pytest.mark.usefixtures("in_parts")
@@ -255,8 +256,8 @@ def test_matrix_products_are_widened_by_torch_where_it_can(
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    monkeypatch.setattr(flagos, "_WIDENS", {})
-    monkeypatch.setattr(flagos, "_ADDS", {})
+    monkeypatch.setattr(_cross_entropy, "_WIDENS", {})
+    monkeypatch.setattr(_cross_entropy, "_ADDS", {})
     input, weight, target, _ = linear_call(torch.bfloat16, device)
     _, lse = check_values("fused_linear_cross_entropy_fwd", input, weight, target)
     check_values("fused_linear_cross_entropy_bwd", lse, input, weight, target, lse)

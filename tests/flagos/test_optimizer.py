@@ -214,17 +214,17 @@ def test_a_second_call_on_the_same_tensors_writes_no_table(
 
 def test_gradients_may_be_elsewhere_in_each_step(device: str) -> None:
     grads, *others = adam_lists([5, CHUNK + 1], device)
-    steps = [[it.clone() for it in grads] for _ in range(_lists._MOST_TABLES + 2)]
+    steps = [[it.clone() for it in grads] for _ in range(_lists.MOST_TABLES + 2)]
     for step, elsewhere in enumerate([*steps, *steps], 1):
         check_values("multi_tensor_adam", elsewhere, *others, 0.1, step)
-    (layout,) = _lists._LAYOUTS.values()
-    assert len(layout._tables) <= _lists._MOST_TABLES
+    (layout,) = _lists.LAYOUTS.values()
+    assert len(layout._tables) <= _lists.MOST_TABLES
 
 
 def test_what_is_kept_is_bounded(device: str) -> None:
-    for size in range(1, _lists._MOST_LAYOUTS + 3):
+    for size in range(1, _lists.MOST_LAYOUTS + 3):
         flagos.multi_tensor_l2norm([torch.ones(size, device=device)])
-    assert len(_lists._LAYOUTS) <= _lists._MOST_LAYOUTS
+    assert len(_lists.LAYOUTS) <= _lists.MOST_LAYOUTS
 
 
 def test_a_captured_call_has_tables_of_its_own(
@@ -232,9 +232,9 @@ def test_a_captured_call_has_tables_of_its_own(
 ) -> None:
     lists = adam_lists(SIZES, device)
     flagos.multi_tensor_adam(*lists, 0.1, 1)
-    (layout,) = _lists._LAYOUTS.values()
+    (layout,) = _lists.LAYOUTS.values()
     kept = dict(layout._tables)
-    monkeypatch.setattr(_lists, "_stream", lambda device: None)
+    monkeypatch.setattr("transformer_engine_fl.backends._lists._stream", lambda device: None)
     for step in (2, 3):
         launches.clear()
         check_values("multi_tensor_adam", *lists, 0.1, step)
@@ -250,7 +250,7 @@ def test_a_graph_outlives_what_is_kept(device: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         flagos.multi_tensor_adam(*lists, 0.1, 1)
-    _lists._LAYOUTS.clear()
+    _lists.LAYOUTS.clear()
     torch.cuda.empty_cache()
     held = [torch.full((1 << size,), -1, device=device) for size in range(5, 20)]
     for _ in range(2):
@@ -286,7 +286,7 @@ def test_rows_that_lie_alike_are_not_copied(device: str) -> None:
 
     lists = tuple(turned(it) for it in adam_lists([120, 120], device))
     check_values("multi_tensor_adam", *lists, 0.1, 1)
-    (layout,) = _lists._LAYOUTS.values()
+    (layout,) = _lists.LAYOUTS.values()
     assert not layout.copied
 
 

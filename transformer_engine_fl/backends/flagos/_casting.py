@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
@@ -40,7 +41,6 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._narrow import (
-    KINDS,
     LARGEST_FLOAT32,
     amax_of,
     constants_of,
@@ -66,28 +66,21 @@ from transformer_engine_fl.backends.flagos._tiles import (
 from transformer_engine_fl.backends.flagos.activation import results
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
-from transformer_engine_fl.ops._formats import FORMATS, LARGEST, Format
-from transformer_engine_fl.ops.quantization import GLOBAL_LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "Quantized",
-    "Recipe",
     "Source",
     "amax_of_all",
     "cast",
     "cast_with_sums",
     "dense_scale",
     "in_bytes",
-    "outputs_of",
     "shared_scale",
     "store_rows",
     "write_largest",
 ]
-
-Quantized = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 # ------------------------------------------------------------------- what there is to cast
 #
@@ -944,73 +937,6 @@ class _Matrix(NamedTuple):
     grad_stride: int
 
 
-class Recipe(NamedTuple):
-    """How to quantise: the options that the operators share, as their check has passed them.
-
-    Attributes:
-        op: the operator.
-        form: the scaling format.
-        dtype: of the data.
-        columnwise, force_pow_2_scales, amax_epsilon: see ``quantize``.
-    """
-
-    op: str
-    form: Format
-    dtype: torch.dtype
-    columnwise: bool
-    force_pow_2_scales: bool
-    amax_epsilon: float
-
-    @classmethod
-    def of(
-        cls,
-        op: str,
-        *,
-        format: str,
-        dtype: torch.dtype | None,
-        columnwise: bool,
-        force_pow_2_scales: bool,
-        amax_epsilon: float,
-    ) -> Recipe:
-        """The recipe of an operator's options."""
-        if not isinstance(amax_epsilon, int | float):
-            raise NotSupportedError(f"{op}: amax_epsilon is no number yet")
-        form = FORMATS[format]
-        kind = dtype or getattr(torch, form.dtypes[0])
-        return cls(op, form, kind, columnwise, force_pow_2_scales, float(amax_epsilon))
-
-    @property
-    def width(self) -> int:
-        """Of blocks along a row; 0 where there are none, or where they are square."""
-        return 0 if self.form.block is None or self.square else self.form.block[1]
-
-    @property
-    def square(self) -> bool:
-        """Whether blocks are as high as they are wide."""
-        return self.form.block is not None and self.form.block[0] > 1
-
-    @property
-    def shared_largest(self) -> float:
-        """What the scale that all share makes of the amax of all."""
-        return GLOBAL_LARGEST if self.form.global_scale else self.constants()["LARGEST"]
-
-    @property
-    def halved(self) -> bool:
-        """Whether a half of a block is one number of the data."""
-        return self.width == 16 and self.form.values_per_byte == 2
-
-    def constants(self) -> dict[str, Any]:
-        """For the kernels."""
-        scales = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
-        return {
-            "KIND": KINDS[self.dtype],
-            "LARGEST": LARGEST[str(self.dtype).removeprefix("torch.")],
-            "WIDTH": self.width,
-            "SCALES": scales.get(self.form.scale_dtype, "float32"),
-            "POW2": self.force_pow_2_scales,
-        }
-
-
 class _Plan(NamedTuple):
     """How to cast.
 
@@ -1084,6 +1010,11 @@ _AMAX = Choice(
 _INTERPRETED = Block(128, 32, 256)  # a program costs the interpreter as much as many elements
 
 
+def _halved(recipe: Recipe) -> bool:
+    """Whether a half of a block is one number of the data."""
+    return recipe.width == 16 and recipe.form.values_per_byte == 2
+
+
 def _square_rule(height: int) -> Block:
     if _launch.INTERPRETED:
         return _INTERPRETED
@@ -1133,7 +1064,7 @@ def _plan(
 ) -> _Plan:
     device = source.x.device
     parts = unit_t = 1
-    halved = not square and recipe.halved and matrix.unit == WIDEST_UNIT
+    halved = not square and _halved(recipe) and matrix.unit == WIDEST_UNIT
     if square:
         height = 128 if recipe.square else recipe.width or 1
         threads, rows, columns = _SQUARES(device, height, source.x.itemsize)
@@ -1336,29 +1267,6 @@ def _scale_each_group(
     return scales
 
 
-def outputs_of(recipe: Recipe, source: Source, groups: int) -> Quantized:
-    """The tensors that are written."""
-    form, x = recipe.form, source.x
-    rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
-    scale_dtype: torch.dtype = getattr(torch, form.scale_dtype)
-    packed = form.values_per_byte
-
-    def scales(down: int, across: int) -> Tensor:
-        shape = (groups,) if form.block is None else form.scale_shape(down, across)
-        return _empty(x, shape, scale_dtype)
-
-    data = _empty(x, (*source.shape[:-1], columns // packed), recipe.dtype)
-    check_fresh(recipe.op, data)
-    return (
-        data,
-        scales(rows, columns),
-        _empty(x, (groups,)) if form.by_tensor else None,
-        _empty(x, (groups,)) if form.global_scale else None,
-        _empty(x, (columns, rows // packed), recipe.dtype) if recipe.columnwise else None,
-        scales(columns, rows) if recipe.columnwise else None,
-    )
-
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -1420,7 +1328,7 @@ def _run(
     square = recipe.columnwise or recipe.square or with_sums
     matrix = source.matrix(recipe.width, whole=square or group_sizes is not None)
     check_size(recipe.op, "rows", matrix.rows)
-    outputs = outputs_of(recipe, source, groups)
+    outputs = outputs_of(recipe, source.x, source.shape, groups)
     data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = outputs
     owners = partial = None
     if group_sizes is not None:

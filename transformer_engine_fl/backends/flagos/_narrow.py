@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -26,8 +25,9 @@ from transformer_engine_fl.backends.flagos import _launch
 if TYPE_CHECKING:
     from typing import Any
 
+    import torch
+
 __all__ = [
-    "KINDS",
     "LARGEST_FLOAT32",
     "amax_of",
     "constants_of",
@@ -45,9 +45,6 @@ __all__ = [
     "size_of",
     "value_of",
 ]
-
-KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
-"""The kind of number that a data dtype holds."""
 
 _HAS_CAST = 89  # the first compute capability with conversions to float8
 

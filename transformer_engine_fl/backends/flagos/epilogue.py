@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     MOST,
@@ -34,14 +35,11 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._casting import (
-    Quantized,
-    Recipe,
     Source,
     cast,
     cast_with_sums,
     dense_scale,
     in_bytes,
-    outputs_of,
     shared_scale,
     store_rows,
     write_largest,
@@ -470,7 +468,7 @@ def _norm(
         amaxes = _normalize(norm, recipe, None, None, by_tensor and scale is None)
         quantized = cast(recipe, norm.source(amaxes), scale)
     else:
-        quantized = outputs_of(recipe, norm.source(), 1)
+        quantized = outputs_of(recipe, norm.x, norm.shape, 1)
         amaxes = _normalize(norm, recipe, scale, quantized, by_tensor)
         if amaxes is not None:
             amax = quantized[2]

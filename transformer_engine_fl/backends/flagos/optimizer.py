@@ -10,31 +10,25 @@ reads the flag and leaves.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._optimizer import ListOperators
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import check_fresh, launch_of
+from transformer_engine_fl.backends.flagos._arguments import launch_of
 from transformer_engine_fl.backends.flagos._lists import (
     ALIGNMENT,
+    LISTING,
     Demand,
     Group,
     Tiles,
-    ready,
     tiles_choice,
 )
 from transformer_engine_fl.backends.flagos._narrow import rounded as _as
-from transformer_engine_fl.core.errors import NotSupportedError
-from transformer_engine_fl.ops import optimizer as contracts
-from transformer_engine_fl.ops._dtypes import math_dtype
-
-if TYPE_CHECKING:
-    from transformer_engine_fl.core.contract import Contract
 
 __all__ = [
     "multi_tensor_adam",
@@ -688,9 +682,8 @@ _KINDS = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
 }
-"""Of the tensors whose values kernels read or write as such; of others they handle the bits."""
-_MANTISSAS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
 def _start(
@@ -708,533 +701,66 @@ def _start(
     launch((programs, 1), tensors, numbers)
 
 
-def _go_through(
-    name: str,
-    demand: Demand,
-    group: Group,
-    others: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    **constants: Any,
-) -> None:
-    """Launch a kernel on the rows of a group.
+class _Operators(ListOperators):
+    """The operators over these kernels."""
 
-    Args:
-        name: of the kernel.
-        demand: what the table was made for.
-        group: the rows.
-        others: pointers behind the table's.
-        numbers: behind the number of rows.
-        constants: all but those that every kernel has.
-    """
-    widest = max([it.itemsize for it in group.dtypes])
-    tiles = group.tiles
-    _start(
-        name,
-        tiles.threads,
-        group.chunks,
-        group.table.device,
-        (group.table, *others),
-        (group.rows, *numbers),
-        **constants,
-        FIELDS=1 + len(demand.names) + demand.slots,
-        ALIGNED=group.aligned,
-        RUN=ALIGNMENT // widest,
-        TILE=tiles.tile,
-        CHUNK=tiles.chunk,
-        SEARCH=_SEARCH,
-    )
-
-
-# ------------------------------------------------------------------- scaling and norms
-
-
-def _scaled(contract: Contract[..., Any], **arguments: Any) -> None:
-    demand = Demand(("inputs", "outputs"), _TILES["scale"])
-    lists = ready(contract, demand, **arguments)
-    scale, flag = lists.others["scale"], lists.others["noop_flag"]
-    on_device = scale if isinstance(scale, Tensor) else None
-    number = 1.0 if isinstance(scale, Tensor) else float(scale)
-    for group in lists.groups:
-        x, y = group.dtypes
-        _go_through(
-            "scale",
-            demand,
-            group,
-            (flag, on_device),
-            (number,),
-            X=_KINDS[x],
-            Y=_KINDS[y],
-            ACC=_KINDS[math_dtype(x)],
+    def _go_through(
+        self,
+        name: str,
+        demand: Demand,
+        group: Group,
+        others: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+        **constants: Any,
+    ) -> None:
+        widest = max([it.itemsize for it in group.dtypes])
+        tiles = group.tiles
+        named = {
+            constant: _KINDS[value] if isinstance(value, torch.dtype) else value
+            for constant, value in constants.items()
+        }
+        _start(
+            name,
+            tiles.threads,
+            group.chunks,
+            group.table.device,
+            (group.table, *others),
+            (group.rows, *numbers),
+            **named,
+            FIELDS=1 + len(demand.names) + demand.slots,
+            ALIGNED=group.aligned,
+            RUN=ALIGNMENT // widest,
+            TILE=tiles.tile,
+            CHUNK=tiles.chunk,
+            SEARCH=_SEARCH,
         )
-    lists.finish()
+
+    def _finish_norms(
+        self,
+        sums: Tensor,
+        slots: Tensor | None,
+        norm: Tensor,
+        norms: Tensor | None,
+        flag: Tensor | None,
+    ) -> None:
+        threads, block = _NORMS
+        programs = 1 if norms is None else 1 + norms.numel()
+        tensors = (sums, slots, norm, norms, flag)
+        _start("norms", threads, programs, norm.device, tensors, (sums.numel(),), BLOCK=block)
 
 
-def multi_tensor_scale(
-    inputs: list[Tensor],
-    outputs: list[Tensor],
-    scale: float,
-    *,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_scale`` of the contract."""
-    _scaled(
-        contracts.multi_tensor_scale,
-        inputs=inputs,
-        outputs=outputs,
-        scale=scale,
-        noop_flag=noop_flag,
-    )
+# ---------------------------------------------------------------------------- operators
 
-
-def multi_tensor_scale_tensor(
-    inputs: list[Tensor],
-    outputs: list[Tensor],
-    scale: Tensor,
-    *,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_scale_tensor`` of the contract."""
-    _scaled(
-        contracts.multi_tensor_scale_tensor,
-        inputs=inputs,
-        outputs=outputs,
-        scale=scale,
-        noop_flag=noop_flag,
-    )
-
-
-def _norms_of(contract: Contract[..., Any], **arguments: Any) -> tuple[Tensor, Tensor | None]:
-    """The norm of all inputs, and of each."""
-    op, inputs = contract.name, arguments["inputs"]
-    demand = Demand(("inputs",), _TILES["l2norm"], slots=True)
-    lists = ready(contract, demand, **arguments)
-    flag, scale = lists.others["noop_flag"], lists.others.get("inv_scale")
-    device = lists.device
-    if device is None:
-        beside = [it.device for it in (scale, flag) if it is not None]
-        device = (*beside, torch.device("cpu"))[0]
-        reason = _launch.unsupported_device(device)
-        if reason:
-            raise NotSupportedError(f"{op}: without inputs the norm is on {device}: {reason}")
-    wide = any(it.dtype == torch.float64 for it in inputs)
-    dtype = torch.float64 if wide else torch.float32
-    norm = torch.empty((1,), dtype=dtype, device=device)
-    check_fresh(op, norm)
-    sums = torch.empty((lists.chunks,), dtype=dtype, device=device)
-    norms = None
-    if lists.others["per_tensor"]:
-        norms = torch.empty((len(inputs),), dtype=dtype, device=device)
-    for group in lists.groups:
-        _go_through(
-            "squares",
-            demand,
-            group,
-            (scale, sums),
-            (),
-            X=_KINDS[group.dtypes[0]],
-            ACC=_KINDS[dtype],
-        )
-    threads, block = _NORMS
-    programs = 1 if norms is None else 1 + len(inputs)
-    # Where there is no tensor, there is no table of them either.
-    tensors = (sums, lists.slots, norm, norms if inputs else None, flag)
-    _start("norms", threads, programs, device, tensors, (lists.chunks,), BLOCK=block)
-    lists.finish()
-    return norm, norms
-
-
-def multi_tensor_l2norm(
-    inputs: list[Tensor], *, per_tensor: bool = False, noop_flag: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """``multi_tensor_l2norm`` of the contract."""
-    return _norms_of(
-        contracts.multi_tensor_l2norm,
-        inputs=inputs,
-        per_tensor=per_tensor,
-        noop_flag=noop_flag,
-    )
-
-
-def multi_tensor_unscale_l2norm(
-    inputs: list[Tensor],
-    inv_scale: Tensor,
-    *,
-    per_tensor: bool = False,
-    noop_flag: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """``multi_tensor_unscale_l2norm`` of the contract."""
-    return _norms_of(
-        contracts.multi_tensor_unscale_l2norm,
-        inputs=inputs,
-        inv_scale=inv_scale,
-        per_tensor=per_tensor,
-        noop_flag=noop_flag,
-    )
-
-
-# ---------------------------------------------------------------------------------- Adam
-
-# What a parameter is kept as -> the list that is there for it, and lists of numbers.
-_FORMS = {
-    "plain": (),
-    "master": ("master_params",),
-    "remainder": ("param_remainders",),
-    "fp8": ("master_params", "scales", "amaxes", "scale_invs"),
-}
-_STATES = ("grads", "params", "exp_avgs", "exp_avg_sqs")
-
-
-def _stepped(contract: Contract[..., Any], form: str, **arguments: Any) -> None:
-    """A step of Adam."""
-    demand = Demand((*_STATES, *_FORMS[form]), _TILES["adam"], numbers=3 if form == "fp8" else 0)
-    lists = ready(contract, demand, **arguments)
-    if not lists.groups:
-        return
-    given = lists.others
-    lr, step = given["lr"], given["step"]
-    beta1, beta2 = float(given["beta1"]), float(given["beta2"])
-    rate_there = step_there = None
-    if isinstance(lr, Tensor):
-        rate_there, lr = lr, 0.0
-    powers = [1.0, 1.0]
-    if given["bias_correction"]:
-        if isinstance(step, Tensor):
-            step_there = step
-            powers = [math.log(it) if it else -math.inf for it in (beta1, beta2)]
-        else:
-            powers = [1 - it**step for it in (beta1, beta2)]
-    numbers = (beta1, beta2, 1 - beta1, 1 - beta2, float(given["eps"]))
-    for group in lists.groups:
-        g, p, m, _, *w = group.dtypes
-        bits = tl.int16 if form == "remainder" else tl.uint8
-        whole = w[0] if form in ("master", "fp8") else p
-        _go_through(
-            "adam",
-            demand,
-            group,
-            (given["noop_flag"], rate_there, step_there, given.get("inv_scale")),
-            (*numbers, float(given["weight_decay"]), float(lr), *powers),
-            G=_KINDS[g],
-            P=_KINDS[p] if form in ("plain", "master") else bits,
-            M=_KINDS[m],
-            W=_KINDS[w[0]] if w else None,
-            ACC=_KINDS[math_dtype(whole)],
-            FORM=form,
-            DECOUPLED=given["decoupled_weight_decay"],
-            SHORT=beta1 < 0.5,
-            MANTISSA=_MANTISSAS.get(p),
-        )
-    lists.finish()
-
-
-def multi_tensor_adam(
-    grads: list[Tensor],
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    lr: float,
-    step: int,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    decoupled_weight_decay: bool = True,
-    bias_correction: bool = True,
-    master_params: list[Tensor] | None = None,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_adam`` of the contract."""
-    _stepped(
-        contracts.multi_tensor_adam,
-        "plain" if master_params is None else "master",
-        grads=grads,
-        params=params,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        lr=lr,
-        step=step,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        bias_correction=bias_correction,
-        master_params=master_params,
-        noop_flag=noop_flag,
-    )
-
-
-def multi_tensor_adam_capturable(
-    grads: list[Tensor],
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    decoupled_weight_decay: bool = True,
-    bias_correction: bool = True,
-    inv_scale: Tensor | None = None,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_adam_capturable`` of the contract."""
-    _stepped(
-        contracts.multi_tensor_adam_capturable,
-        "plain",
-        grads=grads,
-        params=params,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        lr=lr,
-        step=step,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        bias_correction=bias_correction,
-        inv_scale=inv_scale,
-        noop_flag=noop_flag,
-    )
-
-
-def multi_tensor_adam_capturable_master(
-    grads: list[Tensor],
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    master_params: list[Tensor],
-    lr: Tensor,
-    step: Tensor,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    decoupled_weight_decay: bool = True,
-    bias_correction: bool = True,
-    inv_scale: Tensor | None = None,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_adam_capturable_master`` of the contract."""
-    _stepped(
-        contracts.multi_tensor_adam_capturable_master,
-        "master",
-        grads=grads,
-        params=params,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        master_params=master_params,
-        lr=lr,
-        step=step,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        bias_correction=bias_correction,
-        inv_scale=inv_scale,
-        noop_flag=noop_flag,
-    )
-
-
-def multi_tensor_adam_param_remainder(
-    grads: list[Tensor],
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    param_remainders: list[Tensor],
-    lr: float,
-    step: int,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    decoupled_weight_decay: bool = True,
-    bias_correction: bool = True,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_adam_param_remainder`` of the contract."""
-    _stepped(
-        contracts.multi_tensor_adam_param_remainder,
-        "remainder",
-        grads=grads,
-        params=params,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        param_remainders=param_remainders,
-        lr=lr,
-        step=step,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        bias_correction=bias_correction,
-        noop_flag=noop_flag,
-    )
-
-
-def multi_tensor_adam_fp8(
-    grads: list[Tensor],
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    master_params: list[Tensor],
-    scales: list[Tensor],
-    amaxes: list[Tensor],
-    scale_invs: list[Tensor],
-    lr: float,
-    step: int,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    decoupled_weight_decay: bool = True,
-    bias_correction: bool = True,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_adam_fp8`` of the contract."""
-    _stepped(
-        contracts.multi_tensor_adam_fp8,
-        "fp8",
-        grads=grads,
-        params=params,
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
-        master_params=master_params,
-        scales=scales,
-        amaxes=amaxes,
-        scale_invs=scale_invs,
-        lr=lr,
-        step=step,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        bias_correction=bias_correction,
-        noop_flag=noop_flag,
-    )
-
-
-# ----------------------------------------------------------------------------------- SGD
-
-
-def multi_tensor_sgd(
-    grads: list[Tensor],
-    params: list[Tensor],
-    momentum_buffers: list[Tensor],
-    lr: float,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    *,
-    nesterov: bool = False,
-    first_run: bool = False,
-    wd_after_momentum: bool = False,
-    scale: float = 1.0,
-    model_params: list[Tensor] | None = None,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_sgd`` of the contract."""
-    momentum_lists = ("momentum_buffers",)
-    copies = () if model_params is None else ("model_params",)
-    demand = Demand(("grads", "params", *momentum_lists, *copies), _TILES["sgd"])
-    lists = ready(
-        contracts.multi_tensor_sgd,
-        demand,
-        grads=grads,
-        params=params,
-        momentum_buffers=momentum_buffers,
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        dampening=dampening,
-        nesterov=nesterov,
-        first_run=first_run,
-        wd_after_momentum=wd_after_momentum,
-        scale=scale,
-        model_params=model_params,
-        noop_flag=noop_flag,
-    )
-    for group in lists.groups:
-        g, p, b, *c = group.dtypes
-        _go_through(
-            "sgd",
-            demand,
-            group,
-            (lists.others["noop_flag"],),
-            (float(lr), float(weight_decay), float(momentum), 1 - float(dampening), float(scale)),
-            G=_KINDS[g],
-            P=_KINDS[p],
-            B=_KINDS[b] if momentum else None,
-            C=_KINDS[c[0]] if c else None,
-            ACC=_KINDS[math_dtype(p)],
-            FIRST=first_run,
-            NESTEROV=nesterov,
-            DECAY_LAST=wd_after_momentum,
-        )
-    lists.finish()
-
-
-# -------------------------------------------------------------------------------- scales
-
-
-def multi_tensor_compute_scale_and_scale_inv(
-    amaxes: list[Tensor],
-    scales: list[Tensor],
-    scale_invs: list[Tensor],
-    max_fp8: float,
-    *,
-    force_pow_2_scales: bool = False,
-    epsilon: float = 0.0,
-    noop_flag: Tensor | None = None,
-) -> None:
-    """``multi_tensor_compute_scale_and_scale_inv`` of the contract."""
-    demand = Demand(("amaxes", "scales", "scale_invs"), _TILES["compute_scale"])
-    lists = ready(
-        contracts.multi_tensor_compute_scale_and_scale_inv,
-        demand,
-        amaxes=amaxes,
-        scales=scales,
-        scale_invs=scale_invs,
-        max_fp8=max_fp8,
-        force_pow_2_scales=force_pow_2_scales,
-        epsilon=epsilon,
-        noop_flag=noop_flag,
-    )
-    for group in lists.groups:
-        _go_through(
-            "float_scales",
-            demand,
-            group,
-            (lists.others["noop_flag"],),
-            (float(max_fp8), float(epsilon)),
-            POWERS=force_pow_2_scales,
-        )
-    lists.finish()
-
-
-def multi_tensor_compute_scale_inv_e8m0(
-    amaxes: list[Tensor], scale_invs: list[Tensor], *, noop_flag: Tensor | None = None
-) -> None:
-    """``multi_tensor_compute_scale_inv_e8m0`` of the contract."""
-    demand = Demand(("amaxes", "scale_invs"), _TILES["compute_scale"])
-    lists = ready(
-        contracts.multi_tensor_compute_scale_inv_e8m0,
-        demand,
-        amaxes=amaxes,
-        scale_invs=scale_invs,
-        noop_flag=noop_flag,
-    )
-    for group in lists.groups:
-        _go_through("e8m0_scales", demand, group, (lists.others["noop_flag"],), ())
-    lists.finish()
+_operators = _Operators(LISTING, _TILES, _launch.unsupported_device)
+multi_tensor_adam = _operators.multi_tensor_adam
+multi_tensor_adam_capturable = _operators.multi_tensor_adam_capturable
+multi_tensor_adam_capturable_master = _operators.multi_tensor_adam_capturable_master
+multi_tensor_adam_fp8 = _operators.multi_tensor_adam_fp8
+multi_tensor_adam_param_remainder = _operators.multi_tensor_adam_param_remainder
+multi_tensor_compute_scale_and_scale_inv = _operators.multi_tensor_compute_scale_and_scale_inv
+multi_tensor_compute_scale_inv_e8m0 = _operators.multi_tensor_compute_scale_inv_e8m0
+multi_tensor_l2norm = _operators.multi_tensor_l2norm
+multi_tensor_scale = _operators.multi_tensor_scale
+multi_tensor_scale_tensor = _operators.multi_tensor_scale_tensor
+multi_tensor_sgd = _operators.multi_tensor_sgd
+multi_tensor_unscale_l2norm = _operators.multi_tensor_unscale_l2norm

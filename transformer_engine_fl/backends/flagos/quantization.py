@@ -15,6 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._recipes import (
+    KINDS,
+    Lists,
+    Quantized,
+    Recipe,
+    in_lists,
+    options_of,
+)
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
@@ -29,15 +37,12 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._casting import (
-    Quantized,
-    Recipe,
     Source,
     amax_of_all,
     cast,
     cast_with_sums,
 )
 from transformer_engine_fl.backends.flagos._narrow import (
-    KINDS,
     amax_of,
     constants_of,
     encoded,
@@ -76,8 +81,6 @@ __all__ = [
     "split_quantize",
     "swap_first_dims",
 ]
-
-Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 # -------------------------------------------------------------------------------- kernels
 #
@@ -390,25 +393,9 @@ def quantize(
     amax_epsilon: float = 0.0,
 ) -> Quantized:
     """``quantize`` of the contract."""
-    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    options = options_of(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
     contracts.quantize.check(input, scale, **options)
     return cast(Recipe.of("quantize", **options), _source("quantize", input), scale)
-
-
-def _options(
-    format: str,
-    dtype: torch.dtype | None,
-    columnwise: bool,
-    force_pow_2_scales: bool,
-    amax_epsilon: float,
-) -> dict[str, Any]:
-    return {
-        "format": format,
-        "dtype": dtype,
-        "columnwise": columnwise,
-        "force_pow_2_scales": force_pow_2_scales,
-        "amax_epsilon": amax_epsilon,
-    }
 
 
 def bgrad_quantize(
@@ -423,7 +410,7 @@ def bgrad_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """``bgrad_quantize`` of the contract."""
     op = "bgrad_quantize"
-    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    options = options_of(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
     contracts.bgrad_quantize.check(input, scale, **options)
     bias_grad, outputs = cast_with_sums(
         Recipe.of(op, **options), _source(op, input), input.dtype, scale
@@ -444,7 +431,7 @@ def split_quantize(
 ) -> Lists:
     """``split_quantize`` of the contract."""
     op = "split_quantize"
-    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    options = options_of(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
     contracts.split_quantize.check(input, split_sections, scales, **options)
     _no_numbers(op, *split_sections)
     parts = parts_of(plain(op, "input", input), split_sections)
@@ -464,7 +451,7 @@ def group_quantize(
 ) -> Quantized:
     """``group_quantize`` of the contract."""
     op = "group_quantize"
-    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    options = options_of(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
     contracts.group_quantize.check(input, group_sizes, scale, **options)
     return cast(Recipe.of(op, **options), _source(op, input), scale, group_sizes)
 
@@ -481,21 +468,19 @@ def multi_tensor_quantize(
 ) -> Lists:
     """``multi_tensor_quantize`` of the contract."""
     op = "multi_tensor_quantize"
-    options = _options(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    options = options_of(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
     contracts.multi_tensor_quantize.check(inputs, scales, **options)
     return _each(Recipe.of(op, **options), inputs, scales)
 
 
 def _each(recipe: Recipe, inputs: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Lists:
     """The outputs of several tensors, a list in place of each."""
-    found = [
-        cast(recipe, _source(recipe.op, it), scales[place] if scales else None)
-        for place, it in enumerate(inputs)
-    ]
-    data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = (
-        [it for it in outputs if it is not None] for outputs in zip(*found, strict=True)
+    return in_lists(
+        [
+            cast(recipe, _source(recipe.op, it), scales[place] if scales else None)
+            for place, it in enumerate(inputs)
+        ]
     )
-    return data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t
 
 
 def dequantize(

@@ -20,15 +20,22 @@ FAMILIES = (
     "activation",
     "attention",
     "dropout",
+    "epilogue",
     "gemm",
+    "loss",
     "moe",
     "normalization",
+    "optimizer",
     "padding",
+    "quantization",
     "rope",
     "router",
     "softmax",
 )
 """The families that the set has a file for."""
+
+_NOT_INVARIANT = {"traits": frozenset({"deterministic", "graph_safe"})}
+"""Which of its kernels a library takes for matrices depends on the size of the whole."""
 
 
 def is_available() -> bool | str:
@@ -47,7 +54,6 @@ def register(registry: OpRegistry) -> None:
         registry,
         __name__,
         families=FAMILIES,
-        omit=("rmsnorm_fwd_add", "rmsnorm_bwd_add"),
         impl_id="vendor.cuda",
         kind=BackendImplKind.VENDOR,
         vendor=INFO.vendor,
@@ -56,8 +62,9 @@ def register(registry: OpRegistry) -> None:
         is_available=is_available,
         traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
         differing={
-            # Which of its kernels a library takes depends on the size of the whole.
-            "gemm": {"traits": frozenset({"deterministic", "graph_safe"})},
+            "gemm": _NOT_INVARIANT,
+            "fused_linear_cross_entropy_fwd": _NOT_INVARIANT,
+            "fused_linear_cross_entropy_bwd": _NOT_INVARIANT,
             "attention": {
                 "supported_dtypes": frozenset({"bfloat16", "float16"}),
                 "traits": frozenset({"graph_safe"}),

@@ -18,6 +18,7 @@ from transformer_engine_fl.backends import _arguments
 from transformer_engine_fl.backends._arguments import (
     NOT_A_TENSOR,
     PLAIN,
+    address_of,
     by_rows,
     check_fresh,
     check_integers,
@@ -41,6 +42,7 @@ __all__ = [
     "Plans",
     "Written",
     "access_width",
+    "address_of",
     "by_rows",
     "check_fresh",
     "check_integers",
@@ -56,6 +58,7 @@ __all__ = [
     "on_device",
     "plain",
     "real",
+    "refusal",
     "vector_width",
 ]
 
@@ -84,11 +87,12 @@ def on_device(tensor: Tensor) -> bool:
     return found
 
 
-def _refusal(device: torch.device) -> str | None:
+def refusal(device: torch.device) -> str | None:
+    """Why the kernels cannot run there; None if they can."""
     return None if device.type == DEVICE_TYPE else "vendor.cuda runs on CUDA devices"
 
 
-_taking = _arguments.Taking(_refusal)
+_taking = _arguments.Taking(refusal)
 plain = _taking.plain
 dense = _taking.dense
 

@@ -226,6 +226,14 @@ class Of(NamedTuple):
     backward: bool
 
 
+OPERATORS: Final[dict[str, Of]] = {}
+"""By the operator's name; what is quantised as well is calculated in the same way."""
+
+
+def _of(contract: Contract[..., Any], kind: str, gated: bool, backward: bool) -> Of:
+    return OPERATORS.setdefault(contract.name, Of(contract, kind, gated, backward))
+
+
 def _accepts(of: Of, grad: Tensor | None, x: Tensor) -> bool:
     """Whether the tensors are right, and for this set."""
     if not ((type(x) in PLAIN or is_plain(x)) and on_device(x) and x.dtype in NAMES):
@@ -367,7 +375,7 @@ def _named(contract: Contract[..., Any], function: F) -> F:
 def _forward(
     contract: Contract[..., Any], kind: str, gated: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    of = Of(contract, kind, gated, False)
+    of = _of(contract, kind, gated, False)
 
     def run(input: Tensor) -> Tensor:
         return _run(of, None, input)
@@ -378,7 +386,7 @@ def _forward(
 def _backward(
     contract: Contract[..., Any], kind: str, gated: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    of = Of(contract, kind, gated, True)
+    of = _of(contract, kind, gated, True)
 
     def run(grad: Tensor, fwd_input: Tensor) -> Tensor:
         return _run(of, grad, fwd_input)
@@ -389,7 +397,7 @@ def _backward(
 def _bias_backward(
     contract: Contract[..., Any], kind: str
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    of = Of(contract, kind, False, True)
+    of = _of(contract, kind, False, True)
 
     def run(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
         return _run_with_bias(of, grad, fwd_input)
@@ -425,8 +433,8 @@ dsreglu = _backward(contracts.dsreglu, "SquaredRelu", gated=True)
 swiglu = _forward(contracts.swiglu, "Silu", gated=True)
 dswiglu = _backward(contracts.dswiglu, "Silu", gated=True)
 
-_CLAMPED_SWIGLU = Of(contracts.clamped_swiglu, CLAMPED, True, False)
-_CLAMPED_DSWIGLU = Of(contracts.clamped_dswiglu, CLAMPED, True, True)
+_CLAMPED_SWIGLU = _of(contracts.clamped_swiglu, CLAMPED, True, False)
+_CLAMPED_DSWIGLU = _of(contracts.clamped_dswiglu, CLAMPED, True, True)
 
 
 def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:

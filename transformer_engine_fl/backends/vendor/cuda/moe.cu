@@ -480,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
 #pragma unroll
           for (int v = 0; v < VECS; ++v) {
             const int column = first + (v * LANES + member()) * VEC;
-            if (column < columns) store_at_once(target + column, results[v]);
+            if (column < columns) store_to_global(target + column, results[v]);
           }
         }
       }

@@ -5,8 +5,13 @@
 // normalization.py chooses them.
 //
 //   TX, TY, TW, TB, TDY  storage types of input, output, gamma, beta, output gradient
+//   TADD                 storage type of what is added to the input's gradient
 //   CENTRED              1 for layer normalization, 0 for root mean square
 //   ZERO_CENTRED         1 if gamma is stored as gamma - 1
+//   ADDED                1 if a residual is added before (forward), a gradient behind (backward)
+//   CAST                 of a forward: 0 to write values, 1 codes, 2 neither (statistics alone)
+//   AMAX                 1 to leave each row's amax too (with CAST)
+//   KIND, WIDTH, SCALES, POW2   how codes are scaled: see casting.cu
 //   VEC                  elements per vector; divides the number of columns
 //   ACCESS               elements that the addresses allow in one access, up to VEC
 //   VECS                 vectors of a row that belong to one thread
@@ -28,6 +33,7 @@
 // A row's result depends on its values, H and the types alone, never on the number of
 // rows. Nothing is added atomically, so the same call gives the same bits.
 
+#include "casting.cuh"
 #include "memory.cuh"
 #include "numeric.cuh"
 #include "row_reduction.cuh"
@@ -70,6 +76,17 @@ __device__ __forceinline__ A sum_of(const Vec<TX, VEC>& row) {
   return sum;
 }
 
+// Rounded, as it is stored and as the norm sees it.
+__device__ __forceinline__ Vec<TX, VEC> sum_with(const Vec<TX, VEC>& row,
+                                                 const Vec<TX, VEC>& residual) {
+  A x[VEC], r[VEC];
+  decode(row, x);
+  decode(residual, r);
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) x[i] += r[i];
+  return encode<TX>(x);
+}
+
 __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
   A x[VEC];
   decode(row, x);
@@ -79,10 +96,10 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
   return sum;
 }
 
-__device__ __forceinline__ Vec<TY, VEC> normalized(const Vec<TX, VEC>& row, A mean, A scale,
-                                                   const Vec<TW, VEC>& gamma,
-                                                   const Vec<TB, VEC>& beta) {
-  A x[VEC], g[VEC], y[VEC];
+__device__ __forceinline__ void normalize(const Vec<TX, VEC>& row, A mean, A scale,
+                                          const Vec<TW, VEC>& gamma, const Vec<TB, VEC>& beta,
+                                          A (&y)[VEC]) {
+  A x[VEC], g[VEC];
   decode(row, x);
   decode_gamma(gamma, g);
 #pragma unroll
@@ -93,7 +110,6 @@ __device__ __forceinline__ Vec<TY, VEC> normalized(const Vec<TX, VEC>& row, A me
 #pragma unroll
     for (int i = 0; i < VEC; ++i) y[i] += b[i];
   }
-  return encode<TY>(y);
 }
 
 #endif
@@ -132,13 +148,21 @@ struct Terms {
     if constexpr (CENTRED) sums[1] += values;
   }
 
-  // dx = scale * (u - xhat * product - value), from the means of products and values.
-  __device__ __forceinline__ Vec<TX, VEC> dx(A scale, A product, A value) const {
+  // dx = scale * (u - xhat * product - value), from the means of products and values, and
+  // what is added to it.
+  __device__ __forceinline__ Vec<TX, VEC> dx(A scale, A product, A value,
+                                             const Vec<TADD, VEC>& added) const {
     A result[VEC];
     product *= scale;
     value *= scale;
 #pragma unroll
     for (int i = 0; i < VEC; ++i) result[i] = u[i] * scale - (xhat[i] * product + value);
+    if constexpr (ADDED) {
+      A more[VEC];
+      decode(added, more);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) result[i] += more[i];
+    }
     return encode<TX>(result);
   }
 };
@@ -149,12 +173,27 @@ struct Terms {
 
 #ifdef KERNEL_forward
 
+// What a cast takes beside what all forwards do.
+#if CAST == 1
+using Cast = RowCast<KIND, SCALES, POW2, WIDTH, VEC,
+                     (WIDTH > 0 ? least(LANES, least(32, WIDTH / VEC)) : 1), 16, true>;
+#define CAST_PARAMETERS                                                                      \
+  , const float *all_scale, Cast::Stored *scale_inv, float *global_scale_inv, float *amaxes, \
+      float epsilon
+#elif CAST == 2
+#define CAST_PARAMETERS , float *amaxes
+#else
+#define CAST_PARAMETERS
+#endif
+
 // One set of ROWS rows per block, or per cluster. Short-lived blocks keep the memory
 // busy: while some wait for their sums, others on the multiprocessor load and store.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
-    forward(const TX* __restrict__ x, const TW* __restrict__ gamma, const TB* __restrict__ beta,
-            TY* __restrict__ y, A* __restrict__ mu, A* __restrict__ rsigma, long long rows,
-            long long x_stride, int columns, A share, A eps) {
+    forward(const TX* __restrict__ x, const TX* __restrict__ residual,
+            const TW* __restrict__ gamma, const TB* __restrict__ beta, TY* __restrict__ y,
+            TX* __restrict__ sum, A* __restrict__ mu, A* __restrict__ rsigma, long long rows,
+            long long x_stride, long long residual_stride, int columns, A share,
+            A eps CAST_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char kept[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long row =
@@ -168,10 +207,15 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    Slots<TX>::fill<true>(kept, v, source + column, active && Row::in_row(column, columns));
+    const bool valid = active && Row::in_row(column, columns);
+    Slots<TX>::fill<true>(kept, v, source + column, valid);
+    if constexpr (ADDED) {
+      Slots<TX>::fill<true>(kept + Slots<TX>::kBytes, v,
+                            residual + row * residual_stride + column, valid);
+    }
   }
   commit_copies();
-  unsigned char* kept_gamma = kept + Slots<TX>::kBytes;
+  unsigned char* kept_gamma = kept + (1 + ADDED) * Slots<TX>::kBytes;
   unsigned char* kept_beta = kept_gamma + Slots<TW>::kBytes;
   if constexpr (AHEAD) {
 #pragma unroll
@@ -184,6 +228,17 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   }
   commit_copies();
   wait_copies<1>();
+
+  if constexpr (ADDED) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      const Vec<TX, VEC> total =
+          sum_with(Slots<TX>::read(kept, v), Slots<TX>::read(kept + Slots<TX>::kBytes, v));
+      Slots<TX>::write(kept, v, total);
+      if (active && Row::in_row(column, columns)) store(sum + row * columns + column, total);
+    }
+  }
 
   A mean = 0;
   if constexpr (CENTRED) {
@@ -204,50 +259,105 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const A scale = inverse_sqrt(squares[0] * share + eps);
 
   wait_copies<0>();
-  if (!active) return;
-  if (rank == 0 && threadIdx.x % LANES == 0) {
+  if (CAST == 0 && !active) return;  // casting, threads exchange values
+  if (active && rank == 0 && threadIdx.x % LANES == 0) {
     if constexpr (CENTRED) mu[row] = mean;
     rsigma[row] = scale;
   }
-  TY* target = y + row * columns;
+#if CAST == 2 && !AMAX
+  return;
+#endif
+#if CAST == 1
+  const Cast cast{y, scale_inv, columns, epsilon};
+  float shared = 1.0f;
+  if (all_scale) {
+    shared = *all_scale;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      write_inverse<WIDTH == 0>(shared, scale_inv, static_cast<Cast::Stored*>(nullptr),
+                                global_scale_inv);
+    }
+  }
+#endif
+  A largest[1] = {0};
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-    Vec<TW, VEC> g;
+    const bool inside = active && Row::in_row(column, columns);
+    if (CAST == 0 && !inside) continue;
+    Vec<TW, VEC> g = zeros<TW, VEC>();
     Vec<TB, VEC> b = zeros<TB, VEC>();
     if constexpr (AHEAD) {
       g = Slots<TW>::read(kept_gamma, v);
       if constexpr (CENTRED) b = Slots<TB>::read(kept_beta, v);
-    } else {
+    } else if (inside) {
       g = load_shared_data<ACCESS, VEC>(gamma + column);
       if (CENTRED && beta) b = load_shared_data<ACCESS, VEC>(beta + column);
     }
-    store(target + column, normalized(Slots<TX>::read(kept, v), mean, scale, g, b));
+    A values[VEC];
+    normalize(Slots<TX>::read(kept, v), mean, scale, g, b, values);
+#if CAST == 0
+    store(y + row * columns + column, encode<TY>(values));
+#else
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      values[i] = inside ? values[i] : A(0);
+      if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
+    }
+#if CAST == 1
+    cast.put(values, static_cast<int>(row), column, inside, shared);
+#endif
+#endif
   }
+#if CAST != 0
+  if constexpr (AMAX) {
+    over_row.max(largest);
+    if (active && rank == 0 && threadIdx.x % LANES == 0) amaxes[row] = largest[0];
+  }
+#endif
 }
 
 #endif  // KERNEL_forward
 
 #ifdef KERNEL_forward_wide
 
+#if CAST == 2
+#define CAST_PARAMETERS , float *amaxes
+#else
+#define CAST_PARAMETERS
+#endif
+
 // One block per row, any number of columns; the row is read two or three times, all
-// but the first from the L2 cache.
+// but the first from the L2 cache. With a residual it is the sum that is read, by the
+// threads that have written it.
 extern "C" __global__ void __launch_bounds__(LANES)
-    forward_wide(const TX* __restrict__ x, const TW* __restrict__ gamma,
-                 const TB* __restrict__ beta, TY* __restrict__ y, A* __restrict__ mu,
-                 A* __restrict__ rsigma, long long rows, long long x_stride, int columns,
-                 A share, A eps) {
+    forward_wide(const TX* __restrict__ x, const TX* __restrict__ residual,
+                 const TW* __restrict__ gamma, const TB* __restrict__ beta, TY* __restrict__ y,
+                 TX* sum, A* __restrict__ mu, A* __restrict__ rsigma, long long rows,
+                 long long x_stride, long long residual_stride, int columns, A share,
+                 A eps CAST_PARAMETERS) {
   const int first = threadIdx.x * VEC;
   RowReduction<LANES, 1, 1, A> over_row;
   for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
     const TX* source = x + row * x_stride;
+    TX* total_row = sum + row * columns;
+    if constexpr (ADDED) {
+#pragma unroll 4
+      for (int column = first; column < columns; column += LANES * VEC) {
+        const TX* other = residual + row * residual_stride;
+        store(total_row + column, sum_with(load_once<ACCESS, VEC>(source + column),
+                                           load_once<ACCESS, VEC>(other + column)));
+      }
+    }
+    auto part = [&](int column) {
+      if constexpr (ADDED) return load_written<VEC>(total_row + column);
+      else return load_shared_data<ACCESS, VEC>(source + column);
+    };
     A mean = 0;
     if constexpr (CENTRED) {
       A total[1] = {0};
 #pragma unroll 4
       for (int column = first; column < columns; column += LANES * VEC) {
-        total[0] += sum_of(load_shared_data<ACCESS, VEC>(source + column));
+        total[0] += sum_of(part(column));
       }
       over_row.sum(total);
       mean = total[0] * share;
@@ -255,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     A squares[1] = {0};
 #pragma unroll 4
     for (int column = first; column < columns; column += LANES * VEC) {
-      squares[0] += squares_of(load_shared_data<ACCESS, VEC>(source + column), mean);
+      squares[0] += squares_of(part(column), mean);
     }
     over_row.sum(squares);
     const A scale = inverse_sqrt(squares[0] * share + eps);
@@ -263,14 +373,18 @@ extern "C" __global__ void __launch_bounds__(LANES)
       if constexpr (CENTRED) mu[row] = mean;
       rsigma[row] = scale;
     }
+#if CAST == 0
     TY* target = y + row * columns;
 #pragma unroll 2
     for (int column = first; column < columns; column += LANES * VEC) {
       Vec<TB, VEC> b = zeros<TB, VEC>();
       if (CENTRED && beta) b = load_shared_data<ACCESS, VEC>(beta + column);
-      store(target + column, normalized(load_shared_data<ACCESS, VEC>(source + column), mean,
-                                        scale, load_shared_data<ACCESS, VEC>(gamma + column), b));
+      A values[VEC];
+      normalize(part(column), mean, scale, load_shared_data<ACCESS, VEC>(gamma + column), b,
+                values);
+      store(target + column, encode<TY>(values));
     }
+#endif
   }
 }
 
@@ -282,11 +396,12 @@ extern "C" __global__ void __launch_bounds__(LANES)
 // gradients of gamma and beta of its rows in registers and writes them once, to
 // partial[gamma or beta][group][column]. STAGES rows are under way at any time.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
-    backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const A* __restrict__ mu,
-             const A* __restrict__ rsigma, const TW* __restrict__ gamma, TX* __restrict__ dx,
-             A* __restrict__ partial, long long rows, long long dy_stride, long long x_stride,
-             int columns, A share) {
-  constexpr int kStageBytes = Slots<TX>::kBytes + Slots<TDY>::kBytes;
+    backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const TADD* __restrict__ add,
+             const A* __restrict__ mu, const A* __restrict__ rsigma, const TW* __restrict__ gamma,
+             TX* __restrict__ dx, A* __restrict__ partial, long long rows, long long dy_stride,
+             long long x_stride, long long add_stride, int columns, A share) {
+  constexpr int kAddedAt = Slots<TX>::kBytes + Slots<TDY>::kBytes;
+  constexpr int kStageBytes = kAddedAt + (ADDED ? Slots<TADD>::kBytes : 0);
   extern __shared__ __align__(16) unsigned char ring[];
 
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -303,6 +418,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       const bool valid = row < rows && Row::in_row(column, columns);
       Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
       Slots<TDY>::fill<true>(slots + Slots<TX>::kBytes, v, dy + row * dy_stride + column, valid);
+      if constexpr (ADDED) {
+        Slots<TADD>::fill<true>(slots + kAddedAt, v, add + row * add_stride + column, valid);
+      }
     }
     commit_copies();
   };
@@ -363,7 +481,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       if (!Row::in_rows(row, rows) || !Row::in_row(column, columns)) continue;
-      store(dx + row * columns + column, terms(v).dx(scale, product, value));
+      Vec<TADD, VEC> added = zeros<TADD, VEC>();
+      if constexpr (ADDED) added = Slots<TADD>::read(slots + kAddedAt, v);
+      store(dx + row * columns + column, terms(v).dx(scale, product, value, added));
     }
     ask(row + STAGES * step, stage);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -414,9 +534,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 // dx of rows of any width, one block per row.
 extern "C" __global__ void __launch_bounds__(LANES)
     backward_rows(const TDY* __restrict__ dy, const TX* __restrict__ x,
-                  const A* __restrict__ mu, const A* __restrict__ rsigma,
-                  const TW* __restrict__ gamma, TX* __restrict__ dx, long long rows,
-                  long long dy_stride, long long x_stride, int columns, A share) {
+                  const TADD* __restrict__ add, const A* __restrict__ mu,
+                  const A* __restrict__ rsigma, const TW* __restrict__ gamma,
+                  TX* __restrict__ dx, long long rows, long long dy_stride, long long x_stride,
+                  long long add_stride, int columns, A share) {
   const int first = threadIdx.x * VEC;
   RowReduction<LANES, 1, kSums, A> over_row;
   for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -434,7 +555,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
     const A product = sums[0] * share;
     const A value = CENTRED ? sums[kSums - 1] * share : A(0);
     for (int column = first; column < columns; column += LANES * VEC) {
-      store(dx + row * columns + column, terms(column).dx(scale, product, value));
+      Vec<TADD, VEC> added = zeros<TADD, VEC>();
+      if constexpr (ADDED) added = load_once<ACCESS, VEC>(add + row * add_stride + column);
+      store(dx + row * columns + column, terms(column).dx(scale, product, value, added));
     }
   }
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,9 +49,17 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 if TYPE_CHECKING:
+    from transformer_engine_fl.backends._recipes import Recipe
     from transformer_engine_fl.core.contract import Contract
 
-__all__ = ["layernorm_bwd", "layernorm_fwd", "rmsnorm_bwd", "rmsnorm_fwd"]
+__all__ = [
+    "layernorm_bwd",
+    "layernorm_fwd",
+    "rmsnorm_bwd",
+    "rmsnorm_bwd_add",
+    "rmsnorm_fwd",
+    "rmsnorm_fwd_add",
+]
 
 # ------------------------------------------------------------------------------- tiles
 
@@ -133,6 +141,30 @@ def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
     return Specialisation("normalization", kernel, tuple(defines.items()))
 
 
+class Cast(NamedTuple):
+    """What a forward leaves in place of its output.
+
+    Attributes:
+        recipe: how that is cast; None if it is not written at all.
+        amax: whether each row's amax is left.
+    """
+
+    recipe: Recipe | None
+    amax: bool
+
+    def defines(self) -> dict[str, str | int]:
+        """As macros."""
+        defines: dict[str, str | int] = {"CAST": 2, "AMAX": int(self.amax)}
+        if self.recipe is not None:
+            constants = self.recipe.constants()
+            defines |= {name: constants[name] for name in ("KIND", "WIDTH", "SCALES")}
+            defines |= {"CAST": 1, "POW2": int(constants["POW2"])}
+        return defines
+
+
+STATISTICS: Final = Cast(None, False)
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardKey:
     """What a forward's kernel depends on, besides the device."""
@@ -145,11 +177,27 @@ class ForwardKey:
     output: torch.dtype
     centred: bool
     zero_centred: bool
+    added: bool = False
+    cast: Cast | None = None
+
+    def tile(self, device: _launch.Limits) -> Tile | None:
+        """How its rows are spread; None if they have to be read more than once."""
+        others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
+        tile = forward_tile(self.columns, SIZES[self.x], others, device.has_clusters)
+        if tile is None:
+            return None
+        if self.cast is not None and self.added and tile.blocks > 1:
+            tile = with_blocks(tile, 1024)  # casting a sum takes more registers
+        kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
+        return tile if kept <= device.shared_per_block else None
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardKey:
-    """What a backward's kernels depend on, besides the device."""
+    """What a backward's kernels depend on, besides the device.
+
+    ``add`` is the dtype of what is added to the input's gradient, if there is any.
+    """
 
     columns: int
     access: int
@@ -158,32 +206,37 @@ class BackwardKey:
     gamma: torch.dtype
     centred: bool
     zero_centred: bool
+    add: torch.dtype | None = None
 
 
 def forward_source(
     key: ForwardKey, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry, int, int]:
     """The kernel of a forward, with the rows and the blocks of a group (one per row set)."""
-    others = max(SIZES[key.weight], SIZES[key.bias], SIZES[key.output])
-    tile = forward_tile(key.columns, SIZES[key.x], others, device.has_clusters)
+    tile = key.tile(device)
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
-        "TY": NAMES[key.output],
+        "TY": NAMES[key.output] if key.cast is None else "unsigned char",
         "TW": NAMES[key.weight],
         "TB": NAMES[key.bias],
         "CENTRED": int(key.centred),
         "ZERO_CENTRED": int(key.zero_centred),
+        "ADDED": int(key.added),
         "ACCESS": key.access,
+        **({"CAST": 0, "AMAX": 0} if key.cast is None else key.cast.defines()),
     }
-    arguments = "PPPPPPqqi" + 2 * real(key.x)
+    arguments = "PPPPPPPPqqqi" + 2 * real(key.x)
+    if key.cast is not None:
+        arguments += "P" if key.cast.recipe is None else "PPPPf"
     if tile is None:
         wide = {"VEC": vector_width(key.columns, SIZES[key.x]), "LANES": WIDE_LANES}
         geometry = _launch.Geometry(WIDE_LANES, arguments)
         return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
     held = tile.held
-    shared = held * SIZES[key.x]
+    shared = held * SIZES[key.x] * (1 + key.added)
     parameters = held * (SIZES[key.weight] + (SIZES[key.bias] if key.centred else 0))
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor
+    ahead = ahead and key.cast != STATISTICS  # which need no parameters
     main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead)}
     shared = tile.threads * (shared + (parameters if ahead else 0))
     # As much shared memory as the blocks of a multiprocessor fill; the rest is L1 cache.
@@ -211,18 +264,27 @@ class Forward:
         self.kernel.launch(-(-rows // self.rows) * self.cluster, 1, *values)
 
 
+def forward_of(key: ForwardKey, device: int) -> Forward:
+    """The kernel, made by the first who asks."""
+    plan_key = (device, key)
+    return _forwards.get(plan_key) or _forwards.made(plan_key, lambda: Forward(key, device))
+
+
 def backward_sources(
     key: BackwardKey, device: _launch.Limits
 ) -> tuple[list[tuple[Specialisation, _launch.Geometry]], Tile | None]:
     """The kernels that read the rows, in their order; the tile unless the row is too wide."""
     size = SIZES[key.x]
-    others = max(SIZES[key.dy], SIZES[key.gamma])
+    add_size = SIZES[key.add] if key.add is not None else 0
+    others = max(SIZES[key.dy], SIZES[key.gamma], add_size)
     tile = backward_tile(key.columns, size, others, key.centred, device.has_clusters)
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
         "TDY": NAMES[key.dy],
         "TW": NAMES[key.gamma],
+        "TADD": NAMES[key.add or key.x],
         "CENTRED": int(key.centred),
+        "ADDED": int(key.add is not None),
         "ACCESS": key.access,
     }
     zero_centred = {"ZERO_CENTRED": int(key.zero_centred)}
@@ -231,7 +293,7 @@ def backward_sources(
     depth = 0
     if tile is not None:
         held = tile.threads * tile.held
-        stage_bytes, gamma_bytes = held * (size + SIZES[key.dy]), held * SIZES[key.gamma]
+        stage_bytes, gamma_bytes = held * (size + SIZES[key.dy] + add_size), held * SIZES[key.gamma]
         warps = max(1, tile.lanes // 32) * tile.cluster
         slots = 2 * outputs * warps * max(4, size) if warps > 1 else 0
         depth = stages(tile, stage_bytes, gamma_bytes + slots, device)
@@ -239,7 +301,7 @@ def backward_sources(
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
         shared = depth * stage_bytes + gamma_bytes
         geometry = _launch.Geometry(
-            tile.threads, "PPPPPPPqqqi" + own, shared, tile.cluster, carveout=100
+            tile.threads, "PPPPPPPPqqqqi" + own, shared, tile.cluster, carveout=100
         )
         kernels = [(_source("backward", main), geometry)]
     else:
@@ -250,7 +312,7 @@ def backward_sources(
         kernels = [
             (
                 _source("backward_rows", rows),
-                _launch.Geometry(WIDE_LANES, "PPPPPPqqqi" + own),
+                _launch.Geometry(WIDE_LANES, "PPPPPPPqqqqi" + own),
             ),
             (_source("backward_columns", columns), _launch.Geometry(COLUMN_LANES, "PPPPPqqqi")),
         ]
@@ -296,21 +358,21 @@ class Backward:
 
     def __call__(
         self,
-        pointers: tuple[int, int, int, int, int, int],
+        pointers: tuple[int, int, int, int, int, int, int],
         partial: int,
         gradients: tuple[int, int],
         rows: int,
-        strides: tuple[int, int],
+        strides: tuple[int, int, int],
         groups: int,
     ) -> None:
         """Launch.
 
         Args:
-            pointers: of dy, x, mu, rsigma, gamma and dx.
+            pointers: of dy, x, what is added (or 0), mu, rsigma, gamma and dx.
             partial: pointer to the workspace.
             gradients: pointers of dgamma and dbeta.
             rows: N.
-            strides: elements between rows of dy and of x.
+            strides: elements between rows of dy, of x and of what is added.
             groups: what :meth:`groups` says.
         """
         columns = self._columns
@@ -328,7 +390,8 @@ class Backward:
         else:
             self._kernels[0].launch(rows, 1, *pointers, rows, *strides, columns, self._share)
             blocks = -(-columns // (COLUMN_LANES * self._vec))
-            self._kernels[1].launch(blocks, groups, *pointers[:4], partial, rows, *strides, columns)
+            read = (*pointers[:2], *pointers[3:5])
+            self._kernels[1].launch(blocks, groups, *read, partial, rows, *strides[:2], columns)
         self._total(partial, *gradients, groups)
 
 
@@ -357,6 +420,10 @@ def representative_sources(
                 backward = BackwardKey(columns, access, x, other, weight, centred, False)
                 yield from backward_sources(backward, device)[0]
                 yield sum_source(columns, math_dtype(x), weight, device)
+            added = ForwardKey(columns, access, x, weight, weight, other, False, False, True)
+            yield forward_source(added, device)[:2]
+            added_back = BackwardKey(columns, access, x, other, weight, False, False, weight)
+            yield from backward_sources(added_back, device)[0]
     for access in (1, 2, 4):  # misaligned memory
         yield forward_source(ForwardKey(64, access, low, full, low, low, True, True), device)[:2]
         yield from backward_sources(BackwardKey(64, access, low, low, full, True, True), device)[0]
@@ -374,8 +441,12 @@ def _forward(
     zero_centered_gamma: Any,
     out_dtype: Any,
     centred: bool,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """(output, mu, rsigma); None if the arguments are not for this set."""
+    """(output, mu, rsigma); None if the arguments are not for this set.
+
+    With a residual the second is the sum.
+    """
     if not (
         (type(input) in PLAIN or is_plain(input))
         and (type(weight) in PLAIN or is_plain(weight))
@@ -400,6 +471,15 @@ def _forward(
         and bias.get_device() == device
     ):
         return None
+    added = residual is not None
+    if residual is not None and not (
+        (type(residual) in PLAIN or is_plain(residual))
+        and residual.dtype == dtype
+        and residual.shape == shape
+        and residual.get_device() == device
+    ):
+        return None
+    other = other_stride = 0
     try:
         input, stride = dense_rows(input)
         weight = weight.contiguous()
@@ -407,15 +487,18 @@ def _forward(
         if bias is not None:
             bias = bias.contiguous()
             beta = bias.data_ptr()
+        if residual is not None:
+            residual, other_stride = dense_rows(residual)
+            other = residual.data_ptr()
     except RuntimeError as error:
         raise no_memory(op, error) from None
 
     size = SIZES[dtype]
     access = vector_width(columns, size)
-    if (x | gamma | beta | stride * size) & 15:
-        row_bytes = stride * size
+    if (x | gamma | beta | other | (stride | other_stride) * size) & 15:
+        parts = (x, stride * size, other, other_stride * size)
         others = ((gamma, SIZES[weight_dtype]), (beta, SIZES[bias_dtype]))
-        access = access_width(access, (x, size), (row_bytes, size), *others)
+        access = access_width(access, *((part, size) for part in parts), *others)
     out = out_dtype or dtype
     key = (
         device,
@@ -427,6 +510,7 @@ def _forward(
         out,
         centred,
         zero_centered_gamma,
+        added,
     )
     plan = _forwards.get(key) or _forwards.made(key, lambda: Forward(ForwardKey(*key[1:]), device))
 
@@ -440,24 +524,28 @@ def _forward(
         output = torch.empty(shape, dtype=out, device=place)
     rsigma = empty((rows,), (1,), statistics)
     mu = empty((rows,), (1,), statistics) if centred else None
+    total = torch.empty(shape, dtype=dtype, device=place) if added else None
     if rows:
         if type(output) is not Tensor:
             raise no_memory(op, None)
         plan(
             rows,
             x,
+            other,
             gamma,
             beta,
             output.data_ptr(),
+            0 if total is None else total.data_ptr(),
             0 if mu is None else mu.data_ptr(),
             rsigma.data_ptr(),
             rows,
             stride,
+            other_stride,
             columns,
             plan.share,
             eps,
         )
-    return output, mu, rsigma
+    return output, mu if total is None else total, rsigma
 
 
 def _backward(
@@ -468,6 +556,7 @@ def _backward(
     rsigma: Tensor,
     gamma: Tensor,
     zero_centered_gamma: Any,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """(dx, dgamma, dbeta); None if the arguments are not for this set."""
     if not (
@@ -499,9 +588,21 @@ def _backward(
             and value.get_device() == device
         ):
             return None
+    add_dtype = None
+    add_address = add_stride = 0
+    if add is not None and not (
+        (type(add) in PLAIN or is_plain(add))
+        and (add_dtype := add.dtype) in NAMES
+        and add.shape == shape
+        and add.get_device() == device
+    ):
+        return None
     try:
         x, x_stride = dense_rows(x)
         dy, dy_stride = dense_rows(dy)
+        if add is not None:
+            add, add_stride = dense_rows(add)
+            add_address = add.data_ptr()
         gamma = gamma.contiguous()
         rsigma = rsigma.contiguous()
         addresses = (dy.data_ptr(), x.data_ptr(), gamma.data_ptr(), rsigma.data_ptr())
@@ -515,9 +616,14 @@ def _backward(
     dy_size = SIZES[dy_dtype]
     x_row, dy_row = x_stride * size, dy_stride * dy_size
     access = vector_width(columns, size)
-    if (addresses[0] | addresses[1] | addresses[2] | x_row | dy_row) & 15:
+    add_size = 0 if add_dtype is None else SIZES[add_dtype]
+    add_row = add_stride * add_size
+    read = addresses[0] | addresses[1] | addresses[2] | add_address
+    if (read | x_row | dy_row | add_row) & 15:
         access = access_width(
             access,
+            (add_address, add_size or 1),
+            (add_row, add_size or 1),
             (addresses[0], dy_size),
             (dy_row, dy_size),
             (addresses[1], size),
@@ -537,7 +643,17 @@ def _backward(
     else:
         if type(dx) is not Tensor:
             raise no_memory(op, None)
-        key = (device, columns, access, dtype, dy_dtype, gamma_dtype, centred, zero_centered_gamma)
+        key = (
+            device,
+            columns,
+            access,
+            dtype,
+            dy_dtype,
+            gamma_dtype,
+            centred,
+            zero_centered_gamma,
+            add_dtype,
+        )
         plan = _backwards.get(key) or _backwards.made(
             key, lambda: Backward(BackwardKey(*key[1:]), device)
         )
@@ -545,11 +661,18 @@ def _backward(
         outputs = 2 if centred else 1
         partial = empty((outputs * groups * columns,), (1,), statistics)
         plan(
-            (addresses[0], addresses[1], mu_address, addresses[3], addresses[2], dx.data_ptr()),
+            (
+                *addresses[:2],
+                add_address,
+                mu_address,
+                addresses[3],
+                addresses[2],
+                dx.data_ptr(),
+            ),
             partial.data_ptr(),
             (dgamma.data_ptr(), 0 if dbeta is None else dbeta.data_ptr()),
             rows,
-            (dy_stride, x_stride),
+            (dy_stride, x_stride, add_stride),
             groups,
         )
     return dx, dgamma, dbeta
@@ -579,6 +702,33 @@ def rmsnorm_fwd(
     return found[0], found[2]
 
 
+def rmsnorm_fwd_add(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``ops.rmsnorm_fwd_add``: (output, sum, rsigma)."""
+    options = (eps, zero_centered_gamma, out_dtype)
+    found = None
+    if is_plain(residual):
+        found = _forward(ops.rmsnorm_fwd_add, input, weight, None, *options, False, residual)
+    if found is None or found[1] is None:
+        decline(
+            ops.rmsnorm_fwd_add,
+            input,
+            residual,
+            weight,
+            eps,
+            zero_centered_gamma=zero_centered_gamma,
+            out_dtype=out_dtype,
+        )
+    return found[0], found[1], found[2]
+
+
 def rmsnorm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -591,6 +741,32 @@ def rmsnorm_bwd(
     found = _backward(ops.rmsnorm_bwd, dy, x, None, rsigma, gamma, zero_centered_gamma)
     if found is None:
         decline(ops.rmsnorm_bwd, dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+    return found[0], found[1]
+
+
+def rmsnorm_bwd_add(
+    dz: Tensor,
+    x: Tensor,
+    add: Tensor,
+    rsigma: Tensor,
+    gamma: Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``ops.rmsnorm_bwd_add``: (dx, dgamma)."""
+    found = None
+    if is_plain(add):
+        found = _backward(ops.rmsnorm_bwd_add, dz, x, None, rsigma, gamma, zero_centered_gamma, add)
+    if found is None:
+        decline(
+            ops.rmsnorm_bwd_add,
+            dz,
+            x,
+            add,
+            rsigma,
+            gamma,
+            zero_centered_gamma=zero_centered_gamma,
+        )
     return found[0], found[1]
 
 

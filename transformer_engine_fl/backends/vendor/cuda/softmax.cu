@@ -49,8 +49,6 @@ __device__ __forceinline__ int bound_of(long long row, int columns, int queries,
 
 constexpr bool kHiding = CAUSAL || MASKED;  // there may be rows of which nothing is visible
 
-__device__ __forceinline__ A lowest() { return -static_cast<A>(__int_as_float(0x7f800000)); }
-
 // A mask over the scores: its bytes, and how far those of batches, heads and queries are
 // apart.
 struct Mask {
@@ -96,9 +94,9 @@ __device__ __forceinline__ void scores_of(const Vec<TX, VEC>& stored, const Hidd
   for (int i = 0; i < VEC; ++i) {
     // Fused with the difference that follows, the largest would not come out as 0.
     scores[i] = product(scores[i], scale);
-    if constexpr (CAUSAL) scores[i] = column + i < bound ? scores[i] : lowest();
+    if constexpr (CAUSAL) scores[i] = column + i < bound ? scores[i] : lowest<A>();
     if constexpr (MASKED) {
-      scores[i] = hidden.words[i / 4] >> i % 4 * 8 & 0xff ? lowest() : scores[i];
+      scores[i] = hidden.words[i / 4] >> i % 4 * 8 & 0xff ? lowest<A>() : scores[i];
     }
   }
 }
@@ -111,7 +109,7 @@ __device__ __forceinline__ A largest(const A (&values)[VEC], A so_far) {
 
 // What is taken off the scores; where nothing is visible, nothing.
 __device__ __forceinline__ A taken_off(A highest) {
-  return kHiding && highest == lowest() ? A(0) : highest;
+  return kHiding && highest == lowest<A>() ? A(0) : highest;
 }
 
 __device__ __forceinline__ A share_of(A total) {
@@ -184,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   }
   wait_copies<0>();
 
-  A highest[1] = {lowest()};
+  A highest[1] = {lowest<A>()};
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
@@ -248,14 +246,14 @@ extern "C" __global__ void __launch_bounds__(LANES)
               column, bound, scale, scores);
   };
   // Each thread takes off the largest of its own scores so far.
-  A own = lowest();
+  A own = lowest<A>();
   A total[1] = {0};
 #pragma unroll 4
   for (int column = first; column < bound; column += LANES * VEC) {
     A scores[VEC];
     scores_at(column, scores);
     const A above = largest(scores, own);
-    const A taken = above == lowest() ? A(0) : above;
+    const A taken = above == lowest<A>() ? A(0) : above;
     total[0] *= exponential(own - taken);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) total[0] += exponential(scores[i] - taken);
@@ -263,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
   }
   A highest[1] = {own};
   over_row.max(highest);
-  const A taken = highest[0] == lowest() ? A(0) : highest[0];
+  const A taken = highest[0] == lowest<A>() ? A(0) : highest[0];
   total[0] *= exponential(own - taken);
   over_row.sum(total);
   const A share = share_of(total[0]);

@@ -89,6 +89,25 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// Four values to float8, the first to the lowest byte: rounded to nearest even and clamped.
+#if __CUDA_ARCH__ >= 890
+#define TE_FL_CONVERTS_FLOAT8
+#define TE_FL_FOUR(NAME, TO)                                                        \
+  __device__ __forceinline__ unsigned NAME(float a, float b, float c, float d) {    \
+    unsigned codes;                                                                 \
+    asm("{ .reg .b16 low, high;\n"                                                  \
+        "  cvt.rn.satfinite." TO ".f32 low, %2, %1;\n"                              \
+        "  cvt.rn.satfinite." TO ".f32 high, %4, %3;\n"                             \
+        "  mov.b32 %0, {low, high}; }"                                              \
+        : "=r"(codes)                                                               \
+        : "f"(a), "f"(b), "f"(c), "f"(d));                                          \
+    return codes;                                                                   \
+  }
+TE_FL_FOUR(four_e4m3, "e4m3x2")
+TE_FL_FOUR(four_e5m2, "e5m2x2")
+#undef TE_FL_FOUR
+#endif
+
 // All 64 bits of a product. Of two widened numbers the compiler adds the high words' zeros.
 __device__ __forceinline__ unsigned long long wide_product(unsigned a, unsigned b) {
   unsigned long long result;

@@ -49,6 +49,24 @@ __device__ __forceinline__ Vec<T, N> read_chunks(const unsigned char* from, int 
   return result;
 }
 
+// A vector to where read_chunks finds it.
+template <typename T, int N>
+__device__ __forceinline__ void write_chunks(unsigned char* to, int stride,
+                                             const Vec<T, N>& value) {
+  if constexpr (Vec<T, N>::kBytes % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < Vec<T, N>::kWords; i += 4) {
+      *reinterpret_cast<uint4*>(to + i / 4 * stride) = make_uint4(
+          value.words[i], value.words[i + 1], value.words[i + 2], value.words[i + 3]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Vec<T, N>::kWords; ++i) {
+      reinterpret_cast<typename Vec<T, N>::Word*>(to)[i] = value.words[i];
+    }
+  }
+}
+
 template <int Access, bool Once, int N, typename T>
 __device__ __forceinline__ Vec<T, N> load(const T* from) {
   constexpr int bytes = least(16, Access * static_cast<int>(sizeof(T)));
@@ -82,7 +100,8 @@ __device__ __forceinline__ Vec<T, N> load_shared_data(const T* from) {
   return load<Access, false, N>(from);
 }
 
-// What an earlier kernel wrote, possibly while this one was starting: past L1.
+// What an earlier kernel wrote, possibly while this one was starting, or what this thread
+// will write: past L1.
 template <int N, typename T>
 __device__ __forceinline__ Vec<T, N> load_written(const T* from) {
   Vec<T, N> result;
@@ -95,11 +114,12 @@ __device__ __forceinline__ Vec<T, N> load_written(const T* from) {
       result.words[4 * i + 2] = word.z;
       result.words[4 * i + 3] = word.w;
     }
+  } else if constexpr (Vec<T, N>::kBytes == 8) {
+    const uint2 word = __ldcg(reinterpret_cast<const uint2*>(from));
+    result.words[0] = word.x;
+    result.words[1] = word.y;
   } else {
-#pragma unroll
-    for (int i = 0; i < Vec<T, N>::kWords; ++i) {
-      result.words[i] = __ldcg(reinterpret_cast<const unsigned*>(from) + i);
-    }
+    result.words[0] = __ldcg(reinterpret_cast<const typename Vec<T, N>::Word*>(from));
   }
   return result;
 }
@@ -120,17 +140,21 @@ __device__ __forceinline__ void store(T* to, const Vec<T, N>& value) {
   }
 }
 
-// As `store`, where the compiler would make several stores of one.
+// As `store`, where the compiler would make several stores of one: where it cannot see which
+// memory an address is of, as of one that was itself read from memory, or sees too much.
 template <int N, typename T>
-__device__ __forceinline__ void store_at_once(T* to, const Vec<T, N>& value) {
+__device__ __forceinline__ void store_to_global(T* to, const Vec<T, N>& value) {
   if constexpr (Vec<T, N>::kBytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < Vec<T, N>::kWords; i += 4) {
-      __stwb(reinterpret_cast<uint4*>(to) + i / 4, make_uint4(value.words[i], value.words[i + 1],
-                                                            value.words[i + 2], value.words[i + 3]));
+      __stcg(reinterpret_cast<uint4*>(to) + i / 4,
+             make_uint4(value.words[i], value.words[i + 1], value.words[i + 2],
+                        value.words[i + 3]));
     }
+  } else if constexpr (Vec<T, N>::kBytes == 8) {
+    __stcg(reinterpret_cast<uint2*>(to), make_uint2(value.words[0], value.words[1]));
   } else {
-    store(to, value);
+    __stcg(reinterpret_cast<typename Vec<T, N>::Word*>(to), value.words[0]);
   }
 }
 

@@ -58,11 +58,14 @@ __device__ __forceinline__ Vec<T, N> zeros() {
   return result;
 }
 
-__device__ __forceinline__ float widen_bits(unsigned short bits, __nv_bfloat16) {
-  return __bfloat162float(__ushort_as_bfloat16(bits));
+// The value in the low half of a word, or in the high one: of bfloat16 one instruction.
+template <bool High>
+__device__ __forceinline__ float widen_half(unsigned word, __nv_bfloat16) {
+  return __uint_as_float(High ? word & 0xffff0000u : word << 16);
 }
-__device__ __forceinline__ float widen_bits(unsigned short bits, __half) {
-  return __half2float(__ushort_as_half(bits));
+template <bool High>
+__device__ __forceinline__ float widen_half(unsigned word, __half) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(High ? word >> 16 : word)));
 }
 
 template <typename A, typename T, int N>
@@ -75,8 +78,7 @@ __device__ __forceinline__ void decode(const Vec<T, N>& from, A (&to)[N]) {
       to[i] = static_cast<A>(__uint_as_float(from.words[i]));
     } else {
       const unsigned word = from.words[i / 2];
-      to[i] = static_cast<A>(
-          widen_bits(static_cast<unsigned short>(i % 2 ? word >> 16 : word & 0xffffu), T()));
+      to[i] = static_cast<A>(i % 2 ? widen_half<true>(word, T()) : widen_half<false>(word, T()));
     }
   }
 }
@@ -132,6 +134,17 @@ __device__ __forceinline__ float exponential(float x) {
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
 __device__ __forceinline__ double least_or_nan(double a, double b) { return a > b ? b : a; }
+
+template <typename A>
+__device__ __forceinline__ A lowest() {
+  return -static_cast<A>(__int_as_float(0x7f800000));
+}
+
+// NaN.
+template <typename A>
+__device__ __forceinline__ A missing() {
+  return static_cast<A>(__int_as_float(0x7fc00000));
+}
 
 // A product that is not fused with what is added to it.
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }

@@ -61,6 +61,12 @@ struct RowTile {
     static __device__ __forceinline__ Vec<T, Width> read(unsigned char* row, int v) {
       return read_chunks<T, Width>(chunk(row, v, 0), kThreads * kChunk);
     }
+
+    // Something else in the place of a vector whose copies have arrived.
+    static __device__ __forceinline__ void write(unsigned char* row, int v,
+                                                 const Vec<T, Width>& value) {
+      write_chunks(chunk(row, v, 0), kThreads * kChunk, value);
+    }
   };
 };
 

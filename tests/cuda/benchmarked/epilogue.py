@@ -1,0 +1,45 @@
+"""The kernels of quantised epilogues that the benchmarks launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from transformer_engine_fl.backends.vendor.cuda._casting import cast_source, recipes
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._launch import Limits
+from transformer_engine_fl.backends.vendor.cuda._sums import sum_source
+from transformer_engine_fl.backends.vendor.cuda.epilogue import activation_key, norm_sources
+
+
+def sources(device: Limits) -> Iterator[Specialisation]:
+    """Those of bfloat16 tensors on such a device."""
+    low = torch.bfloat16
+    along_rows = [it for it in recipes() if not (it.columnwise or it.square)]
+    for recipe in along_rows:
+        amax = recipe.form.by_tensor
+        for kind, gated, backward in (
+            ("Gelu", False, False),
+            ("Silu", True, False),
+            ("Silu", True, True),
+        ):
+            key = activation_key(kind, gated, backward, low, both=True)
+            yield cast_source(key, recipe, device, amax=amax)[0]
+        gradient = activation_key("Gelu", False, True, low)
+        yield cast_source(gradient, recipe, device, amax=amax, sums=True)[0]
+    yield sum_source(14336, torch.float32, low, device)[0]
+    for centred, added in ((False, False), (False, True), (True, False)):
+        yield from (it for it, _ in norm_sources(device, 8192, low, centred, added))
+
+
+def bits(source: Specialisation) -> tuple[int, int]:
+    """Bits that an access reads and writes: codes are narrower than what they are made of."""
+    defines = dict(source.defines)
+    if source.kernel == "forward" and not defines["ADDED"]:
+        if defines["CAST"] == 2:  # statistics alone
+            return 128, 0
+        return 128, 0 if defines["KIND"] == "e2m1" else 64
+    if source.kernel == "cast_rows" and defines["KIND"] == "e2m1":
+        return 128, 64
+    return 128, 128

@@ -1,0 +1,116 @@
+"""Quantised epilogues in CUDA C++: what the samples of the contracts do not cover.
+
+Without a GPU the kernels run on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cuda_emulation
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends.vendor.cuda import epilogue, normalization
+from transformer_engine_fl.backends.vendor.cuda._arguments import Plans
+from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.ops._formats import FORMATS
+from transformer_engine_fl.ops.epilogue import EPILOGUES
+from transformer_engine_fl.testing.comparison import compare
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    """Where the kernels run."""
+    if torch.cuda.is_available():
+        yield "cuda"
+    elif reason := cuda_emulation.missing():
+        pytest.skip(reason)
+    else:
+        with cuda_emulation.running():
+            yield "cpu"
+
+
+def values(*shape: int, device: str, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
+
+
+def check_outputs(op: str, *args: Any, **options: Any) -> None:
+    """Hold every output of a call against the contract."""
+    contract = EPILOGUES[op].contract
+    found = getattr(epilogue, op)(*args, **options)
+    tolerance = contract.tolerance["bfloat16"]
+    for place, (output, expected) in enumerate(
+        zip(found, contract.oracle(*args, **options), strict=True)
+    ):
+        assert (output is None) == (expected is None)
+        if output is not None:
+            worst = compare(output, expected, tolerance)
+            assert worst.ratio <= 1, (op, options, place, str(worst))
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "named"),
+    [
+        ("gelu_quantize", (torch.ones(4, dtype=torch.float64),), "input"),
+        ("rmsnorm_fwd_quantize", (torch.ones(2, 4), torch.ones(5)), "weight"),
+        ("dswiglu_quantize", (torch.ones(2, 6), torch.ones(2, 6)), "grad"),
+    ],
+)
+@pytest.mark.usefixtures("no_launch")
+def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        getattr(epilogue, op)(*args)
+    assert raised.value.argument == named
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_norms_of_rows_over_several_warps(format: str, device: str) -> None:
+    x, weight = values(8, 1048, device=device), values(1048, device=device)
+    for options in ({}, {"columnwise": True}):
+        check_outputs("rmsnorm_fwd_quantize", x, weight, format=format, **options)
+
+
+@pytest.mark.parametrize("format", ["per_tensor", "nvfp4"])
+def test_norms_with_a_given_scale_leave_the_amax(format: str, device: str) -> None:
+    x, weight = values(6, 520, device=device), values(520, device=device)
+    scale = torch.tensor([3.0], device=device)
+    for options in ({}, {"columnwise": True}):
+        check_outputs(
+            "layernorm_fwd_quantize", x, weight, weight, scale=scale, format=format, **options
+        )
+
+
+@pytest.mark.parametrize("format", ["per_tensor", "mxfp8"])
+def test_norms_of_rows_that_do_not_stay_on_the_chip(
+    format: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normalization, "FORWARD_TEAMS", ())
+    monkeypatch.setattr(normalization, "_forwards", Plans())
+    x, residual = values(3, 2000, device=device), values(3, 2000, device=device, seed=2)
+    weight = values(2000, device=device)
+    check_outputs("rmsnorm_fwd_add_quantize", x, residual, weight, format=format)
+
+
+def test_norms_whose_blocks_are_spread_over_warps(device: str) -> None:
+    x, weight = values(4, 1030, device=device), values(1030, device=device)
+    check_outputs("rmsnorm_fwd_quantize", x, weight, format="block_1x128")
+
+
+@pytest.mark.parametrize("half", [72, 80])
+@pytest.mark.parametrize("format", ["per_tensor", "block_1x128", "mxfp8"])
+def test_gated_gradients_whose_halves_end_within_a_block(
+    format: str, half: int, device: str
+) -> None:
+    grad, x = values(20, half, device=device), values(20, 2 * half, device=device, seed=2)
+    for options in ({}, {"columnwise": True}):
+        check_outputs("dswiglu_quantize", grad, x, format=format, **options)
+
+
+def test_bias_gradients_of_many_rows(device: str) -> None:
+    grad, x = values(1200, 40, device=device), values(1200, 40, device=device, seed=2)
+    for options in ({}, {"columnwise": True}):
+        check_outputs("dbias_dgelu_quantize", grad, x, format="mxfp8", **options)

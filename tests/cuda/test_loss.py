@@ -1,0 +1,162 @@
+"""Cross entropy in CUDA C++: how rows are shared out, and what the samples do not cover."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import testing
+from transformer_engine_fl.backends.vendor.cuda import loss
+from transformer_engine_fl.backends.vendor.cuda._launch import Limits
+from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.ops import loss as contracts
+from transformer_engine_fl.ops._dtypes import math_dtype
+
+AMPERE = Limits(8, 0, 108, 166_912, 167_936)
+HOPPER = Limits(9, 0, 132, 232_448, 233_472)
+LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+IGNORED = 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 8.0, "ignore_index": IGNORED},
+}
+
+
+@pytest.mark.parametrize("limits", [AMPERE, HOPPER], ids=["sm_80", "sm_90"])
+@pytest.mark.parametrize("vectors", [0, 1, 7, 8, 33, 256, 257, 512, 8192, 16032, 2**15 + 1, 2**27])
+def test_a_team_is_of_whole_warps_or_within_one(vectors: int, limits: Limits) -> None:
+    lanes, cluster = loss.row_team(vectors, limits)
+    assert lanes & (lanes - 1) == 0
+    assert lanes >= loss.FEWEST_LANES
+    assert lanes <= 32 or vectors > 64 * loss.DEPTH
+    assert cluster == 1 or (limits.has_clusters and lanes >= 32)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "options", "named"),
+    [
+        ("cross_entropy_fwd", (torch.ones(2, 4), torch.zeros(3, dtype=torch.int64)), {}, "target"),
+        ("cross_entropy_fwd", (torch.ones(2, 4), torch.zeros(2)), {}, "target"),
+        (
+            "cross_entropy_fwd",
+            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
+            {"softcap": 0.0},
+            "softcap",
+        ),
+        (
+            "cross_entropy_partial_fwd",
+            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
+            {"vocab_start": -1},
+            "vocab_start",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("no_launch")
+def test_wrong_arguments_are_named(
+    op: str, args: tuple[Tensor, ...], options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        getattr(loss, op)(*args, **options)
+    assert raised.value.argument == named
+
+
+# ------------------------------------------------------------------ on a device, or as on one
+
+
+def check(op: str, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    """The results on fenced memory, which must be those of the contract."""
+    contract = getattr(contracts, op)
+    with testing.Guarded() as memory:
+        found = getattr(loss, op)(*args, **options)
+    assert memory.broken() is None
+    expected = contract.oracle(*args, **options)
+    dtype = contract.bind(*args, **options)[contract.dispatch_on].dtype
+    found, expected = (it if isinstance(it, tuple) else (it,) for it in (found, expected))
+    for one, right in zip(found, expected, strict=True):
+        if right is not None:
+            worst = testing.compare(one, right, contract.tolerance[str(dtype)[6:]])
+            assert worst.ratio <= 1, worst
+    return tuple(found)
+
+
+def made(rows: int, columns: int, device: str, dtype: torch.dtype = LOW) -> tuple[Tensor, Tensor]:
+    """Logits; and targets at both ends of the vocabulary, in the middle, ignored and outside."""
+    generator = torch.Generator().manual_seed(columns)
+    logits = 3 * torch.randn(rows, columns, generator=generator)
+    words = torch.tensor([0, columns - 1, columns // 2, IGNORED, columns, -7])
+    return logits.to(device, dtype), words.repeat(rows)[:rows].to(device)
+
+
+def check_both(logits: Tensor, target: Tensor, **options: Any) -> None:
+    """Forward, backward and the statistics of a shard."""
+    kind = math_dtype(logits.dtype)
+    generator = torch.Generator().manual_seed(1)
+    grads = torch.randn(2, len(logits), generator=generator).to(logits.device, kind)
+    _, lse = check("cross_entropy_fwd", logits, target, **options)
+    check("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
+    shard = {"vocab_start": 1, "ignore_index": options.get("ignore_index", -100)}
+    check("cross_entropy_partial_fwd", logits, target, **shard)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 250, 2048, 2063, 4097, 65543, 131080, 262145])
+def test_rows_of_every_width(columns: int, options: dict[str, Any], device: str) -> None:
+    check_both(*made(6, columns, device), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, FULL, DOUBLE])
+@pytest.mark.parametrize("columns", [5, 1031, 16391])
+def test_other_formats(columns: int, dtype: torch.dtype, device: str) -> None:
+    check_both(*made(6, columns, device, dtype), **OPTIONS["everything"])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 131])
+def test_blocks_with_more_rows_than_there_are(rows: int, device: str) -> None:
+    check_both(*made(rows, 40, device))
+
+
+@pytest.mark.parametrize("off", [1, 2, 4, 5])
+@pytest.mark.parametrize("columns", [64, 4096])
+def test_rows_that_begin_anywhere(columns: int, off: int, device: str) -> None:
+    logits, target = made(6, columns + 7, device)
+    check_both(logits[:, off : off + columns], target.clamp(max=columns - 1))
+
+
+def test_where_a_row_lies_does_not_change_its_bits(device: str) -> None:
+    logits, target = made(6, 5003, device)
+    logits[1:] = logits[0]
+    target.fill_(17)
+    loss_of_each, lse = loss.cross_entropy_fwd(logits, target)
+    grads = loss.cross_entropy_bwd(torch.ones_like(lse), logits, target, lse)
+    for found in (loss_of_each, lse, grads):
+        assert all(torch.equal(row, found[0]) for row in found)
+
+
+def test_rows_that_are_ignored_may_hold_anything(device: str) -> None:
+    logits, target = made(12, 1000, device)
+    target[1::2] = -100
+    logits[1::2] = torch.nan
+    check_both(logits, target, label_smoothing=0.1)
+
+
+def test_a_linear_layer_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformer_engine_fl.backends._cross_entropy._FEWEST_WORDS", 16)
+    monkeypatch.setattr(
+        "transformer_engine_fl.backends._cross_entropy._LOGITS",
+        {"forward": 21 * 64, "backward": 21 * 48},
+    )
+    generator = torch.Generator().manual_seed(2)
+    for dtype in (FULL, LOW):
+        input, weight, bias = (
+            torch.randn(shape, generator=generator).to(device, dtype)
+            for shape in ((21, 24), (203, 24), (203,))
+        )
+        target = torch.arange(21, device=device) * 9
+        options = {"label_smoothing": 0.1, "softcap": 20.0}
+        _, lse = check("fused_linear_cross_entropy_fwd", input, weight, target, bias, **options)
+        grad = torch.linspace(-1, 1, 21).to(device)
+        call = (grad, input, weight, target, lse, bias)
+        check("fused_linear_cross_entropy_bwd", *call, **options)

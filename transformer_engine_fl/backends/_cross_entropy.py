@@ -1,0 +1,382 @@
+"""Cross entropy, as far as it is the same for every set that has kernels for it.
+
+How a call's options and rows reach a kernel, and the linear forms: torch multiplies matrices,
+and the kernels are those of logits (:class:`LinearCrossEntropy`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends._arguments import check_numbers, fresh
+from transformer_engine_fl.ops import loss as contracts
+from transformer_engine_fl.ops._dtypes import math_dtype
+
+__all__ = ["LinearCrossEntropy", "Options", "Rows", "options_of", "vector_of"]
+
+# How many logits the linear forms hold at a time, and of how many words at least.
+_LOGITS = {"forward": 2**26, "backward": 2**26}
+_FEWEST_WORDS = 256
+_WHOLE = 16  # divides the distance of their rows
+
+
+class Options(NamedTuple):
+    """The options that all forms have, as the kernels take them."""
+
+    smoothing: float
+    ignore: int
+    z: float
+    softcap: float | None
+
+    @property
+    def cap(self) -> float:
+        """The bound of the scores, 1 where they have none."""
+        return 1.0 if self.softcap is None else self.softcap
+
+
+def options_of(
+    op: str,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Options:
+    """The options, or a decline while they are no numbers yet."""
+    given = (label_smoothing, ignore_index, z_loss, 1.0 if softcap is None else softcap)
+    check_numbers(op, *given)
+    cap = None if softcap is None else float(softcap)
+    return Options(float(label_smoothing), ignore_index, float(z_loss), cap)
+
+
+def vector_of(tensor: Tensor) -> Tensor:
+    """One number for each row, one after the other."""
+    return tensor.reshape(-1).contiguous()
+
+
+class Rows(NamedTuple):
+    """What a backward has of each row, one after the other.
+
+    Attributes:
+        target, grad_loss, lse, grad_lse: as the contract has them.
+        scale: a number by which every gradient is multiplied.
+    """
+
+    target: Tensor
+    grad_loss: Tensor
+    lse: Tensor
+    grad_lse: Tensor | None
+    scale: Tensor | None = None
+
+
+# ---------------------------------------------------------------------- of linear layers
+#
+# The logits are made for some words at a time, and all rows: backward, their gradients then
+# give a part of the weight's gradient that nothing is added to, and it is the gradient of
+# the input, the smaller one, that is summed over the parts.
+
+# Whether torch multiplies narrow matrices into a wider one, and adds such a product, by the
+# type of the device; so until it turns out that it does not.
+_WIDENS: dict[str, bool] = {}
+_ADDS: dict[str, bool] = {}
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the product to ``out``, in whose dtype it is summed."""
+    kind = out.device.type
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+        return
+    if _WIDENS.get(kind, True):
+        try:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+            return
+        except (NotImplementedError, TypeError):  # not on this device, or not in this torch
+            _WIDENS[kind] = False
+    torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product to ``total``, in whose dtype it is summed."""
+    kind = total.device.type
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)
+        return
+    if _ADDS.get(kind, True):
+        try:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError):  # some versions want three matrices of one dtype
+            _ADDS[kind] = False
+    product = torch.empty_like(total)
+    _multiply(left, right, product)
+    total += product
+
+
+class _Linear(NamedTuple):
+    """A linear layer whose outputs are logits, which are made for some words at a time.
+
+    Attributes:
+        op: the operator.
+        input: ``[rows, H]``.
+        weight, bias: as the contract has them.
+        most: so many words at a time, whole vectors of them.
+    """
+
+    op: str
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    most: int
+
+    def parts(self) -> list[slice]:
+        """The words, in their order."""
+        words = self.weight.shape[0]
+        return [slice(at, min(at + self.most, words)) for at in range(0, words, self.most)]
+
+    def memory(self, dtype: torch.dtype) -> Tensor:
+        """Memory for the logits of a part."""
+        return fresh(self.op, self.input, (self.input.shape[0], self.most), dtype)
+
+    def logits(self, words: slice, memory: Tensor) -> Tensor:
+        """The logits of a part, less the bias, in the memory."""
+        logits = memory[:, : words.stop - words.start]
+        _multiply(self.input, self.weight[words].t(), logits)
+        return logits
+
+    def offset(self, words: slice) -> Tensor | None:
+        """The bias of a part."""
+        return None if self.bias is None else self.bias[words]
+
+
+def _scale(rows: Rows, options: Options) -> Tensor:
+    """A power of two that brings gradients of float16 logits far above what it cannot hold."""
+    largest = rows.grad_loss.abs()
+    if rows.grad_lse is not None:
+        largest = largest + rows.grad_lse.abs()
+    if options.z:
+        largest = largest + (2 * options.z * rows.lse * rows.grad_loss).abs()
+    counts = largest.isfinite() & (rows.target != options.ignore)
+    exponent = torch.frexp(torch.where(counts, largest, 0).amax()).exponent
+    return torch.ldexp(torch.ones_like(largest[0]), (12 - exponent).clamp(-100, 100))
+
+
+def _as_summed(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for what is summed in ``dtype``: the output's own, if that is its dtype."""
+    return output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+
+
+def _finish(output: Tensor, value: Tensor, scale: Tensor | None) -> None:
+    """Write a value of :func:`_as_summed`, which is so many times too large."""
+    if scale is not None:
+        value = value / scale
+    if value is not output:
+        output.copy_(value)
+
+
+class _Memory(Protocol):
+    def __call__(self, op: str, name: str, tensor: Tensor) -> Tensor:
+        """The same memory as a plain tensor, or a decline if there is no such memory."""
+
+
+class _Forward(Protocol):
+    def __call__(
+        self,
+        op: str,
+        logits: Tensor,
+        step: int,
+        bias: Tensor | None,
+        target: Tensor,
+        outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+        start: int,
+        options: Options,
+    ) -> None:
+        """Write (statistics, None, None) or (None, loss, lse) of rows ``step`` apart."""
+
+
+class _Merge(Protocol):
+    def __call__(
+        self,
+        op: str,
+        stats: Tensor,
+        target: Tensor,
+        loss: Tensor,
+        lse: Tensor,
+        words: int,
+        options: Options,
+    ) -> None:
+        """Write loss and lse of dense statistics."""
+
+
+class _Backward(Protocol):
+    def __call__(
+        self,
+        op: str,
+        logits: Tensor,
+        step: int,
+        bias: Tensor | None,
+        rows: Rows,
+        out: Tensor,
+        out_step: int,
+        start: int,
+        words: int,
+        options: Options,
+    ) -> None:
+        """Write the gradients of logits ``step`` apart, maybe in their place."""
+
+
+class LinearCrossEntropy:
+    """The linear forms over a set's kernels.
+
+    Args:
+        memory_of: how the set takes a tensor.
+        run_forward, run_merge, run_backward: its kernels.
+    """
+
+    def __init__(
+        self, memory_of: _Memory, run_forward: _Forward, run_merge: _Merge, run_backward: _Backward
+    ) -> None:
+        self._memory_of = memory_of
+        self._run_forward = run_forward
+        self._run_merge = run_merge
+        self._run_backward = run_backward
+
+    def _linear(
+        self, op: str, way: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
+    ) -> _Linear:
+        rows = target.numel()
+        hidden = self._memory_of(op, "input", input).reshape(rows, input.shape[-1])
+        weight = self._memory_of(op, "weight", weight)
+        bias = None if bias is None else self._memory_of(op, "bias", bias).contiguous()
+        most = min(weight.shape[0], max(_FEWEST_WORDS, _LOGITS[way] // max(1, rows)))
+        return _Linear(op, hidden, weight, bias, -(-most // _WHOLE) * _WHOLE)
+
+    def rows_of(
+        self, op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None
+    ) -> Rows:
+        return Rows(
+            vector_of(self._memory_of(op, "target", target)),
+            vector_of(self._memory_of(op, "grad_loss", grad_loss)),
+            vector_of(self._memory_of(op, "lse", lse)),
+            None if grad_lse is None else vector_of(self._memory_of(op, "grad_lse", grad_lse)),
+        )
+
+    def fused_linear_cross_entropy_fwd(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``fused_linear_cross_entropy_fwd`` of the contract."""
+        op = "fused_linear_cross_entropy_fwd"
+        contracts.fused_linear_cross_entropy_fwd.check(
+            input,
+            weight,
+            target,
+            bias,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            z_loss=z_loss,
+            softcap=softcap,
+        )
+        options = options_of(op, label_smoothing, ignore_index, z_loss, softcap)
+        layer = self._linear(op, "forward", input, weight, target, bias)
+        targets = vector_of(self._memory_of(op, "target", target))
+        shape, dtype = tuple(target.shape), math_dtype(input.dtype)
+        loss, lse = (fresh(op, layer.input, shape, dtype) for _ in range(2))
+        if not targets.numel():
+            return loss, lse
+        parts, memory = layer.parts(), layer.memory(dtype)
+        stats = fresh(op, layer.input, (len(parts), targets.numel(), 4), dtype)
+        for words, part in zip(parts, stats, strict=True):
+            logits, outputs = layer.logits(words, memory), (part, None, None)
+            self._run_forward(
+                op,
+                logits,
+                layer.most,
+                layer.offset(words),
+                targets,
+                outputs,
+                words.start,
+                options,
+            )
+        self._run_merge(op, stats, targets, loss, lse, weight.shape[0], options)
+        return loss, lse
+
+    def fused_linear_cross_entropy_bwd(
+        self,
+        grad_loss: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        bias: Tensor | None = None,
+        grad_lse: Tensor | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``fused_linear_cross_entropy_bwd`` of the contract."""
+        op = "fused_linear_cross_entropy_bwd"
+        contracts.fused_linear_cross_entropy_bwd.check(
+            grad_loss,
+            input,
+            weight,
+            target,
+            lse,
+            bias,
+            grad_lse,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            z_loss=z_loss,
+            softcap=softcap,
+        )
+        options = options_of(op, label_smoothing, ignore_index, z_loss, softcap)
+        layer = self._linear(op, "backward", input, weight, target, bias)
+        rows = self.rows_of(op, target, grad_loss, lse, grad_lse)
+        dtype, wide = input.dtype, math_dtype(input.dtype)
+        grad_input = fresh(op, layer.input, tuple(input.shape), dtype)
+        grad_weight = fresh(op, layer.input, tuple(weight.shape), dtype)
+        grad_bias = None if bias is None else fresh(op, layer.input, tuple(bias.shape), dtype)
+        if not target.numel():
+            return grad_input, grad_weight.zero_(), None if grad_bias is None else grad_bias.zero_()
+        scale = None
+        if dtype == torch.float16:
+            scale = _scale(rows, options)
+            rows = rows._replace(scale=scale)
+        memory = layer.memory(wide)
+        # The logits' gradients, in their place if they have their dtype.
+        narrow = memory if dtype == wide else layer.memory(dtype)
+        total = _as_summed(grad_input, wide)
+        along = total.view(layer.input.shape)
+        for words in layer.parts():
+            logits = layer.logits(words, memory)
+            d = narrow[:, : logits.shape[1]]
+            place = (layer.most, words.start, weight.shape[0])
+            self._run_backward(
+                op, logits, layer.most, layer.offset(words), rows, d, *place, options
+            )
+            if words.start:
+                _add_product(along, d, layer.weight[words])
+            else:
+                _multiply(d, layer.weight[words], along)
+            part = grad_weight[words]
+            summed = _as_summed(part, wide)
+            _multiply(d.t(), layer.input, summed)
+            _finish(part, summed, scale)
+            if grad_bias is not None:
+                _finish(grad_bias[words], d.sum(0, dtype=wide), scale)
+        _finish(grad_input, total, scale)
+        return grad_input, grad_weight, grad_bias

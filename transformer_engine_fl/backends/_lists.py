@@ -1,0 +1,406 @@
+"""Lists of tensors, made ready for kernels of which one launch goes through whole lists.
+
+How a set's kernels get numbers onto a device, and how they cut lists, is the set's to say
+(:class:`Listing`, :class:`Demand`).
+
+The i-th tensors of the lists of a call are a *row*. A kernel finds its rows in a table on the
+device: the numbers of the rows' first chunks, and then for each row its count of elements and
+the addresses of its tensors. One launch takes the rows that have the same dtypes and are
+aligned alike; one program takes a chunk of a row.
+
+What was found out about lists is kept by what can be told of their tensors without reading
+them: of the same tensors a second call checks nothing and copies nothing to the device. A
+table is written by kernels that carry its numbers as arguments, so one that is made while a
+CUDA graph is captured is written by the graph as well. A graph is given tables of its own,
+for those that are kept may be forgotten before it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends._arguments import (
+    NOT_A_TENSOR,
+    PLAIN,
+    check_fresh,
+    check_size,
+    keep,
+)
+from transformer_engine_fl.core.errors import NotSupportedError
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.contract import Contract
+
+__all__ = [
+    "ALIGNMENT",
+    "MOST_LAYOUTS",
+    "MOST_TABLES",
+    "Demand",
+    "Group",
+    "Listing",
+    "Ready",
+    "Tiles",
+]
+
+ALIGNMENT = 16
+"""Bytes of the widest access: the tensors of an aligned group begin at a multiple of it."""
+
+MOST_LAYOUTS = 64
+MOST_TABLES = 8
+"""Of one layout: gradients may be elsewhere in each step."""
+_MOST_CHUNKS = 2**31 - 2**14
+_PLAIN = frozenset(PLAIN)
+
+Lists = Sequence[Sequence[Tensor]]
+_Pointers = tuple[tuple[int, ...], ...]
+NumbersOnDevice = Callable[[Sequence[int], torch.device], Tensor]
+
+
+class Tiles(NamedTuple):
+    """How lists are cut.
+
+    Attributes:
+        threads: of a program.
+        tile: elements that a program takes at once.
+        chunk: elements that a program takes in all.
+    """
+
+    threads: int
+    tile: int
+    chunk: int
+
+
+class Demand(NamedTuple):
+    """What an operator asks of its lists.
+
+    Attributes:
+        names: its list arguments, in the order of the addresses in a table.
+        cut: chooses how they are cut, by the device, all the elements of the first list and
+            the bytes of the widest of them.
+        numbers: how many of the lists, the last ones, hold one number for each row. All others
+            have the elements of the first.
+        slots: rows are told, behind their addresses, which of all chunks their first is.
+    """
+
+    names: tuple[str, ...]
+    cut: Callable[[torch.device, int, int], Tiles]
+    numbers: int = 0
+    slots: bool = False
+
+
+class Group(NamedTuple):
+    """The rows of one launch.
+
+    Attributes:
+        dtypes: of a row's tensors, without its numbers.
+        aligned: all those tensors begin at a multiple of ALIGNMENT.
+        table: int64.
+        rows: how many.
+        chunks: of all of them: the programs of the launch.
+        tiles: how they are cut.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    aligned: bool
+    table: Tensor
+    rows: int
+    chunks: int
+    tiles: Tiles
+
+
+class _Tables(NamedTuple):
+    groups: tuple[Group, ...]
+    slots: Tensor | None
+
+
+class _Layout:
+    """What follows from the shapes, strides, dtypes and device of tensors alone.
+
+    Attributes:
+        device: of the tensors; None if there are none.
+        slots: the first chunk of each row among all chunks, and how many there are.
+        copied: rows whose elements do not lie in the same order without gaps.
+    """
+
+    def __init__(
+        self, op: str, demand: Demand, lists: Lists, numbers_on_device: NumbersOnDevice
+    ) -> None:
+        first = lists[0]
+        self._demand = demand
+        self._numbers_on_device = numbers_on_device
+        self._tables: dict[object, _Tables] = {}  # by stream and addresses
+        self._sizes = [it.numel() for it in first]
+        self.device = first[0].device if first else None
+        if self.device is not None:
+            itemsize = max(it.itemsize for it in first)
+            self._tiles = demand.cut(self.device, sum(self._sizes), itemsize)
+        least = 1 if demand.numbers else 0  # without elements there are still numbers to write
+        self._counts = [max(-(-size // self._tiles.chunk), least) for size in self._sizes]
+        self._dtyped = len(lists) - demand.numbers
+        self._groups: dict[tuple[torch.dtype, ...], list[int]] = {}
+        self.copied: set[int] = set()
+        self.slots = [0]
+        for row, count in enumerate(self._counts):
+            self.slots.append(self.slots[-1] + count)
+            if count:
+                tensors = [it[row] for it in lists[: self._dtyped]]
+                self._groups.setdefault(tuple([it.dtype for it in tensors]), []).append(row)
+                if not _lie_alike(tensors):
+                    self.copied.add(row)
+        check_size(op, "chunks", self.slots[-1], _MOST_CHUNKS)
+
+    def check_memory(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> None:
+        """Decline tensors without memory, and to write one tensor twice: their order matters."""
+        addresses: list[int] = []
+        for place, (column, writes) in enumerate(zip(pointers, written, strict=True)):
+            if place < self._dtyped:
+                column = tuple([it for it, n in zip(column, self._sizes, strict=True) if n])
+            if 0 in column:
+                raise NotSupportedError(f"{op}: a tensor has no memory of its own")
+            if writes:
+                addresses += column
+        if len(set(addresses)) != len(addresses):
+            raise NotSupportedError(f"{op}: a tensor that is written is listed twice")
+
+    def kept_tables(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> _Tables:
+        """Tables for these addresses, made unless they have been."""
+        assert self.device is not None
+        stream = _stream(self.device)
+        key = (stream, pointers)
+        tables = self._tables.get(key)
+        if tables is None:
+            self.check_memory(op, pointers, written)
+            tables = self.new_tables(pointers)
+            if stream is not None:
+                keep(self._tables, key, tables, MOST_TABLES)
+        return tables
+
+    def new_tables(self, pointers: _Pointers) -> _Tables:
+        """Tables for these addresses."""
+        assert self.device is not None
+        groups = []
+        for dtypes, rows in self._groups.items():
+            halves: tuple[list[int], list[int]] = ([], [])
+            for row in rows:
+                bits = 0
+                for column in pointers[: self._dtyped]:
+                    bits |= column[row]
+                halves[not bits % ALIGNMENT].append(row)
+            for aligned, some in enumerate(halves):
+                if some:
+                    groups.append(self._group(dtypes, bool(aligned), some, pointers))
+        slots = self._numbers_on_device(self.slots, self.device) if self._demand.slots else None
+        return _Tables(tuple(groups), slots)
+
+    def _group(
+        self,
+        dtypes: tuple[torch.dtype, ...],
+        aligned: bool,
+        rows: list[int],
+        pointers: _Pointers,
+    ) -> Group:
+        assert self.device is not None
+        starts: list[int] = []
+        body: list[int] = []
+        chunks = 0
+        for row in rows:
+            starts.append(chunks)
+            chunks += self._counts[row]
+            body.append(self._sizes[row])
+            body += [column[row] for column in pointers]
+            if self._demand.slots:
+                body.append(self.slots[row])
+        table = self._numbers_on_device(starts + body, self.device)
+        return Group(dtypes, aligned, table, len(rows), chunks, self._tiles)
+
+
+class Ready(NamedTuple):
+    """The arguments of a call, checked, and what kernels are launched with.
+
+    Attributes:
+        others: the arguments that are no lists, by name; tensors are plain ones.
+        device: of the lists' tensors; None if there are none.
+        groups: one launch each.
+        chunks: of all rows.
+        slots: the first chunk of each row among all, and how many there are; None unless
+            demanded.
+        copies: tensors that are yet to be written, with what.
+        written: the tensors that the call writes.
+        lists: what the tables point to, which must live until the kernels are launched.
+    """
+
+    others: dict[str, Any]
+    device: torch.device | None
+    groups: tuple[Group, ...] = ()
+    chunks: int = 0
+    slots: Tensor | None = None
+    copies: Sequence[tuple[Tensor, Tensor]] = ()
+    written: Sequence[Tensor] = ()
+    lists: Lists = ()
+
+    def finish(self) -> None:
+        """To be called once the kernels are launched."""
+        for memory, copy in self.copies:
+            memory.copy_(copy)
+        # Autograd is told: what it has kept of them for a backward pass is no longer there.
+        torch.autograd.graph.increment_version(self.written)
+
+
+class Listing:
+    """How a set takes lists.
+
+    Args:
+        plain: gives the same memory as a plain tensor, or declines (``Taking.plain``).
+        numbers_on_device: puts integers into a device's memory, also while a graph is captured.
+
+    Attributes:
+        layouts: what was found out about lists.
+    """
+
+    def __init__(
+        self, plain: Callable[[str, str, Tensor], Tensor], numbers_on_device: NumbersOnDevice
+    ) -> None:
+        self._plain = plain
+        self._numbers_on_device = numbers_on_device
+        self.layouts: dict[object, _Layout] = {}
+
+    def ready(self, contract: Contract[..., Any], demand: Demand, **arguments: Any) -> Ready:
+        """Check a call, and make its lists ready for kernels.
+
+        Args:
+            contract: the operator's.
+            demand: what its kernels need.
+            arguments: all of the call's, by name.
+
+        Raises:
+            ArgumentError: the call breaks the contract.
+            NotSupportedError: something in it is not for a kernel.
+        """
+        op, names = contract.name, demand.names
+        given: Lists = [arguments[name] for name in names]
+        seen = _seen(given)
+        facts, pointers = seen or (None, ())
+        layout = None if seen is None else self.layouts.get((demand, facts))
+        if layout is not None and _others_are_on(layout.device, arguments, names):
+            # The lists were checked when the like of them was first seen.
+            contract.check(**{**arguments, **dict.fromkeys(names, ())})
+        else:
+            contract.check(**arguments)
+            plain = [self._plain_list(op, *it) for it in zip(names, given, strict=True)]
+            layout = _Layout(op, demand, plain, self._numbers_on_device)
+            if seen is not None:
+                keep(self.layouts, (demand, facts), layout, MOST_LAYOUTS)
+        others = {
+            name: self._other(op, name, it) for name, it in arguments.items() if name not in names
+        }
+        if layout.device is None:
+            return Ready(others, None)
+        check_fresh(op, torch.empty((0,), device=layout.device))
+        writes = [name in contract.mutates for name in names]
+        copies: list[tuple[Tensor, Tensor]] = []
+        lists = given
+        if seen is not None and not layout.copied:
+            tables = layout.kept_tables(op, pointers, writes)
+        else:
+            layout.check_memory(op, _pointers(op, given), writes)
+            dense = [self._plain_list(op, *it) for it in zip(names, given, strict=True)]
+            for place, tensors in enumerate(dense):
+                for row, tensor in enumerate(tensors):
+                    if row in layout.copied:
+                        tensors[row] = tensor.contiguous()
+                    if writes[place] and tensors[row].data_ptr() != given[place][row].data_ptr():
+                        memory = given[place][row].as_subclass(torch.Tensor).detach()
+                        copies.append((memory, tensors[row]))
+            lists = dense
+            tables = layout.new_tables(_pointers(op, lists))
+        written = [
+            it for listed, writing in zip(given, writes, strict=True) if writing for it in listed
+        ]
+        slots = layout.slots[-1], tables.slots
+        return Ready(others, layout.device, tables.groups, *slots, copies, written, lists)
+
+    def _plain_list(self, op: str, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self._plain(op, f"{name}[{row}]", it) for row, it in enumerate(tensors)]
+
+    def _other(self, op: str, name: str, value: Any) -> Any:
+        """An argument that is no list: a number, None, or a tensor, which may be written."""
+        if isinstance(value, Tensor):
+            tensor = self._plain(op, name, value)
+            if value.is_neg():
+                raise NotSupportedError(f"{op}: {name!r} is negated lazily")
+            return tensor
+        if value is not None and not isinstance(value, int | float):
+            raise NotSupportedError(f"{op}: {name!r} is no number yet")
+        return value
+
+
+def _seen(lists: Lists) -> tuple[object, _Pointers] | None:
+    """What is to be known of plain tensors, and where they are; None if they are none.
+
+    A device is known by its number. That is the CPU's for what has no memory as well, which
+    has no address then.
+    """
+    facts, pointers = [], []
+    try:
+        for tensors in lists:
+            if not isinstance(tensors, list | tuple) or not _PLAIN.issuperset(map(type, tensors)):
+                return None
+            if any(map(Tensor.is_neg, tensors)):
+                return None
+            pointers.append(tuple(map(Tensor.data_ptr, tensors)))
+            shapes = tuple([it.shape for it in tensors])
+            dtypes = tuple([it.dtype for it in tensors])
+            dense = all(map(Tensor.is_contiguous, tensors))
+            strides = None if dense else tuple(map(Tensor.stride, tensors))
+            facts.append((shapes, strides, dtypes, tuple(map(Tensor.get_device, tensors))))
+    except NOT_A_TENSOR:
+        return None
+    return tuple(facts), tuple(pointers)
+
+
+def _others_are_on(
+    device: torch.device | None, arguments: dict[str, Any], names: Sequence[str]
+) -> bool:
+    """Whether the tensors that are in no list are on that device."""
+    return all(
+        it.device == device
+        for name, it in arguments.items()
+        if isinstance(it, Tensor) and name not in names
+    )
+
+
+def _pointers(op: str, lists: Lists) -> _Pointers:
+    try:
+        return tuple([tuple([it.data_ptr() for it in tensors]) for tensors in lists])
+    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
+        raise NotSupportedError(f"{op}: a tensor has no memory of its own: {error}") from None
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether their elements lie in the same order, without gaps."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return True
+    steps = tensors[0].stride()
+    if any(it.stride() != steps for it in tensors):
+        return False
+    extent = 1
+    for step, size in sorted(zip(steps, tensors[0].shape, strict=True)):
+        if size != 1:
+            if step != extent:
+                return False
+            extent *= size
+    return True
+
+
+def _stream(device: torch.device) -> int | None:
+    """The stream that kernels go to; None if it is being captured."""
+    if device.type != "cuda":
+        return 0
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return int(torch.cuda.current_stream().cuda_stream)

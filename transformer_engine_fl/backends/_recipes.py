@@ -1,0 +1,145 @@
+"""How to quantise, as the sets that bring kernels take it: the options that operators share.
+
+What a kernel needs to know of them has the same name in every set.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends._arguments import check_fresh
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops._formats import FORMATS, LARGEST, Format
+from transformer_engine_fl.ops.quantization import GLOBAL_LARGEST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["KINDS", "Lists", "Quantized", "Recipe", "in_lists", "options_of", "outputs_of"]
+
+Quantized = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
+KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+"""The kind of number that a data dtype holds."""
+
+
+class Recipe(NamedTuple):
+    """How to quantise: the options that the operators share, as their check has passed them.
+
+    Attributes:
+        op: the operator.
+        form: the scaling format.
+        dtype: of the data.
+        columnwise, force_pow_2_scales, amax_epsilon: see ``quantize``.
+    """
+
+    op: str
+    form: Format
+    dtype: torch.dtype
+    columnwise: bool
+    force_pow_2_scales: bool
+    amax_epsilon: float
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        *,
+        format: str,
+        dtype: torch.dtype | None,
+        columnwise: bool,
+        force_pow_2_scales: bool,
+        amax_epsilon: float,
+    ) -> Recipe:
+        """The recipe of an operator's options."""
+        if not isinstance(amax_epsilon, int | float):
+            raise NotSupportedError(f"{op}: amax_epsilon is no number yet")
+        form = FORMATS[format]
+        kind = dtype or getattr(torch, form.dtypes[0])
+        return cls(op, form, kind, columnwise, force_pow_2_scales, float(amax_epsilon))
+
+    @property
+    def width(self) -> int:
+        """Of blocks along a row; 0 where there are none, or where they are square."""
+        return 0 if self.form.block is None or self.square else self.form.block[1]
+
+    @property
+    def square(self) -> bool:
+        """Whether blocks are as high as they are wide."""
+        return self.form.block is not None and self.form.block[0] > 1
+
+    @property
+    def shared_largest(self) -> float:
+        """What the scale that all share makes of the amax of all."""
+        return GLOBAL_LARGEST if self.form.global_scale else self._largest
+
+    @property
+    def _largest(self) -> float:
+        return LARGEST[str(self.dtype).removeprefix("torch.")]
+
+    def constants(self) -> dict[str, Any]:
+        """For the kernels."""
+        scales = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
+        return {
+            "KIND": KINDS[self.dtype],
+            "LARGEST": self._largest,
+            "WIDTH": self.width,
+            "SCALES": scales.get(self.form.scale_dtype, "float32"),
+            "POW2": self.force_pow_2_scales,
+        }
+
+
+def options_of(
+    format: str,
+    dtype: torch.dtype | None,
+    columnwise: bool,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> dict[str, Any]:
+    """The options by their names, as checks and recipes take them."""
+    return {
+        "format": format,
+        "dtype": dtype,
+        "columnwise": columnwise,
+        "force_pow_2_scales": force_pow_2_scales,
+        "amax_epsilon": amax_epsilon,
+    }
+
+
+def in_lists(each: Sequence[Quantized]) -> Lists:
+    """The outputs of several tensors, a list in place of each."""
+    data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = (
+        [it for it in outputs if it is not None] for outputs in zip(*each, strict=True)
+    )
+    return data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t
+
+
+def outputs_of(recipe: Recipe, like: Tensor, shape: Sequence[int], groups: int) -> Quantized:
+    """Memory for the outputs, on the device of ``like``; ``shape`` is what is quantised."""
+    form = recipe.form
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    scale_dtype: torch.dtype = getattr(torch, form.scale_dtype)
+    packed = form.values_per_byte
+
+    def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=like.device)
+
+    def scales(down: int, across: int) -> Tensor:
+        counts = (groups,) if form.block is None else form.scale_shape(down, across)
+        return empty(counts, scale_dtype)
+
+    data = empty((*shape[:-1], columns // packed), recipe.dtype)
+    check_fresh(recipe.op, data)
+    return (
+        data,
+        scales(rows, columns),
+        empty((groups,)) if form.by_tensor else None,
+        empty((groups,)) if form.global_scale else None,
+        empty((columns, rows // packed), recipe.dtype) if recipe.columnwise else None,
+        scales(columns, rows) if recipe.columnwise else None,
+    )

@@ -1,0 +1,816 @@
+"""Casting a matrix to a scaling format: what quantization and epilogues share (``casting.cu``).
+
+What is cast is calculated where it is cast: a :class:`Source` says from what. One kernel
+casts along rows; another, by tiles, writes the transposed tensor too, and has square blocks.
+A scale that follows from all values takes a pass over them beforehand, of which each block of
+threads leaves one number, and a launch that makes the scale of these; then the kernel that
+casts is waiting already, and starts where the pass before has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of
+from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.backends.vendor.cuda._arguments import (
+    NAMES,
+    Plans,
+    access_width,
+    by_rows,
+    check_fresh,
+    check_size,
+    plain,
+    vector_width,
+)
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
+from transformer_engine_fl.ops._formats import FORMATS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "Source",
+    "amax_of_all",
+    "as_float32",
+    "cast",
+    "cast_with_sums",
+    "dense_scale",
+    "pointer",
+    "representative_sources",
+    "rows_of",
+    "write_largest",
+]
+
+PIECE: Final = 16
+"""Neighbouring columns of a thread."""
+THREADS: Final = 256
+SIDE: Final = 128
+"""Rows, and columns, of a tile."""
+TILE_ROWS: Final = THREADS * PIECE // SIDE
+"""Of them, rows that a block works on at once."""
+FLAT_COLUMNS: Final = 512
+"""What need not be told apart by rows is cut into rows of so many columns."""
+MOST: Final = 2**31 - 2**14
+"""Rows, columns, and blocks of threads, that kernels count."""
+STRIP_ROWS: Final = 256
+"""Rows that a block adds up, or finds the amax of, if there are many."""
+STRIP_BLOCKS: Final = 8
+"""With fewer blocks than this for each multiprocessor, they have fewer rows."""
+AMAX_BLOCKS: Final = 4
+"""For each multiprocessor."""
+LARGEST_THREADS: Final = 1024
+CLAMPED: Final = "SteepSilu"
+_INFINITY: Final = math.inf
+
+
+class Source(NamedTuple):
+    """What is cast: a matrix that kernels calculate.
+
+    Attributes:
+        kind: ``"identity"``, a type of ``activations.cuh``, or ``"norm"``.
+        shape: of the output.
+        x: the tensor, by rows.
+        x_stride: from row to row.
+        grad: the gradient of the output, if it is a backward.
+        grad_stride: from row to row.
+        gated: whether a row of x has two halves.
+        weight, bias, mu, rsigma: of a norm; mu if it is centred.
+        zero_centred: whether the weight is stored less 1.
+        limit, alpha: of a clamped activation.
+        amaxes: of parts that hold every value among them, if they are known.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    x: Tensor
+    x_stride: int
+    grad: Tensor | None = None
+    grad_stride: int = 0
+    gated: bool = False
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    mu: Tensor | None = None
+    rsigma: Tensor | None = None
+    zero_centred: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
+    amaxes: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """As the kernels take them."""
+        return (self.x, self.grad, self.weight, self.bias, self.mu, self.rsigma)
+
+    @property
+    def halves(self) -> int:
+        """Of how many parts, each a gradient, the columns are."""
+        return 2 if self.gated and self.grad is not None else 1
+
+    def matrix(self, width: int, whole: bool) -> Matrix:
+        """How it is counted.
+
+        Args:
+            width: of the blocks along a row, 0 if there are none.
+            whole: rows must stay rows.
+        """
+        columns = self.shape[-1]
+        rows = math.prod(self.shape[:-1])
+        x_stride, grad_stride = self.x_stride, self.grad_stride
+        dense = x_stride == columns and (self.grad is None or grad_stride == columns)
+        total = rows * columns
+        if (
+            dense
+            and not whole
+            and self.kind != "norm"
+            and not self.gated
+            and not (width and columns % width)
+        ):
+            if total % FLAT_COLUMNS == 0 and total:
+                rows, columns = total // FLAT_COLUMNS, FLAT_COLUMNS
+                x_stride = grad_stride = columns
+            elif columns % PIECE and total <= MOST:
+                rows, columns = 1, total
+                x_stride = grad_stride = columns
+        return Matrix(rows, columns, columns // self.halves, x_stride, grad_stride)
+
+    def kernel(self, matrix: Matrix, both: bool) -> SourceKey:
+        """What kernels depend on; ``both`` if a thread may make both halves."""
+        parts = []
+        for tensor, step in ((self.x, matrix.x_stride), (self.grad, matrix.grad_stride)):
+            if tensor is not None:
+                size = tensor.element_size()
+                parts += [(tensor.data_ptr(), size), (step * size, size)]
+        if self.gated:
+            size = self.x.element_size()
+            parts.append((matrix.part * size, size))
+        parts += [
+            (it.data_ptr(), it.element_size()) for it in (self.weight, self.bias) if it is not None
+        ]
+        x, dtype = self.x, self.x.dtype
+        pair = both and self.halves == 2 and matrix.part % PIECE == 0
+        weight = dtype if self.weight is None else self.weight.dtype
+        return SourceKey(
+            self.kind,
+            dtype,
+            dtype if self.grad is None else self.grad.dtype,
+            weight,
+            weight if self.bias is None else self.bias.dtype,
+            self.mu is not None,
+            self.zero_centred,
+            self.gated,
+            self.grad is not None,
+            pair,
+            self.halves == 2 and not pair,
+            access_width(PIECE, *parts) if x.numel() else PIECE,
+            matrix.part % PIECE == 0,
+        )
+
+
+class Matrix(NamedTuple):
+    """How many rows and columns there are, for the kernels; ``part`` is those of one half."""
+
+    rows: int
+    columns: int
+    part: int
+    x_stride: int
+    grad_stride: int
+
+
+class SourceKey(NamedTuple):
+    """What of a source a kernel depends on: see ``casting.cu``."""
+
+    kind: str
+    x: torch.dtype
+    grad: torch.dtype
+    weight: torch.dtype
+    bias: torch.dtype
+    centred: bool
+    zero_centred: bool
+    gated: bool
+    backward: bool
+    both: bool
+    halves: bool
+    access: int
+    whole: bool
+
+    def defines(self) -> dict[str, str | int]:
+        """As macros."""
+        code = {"identity": 0, "norm": 2}.get(self.kind, 1)
+        return {
+            "SOURCE": code,
+            "TX": NAMES[self.x],
+            "TDY": NAMES[self.grad],
+            "TW": NAMES[self.weight],
+            "TB": NAMES[self.bias],
+            "CENTRED": int(self.centred),
+            "ZERO_CENTRED": int(self.zero_centred),
+            "FUNCTION": self.kind if code == 1 else "Relu",
+            "GATED": int(self.gated),
+            "CLAMPED": int(self.kind == CLAMPED),
+            "BACKWARD": int(self.backward),
+            "BOTH": int(self.both),
+            "HALVES": int(self.halves),
+            "ACCESS": self.access,
+            "WHOLE": int(self.whole),
+        }
+
+
+class CastKey(NamedTuple):
+    """What a kernel that casts depends on, besides the device.
+
+    Attributes:
+        source: what is cast.
+        recipe: how, but for the operator and the least amax.
+        store, store_t: bytes of one access to the codes, and to the transposed ones.
+        owned: whether rows have owners.
+        amax, sums: whether these are left.
+        turned: whether the transposed tensor is written.
+        backwards: whether the end is first.
+        dependent: whether the scale is what the launch before gives.
+        lanes, rows: threads along the columns, and down.
+        inside: whether no tile goes beyond the rows or the columns.
+    """
+
+    source: SourceKey
+    recipe: Recipe
+    store: int
+    store_t: int
+    owned: bool
+    amax: bool
+    sums: bool
+    turned: bool
+    backwards: bool
+    dependent: bool
+    lanes: int
+    rows: int
+    inside: bool
+
+    def defines(self) -> dict[str, str | int]:
+        """As macros."""
+        constants = self.recipe.constants()
+        return {
+            **self.source.defines(),
+            "KIND": constants["KIND"],
+            "WIDTH": constants["WIDTH"],
+            "SCALES": constants["SCALES"],
+            "POW2": int(constants["POW2"]),
+            "SQUARE": int(self.recipe.square),
+            "STORE": self.store,
+            "STORE_T": self.store_t,
+            "OWNED": int(self.owned),
+            "AMAX": int(self.amax),
+            "SUMS": int(self.sums),
+            "TURNED": int(self.turned),
+            "BACKWARDS": int(self.backwards),
+            "DEPENDENT": int(self.dependent),
+            "LANES": self.lanes,
+            "ROWS": self.rows,
+            "INSIDE": int(self.inside),
+        }
+
+
+# -------------------------------------------------------------------------------- kernels
+
+
+def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
+    return Specialisation("casting", kernel, tuple(defines.items()))
+
+
+def rows_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that casts along rows."""
+    light = key.source.kind == "identity" and not key.sums
+    defines = {**key.defines(), "BLOCKS": 5 if light else 2}
+    geometry = _launch.Geometry(
+        key.lanes * key.rows,
+        "P" * 13 + "qqiiiifff",
+        dependent=key.dependent and device.has_clusters,
+    )
+    return _source("cast_rows", defines), geometry
+
+
+def tiles_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that casts tiles."""
+    stored = key.source.kind == "identity"
+    same = not key.recipe.width
+    size = 1 if same else key.source.x.itemsize if stored else 4
+    shared = SIDE * SIDE * size if key.turned else 0
+    blocks = 3 if stored and key.source.x.itemsize == 2 and key.recipe.width in (0, 32) else 2
+    blocks = 2 if key.owned or key.sums else blocks
+    defines = {**key.defines(), "BLOCKS": blocks}
+    geometry = _launch.Geometry(
+        THREADS, "P" * 15 + "qqiiifff", shared, dependent=key.dependent and device.has_clusters
+    )
+    return _source("cast_tiles", defines), geometry
+
+
+def amax_source(
+    key: SourceKey, lanes: int, rows: int, device: _launch.Limits
+) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that finds the amax of many tiles."""
+    defines = {**key.defines(), "LANES": lanes, "ROWS": rows, "BLOCKS": 2}
+    return _source("amax_tiles", defines), _launch.Geometry(lanes * rows, "P" * 7 + "qqiiiff")
+
+
+def largest_source(
+    power_of_2: bool, device: _launch.Limits
+) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that finds the largest of all, and its scale."""
+    geometry = _launch.Geometry(LARGEST_THREADS, "PPPqff", dependent=device.has_clusters)
+    return _source("largest", {"POW2": int(power_of_2)}), geometry
+
+
+def amax_rows_source(
+    dtype: torch.dtype, vec: int, access: int
+) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that finds the amax of each row."""
+    defines: dict[str, str | int] = {"TX": NAMES[dtype], "VEC": vec, "ACCESS": access}
+    return _source("amax_rows", defines), _launch.Geometry(256, "PPqii")
+
+
+def own_rows_source(
+    sizes: torch.dtype, scaled: bool, power_of_2: bool
+) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that says whose a row is."""
+    defines: dict[str, str | int] = {
+        "TSIZE": "int" if sizes == torch.int32 else "long long",
+        "SCALED": int(scaled),
+        "POW2": int(power_of_2),
+    }
+    return _source("own_rows", defines), _launch.Geometry(256, "P" * 8 + "iiiff")
+
+
+def _loaded(source: tuple[Specialisation, _launch.Geometry], device: int) -> _launch.Kernel:
+    return _launch.load(*source, device)
+
+
+_kernels: Plans[_launch.Kernel] = Plans()
+_totals: Plans[SumOfGroups] = Plans()
+
+
+def _lanes(matrix: Matrix, columns: int, width: int) -> tuple[int, int]:
+    """Threads along the columns and down the rows of a block.
+
+    Few lanes where many would have no column; many where there are few rows.
+    """
+    pieces = max(1, -(-columns // PIECE))
+    least = max(1, width // PIECE)
+    lanes = 32
+    while lanes > least and -(-pieces // lanes) * lanes > pieces + pieces // 16:
+        lanes //= 2
+    lanes = max(lanes, least)
+    rows = min(THREADS // lanes, 1 << (max(1, matrix.rows) - 1).bit_length())
+    wanted = 1 << (pieces - 1).bit_length()
+    lanes = max(lanes, min(THREADS // rows, wanted))
+    return lanes, max(rows, -(-32 // lanes))
+
+
+def _power(*sizes: int) -> int:
+    """The power of two, up to 16, that divides all of them."""
+    return math.gcd(16, *sizes)
+
+
+# ------------------------------------------------------------------------------------ runs
+
+
+def as_float32(value: float) -> float:
+    """A number that fits into a kernel's float32."""
+    try:
+        struct.pack("f", value)
+    except OverflowError:
+        return math.copysign(_INFINITY, value)
+    return value
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """The address of its memory; 0 if there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def rows_of(op: str, name: str, tensor: Tensor) -> tuple[Tensor, int]:
+    """The plain tensor with dense columns, and the distance of its rows."""
+    tensor = plain(op, name, tensor)
+    return by_rows(tensor) if tensor.numel() else (tensor, tensor.shape[-1])
+
+
+def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:
+    """The scale that is given, as kernels take it."""
+    return None if scale is None else plain(op, "scale", scale).contiguous()
+
+
+def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=like.device)
+
+
+def _numbers(source: Source) -> tuple[float, float]:
+    return as_float32(source.limit), as_float32(source.alpha)
+
+
+def _amaxes(op: str, source: Source) -> Tensor:
+    """The amaxes of parts that hold every value among them."""
+    matrix = source.matrix(0, whole=False)
+    key = source.kernel(matrix, both=True)
+    columns = matrix.part if key.both else matrix.columns
+    lanes, rows = _lanes(matrix, columns, 0)
+    device = source.x.get_device()
+    limits = _launch.limits(device)
+    plan_key = ("amax", device, key, lanes, rows)
+    kernel = _kernels.get(plan_key) or _kernels.made(
+        plan_key, lambda: _launch.load(*amax_source(key, lanes, rows, limits), device)
+    )
+    tiles = -(-matrix.rows // rows) * -(-columns // (lanes * PIECE))
+    check_size(op, "rows", matrix.rows, MOST)
+    check_size(op, "columns", matrix.columns, MOST)
+    check_size(op, "tiles", tiles, MOST)
+    blocks = max(1, min(tiles, AMAX_BLOCKS * limits.multiprocessors))
+    amaxes = _empty(source.x, (blocks,))
+    kernel.launch(
+        blocks,
+        1,
+        *map(pointer, source.tensors),
+        amaxes.data_ptr(),
+        matrix.x_stride,
+        matrix.grad_stride,
+        matrix.rows,
+        matrix.part,
+        matrix.columns,
+        *_numbers(source),
+    )
+    return amaxes
+
+
+def write_largest(
+    amaxes: Tensor, amax: Tensor, scale: Tensor | None = None, recipe: Recipe | None = None
+) -> None:
+    """Write the largest of all and, with a recipe, the scale that follows."""
+    most, power, epsilon = (
+        (1.0, False, 0.0)
+        if recipe is None
+        else (recipe.shared_largest, recipe.force_pow_2_scales, recipe.amax_epsilon)
+    )
+    device = amaxes.get_device()
+    key = ("largest", device, power)
+    kernel = _kernels.get(key) or _kernels.made(
+        key, lambda: _launch.load(*largest_source(power, _launch.limits(device)), device)
+    )
+    pointers = (amaxes.data_ptr(), amax.data_ptr(), pointer(scale))
+    kernel.launch(1, 1, *pointers, amaxes.numel(), most, as_float32(epsilon))
+
+
+def amax_of_all(op: str, source: Source) -> Tensor:
+    """The amax, ``[1]``."""
+    amax = _empty(source.x, (1,))
+    check_fresh(op, amax)
+    write_largest(_amaxes(op, source), amax)
+    return amax
+
+
+def _own_rows(
+    recipe: Recipe,
+    source: Source,
+    sizes: Tensor,
+    given: Tensor | None,
+    amax: Tensor | None,
+    inverses: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """The owner of each row, and each group's scale; its amax and the inverse are written."""
+    matrix = source.matrix(0, whole=True)
+    x, device = source.x, source.x.get_device()
+    owner = _empty(x, (matrix.rows,), torch.int32)
+    amaxes = scales = None
+    if amax is not None:
+        amaxes = _empty(x, (matrix.rows,))
+        size = x.element_size()
+        vec = vector_width(matrix.columns, size) if matrix.columns else 1
+        access = access_width(vec, (x.data_ptr(), size), (matrix.x_stride * size, size))
+        key = ("amax_rows", device, x.dtype, vec, access)
+        kernel = _kernels.get(key) or _kernels.made(
+            key, lambda: _launch.load(*amax_rows_source(x.dtype, vec, access), device)
+        )
+        if matrix.rows:
+            kernel.launch(
+                -(-matrix.rows // 8),
+                1,
+                x.data_ptr(),
+                amaxes.data_ptr(),
+                matrix.x_stride,
+                matrix.rows,
+                matrix.columns,
+            )
+        scales = _empty(x, (sizes.numel(),))
+    scaled, power = amax is not None, recipe.force_pow_2_scales
+    key = ("own_rows", device, sizes.dtype, scaled, power)
+    kernel = _kernels.get(key) or _kernels.made(
+        key, lambda: _launch.load(*own_rows_source(sizes.dtype, scaled, power), device)
+    )
+    kernel.launch(
+        sizes.numel(),
+        1,
+        *map(pointer, (sizes, amaxes, given, owner, amax, scales, *inverses)),
+        matrix.rows,
+        sizes.numel(),
+        math.prod(source.shape[1:-1]),
+        recipe.shared_largest,
+        as_float32(recipe.amax_epsilon),
+    )
+    return owner, scales
+
+
+class _Run(NamedTuple):
+    """One cast.
+
+    Attributes:
+        recipe: how.
+        source: what.
+        scale: of all, or of each owner.
+        owner: of each row.
+        outputs: what is written.
+        leaves_amax, sums: whether the amax, and the columns' sums, are wanted.
+        computed: whether the scale is what the launch before gives.
+        backwards: whether to start at the end.
+    """
+
+    recipe: Recipe
+    source: Source
+    scale: Tensor | None
+    owner: Tensor | None
+    outputs: Quantized
+    leaves_amax: bool
+    sums: bool
+    computed: bool
+    backwards: bool
+
+    def along_rows(self) -> Tensor | None:
+        """Cast along the rows alone; returns the sums of parts."""
+        recipe, source = self.recipe, self.source
+        whole = self.sums or self.owner is not None
+        matrix = source.matrix(recipe.width, whole)
+        both = not (recipe.width and matrix.part % recipe.width)
+        key = source.kernel(matrix, both)
+        columns = matrix.part if key.both else matrix.columns
+        lanes, rows = _lanes(matrix, columns, recipe.width)
+        across = -(-columns // (lanes * PIECE))
+        down = -(-matrix.rows // rows)
+        shares = down
+        if self.leaves_amax or self.sums:
+            limits = _launch.limits(source.x.get_device())
+            wanted = STRIP_BLOCKS * limits.multiprocessors
+            shares = max(-(-down * rows // STRIP_ROWS), -(-wanted // max(1, across)))
+            shares = min(down, shares)
+        kernel = self._kernel(key, matrix, lanes, rows, rows_source)
+        blocks = max(1, shares * across)
+        self._check(matrix, blocks)
+        data, scale_inv, _, global_scale_inv, _, _ = self.outputs
+        sums, partial = self._left(shares, blocks, matrix)
+        kernel.launch(
+            blocks,
+            1,
+            *map(pointer, (*source.tensors, self.scale, self.owner, data, scale_inv)),
+            *map(pointer, (self._global(global_scale_inv), partial, sums)),
+            matrix.x_stride,
+            matrix.grad_stride,
+            matrix.rows,
+            matrix.part,
+            matrix.columns,
+            shares,
+            *_numbers(source),
+            as_float32(recipe.amax_epsilon),
+        )
+        self._finish(partial)
+        return sums
+
+    def by_tiles(self) -> Tensor | None:
+        """Cast tiles, also along their columns; returns the sums of parts."""
+        recipe, source = self.recipe, self.source
+        matrix = source.matrix(recipe.width, whole=True)
+        key = source.kernel(matrix, both=False)
+        inside = not (matrix.rows % SIDE or matrix.columns % SIDE) and matrix.rows > 0
+        kernel = self._kernel(key, matrix, SIDE // PIECE, TILE_ROWS, tiles_source, inside)
+        down = -(-matrix.rows // SIDE)
+        blocks = max(1, down * -(-matrix.columns // SIDE))
+        self._check(matrix, blocks)
+        data, scale_inv, _, global_scale_inv, data_t, scale_inv_t = self.outputs
+        sums, partial = self._left(down, blocks, matrix)
+        kernel.launch(
+            blocks,
+            1,
+            *map(pointer, (*source.tensors, self.scale, self.owner, data, scale_inv)),
+            *map(pointer, (self._global(global_scale_inv), data_t, scale_inv_t, partial, sums)),
+            matrix.x_stride,
+            matrix.grad_stride,
+            matrix.rows,
+            matrix.part,
+            matrix.columns,
+            *_numbers(source),
+            as_float32(recipe.amax_epsilon),
+        )
+        self._finish(partial)
+        return sums
+
+    def _kernel(
+        self,
+        key: SourceKey,
+        matrix: Matrix,
+        lanes: int,
+        rows: int,
+        make: Any,
+        inside: bool = False,
+    ) -> _launch.Kernel:
+        recipe, device = self.recipe, self.source.x.get_device()
+        packed = recipe.form.values_per_byte
+        found = CastKey(
+            key,
+            recipe._replace(op="", amax_epsilon=0.0),
+            _power(matrix.columns // packed, matrix.part // packed),
+            _power(matrix.rows // packed),
+            self.owner is not None,
+            self.leaves_amax,
+            self.sums,
+            recipe.columnwise,
+            self.backwards,
+            self.computed,
+            lanes,
+            rows,
+            inside,
+        )
+        plan_key = (device, make, found)
+        return _kernels.get(plan_key) or _kernels.made(
+            plan_key, lambda: _loaded(make(found, _launch.limits(device)), device)
+        )
+
+    def _check(self, matrix: Matrix, blocks: int) -> None:
+        op = self.recipe.op
+        check_size(op, "rows", matrix.rows, MOST)
+        check_size(op, "columns", matrix.columns, MOST)
+        check_size(op, "blocks of threads", blocks, MOST)
+
+    def _left(self, parts: int, blocks: int, matrix: Matrix) -> tuple[Tensor | None, Tensor | None]:
+        x = self.source.x
+        sums = _empty(x, (parts, matrix.columns)) if self.sums else None
+        return sums, _empty(x, (blocks,)) if self.leaves_amax else None
+
+    def _global(self, global_scale_inv: Tensor | None) -> Tensor | None:
+        return None if self.owner is not None else global_scale_inv
+
+    def _finish(self, partial: Tensor | None) -> None:
+        amax = self.outputs[2]
+        if partial is not None and amax is not None:
+            write_largest(partial, amax)
+
+
+def _run(
+    recipe: Recipe,
+    source: Source,
+    scale: Tensor | None,
+    group_sizes: Tensor | None,
+    with_sums: bool,
+) -> tuple[Quantized, Tensor | None]:
+    given = scale
+    groups = 1 if group_sizes is None else group_sizes.numel()
+    outputs = outputs_of(recipe, source.x, source.shape, groups)
+    _, scale_inv, amax, global_scale_inv, _, scale_inv_t = outputs
+    rows, columns = math.prod(source.shape[:-1]), source.shape[-1]
+    check_size(recipe.op, "rows", rows, MOST)
+    owner = None
+    if group_sizes is not None:
+        inverses = (
+            (scale_inv, scale_inv_t) if recipe.form.block is None else (global_scale_inv, None)
+        )
+        owner, scale = _own_rows(recipe, source, group_sizes, scale, amax, inverses)
+    elif amax is not None and scale is None:
+        scale = _empty(source.x, (1,))
+        amaxes = source.amaxes if source.amaxes is not None else _amaxes(recipe.op, source)
+        write_largest(amaxes, amax, scale, recipe)
+    if not rows * columns and not (recipe.form.by_tensor and owner is None):
+        return outputs, _empty(source.x, (0, columns)) if with_sums else None
+    computed = owner is None and amax is not None and given is None
+    run = _Run(
+        recipe,
+        source,
+        scale,
+        owner,
+        outputs,
+        amax is not None and given is not None and owner is None,
+        with_sums,
+        computed,
+        computed or source.kind == "norm" or owner is not None,
+    )
+    tiles = recipe.columnwise or recipe.square
+    return outputs, run.by_tiles() if tiles else run.along_rows()
+
+
+def cast(
+    recipe: Recipe,
+    source: Source,
+    scale: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+) -> Quantized:
+    """The outputs of ``quantize``, or with ``group_sizes`` those of ``group_quantize``."""
+    if group_sizes is not None:
+        group_sizes = plain(recipe.op, "group_sizes", group_sizes).contiguous()
+    return _run(recipe, source, dense_scale(recipe.op, scale), group_sizes, False)[0]
+
+
+def cast_with_sums(
+    recipe: Recipe, source: Source, dtype: torch.dtype, scale: Tensor | None = None
+) -> tuple[Tensor, Quantized]:
+    """The sums over the rows in ``dtype``, and the outputs of ``quantize``."""
+    outputs, sums = _run(recipe, source, dense_scale(recipe.op, scale), None, True)
+    columns = source.shape[-1]
+    assert sums is not None  # an invariant of ours
+    if not math.prod(source.shape):
+        return torch.zeros((columns,), dtype=dtype, device=source.x.device), outputs
+    total = _empty(source.x, (columns,), dtype)
+    device = source.x.get_device()
+    key = (device, columns, dtype)
+    adding = _totals.get(key) or _totals.made(
+        key, lambda: SumOfGroups(columns, torch.float32, dtype, device)
+    )
+    adding(sums.data_ptr(), total.data_ptr(), 0, sums.shape[0])
+    return total, outputs
+
+
+# ----------------------------------------------------------------------- compiling ahead
+
+
+def recipes() -> Iterator[Recipe]:
+    """One of each format, along rows and both ways."""
+    for form in FORMATS.values():
+        for columnwise in (False, True):
+            yield Recipe("", form, getattr(torch, form.dtypes[0]), columnwise, False, 0.0)
+
+
+def identity_key(dtype: torch.dtype, access: int = PIECE, whole: bool = True) -> SourceKey:
+    """A tensor itself."""
+    same = (dtype,) * 4
+    return SourceKey("identity", *same, *(False,) * 6, access, whole)
+
+
+def cast_source(
+    source: SourceKey,
+    recipe: Recipe,
+    device: _launch.Limits,
+    *,
+    store: int = 16,
+    lanes: int = 32,
+    owned: bool = False,
+    amax: bool = False,
+    sums: bool = False,
+    dependent: bool = False,
+    inside: bool = False,
+) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that casts so, whichever it is."""
+    tiles = recipe.columnwise or recipe.square
+    if tiles:
+        lanes = SIDE // PIECE
+    key = CastKey(
+        source,
+        recipe,
+        store,
+        store,
+        owned,
+        amax,
+        sums,
+        recipe.columnwise,
+        dependent,
+        dependent,
+        lanes,
+        THREADS // lanes,
+        inside,
+    )
+    return (tiles_source if tiles else rows_source)(key, device)
+
+
+def representative_sources(
+    device: _launch.Limits,
+) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
+    """Kernels of every kind, type and shape that quantization asks for, on such a device."""
+    low, full, half = torch.bfloat16, torch.float32, torch.float16
+    for recipe in recipes():
+        by_tensor = recipe.form.by_tensor
+        for dtype in (low, full):
+            key = identity_key(dtype)
+            yield cast_source(key, recipe, device, dependent=by_tensor, inside=True)
+            yield cast_source(key, recipe, device, amax=by_tensor, sums=True)
+        yield cast_source(identity_key(half, 1, False), recipe, device, store=1, lanes=8)
+        yield cast_source(identity_key(low, 4, False), recipe, device, store=2, owned=True)
+        if recipe.width != 16:
+            other = recipe._replace(dtype=torch.float8_e5m2)
+            power = recipe.form.scale_dtype == "float32"
+            yield cast_source(identity_key(low), other._replace(force_pow_2_scales=power), device)
+    for dtype, access, whole in ((low, 16, True), (full, 2, False)):
+        yield amax_source(identity_key(dtype, access, whole), 32, 8, device)
+    for power in (False, True):
+        yield largest_source(power, device)
+        for scaled in (False, True):
+            yield own_rows_source(torch.int32 if power else torch.int64, scaled, power)
+    for dtype, vec in ((low, 8), (full, 4), (half, 1)):
+        yield amax_rows_source(dtype, vec, vec)
+    yield sum_source(4096, full, low, device)

@@ -1,0 +1,735 @@
+// Casting a matrix to a scaling format: what quantization and the quantised epilogues share.
+//
+// What is cast is calculated where it is cast: a tensor itself, an activation of it or its
+// gradient, or a normalized row. The host (_casting.py) defines KERNEL_<name> and what that
+// kernel needs of the following.
+//
+//   SOURCE     what is cast: 0 the input, 1 an activation or its gradient, 2 a norm
+//   TX, TDY    storage types of the input and of the output's gradient
+//   TW, TB     of a norm's parameters
+//   CENTRED, ZERO_CENTRED   of a norm: minus the mean; gamma is stored as gamma - 1
+//   FUNCTION, GATED, CLAMPED, BACKWARD  of an activation: see activation.cu
+//   BOTH       1 if a thread makes the same columns of both halves of a gated gradient
+//   HALVES     1 if the columns are those of both halves, and a thread has some of them
+//   ACCESS     elements that the addresses allow in one access
+//   WHOLE      1 if every piece of 16 columns is complete, and lies in one half
+//   INSIDE     1 if no tile goes beyond the rows or the columns (cast_tiles)
+//   KIND       of the codes: e4m3, e5m2 or e2m1
+//   WIDTH      columns that share a scale, 0 if all do or if blocks are square
+//   SQUARE     1 if blocks are 128x128
+//   SCALES     how blocks' scales are stored: float32, e8m0 or e4m3
+//   POW2       1 if scales are powers of two
+//   STORE, STORE_T   bytes that one access to the codes, and the transposed ones, may cover
+//   OWNED      1 if rows belong to groups with scales of their own
+//   AMAX       1 to leave the amax of each block of threads
+//   SUMS       1 to leave sums of columns
+//   TURNED     1 to write the transposed codes too
+//   BACKWARDS  1 to start at the end: what was read last is the likeliest to be in L2 still
+//   DEPENDENT  1 if the scale is what the kernel before gives
+//   LANES      threads that share the columns of a block; each has 16 neighbouring ones
+//   ROWS       rows that a block works on at once
+//   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
+//
+// A thread has whole blocks of e2m1, and half or an eighth of the other ones along a row. It
+// reads its 16 columns in neighbouring accesses, of which the second finds its sectors in L1.
+// Nothing is added atomically, so the same call gives the same bits.
+
+#include "activations.cuh"
+#include "casting.cuh"
+#include "cluster.cuh"
+#include "float8.cuh"
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "turning.cuh"
+
+using namespace te_fl;
+
+namespace {
+
+constexpr int kPiece = 16;
+
+#if defined(KERNEL_cast_rows) || defined(KERNEL_cast_tiles) || defined(KERNEL_amax_tiles)
+
+constexpr int kThreads = LANES * ROWS;
+constexpr int kHalves = BOTH ? 2 : 1;
+
+// The matrix that is cast. `part` is the columns of one half, `columns` those of the output.
+struct Input {
+  const TX* x;
+  const TDY* grad;
+  const TW* weight;
+  const TB* bias;
+  const float* mu;
+  const float* rsigma;
+  long long x_stride, grad_stride;
+  int part, columns;
+  float limit, alpha;
+};
+
+// N neighbouring elements of one half: what is read of them, and what becomes of that.
+template <int N>
+struct Share {
+  static constexpr int kAccess = least(ACCESS, N);
+  Vec<TX, N> x, gate;
+  Vec<TDY, N> grad;
+  Vec<TW, N> weight;
+  Vec<TB, N> bias;
+  float mean, scale;
+
+  __device__ __forceinline__ void read(const Input& in, int row, int column) {
+    const TX* from = in.x + row * in.x_stride + column;
+    x = load_shared_data<kAccess, N>(from);
+    if constexpr (SOURCE == 1) {
+      if constexpr (GATED) gate = load_shared_data<kAccess, N>(from + in.part);
+      if constexpr (BACKWARD) {
+        grad = load_shared_data<kAccess, N>(in.grad + row * in.grad_stride + column);
+      }
+    } else if constexpr (SOURCE == 2) {
+      weight = load_shared_data<kAccess, N>(in.weight + column);
+      if constexpr (CENTRED) {
+        bias = in.bias ? load_shared_data<kAccess, N>(in.bias + column) : zeros<TB, N>();
+        mean = in.mu[row];
+      }
+      scale = in.rsigma[row];
+    }
+  }
+
+  // The values, of a gated gradient those of both halves.
+  __device__ __forceinline__ void values(const Input& in, float (&first)[N],
+                                         float (&second)[N]) const {
+    decode(x, first);
+    if constexpr (SOURCE == 1) {
+      float b[N], dy[N];
+      if constexpr (GATED) decode(gate, b);
+      if constexpr (BACKWARD) decode(grad, dy);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        bool inside = true, gate_inside = true;
+        float a = first[i];
+        if constexpr (CLAMPED) {
+          inside = a <= in.limit;
+          gate_inside = b[i] <= in.limit && b[i] >= -in.limit;
+          a = a > in.limit ? in.limit : a;
+          b[i] = clamp(b[i], in.limit) + 1.0f;
+        }
+        const Activated<float> f = FUNCTION::at(a, in.alpha);
+        if constexpr (!BACKWARD) {
+          first[i] = GATED ? f.value * b[i] : f.value;
+        } else if constexpr (!GATED) {
+          first[i] = dy[i] * f.slope;
+        } else {
+          first[i] = inside ? dy[i] * b[i] * f.slope : 0.0f;
+          second[i] = gate_inside ? dy[i] * f.value : 0.0f;
+        }
+      }
+    } else if constexpr (SOURCE == 2) {
+      float gamma[N], beta[N];
+      decode(weight, gamma);
+      if constexpr (CENTRED) decode(bias, beta);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float offset = ZERO_CENTRED ? 1.0f : 0.0f;
+        first[i] = (first[i] - (CENTRED ? mean : 0.0f)) * scale * (gamma[i] + offset);
+        if constexpr (CENTRED) first[i] += beta[i];
+      }
+    }
+  }
+};
+
+// 16 values of a row, of both halves if BOTH; 0 where there are none.
+struct Piece {
+#if SOURCE == 0
+  Vec<TX, kPiece> stored;  // decoded on use, which takes fewer registers
+#else
+  float made[kHalves][kPiece];
+#endif
+
+  __device__ __forceinline__ void get(int half, float (&to)[kPiece]) const {
+#if SOURCE == 0
+    decode(stored, to);
+#else
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) to[i] = made[half][i];
+#endif
+  }
+
+  template <bool Inside = false>
+  __device__ __forceinline__ void read(const Input& in, int row, int column, bool exists) {
+    const int end = BOTH ? in.part : in.columns;
+    const bool straddles = HALVES && column < in.part && column + kPiece > in.part;
+    if (!exists || (!Inside && column >= end)) {
+#if SOURCE == 0
+      stored = zeros<TX, kPiece>();
+#else
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) made[half][i] = 0.0f;
+      }
+#endif
+    } else if (WHOLE || (column + kPiece <= end && !straddles)) {
+      Share<kPiece> share;
+      const bool of_gate = HALVES && column >= in.part;
+      share.read(in, row, of_gate ? column - in.part : column);
+#if SOURCE == 0
+      stored = share.x;
+#else
+      float second[kPiece];
+      share.values(in, made[0], second);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        if constexpr (BOTH) made[kHalves - 1][i] = second[i];
+        if constexpr (HALVES) made[0][i] = of_gate ? second[i] : made[0][i];
+      }
+#endif
+    } else {
+#if SOURCE == 0
+      stored = zeros<TX, kPiece>();
+#endif
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        Share<1> share;
+        float first[1] = {}, second[1] = {};
+        const bool of_gate = HALVES && column + i >= in.part;
+        if (column + i < end) {
+          share.read(in, row, of_gate ? column + i - in.part : column + i);
+#if SOURCE == 0
+          if constexpr (sizeof(TX) == 4) stored.words[i] = share.x.words[0];
+          else stored.words[i / 2] |= static_cast<unsigned>(share.x.words[0]) << i % 2 * 16;
+#else
+          share.values(in, first, second);
+#endif
+        }
+#if SOURCE != 0
+        made[0][i] = of_gate ? second[0] : first[0];
+        if constexpr (BOTH) made[kHalves - 1][i] = second[0];
+#endif
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ float largest_of(const float (&values)[kPiece], float largest) {
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) largest = fmaxf(largest, fabsf(values[i]));
+  return largest;
+}
+
+// The largest over the threads of a block, which all get it. Every thread calls it once.
+__device__ __forceinline__ float largest_of_block(float value) {
+  __shared__ float warps[kThreads / 32];
+  value = largest_of_lanes<32>(value);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = warps[threadIdx.x % (kThreads / 32)];
+  return largest_of_lanes<kThreads / 32>(value);
+}
+
+#endif
+
+#if defined(KERNEL_cast_rows) || defined(KERNEL_cast_tiles)
+
+using Stored = StoredScale<SCALES>::type;
+using PieceCodes = Codes<KIND, kPiece>;
+
+using Output = RowCast<KIND, SCALES, POW2, WIDTH, kPiece,
+                       (WIDTH > kPiece ? WIDTH / kPiece : 1), STORE, WHOLE>;
+
+// The scale that all share, or 1; one thread writes its inverse.
+__device__ __forceinline__ float shared_scale(const float* scale, bool writes, Stored* scale_inv,
+                                              Stored* scale_inv_t, float* global_scale_inv) {
+  if constexpr (DEPENDENT) wait_for_predecessor();
+  if (OWNED || scale == nullptr) return 1.0f;
+  const float shared = *scale;
+  if (writes) {
+    constexpr bool alone = WIDTH == 0 && !SQUARE;
+    write_inverse<alone>(shared, scale_inv, scale_inv_t, global_scale_inv);
+  }
+  return shared;
+}
+
+// The group of a row, -1 if it is of none.
+__device__ __forceinline__ int owner_of(const int* owner, int row, int rows) {
+  return OWNED && row < rows ? owner[row] : -1;
+}
+
+#endif
+
+}  // namespace
+
+#ifdef KERNEL_cast_rows
+
+// Tiles of ROWS rows below each other, cast along their rows: blocks of threads are counted
+// along the columns first, and `shares` of them go down.
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    cast_rows(const TX* __restrict__ x, const TDY* __restrict__ grad,
+              const TW* __restrict__ weight, const TB* __restrict__ bias,
+              const float* __restrict__ mu, const float* __restrict__ rsigma,
+              const float* scale, const int* __restrict__ owner, unsigned char* __restrict__ data,
+              Stored* __restrict__ scale_inv, float* global_scale_inv,
+              float* __restrict__ partial, float* __restrict__ sums, long long x_stride,
+              long long grad_stride, int rows, int part, int columns, int shares, float limit,
+              float alpha, float epsilon) {
+  const Input in{x,        grad,        weight, bias,    mu,    rsigma,
+                 x_stride, grad_stride, part,   columns, limit, alpha};
+  const Output out{data, scale_inv, columns, epsilon};
+  const unsigned width = BOTH ? part : columns;
+  const unsigned across = (width + LANES * kPiece - 1) / (LANES * kPiece);
+  const unsigned block = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int share = across ? block / across : shares;
+  const int lane = threadIdx.x % LANES;
+  const int column = (block - share * across) * (LANES * kPiece) + lane * kPiece;
+  const int team = threadIdx.x / LANES;
+
+  if constexpr (DEPENDENT && SOURCE == 2) wait_for_predecessor();  // for the statistics
+  float largest = 0.0f;
+  float total[SUMS ? kPiece : 1] = {};
+  float shared = 1.0f;
+  bool first = true;
+  // Every thread of a block makes as many turns: they exchange values.
+  for (long long base = static_cast<long long>(share) * ROWS; base < rows || first;
+       base += static_cast<long long>(shares) * ROWS) {
+    const int row = static_cast<int>(base) + team;
+    const bool exists = base + team < rows && share < shares;
+    const int group = owner_of(owner, row, rows);
+    Piece piece;
+    piece.read(in, row, column, exists && (!OWNED || group >= 0));
+    if (first) {
+      shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, nullptr,
+                            global_scale_inv);
+      first = false;
+    }
+    const float scale_of_row = OWNED && group >= 0 && scale ? scale[group] : shared;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      float values[kPiece];
+      piece.get(half, values);
+      if constexpr (AMAX) largest = largest_of(values, largest);
+      if constexpr (SUMS) {
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) total[SUMS ? i : 0] += values[i];
+      }
+      // Of the second half the columns end where those of the row do.
+      const bool inside = exists && column < static_cast<int>(width);
+      out.put(values, row, column + half * part, inside, scale_of_row);
+    }
+  }
+  if constexpr (AMAX) {
+    largest = largest_of_block(largest);
+    if (threadIdx.x == 0) partial[block] = largest;
+  }
+  if constexpr (SUMS) {
+    // Lanes lie an odd number of banks apart.
+    __shared__ float teams[ROWS][LANES * (kPiece + 1)];
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) teams[team][lane * (kPiece + 1) + i] = total[SUMS ? i : 0];
+    __syncthreads();
+    const int start = (block - share * across) * (LANES * kPiece);
+    for (int at = threadIdx.x; at < LANES * kPiece; at += kThreads) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int other = 0; other < ROWS; ++other) sum += teams[other][at + at / kPiece];
+      if (start + at < columns && share < shares) {
+        sums[static_cast<long long>(share) * columns + start + at] = sum;
+      }
+    }
+  }
+  release_dependents();
+}
+
+#endif  // KERNEL_cast_rows
+
+#ifdef KERNEL_cast_tiles
+
+constexpr int kSide = 128;
+constexpr int kTurns = kSide / ROWS;
+// One scale for what is in both: a code is the same along rows and columns.
+constexpr bool kSame = WIDTH == 0;
+// What of the tile waits in shared memory to be cast along its columns.
+#if SOURCE == 0
+using Value = TX;
+#else
+using Value = float;
+#endif
+
+static_assert(LANES * kPiece == kSide, "a tile is as wide as the lanes' columns");
+
+// A tile of 128x128, cast along its rows, as a block, and along its columns.
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    cast_tiles(const TX* __restrict__ x, const TDY* __restrict__ grad,
+               const TW* __restrict__ weight, const TB* __restrict__ bias,
+               const float* __restrict__ mu, const float* __restrict__ rsigma,
+               const float* scale, const int* __restrict__ owner,
+               unsigned char* __restrict__ data, Stored* __restrict__ scale_inv,
+               float* global_scale_inv, unsigned char* __restrict__ data_t,
+               Stored* __restrict__ scale_inv_t, float* __restrict__ partial,
+               float* __restrict__ sums, long long x_stride, long long grad_stride, int rows,
+               int part, int columns, float limit, float alpha, float epsilon) {
+  extern __shared__ __align__(16) unsigned char tile[];
+  const Input in{x,        grad,        weight, bias,    mu,    rsigma,
+                 x_stride, grad_stride, part,   columns, limit, alpha};
+  const Output out{data, scale_inv, columns, epsilon};
+  const int across = (columns + kSide - 1) / kSide;
+  const unsigned block = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int above = across ? block / across : 0;
+  const int before = block - above * across;
+  const int first_row = above * kSide;
+  const int first_column = before * kSide;
+  const int lane = threadIdx.x % LANES;
+  const int team = threadIdx.x / LANES;
+  const int column = first_column + lane * kPiece;
+  if constexpr (DEPENDENT && SOURCE == 2) wait_for_predecessor();  // for the statistics
+
+  // Stored values wait in registers, so that all are under way at once; so do calculated ones
+  // if the scale of all of them is needed.
+  constexpr bool kept = SOURCE == 0 || SQUARE;
+  Piece pieces[kept ? kTurns : 1];
+  int groups[kTurns];
+  auto read = [&](int turn, Piece& piece) {
+    const int row = first_row + team + turn * ROWS;
+    groups[turn] = owner_of(owner, row, rows);
+    piece.read<INSIDE>(in, row, column,
+                       (INSIDE || row < rows) && (!OWNED || groups[turn] >= 0));
+  };
+  float largest = 0.0f;
+  if constexpr (kept) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) read(turn, pieces[turn]);
+  }
+  float shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, scale_inv_t,
+                              global_scale_inv);
+  if constexpr (SQUARE) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      float values[kPiece];
+      pieces[kept ? turn : 0].get(0, values);
+      largest = largest_of(values, largest);
+    }
+    largest = largest_of_block(largest);
+    Stored inverse;
+    shared = block_scale<KIND, SCALES, POW2>(largest, 1.0f, epsilon, inverse);
+    if (threadIdx.x == 0 && first_row < rows && first_column < columns) {
+      scale_inv[block] = inverse;
+      if constexpr (TURNED) {
+        const int down = (rows + kSide - 1) / kSide;
+        scale_inv_t[static_cast<long long>(before) * down + above] = inverse;
+      }
+    }
+  }
+  float total[SUMS ? kPiece : 1] = {};
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    Piece& piece = pieces[kept ? turn : 0];
+    if constexpr (!kept) read(turn, piece);
+    const int row = first_row + team + turn * ROWS;
+    float values[kPiece];
+    piece.get(0, values);
+    if constexpr (AMAX) largest = largest_of(values, largest);
+    if constexpr (SUMS) {
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) total[SUMS ? i : 0] += values[i];
+    }
+    const float scale_of_row = OWNED && groups[turn] >= 0 && scale ? scale[groups[turn]] : shared;
+    const PieceCodes codes = out.put<INSIDE>(values, row, column, INSIDE || row < rows, scale_of_row);
+    if constexpr (TURNED) {
+      const int place = team + turn * ROWS;
+      if constexpr (kSame) {
+        store_bytes<16, 16>(tile + place * kSide + lane * kPiece, codes.words);
+      } else {
+#if SOURCE == 0
+        const Vec<Value, kPiece>& kept_values = piece.stored;
+#else
+        const Vec<Value, kPiece> kept_values = encode<Value>(values);
+#endif
+#pragma unroll
+        for (int chunk = 0; chunk < static_cast<int>(sizeof(Value)); ++chunk) {
+          store_bytes<16, 16>(ValueTile<Value>::chunk(tile, place, lane * sizeof(Value) + chunk),
+                              kept_values.words + 4 * chunk);
+        }
+      }
+    }
+  }
+  if constexpr (AMAX) {
+    largest = largest_of_block(largest);
+    if (threadIdx.x == 0) partial[block] = largest;
+  }
+  if constexpr (SUMS) {
+    // A warp has four rows; what it adds up of them waits for the other warps.
+    __shared__ float warps[kThreads / 32][LANES * (kPiece + 1)];
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      float sum = total[SUMS ? i : 0];
+#pragma unroll
+      for (int offset = LANES; offset < 32; offset *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      }
+      if (threadIdx.x % 32 < LANES) warps[threadIdx.x / 32][lane * (kPiece + 1) + i] = sum;
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; at < kSide; at += kThreads) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int other = 0; other < kThreads / 32; ++other) sum += warps[other][at + at / kPiece];
+      if (first_column + at < columns && first_row < rows) {
+        sums[static_cast<long long>(above) * columns + first_column + at] = sum;
+      }
+    }
+  }
+  if constexpr (TURNED) {
+    __syncthreads();
+    const int byte_rows = rows / (8 / KIND::kBits);
+    const int first_byte = first_row / (8 / KIND::kBits);
+    if constexpr (kSame) {
+      turn_bytes<kThreads>(tile);
+      drain_turned<kThreads, kSide, 2, STORE_T, INSIDE>(tile, data_t, first_column, columns, first_byte,
+                                                byte_rows);
+    } else {
+      // A thread has 32 rows of two columns.
+      constexpr int kRun = 32;
+      constexpr int kBlocks = WIDTH < kRun ? kRun / (WIDTH > 0 ? WIDTH : 1) : 1;
+      constexpr int kPerColumn = kSide / (WIDTH > 0 ? WIDTH : 1);
+      constexpr int kBlockRows = kRun / kBlocks;
+      static_assert(kThreads * 2 * kRun == kSide * kSide, "threads have all of a tile");
+      __shared__ Stored inverses[kSide][kPerColumn];
+      const int pair = threadIdx.x % (kSide / 2);
+      const int run = threadIdx.x / (kSide / 2);
+      float scales[kBlocks][2];
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        scales[b][0] = scales[b][1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kBlockRows; ++i) {
+          float two[2];
+          ValueTile<Value>::pair(tile, run * kRun + b * kBlockRows + i, pair, two);
+          scales[b][0] = fmaxf(scales[b][0], fabsf(two[0]));
+          scales[b][1] = fmaxf(scales[b][1], fabsf(two[1]));
+        }
+      }
+      if constexpr (WIDTH > kRun) {
+        __shared__ float2 runs[kSide / kRun][kSide / 2];
+        runs[run][pair] = make_float2(scales[0][0], scales[0][1]);
+        __syncthreads();
+#pragma unroll
+        for (int other = 0; other < kSide / kRun; ++other) {
+          scales[0][0] = fmaxf(scales[0][0], runs[other][pair].x);
+          scales[0][1] = fmaxf(scales[0][1], runs[other][pair].y);
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        float all = shared;
+        if constexpr (OWNED) {  // the first row of a block decides
+          const int group = owner_of(owner, first_row + run * kRun + b * kBlockRows, rows);
+          all = group >= 0 && scale ? scale[group] : 1.0f;
+        }
+        const int at = WIDTH > kRun ? 0 : run * kBlocks + b;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          Stored inverse;
+          scales[b][j] = block_scale<KIND, SCALES, POW2>(scales[b][j], all, epsilon, inverse);
+          if (WIDTH <= kRun || run == 0) inverses[2 * pair + j][at] = inverse;
+        }
+      }
+      Codes<KIND, kRun> codes[2];
+      constexpr int each = 32 / KIND::kBits;
+#pragma unroll
+      for (int word = 0; word < kRun / each; ++word) {
+        float parts[2][each];
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+          float two[2];
+          ValueTile<Value>::pair(tile, run * kRun + word * each + i, pair, two);
+          parts[0][i] = two[0];
+          parts[1][i] = two[1];
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float own = scales[word * each / kBlockRows][j];
+          codes[j].words[word] = narrow<KIND>(parts[j], own).words[0];
+        }
+      }
+      __syncthreads();
+      constexpr int kBytes = kSide * KIND::kBits / 8;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int chunk = 0; chunk < Codes<KIND, kRun>::kBytes / 16; ++chunk) {
+          const int place = run * (Codes<KIND, kRun>::kBytes / 16) + chunk;
+          store_bytes<16, 16>(turned_chunk<kBytes, 1>(tile, 2 * pair + j, place),
+                              codes[j].words + 4 * chunk);
+        }
+      }
+      __syncthreads();
+      drain_turned<kThreads, kBytes, 1, STORE_T, INSIDE>(tile, data_t, first_column, columns, first_byte,
+                                                 byte_rows);
+      const int down = (rows + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1);
+      for (int at = threadIdx.x; at < kSide * kPerColumn; at += kThreads) {
+        const int own = first_column + at / kPerColumn;
+        const int place = first_row / (WIDTH > 0 ? WIDTH : 1) + at % kPerColumn;
+        if (INSIDE || (own < columns && place < down)) {
+          scale_inv_t[static_cast<long long>(own) * down + place] =
+              inverses[at / kPerColumn][at % kPerColumn];
+        }
+      }
+    }
+  }
+  release_dependents();
+}
+
+#endif  // KERNEL_cast_tiles
+
+#ifdef KERNEL_amax_tiles
+
+// The largest of many tiles, with several of them under way.
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    amax_tiles(const TX* __restrict__ x, const TDY* __restrict__ grad,
+               const TW* __restrict__ weight, const TB* __restrict__ bias,
+               const float* __restrict__ mu, const float* __restrict__ rsigma,
+               float* __restrict__ partial, long long x_stride, long long grad_stride, int rows,
+               int part, int columns, float limit, float alpha) {
+  constexpr int kAhead = SOURCE == 0 ? 4 : 1;
+  const Input in{x,        grad,        weight, bias,    mu,    rsigma,
+                 x_stride, grad_stride, part,   columns, limit, alpha};
+  const unsigned width = BOTH ? part : columns;
+  const unsigned across = (width + LANES * kPiece - 1) / (LANES * kPiece);
+  const unsigned tiles = across * ((static_cast<unsigned>(rows) + ROWS - 1) / ROWS);
+  const int lane = threadIdx.x % LANES;
+  const int team = threadIdx.x / LANES;
+  float largest = 0.0f;
+  for (long long first = blockIdx.x; first < tiles;
+       first += static_cast<long long>(kAhead) * gridDim.x) {
+    Piece pieces[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const long long tile = first + static_cast<long long>(i) * gridDim.x;
+      const unsigned above = static_cast<unsigned>(tile) / across;
+      const unsigned before = static_cast<unsigned>(tile) - above * across;
+      const long long row = static_cast<long long>(above) * ROWS + team;
+      pieces[i].read(in, static_cast<int>(row), (before * LANES + lane) * kPiece,
+                     tile < tiles && row < rows);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        float values[kPiece];
+        pieces[i].get(half, values);
+        largest = largest_of(values, largest);
+      }
+    }
+  }
+  release_dependents();
+  largest = largest_of_block(largest);
+  if (threadIdx.x == 0) partial[blockIdx.x] = largest;
+}
+
+#endif  // KERNEL_amax_tiles
+
+#ifdef KERNEL_largest
+
+// The largest of all, and if it is wanted the scale that follows from it.
+extern "C" __global__ void __launch_bounds__(1024)
+    largest(const float* partial, float* __restrict__ amax, float* __restrict__ scale,
+            long long count, float most, float epsilon) {
+  __shared__ float warps[32];
+  release_dependents();
+  wait_for_predecessor();
+  float value = 0.0f;
+#pragma unroll 4
+  for (long long at = threadIdx.x; at < count; at += 1024) {
+    value = fmaxf(value, __ldcg(partial + at));
+  }
+  value = largest_of_lanes<32>(value);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  value = largest_of_lanes<32>(warps[threadIdx.x]);
+  if (threadIdx.x == 0) {
+    *amax = value;
+    if (scale) *scale = scale_of<POW2>(value, most, epsilon);
+  }
+}
+
+#endif  // KERNEL_largest
+
+#ifdef KERNEL_amax_rows
+
+// The largest of each row, by a warp.
+extern "C" __global__ void __launch_bounds__(256)
+    amax_rows(const TX* __restrict__ x, float* __restrict__ amaxes, long long x_stride, int rows,
+              int columns) {
+  const int lane = threadIdx.x % 32;
+  const long long row = static_cast<long long>(blockIdx.x) * 8 + threadIdx.x / 32;
+  if (row >= rows) return;  // a whole warp
+  const TX* source = x + row * x_stride;
+  float largest = 0.0f;
+#pragma unroll 4
+  for (int column = lane * VEC; column < columns; column += 32 * VEC) {
+    float values[VEC];
+    decode(load_once<ACCESS, VEC>(source + column), values);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) largest = fmaxf(largest, fabsf(values[i]));
+  }
+  largest = largest_of_lanes<32>(largest);
+  if (lane == 0) amaxes[row] = largest;
+}
+
+#endif  // KERNEL_amax_rows
+
+#ifdef KERNEL_own_rows
+
+// For each group, one to a block: which rows are its own, and with SCALED its amax and scale.
+// Rows behind the last group are of none. Whatever the sizes are, no other memory is touched.
+extern "C" __global__ void __launch_bounds__(256)
+    own_rows(const TSIZE* __restrict__ sizes, const float* __restrict__ amaxes,
+             const float* __restrict__ given, int* __restrict__ owner, float* __restrict__ amax,
+             float* __restrict__ scale, float* __restrict__ inverse,
+             float* __restrict__ inverse_t, int rows, int groups, int inner, float most,
+             float epsilon) {
+  __shared__ long long starts[8];
+  __shared__ float warps[8];
+  const int group = blockIdx.x;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  long long before = 0;
+  for (int other = threadIdx.x; other < group; other += 256) before += sizes[other];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    before += __shfl_xor_sync(0xffffffffu, before, offset);
+  }
+  if (lane == 0) starts[warp] = before;
+  __syncthreads();
+  before = 0;
+#pragma unroll
+  for (int other = 0; other < 8; ++other) before += starts[other];
+
+  const auto within = [&](long long row, long long from) {
+    return row < from ? from : row > rows ? rows : row;
+  };
+  const long long start = within(before * inner, 0);
+  const long long end = within((before + sizes[group]) * inner, start);
+  float largest = 0.0f;
+  for (long long row = start + threadIdx.x; row < end; row += 256) {
+    owner[row] = group;
+    if constexpr (SCALED) largest = fmaxf(largest, amaxes[row]);
+  }
+  if (group == groups - 1) {
+    for (long long row = end + threadIdx.x; row < rows; row += 256) owner[row] = -1;
+  }
+  if constexpr (SCALED) {
+    largest = largest_of_lanes<32>(largest);
+    if (lane == 0) warps[warp] = largest;
+    __syncthreads();
+    if (warp != 0) return;
+    largest = largest_of_lanes<32>(warps[lane % 8]);
+    if (lane == 0) {
+      const float own = given ? given[group] : scale_of<POW2>(largest, most, epsilon);
+      amax[group] = largest;
+      scale[group] = own;
+      inverse[group] = __frcp_rn(own);
+      if (inverse_t) inverse_t[group] = __frcp_rn(own);
+    }
+  }
+}
+
+#endif  // KERNEL_own_rows

@@ -1,0 +1,367 @@
+"""Quantised epilogues in CUDA C++: an operator and the cast of its output, in one pass.
+
+What casts activations is in ``_casting``, which calculates what it casts. A norm comes from
+whole rows: the kernel of ``normalization.cu`` that keeps a row on the chip casts along it too.
+Where the cast needs more than a row, a transposed tensor, square blocks or a scale that follows
+from all values, that kernel leaves the statistics, and the amaxes that it has seen, and the
+cast normalizes what it reads. Nothing between the two is written but those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of
+from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.backends.vendor.cuda._arguments import (
+    MOST_COLUMNS,
+    access_width,
+    check_numbers,
+    check_size,
+    fresh,
+    plain,
+    vector_width,
+)
+from transformer_engine_fl.backends.vendor.cuda._casting import (
+    MOST,
+    PIECE,
+    Source,
+    SourceKey,
+    amax_source,
+    as_float32,
+    cast,
+    cast_source,
+    cast_with_sums,
+    dense_scale,
+    pointer,
+    recipes,
+    rows_of,
+    write_largest,
+)
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda.activation import KINDS, OPERATORS
+from transformer_engine_fl.backends.vendor.cuda.normalization import (
+    STATISTICS,
+    Cast,
+    ForwardKey,
+    forward_of,
+    forward_source,
+)
+from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
+
+Operator = Callable[..., Any]
+
+
+# -------------------------------------------------------------------------- activations
+
+
+def _activation(
+    epilogue: Epilogue, recipe: Recipe, given: Mapping[str, Any], scale: Tensor | None
+) -> tuple[Any, ...]:
+    """An activation or its gradient, quantised; before it the gradient of a bias."""
+    base = epilogue.base
+    of = OPERATORS[base.name]
+    limit, alpha = given.get("limit", 0.0), given.get("alpha", 0.0)
+    check_numbers(recipe.op, limit, alpha)
+    x, x_stride = rows_of(recipe.op, base.dispatch_on, given[base.dispatch_on])
+    grad, grad_stride = None, 0
+    if of.backward:
+        grad, grad_stride = rows_of(recipe.op, "grad", given["grad"])
+    source = Source(
+        of.kind,
+        tuple(epilogue.shape(given)),
+        x,
+        x_stride,
+        grad,
+        grad_stride,
+        of.gated,
+        limit=float(limit),
+        alpha=float(alpha),
+    )
+    if not epilogue.place:
+        return cast(recipe, source, scale)
+    assert grad is not None  # an invariant of ours
+    dbias, quantized = cast_with_sums(recipe, source, grad.dtype, scale)
+    return dbias, *quantized
+
+
+# -------------------------------------------------------------------------------- norms
+
+
+class _Norm(NamedTuple):
+    """What is normalized, by rows.
+
+    Attributes:
+        shape: of the input.
+        x, x_stride: the input, from row to row.
+        residual, residual_stride: what is added to it.
+        weight, bias, zero_centred: parameters; the weight may be stored less 1.
+        eps: added to the mean of squares.
+        sum, mu, rsigma: what is written.
+    """
+
+    shape: tuple[int, ...]
+    x: Tensor
+    x_stride: int
+    residual: Tensor | None
+    residual_stride: int
+    weight: Tensor
+    bias: Tensor | None
+    zero_centred: bool
+    eps: float
+    sum: Tensor | None
+    mu: Tensor | None
+    rsigma: Tensor
+
+    @classmethod
+    def of(cls, op: str, base: str, given: Mapping[str, Any]) -> _Norm:
+        """The arguments of the operator ``base``, as its check has passed them."""
+        check_numbers(op, given["eps"])
+        x, x_stride = rows_of(op, "input", given["input"])
+        shape = tuple(given["input"].shape)
+        rows = (math.prod(shape[:-1]),)
+        check_size(op, "rows", rows[0], MOST)
+        check_size(op, "columns", shape[-1], MOST_COLUMNS)
+        residual, residual_stride, total = None, 0, None
+        if "residual" in given:
+            residual, residual_stride = rows_of(op, "residual", given["residual"])
+            total = fresh(op, x, shape)
+        bias = given.get("bias")
+        return cls(
+            shape,
+            x,
+            x_stride,
+            residual,
+            residual_stride,
+            plain(op, "weight", given["weight"]).contiguous(),
+            None if bias is None else plain(op, "bias", bias).contiguous(),
+            bool(given["zero_centered_gamma"]),
+            float(given["eps"]),
+            total,
+            fresh(op, x, rows, torch.float32) if base == "layernorm_fwd" else None,
+            fresh(op, x, rows, torch.float32),
+        )
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self.rsigma.shape[0]
+
+    @property
+    def statistics(self) -> tuple[Tensor, ...]:
+        """What the operator returns behind its output."""
+        return tuple(it for it in (self.sum, self.mu, self.rsigma) if it is not None)
+
+    def source(self, amaxes: Tensor | None) -> Source:
+        """What is cast, once it is known of each row how to normalize it."""
+        x, x_stride = (self.x, self.x_stride) if self.sum is None else (self.sum, self.shape[-1])
+        return Source(
+            "norm",
+            self.shape,
+            x,
+            x_stride,
+            weight=self.weight,
+            bias=self.bias,
+            mu=self.mu,
+            rsigma=self.rsigma,
+            zero_centred=self.zero_centred,
+            amaxes=amaxes,
+        )
+
+    def key(self, what: Cast) -> ForwardKey:
+        """What the kernel depends on."""
+        columns, size = self.shape[-1], self.x.element_size()
+        parts = [(self.x.data_ptr(), size), (self.x_stride * size, size)]
+        if self.residual is not None:
+            parts += [(self.residual.data_ptr(), size), (self.residual_stride * size, size)]
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                parts.append((parameter.data_ptr(), parameter.element_size()))
+        vec = vector_width(columns, size)
+        return ForwardKey(
+            columns,
+            access_width(vec, *parts) if self.rows else vec,
+            self.x.dtype,
+            self.weight.dtype,
+            self.weight.dtype if self.bias is None else self.bias.dtype,
+            self.x.dtype,
+            self.mu is not None,
+            self.zero_centred,
+            self.residual is not None,
+            what,
+        )
+
+    def run(self, what: Cast, outputs: Quantized | None, *more: int | float) -> None:
+        """Write the statistics, and the codes if there are outputs; ``more`` is the cast's."""
+        columns = self.shape[-1]
+        kernel = forward_of(self.key(what), self.x.get_device())
+        kernel(
+            self.rows,
+            *map(pointer, (self.x, self.residual, self.weight, self.bias)),
+            0 if outputs is None else outputs[0].data_ptr(),
+            *map(pointer, (self.sum, self.mu, self.rsigma)),
+            self.rows,
+            self.x_stride,
+            self.residual_stride,
+            columns,
+            kernel.share,
+            as_float32(self.eps),
+            *more,
+        )
+
+
+def _casts_along_rows(norm: _Norm, recipe: Recipe, device: _launch.Limits) -> bool:
+    """Whether a row stays on the chip, and threads of one warp have each of its blocks."""
+    tile = norm.key(STATISTICS).tile(device)
+    if tile is None:
+        return False
+    return not recipe.width or recipe.width // tile.vec <= 32 or tile.lanes < 32
+
+
+def _norm(
+    epilogue: Epilogue, recipe: Recipe, given: Mapping[str, Any], scale: Tensor | None
+) -> tuple[Any, ...]:
+    """A norm, quantised; behind it the statistics."""
+    norm = _Norm.of(recipe.op, epilogue.base.name, given)
+    scale = dense_scale(recipe.op, scale)
+    limits = _launch.limits(norm.x.get_device())
+    by_tensor = recipe.form.by_tensor
+    computed = by_tensor and scale is None
+    on_chip = norm.key(STATISTICS).tile(limits) is not None
+    amaxes = None
+    if by_tensor and on_chip:
+        amaxes = fresh(recipe.op, norm.x, (norm.rows,), torch.float32)
+    if (
+        recipe.columnwise
+        or recipe.square
+        or computed
+        or not _casts_along_rows(norm, recipe, limits)
+    ):
+        if norm.rows:
+            found = computed and amaxes is not None
+            norm.run(Cast(None, found), None, pointer(amaxes) if found else 0)
+        quantized = cast(recipe, norm.source(amaxes if computed else None), scale)
+        return *quantized, *norm.statistics
+    quantized = outputs_of(recipe, norm.x, norm.shape, 1)
+    if not norm.rows:  # what there is of no rows, a cast of them writes
+        return *cast(recipe, norm.source(None), scale), *norm.statistics
+    norm.run(
+        Cast(recipe._replace(op="", amax_epsilon=0.0), by_tensor),
+        quantized,
+        *map(pointer, (scale, quantized[1], quantized[3], amaxes)),
+        as_float32(recipe.amax_epsilon),
+    )
+    if amaxes is not None and quantized[2] is not None:
+        write_largest(amaxes, quantized[2])
+    return *quantized, *norm.statistics
+
+
+# ---------------------------------------------------------------------------- operators
+
+
+def _quantizing(epilogue: Epilogue, calculate: Operator) -> Operator:
+    """The operator that checks its arguments and then calculates."""
+    contract = epilogue.contract
+
+    def operator(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = contract.check(*args, **kwargs)
+        arguments, scale, options = epilogue.divided(given)
+        outputs: tuple[Any, ...] = calculate(
+            epilogue, Recipe.of(contract.name, **options), arguments, scale
+        )
+        return outputs
+
+    operator.__name__ = operator.__qualname__ = contract.name
+    operator.__signature__ = contract.signature  # type: ignore[attr-defined]
+    operator.__doc__ = f"``{contract.name}`` of the contract."
+    return operator
+
+
+_CALCULATE = {"activation": _activation, "normalization": _norm}
+
+globals().update(
+    (name, _quantizing(epilogue, _CALCULATE[epilogue.base.family]))
+    for name, epilogue in EPILOGUES.items()
+)
+
+
+# ----------------------------------------------------------------------- compiling ahead
+
+
+def activation_key(
+    kind: str, gated: bool, backward: bool, dtype: torch.dtype, both: bool = False
+) -> SourceKey:
+    """An activation of whole pieces."""
+    halves = gated and backward
+    same = (dtype,) * 4
+    return SourceKey(
+        kind,
+        *same,
+        False,
+        False,
+        gated,
+        backward,
+        halves and both,
+        halves and not both,
+        PIECE,
+        True,
+    )
+
+
+def norm_key(dtype: torch.dtype, centred: bool, access: int = PIECE) -> SourceKey:
+    """A norm of rows whose statistics are known."""
+    same = (dtype,) * 4
+    return SourceKey("norm", *same, centred, True, *(False,) * 4, access, access == PIECE)
+
+
+def norm_sources(
+    device: _launch.Limits, columns: int, dtype: torch.dtype, centred: bool, added: bool
+) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
+    """The kernels of a norm that cast along its rows, and those that leave statistics."""
+    vec = vector_width(columns, dtype.itemsize)
+    whats = [Cast(recipe, recipe.form.by_tensor) for recipe in recipes() if not recipe.columnwise]
+    whats = [it for it in whats if it.recipe is not None and not it.recipe.square]
+    for what in (*whats, STATISTICS, Cast(None, True)):
+        key = ForwardKey(columns, vec, *(dtype,) * 4, centred, False, added, what)
+        tile = key.tile(device)
+        if tile is None and what != STATISTICS:
+            continue
+        width = what.recipe.width if what.recipe is not None else 0
+        if tile is not None and width // tile.vec > 32:
+            continue
+        yield forward_source(key, device)[:2]
+
+
+def representative_sources(
+    device: _launch.Limits,
+) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
+    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    low, full = torch.bfloat16, torch.float32
+    several = list(recipes())
+    for place, kind in enumerate(KINDS):
+        for gated in (False, True):
+            for backward in (False, True):
+                recipe = several[(3 * place + 2 * gated + 5 * backward) % len(several)]
+                both = not (recipe.columnwise or recipe.square)
+                key = activation_key(kind, gated, backward, low, both)
+                yield cast_source(key, recipe, device, amax=recipe.form.by_tensor)
+    for recipe in several:
+        plain_key = activation_key("Gelu", False, True, full)
+        yield cast_source(plain_key, recipe, device, sums=True)
+        odd = plain_key._replace(gated=True, halves=True, access=1, whole=False)
+        yield cast_source(odd, recipe, device, store=1, lanes=8)
+        centred = recipe.columnwise
+        dependent = recipe.form.by_tensor
+        yield cast_source(norm_key(low, centred), recipe, device, dependent=dependent)
+        yield cast_source(norm_key(full, not centred, 1), recipe, device, store=1, lanes=8)
+    for columns in (48, 8192, 2**21):
+        yield from norm_sources(device, columns, low, False, columns != 48)
+    yield from norm_sources(device, 32768, low, True, False)
+    yield from norm_sources(device, 516, full, True, False)
+    yield amax_source(activation_key("Silu", True, True, low, True), 32, 8, device)
+    yield amax_source(norm_key(low, True), 32, 8, device)

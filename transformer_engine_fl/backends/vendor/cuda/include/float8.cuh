@@ -1,0 +1,257 @@
+// Numbers of eight and of four bits, and the scales that go with them.
+//
+// The arithmetic is that at the head of ops/quantization.py, to the bit. Chips from sm_89 on
+// convert float8 by an instruction that rounds and clamps as is laid down there; for others,
+// and for e2m1, it is integer and float32 arithmetic that is exact.
+
+#pragma once
+
+#include "instructions.cuh"
+#include "numeric.cuh"
+
+namespace te_fl {
+
+// What a number of so few bits is made of; kLargest is the largest value's bits in float32.
+struct e4m3 {
+  static constexpr int kBits = 8, kMantissa = 3, kBias = 7;
+  static constexpr unsigned kLargest = 0x43e00000u;
+};
+struct e5m2 {
+  static constexpr int kBits = 8, kMantissa = 2, kBias = 15;
+  static constexpr unsigned kLargest = 0x47600000u;
+};
+struct e2m1 {
+  static constexpr int kBits = 4, kMantissa = 1, kBias = 1;
+  static constexpr unsigned kLargest = 0x40c00000u;
+};
+struct e8m0 {};  // powers of two, for scales
+
+constexpr unsigned kInfinite = 0x7f800000u;
+constexpr float kLargestFloat32 = 3.4028234663852886e38f;
+
+// ----------------------------------------------------------------------------- to codes
+
+// A float8 code in integer arithmetic.
+template <typename Kind>
+__device__ __forceinline__ unsigned float8_code(float y) {
+  constexpr int dropped = 23 - Kind::kMantissa;
+  // Added to a float32 below the least normal number, it leaves the bits that count.
+  constexpr unsigned shifter = static_cast<unsigned>(151 - Kind::kBias - Kind::kMantissa) << 23;
+  const unsigned bits = __float_as_uint(y);
+  unsigned size = bits & 0x7fffffffu;
+  if (size > kInfinite) return 127;
+  size = size < Kind::kLargest ? size : Kind::kLargest;
+  unsigned code;
+  if (size < static_cast<unsigned>(128 - Kind::kBias) << 23) {
+    code = __float_as_uint(__uint_as_float(size) + __uint_as_float(shifter)) - shifter;
+  } else {
+    const unsigned even = size >> dropped & 1;
+    code = (size + even + ((1u << (dropped - 1)) - 1)) >> dropped;
+    code -= static_cast<unsigned>(127 - Kind::kBias) << Kind::kMantissa;
+  }
+  return code | (bits >> 24 & 128u);
+}
+
+// The e2m1 code: of a magnitude it is 2y up to 2, from there 2 more than y, and from 4 on 4
+// more than y / 2. Three parts that are clamped to 0 and 1 add up to that, of which no more
+// than one is not whole: so it is rounded once. NaN is 6.
+__device__ __forceinline__ unsigned e2m1_code(float y) {
+  y = fminf(y, 6.0f);
+  const float size = fabsf(y);
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: its last bit counts 1
+  float sum = fmaf(__saturatef(size * 0.5f), 4.0f, magic);
+  sum = fmaf(__saturatef(fmaf(size, 0.5f, -1.0f)), 2.0f, sum);
+  sum += __saturatef(fmaf(size, 0.5f, -2.0f));
+  return (__float_as_uint(sum) & 7u) | (__float_as_uint(y) >> 28 & 8u);
+}
+
+// Four codes of eight bits, the first in the lowest byte.
+template <typename Kind>
+__device__ __forceinline__ unsigned four_codes(float a, float b, float c, float d) {
+#ifdef TE_FL_CONVERTS_FLOAT8
+  return Kind::kMantissa == 3 ? four_e4m3(a, b, c, d) : four_e5m2(a, b, c, d);
+#else
+  return float8_code<Kind>(a) | float8_code<Kind>(b) << 8 | float8_code<Kind>(c) << 16 |
+         float8_code<Kind>(d) << 24;
+#endif
+}
+
+// N codes as they lie in memory; what of a word is left over is 0.
+template <typename Kind, int N>
+struct Codes {
+  static constexpr int kBytes = N * Kind::kBits / 8;
+  static_assert(kBytes > 0, "codes that share a byte are made together");
+  unsigned words[kBytes < 4 ? 1 : kBytes / 4];
+};
+
+template <typename Kind, int N>
+__device__ __forceinline__ Codes<Kind, N> narrow(const float (&values)[N], float scale) {
+  constexpr int each = 32 / Kind::kBits;
+  Codes<Kind, N> codes;
+#pragma unroll
+  for (int word = 0; word < (N + each - 1) / each; ++word) {
+    const auto scaled = [&](int i) {
+      return word * each + i < N ? product(values[word * each + i], scale) : 0.0f;
+    };
+    if constexpr (Kind::kBits == 8) {
+      codes.words[word] = four_codes<Kind>(scaled(0), scaled(1), scaled(2), scaled(3));
+    } else {
+      unsigned sum = 0;
+#pragma unroll
+      for (int i = least(each, N - word * each) - 1; i >= 0; --i) {
+        sum = (sum << 4) + e2m1_code(scaled(i));
+      }
+      codes.words[word] = sum;
+    }
+  }
+  return codes;
+}
+
+// Writes bytes that may be aligned to Access only; or as many of them as there are.
+template <int Bytes, int Access>
+__device__ __forceinline__ void store_bytes(unsigned char* to, const unsigned* words) {
+  constexpr int piece = least(Bytes, Access);
+#pragma unroll
+  for (int at = 0; at < Bytes; at += piece) {
+    const unsigned* from = words + at / 4;
+    if constexpr (piece == 16) {
+      *reinterpret_cast<uint4*>(to + at) = make_uint4(from[0], from[1], from[2], from[3]);
+    } else if constexpr (piece == 8) {
+      *reinterpret_cast<uint2*>(to + at) = make_uint2(from[0], from[1]);
+    } else if constexpr (piece == 4) {
+      *reinterpret_cast<unsigned*>(to + at) = from[0];
+    } else if constexpr (piece == 2) {
+      *reinterpret_cast<unsigned short*>(to + at) =
+          static_cast<unsigned short>(from[0] >> at % 4 * 8);
+    } else {
+      to[at] = static_cast<unsigned char>(from[0] >> at % 4 * 8);
+    }
+  }
+}
+template <int Bytes>
+__device__ __forceinline__ void store_some_bytes(unsigned char* to, const unsigned* words,
+                                                 int count) {
+#pragma unroll
+  for (int at = 0; at < Bytes; ++at) {
+    if (at < count) to[at] = static_cast<unsigned char>(words[at / 4] >> at % 4 * 8);
+  }
+}
+
+// Reads bytes that may be aligned to Access only.
+template <int Bytes, int Access>
+__device__ __forceinline__ void load_bytes(const unsigned char* __restrict__ from,
+                                           unsigned (&words)[Bytes < 4 ? 1 : Bytes / 4]) {
+  constexpr int piece = least(Bytes, Access);
+#pragma unroll
+  for (int i = 0; i < (Bytes < 4 ? 1 : Bytes / 4); ++i) words[i] = 0;
+#pragma unroll
+  for (int at = 0; at < Bytes; at += piece) {
+    unsigned* to = words + at / 4;
+    if constexpr (piece == 16) {
+      const uint4 four = *reinterpret_cast<const uint4*>(from + at);
+      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else if constexpr (piece == 8) {
+      const uint2 two = *reinterpret_cast<const uint2*>(from + at);
+      to[0] = two.x, to[1] = two.y;
+    } else if constexpr (piece == 4) {
+      to[0] = *reinterpret_cast<const unsigned*>(from + at);
+    } else if constexpr (piece == 2) {
+      to[0] |= static_cast<unsigned>(*reinterpret_cast<const unsigned short*>(from + at))
+               << at % 4 * 8;
+    } else {
+      to[0] |= static_cast<unsigned>(from[at]) << at % 4 * 8;
+    }
+  }
+}
+
+// --------------------------------------------------------------------------- from codes
+
+// The float32 value of a code, exactly.
+template <typename Kind>
+__device__ __forceinline__ float value_of(unsigned code) {
+  constexpr unsigned sign = 1u << (Kind::kBits - 1);
+  const unsigned size = code & (sign - 1);
+  // As the bits of a float32 a code is too small by a power of two, subnormal or not.
+  const unsigned bits = (code & sign) << (32 - Kind::kBits) | size << (23 - Kind::kMantissa);
+  if constexpr (Kind::kMantissa == 3) {
+    if (size == 127) return __uint_as_float(0x7fc00000u);
+  } else if constexpr (Kind::kMantissa == 2) {
+    if (size >= 124) return __uint_as_float(bits | kInfinite);  // an exponent of ones stays one
+  }
+  return product(__uint_as_float(bits),
+                 __uint_as_float(static_cast<unsigned>(254 - Kind::kBias) << 23));
+}
+
+// 2^(byte - 127); NaN for 255.
+template <>
+__device__ __forceinline__ float value_of<e8m0>(unsigned byte) {
+  return __uint_as_float(byte == 255 ? 0x7fc00000u : byte == 0 ? 0x400000u : byte << 23);
+}
+
+// ------------------------------------------------------------------------------- scales
+
+// `largest / amax` rounded once, at most the largest float32.
+__device__ __forceinline__ float bounded_quotient(float largest, float amax) {
+  return fminf(largest / amax, kLargestFloat32);
+}
+
+// The float32 scale of an amax.
+template <bool PowerOfTwo>
+__device__ __forceinline__ float scale_of(float amax, float largest, float epsilon) {
+  const float a = fmaxf(amax, epsilon);
+  const float scale = a == 0.0f || __float_as_uint(a) == kInfinite
+                          ? 1.0f
+                          : bounded_quotient(largest, a);
+  return PowerOfTwo ? __uint_as_float(__float_as_uint(scale) & kInfinite) : scale;
+}
+
+// What is stored of a block's scale.
+template <typename Scales>
+struct StoredScale {
+  using type = unsigned char;
+};
+template <>
+struct StoredScale<float> {
+  using type = float;
+};
+
+// The scale of a block of Kind, and what is stored of its inverse: a float32, a power of two,
+// or an e4m3 to which `shared` comes, the scale of all.
+template <typename Kind, typename Scales, bool PowerOfTwo>
+__device__ __forceinline__ float block_scale(float amax, float shared, float epsilon,
+                                             typename StoredScale<Scales>::type& inverse) {
+  if constexpr (sizeof(inverse) == 4) {
+    const float scale = scale_of<PowerOfTwo>(amax, __uint_as_float(Kind::kLargest), epsilon);
+    inverse = __frcp_rn(scale);
+    return scale;
+  } else if constexpr (Kind::kBits == 8) {
+    // The least e for which amax <= largest * 2^e: a mantissa above that of the largest value
+    // carries over into the exponent.
+    constexpr unsigned carry = 0x7fffffu - (Kind::kLargest & 0x7fffffu);
+    const unsigned bits = __float_as_uint(amax);
+    const bool infinite = bits == kInfinite;
+    int byte = static_cast<int>((bits + carry) >> 23) - static_cast<int>(Kind::kLargest >> 23) + 127;
+    byte = infinite ? 254 : byte > 0 ? byte : 0;
+    inverse = static_cast<unsigned char>(byte);
+    return __uint_as_float(infinite ? 0x400000u : static_cast<unsigned>(254 - byte) << 23);
+  } else {
+    constexpr float sixth = 1.0f / 6.0f;
+    const float wanted = product(amax, product(shared, sixth));
+    const unsigned code = four_codes<e4m3>(wanted, 0.0f, 0.0f, 0.0f);
+    inverse = static_cast<unsigned char>(code);
+    const float factor = product(value_of<e4m3>(code), __frcp_rn(shared));
+    return fminf(__frcp_rn(factor), kLargestFloat32);
+  }
+}
+
+// The largest over 1 to 32 neighbouring lanes, which all get it. All lanes of the warp call.
+template <int Lanes>
+__device__ __forceinline__ float largest_of_lanes(float value) {
+#pragma unroll
+  for (int offset = 1; offset < Lanes; offset *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  }
+  return value;
+}
+
+}  // namespace te_fl

@@ -1,0 +1,95 @@
+// Turning a tile of 128 columns in shared memory, so that what goes out is contiguous too.
+//
+// Chunks of 16 bytes lie where threads of a warp that access them together use different
+// banks. All functions are called by every thread of a block.
+
+#pragma once
+
+#include "float8.cuh"
+
+namespace te_fl {
+
+// Values of 128x128, to be read down their columns, two neighbouring ones at a time.
+template <typename T>
+struct ValueTile {
+  static constexpr int kRow = 128 * static_cast<int>(sizeof(T));
+
+  static __device__ __forceinline__ unsigned char* chunk(unsigned char* tile, int row, int c) {
+    return tile + row * kRow + (c ^ (c >> 3 & (sizeof(T) == 4 ? 3 : 1))) * 16;
+  }
+
+  static __device__ __forceinline__ void pair(unsigned char* tile, int row, int pair,
+                                              float (&two)[2]) {
+    constexpr int kPairs = 8 / static_cast<int>(sizeof(T));  // of a chunk
+    const unsigned char* from =
+        chunk(tile, row, pair / kPairs) + pair % kPairs * (2 * static_cast<int>(sizeof(T)));
+    decode(*reinterpret_cast<const Vec<T, 2>*>(from), two);
+  }
+};
+
+// A chunk of a turned tile, whose columns have Bytes bytes each and are written by threads
+// that are 2^Shift columns apart.
+template <int Bytes, int Shift>
+__device__ __forceinline__ unsigned char* turned_chunk(unsigned char* tile, int column,
+                                                       int chunk) {
+  constexpr int kChunks = Bytes / 16;
+  return tile + (column * kChunks + (chunk ^ (column >> Shift & (kChunks - 1)))) * 16;
+}
+
+// Turns 128 rows of 128 bytes, in their place; the turned chunks are shifted by 2.
+template <int Threads>
+__device__ __forceinline__ void turn_bytes(unsigned char* tile) {
+  static_assert(Threads == 256, "a thread has 4 columns of 16 rows");
+  const int group = threadIdx.x % 32;
+  const int run = threadIdx.x / 32;
+  unsigned turned[4][4];
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    unsigned rows[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = *reinterpret_cast<const unsigned*>(tile + (run * 16 + part * 4 + i) * 128 +
+                                                   group * 4);
+    }
+    const unsigned low01 = __byte_perm(rows[0], rows[1], 0x5140);
+    const unsigned low23 = __byte_perm(rows[2], rows[3], 0x5140);
+    const unsigned high01 = __byte_perm(rows[0], rows[1], 0x7362);
+    const unsigned high23 = __byte_perm(rows[2], rows[3], 0x7362);
+    turned[0][part] = __byte_perm(low01, low23, 0x5410);
+    turned[1][part] = __byte_perm(low01, low23, 0x7632);
+    turned[2][part] = __byte_perm(high01, high23, 0x5410);
+    turned[3][part] = __byte_perm(high01, high23, 0x7632);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    store_bytes<16, 16>(turned_chunk<128, 2>(tile, group * 4 + i, run), turned[i]);
+  }
+  __syncthreads();
+}
+
+// Writes the turned tile to rows of `bytes` bytes, `Access` at a time, as far as they go.
+// Inside: all of it does.
+template <int Threads, int Bytes, int Shift, int Access, bool Inside = false>
+__device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char* to,
+                                             int first_column, int columns, int first_byte,
+                                             int bytes) {
+  constexpr int kChunks = Bytes / 16;
+#pragma unroll
+  for (int at = threadIdx.x; at < 128 * kChunks; at += Threads) {
+    const int column = at / kChunks;
+    const int byte = first_byte + at % kChunks * 16;
+    if (!Inside && (first_column + column >= columns || byte >= bytes)) continue;
+    const uint4 chunk =
+        *reinterpret_cast<const uint4*>(turned_chunk<Bytes, Shift>(tile, column, at % kChunks));
+    const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    unsigned char* target = to + static_cast<long long>(first_column + column) * bytes + byte;
+    if (Inside || byte + 16 <= bytes) {
+      store_bytes<16, Access>(target, words);
+    } else {
+      store_some_bytes<16>(target, words, bytes - byte);
+    }
+  }
+}
+
+}  // namespace te_fl

@@ -1,0 +1,393 @@
+// Cross entropy of logits over rows, forward and backward, and of shards of a vocabulary.
+//
+// Compiled at run time, one kernel and one specialisation at a time: the host defines
+// KERNEL_<name> and what that kernel needs of the following, as loss.py chooses it.
+//
+//   TX, TO        storage types of the logits, of their gradients
+//   TB, BIASED    storage type of what is added to every row, and whether there is that
+//   TS            type of the statistics: float32 or float64
+//   CAPPED        1 if scores are logits under a cap
+//   SUMMED        1 if the sum of a row's scores is needed
+//   STATISTICS    1 if four numbers of each row are wanted instead of loss and lse
+//   OWNED         1 if the logits are memory of ours, which the gradients may overwrite
+//   EDGES         1 if rows of the gradients may start inside a vector
+//   VEC, ACCESS   elements per vector, and in one access
+//   DEPTH         vectors of a thread that are under way at once
+//   LANES, ROWS, CLUSTER  threads of a block that share a row, rows of a block, blocks that
+//                 share a row
+//   BLOCKS        blocks that must fit on a multiprocessor; bounds the registers
+//
+// Words are counted in the whole vocabulary, columns in the logits at hand, the first of which
+// is word `start`; `last` is the word behind the last one. A row's result depends on its values,
+// its width and the types alone, never on the number of rows nor on where they lie.
+
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "row_reduction.cuh"
+
+using namespace te_fl;
+
+namespace {
+
+#if defined(KERNEL_forward) || defined(KERNEL_merge)
+
+#ifdef KERNEL_forward
+using A = Accumulator<TX>::type;
+#else
+using A = TS;
+#endif
+
+// What is taken off scores before their exponentials; where all are hidden, nothing.
+__device__ __forceinline__ A taken_off(A highest) {
+  return highest == lowest<A>() ? A(0) : highest;
+}
+
+// What rows add up to: the highest score, the sum of exponentials of the scores less that,
+// the score of the target, the sum of the scores.
+struct Statistics {
+  A highest, total, at_target, summed;
+};
+
+__device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bool ignored,
+                                           const Statistics& found, long long last, double words,
+                                           double label_smoothing, double z_loss) {
+  const A shift = taken_off(found.highest);
+  const A log_total = log(found.total);
+  const A whole = shift + log_total;
+  // Not from lse, in which a large shift would round off what log_total says.
+  A result = log_total - (found.at_target - shift);
+  if constexpr (SUMMED) {
+    const A smoothing = static_cast<A>(label_smoothing);
+    const A uniform = log_total - (found.summed / static_cast<A>(words) - shift);
+    result = (A(1) - smoothing) * result + smoothing * uniform;
+  }
+  const A z = static_cast<A>(z_loss);
+  if (z != A(0)) result += z * whole * whole;
+  if (target < 0 || target >= last) result = missing<A>();
+  *loss = ignored ? A(0) : result;
+  *lse = ignored ? A(0) : whole;
+}
+
+#else
+
+using A = Accumulator<TX>::type;
+
+#endif
+
+#if defined(KERNEL_forward) || defined(KERNEL_backward)
+
+// N logits. What is read in pieces meets the same lines again, so they are kept in L1.
+template <int N>
+__device__ __forceinline__ Vec<TX, N> read_logits(const TX* from) {
+  constexpr int kAccess = least(ACCESS, N);
+  if constexpr (kAccess < N && kAccess * sizeof(TX) < 16) {
+    return load_shared_data<kAccess, N>(from);
+  } else {
+    return load_once<kAccess, N>(from);
+  }
+}
+
+struct Cap {
+  A bound, inverse;
+};
+
+struct Capped {
+  A score, slope;
+};
+
+// The score of a logit under a cap: cap * tanh(x / cap), and its slope.
+__device__ __forceinline__ Capped capped(A x, const Cap& cap) {
+  const A u = x * cap.inverse;
+  const A size = fabs(u);
+  const A below = exponential(A(-2) * size);
+  const A share = reciprocal(A(1) + below);
+  A bent = copysign(A(1) - A(2) * below * share, u);
+  if constexpr (sizeof(A) == 4) {  // in which that cancels too much where u is small
+    const A square = u * u;
+    // tanh(u) = u + u**3 * P(u**2), fitted with a relative error of 1e-8
+    const A series =
+        -0.3333328068256378f +
+        square * (0.13331441581249237f +
+                  square * (-0.05373971164226532f +
+                            square * (0.020639078691601753f + square * -0.005704978480935097f)));
+    bent = size < A(0.625) ? u + u * square * series : bent;
+  }
+  // As 1 - tanh**2 the slope would cancel where tanh is near 1.
+  return {cap.bound * bent, A(4) * below * share * share};
+}
+
+// Logits, with what is added to them.
+template <int N>
+__device__ __forceinline__ void decode_logits(const Vec<TX, N>& stored, const TB* bias, int column,
+                                              A (&x)[N]) {
+  decode(stored, x);
+  if constexpr (BIASED) {
+    A offset[N];
+    decode(load_shared_data<least(ACCESS, N), N>(bias + column), offset);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += offset[i];
+  }
+}
+
+#endif
+
+}  // namespace
+
+#ifdef KERNEL_forward
+
+namespace {
+
+template <int N>
+__device__ __forceinline__ void scores_of(const Vec<TX, N>& stored, const TB* bias, int column,
+                                          const Cap& cap, A* scores) {
+  A x[N];
+  decode_logits(stored, bias, column, x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) scores[i] = CAPPED ? capped(x[i], cap).score : x[i];
+}
+
+// Takes scores in; those that are not there are the lowest there is.
+template <int N>
+__device__ __forceinline__ void take_in(Statistics& found, const A (&scores)[N]) {
+  A above = found.highest;
+#pragma unroll
+  for (int i = 0; i < N; ++i) above = Max::combine(above, scores[i]);
+  const A taken = taken_off(above);
+  A sum = found.total * exponential(found.highest - taken);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += exponential(scores[i] - taken);
+  found.total = sum;
+  found.highest = above;
+}
+
+}  // namespace
+
+// Each thread keeps the statistics of what it has read, the next vectors under way meanwhile.
+extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
+    forward(const TX* __restrict__ x, const TB* __restrict__ bias,
+            const long long* __restrict__ targets, A* __restrict__ first, A* __restrict__ second,
+            long long rows, long long step, int columns, long long start, long long ignore,
+            long long last, double words, double label_smoothing, double z_loss, double bound) {
+  constexpr int kStep = LANES * CLUSTER;  // vectors between those of a thread
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int lane = threadIdx.x % LANES;
+  const long long row = static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
+  const bool exists = ROWS == 1 || row < rows;
+  const long long target = exists ? __ldg(targets + row) : ignore;
+  const bool read = target != ignore;
+  const bool writes = exists && rank == 0 && lane == 0;
+  const TX* source = x + row * step;
+  const Cap cap = {static_cast<A>(bound), A(1) / static_cast<A>(bound)};
+  RowReduction<LANES, CLUSTER, SUMMED ? 2 : 1, A> over_row;
+
+  Statistics found = {lowest<A>(), A(0), A(0), A(0)};
+  const unsigned long long word =
+      static_cast<unsigned long long>(target) - static_cast<unsigned long long>(start);
+  if (writes && read && target >= start && word < static_cast<unsigned long long>(columns)) {
+    const int column = static_cast<int>(word);
+    scores_of(read_logits<1>(source + column), bias, column, cap, &found.at_target);
+  }
+
+  const int vectors = columns / VEC;
+  const int begin = rank * LANES + lane;
+  const int chunks = read ? (vectors + kStep * DEPTH - 1) / (kStep * DEPTH) : 0;
+  Vec<TX, VEC> next[DEPTH];
+  auto ask_for = [&](int chunk) {
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+      // Past the end the last vector again, unused: a branch would break up the loads.
+      const int vector = least((chunk * DEPTH + d) * kStep + begin, vectors - 1);
+      next[d] = read_logits<VEC>(source + vector * VEC);
+    }
+  };
+  if (chunks > 0) ask_for(0);
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    Vec<TX, VEC> stored[DEPTH];
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) stored[d] = next[d];
+    if (chunk + 1 < chunks) ask_for(chunk + 1);
+    A scores[DEPTH * VEC];
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+      const int vector = (chunk * DEPTH + d) * kStep + begin;
+      const bool inside = vector < vectors;
+      scores_of(stored[d], bias, least(vector, vectors - 1) * VEC, cap, scores + d * VEC);
+      A sum = 0;
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        A& score = scores[d * VEC + i];
+        if constexpr (SUMMED) sum += score;
+        score = inside ? score : lowest<A>();
+      }
+      if constexpr (SUMMED) found.summed += inside ? sum : A(0);
+    }
+    take_in(found, scores);
+  }
+  const int rest = vectors * VEC + lane;  // what makes no whole vector, one to a lane
+  if (read && rank == 0 && rest < columns) {
+    A score[1];
+    scores_of(read_logits<1>(source + rest), bias, rest, cap, score);
+    if constexpr (SUMMED) found.summed += score[0];
+    take_in(found, score);
+  }
+
+  A highest[SUMMED ? 2 : 1], sums[SUMMED ? 2 : 1];
+  for (A& value : highest) value = found.highest;
+  over_row.max(highest);
+  sums[0] = found.total * exponential(found.highest - taken_off(highest[0]));
+  if constexpr (SUMMED) sums[1] = found.summed;
+  over_row.sum(sums);
+  if (!writes) return;
+  found = {highest[0], sums[0], found.at_target, SUMMED ? sums[SUMMED ? 1 : 0] : A(0)};
+  if constexpr (STATISTICS) {
+    A* stats = first + row * 4;
+    stats[0] = read ? found.highest : A(0);
+    stats[1] = found.total;
+    stats[2] = found.at_target;
+    stats[3] = found.summed;
+  } else {
+    store_loss(first + row, second + row, target, !read, found, last, words, label_smoothing,
+               z_loss);
+  }
+}
+
+#endif  // KERNEL_forward
+
+#ifdef KERNEL_merge
+
+// One thread for each row: loss and lse of the statistics[shard][row][4] of all its shards.
+extern "C" __global__ void __launch_bounds__(LANES)
+    merge(const TS* __restrict__ statistics, const long long* __restrict__ targets,
+          A* __restrict__ loss, A* __restrict__ lse, long long rows, int shards, long long ignore,
+          long long last, double words, double label_smoothing, double z_loss) {
+  const long long row = static_cast<long long>(blockIdx.x) * LANES + threadIdx.x;
+  if (row >= rows) return;
+  const long long target = __ldg(targets + row);
+  auto values_of = [&](int shard, A(&values)[4]) {
+    decode(load_shared_data<ACCESS, 4>(statistics + (shard * rows + row) * 4), values);
+  };
+  Statistics found = {lowest<A>(), A(0), A(0), A(0)};
+  A values[4];
+#pragma unroll 4
+  for (int shard = 0; shard < shards; ++shard) {
+    values_of(shard, values);
+    found.highest = Max::combine(found.highest, values[0]);
+  }
+  const A taken = taken_off(found.highest);
+#pragma unroll 4
+  for (int shard = 0; shard < shards; ++shard) {
+    values_of(shard, values);
+    found.total += values[1] * exponential(values[0] - taken);
+    found.at_target += values[2];
+    if constexpr (SUMMED) found.summed += values[3];
+  }
+  store_loss(loss + row, lse + row, target, target == ignore, found, last, words,
+             label_smoothing, z_loss);
+}
+
+#endif  // KERNEL_merge
+
+#ifdef KERNEL_backward
+
+namespace {
+
+// What the gradients of a row have in common.
+struct Common {
+  A lse, factor, pull, uniform;
+  Cap cap;
+  int word;
+};
+
+template <int N>
+__device__ __forceinline__ Vec<TX, N> logits_at(const TX* from) {
+  if constexpr (OWNED) return load_written<N>(from);
+  return read_logits<N>(from);
+}
+
+// The gradients of N neighbouring logits.
+template <int N>
+__device__ __forceinline__ void finish(TO* out, const Vec<TX, N>& stored, const TB* bias,
+                                       int column, const Common& row) {
+  A d[N];
+  decode_logits(stored, bias, column, d);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    Capped of = {d[i], A(1)};
+    if constexpr (CAPPED) of = capped(d[i], row.cap);
+    const A taken = column + i == row.word ? row.pull : row.uniform;
+    d[i] = fma(row.factor, exponential(of.score - row.lse), -taken);
+    if constexpr (CAPPED) d[i] *= of.slope;
+  }
+  store(out, encode<TO>(d));
+}
+
+}  // namespace
+
+// A tile of ROWS rows by DEPTH * LANES vectors. Vectors are those of `out`: the first and the
+// last of a row may be partly outside of it.
+extern "C" __global__ void __launch_bounds__(LANES* ROWS)
+    backward(const TX* x, const TB* __restrict__ bias, const long long* __restrict__ targets,
+             const A* __restrict__ grad_loss, const A* __restrict__ lse,
+             const A* __restrict__ grad_lse, const A* __restrict__ scale, TO* out, long long rows,
+             int columns, long long step, long long out_step, int tiles, long long start,
+             long long ignore, long long last, double label_smoothing, double share,
+             double z_loss, double bound) {
+  // From the end: what the forward read last is the likeliest to be in the cache still.
+  const unsigned place = gridDim.x - 1 - blockIdx.x;
+  const unsigned group = place / static_cast<unsigned>(tiles);
+  const int tile = static_cast<int>(place - group * static_cast<unsigned>(tiles));
+  const long long row = static_cast<long long>(group) * ROWS + threadIdx.x / LANES;
+  if (ROWS > 1 && row >= rows) return;
+  const int before = EDGES ? static_cast<int>(row * out_step % VEC) : 0;
+  const int first = (tile * DEPTH * LANES + static_cast<int>(threadIdx.x) % LANES) * VEC - before;
+  const TX* source = x + row * step;
+  TO* target_row = out + row * out_step;
+  const long long target = __ldg(targets + row);
+  const bool read = target != ignore;
+
+  auto whole = [&](int column) { return column >= 0 && column + VEC <= columns; };
+  Vec<TX, VEC> stored[DEPTH];
+#pragma unroll
+  for (int d = 0; d < DEPTH; ++d) {
+    const int column = first + d * LANES * VEC;
+    stored[d] = zeros<TX, VEC>();
+    if (read && whole(column)) stored[d] = logits_at<VEC>(source + column);
+  }
+  // A row that is not read gets zeros of these.
+  Common common = {A(0), A(0), A(0), A(0), {}, -1};
+  if constexpr (CAPPED) common.cap = {static_cast<A>(bound), A(1) / static_cast<A>(bound)};
+  if (read) {
+    const A grad = __ldg(grad_loss + row);
+    const A z = static_cast<A>(2 * z_loss), smoothing = static_cast<A>(label_smoothing);
+    const A scaled = scale ? __ldg(scale) : A(1);
+    common.lse = __ldg(lse + row);
+    common.factor = grad + (grad_lse ? __ldg(grad_lse + row) : A(0));
+    if (z != A(0)) common.factor += z * common.lse * grad;
+    if (smoothing != A(0)) common.uniform = static_cast<A>(share) * grad;
+    common.pull = ((A(1) - smoothing) * grad + common.uniform) * scaled;
+    common.uniform *= scaled;
+    common.factor *= scaled;
+    if (target < 0 || target >= last) common.factor = missing<A>();
+    const unsigned long long word =
+        static_cast<unsigned long long>(target) - static_cast<unsigned long long>(start);
+    if (target >= start && word < static_cast<unsigned long long>(columns)) {
+      common.word = static_cast<int>(word);
+    }
+  }
+#pragma unroll
+  for (int d = 0; d < DEPTH; ++d) {
+    const int column = first + d * LANES * VEC;
+    if (whole(column)) {
+      finish(target_row + column, stored[d], bias, column, common);
+      continue;
+    }
+#pragma unroll 1
+    for (int at = column < 0 ? 0 : column; at < least(column + VEC, columns); ++at) {
+      const Vec<TX, 1> one = read ? logits_at<1>(source + at) : zeros<TX, 1>();
+      finish(target_row + at, one, bias, at, common);
+    }
+  }
+}
+
+#endif  // KERNEL_backward

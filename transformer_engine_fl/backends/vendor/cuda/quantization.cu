@@ -1,0 +1,242 @@
+// Values of quantised tensors, moves of bytes, and what goes with blocks and delayed scaling.
+//
+// Casting is casting.cu's. The host (quantization.py) defines KERNEL_<name> and what that
+// kernel needs of the following.
+//
+//   KIND       of the codes: e4m3, e5m2 or e2m1
+//   SCALES     how scales are stored: float32, e8m0 or e4m3
+//   WIDTH, HEIGHT   columns and rows that share a scale; a WIDTH of 0 if all do
+//   TX, TY     storage types of the input and the output
+//   VEC        elements that a thread has side by side; divides the columns
+//   ACCESS     elements, or bytes of codes, that the addresses allow in one access
+//   STORE      bytes that one access to the output may cover
+//   WORD       what is moved as one number
+//   VECS       vectors of a thread that are under way at once
+//   CASTS      1 to cast with given scales, 0 to find the amax
+//   OF_ALL     1 if the largest of a history counts, 0 if the newest does
+//
+// Nothing is added atomically, so the same call gives the same bits.
+
+#include "float8.cuh"
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "turning.cuh"
+
+using namespace te_fl;
+
+#ifdef KERNEL_dequantize
+
+// `columns` counts values; rows of codes lie `stride` bytes apart.
+extern "C" __global__ void __launch_bounds__(256)
+    dequantize(const unsigned char* __restrict__ data,
+               const StoredScale<SCALES>::type* __restrict__ scale_inv,
+               const float* __restrict__ global_scale_inv, TY* __restrict__ out,
+               unsigned vectors, unsigned per_row, long long stride) {
+  constexpr int kBytes = VEC * KIND::kBits / 8;
+  const long long first = static_cast<long long>(blockIdx.x) * (256 * VECS) + threadIdx.x;
+  const unsigned blocks = WIDTH > 0 ? (per_row * VEC + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1) : 0;
+  unsigned words[VECS][kBytes < 4 ? 1 : kBytes / 4];
+  float factors[VECS];
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    // Past the end the last vector again, unused: a branch would break up the loads.
+    const long long wanted = first + v * 256;
+    const unsigned at = wanted < vectors ? static_cast<unsigned>(wanted) : vectors - 1;
+    const unsigned row = at / per_row;
+    const unsigned place = at - row * per_row;
+    load_bytes<kBytes, ACCESS>(data + row * stride + static_cast<long long>(place) * kBytes,
+                               words[v]);
+    long long block = 0;
+    if constexpr (WIDTH > 0) {
+      block = static_cast<long long>(row / HEIGHT) * blocks + place * VEC / (WIDTH > 0 ? WIDTH : 1);
+    }
+    if constexpr (sizeof(SCALES) == 4) factors[v] = scale_inv[block];
+    else factors[v] = value_of<SCALES>(scale_inv[block]);
+  }
+  const float whole = global_scale_inv ? *global_scale_inv : 1.0f;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    if (first + v * 256 >= vectors) break;
+    float values[VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      constexpr int each = 32 / KIND::kBits;
+      const unsigned code =
+          words[v][i / each] >> i % each * KIND::kBits & ((1u << KIND::kBits) - 1);
+      values[i] = product(product(value_of<KIND>(code), factors[v]), whole);
+    }
+    store(out + (first + v * 256) * VEC, encode<TY>(values));
+  }
+}
+
+#endif  // KERNEL_dequantize
+
+#ifdef KERNEL_turn
+
+// A matrix of bytes, transposed tile by tile.
+extern "C" __global__ void __launch_bounds__(256, 6)
+    turn(const unsigned char* __restrict__ x, unsigned char* __restrict__ y, long long stride,
+         int rows, int columns) {
+  __shared__ __align__(16) unsigned char tile[128 * 128];
+  const int across = (columns + 127) / 128;
+  const int above = blockIdx.x / across;
+  const int first_row = above * 128;
+  const int first_column = (blockIdx.x - above * across) * 128;
+  const int column = first_column + threadIdx.x % 8 * 16;
+  unsigned words[4][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = first_row + threadIdx.x / 8 + i * 32;
+    const unsigned char* source = x + row * stride + column;
+    if (row < rows && column + 16 <= columns) {
+      load_bytes<16, ACCESS>(source, words[i]);
+    } else {
+#pragma unroll
+      for (int word = 0; word < 4; ++word) words[i][word] = 0;
+#pragma unroll
+      for (int at = 0; at < 16; ++at) {
+        if (row < rows && column + at < columns) {
+          words[i][at / 4] |= static_cast<unsigned>(source[at]) << at % 4 * 8;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int place = threadIdx.x / 8 + i * 32;
+    store_bytes<16, 16>(tile + place * 128 + threadIdx.x % 8 * 16, words[i]);
+  }
+  __syncthreads();
+  turn_bytes<256>(tile);
+  drain_turned<256, 128, 2, STORE>(tile, y, first_column, columns, first_row, rows);
+}
+
+#endif  // KERNEL_turn
+
+#ifdef KERNEL_turn_words
+
+// A matrix of larger numbers, transposed tile by tile.
+extern "C" __global__ void __launch_bounds__(256)
+    turn_words(const WORD* __restrict__ x, WORD* __restrict__ y, long long stride, int rows,
+               int columns) {
+  __shared__ WORD tile[64][65];
+  const int across = (columns + 63) / 64;
+  const int above = blockIdx.x / across;
+  const int first_row = above * 64;
+  const int first_column = (blockIdx.x - above * across) * 64;
+  const int lane = threadIdx.x % 64;
+#pragma unroll
+  for (int i = threadIdx.x / 64; i < 64; i += 4) {
+    if (first_row + i < rows && first_column + lane < columns) {
+      tile[i][lane] = x[(first_row + i) * stride + first_column + lane];
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = threadIdx.x / 64; i < 64; i += 4) {
+    if (first_column + i < columns && first_row + lane < rows) {
+      y[static_cast<long long>(first_column + i) * rows + first_row + lane] = tile[lane][i];
+    }
+  }
+}
+
+#endif  // KERNEL_turn_words
+
+#ifdef KERNEL_swap_rows
+
+// Rows in their new order: `first` of them, then as many of the next. Everything counts WORDs.
+extern "C" __global__ void __launch_bounds__(256)
+    swap_rows(const WORD* __restrict__ x, WORD* __restrict__ y, unsigned words,
+              unsigned per_row, unsigned first, long long x_first, long long x_second) {
+  const long long start = static_cast<long long>(blockIdx.x) * (256 * VECS) + threadIdx.x;
+  WORD moved[VECS];
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const long long wanted = start + v * 256;
+    const unsigned at = wanted < words ? static_cast<unsigned>(wanted) : words - 1;
+    const unsigned row = at / per_row;
+    const unsigned second = row / first;
+    moved[v] = x[(row - second * first) * x_first + second * x_second + (at - row * per_row)];
+  }
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    if (start + v * 256 < words) y[start + v * 256] = moved[v];
+  }
+}
+
+#endif  // KERNEL_swap_rows
+
+#ifdef KERNEL_shard
+
+// One block of `length` rows and columns of a matrix of which `x` is a flat part: its amax, or
+// the cast of what is in it. All but `across` and `length` count vectors.
+extern "C" __global__ void __launch_bounds__(256)
+    shard(const TX* __restrict__ x, const float* __restrict__ scale, float* __restrict__ amax,
+          unsigned char* __restrict__ data, long long width, long long start, long long count,
+          int across, int length, int run) {
+  const int above = blockIdx.x / across;
+  const int before = blockIdx.x - above * across;
+  const float factor = CASTS ? scale[blockIdx.x] : 1.0f;
+  float largest = 0.0f;
+  const long long all = static_cast<long long>(length) * run;
+#pragma unroll 4
+  for (long long at = threadIdx.x; at < all; at += 256) {
+    const long long down = at / run;
+    const long long column = static_cast<long long>(before) * run + (at - down * run);
+    const long long place = (static_cast<long long>(above) * length + down) * width + column - start;
+    if (column >= width || place < 0 || place >= count) continue;
+    float values[VEC];
+    decode(load_once<VEC, VEC>(x + place * VEC), values);
+    if constexpr (CASTS) {
+      const auto codes = narrow<KIND>(values, factor);
+      store_bytes<VEC, VEC>(data + place * VEC, codes.words);
+    } else {
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) largest = fmaxf(largest, fabsf(values[i]));
+    }
+  }
+  if constexpr (!CASTS) {
+    __shared__ float warps[8];
+    largest = largest_of_lanes<32>(largest);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    largest = largest_of_lanes<8>(warps[threadIdx.x % 8]);
+    if (threadIdx.x == 0) amax[blockIdx.x] = largest;
+  }
+}
+
+#endif  // KERNEL_shard
+
+#ifdef KERNEL_update
+
+// One column of a history of amaxes to a block of threads, and its scale.
+extern "C" __global__ void __launch_bounds__(256)
+    update(const float* __restrict__ reduced, float* history, float* __restrict__ scale,
+           int length, long long row_stride, long long column_stride, long long scale_stride,
+           float numerator) {
+  __shared__ float warps[8];
+  float* column = history + blockIdx.x * column_stride;
+  const float buffered = reduced[blockIdx.x];
+  const float newest = buffered == 0.0f ? *column : buffered;
+  float largest = 0.0f;
+  for (int first = 0; first < length; first += 256) {
+    const int row = first + threadIdx.x;
+    float moved = 0.0f;
+    if (row < length) moved = row == length - 1 ? newest : column[(row + 1) * row_stride];
+    largest = fmaxf(largest, moved);
+    __syncthreads();  // what a thread has read another one writes
+    if (row < length) column[row * row_stride] = row == 0 ? 0.0f : moved;
+  }
+  largest = largest_of_lanes<32>(largest);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  largest = largest_of_lanes<8>(warps[threadIdx.x % 8]);
+  const float amax = OF_ALL ? largest : newest;
+  if (threadIdx.x == 0 && amax > 0.0f && __float_as_uint(amax) < kInfinite) {
+    scale[blockIdx.x * scale_stride] = bounded_quotient(numerator, amax);
+  }
+}
+
+#endif  // KERNEL_update
