@@ -22,10 +22,12 @@ FAMILIES = (
     "dropout",
     "epilogue",
     "gemm",
+    "moe",
     "normalization",
     "padding",
     "quantization",
     "rope",
+    "router",
     "softmax",
 )
 """The families that the set has a file for."""
