@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.core.errors import NotSupportedError, PluginError
+from transformer_engine_fl.vendors.taking import Taker, own
 
 if TYPE_CHECKING:
     import torch
@@ -40,29 +41,7 @@ class Bridge(NamedTuple):
     make: Callable[..., Callable[..., Any]]
 
 
-def _taken(op: str, **tensors: Tensor) -> list[Tensor]:
-    """The tensors as plain memory, or a decline."""
-    from transformer_engine_fl.backends._arguments import Taking
-
-    taking = Taking(lambda device: "there is no data" if device.type == "meta" else None)
-    plain = [taking.plain(op, name, tensor) for name, tensor in tensors.items()]
-    if not all(tensor.numel() for tensor in plain):
-        raise NotSupportedError(f"{op}: Liger's kernels take no empty tensors")
-    return plain
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Dense memory that may be written."""
-    import torch
-
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _same_dtype(op: str, **tensors: Tensor) -> None:
-    found = {name: tensor.dtype for name, tensor in tensors.items()}
-    if len(set(found.values())) > 1:
-        said = ", ".join(f"{name} is {dtype}" for name, dtype in found.items())
-        raise NotSupportedError(f"{op}: Liger's kernels take one dtype; {said}")
+_LIGER: Final = Taker("Liger's kernels")
 
 
 # --------------------------------------------------------------------------- gated units
@@ -74,7 +53,7 @@ def _gated(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             import torch
 
             contract.check(input)
-            (input,) = _taken(contract.name, input=input)
+            (input,) = _LIGER.taken(contract.name, input=input)
             with torch.no_grad():
                 output: Tensor = unit.apply(*(half.contiguous() for half in input.chunk(2, -1)))
             return output
@@ -90,11 +69,11 @@ def _gated_backward(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             import torch
 
             contract.check(grad, fwd_input)
-            grad, fwd_input = _taken(contract.name, grad=grad, fwd_input=fwd_input)
-            _same_dtype(contract.name, grad=grad, fwd_input=fwd_input)
+            grad, fwd_input = _LIGER.taken(contract.name, grad=grad, fwd_input=fwd_input)
+            _LIGER.same_dtype(contract.name, grad=grad, fwd_input=fwd_input)
             with torch.enable_grad():
                 # Liger's backward writes the gradients over what its forward was given.
-                leaves = [_own(half).requires_grad_() for half in fwd_input.chunk(2, -1)]
+                leaves = [own(half).requires_grad_() for half in fwd_input.chunk(2, -1)]
                 output = unit.apply(*leaves)
                 gradients = torch.autograd.grad(output, leaves, grad.contiguous())
             return torch.cat(gradients, -1).detach()
@@ -118,7 +97,7 @@ def _rmsnorm_fwd(norm: Any) -> Callable[..., Any]:
         import torch
 
         ops.rmsnorm_fwd.check(input, weight, eps, zero_centered_gamma=zero_centered_gamma)
-        input, weight = _taken("rmsnorm_fwd", input=input, weight=weight)
+        input, weight = _LIGER.taken("rmsnorm_fwd", input=input, weight=weight)
         offset = float(zero_centered_gamma)
         with torch.no_grad():
             x = input.contiguous()
@@ -137,7 +116,7 @@ def _layernorm_fwd(norm: Any) -> Callable[..., Any]:
         import torch
 
         ops.layernorm_fwd.check(input, weight, bias, eps)
-        input, weight = _taken("layernorm_fwd", input=input, weight=weight)
+        input, weight = _LIGER.taken("layernorm_fwd", input=input, weight=weight)
         with torch.no_grad():
             x, gamma = input.contiguous(), weight.contiguous()
             beta = torch.zeros_like(gamma) if bias is None else bias.contiguous()
@@ -162,8 +141,8 @@ def _rmsnorm_bwd(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
-        dy, x, rsigma, gamma = _taken("rmsnorm_bwd", dy=dy, x=x, rsigma=rsigma, gamma=gamma)
-        _same_dtype("rmsnorm_bwd", dy=dy, x=x)
+        dy, x, rsigma, gamma = _LIGER.taken("rmsnorm_bwd", dy=dy, x=x, rsigma=rsigma, gamma=gamma)
+        _LIGER.same_dtype("rmsnorm_bwd", dy=dy, x=x)
         columns = x.shape[-1]
         block, warps = _settings(x.device, columns)
         with torch.no_grad():
@@ -194,8 +173,8 @@ def _layernorm_bwd(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.layernorm_bwd.check(dy, x, mu, rsigma, gamma)
-        dy, x, mu, rsigma = _taken("layernorm_bwd", dy=dy, x=x, mu=mu, rsigma=rsigma)
-        _same_dtype("layernorm_bwd", dy=dy, x=x)
+        dy, x, mu, rsigma = _LIGER.taken("layernorm_bwd", dy=dy, x=x, mu=mu, rsigma=rsigma)
+        _LIGER.same_dtype("layernorm_bwd", dy=dy, x=x)
         with torch.no_grad():
             weight = gamma.contiguous()
             dx, dgamma, dbeta = known(
@@ -258,7 +237,7 @@ def _softmax(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.scaled_softmax_forward.check(input, scale)
-        (input,) = _taken("scaled_softmax_forward", input=input)
+        (input,) = _LIGER.taken("scaled_softmax_forward", input=input)
         if scale != 1.0:
             raise NotSupportedError("scaled_softmax_forward: Liger's softmax has no scale")
         with torch.no_grad():
