@@ -66,7 +66,9 @@ def dtypes(op_name: str) -> frozenset[str]:
     if op_name in WIDE_ONLY:
         return frozenset({"float32"})
     # Triton's interpreter multiplies the bits of bfloat16.
-    return frozenset({"float32", "float16"} if _interpreted() else {"float32", "float16", "bfloat16"})
+    return frozenset(
+        {"float32", "float16"} if _interpreted() else {"float32", "float16", "bfloat16"}
+    )
 
 
 def register(registry: OpRegistry) -> None:

@@ -98,9 +98,7 @@ def rmsnorm_fwd_add(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``rmsnorm_fwd_add`` of the contract."""
     op = "rmsnorm_fwd_add"
-    ops.rmsnorm_fwd_add.check(
-        input, residual, weight, eps, zero_centered_gamma=zero_centered_gamma
-    )
+    ops.rmsnorm_fwd_add.check(input, residual, weight, eps, zero_centered_gamma=zero_centered_gamma)
     x, add, w = _norm_inputs(op, input=input, residual=residual, weight=weight)
     with device_context(x.device):
         output, total, rsigma, *_ = liger.fused_add_rms_norm_forward(
@@ -121,9 +119,7 @@ def rmsnorm_bwd_add(
     """``rmsnorm_bwd_add`` of the contract."""
     op = "rmsnorm_bwd_add"
     ops.rmsnorm_bwd_add.check(dz, x, add, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
-    x, dz, add, rsigma, gamma = _norm_inputs(
-        op, x=x, dz=dz, add=add, rsigma=rsigma, gamma=gamma
-    )
+    x, dz, add, rsigma, gamma = _norm_inputs(op, x=x, dz=dz, add=add, rsigma=rsigma, gamma=gamma)
     TAKER.same_dtype(op, dz=dz, x=x)
     block, warps = _block(op, x.shape[-1])
     with device_context(x.device):
