@@ -26,7 +26,7 @@ def planned() -> OpRegistry:
     return registry
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def kernels() -> Iterator[ModuleType]:
     """The adapters over the stand-in, taking tensors of the CPU."""
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def kernels() -> Iterator[ModuleType]:
         sys.modules.pop("te_fl_quack.kernels")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def on_cpu(kernels: ModuleType) -> OpManager:
     """A manager with the adapters over the stand-in, as ``stand_in.quack``."""
     manager = OpManager(OpRegistry(), plugins=False)

@@ -18,7 +18,7 @@ from te_fl_liger.interpreted import number
 from transformer_engine_fl import NotSupportedError, ops
 from transformer_engine_fl.vendors.taking import Taker, own
 
-__all__ = [*OPERATORS]
+__all__ = list(OPERATORS)
 
 MOST_COLUMNS = 65536
 """A row is one block of a program."""

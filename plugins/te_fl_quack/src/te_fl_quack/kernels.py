@@ -17,7 +17,7 @@ from te_fl_quack import OPERATORS
 from transformer_engine_fl import NotSupportedError, ops
 from transformer_engine_fl.vendors.taking import Taker
 
-__all__ = [*OPERATORS]
+__all__ = list(OPERATORS)
 
 ALIGNMENT = 16
 """Bytes: the widest access."""
