@@ -13,10 +13,10 @@ import pytest
 def no_vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder on the path for packages; whatever is registered is forgotten afterwards."""
     from transformer_engine_fl.vendors import detection, registry
-    from transformer_engine_fl.vendors.liger import LOADED, package
     from transformer_engine_fl.vendors.liger.served import registry as served
+    from transformer_engine_fl.vendors.packages import package
 
-    kept = [registry._BACKENDS, LOADED.packages, package._failures]
+    kept = [registry._BACKENDS, package.LOADED.packages, package.FAILURES]
     kept += [served.IMPL_REGISTRY, served.VENDOR_REGISTRY]
     before = [dict(it) for it in kept]
     modules = set(sys.modules)

@@ -32,8 +32,9 @@ ENTRY_POINT_GROUP: Final = "te_fl.plugin"
 PLUGIN_API: Final = 1
 """Version of the plugin protocol; a plugin may state its own as ``TE_FL_PLUGIN_API``."""
 
-PACKAGES: Final = "transformer_engine_fl.vendors.liger:register_function"
-"""Who loads a module that is no plugin of ours: named, not imported, as it builds on core."""
+PACKAGES: Final = "transformer_engine_fl.vendors.packages:register_function"
+"""Who loads what is no plugin of ours, a module or a folder: named, not imported, as it
+builds on core."""
 
 _SETS: Final = "transformer_engine_fl.backends"
 _VENDORS: Final = f"{_SETS}.vendor"
@@ -88,7 +89,8 @@ def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Sou
             yield Source(f"entry point {point.name}", distribution, point.load)
         for name in get_environment().plugin_modules:
             if all(point.module != name for point in points):  # else it is one plugin, named twice
-                yield Source(f"module {name}", "TE_FL_PLUGIN_MODULES", _plugin_importer(name))
+                what = "folder" if "/" in name else "module"
+                yield Source(f"{what} {name}", "TE_FL_PLUGIN_MODULES", _plugin_importer(name))
 
 
 def find_entry_points() -> tuple[EntryPoint, ...]:
@@ -141,9 +143,12 @@ def _importer(name: str) -> Callable[[], ModuleType]:
 
 
 def _plugin_importer(name: str) -> Callable[[], Any]:
-    """Imports a plugin module; for a package of another style, a function that registers it."""
+    """Imports a plugin module; for a package of another style, or the folder of one, a
+    function that registers it."""
 
     def load() -> Any:
+        if "/" in name:
+            return load_attribute(PACKAGES)(name, None)
         try:
             module = importlib.import_module(name)
         except ImportError as error:  # a module, or a name in one

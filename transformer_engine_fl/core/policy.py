@@ -227,7 +227,7 @@ class Environment:
     Attributes:
         policy: what they say together.
         origins: policy field -> the variable or the file's key that said it.
-        plugin_modules: modules to load as plugins.
+        plugin_modules: modules to load as plugins, or paths of vendors' folders.
         skip_cuda: the CUDA set is switched off.
         tuning_path: a tuning file, or a folder of them, that goes before all others.
         log_level: level of the ``TE-FL`` logger, or None for the default.
@@ -356,9 +356,10 @@ def _parse_per_op(text: str) -> Mapping[str, tuple[str, ...]]:
 def _plugin_modules(text: str) -> tuple[str, ...]:
     modules = tuple(_split(text, ",")) if text else ()
     for name in modules:
-        if not all(part.isidentifier() for part in name.split(".")):
+        if "/" not in name and not all(part.isidentifier() for part in name.split(".")):
             raise ConfigurationError(
-                f"TE_FL_PLUGIN_MODULES: {name!r} is not a module name; a ',' stands between modules"
+                f"TE_FL_PLUGIN_MODULES: {name!r} is not a module name, and no path, which has "
+                "a '/'; a ',' stands between modules"
             )
     return tuple(dict.fromkeys(modules))
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors.info import VendorInfo
 
-__all__ = ["absent", "answers", "device_of", "torch_sees"]
+__all__ = ["absent", "answers", "device_of", "missing", "torch_sees"]
 
 QUERY_SECONDS: Final = 2.0
 """How long a query command may take."""
@@ -51,6 +51,18 @@ def absent(devices: Iterable[str]) -> str | None:
     if any(torch_sees(name) for name in names):
         return None
     return f"torch sees no {' or '.join(map(repr, names))} device here"
+
+
+def missing(info: VendorInfo) -> str | None:
+    """Why a vendor's device is not here; None if it is.
+
+    Of types that makers share, such as "cuda", the vendor's command says whose it is.
+    """
+    said = absent({info.device})
+    command = info.device_query_cmd if info.device in (*_OF_TORCH, "cpu") else None
+    if said is not None or command is None or answers(info):
+        return said
+    return f"{info.vendor}'s query command {' '.join(command)!r} does not succeed here"
 
 
 def device_of(vendors: Iterable[VendorInfo]) -> str:

@@ -1,4 +1,4 @@
-"""Liger's names, and those that packages in its style add, as the policy in force resolves them.
+"""The names of packages in other styles, and Liger's own, as the policy in force resolves them.
 
 ``from transformer_engine_fl.vendors.namespace import LigerRMSNormFunction``: the name stays
 what it is, and each call goes to whoever the policy of that moment chooses, as that of any
@@ -11,7 +11,8 @@ from typing import Any
 
 from transformer_engine_fl.core.errors import suggestion
 from transformer_engine_fl.core.manager import get_default_manager
-from transformer_engine_fl.vendors.liger import LOADED, base
+from transformer_engine_fl.vendors.liger import base
+from transformer_engine_fl.vendors.packages.package import LOADED
 
 __all__ = ["LiveName"]
 
@@ -19,38 +20,46 @@ __all__ = ["LiveName"]
 class LiveName:
     """A name of the namespace, to be called, or applied as an ``autograd.Function``."""
 
-    __slots__ = ("__name__",)
+    __slots__ = ("__name__", "_op_name")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, op_name: str) -> None:
         self.__name__ = name
+        self._op_name = op_name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return get_default_manager().call(self.__name__, *args, **kwargs)
+        return get_default_manager().call(self._op_name, *args, **kwargs)
 
     apply = __call__
 
     def __repr__(self) -> str:
-        chosen = get_default_manager().explain(self.__name__).selected
+        chosen = get_default_manager().explain(self._op_name).selected
         return f"<{self.__name__} by {chosen.impl_id if chosen else 'nobody'}>"
 
 
-_made: dict[str, LiveName] = {}
+_made: dict[tuple[str, str], LiveName] = {}
 
 
-def _names() -> set[str]:
+def _names() -> dict[str, str]:
+    """Operators, by the names that stand for them."""
     manager = get_default_manager()
     manager.ensure_initialized()
     base.register(manager.registry)
-    exported = {name for package in LOADED.packages.values() for name in package.exports}
     present = set(manager.registry.list_operators())
-    return {*base.BASE, *(exported & present)}
+    names: dict[str, str] = {}
+    for package in LOADED.packages.values():
+        for name, op_name in package.live_names().items():
+            if op_name in present:
+                names.setdefault(name, op_name)
+    return names | {name: name for name in base.BASE}
 
 
 def __getattr__(name: str) -> LiveName:
-    if name.startswith("__") or name not in (names := _names()):
-        close = "" if name.startswith("__") else suggestion(name, names)
-        raise AttributeError(f"no Liger-style package has {name!r}{close}")
-    return _made.setdefault(name, LiveName(name))
+    names = {} if name.startswith("__") else _names()
+    if name not in names:
+        close = suggestion(name, names) if names else ""
+        raise AttributeError(f"no package that is loaded has {name!r}{close}")
+    made = (name, names[name])
+    return _made.setdefault(made, LiveName(*made))
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,7 @@ from transformer_engine_fl.vendors.info import BackendInfo, VendorInfo
 
 __all__ = [
     "BackendRegistry",
+    "described",
     "get_current_backend",
     "get_op",
     "infer_device",
@@ -121,6 +122,17 @@ class BackendRegistry:
 
 
 register_vendor = BackendRegistry.register
+
+
+def described(info: VendorInfo) -> None:
+    """Make a vendor known that others may have described already, for the same device.
+
+    Raises:
+        RegistrationError: it is known for another device.
+    """
+    known = _BACKENDS.get(info.key)
+    if known is None or known.info.device != info.device:
+        register_vendor(info)
 
 
 def infer_device() -> str:

@@ -6,10 +6,11 @@ Liger's names over the operators of this project.
 """
 
 from transformer_engine_fl.vendors.liger.package import (
-    LOADED,
+    ROOTS,
     LigerPackage,
+    declares,
+    load,
     load_liger_package,
-    register_function,
 )
 
-__all__ = ["LOADED", "LigerPackage", "load_liger_package", "register_function"]
+__all__ = ["ROOTS", "LigerPackage", "declares", "load", "load_liger_package"]

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.core.errors import NotSupportedError, PluginError
+from transformer_engine_fl.vendors.packages.bridge import Bridge
 from transformer_engine_fl.vendors.taking import Taker, own
 
 if TYPE_CHECKING:
@@ -27,18 +28,6 @@ __all__ = ["BRIDGES", "Bridge"]
 
 _CASTING = {"llama": 0, "gemma": 1, "none": -1}
 """How Liger's kernels know where a norm is rounded; "gemma" is in float32 throughout."""
-
-
-class Bridge(NamedTuple):
-    """How exports of a package serve a contract.
-
-    Attributes:
-        needs: their names.
-        make: from those, a function with the contract's signature.
-    """
-
-    needs: tuple[str, ...]
-    make: Callable[..., Callable[..., Any]]
 
 
 _LIGER: Final = Taker("Liger's kernels")

@@ -1,0 +1,143 @@
+"""FlagGems' functions by the ATen operators that they are registered for, and called as.
+
+A function of FlagGems that stands for an ATen operator has its arguments, and is called as
+torch's dispatcher would: by position up to the last that is no default, and by name where the
+schema says so. Its own names for them do not count.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from transformer_engine_fl.core.errors import PluginError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ATEN", "FUNCTIONS", "as_kernel", "aten_of", "mutates"]
+
+ATEN: Final = {
+    "add": "add.Tensor",
+    "add_": "add_.Tensor",
+    "all_dim": "all.dim",
+    "any_dim": "any.dim",
+    "batch_norm": "native_batch_norm",
+    "clamp_tensor": "clamp.Tensor",
+    "cross_entropy_loss": "cross_entropy_loss",
+    "div": "div.Tensor",
+    "dropout": "native_dropout",
+    "dropout_backward": "native_dropout_backward",
+    "group_norm": "native_group_norm",
+    "group_norm_backward": "native_group_norm_backward",
+    "layer_norm": "native_layer_norm",
+    "layer_norm_backward": "native_layer_norm_backward",
+    "log_softmax": "_log_softmax",
+    "log_softmax_backward": "_log_softmax_backward_data",
+    "max_dim": "max.dim",
+    "mean_dim": "mean.dim",
+    "min_dim": "min.dim",
+    "mul": "mul.Tensor",
+    "mul_": "mul_.Tensor",
+    "pow_tensor_scalar": "pow.Tensor_Scalar",
+    "pow_tensor_tensor": "pow.Tensor_Tensor",
+    "softmax": "_softmax",
+    "softmax_backward": "_softmax_backward_data",
+    "sort_stable": "sort.stable",
+    "sub": "sub.Tensor",
+    "sub_": "sub_.Tensor",
+    "sum_dim": "sum.dim_IntList",
+    "to_copy": "_to_copy",
+    "where_self": "where.self",
+}
+"""Where the name of a function is not that of its operator."""
+
+FUNCTIONS: Final = {aten: function for function, aten in ATEN.items()}
+"""The same the other way round."""
+
+_WRITING: Final = frozenset({"native_batch_norm"})
+"""Operators that write an argument, though their names do not say so."""
+
+
+def aten_of(function: str) -> str | None:
+    """The ATen operator that a function stands for; None for one of FlagGems' own.
+
+    Where FlagGems is installed its own list says so too, of more functions.
+    """
+    import torch
+
+    if (named := ATEN.get(function)) is not None:
+        return named
+    packet = getattr(torch.ops.aten, function, None)
+    return function if packet is not None and "default" in packet.overloads() else None
+
+
+def mutates(aten: str) -> tuple[str, ...] | None:
+    """What an ATen operator writes, as far as its name tells: nothing, or nobody knows."""
+    name, _, overload = aten.partition(".")
+    writes = name.endswith("_") or name.startswith("__i") or overload == "out" or name in _WRITING
+    return None if writes else ()
+
+
+def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of FlagGems with the signature of its ATen operator, without gradients.
+
+    Raises:
+        PluginError: this torch has no such operator.
+    """
+    import torch
+
+    name, _, overload = aten.partition(".")
+    packet = getattr(torch.ops.aten, name, None)
+    operator = getattr(packet, overload or "default", None)
+    if operator is None:
+        raise PluginError(f"this torch has no operator aten::{aten}")
+    arguments = operator._schema.arguments
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    kernel.__name__ = name
+    kernel.__doc__ = getattr(function, "__doc__", None)
+    parameters = _parameters(arguments)
+    if parameters is None:
+        return kernel
+    signature = inspect.Signature(parameters)
+    places = [it.name for it in arguments if not it.kwarg_only]
+    defaults = {it.name: it.default_value for it in arguments if it.has_default_value()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs).arguments
+        given = {it: bound[it] for it in bound if not _is(bound[it], defaults.get(it, bound))}
+        last = max((at for at, it in enumerate(places) if it in given), default=-1)
+        values = [given[it] if it in given else defaults[it] for it in places[: last + 1]]
+        named = {it: value for it, value in given.items() if it not in places}
+        return kernel(*values, **named)
+
+    call.__name__, call.__doc__ = name, kernel.__doc__
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def _is(value: Any, default: Any) -> bool:
+    """Whether a value is the default; tensors are none."""
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def _parameters(arguments: Sequence[torch.Argument]) -> list[inspect.Parameter] | None:
+    """Of a schema; None where Python could not have one of these names."""
+    made = []
+    for it in arguments:
+        kind = (
+            inspect.Parameter.KEYWORD_ONLY
+            if it.kwarg_only
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD
+        )
+        default = it.default_value if it.has_default_value() else inspect.Parameter.empty
+        try:
+            made.append(inspect.Parameter(it.name, kind, default=default))
+        except ValueError:  # "from" is a keyword
+            return None
+    return made

@@ -1,0 +1,39 @@
+"""``backend_utils``: how a folder describes its vendor."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["Autograd", "VendorInfoBase"]
+
+
+@dataclass
+class VendorInfoBase:
+    """A vendor and its device.
+
+    Args:
+        vendor_name: the vendor.
+        device_name: torch's device type.
+        device_query_cmd: a command that succeeds where the device is.
+        dispatch_key: torch's, where it is not the device's name in capitals.
+        triton_extra_name: where Triton has the device's library functions.
+    """
+
+    vendor_name: str
+    device_name: str
+    device_query_cmd: str
+    dispatch_key: str | None = None
+    triton_extra_name: str | None = None
+
+
+class Autograd(enum.Enum):
+    """Whether an operator brings its own gradient."""
+
+    enable = True
+    disable = False
+
+    @classmethod
+    def get_optional_value(cls) -> list[str]:
+        """The names that there are."""
+        return [member.name for member in cls]

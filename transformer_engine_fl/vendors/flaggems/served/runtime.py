@@ -1,0 +1,123 @@
+"""``flag_gems.runtime``: a folder's device, its tuning and its heuristics, as kernels ask."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.vendors.flaggems.folder import FlagGemsFolder
+
+__all__ = ["Runtime", "vendors"]
+
+
+class _Vendors(type):
+    def __getattr__(cls, name: str) -> str:
+        if name.isupper():
+            return name
+        raise AttributeError(name)
+
+
+class vendors(metaclass=_Vendors):  # noqa: N801 - FlagGems' name
+    """Vendors by their names in capitals; whether one is the folder's is all that is asked."""
+
+
+class Runtime:
+    """What a folder's kernels ask about where they run.
+
+    Args:
+        folder: the folder.
+    """
+
+    def __init__(self, folder: FlagGemsFolder) -> None:
+        self._folder = folder
+        info = folder.info
+        self.device = SimpleNamespace(
+            name=info.device,
+            vendor_name=info.vendor,
+            vendor=info.vendor.upper(),
+            dispatch_key=info.dispatch_key,
+            support_fp64=True,
+            support_bf16=True,
+            support_int64=True,
+        )
+
+    @property
+    def torch_device_fn(self) -> Any:
+        """torch's module of the device; what it has not is what CPU has of it."""
+        import torch
+
+        name = self._folder.info.device
+        found = getattr(torch, name, None)
+        return found if name != "cpu" and found is not None else _Nothing(found)
+
+    def get_tuned_config(self, op_name: str) -> list[Any]:
+        """The configurations of an operator, as triton has them.
+
+        Raises:
+            KeyError: tune_configs.yaml has none for it.
+        """
+        import triton
+
+        configs = self._folder.configs
+        if op_name not in configs:
+            path = self._folder.path / "tune_configs.yaml"
+            raise KeyError(f"{path} has no configurations of {op_name!r}")
+        found = configs[op_name]
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            found = found[:1]  # in the interpreter there is nothing to measure them with
+        asked = ("num_warps", "num_stages", "num_ctas")
+        return [
+            triton.Config(
+                dict(it.meta), **{key: it.launch[key] for key in asked if key in it.launch}
+            )
+            for it in found
+        ]
+
+    def get_heuristic_config(self, op_name: str) -> Mapping[str, Any]:
+        """The heuristics of an operator, by constant.
+
+        Raises:
+            KeyError: heuristics_config_utils.py has none for it.
+        """
+        found = self._folder.heuristics
+        if op_name not in found:
+            path = self._folder.path / "heuristics_config_utils.py"
+            raise KeyError(f"{path} has no heuristics of {op_name!r}")
+        made: Mapping[str, Any] = found[op_name]
+        return made
+
+    def modules(self) -> dict[str, ModuleType]:
+        """``flag_gems.runtime`` and what it has below it, by name."""
+        runtime, common, config = (
+            ModuleType(name)
+            for name in ("flag_gems.runtime", "flag_gems.runtime.common", "flag_gems.config")
+        )
+        common.vendors = vendors  # type: ignore[attr-defined]
+        config.use_c_extension = False  # type: ignore[attr-defined]
+        runtime.device = self.device  # type: ignore[attr-defined]
+        runtime.torch_device_fn = self.torch_device_fn  # type: ignore[attr-defined]
+        runtime.get_tuned_config = self.get_tuned_config  # type: ignore[attr-defined]
+        runtime.get_heuristic_config = self.get_heuristic_config  # type: ignore[attr-defined]
+        return {it.__name__: it for it in (runtime, common, config)}
+
+
+class _Nothing:
+    """A device that needs no switching to."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        """Nothing to do."""
+        return contextlib.nullcontext()
+
+    def current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

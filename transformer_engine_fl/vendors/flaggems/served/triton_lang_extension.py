@@ -1,0 +1,29 @@
+"""``flag_gems.utils.triton_lang_extension``: functions for kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.libdevice import div_rn, div_rz, fmod, trunc
+
+__all__ = ["div_rn", "div_rz", "fmod", "num_programs", "program_id", "promote_to_tensor", "trunc"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def program_id(axis: tl.constexpr) -> Any:
+    """Which program this is; in 64 bits, so that offsets do not overflow."""
+    return tl.program_id(axis).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def num_programs(axis: tl.constexpr) -> Any:
+    """How many programs there are."""
+    return tl.num_programs(axis).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def promote_to_tensor(x: Any) -> Any:
+    """A value as a block of one."""
+    return x + tl.zeros((1,), tl.int1)

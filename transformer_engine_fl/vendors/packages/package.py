@@ -1,0 +1,163 @@
+"""Package: one that was written for another project, and what it brings.
+
+Its operators' modules are imported when one of them is first chosen. A failure of that is
+reported once, and raised for who asked for the vendor by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, TypeVar
+
+from transformer_engine_fl.core.errors import PluginError
+from transformer_engine_fl.core.log import logger
+from transformer_engine_fl.core.registry import OpRegistry
+from transformer_engine_fl.core.types import DEFAULT_PRIORITY, BackendImplKind
+from transformer_engine_fl.vendors.packages.bridge import Bridge
+from transformer_engine_fl.vendors.packages.source import blamed
+
+__all__ = ["LOADED", "Package", "keep", "where"]
+
+P = TypeVar("P", bound="Package")
+
+FAILURES: Final[dict[tuple[str, str], str]] = {}
+"""What was said of modules that could not be imported, by package and module."""
+
+DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
+"""What bridged kernels are offered."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """What a package brings.
+
+    Attributes:
+        name: the vendor's name, by which policies go.
+        devices: types of the devices that it supports.
+        module_path: the module with its operators.
+        origin: the package it is declared in.
+        key: names it in :data:`LOADED`.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    module_path: str
+    origin: str
+    key: str
+
+    def serving(self) -> contextlib.AbstractContextManager[Any]:
+        """Within this its imports of the project that it was written for are found."""
+        raise NotImplementedError
+
+    def implementation(self, name: str) -> Callable[..., Any]:
+        """What serves an operator of this package; of the name that :func:`where` gave."""
+        raise NotImplementedError
+
+    def live_names(self) -> Mapping[str, str]:
+        """Operators that it adds, by the names that its own users know."""
+        raise NotImplementedError
+
+    def imported(self, module: str) -> ModuleType:
+        """A module of the package.
+
+        Raises:
+            PluginError: it cannot be imported; names the file and the line.
+        """
+        failed = FAILURES.get((self.key, module))
+        if failed is not None:
+            raise PluginError(failed)
+        try:
+            with self.serving():
+                return importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            said = blamed(error, f"{self.name!r}: its operators cannot be imported")
+            FAILURES[self.key, module] = str(said)
+            logger.warning("%s", said)
+            raise said from error
+
+    @property
+    def ops(self) -> ModuleType:
+        """The module with its operators."""
+        return self.imported(self.module_path)
+
+    def exported(self, name: str) -> Any:
+        """What the package has under a name that it exports.
+
+        Raises:
+            PluginError: nothing, or nothing to call.
+        """
+        return self.found_in(self.ops, name)
+
+    def found_in(self, module: ModuleType, name: str) -> Any:
+        """What one of its modules has under a name.
+
+        Raises:
+            PluginError: nothing, or nothing to call.
+        """
+        found = getattr(module, name, None)
+        if not callable(found):
+            was = "nothing" if found is None else f"{type(found).__name__}, which is no operator,"
+            raise PluginError(
+                f"{self.name!r}: {module.__file__} exports {name!r}, and has {was} under it"
+            )
+        return found
+
+    def bridged(self, bridge: Bridge) -> Callable[..., Any]:
+        """The function that serves a contract."""
+        return bridge.make(*(self.exported(name) for name in bridge.needs))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.implementation(name)
+
+    def fields(self, impl_id: str, devices: Iterable[str]) -> dict[str, Any]:
+        """What all its implementations have in common."""
+        return {
+            "impl_id": impl_id,
+            "kind": BackendImplKind.VENDOR,
+            "vendor": self.name,
+            "priority": DEFAULT_PRIORITY[BackendImplKind.VENDOR],
+            "devices": tuple(devices),
+        }
+
+    def is_registered(self, registry: OpRegistry, op_name: str, name: str) -> bool:
+        """Whether an operator of it is in a registry already."""
+        fns = (str(impl.fn) for impl in registry.get_implementations(op_name))
+        return where(self.key, name) in fns
+
+
+class _Loaded:
+    """The packages that are loaded: what an :class:`OpImpl` names is looked up here."""
+
+    def __init__(self) -> None:
+        self.packages: dict[str, Package] = {}
+
+    def __getattr__(self, key: str) -> Package:
+        try:
+            return self.packages[key]
+        except KeyError:
+            raise AttributeError(key) from None
+
+    def of(self, kind: type[P]) -> tuple[P, ...]:
+        """Those of one style."""
+        return tuple(it for it in self.packages.values() if isinstance(it, kind))
+
+
+LOADED: Final = _Loaded()
+
+
+def where(key: str, name: str) -> str:
+    """What an :class:`OpImpl` says of where its callable is."""
+    return f"{__name__}:LOADED.{key}.{name}"
+
+
+def keep(make: Callable[[str], P]) -> P:
+    """Keep a package, made with the key that it gets."""
+    package = make(f"p{len(LOADED.packages)}")
+    LOADED.packages[package.key] = package
+    return package

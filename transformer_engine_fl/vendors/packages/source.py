@@ -1,0 +1,132 @@
+"""What a package exports, read from its source; and who is to blame when it breaks.
+
+A module is run only where nothing else tells what it exports.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from transformer_engine_fl.core.errors import PluginError, RegistrationError
+
+__all__ = ["blamed", "exports", "import_folder", "parsed", "stated"]
+
+_OURS: Final = str(Path(__file__).parents[1])
+
+
+def blamed(error: BaseException, what: str, folder: Path | None = None) -> PluginError:
+    """The error with the line that it came from: the last one that is neither ours nor Python's.
+
+    Args:
+        error: what was raised.
+        what: could not be done.
+        folder: of the package; a line in there goes before what it calls.
+    """
+    others = (_OURS, "<", importlib.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [it for it in frames if not it.filename.startswith(others)]
+    if folder is not None:
+        own = [it for it in own if it.filename.startswith(f"{folder}/")] or own
+    where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{error.filename}:{error.lineno}: "
+    return PluginError(f"{what}: {where}{type(error).__name__}: {error}")
+
+
+def import_folder(folder: Path, name: str) -> ModuleType:
+    """Import a folder as the package ``name``, which it stays.
+
+    Raises:
+        PluginError: it is no package.
+        RegistrationError: another folder has that name.
+    """
+    init = folder / "__init__.py"
+    if not init.is_file():
+        raise PluginError(f"package {str(folder)!r} has no __init__.py")
+    known = sys.modules.get(name)
+    if known is not None:
+        if Path(str(known.__file__)).resolve() != init.resolve():
+            raise RegistrationError(
+                f"{str(folder)!r} and {str(Path(str(known.__file__)).parent)!r} are both "
+                f"{folder.name!r}; rename one of the folders"
+            )
+        return known
+    spec = importlib.util.spec_from_file_location(name, init)
+    assert spec is not None  # an invariant: of a file that ends in .py
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        for loaded in [it for it in sys.modules if f"{it}.".startswith(f"{name}.")]:
+            del sys.modules[loaded]
+        raise
+    return module
+
+
+def parsed(module_path: str) -> ast.Module | None:
+    """A module's source; None where it has none.
+
+    Raises:
+        ModuleNotFoundError: there is no such module.
+    """
+    spec = importlib.util.find_spec(module_path)
+    if spec is None:
+        raise ModuleNotFoundError(f"there is no module {module_path!r}", name=module_path)
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"), spec.origin)
+
+
+def exports(module_path: str) -> tuple[str, ...]:
+    """The names that a module exports, from its source, or by importing it if need be.
+
+    They are those in ``__all__``, and without that every public one.
+    """
+    tree = parsed(module_path)
+    names = None if tree is None else stated(tree)
+    if names is not None:
+        return names
+    module = importlib.import_module(module_path)
+    public = [name for name in vars(module) if not name.startswith("_")]
+    return tuple(dict.fromkeys(getattr(module, "__all__", public)))
+
+
+def stated(tree: ast.Module) -> tuple[str, ...] | None:
+    """What a source says that it exports; None where only running it tells."""
+    named = [it for it in ast.walk(tree) if isinstance(it, ast.Name) and it.id == "__all__"]
+    if named:
+        made = next((it for it in tree.body if named[0] in _targets(it)), None)
+        return _literal(made) if len(named) == 1 and made is not None else None
+    defined: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            defined += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.append(node.name)
+        elif not isinstance(node, ast.Expr | ast.Import | ast.ImportFrom):
+            return None
+    if "*" in defined:
+        return None
+    return tuple(dict.fromkeys(name for name in defined if not name.startswith("_")))
+
+
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
+def _literal(node: ast.Assign | ast.AnnAssign | ast.stmt) -> tuple[str, ...] | None:
+    try:
+        names = ast.literal_eval(getattr(node, "value", None))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return tuple(dict.fromkeys(names)) if all(isinstance(it, str) for it in names) else None
