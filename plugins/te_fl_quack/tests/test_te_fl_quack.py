@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -36,11 +37,10 @@ def kernels() -> Iterator[ModuleType]:
             vars(module).update(functions)
             patch.setitem(sys.modules, module.__name__, module)
         patch.delitem(sys.modules, "te_fl_quack.kernels", raising=False)
-        from te_fl_quack import kernels
-
+        kernels = importlib.import_module("te_fl_quack.kernels")
         patch.setattr(kernels, "TAKER", Taker("quack's kernels", {"cpu"}))
         yield kernels
-        sys.modules.pop("te_fl_quack.kernels")
+    sys.modules.pop("te_fl_quack.kernels")
 
 
 @pytest.fixture
