@@ -1,7 +1,7 @@
 """What plugins that are installed cost those who do not use them, in one run.
 
-    python benchmarks/plugins.py                 two minutes; writes JSON
-    python benchmarks/plugins.py --processes 3   sooner; writes only with --out
+    python benchmarks/plugin_costs.py                 two minutes; writes JSON
+    python benchmarks/plugin_costs.py --processes 3   sooner; writes only with --out
 
 Twenty packages as ``te-fl new-plugin`` writes them, in its three styles in turn, are put on
 the path with their entry points. Processes with them and without take turns. Each loads torch,
@@ -181,7 +181,7 @@ def main() -> None:
     out = chosen.out or (RESULTS if chosen.processes == parser.get_default("processes") else None)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "plugins.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (out / "plugin_costs.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
