@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +14,16 @@ import pytest
 @pytest.fixture(autouse=True)
 def no_vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder on the path for packages; whatever is registered is forgotten afterwards."""
+    from transformer_engine_fl.backends.flagos.tuning import forget, lookup
     from transformer_engine_fl.vendors import detection, registry
+    from transformer_engine_fl.vendors.flaggems import shim
     from transformer_engine_fl.vendors.liger.served import registry as served
     from transformer_engine_fl.vendors.packages import package
 
-    kept = [registry._BACKENDS, package.LOADED.packages, package.FAILURES]
-    kept += [served.IMPL_REGISTRY, served.VENDOR_REGISTRY]
-    before = [dict(it) for it in kept]
+    kept: list[Any] = [registry._BACKENDS, package.LOADED.packages, package.FAILURES]
+    kept += [shim.BROKEN, served.IMPL_REGISTRY, served.VENDOR_REGISTRY]
+    before = [it.copy() for it in kept]
+    tuning = copy.deepcopy(lookup.VENDORS)
     modules = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     detection._succeeds.cache_clear()
@@ -26,6 +31,9 @@ def no_vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     for current, content in zip(kept, before, strict=True):
         current.clear()
         current.update(content)
+    lookup.VENDORS.clear()
+    lookup.VENDORS.update(tuning)
+    forget()  # what was chosen by a vendor's tuning
     for name in set(sys.modules) - modules:
         origin = getattr(sys.modules[name], "__file__", None) or ""
         if origin.startswith(str(tmp_path)):

@@ -6,10 +6,13 @@ Run by test_python_device.py, in a process of its own.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import flaggems_folders
 import pytest
 import torch
 import torch.utils.backend_registration
+from flaggems_folders import declaration
 from liger_packages import impl_info, write
 
 from transformer_engine_fl import (
@@ -29,6 +32,7 @@ from transformer_engine_fl.vendors import (
     get_op,
     infer_device,
     list_overridden_ops,
+    load_flaggems_folder,
     load_liger_package,
     register_vendor,
 )
@@ -140,10 +144,7 @@ def test_the_device_is_not_started_by_looking_for_it() -> None:
     assert python_device.Chip.asked == before + 1
 
 
-def test_a_liger_style_package_for_the_device_serves_it(no_vendors: object) -> None:
-    from pathlib import Path
-
-    assert isinstance(no_vendors, Path)
+def test_a_liger_style_package_for_the_device_serves_it(no_vendors: Path) -> None:
     write(no_vendors, "omega_liger", impl_info("omega", ("chip",)))
     load_liger_package("omega_liger")
     x = torch.randn(2, 8).to("chip")
@@ -151,6 +152,19 @@ def test_a_liger_style_package_for_the_device_serves_it(no_vendors: object) -> N
         output = ops.geglu(x)
     assert output.device.type == "chip"
     torch.testing.assert_close(output.cpu(), ops.geglu(x.cpu()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_folder_in_flaggems_style_for_the_device_serves_it(no_vendors: Path) -> None:
+    load_flaggems_folder(flaggems_folders.write(no_vendors, init=declaration("omega", "chip")))
+    x = torch.randn(2, 8).to("chip")
+    with with_preference("vendor:omega"), with_strict_mode():
+        outputs = {"gelu": ops.gelu(x), "aten": get_default_manager().call("aten::gelu", x)}
+        with pytest.raises(StrictModeError):
+            ops.gelu(x.cpu())
+    assert {it.device.type for it in outputs.values()} == {"chip"}
+    torch.testing.assert_close(outputs["gelu"].cpu(), ops.gelu(x.cpu()), rtol=1e-5, atol=1e-6)
+    expected = torch.nn.functional.gelu(x.cpu())
+    torch.testing.assert_close(outputs["aten"].cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_vendors_are_listed_with_those_that_only_have_operators() -> None:

@@ -79,10 +79,11 @@ def _differentiated(
             dy, x = _TAKER.dense(contract.name, grad=grad, fwd_input=fwd_input)
             _TAKER.same_dtype(contract.name, grad=dy, fwd_input=x)
             with torch.enable_grad():
-                leaves = [own(half).requires_grad_() for half in x.chunk(parts, -1)]
+                halves = x.chunk(parts, -1) if parts > 1 else (x,)
+                leaves = [own(half).requires_grad_() for half in halves]
                 output = unit(*leaves, *given, **options)
                 gradients = torch.autograd.grad(output, leaves, dy)
-            return torch.cat(gradients, -1).detach()
+            return torch.cat(gradients, -1).detach() if parts > 1 else gradients[0].detach()
 
         return backward
 
@@ -265,32 +266,6 @@ def _unscaled(op: str, scale: float) -> None:
         raise NotSupportedError(f"{op}: FlagGems' softmax has no scale")
 
 
-# ---------------------------------------------------------------------------------- loss
-
-
-def _cross_entropy_fwd(function: Any) -> Callable[..., Any]:
-    def cross_entropy_fwd(
-        input: Tensor, target: Tensor, *, ignore_index: int = -100
-    ) -> tuple[Tensor, Tensor]:
-        import torch
-
-        name = "cross_entropy_fwd"
-        ops.cross_entropy_fwd.check(input, target, ignore_index=ignore_index)
-        logits, wanted = _TAKER.dense(name, input=input, target=target)
-        if logits.dtype is not torch.float32:
-            raise NotSupportedError(f"{name}: FlagGems rounds its loss to {logits.dtype}")
-        with torch.no_grad():
-            rows, left_out = logits.view(-1, logits.shape[-1]), wanted.view(-1) == ignore_index
-            # Of a row that is left out the contract has the log-sum-exp as well.
-            chosen = wanted.view(-1).masked_fill(left_out, 0)
-            loss = function(rows, chosen, None, "none", -100, 0.0)
-            lse = loss + rows.gather(1, chosen[:, None])[:, 0]
-            loss = loss.masked_fill(left_out, 0.0)
-        return loss.view(target.shape), lse.view(target.shape)
-
-    return cross_entropy_fwd
-
-
 # ------------------------------------------------------------------------------ products
 
 
@@ -353,7 +328,6 @@ BRIDGES: Final[dict[str, tuple[Bridge, ...]]] = {
     "layernorm_bwd": (Bridge(("layer_norm_backward",), _layernorm_bwd),),
     "scaled_softmax_forward": (Bridge(("softmax",), _softmax),),
     "scaled_softmax_backward": (Bridge(("softmax_backward",), _softmax_backward),),
-    "cross_entropy_fwd": (Bridge(("cross_entropy_loss",), _cross_entropy_fwd),),
     "generic_gemm": (Bridge(("mm",), _generic_gemm),),
 }
 """By the operator that is served: what may serve it, the best first."""
@@ -361,7 +335,8 @@ BRIDGES: Final[dict[str, tuple[Bridge, ...]]] = {
 UNBRIDGED: Final = {
     "apply_rotary_pos_emb": "has one angle for both features of a pair; fused_rope_forward has two",
     "dropout": "draws other numbers than dropout_fwd, and a mask of one byte for each element",
-    "cross_entropy_loss": "serves no cross_entropy_bwd: its gradient is not by the log-sum-exp",
+    "cross_entropy_loss": "returns no log-sum-exp, which the loss does not tell where the target's "
+    "logit is -inf",
     "topk_softmax": "returns weights and indices, not the probabilities of every expert",
     "scaled_dot_product_attention": "returns no log-sum-exp, which fused_attn_bwd needs",
 }

@@ -204,9 +204,10 @@ def load(folder: str | Path, registry: OpRegistry | None = None) -> FlagGemsFold
         RegistrationError: its vendor is described otherwise by somebody else.
     """
     with LOADING:
-        loaded = _loaded(folder)
         if registry is None:
-            get_default_manager().ensure_initialized()  # what is to be ranked beside it
+            # What is to be ranked beside it, and vendors that describe themselves, go first.
+            get_default_manager().ensure_initialized()
+        loaded = _loaded(folder)
         into = get_default_manager().registry if registry is None else registry
         impls = list(loaded.impls())
         there = impls and any(
@@ -218,8 +219,13 @@ def load(folder: str | Path, registry: OpRegistry | None = None) -> FlagGemsFold
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder looks like one of this style."""
-    return any((path / name).is_file() for name in (configs.FILE, f"{_HEURISTICS}.py"))
+    """Whether a folder looks like one of this style: by its files, or by what it describes."""
+    if any((path / name).is_file() for name in (configs.FILE, f"{_HEURISTICS}.py")):
+        return True
+    try:
+        return "VendorInfoBase" in (path / "__init__.py").read_text(encoding="utf-8")
+    except (OSError, ValueError):  # whoever loads it says what is wrong
+        return False
 
 
 def declares(module: ModuleType) -> bool:
@@ -248,7 +254,9 @@ def _loaded(folder: str | Path) -> FlagGemsFolder:
     except (Exception, SystemExit) as error:
         if isinstance(error, PluginError | RegistrationError):
             raise
-        raise blamed(error, f"{what} cannot be loaded", Path(folder)) from error
+        raise blamed(
+            error, f"{what} cannot be loaded", Path(folder).expanduser().absolute()
+        ) from error
     for known in LOADED.of(FlagGemsFolder):
         if known.package == bare.package:
             return known
@@ -287,7 +295,7 @@ def _bare(folder: str | Path, module: ModuleType) -> FlagGemsFolder:
 def _module(folder: str | Path) -> ModuleType:
     if isinstance(folder, str) and "/" not in folder:
         return importlib.import_module(folder)
-    path = Path(folder).expanduser()
+    path = Path(folder).expanduser().absolute()
     if not path.is_dir():
         raise PluginError(f"there is no folder {str(folder)!r}")
     name = path.name if path.name.startswith("_") else f"_{path.name}"

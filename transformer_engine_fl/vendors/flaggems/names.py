@@ -8,10 +8,11 @@ schema says so. Its own names for them do not count.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from transformer_engine_fl.core.errors import PluginError
+from transformer_engine_fl.core.errors import NotSupportedError, PluginError
 
 if TYPE_CHECKING:
     import torch
@@ -63,10 +64,14 @@ _WRITING: Final = frozenset({"native_batch_norm"})
 def aten_of(function: str) -> str | None:
     """The ATen operator that a function stands for; None for one of FlagGems' own.
 
-    Where FlagGems is installed its own list says so too, of more functions.
+    Where FlagGems is installed its own list tells. Without that it is the one that is named
+    above, or has the function's name and but one form of that.
     """
     import torch
 
+    for name, registered, *_ in getattr(sys.modules.get("flag_gems"), "_FULL_CONFIG", ()):
+        if getattr(registered, "__name__", None) == function:
+            return str(name)
     if (named := ATEN.get(function)) is not None:
         return named
     packet = getattr(torch.ops.aten, function, None)
@@ -81,7 +86,10 @@ def mutates(aten: str) -> tuple[str, ...] | None:
 
 
 def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of FlagGems with the signature of its ATen operator, without gradients.
+    """A function of FlagGems with the signature of its ATen operator.
+
+    It is without gradients, which torch makes of operators for the gradient. Of an operator
+    that torch takes apart it is the whole, and must bring its own, where one is wanted.
 
     Raises:
         PluginError: this torch has no such operator.
@@ -95,9 +103,14 @@ def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
         raise PluginError(f"this torch has no operator aten::{aten}")
     arguments = operator._schema.arguments
 
+    whole = _is_taken_apart(operator)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return function(*args, **kwargs)
+        with torch.set_grad_enabled(whole and torch.is_grad_enabled()):
+            result = function(*args, **kwargs)
+        if whole and _wants_gradient((*args, *kwargs.values())) and not _wants_gradient((result,)):
+            raise NotSupportedError(f"aten::{aten}: {function.__name__} brings no gradient")
+        return result
 
     kernel.__name__ = name
     kernel.__doc__ = getattr(function, "__doc__", None)
@@ -119,6 +132,22 @@ def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
     call.__name__, call.__doc__ = name, kernel.__doc__
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
+
+
+def _is_taken_apart(operator: Any) -> bool:
+    """Whether torch makes an operator of others, above autograd."""
+    import torch
+
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operator.name()
+    return bool(has(name, "CompositeImplicitAutograd") and not has(name, "Autograd"))
+
+
+def _wants_gradient(values: tuple[Any, ...]) -> bool:
+    import torch
+
+    found = (it for it in values if isinstance(it, torch.Tensor))
+    return torch.is_grad_enabled() and any(it.requires_grad for it in found)
 
 
 def _is(value: Any, default: Any) -> bool:

@@ -37,7 +37,7 @@ _LAZY: Final = {
 }
 """Modules of helpers, and which of ours each is; those in Triton load when they are asked for."""
 
-_broken: Final[set[str]] = set()
+BROKEN: Final[set[str]] = set()
 """FlagGems, once it could not be imported: that is not tried again for each folder."""
 
 
@@ -61,7 +61,7 @@ def modules(folder: FlagGemsFolder | None = None) -> Iterator[None]:
 
 def _real() -> ModuleType | None:
     """FlagGems' own ``backend_utils``; None where it is not installed, or cannot be imported."""
-    if FLAG_GEMS in _broken or not installed(FLAG_GEMS):
+    if FLAG_GEMS in BROKEN or not installed(FLAG_GEMS):
         return None
     try:
         return importlib.import_module(f"{BACKENDS}.{UTILS}")
@@ -69,8 +69,8 @@ def _real() -> ModuleType | None:
         for name in [it for it in sys.modules if f"{it}.".startswith(f"{FLAG_GEMS}.")]:
             if not name.startswith(f"{BACKENDS}._"):
                 del sys.modules[name]
-        _broken.add(FLAG_GEMS)
-        said = f"{type(error).__name__}: {error}"
+        BROKEN.add(FLAG_GEMS)
+        said = " ".join(f"{type(error).__name__}: {error}".split())
         logger.warning("flag_gems is installed and cannot be imported (%s): stood in for", said)
         return None
 
@@ -92,6 +92,8 @@ def _stand_ins(ours: ModuleType, folder: FlagGemsFolder | None) -> dict[str, Mod
         found[FLAG_GEMS] = root
     made = tree(found, "FlagGems")
     if folder is not None:
+        for name in ("libentry", "pointwise_dynamic"):  # functions, where modules have the name
+            delattr(made[f"{FLAG_GEMS}.utils"], name)
         made[BACKENDS].vendor_module = own  # type: ignore[attr-defined]
         made[folder.package] = own
     return made

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from transformer_engine_fl.backends.flagos.tuning import CHOICES, register_tuning
+from transformer_engine_fl.backends.flagos.tuning.lookup import VENDORS
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors import detection
@@ -99,11 +100,21 @@ def register(folder: FlagGemsFolder) -> None:
         for name, rules in _RULES.items():
             for rule in rules:
                 heuristics.setdefault(rule.choice, _asked(folder, name, rule))
-    if not heuristics or _not_here(folder):
+    if not heuristics:
+        return
+    known = VENDORS.get(folder.info.key)
+    if known is not None and known.devices:  # which say which of its kind are the vendor's
+        register_tuning(
+            folder.name,
+            heuristics={it: rule for it, rule in heuristics.items() if it not in known.heuristics},
+        )
         return
     device = folder.info.device
     register_tuning(
-        folder.name, devices=_ARCHITECTURES.get(device, (device,)), heuristics=heuristics
+        folder.name,
+        devices=_ARCHITECTURES.get(device, (device,)),
+        heuristics=heuristics,
+        is_here=lambda: _not_here(folder) is None,
     )
 
 

@@ -32,8 +32,9 @@ def register_function(
     from transformer_engine_fl.vendors import flaggems, liger
 
     if "/" in name:
-        style = flaggems if flaggems.is_folder(Path(name)) else liger
-        return lambda registry: style.load(Path(name), registry)
+        path = Path(name).expanduser()
+        style = flaggems if flaggems.is_folder(path) else liger
+        return lambda registry: style.load(path, registry)
     if missing is not None:
         for style in (liger, flaggems):
             if (missing.name or "").partition(".")[0] in style.ROOTS:

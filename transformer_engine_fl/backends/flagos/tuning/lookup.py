@@ -78,12 +78,14 @@ class Vendor:
         devices: patterns of the names of its devices.
         folders: of files, the first one first.
         heuristics: by the name of the choice.
+        is_here: whether its device is this machine's, where makers share a name; asked once.
     """
 
     name: str
     devices: list[str] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
     heuristics: dict[str, Heuristic] = field(default_factory=dict)
+    is_here: Callable[[], bool] | None = None
 
 
 VENDORS: dict[str, Vendor] = {}
@@ -100,6 +102,7 @@ def register_tuning(
     devices: Sequence[str] = (),
     folder: str | Path | None = None,
     heuristics: Mapping[str, Heuristic] = MappingProxyType({}),
+    is_here: Callable[[], bool] | None = None,
 ) -> None:
     """Register a vendor's tuning, with or without kernels of its own.
 
@@ -115,6 +118,8 @@ def register_tuning(
         heuristics: by the name of a choice, ``heuristic(device, **key)`` for what was not
             measured: ``device`` is the name as above, the key that of the choice. It
             returns the value's fields by name, or None to leave it to the general rule.
+        is_here: for names that devices of several makers have: whether this machine's is
+            the vendor's. Asked once, when such a device is first looked up.
 
     Raises:
         RegistrationError: a name or a folder is not one, or another heuristic is there.
@@ -137,6 +142,7 @@ def register_tuning(
         VENDORS.pop(name, None)
         VENDORS[name] = known
         known.heuristics.update(heuristics)
+        known.is_here = is_here if is_here is not None else known.is_here
         known.devices += [it for it in devices if it not in known.devices]
         if folder is not None and Path(folder) not in known.folders:
             known.folders.insert(0, Path(folder))
@@ -160,9 +166,21 @@ def name_of(device: torch.device) -> str:
 def vendor_of(name: str) -> Vendor | None:
     """Whose device that is."""
     for vendor in reversed(VENDORS.values()):
-        if any(fnmatchcase(name, pattern) for pattern in vendor.devices):
+        if any(fnmatchcase(name, pattern) for pattern in vendor.devices) and _is_here(vendor):
             return vendor
     return None
+
+
+def _is_here(vendor: Vendor) -> bool:
+    if vendor.is_here is None:
+        return True
+    answer = vendor.is_here()
+    vendor.is_here = None if answer else _never
+    return answer
+
+
+def _never() -> bool:
+    return False
 
 
 def user_folder() -> Path:

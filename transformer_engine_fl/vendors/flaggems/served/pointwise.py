@@ -80,6 +80,8 @@ class PointwiseDynamicFunction:
             torch.empty(shape, dtype=dtype, device=device) if out is None else out
             for out, dtype in zip(given, self._dtypes(args), strict=True)
         ]
+        if any(out.shape != shape for out in outputs):
+            raise ValueError(f"{self.__name__}: an output's shape must be {tuple(shape)}")
         written = [out if out.is_contiguous() else torch.empty_like(out) for out in outputs]
         size = outputs[0].numel()
         if size:

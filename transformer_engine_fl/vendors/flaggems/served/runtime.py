@@ -47,12 +47,8 @@ class Runtime:
 
     @property
     def torch_device_fn(self) -> Any:
-        """torch's module of the device; what it has not is what CPU has of it."""
-        import torch
-
-        name = self._folder.info.device
-        found = getattr(torch, name, None)
-        return found if name != "cpu" and found is not None else _Nothing(found)
+        """torch's module of the device."""
+        return _Device(self._folder.info.device)
 
     def get_tuned_config(self, op_name: str) -> list[Any]:
         """The configurations of an operator, as triton has them.
@@ -105,19 +101,29 @@ class Runtime:
         return {it.__name__: it for it in (runtime, common, config)}
 
 
-class _Nothing:
-    """A device that needs no switching to."""
+class _Device:
+    """torch's module of a device; one without a current device needs no switching to.
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    Args:
+        name: torch's device type.
+    """
 
-    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
-        """Nothing to do."""
-        return contextlib.nullcontext()
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within this ``device`` is the current one of its type."""
+        switch = None if self._name == "cpu" else getattr(self._module(), "device", None)
+        return contextlib.nullcontext() if switch is None else switch(device)
 
     def current_device(self) -> int:
-        """The only one."""
-        return 0
+        """Which is the current one; of CPUs there is one."""
+        return 0 if self._name == "cpu" else int(self._module().current_device())
+
+    def _module(self) -> Any:
+        import torch
+
+        return getattr(torch, self._name, None)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(self._module(), name)

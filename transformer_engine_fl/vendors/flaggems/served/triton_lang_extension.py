@@ -6,9 +6,13 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.libdevice import div_rn, div_rz, fmod, trunc
+
+from transformer_engine_fl.vendors.flaggems.served import utils
 
 __all__ = ["div_rn", "div_rz", "fmod", "num_programs", "program_id", "promote_to_tensor", "trunc"]
+
+div_rn, div_rz = utils.tl_extra_shim.div_rn, utils.tl_extra_shim.div_rz
+fmod, trunc = utils.tl_extra_shim.fmod, utils.tl_extra_shim.trunc
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -116,9 +116,9 @@ def _limits(dtype: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     if name == "tl_extra_shim":
-        from triton.language.extra import libdevice
-
-        return libdevice
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return importlib.import_module(f"{__package__}.interpreted")
+        return importlib.import_module("triton.language.extra.libdevice")
     if name == "pointwise_dynamic":
         return importlib.import_module(f"{__package__}.pointwise").pointwise_dynamic
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

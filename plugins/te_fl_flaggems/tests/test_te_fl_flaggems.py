@@ -1,0 +1,155 @@
+"""FlagGems' operators held to the contracts, over a stand-in of its functions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+
+import pytest
+import stand_in
+import te_fl_flaggems
+import torch
+from te_fl_flaggems import kernels
+
+from transformer_engine_fl import (
+    OpRegistry,
+    PluginError,
+    ops,
+    reset_default_manager,
+    with_preference,
+    with_strict_mode,
+)
+from transformer_engine_fl.core.manager import get_default_manager
+from transformer_engine_fl.testing import cases
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin, on CPU and over the stand-in."""
+    stand_in.install(monkeypatch)
+    monkeypatch.setattr(te_fl_flaggems, "DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(te_fl_flaggems, "is_available", lambda: True)
+    reset_default_manager()
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    if not any(
+        impl.impl_id == "vendor.flaggems" and "cpu" in (impl.devices or ())
+        for impl in manager.registry.get_implementations("silu")
+    ):
+        registry = manager.registry
+        if any(it.impl_id == "vendor.flaggems" for it in registry.get_implementations("silu")):
+            pytest.skip("registered by its entry point, for devices that are not here")
+        te_fl_flaggems.register(registry)
+
+
+KEPT = [(op, dtype) for op in te_fl_flaggems.OPERATORS for dtype in te_fl_flaggems.dtypes(op)]
+
+
+@pytest.mark.parametrize(("op_name", "dtype"), sorted(KEPT))
+def test_it_keeps_the_contract(op_name: str, dtype: str) -> None:
+    outcomes = [
+        case.run() for case in cases("vendor.flaggems", operators=(op_name,), dtypes=(dtype,))
+    ]
+    assert sum(it.declined is None for it in outcomes) > len(outcomes) / 2
+
+
+def test_a_call_is_served_by_it() -> None:
+    x = torch.linspace(-2, 2, 8)
+    with with_preference("vendor:flaggems"), with_strict_mode():
+        torch.testing.assert_close(ops.silu(x), torch.nn.functional.silu(x))
+
+
+ATEN_CALLS = {
+    "_log_softmax": ((torch.ones(2, 3), -1, False), {}),
+    "_log_softmax_backward_data": ((torch.ones(2, 3), torch.zeros(2, 3), -1, torch.float32), {}),
+    "_softmax": ((torch.ones(2, 3), -1, False), {}),
+    "_softmax_backward_data": ((torch.ones(2, 3), torch.ones(2, 3), -1, torch.float32), {}),
+    "addmm": ((torch.ones(3), torch.ones(2, 4), torch.ones(4, 3)), {"beta": 2, "alpha": 3}),
+    "bmm": ((torch.ones(2, 2, 3), torch.ones(2, 3, 2)), {}),
+    "gelu": ((torch.ones(3),), {"approximate": "tanh"}),
+    "gelu_backward": ((torch.ones(3), torch.ones(3)), {"approximate": "tanh"}),
+    "mm": ((torch.ones(2, 3), torch.ones(3, 2)), {}),
+    "native_dropout": ((torch.ones(3), 0.0, True), {}),
+    "native_dropout_backward": ((torch.ones(3), torch.ones(3, dtype=torch.bool), 2.0), {}),
+    "relu": ((torch.ones(3),), {}),
+    "silu": ((torch.ones(3),), {}),
+    "silu_backward": ((torch.ones(3), torch.ones(3)), {}),
+}
+
+
+@pytest.mark.parametrize("name", te_fl_flaggems.ATEN)
+def test_aten_operators_give_what_torchs_own_do(name: str) -> None:
+    args, kwargs = ATEN_CALLS[name]
+    with with_preference("vendor:flaggems"), with_strict_mode():
+        given = get_default_manager().call(f"aten::{name}", *args, **kwargs)
+    torch.testing.assert_close(given, getattr(torch.ops.aten, name)(*args, **kwargs))
+
+
+def test_what_it_does_not_serve_is_said_with_the_reason() -> None:
+    registry = OpRegistry()
+    te_fl_flaggems.register(registry)
+    named = set(te_fl_flaggems.UNSUPPORTED)
+    assert not named & set(registry.list_operators())
+    assert {it for it in named if not it.startswith("aten::")} <= set(ops.CATALOGUE)
+
+
+def test_the_gradient_of_gelu_is_left_out_because_it_is_nan() -> None:
+    x = torch.tensor([1e25, -1e25])
+    # FlagGems' formula, in float32: the slope of the tangent is nothing, times infinity.
+    t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x.square()))
+    slope = 0.5 * x * ((1 - t.square()) * (0.79788456 + 0.1070322243 * x.square())) + 0.5 * (1 + t)
+    assert slope.isnan().all()
+    assert not ops.dgelu(torch.ones(2), x).isnan().any()
+
+
+def test_a_makers_own_function_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in.install(monkeypatch, "zeta", relu=lambda x: x * 0 + 7)
+    assert kernels.relu(torch.ones(2)).tolist() == [7.0, 7.0]
+    assert kernels.gelu(torch.zeros(2)).tolist() == [0.0, 0.0]
+
+
+def test_what_a_maker_leaves_unused_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(kernels.silu)
+    stand_in.install(monkeypatch, "zeta")
+    with pytest.raises(PluginError, match="zeta leaves 'silu' unused"):
+        kernels.silu  # noqa: B018
+    with pytest.raises(PluginError, match="zeta leaves 'mm' unused"):
+        kernels.aten.mm  # noqa: B018
+
+
+def test_what_a_loaded_folder_leaves_unused_is_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in.install(monkeypatch, device="chip")
+    unused = {"chip": frozenset({"gelu"})}
+    monkeypatch.setattr(kernels, "unused_ops", lambda device: unused.get(device, frozenset()))
+    with pytest.raises(PluginError, match="leaves 'gelu' unused"):
+        kernels.gelu  # noqa: B018
+    assert callable(kernels.relu)
+
+
+def test_a_function_that_this_release_has_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["flag_gems.ops"], "relu")
+    with pytest.raises(PluginError, match=r"flag_gems 5\.0\.2 has no function 'relu'"):
+        kernels.relu  # noqa: B018
+
+
+def test_registering_loads_neither_torch_nor_flag_gems() -> None:
+    code = (
+        "import sys, te_fl_flaggems\nfrom transformer_engine_fl import OpRegistry\n"
+        "te_fl_flaggems.register(OpRegistry())\n"
+        "assert not {'torch', 'flag_gems', 'triton'} & set(sys.modules), sorted(sys.modules)"
+    )
+    paths = f"import sys; sys.path[:0] = {sys.path!r}\n"
+    done = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_its_entry_point_names_this_module() -> None:
+    try:
+        points = distribution("te_fl_flaggems").entry_points
+    except PackageNotFoundError:
+        pytest.skip("te_fl_flaggems is not installed, only on the path")
+    (point,) = [it for it in points if it.group == "te_fl.plugin"]
+    assert point.load() is te_fl_flaggems
