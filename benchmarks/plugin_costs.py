@@ -68,7 +68,8 @@ manager.registry.register_many(
 dispatch = {}
 for name in ("alone", "rmsnorm_fwd"):
     manager.call(name, x, w)
-    timer = timeit.Timer("call(name, x, w)", globals={"call": manager.call, "name": name} | globals())
+    names = {"call": manager.call, "name": name, "x": x, "w": w}
+    timer = timeit.Timer("call(name, x, w)", globals=names)
     dispatch[name] = min(timer.repeat(50, 2000)) / 2000
 print(
     json.dumps(
@@ -181,7 +182,9 @@ def main() -> None:
     out = chosen.out or (RESULTS if chosen.processes == parser.get_default("processes") else None)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "plugin_costs.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (out / "plugin_costs.json").write_text(
+            json.dumps(results, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

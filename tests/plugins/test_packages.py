@@ -1,4 +1,4 @@
-"""Each package of plugins/ installed by pip alone: it is found, harms nobody, and its tests pass."""
+"""Each package of plugins/ installed alone: it is found, harms nobody, and its tests pass."""
 
 from __future__ import annotations
 

@@ -32,10 +32,16 @@ def said(error: BaseException, most: int | None = None) -> str:
     return f"{type(error).__name__}: {error}"[:most] + (f" (at {where})" if where else "")
 
 
-def raised_at(error: BaseException) -> str | None:
+def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
     """``file:line`` of what we called: the last line that ran of it, not of what it called.
 
-    None where no code but ours ran.
+    Args:
+        error: what was raised.
+        folder: where its code is; unless given, or if none of that ran, it is the package of
+            the first line that is not ours.
+
+    Returns:
+        None where no code but ours ran.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -47,7 +53,8 @@ def raised_at(error: BaseException) -> str | None:
     if not frames:
         return None
     home = _home(frames[0].filename)
-    last = [frame for frame in frames if frame.filename.startswith(home)][-1]
+    own = [frame for frame in frames if folder and frame.filename.startswith(f"{folder}/")]
+    last = (own or [frame for frame in frames if frame.filename.startswith(home)])[-1]
     return f"{last.filename}:{last.lineno}"
 
 
