@@ -14,9 +14,11 @@ TFLOP/s, beside the largest product of torch in the same run. Writes JSON, and w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
+import multiprocessing
 import platform
 import statistics
 import time
@@ -32,6 +34,7 @@ from report import markdown, overview, shape_text
 from workloads import WORKLOADS, Shape, Workload, chosen
 
 import transformer_engine_fl as te
+from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.testing.arguments import as_tuple
 
@@ -152,6 +155,36 @@ def measure(
     return row
 
 
+def prepare(
+    plan: list[tuple[Workload, Shape]], args: argparse.Namespace, device: str = "cuda"
+) -> None:
+    """Run everything once in several processes, which fills the compilers' caches on disk.
+
+    Compiling takes much longer than measuring, and one process compiles one kernel at a time.
+    Nothing runs on when this returns or is ended.
+    """
+    calls = [(workload.name, shape, args, device) for workload, shape in plan]
+    processes = multiprocessing.get_context("spawn").Pool(args.prepare, maxtasksperchild=16)
+    with ended_together(), processes as pool:
+        for done, seconds in enumerate(pool.imap_unordered(_rehearse, calls), start=1):
+            print(f"prepared {done} of {len(calls)} ({seconds:.0f} s)", flush=True)
+
+
+def _rehearse(call: tuple[str, Shape, argparse.Namespace, str]) -> float:
+    """Run the work of every candidate once, and say how many seconds that took."""
+    name, shape, args, device = call
+    workload, start = WORKLOADS[name], time.perf_counter()
+    small = workload.check_shape(shape) if workload.check_shape else shape
+    for its_shape in dict.fromkeys((small, shape)):
+        with contextlib.suppress(Exception):  # what fails, fails again where it is reported
+            sample = workload.sample(its_shape, dtype=getattr(torch, args.dtype), device=device)
+            for candidate in candidates(workload, args):
+                with contextlib.suppress(Exception):
+                    candidate.make(sample).run()
+        torch.cuda.empty_cache()
+    return time.perf_counter() - start
+
+
 def host_times(impls: list[str]) -> dict[str, float]:
     """Host microseconds of one call on a 4x64 tensor, all measured in turns."""
     x = torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)
@@ -232,6 +265,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="the first shape of each, without torch.compile")
     add("--no-peers", dest="peers", action="store_false")
     add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    add("--prepare", type=int, default=0, help="first compile in so many processes")
     add("--warmup", type=int, default=20, help="milliseconds before a measurement")
     add("--rep", type=int, default=80, help="milliseconds of a measurement")
     add("--host", action="store_true", help="also the host time of a tiny call")
@@ -268,6 +302,8 @@ def main() -> None:
         parser.error(str(error))
     if not torch.cuda.is_available():
         raise SystemExit("this measures on a GPU, and torch sees none")
+    if args.prepare:
+        prepare(plan, args)
     report: Report = {"environment": environment(), "roofs": roofs(), "peers": {}}
     report |= {"rows": [], "host_us": {}}
     for workload, shape in plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -276,6 +277,38 @@ def test_a_row_has_time_rate_and_error_of_each_candidate(monkeypatch: pytest.Mon
         assert result["rate"] == pytest.approx(row["work"] / result["us"] / 1e3)
         assert 0 < result["error_over_allowed"] <= 1
     assert (row["family"], row["unit"], row["dtype"]) == ("normalization", "GB/s", "bfloat16")
+
+
+COUNTING = """
+import os, pathlib
+from transformer_engine_fl import OpImpl
+
+
+def silu(input):
+    (pathlib.Path(__file__).parent / f"{os.getpid()}-{len(input)}").touch()
+    return input
+
+
+def register(registry):
+    registry.register_impl(
+        OpImpl(op_name="silu", impl_id="vendor.counting", kind="vendor", vendor="counting", fn=silu)
+    )
+"""
+
+
+def test_everything_is_run_once_elsewhere_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "counting")
+    arguments = ["--prepare", "2", "--impl", "no.such", "--impl", "vendor.counting", "--no-peers"]
+    plan = [(WORKLOADS["silu"], (4, 8)), (WORKLOADS["silu"], (6, 8))]
+    suite.prepare(plan, suite.arguments().parse_args(arguments), device="cpu")
+    found = dict(reversed(path.name.split("-")) for path in tmp_path.glob("*-*"))
+    assert set(found) == {"4", "6"}
+    assert str(os.getpid()) not in found.values()
+    assert "prepared 2 of 2" in capsys.readouterr().out
 
 
 def test_another_implementation_is_not_measured_under_the_name_of_one_that_declines(

@@ -212,3 +212,41 @@ def test_a_page_without_a_place_for_the_scorecard_is_refused_before_the_work(
     assert ran.err.startswith("te-fl: --readme: ")
     assert said in ran.err
     assert ran.out == ""
+
+
+def test_several_processes_find_what_one_finds(te_fl, wrong_acme, folder):
+    options = (*BOTH, "--dtype", "float32", "--dtype", "bfloat16", "--json")
+    alone = te_fl("verify", "vendor.acme", *options)
+    shared = te_fl("verify", "vendor.acme", *options, "--jobs", "2")
+    assert (alone.code, shared.code) == (1, 1)
+    assert alone.document["failures"]
+    for part in ("results", "cases", "operators", "source"):
+        assert shared.document[part] == alone.document[part]
+    for one, other in zip(shared.document["failures"], alone.document["failures"], strict=True):
+        assert (one["case"], one["reproduce"]) == (other["case"], other["reproduce"])
+
+
+def test_one_case_in_so_many_can_be_run(te_fl, acme, folder):
+    options = ("--op", "rmsnorm_fwd", "--dtype", "float32")
+    whole = te_fl("verify", "vendor.acme", *options, "--json").document["cases"]["passed"]
+    ran = te_fl("verify", "vendor.acme", *options, "--every", "10")
+    assert ran.out.splitlines()[-1].endswith("; 1 case in 10 was run")
+    card = json.loads((folder / "scorecard-vendor.acme.json").read_text())
+    assert card["every"] == 10
+    assert card["cases"]["passed"] == -(-whole // 10)
+
+
+@pytest.mark.parametrize("also", [("--case", "*"), ("--jobs", "0")])
+def test_processes_that_cannot_share_the_cases_are_refused(te_fl, acme, also):
+    ran = te_fl("verify", "vendor.acme", "--jobs", "2", *also)
+    assert ran.code == 2
+    assert "jobs" in ran.err
+
+
+def test_a_process_that_is_ended_is_told(te_fl, install, folder):
+    install(
+        RAISING.replace('raise RuntimeError("the [kernel] is | gone")', "import os; os._exit(3)")
+    )
+    ran = te_fl("verify", "vendor.acme", "--op", "silu", "--dtype", "float32", "--jobs", "2")
+    assert ran.code == 1
+    assert "a process that ran cases of vendor.acme was ended; not done: silu" in ran.err

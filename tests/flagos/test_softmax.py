@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import softmax as flagos
-from transformer_engine_fl.backends.flagos._rows import Pieces
+from transformer_engine_fl.backends.flagos._rows import Cut
 from transformer_engine_fl.ops import softmax as contracts
 
 NAMES = (
@@ -18,15 +20,14 @@ NAMES = (
 
 
 @pytest.fixture(params=[None, 16], ids=["as wide rows are", "in pieces of 16"])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def pieces(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Cuts rows into pieces of 16 columns, or of as many as rows that are wide."""
-    monkeypatch.setattr(flagos, "_PLANS", {})
     if request.param is None:
-        return False
-    table = {2**32: Pieces(threads=32, width=request.param, programs=7)}
-    monkeypatch.setattr(flagos, "_FORWARD", table)
-    monkeypatch.setattr(flagos, "_BACKWARD", table)
-    return True
+        yield False
+        return
+    cut = Cut(threads=32, width=request.param, programs=7, shared=True)
+    with flagos._FORWARD.trial(cut), flagos._BACKWARD.trial(cut):
+        yield True
 
 
 def check(name: str, *args: Tensor) -> Tensor:

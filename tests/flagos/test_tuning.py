@@ -551,7 +551,13 @@ def families() -> dict[str, Choice[Any]]:
     return {name: it for name, it in tuning.CHOICES.items() if name != "of_a_test"}
 
 
-NUMBERS = {"itemsize": (2, 4, 8), "tensors": (1, 3), "height": (1, 16, 32, 128), "halves": (1, 2)}
+NUMBERS = {
+    "itemsize": (2, 4, 8),
+    "tensors": (1, 3),
+    "height": (1, 16, 32, 128),
+    "halves": (1, 2),
+    "features": (32, 128, 512),
+}
 POWERS = [2**power for power in (4, 10, 17, 28)]
 
 
@@ -563,6 +569,25 @@ def test_every_value_that_a_family_offers_may_stand_in_a_file(
         for key in itertools.product(*(NUMBERS.get(field, POWERS) for field in choice.key)):
             offered = [choice.heuristic(CPU, *key), *choice.candidates(*key)]
             assert [files.made(choice, it._asdict()) for it in offered] == offered, choice.name
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "said"),
+    [
+        ("rmsnorm_fwd", {"programs": 2}, "programs must be 0 for whole rows"),
+        ("rmsnorm_bwd", {"programs": 0}, "programs must be from 1 to 12"),
+        ("softmax_fwd", {"programs": 13}, "programs must be from 0 to 12"),
+        ("softmax_fwd", {"programs": 0, "shared": True}, "programs must be from 1 to 12"),
+        ("rmsnorm_fwd", {"width": 3000}, "width must be a power of two"),
+        ("layernorm_bwd", {"stages": 0}, "stages must be from 1 to 8"),
+    ],
+)
+def test_a_cut_of_rows_that_no_kernel_can_run_with_is_refused(
+    name: str, cut: dict[str, Any], said: str, families: dict[str, Choice[Any]]
+) -> None:
+    fields = {"threads": 128, "width": 4096, "programs": 1, "stages": 1} | cut
+    with pytest.raises(ValueError, match=said):
+        files.made(families[name], fields)
 
 
 def small(calls: Any) -> tuple[int, ...]:
@@ -641,6 +666,9 @@ ROPE = {"tensors": 1, "features": 32, "itemsize": 4}
     [
         ("cross_entropy_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
         ("cross_entropy_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
+        ("rmsnorm_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
+        ("layernorm_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
+        ("scaled_softmax_backward", "6x40", "softmax_bwd", {"columns": 64, "itemsize": 4}),
         ("multi_tensor_scale", "1x8", "", {"elements": 512, "itemsize": 4}),
         ("multi_tensor_l2norm", "1x8", "", {"elements": 512, "itemsize": 4}),
         ("multi_tensor_sgd", "1x8", "", {"elements": 512, "itemsize": 4}),
@@ -708,6 +736,21 @@ def test_the_command_shows_a_table_and_a_bar_and_writes_to_the_users_folder(
     assert (first["key"]["columns"], second["key"]["columns"]) == (8, 64)
     assert second["call"] == "cross_entropy_fwd 6x40 float32"
     assert "triton" in second["measured_on"]
+
+
+def test_every_candidate_is_run_elsewhere_before_it_is_measured(
+    device: str, families: dict[str, Choice[Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
+    from transformer_engine_fl.cli.tune import measuring
+
+    told: list[tuple[int, int, str]] = []
+    wanted = [it for it in CALLS if it.op == "dropout_bwd"]
+    measuring.compile_all(
+        wanted, [(6, 40), (2, 8)], ["float32"], torch.device(device), 2, lambda *it: told.append(it)
+    )
+    assert [it[:2] for it in told] == [(1, 2), (2, 2)]
+    assert {it[2] for it in told} == {"dropout_bwd 6x40 float32", "dropout_bwd 2x8 float32"}
 
 
 def test_what_was_measured_before_an_error_is_kept(

@@ -185,6 +185,23 @@ def test_of_an_operator_that_torch_takes_apart_it_brings_the_gradient_or_decline
         call("aten::cosine_embedding_loss", x, X, torch.ones(4))
 
 
+def test_a_models_own_aten_calls_reach_it_with_their_gradients(no_vendors: Path) -> None:
+    routing = pytest.importorskip("transformer_engine_fl.integrations.aten")
+    load_flaggems_folder(write(no_vendors))
+
+    def gradient() -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        y = torch.nn.functional.layer_norm(torch.nn.functional.gelu(x), [6])
+        (y * torch.arange(6) + y).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with with_preference("vendor:zeta"), routing.use_aten_ops():
+        routed = gradient()
+    assert (calls("ops.gelu"), calls("ops.norm")) == (["gelu"], ["layer_norm"])
+    torch.testing.assert_close(routed, gradient(), rtol=1e-4, atol=1e-4)
+
+
 def test_a_function_of_its_own_is_added_under_flag_gems_names(no_vendors: Path) -> None:
     load_flaggems_folder(write(no_vendors))
     manager = get_default_manager()
@@ -456,6 +473,23 @@ def test_configurations_are_what_the_rule_of_a_kernel_keeps_to(no_vendors: Path)
     after = _tile("cross_entropy_fwd", 4096, 4)
     assert tuple(after) == (256, 2048)  # the nearest to the rule's
     assert tuple(_tile("cross_entropy_bwd", 4096, 4)) in listed
+
+
+def test_what_a_configuration_does_not_say_stays_as_the_rule_has_it(no_vendors: Path) -> None:
+    attention = (
+        "attention:\n"
+        "- META: {BLOCK_M: 16, BLOCK_N: 16, PRE_LOAD_V: false}\n  num_warps: 1\n  num_stages: 7\n"
+        "- META: {BLOCK_M: 256, BLOCK_N: 256, PRE_LOAD_V: true}\n  num_warps: 16\n"
+    )
+    __import__("transformer_engine_fl.backends.flagos.attention")
+    before = _tile("attention_forward", 128, 2)
+    load_flaggems_folder(write(no_vendors, configs=attention))
+    from transformer_engine_fl.backends.flagos.tuning import forget
+
+    forget()
+    after = _tile("attention_forward", 128, 2)
+    # The other one loads V ahead, which the kernel here does not.
+    assert after == before._replace(rows=16, columns=16, threads=32, stages=7)
 
 
 def test_a_list_with_the_rules_own_value_changes_nothing(no_vendors: Path) -> None:

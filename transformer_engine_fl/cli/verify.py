@@ -19,6 +19,7 @@ from transformer_engine_fl.cli._output import (
     progress_bar,
     table,
 )
+from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ def verify(
             help="Only the case of this name, * standing for anything; repeatable.",
         ),
     ] = None,
+    every: Annotated[
+        int, typer.Option(metavar="N", min=1, help="One case in so many, for a first look.")
+    ] = 1,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            "--jobs", "-j", metavar="N", min=1, help="Share the cases among so many processes."
+        ),
+    ] = 1,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -87,13 +97,15 @@ def verify(
         _halves(readme)  # what is wrong with it is said before the work
     from transformer_engine_fl import testing
 
-    with progress_bar(impl_id, hidden=quiet) as tell:
+    with progress_bar(impl_id, hidden=quiet) as tell, ended_together():
         card = testing.verify(
             impl_id,
             operators=op or None,
             dtypes=dtype or None,
             on=device or None,
             only=case or None,
+            every=every,
+            jobs=jobs,
             progress=lambda done, total, operator, failed: tell(
                 done, total, f"{failed} failed  {operator}" if failed else operator
             ),

@@ -477,6 +477,11 @@ class _Maker:
         """One of each shape."""
         return [normal(it, self.dtype, self.device, seed + i) for i, it in enumerate(shapes)]
 
+    def weights(self, *shapes: tuple[int, ...]) -> list[Tensor]:
+        """What is multiplied with these, in float8 too: gradients alone are float8_e5m2."""
+        weights = _Maker(FLOAT8[0], self.device) if self.float8 else self
+        return weights.matrices(*shapes)
+
     def values(self, *shape: int, seed: int = 61) -> Tensor:
         """In the dtype of outputs."""
         return normal(shape, self.kind, self.device, seed)
@@ -541,7 +546,7 @@ class _Maker:
 
 def _gemm_samples(dtype: str, device: str) -> Iterator[Sample]:
     make = _Maker(dtype, device)
-    yield make.sized("typical", 16, 40, 32)
+    yield make.call("typical", *make.weights((48, 32)), *make.matrices((16, 32)))
     yield make.sized("dgrad", 16, 40, 32, **_DGRAD)
     yield make.sized("wgrad", 16, 40, 32, **_WGRAD)
     yield make.sized("both transposed", 16, 40, 32, transb=True)
@@ -670,7 +675,7 @@ def _grouped_samples(dtype: str, device: str) -> Iterator[Sample]:
     make, splits = _Maker(dtype, device), [7, 12, 5]
     weights, x, dy = (make.matrices(*shapes) for shapes in ([(40, 32)] * 3, [(24, 32)], [(24, 40)]))
     parts = make.matrices((7, 32), (12, 32), (5, 32))
-    yield make.grouped("typical", weights, x, splits)
+    yield make.grouped("typical", make.weights(*[(48, 32)] * 3), x, splits)
     yield make.grouped("dgrad", weights, dy, splits, **_DGRAD)
     yield make.grouped("wgrad", x, dy, splits, **_WGRAD)
     yield make.grouped("lists", weights, parts)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from transformer_engine_fl.testing.case import Case, cases, devices
     from transformer_engine_fl.testing.comparison import Worst, compare
     from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
-    from transformer_engine_fl.testing.scorecard import Scorecard, verify
+    from transformer_engine_fl.testing.running import verify
+    from transformer_engine_fl.testing.scorecard import Scorecard
 
 __all__ = [
     "Case",
@@ -53,7 +54,7 @@ _HOMES = {
     "cases": "case",
     "compare": "comparison",
     "devices": "case",
-    "verify": "scorecard",
+    "verify": "running",
 }
 
 

@@ -122,26 +122,29 @@ def cases(
         ConfigurationError: there is nothing to test: no contract, no such dtype or case,
             or the set does not run on that device.
     """
-    manager = manager or get_default_manager()
-    found = _entries(impl_id, operators, manager)
-    wanted = None if dtypes is None else frozenset(dtypes)
-    kind = usable_device(device, "device").type
-    here = [it for it in found if _runs_on(it[0], kind)]
-    if not here:
-        theirs = ", ".join(
-            sorted({name for entry, _ in found for name in entry.impl.devices or ()})
-        )
-        raise ConfigurationError(f"device {device!r}: {impl_id!r} runs on {theirs} only")
-    known = sorted({dtype for _, contract in here for dtype in contract.dtypes})
-    for dtype in sorted(wanted or ()):
-        if dtype not in known:
-            raise ConfigurationError(
-                f"dtypes: {dtype!r} is in no contract of {impl_id!r}; "
-                f"they have {', '.join(known)}{suggestion(dtype, known)}"
-            )
+    here, wanted = _asked(impl_id, operators, dtypes, device, manager)
     if only is None:
         return (case for it in here for case in _of_entry(*it, device, wanted))
     return iter([case for name in only for case in _named(name, here, device, wanted)])
+
+
+def dtypes_of(
+    impl_id: str,
+    *,
+    operators: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    device: str = "cpu",
+    manager: OpManager | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Each operator with each dtype that :func:`cases` has cases of.
+
+    Arguments and errors are those of :func:`cases`.
+    """
+    here, wanted = _asked(impl_id, operators, dtypes, device, manager)
+    for entry, contract in here:
+        for dtype in contract.dtypes:
+            if _takes(entry, dtype, wanted):
+                yield contract.name, dtype
 
 
 def devices(
@@ -173,6 +176,38 @@ def _runs_on(entry: Entry, kind: str) -> bool:
 
 
 Found = list[tuple[Entry, Contract[..., Any]]]
+
+
+def _asked(
+    impl_id: str,
+    operators: Iterable[str] | None,
+    dtypes: Iterable[str] | None,
+    device: str,
+    manager: OpManager | None,
+) -> tuple[Found, frozenset[str] | None]:
+    """What is to be tested on a device, and the dtypes that are wanted, None for all."""
+    found = _entries(impl_id, operators, manager or get_default_manager())
+    wanted = None if dtypes is None else frozenset(dtypes)
+    kind = usable_device(device, "device").type
+    here = [it for it in found if _runs_on(it[0], kind)]
+    if not here:
+        theirs = ", ".join(
+            sorted({name for entry, _ in found for name in entry.impl.devices or ()})
+        )
+        raise ConfigurationError(f"device {device!r}: {impl_id!r} runs on {theirs} only")
+    known = sorted({dtype for _, contract in here for dtype in contract.dtypes})
+    for dtype in sorted(wanted or ()):
+        if dtype not in known:
+            raise ConfigurationError(
+                f"dtypes: {dtype!r} is in no contract of {impl_id!r}; "
+                f"they have {', '.join(known)}{suggestion(dtype, known)}"
+            )
+    return here, wanted
+
+
+def _takes(entry: Entry, dtype: str, wanted: frozenset[str] | None) -> bool:
+    supported = entry.impl.supported_dtypes
+    return (wanted is None or dtype in wanted) and (supported is None or dtype in supported)
 
 
 def _entries(impl_id: str, operators: Iterable[str] | None, manager: OpManager) -> Found:
@@ -228,12 +263,11 @@ def _of_entry(
     start: str = "",
 ) -> Iterator[Case]:
     """The cases of an implementation; at least those whose name has that start."""
-    supported = entry.impl.supported_dtypes
     for dtype in contract.dtypes:
         label = f"{_label(entry, contract, dtype)}/"
         if not (label.startswith(start) or start.startswith(label)):
             continue
-        if (wanted is None or dtype in wanted) and (supported is None or dtype in supported):
+        if _takes(entry, dtype, wanted):
             yield from _of_dtype(entry, contract, dtype, list(contract.samples(dtype, device)))
 
 

@@ -1,36 +1,17 @@
-"""Running every case of a set, and what came of it: as plain values, and as a page to read."""
+"""What came of every case of a set: as plain values, and as a page to read."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import importlib.metadata
-import os
-import shlex
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformer_engine_fl.core.manager import OpManager, get_default_manager
-from transformer_engine_fl.testing import machine
-from transformer_engine_fl.testing.case import Case, cases, devices
+from transformer_engine_fl.testing.case import Case
 from transformer_engine_fl.testing.comparison import Worst
-from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
+from transformer_engine_fl.testing.outcome import Outcome
 
-__all__ = ["Failure", "Row", "Scorecard", "verify"]
-
-PACKAGES = ("torch", "triton")
-
-DECIDING = ("TRITON_INTERPRET",)
-"""What decides how kernels run."""
-
-REPEATED_VARIABLES = ("TE_FL_PLUGIN_MODULES", *DECIDING)
-"""What decides which implementations there are, so that a command needs them again."""
-
-Progress = Callable[[int, int, str, int], None]
-"""Told the cases done, those in all, the operator it is at, how many have failed."""
+__all__ = ["Failure", "Row", "Scorecard", "shown"]
 
 
 @dataclass(slots=True)
@@ -118,6 +99,7 @@ class Scorecard:
         source: who registered it.
         date: when, in UTC.
         seconds: how long it took.
+        every: one case in so many of each operator and dtype was run.
         versions, devices: what it ran with.
         rows: by operator, device and dtype.
         failures: every case that does not hold.
@@ -129,6 +111,7 @@ class Scorecard:
     source: str
     date: str
     seconds: float
+    every: int
     versions: dict[str, str | None]
     devices: list[dict[str, Any]]
     rows: tuple[Row, ...]
@@ -159,7 +142,8 @@ class Scorecard:
             else (f"all {self.total('passed')} cases hold")
         )
         more = f", {declined} declined" if declined else ""
-        return f"{self.impl_id}: {said}{more}; operators: {len(self.operators)}"
+        some = f"; 1 case in {self.every} was run" if self.every > 1 else ""
+        return f"{self.impl_id}: {said}{more}; operators: {len(self.operators)}{some}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
@@ -168,6 +152,7 @@ class Scorecard:
             "source": self.source,
             "date": self.date,
             "seconds": round(self.seconds, 3),
+            "every": self.every,
             "versions": self.versions,
             "devices": self.devices,
             "passed": self.passed,
@@ -189,112 +174,6 @@ class Scorecard:
         """As a part of a page about the set, which says itself what the set implements."""
         whole = dataclasses.replace(self, missing=None)
         return "\n".join(_body(whole, "###"))
-
-
-def verify(
-    impl_id: str,
-    *,
-    operators: Iterable[str] | None = None,
-    dtypes: Iterable[str] | None = None,
-    on: Iterable[str] | None = None,
-    only: Iterable[str] | None = None,
-    manager: OpManager | None = None,
-    progress: Progress | None = None,
-) -> Scorecard:
-    """Run every case of a set, whatever fails on the way.
-
-    Args:
-        impl_id, operators, dtypes, only, manager: as for ``cases``.
-        on: devices; each type of this machine that the set runs on unless given.
-        progress: told before each case and at the end.
-
-    Raises:
-        UnknownOperatorError, ConfigurationError: as ``cases``.
-    """
-    manager = manager or get_default_manager()
-    operators = None if operators is None else tuple(operators)
-    only = None if only is None else tuple(only)
-    dtypes = None if dtypes is None else tuple(dtypes)
-    places = tuple(on) if on is not None else devices(impl_id, operators=operators, manager=manager)
-    found = [
-        (device, case)
-        for device in places
-        for case in cases(
-            impl_id, operators=operators, dtypes=dtypes, device=device, only=only, manager=manager
-        )
-    ]
-    start = time.perf_counter()
-    rows, failures = _run(found, manager, progress or (lambda *_: None))
-    whole = operators is None and only is None
-    covered = {row.operator for row in rows}
-    kinds = {place.partition(":")[0] for place in places}
-    return Scorecard(
-        impl_id=impl_id,
-        source=_source(impl_id, manager),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        seconds=time.perf_counter() - start,
-        versions=machine.versions(PACKAGES)
-        | {"torch built for": machine.torch_build()}
-        | {name: os.environ[name] for name in DECIDING if name in os.environ},
-        devices=[it for it in machine.devices() if it["device"].partition(":")[0] in kinds],
-        rows=tuple(rows),
-        failures=tuple(failures),
-        missing=tuple(sorted(set(manager.registry.contracts) - covered)) if whole else None,
-    )
-
-
-def _run(
-    found: list[tuple[str, Case]], manager: OpManager, progress: Progress
-) -> tuple[list[Row], list[Failure]]:
-    rows: dict[tuple[str, str, str], Row] = {}
-    failures: list[Failure] = []
-    contracts = manager.registry.contracts
-    for done, (device, case) in enumerate(found):
-        progress(done, len(found), case.operator, len(failures))
-        key = (case.operator, device, case.dtype)
-        if key not in rows:
-            rows[key] = Row(key[0], contracts[case.operator].family, device, case.dtype)
-        try:
-            outcome = case.run()
-        except ConformanceError as error:
-            rows[key].count(case, None, error.worst)
-            failures.append(_failure(case, device, error))
-        else:
-            rows[key].count(case, outcome, outcome.worst)
-    progress(len(found), len(found), "", len(failures))
-    return list(rows.values()), failures
-
-
-def _failure(case: Case, device: str, error: ConformanceError) -> Failure:
-    """In text: an exception would keep the tensors of the call."""
-    cause = error.__cause__
-    raised = cause is not None and not isinstance(cause, ConformanceError)
-    return Failure(
-        case.name,
-        device,
-        said=str(error).removeprefix(f"{case.name}: ").removeprefix(f"{case.name} "),
-        traceback="".join(traceback.format_exception(cause)) if cause and raised else None,
-        reproduce=reproduction(case, device),
-    )
-
-
-def reproduction(case: Case, device: str) -> str:
-    """The command that runs a case alone."""
-    set_here = [f"{name}={os.environ[name]}" for name in REPEATED_VARIABLES if name in os.environ]
-    command = ("te-fl", "verify", case.impl_id, "--device", device, "--case", case.name)
-    return shlex.join([*set_here, *command])
-
-
-def _source(impl_id: str, manager: OpManager) -> str:
-    """The set or plugin that registered it, with the version of what it was installed as."""
-    for report in manager.registry.snapshot().sources.values():
-        if any(label.endswith(f"/{impl_id}") for label in report.registered):
-            try:
-                version = f" {importlib.metadata.version(report.origin)}"
-            except importlib.metadata.PackageNotFoundError:
-                version = ""
-            return f"{report.name} ({report.origin}{version})"
-    return "registered by the program"
 
 
 # --------------------------------------------------------------------------- as a page

@@ -15,7 +15,8 @@ dtype alone. What is summed, and what becomes of it, is the kernel's own busines
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,48 +25,110 @@ import triton.language as tl
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import MOST, block_of, listed, rows_of_tile
+from transformer_engine_fl.backends.flagos._tiles import bounded
+from transformer_engine_fl.backends.flagos.tuning import Choice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Cut", "Pieces", "SharedRows", "Tiles", "WholeRows", "cut", "heard", "tell", "two_sums"]
+__all__ = ["Cut", "SharedRows", "WholeRows", "cut", "cut_choice", "heard", "tell", "two_sums"]
 
 
-class Tiles(NamedTuple):
-    """Whole rows.
+class Cut(NamedTuple):
+    """How rows are cut.
 
     Attributes:
         threads: of a program.
-        width: of a tile; narrower rows share one.
-        programs: that a multiprocessor holds at once, each with many tiles; 0 for a
-            program per tile.
-        stages: tiles under way in a program that has many.
+        width: in columns, those of float64 counting double: of a tile, which several rows
+            share if they are narrower, or of a piece.
+        programs: that a multiprocessor holds at once, each with many tiles or pieces; 0 for
+            a program per tile.
+        stages: tiles under way in a program that has many; pieces, beside those of the two
+            rows in its registers.
+        shared: whether a row is in pieces, of as many programs.
     """
 
     threads: int
     width: int
     programs: int = 0
     stages: int = 1
+    shared: bool = False
 
 
-class Pieces(NamedTuple):
-    """Rows in pieces.
+def cut_choice(
+    name: str,
+    plans: dict[Any, Any],
+    usual: Mapping[int, Cut],
+    whole: Iterable[tuple[int, int]],
+    most_elements: int,
+) -> Choice[Cut]:
+    """The choice of a cut by a row's columns and the bytes of one.
 
-    Attributes:
-        threads: of a program.
-        width: of a piece.
-        programs: that a multiprocessor holds at once.
-        stages: pieces under way in a program, beside those of the two rows in its registers.
+    Args:
+        name: of the choice.
+        plans: made with its answers.
+        usual: where nothing was measured, by the widest row that it is for.
+        whole: of whole rows, ``programs`` and ``stages`` that are tried.
+        most_elements: of a thread that holds whole rows, in those that are tried.
     """
+    whole = tuple(whole)
 
-    threads: int
-    width: int
-    programs: int
-    stages: int = 1
+    def rule(columns: int, itemsize: int) -> Cut:
+        found: Cut = listed(usual, columns * (itemsize // 8 + 1))
+        return found
+
+    def candidates(columns: int, itemsize: int) -> Iterator[Cut]:
+        yield (first := rule(columns, itemsize))
+        row = columns * (itemsize // 8 + 1)
+        if row <= _WIDEST_WHOLE:
+            width = row if first.shared else max(row, first.width)
+            for threads, (programs, stages) in itertools.product((128, 256, 512, 1024), whole):
+                if 8 <= width // threads <= most_elements and threads * programs <= MOST_THREADS:
+                    yield Cut(threads, width, programs, stages)
+        if row > _NARROWEST_SHARED:
+            for threads, width, programs in _PIECES:
+                yield Cut(threads, width, programs, 3, shared=True)
+
+    runs = sorted({programs for programs, _ in whole})
+
+    def wrong(cut: Cut) -> str | None:
+        said = bounded(threads=(32, 1024), width=(16, _WIDEST_WHOLE), stages=range(1, 9))(cut)
+        if said is not None:
+            return said
+        least = 1 if cut.shared else runs[0]
+        most = 0 if not cut.shared and runs[-1] == 0 else MOST_THREADS // cut.threads
+        if not least <= cut.programs <= most:
+            allowed = f"from {least} to {most} with these threads" if most else "0 for whole rows"
+            return f"programs must be {allowed}"
+        return None
+
+    return Choice(
+        name,
+        Cut,
+        key=("columns", "itemsize"),
+        rounded=("columns",),
+        candidates=candidates,
+        heuristic=lambda device, columns, itemsize: rule(columns, itemsize),
+        wrong=wrong,
+        plans=(plans,),
+    )
 
 
-Cut = Mapping[int, "Tiles | Pieces"]
-"""How rows are cut, by width: columns rounded up to a power of two, float64 counting double."""
+# Of a multiprocessor, in programs that are all there at once: every one has room for these.
+MOST_THREADS = 1536
+_WIDEST_WHOLE, _NARROWEST_SHARED = 32768, 8192
+# Threads, width and programs of rows in pieces that are tried.
+_PIECES = (
+    (128, 2048, 3),
+    (128, 2048, 4),
+    (128, 2048, 6),
+    (128, 2048, 8),
+    (128, 4096, 4),
+    (256, 4096, 2),
+    (256, 4096, 3),
+    (256, 4096, 4),
+    (256, 8192, 2),
+)
 
 
 # --------------------------------------------------------------------------- in a kernel
@@ -201,7 +264,7 @@ def two_sums(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]
 _SUMS_BYTES = 2048
 
 
-def _stages(way: Tiles | Pieces, stage_bytes: int, device: torch.device) -> int:
+def _stages(way: Cut, stage_bytes: int, device: torch.device) -> int:
     """As many stages as wanted, or as shared memory has room for."""
     share = _launch.limits(device).shared_bytes // max(1, way.programs) - _SUMS_BYTES
     return max(1, min(way.stages, 1 + share // stage_bytes))
@@ -219,7 +282,7 @@ class WholeRows:
     Args:
         kernel: the jitted function.
         device: where it runs.
-        tiles: how rows are cut, for numbers of 4 bytes.
+        tiles: how rows are cut.
         columns: of a row.
         dtype: of the sums.
         column_bytes: that are read of a row, per column.
@@ -232,7 +295,7 @@ class WholeRows:
         self,
         kernel: Any,
         device: torch.device,
-        tiles: Tiles,
+        tiles: Cut,
         columns: int,
         dtype: torch.dtype,
         column_bytes: int,
@@ -274,7 +337,7 @@ class SharedRows:
     Args:
         kernel: the jitted function.
         device: where it runs.
-        pieces: how rows are cut, for numbers of 4 bytes.
+        pieces: how rows are cut.
         columns: of a row.
         sums: that a row has.
         dtype: of the sums.
@@ -288,7 +351,7 @@ class SharedRows:
         self,
         kernel: Any,
         device: torch.device,
-        pieces: Pieces,
+        pieces: Cut,
         columns: int,
         sums: int,
         dtype: torch.dtype,
@@ -341,18 +404,18 @@ class SharedRows:
 
 
 def cut(
-    by_width: Cut,
+    choice: Choice[Cut],
     kernels: tuple[Any, Any],
     device: torch.device,
     columns: int,
     sums: int,
     dtype: torch.dtype,
+    itemsize: int,
     column_bytes: int,
     **constants: Any,
 ) -> WholeRows | SharedRows:
-    """The kernel of whole rows or that of rows in pieces, as the table wants it."""
-    width = block_of(columns) * (2 if dtype == torch.float64 else 1)
-    way = listed(by_width, width)
-    if isinstance(way, Tiles):
+    """The kernel of whole rows or that of rows in pieces, as is chosen for the columns."""
+    way = choice(device, columns, itemsize)
+    if not way.shared:
         return WholeRows(kernels[0], device, way, columns, dtype, column_bytes, **constants)
     return SharedRows(kernels[1], device, way, columns, sums, dtype, column_bytes, **constants)

@@ -14,6 +14,7 @@ else is in the batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,12 +39,14 @@ from transformer_engine_fl.backends.flagos._arguments import (
 )
 from transformer_engine_fl.backends.flagos._sequences import steps
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
+from transformer_engine_fl.backends.flagos._tiles import bounded
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import attention as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
@@ -118,6 +121,8 @@ _TILES: dict[str, dict[str, dict[int, _Tile]]] = {
     },
 }
 _INTERPRETED_TILE = _Tile(16, 16, 32, 1, described=True)
+_SIZES = (32, 64, 128)  # rows and columns of the tiles that are tried
+_MOST_SCORES = 64  # of a thread, in these
 _WIDEST = 512
 _FEW = 64  # rows and columns of a tile that waits for its loads rather than being smaller
 _FEWEST = 16  # rows and columns of a tile, as products want them
@@ -139,6 +144,42 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 _SUMS: dict[object, SumOfPrograms] = {}
 
 
+def _listed(way: str, features: int, itemsize: int) -> _Tile:
+    kind = "half" if itemsize == 2 else f"float{8 * itemsize}"
+    found: _Tile = listed(_TILES[way][kind], features)
+    return found
+
+
+def _choice(way: str) -> Choice[_Tile]:
+    """The choice of a pass's tile, of which as much is used as fits in shared memory."""
+
+    def candidates(features: int, itemsize: int) -> Iterator[_Tile]:
+        described = itemsize == 2 and features <= _WIDEST_DESCRIBED
+        yield _listed(way, features, itemsize)
+        for rows, columns, threads in itertools.product(_SIZES, _SIZES, (128, 256)):
+            if 16 <= rows * columns // threads <= _MOST_SCORES:
+                for stages in (1, 2, 3):
+                    yield _Tile(rows, columns, threads, stages, described)
+
+    def rule(device: torch.device, features: int, itemsize: int) -> _Tile:
+        return _INTERPRETED_TILE if _launch.INTERPRETED else _listed(way, features, itemsize)
+
+    return Choice(
+        f"attention_{way}",
+        _Tile,
+        key=("features", "itemsize"),
+        rounded=("features",),
+        candidates=candidates,
+        heuristic=rule,
+        wrong=bounded(
+            rows=(_FEWEST, 256), columns=(_FEWEST, 256), threads=(32, 512), stages=range(1, 9)
+        ),
+    )
+
+
+_CHOICES = {way: _choice(way) for way in _TILES}
+
+
 def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
     """About how much shared memory a program uses."""
     width: int = it.constants["BLOCK"]
@@ -158,12 +199,12 @@ def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
 
 
 def _tile(it: _Call, way: str) -> _Tile:
-    """The tile of a pass: the listed one, or as much of it as fits in shared memory."""
-    if _launch.INTERPRETED:
-        return _INTERPRETED_TILE
-    kind = "half" if it.q.itemsize == 2 else f"float{8 * it.q.itemsize}"
+    """The tile of a pass: the chosen one, or as much of it as fits in shared memory."""
     width = max(it.constants["BLOCK"], it.constants["V_BLOCK"])
-    tile: _Tile | None = listed(_TILES[way][kind], width)
+    chosen = _CHOICES[way](it.q.device, width, it.q.itemsize)
+    if _launch.INTERPRETED:
+        return chosen
+    tile: _Tile | None = chosen
     shared = _launch.limits(it.q.device).shared_bytes
     while tile and _shared_bytes(it, way, tile) > shared:
         tile = _smaller(tile)

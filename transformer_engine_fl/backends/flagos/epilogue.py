@@ -48,7 +48,7 @@ from transformer_engine_fl.backends.flagos._casting import (
 )
 from transformer_engine_fl.backends.flagos._moments import moments_of_rows, moments_of_wide_row
 from transformer_engine_fl.backends.flagos._narrow import amax_of, constants_of, rounded, size_of
-from transformer_engine_fl.backends.flagos._rows import Tiles
+from transformer_engine_fl.backends.flagos._rows import Cut
 from transformer_engine_fl.backends.flagos.activation import ACTIVATIONS
 from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
 
@@ -243,15 +243,15 @@ def _norm_wide(
 # By width: columns rounded up to a power of two. The widest listed is the widest that is kept
 # in registers; wider rows take (threads, columns) of a chunk, and programs as above.
 _CAST_TILES = {
-    4096: Tiles(threads=128, width=4096),
-    8192: Tiles(threads=256, width=8192, programs=2, stages=3),
-    16384: Tiles(threads=512, width=16384, programs=1, stages=2),
+    4096: Cut(threads=128, width=4096),
+    8192: Cut(threads=256, width=8192, programs=2, stages=3),
+    16384: Cut(threads=512, width=16384, programs=1, stages=2),
 }
 # Of rows that are not cast here. Each program leaves an amax, of which all are read later.
 _STATISTICS_TILES = {
-    2048: Tiles(threads=128, width=2048, programs=8),
-    8192: Tiles(threads=256, width=8192, programs=4),
-    16384: Tiles(threads=512, width=16384, programs=2),
+    2048: Cut(threads=128, width=2048, programs=8),
+    8192: Cut(threads=256, width=8192, programs=4),
+    16384: Cut(threads=512, width=16384, programs=2),
 }
 _CHUNK, _CHUNK_PROGRAMS, _UNROLL = (512, 4096), 4, 4
 
@@ -365,7 +365,7 @@ def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> _Plan:
         "UNIT": unit,
     }
     processors = _launch.limits(device).multiprocessors
-    tile: Tiles | None = listed(_CAST_TILES if cast_here else _STATISTICS_TILES, width)
+    tile: Cut | None = listed(_CAST_TILES if cast_here else _STATISTICS_TILES, width)
     if tile is None:
         threads, block = _CHUNK
         launch = _launch.Launch(

@@ -38,6 +38,8 @@ from transformer_engine_fl.backends.flagos._products import (
     sum_of_rows,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
+from transformer_engine_fl.backends.flagos._tiles import bounded
+from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import gemm as contracts
 
@@ -56,7 +58,6 @@ class _Tile(NamedTuple):
         rows, columns: of a tile.
         threads: of a program.
         stages: tiles of the operands in shared memory at a time, at most.
-        speed: what it reaches where there are tiles enough, relative to the others.
         described: by tensor descriptors, where they can be used.
         flatten: the loops over tiles and terms are one, so that a tile's first operands
             are loaded while the one before is finished. With descriptors only.
@@ -65,19 +66,20 @@ class _Tile(NamedTuple):
         resident: programs for each multiprocessor; each makes several tiles. 0: one each.
         parts: of a tile's columns that are finished one after the other, at least.
         band: rows of tiles that are made together, so that columns are read from the cache.
+        speed: what it reaches where there are tiles enough, relative to the others listed.
     """
 
     rows: int
     columns: int
     threads: int
     stages: int
-    speed: float
     described: bool = True
     flatten: bool = False
     specialize: bool = False
     resident: int = 0
     parts: int = 1
     band: int = 8
+    speed: float = 1.0
 
 
 _TERMS = {
@@ -90,38 +92,38 @@ _TERMS = {
 }
 """How many terms a step takes; rows do not depend on each other because it is one number."""
 
-# No tile has fewer than 64 rows: below, other instructions would add in another order.
+_FEWEST_ROWS = 64  # below, other instructions would add in another order
 _SMALL = (
-    _Tile(64, 128, 128, 4, 0.6, described=False),
-    _Tile(64, 64, 128, 5, 0.45, described=False),
-    _Tile(64, 32, 128, 6, 0.3, described=False),
+    _Tile(64, 128, 128, 4, described=False, speed=0.6),
+    _Tile(64, 64, 128, 5, described=False, speed=0.45),
+    _Tile(64, 32, 128, 6, described=False, speed=0.3),
 )
 _TILES: dict[str, tuple[_Tile, ...]] = {
     "half": (
-        _Tile(128, 256, 128, 4, 1.02, specialize=True, resident=1, band=16),
-        _Tile(128, 256, 256, 4, 1.0, flatten=True, resident=1, parts=2, band=16),
-        _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
+        _Tile(128, 256, 128, 4, specialize=True, resident=1, band=16, speed=1.02),
+        _Tile(128, 256, 256, 4, flatten=True, resident=1, parts=2, band=16),
+        _Tile(128, 128, 256, 4, flatten=True, resident=1, speed=0.85),
         *_SMALL,
     ),
     "float8": (
-        _Tile(128, 256, 128, 4, 1.0, specialize=True, resident=1, parts=2),
-        _Tile(128, 128, 256, 4, 0.75, flatten=True, resident=1),
+        _Tile(128, 256, 128, 4, specialize=True, resident=1, parts=2),
+        _Tile(128, 128, 256, 4, flatten=True, resident=1, speed=0.75),
         *_SMALL,
     ),
     "float8 steps": (
-        _Tile(128, 128, 128, 6, 1.2, specialize=True, resident=1),
-        _Tile(256, 128, 512, 3, 1.0, flatten=True, resident=1, parts=4),
-        _Tile(128, 128, 256, 4, 0.85, flatten=True, resident=1),
+        _Tile(128, 128, 128, 6, specialize=True, resident=1, speed=1.2),
+        _Tile(256, 128, 512, 3, flatten=True, resident=1, parts=4),
+        _Tile(128, 128, 256, 4, flatten=True, resident=1, speed=0.85),
         *_SMALL,
     ),
-    "float32": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
-    "blocks": (_Tile(128, 128, 256, 3, 1.0), _Tile(64, 64, 128, 3, 0.6)),
-    "float32 blocks": (_Tile(64, 64, 128, 2, 1.0),),
+    "float32": (_Tile(128, 128, 256, 3), _Tile(64, 64, 128, 3, speed=0.6)),
+    "blocks": (_Tile(128, 128, 256, 3), _Tile(64, 64, 128, 3, speed=0.6)),
+    "float32 blocks": (_Tile(64, 64, 128, 2),),
 }
 _GROUPS_BAND = 4  # groups have few rows
 _INTERPRETED_TILES = (
-    _Tile(32, 64, 32, 1, 1.0, flatten=True, resident=1, parts=2),
-    _Tile(32, 64, 32, 1, 1.0, described=False),
+    _Tile(32, 64, 32, 1, flatten=True, resident=1, parts=2),
+    _Tile(32, 64, 32, 1, described=False),
 )
 _INTERPRETED_FEW = 12  # rows, of which the second tile is for
 _HOPPER = 90  # the compute capability
@@ -139,6 +141,42 @@ _WORTH_A_COPY = 2**30  # products, from which on operands are copied to be descr
 _NUMBERS = (int, float)
 
 _SUM_ROWS, _SUM_BLOCK, _SUM_THREADS, _SUM_PROGRAMS = 16, 256, 128, 8
+
+
+_BY_ESTIMATE = _Tile(0, 0, 0, 0)
+"""Of the tiles listed, that which takes the fewest rounds, each as long as its speed says."""
+
+
+def _tile_choice(kind: str) -> Choice[_Tile]:
+    """The choice of a tile by the size of D."""
+    specialized = {it for it in _TILES[kind] if it.specialize}
+    sizes = bounded(
+        rows=(_FEWEST_ROWS, 256),
+        columns=(16, 256),
+        threads=(64, 512),
+        stages=range(2, 9),
+        resident=range(3),
+        parts=(1, 8),
+        band=(1, 64),
+    )
+
+    def wrong(tile: _Tile) -> str | None:
+        if tile == _BY_ESTIMATE:
+            return None
+        if tile.specialize and tile not in specialized:
+            return f"with specialize there are only: {', '.join(map(str, specialized)) or 'none'}"
+        return sizes(tile)
+
+    return Choice(
+        f"gemm_{kind.replace(' ', '_')}",
+        _Tile,
+        key=("rows", "columns"),
+        rounded=("rows", "columns"),
+        candidates=lambda rows, columns: _TILES[kind],
+        heuristic=lambda device, rows, columns: _BY_ESTIMATE,
+        wrong=wrong,
+        plans=(_PLANS,),
+    )
 
 
 def _fitted(tile: _Tile, kind: str, itemsize: int, beside: int, shared: int) -> _Tile | None:
@@ -169,18 +207,45 @@ def _chosen(
     specialize: bool,
     device: torch.device,
 ) -> _Tile:
-    """The tile that is done first with D, by an estimate of the rounds it takes.
+    """The tile that was measured to be best, or else the one that an estimate says is.
 
     Args:
         beside: bytes of what is written and read for each element of D.
         large: whether tiles may be.
         specialize: whether they may be ``specialize``.
     """
+    asked = _CHOICES[kind](device, sum(ms), n)
     if _launch.INTERPRETED:
         return _INTERPRETED_TILES[sum(ms) <= _INTERPRETED_FEW]
+    found = None
+    if asked != _BY_ESTIMATE:
+        found = _fastest((asked,), kind, ms, n, itemsize, beside, large, specialize, device)
+    found = found or _fastest(
+        _TILES[kind], kind, ms, n, itemsize, beside, large, specialize, device
+    )
+    if found is None:
+        raise NotSupportedError(
+            f"no tile of a product fits in the {_launch.limits(device).shared_bytes} bytes of "
+            "shared memory"
+        )
+    return found
+
+
+def _fastest(
+    among: Sequence[_Tile],
+    kind: str,
+    ms: Sequence[int],
+    n: int,
+    itemsize: int,
+    beside: int,
+    large: bool,
+    specialize: bool,
+    device: torch.device,
+) -> _Tile | None:
+    """Of the tiles that may be, the one that is done first with D by estimate."""
     offered = _launch.limits(device)
     best: tuple[float, _Tile] | None = None
-    for it in _TILES[kind]:
+    for it in among:
         tile = _fitted(it, kind, itemsize, beside, offered.shared_bytes)
         if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
             continue
@@ -191,11 +256,7 @@ def _chosen(
         cost = rounds * tile.rows * tile.columns / tile.speed
         if best is None or cost < best[0]:
             best = cost, tile
-    if best is None:
-        raise NotSupportedError(
-            f"no tile of a product fits in the {offered.shared_bytes} bytes of shared memory"
-        )
-    return best[1]
+    return None if best is None else best[1]
 
 
 # ----------------------------------------------------------------------------- operands
@@ -637,6 +698,7 @@ class _Plan(NamedTuple):
 
 
 _PLANS: dict[object, _Plan] = {}
+_CHOICES = {kind: _tile_choice(kind) for kind in _TILES}
 _Tensors = tuple[Tensor | None, ...]
 
 

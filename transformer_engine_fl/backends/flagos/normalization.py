@@ -42,11 +42,10 @@ from transformer_engine_fl.backends.flagos._arguments import (
 from transformer_engine_fl.backends.flagos._narrow import rounded
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
-    Pieces,
     SharedRows,
-    Tiles,
     WholeRows,
     cut,
+    cut_choice,
     heard,
     tell,
     two_sums,
@@ -474,50 +473,6 @@ def _backward_shared(
             tl.store(partial_ptr + column, dbeta, mask=inside)
 
 
-# --------------------------------------------------------------------------- heuristics
-
-# Whole rows have up to 32 columns a thread in the forward, and 16 in the backward, which
-# also holds the sums for the parameters. Forward, whole rows are a program per tile.
-_ANY = 2**32
-_FORWARD: Cut = {
-    2048: Tiles(threads=128, width=2048),
-    4096: Tiles(threads=256, width=4096),
-    8192: Tiles(threads=256, width=8192),
-    16384: Tiles(threads=512, width=16384),
-    32768: Tiles(threads=1024, width=32768),
-    65536: Pieces(threads=256, width=4096, programs=4, stages=3),
-    _ANY: Pieces(threads=256, width=8192, programs=2, stages=3),
-}
-_FORWARD_ADD: Cut = {
-    2048: Tiles(threads=128, width=2048),
-    4096: Tiles(threads=256, width=4096),
-    8192: Tiles(threads=256, width=8192),
-    16384: Tiles(threads=512, width=16384),
-    _ANY: Pieces(threads=128, width=2048, programs=6, stages=3),
-}
-_FORWARD_CENTRED: Cut = {
-    2048: Tiles(threads=128, width=2048),
-    8192: Tiles(threads=256, width=8192),
-    16384: Tiles(threads=512, width=16384),
-    32768: Tiles(threads=1024, width=32768),
-    _ANY: Pieces(threads=128, width=4096, programs=4, stages=3),
-}
-_BACKWARD: Cut = {
-    2048: Tiles(threads=128, width=2048, programs=4, stages=3),
-    8192: Tiles(threads=512, width=8192, programs=1, stages=3),
-    65536: Pieces(threads=128, width=2048, programs=4, stages=3),
-    131072: Pieces(threads=256, width=4096, programs=2, stages=3),
-    _ANY: Pieces(threads=128, width=2048, programs=4, stages=3),
-}
-_BACKWARD_CENTRED: Cut = {
-    2048: Tiles(threads=128, width=2048, programs=4, stages=3),
-    4096: Tiles(threads=256, width=4096, programs=2, stages=3),
-    8192: Tiles(threads=512, width=8192, programs=1, stages=4),
-    65536: Pieces(threads=128, width=2048, programs=3, stages=4),
-    _ANY: Pieces(threads=128, width=2048, programs=4, stages=3),
-}
-
-
 # -------------------------------------------------------------------------------- plans
 #
 # A plan is what a call needs beyond its tensors: made once per dtypes, width, options and
@@ -555,6 +510,78 @@ class _BackwardPlan(NamedTuple):
 _FORWARD_PLANS: dict[object, _ForwardPlan] = {}
 _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 
+# Whole rows have up to 32 columns a thread in the forward, and 16 in the backward, which
+# also holds the sums for the parameters. Forward, whole rows are a program per tile.
+_ANY = 2**32
+_PERSISTENT = [(1, 3), (1, 4), (2, 3), (4, 3)]
+_FORWARD = cut_choice(
+    "rmsnorm_fwd",
+    _FORWARD_PLANS,
+    {
+        2048: Cut(threads=128, width=2048),
+        4096: Cut(threads=256, width=4096),
+        8192: Cut(threads=256, width=8192),
+        16384: Cut(threads=512, width=16384),
+        32768: Cut(threads=1024, width=32768),
+        65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
+        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
+    },
+    whole=[(0, 1)],
+    most_elements=32,
+)
+_FORWARD_ADD = cut_choice(
+    "rmsnorm_fwd_add",
+    _FORWARD_PLANS,
+    {
+        2048: Cut(threads=128, width=2048),
+        4096: Cut(threads=256, width=4096),
+        8192: Cut(threads=256, width=8192),
+        16384: Cut(threads=512, width=16384),
+        _ANY: Cut(threads=128, width=2048, programs=6, stages=3, shared=True),
+    },
+    whole=[(0, 1)],
+    most_elements=32,
+)
+_FORWARD_CENTRED = cut_choice(
+    "layernorm_fwd",
+    _FORWARD_PLANS,
+    {
+        2048: Cut(threads=128, width=2048),
+        8192: Cut(threads=256, width=8192),
+        16384: Cut(threads=512, width=16384),
+        32768: Cut(threads=1024, width=32768),
+        _ANY: Cut(threads=128, width=4096, programs=4, stages=3, shared=True),
+    },
+    whole=[(0, 1)],
+    most_elements=32,
+)
+_BACKWARD = cut_choice(
+    "rmsnorm_bwd",
+    _BACKWARD_PLANS,
+    {
+        2048: Cut(threads=128, width=2048, programs=4, stages=3),
+        8192: Cut(threads=512, width=8192, programs=1, stages=3),
+        65536: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
+        131072: Cut(threads=256, width=4096, programs=2, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
+    },
+    whole=_PERSISTENT,
+    most_elements=16,
+)
+_BACKWARD_CENTRED = cut_choice(
+    "layernorm_bwd",
+    _BACKWARD_PLANS,
+    {
+        2048: Cut(threads=128, width=2048, programs=4, stages=3),
+        4096: Cut(threads=256, width=4096, programs=2, stages=3),
+        8192: Cut(threads=512, width=8192, programs=1, stages=4),
+        65536: Cut(threads=128, width=2048, programs=3, stages=4, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
+    },
+    whole=_PERSISTENT,
+    most_elements=16,
+)
+
 
 def _plan_forward(
     op: Contract[..., Any],
@@ -565,18 +592,19 @@ def _plan_forward(
     device: torch.device,
 ) -> _ForwardPlan:
     statistics = contracts.statistics_dtype(dtype)
-    cuts = _FORWARD
+    choice = _FORWARD
     if op is contracts.layernorm_fwd:
-        cuts = _FORWARD_CENTRED
+        choice = _FORWARD_CENTRED
     elif op is contracts.rmsnorm_fwd_add:
-        cuts = _FORWARD_ADD
+        choice = _FORWARD_ADD
     run = cut(
-        cuts,
+        choice,
         (_forward_rows, _forward_shared),
         device,
         columns,
         1 + (op is contracts.layernorm_fwd),
         statistics,
+        dtype.itemsize,
         dtype.itemsize * (1 + (op is contracts.rmsnorm_fwd_add)),
         OFFSET=int(offset),
         UNIT=unit,
@@ -602,6 +630,7 @@ def _plan_backward(
         columns,
         1 + centred,
         contracts.statistics_dtype(dtype),
+        dtype.itemsize,
         bytes_read,
         OFFSET=int(offset),
         UNIT=unit,

@@ -27,11 +27,10 @@ from transformer_engine_fl.backends.flagos._arguments import (
 )
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
-    Pieces,
     SharedRows,
-    Tiles,
     WholeRows,
     cut,
+    cut_choice,
     heard,
     tell,
 )
@@ -367,27 +366,39 @@ def _backward_shared(
 
 # -------------------------------------------------------------------------------- plans
 
-_ANY = 2**32
-_FORWARD: Cut = {
-    2048: Tiles(threads=128, width=2048),
-    4096: Tiles(threads=256, width=4096),
-    8192: Tiles(threads=512, width=8192),
-    16384: Tiles(threads=1024, width=16384),
-    32768: Tiles(threads=1024, width=32768, programs=1, stages=3),
-    65536: Pieces(threads=256, width=4096, programs=4, stages=3),
-    _ANY: Pieces(threads=128, width=2048, programs=8, stages=3),
-}
-_BACKWARD: Cut = {
-    1024: Tiles(threads=128, width=1024),
-    4096: Tiles(threads=128, width=4096),
-    8192: Tiles(threads=256, width=8192),
-    16384: Tiles(threads=512, width=16384),
-    65536: Pieces(threads=256, width=4096, programs=3, stages=3),
-    _ANY: Pieces(threads=128, width=2048, programs=8, stages=3),
-}
-
 _PLANS: dict[object, WholeRows | SharedRows] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+_ANY = 2**32
+_FORWARD = cut_choice(
+    "softmax_fwd",
+    _PLANS,
+    {
+        2048: Cut(threads=128, width=2048),
+        4096: Cut(threads=256, width=4096),
+        8192: Cut(threads=512, width=8192),
+        16384: Cut(threads=1024, width=16384),
+        32768: Cut(threads=1024, width=32768, programs=1, stages=3),
+        65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+    },
+    whole=[(0, 1), (1, 3), (2, 3)],
+    most_elements=32,
+)
+_BACKWARD = cut_choice(
+    "softmax_bwd",
+    _PLANS,
+    {
+        1024: Cut(threads=128, width=1024),
+        4096: Cut(threads=128, width=4096),
+        8192: Cut(threads=256, width=8192),
+        16384: Cut(threads=512, width=16384),
+        65536: Cut(threads=256, width=4096, programs=3, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+    },
+    whole=[(0, 1), (1, 3), (2, 3)],
+    most_elements=32,
+)
 
 
 # ---------------------------------------------------------------------------- operators
@@ -445,6 +456,7 @@ def _forward(
             columns,
             2,
             math_dtype(input.dtype),
+            input.dtype.itemsize,
             input.dtype.itemsize + (mask is not None),
             MASK_STEP=mask_step,
             CAUSAL=causal,
@@ -495,6 +507,7 @@ def _backward(
             columns,
             1,
             math_dtype(y.dtype),
+            y.dtype.itemsize,
             y.dtype.itemsize + dy.dtype.itemsize,
             CAUSAL=causal,
             ACC=_TRITON_TYPES[math_dtype(y.dtype)],

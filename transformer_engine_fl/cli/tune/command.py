@@ -13,6 +13,7 @@ from rich.text import Text
 
 from transformer_engine_fl.backends.flagos.tuning import CHOICES, forget, lookup
 from transformer_engine_fl.cli._output import Json, console, print_json, progress_bar, table
+from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, suggestion
 from transformer_engine_fl.core.manager import get_default_manager
 
@@ -51,6 +52,12 @@ def tune(
     check: Annotated[
         bool, typer.Option("--check", help="Measure nothing: say what is wrong in tuning files.")
     ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            "--jobs", "-j", metavar="N", min=1, help="Compile in so many processes beforehand."
+        ),
+    ] = 1,
     json: Json = False,
 ) -> None:
     """Measure what the Triton kernels can choose on this device, and keep it in a file.
@@ -70,6 +77,9 @@ def tune(
 
     measuring.load_families()
     path = _path(output, lookup.name_of(device))
+    if jobs > 1:
+        with progress_bar("compiling") as progress, ended_together():
+            measuring.compile_all(wanted, sizes, dtypes, device, jobs, progress)
     results = _measure(measuring.jobs(wanted, sizes, dtypes), device, path)
     written = any(it.value for it in results)
     if json:

@@ -5,17 +5,20 @@ Which candidates there are, and which calls they are measured with, the families
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from transformer_engine_fl.backends import flagos
 from transformer_engine_fl.backends.flagos.tuning import CHOICES, Choice
-from transformer_engine_fl.backends.flagos.tuning.calls import Calls, Shape
+from transformer_engine_fl.backends.flagos.tuning.calls import CALLS, Calls, Shape
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import TeFlError
 from transformer_engine_fl.core.manager import get_default_manager
@@ -29,6 +32,7 @@ __all__ = [
     "Discarded",
     "Job",
     "Result",
+    "compile_all",
     "jobs",
     "load_families",
     "measure",
@@ -141,6 +145,50 @@ def jobs(wanted: Sequence[Calls], shapes: Sequence[Shape], dtypes: Sequence[str]
         for dtype in dtypes or calls.dtypes
         for shape in shapes or calls.shapes
     ]
+
+
+def compile_all(
+    wanted: Sequence[Calls],
+    shapes: Sequence[Shape],
+    dtypes: Sequence[str],
+    device: torch.device,
+    processes: int,
+    tell: Callable[[int, int, str], None],
+) -> None:
+    """Run every candidate of :func:`jobs` once in several processes.
+
+    What they compile is in Triton's cache on disk afterwards, so that measuring finds it
+    there. That takes much longer than measuring, and one process compiles one at a time.
+
+    Args:
+        wanted, shapes, dtypes: as for :func:`jobs`.
+        device: where.
+        processes: how many.
+        tell: told the jobs done, those in all, and one of them.
+    """
+    question = ([CALLS.index(it) for it in wanted], shapes, dtypes, str(device))
+    count = len(jobs(wanted, shapes, dtypes))
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=8) as pool:
+        rehearsed = pool.imap_unordered(partial(_rehearse, *question), range(count))
+        for done, name in enumerate(rehearsed, start=1):
+            tell(done, count, name)
+
+
+def _rehearse(
+    places: list[int], shapes: Sequence[Shape], dtypes: Sequence[str], where: str, index: int
+) -> str:
+    """Run every candidate of one job on its smaller shape; says which job that was."""
+    load_families()
+    job = jobs([CALLS[place] for place in places], shapes, dtypes)[index]
+    entry = _entry(job.calls.op)
+    with contextlib.suppress(Exception):  # what fails, fails again where it is reported
+        sample = job.sample(job.calls.check_shape(job.shape), where)
+        with job.choice.trial() as keys:
+            entry.fn(*sample.args, **sample.kwargs)
+        for value in job.choice.candidates(*next(iter(keys))):
+            with contextlib.suppress(Exception), job.choice.trial(value):
+                entry.fn(*sample.args, **sample.kwargs)
+    return str(job)
 
 
 def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], None]) -> Result:

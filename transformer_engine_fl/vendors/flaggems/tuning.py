@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from transformer_engine_fl.backends.flagos.tuning import CHOICES, register_tuning
-from transformer_engine_fl.backends.flagos.tuning.lookup import VENDORS
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors import detection
@@ -39,7 +37,7 @@ class _Tuned(NamedTuple):
 
     Attributes:
         choice: its name.
-        fields: of one configuration; None where it means something else here.
+        fields: those that one configuration says; None where it means something else here.
     """
 
     choice: str
@@ -56,7 +54,20 @@ def _cross_entropy(config: Config) -> Mapping[str, int] | None:
     }
 
 
+def _attention(config: Config) -> Mapping[str, int] | None:
+    """BLOCK_M queries to a program, BLOCK_N keys at a time, and V loaded when it is needed."""
+    if config.meta.get("PRE_LOAD_V") or not {"BLOCK_M", "BLOCK_N"} <= set(config.meta):
+        return None
+    return {
+        "rows": config.meta["BLOCK_M"],
+        "columns": config.meta["BLOCK_N"],
+        "threads": _WARP * config.launch.get("num_warps", 4),
+        "stages": config.launch.get("num_stages", 2),
+    }
+
+
 _TUNED: Final = {
+    "attention": (_Tuned("attention_forward", _attention),),
     "cross_entropy_loss": (
         _Tuned("cross_entropy_fwd", _cross_entropy),
         _Tuned("cross_entropy_bwd", _cross_entropy),
@@ -93,6 +104,8 @@ _RULES: Final = {
 
 def register(folder: FlagGemsFolder) -> None:
     """Hand a folder's tuning to the kernels that run on its vendor's device."""
+    from transformer_engine_fl.backends.flagos.tuning import lookup
+
     heuristics: dict[str, Callable[..., Mapping[str, Any] | None]] = {}
     for tuned, configs in _used_configs(folder):
         heuristics[tuned.choice] = _nearest(tuned, configs)
@@ -102,15 +115,15 @@ def register(folder: FlagGemsFolder) -> None:
                 heuristics.setdefault(rule.choice, _asked(folder, name, rule))
     if not heuristics:
         return
-    known = VENDORS.get(folder.info.key)
+    known = lookup.VENDORS.get(folder.info.key)
     if known is not None and known.devices:  # which say which of its kind are the vendor's
-        register_tuning(
+        lookup.register_tuning(
             folder.name,
             heuristics={it: rule for it, rule in heuristics.items() if it not in known.heuristics},
         )
         return
     device = folder.info.device
-    register_tuning(
+    lookup.register_tuning(
         folder.name,
         devices=_ARCHITECTURES.get(device, (device,)),
         heuristics=heuristics,
@@ -163,9 +176,12 @@ def _nearest(
     """A heuristic: the value on the list that is nearest to the kernels' own rule."""
 
     def heuristic(device: str, **key: int) -> Mapping[str, Any] | None:
+        from transformer_engine_fl.backends.flagos.tuning import CHOICES
+
         choice = CHOICES[tuned.choice]
-        own = choice.heuristic(None, *(key[name] for name in choice.key))._asdict()
-        right = [it for it in values if choice.wrong(choice.value(**it)) is None]
+        own: dict[str, Any] = choice.heuristic(None, *(key[name] for name in choice.key))._asdict()
+        whole = [own | dict(it) for it in values]  # what FlagGems does not say stays
+        right = [it for it in whole if choice.wrong(choice.value(**it)) is None]
         if not right or own in right:
             return None
         return min(right, key=lambda it: _distance(it, own))
@@ -175,7 +191,8 @@ def _nearest(
 
 
 def _distance(value: Mapping[str, int], other: Mapping[str, int]) -> float:
-    return sum(abs(math.log2(value[name] / other[name])) for name in value)
+    said = [name for name in value if value[name] != other[name]]
+    return sum(abs(math.log2(value[name] / other[name])) for name in said)
 
 
 def _asked(

@@ -16,7 +16,7 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "normalization", "softmax")
+FAMILIES = ("activation", "attention", "gemm", "normalization", "softmax")
 """The families that the set has a file for."""
 
 
@@ -44,4 +44,12 @@ def register(registry: OpRegistry) -> None:
         min_arch="sm_80",
         is_available=is_available,
         traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
+        differing={
+            # Which of its kernels a library takes depends on the size of the whole.
+            "gemm": {"traits": frozenset({"deterministic", "graph_safe"})},
+            "attention": {
+                "supported_dtypes": frozenset({"bfloat16", "float16"}),
+                "traits": frozenset({"graph_safe"}),
+            },
+        },
     )

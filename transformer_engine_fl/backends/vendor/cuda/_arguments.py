@@ -37,6 +37,7 @@ __all__ = [
     "NOT_A_TENSOR",
     "PLAIN",
     "SIZES",
+    "KnownCalls",
     "Plans",
     "Written",
     "access_width",
@@ -52,6 +53,7 @@ __all__ = [
     "is_number",
     "is_plain",
     "no_memory",
+    "on_device",
     "plain",
     "real",
     "vector_width",
@@ -71,9 +73,19 @@ MOST_COLUMNS: Final = 2**30
 """Columns are 32-bit numbers in the kernels."""
 _MOST_PLANS = 1024
 
+# What the set runs on. The tests, which run the kernels on the CPU, say something else.
+DEVICE_TYPE = "cuda"
+IS_THERE = "is_cuda"
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether it is where the kernels run."""
+    found: bool = getattr(tensor, IS_THERE)
+    return found
+
 
 def _refusal(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "vendor.cuda runs on CUDA devices"
+    return None if device.type == DEVICE_TYPE else "vendor.cuda runs on CUDA devices"
 
 
 _taking = _arguments.Taking(_refusal)
@@ -118,7 +130,7 @@ def decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
                 f"not {type(tensor).__name__}"
             )
     for tensor in tensors:
-        if not tensor.is_cuda:
+        if not on_device(tensor):
             raise NotSupportedError(
                 f"vendor.cuda: {op.name} runs on CUDA devices, not on {tensor.device}"
             )
@@ -185,3 +197,43 @@ class Plans(dict[tuple[Any, ...], T]):
                     self.clear()
                 plan = self[key] = make()
             return plan
+
+
+# --------------------------------------------------------------------- calls seen before
+
+
+class KnownCalls:
+    """Calls that were found to be right and for this set, by all that such a look sees.
+
+    A contract's check takes longer than a library's call; a call like one before needs none.
+    """
+
+    __slots__ = ("_seen",)
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+
+    @staticmethod
+    def like(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What is seen of a call: of tensors all but where they are and what they hold."""
+        facts = (
+            (it.shape, it.dtype, it.stride(), it.device)
+            if type(it) in PLAIN and it.layout is torch.strided
+            else it
+            for it in tensors
+        )
+        return (*facts, options, *map(type, options))
+
+    def __contains__(self, call: tuple[Any, ...]) -> bool:
+        try:
+            return call in self._seen
+        except TypeError:  # a list, say, where none belongs
+            return False
+
+    def add(self, call: tuple[Any, ...]) -> None:
+        """Remember a call; a full memory starts over."""
+        if any(isinstance(it, Tensor) for it in call):
+            return  # of a kind of its own
+        if len(self._seen) >= _MOST_PLANS:
+            self._seen.clear()
+        self._seen.add(call)

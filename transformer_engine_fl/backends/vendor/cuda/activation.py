@@ -29,6 +29,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     fresh,
     is_number,
     is_plain,
+    on_device,
     vector_width,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -227,7 +228,7 @@ class Of(NamedTuple):
 
 def _accepts(of: Of, grad: Tensor | None, x: Tensor) -> bool:
     """Whether the tensors are right, and for this set."""
-    if not ((type(x) in PLAIN or is_plain(x)) and x.is_cuda and x.dtype in NAMES):
+    if not ((type(x) in PLAIN or is_plain(x)) and on_device(x) and x.dtype in NAMES):
         return False
     if of.gated and (x.dim() == 0 or x.shape[-1] % 2):
         return False

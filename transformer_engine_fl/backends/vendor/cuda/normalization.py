@@ -32,6 +32,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     is_number,
     is_plain,
     no_memory,
+    on_device,
     real,
     vector_width,
 )
@@ -378,7 +379,7 @@ def _forward(
     if not (
         (type(input) in PLAIN or is_plain(input))
         and (type(weight) in PLAIN or is_plain(weight))
-        and input.is_cuda
+        and on_device(input)
         and (dtype := input.dtype) in NAMES
         and (weight_dtype := weight.dtype) in NAMES
         and (shape := input.shape)
@@ -473,7 +474,7 @@ def _backward(
         (type(x) in PLAIN or is_plain(x))
         and (type(dy) in PLAIN or is_plain(dy))
         and (type(gamma) in PLAIN or is_plain(gamma))
-        and x.is_cuda
+        and on_device(x)
         and (dtype := x.dtype) in NAMES
         and (dy_dtype := dy.dtype) in NAMES
         and (gamma_dtype := gamma.dtype) in NAMES

@@ -27,6 +27,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     fresh,
     is_number,
     is_plain,
+    on_device,
     plain,
     vector_width,
 )
@@ -198,7 +199,7 @@ def _accepts(*tensors: Tensor) -> bool:
     """Whether these are scores for this set."""
     return all(
         (type(tensor) in PLAIN or is_plain(tensor))
-        and tensor.is_cuda
+        and on_device(tensor)
         and tensor.dtype in NAMES
         and tensor.dim() > 0
         for tensor in tensors

@@ -8,16 +8,31 @@ from __future__ import annotations
 
 from transformer_engine_fl.backends.flagos.tuning.calls import (
     activation,
+    attention,
     dropout,
+    gemm,
     loss,
+    normalization,
     optimizer,
     quantization,
     rope,
+    softmax,
 )
 from transformer_engine_fl.backends.flagos.tuning.calls.call import Calls, Shape
 
 __all__ = ["CALLS", "Calls", "Shape"]
 
-_FAMILIES = (activation, dropout, loss, optimizer, quantization, rope)
+_FAMILIES = (
+    activation,
+    attention,
+    dropout,
+    gemm,
+    loss,
+    normalization,
+    optimizer,
+    quantization,
+    rope,
+    softmax,
+)
 CALLS: tuple[Calls, ...] = tuple(it for family in _FAMILIES for it in family.CALLS)
 """Of every operator that has choices; of one with several kernels there are several."""

@@ -10,35 +10,10 @@
 
 #pragma once
 
+#include "instructions.cuh"
 #include "numeric.cuh"
 
 namespace te_fl {
-
-// Read-only data. With `Once` it is read by nobody else: it does not displace from L1
-// what neighbouring blocks share (gamma and beta).
-template <int Bytes, bool Once, typename Word>
-__device__ __forceinline__ void read_piece(Word* to, const void* from) {
-  static_assert(Bytes == 16 || Bytes == 8 || Bytes == 4 || Bytes == 2, "no such access");
-#define TE_FL_READ(TYPE, RESULTS, OUTPUTS)                                                        \
-  if constexpr (Once) {                                                                           \
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B." TYPE " " RESULTS : OUTPUTS : "l"(from)); \
-  } else {                                                                                        \
-    asm volatile("ld.global.nc." TYPE " " RESULTS : OUTPUTS : "l"(from));                         \
-  }
-#define TE_FL_LIST(...) __VA_ARGS__
-  if constexpr (Bytes == 16) {
-    TE_FL_READ("v4.u32", "{%0, %1, %2, %3}, [%4];",
-               TE_FL_LIST("=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])))
-  } else if constexpr (Bytes == 8) {
-    TE_FL_READ("v2.u32", "{%0, %1}, [%2];", TE_FL_LIST("=r"(to[0]), "=r"(to[1])))
-  } else if constexpr (Bytes == 4) {
-    TE_FL_READ("u32", "%0, [%1];", TE_FL_LIST("=r"(to[0])))
-  } else {
-    TE_FL_READ("u16", "%0, [%1];", TE_FL_LIST("=h"(to[0])))
-  }
-#undef TE_FL_LIST
-#undef TE_FL_READ
-}
 
 // Global to shared memory without passing through registers; zeros if not `valid`.
 // A copy is seen by the thread that issued it after wait_copies, by others after a
@@ -50,28 +25,8 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
     if (valid) read_piece<2, Once>(&word, from);
     *static_cast<unsigned short*>(to) = word;
   } else {
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    const int bytes = valid ? Bytes : 0;
-    if constexpr (Once && Bytes == 16) {  // past L1; smaller ones cannot be
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address),
-                   "l"(from), "r"(bytes)
-                   : "memory");
-    } else {
-      asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(address),
-                   "l"(from), "n"(Bytes), "r"(bytes)
-                   : "memory");
-    }
+    copy_async_piece<Bytes, Once>(to, from, valid);
   }
-}
-
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most Pending of this thread's latest groups are still under way.
-template <int Pending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
 // A vector whose 16-byte chunks lie `stride` bytes apart in shared memory. Volatile:
@@ -79,15 +34,10 @@ __device__ __forceinline__ void wait_copies() {
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> read_chunks(const unsigned char* from, int stride) {
   Vec<T, N> result;
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(from));
   if constexpr (Vec<T, N>::kBytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < Vec<T, N>::kWords; i += 4) {
-      asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(result.words[i]), "=r"(result.words[i + 1]),
-                     "=r"(result.words[i + 2]), "=r"(result.words[i + 3])
-                   : "r"(address + i / 4 * stride)
-                   : "memory");
+      read_shared(result.words + i, from + i / 4 * stride);
     }
   } else {
 #pragma unroll

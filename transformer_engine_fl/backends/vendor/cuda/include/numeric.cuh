@@ -8,6 +8,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "instructions.cuh"
+
 // The names by which the host's macros call the formats.
 using bfloat16 = __nv_bfloat16;
 using float16 = __half;
@@ -120,18 +122,6 @@ __device__ __forceinline__ Vec<T, N> encode(const A (&from)[N]) {
 __device__ __forceinline__ float inverse_sqrt(float value) { return rsqrtf(value); }
 __device__ __forceinline__ double inverse_sqrt(double value) { return 1.0 / sqrt(value); }
 
-// Of one instruction, or two, with an error of about two units in the last place, and for
-// an exponential of |x| / 2 more; subnormal results become zero.
-__device__ __forceinline__ float power_of_two(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-__device__ __forceinline__ float reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 
 __device__ __forceinline__ float exponential(float x) {
@@ -139,12 +129,6 @@ __device__ __forceinline__ float exponential(float x) {
 }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 
-// Unlike fmin it is NaN if one of them is.
-__device__ __forceinline__ float least_or_nan(float a, float b) {
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
 __device__ __forceinline__ double least_or_nan(double a, double b) { return a > b ? b : a; }
 
 // A product that is not fused with what is added to it.

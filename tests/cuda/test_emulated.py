@@ -1,0 +1,62 @@
+"""The CUDA set keeps every contract on a machine without a GPU: its kernels run on the CPU.
+
+A family that the set registers is tested without a word here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+import cuda_emulation
+import pytest
+
+from transformer_engine_fl import testing
+from transformer_engine_fl.backends.vendor import cuda
+from transformer_engine_fl.core.manager import OpManager
+from transformer_engine_fl.core.registry import OpRegistry
+
+LEFT_OUT = ("float16", "float64")
+"""Formats whose code is that of the others; a GPU's run has them."""
+MISSING = cuda_emulation.missing()
+
+
+def _manager() -> OpManager:
+    """The set as it registers itself, but for what it says of devices."""
+    registered, here = OpRegistry(), OpRegistry()
+    cuda.register(registered)
+    for op in registered.list_operators():
+        for impl in registered.get_implementations(op):
+            here.register_impl(
+                dataclasses.replace(impl, devices=None, min_arch=None, is_available=None)
+            )
+    return OpManager(here, builtins=False, plugins=False)
+
+
+def _tests() -> Iterator[object]:
+    """Cases of one operator and dtype, and of one kind, are one test."""
+    if MISSING:
+        return
+    kinds = defaultdict(list)
+    for case in testing.cases("vendor.cuda", manager=_manager()):
+        # The index by which kernels tell devices apart is the same of these and the CPU's.
+        if case.dtype not in LEFT_OUT and "/a tensor on meta" not in case.name:
+            kinds["/".join(case.name.split("/")[:4])].append(case)
+    for kind, cases in kinds.items():
+        yield pytest.param(tuple(cases), id=kind)
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize("cases", list(_tests()))
+def test_the_set_keeps_its_contracts(cases: tuple[testing.Case, ...]) -> None:
+    failed, declined = [], []
+    with cuda_emulation.running():
+        for case in cases:
+            try:
+                declined.append(case.run().declined)
+            except testing.ConformanceError as error:
+                failed.append(str(error))
+    assert not failed, "\n".join(failed)
+    if all(declined):
+        pytest.skip(str(declined[0]))

@@ -1,0 +1,190 @@
+"""Matrix products by the libraries: what is asked of them, and what is left to others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda_emulation
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.vendor.cuda import gemm
+from transformer_engine_fl.core.errors import NotSupportedError
+
+LOW, FULL = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCALES = {"A_scale_inv": torch.full((1,), 0.5), "B_scale_inv": torch.full((1,), 0.25)}
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = LOW, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"gelu": True}, "GELU"),
+        ({"grad": True, "gelu": True, "gelu_input": matrix(16, 32)}, "GELU"),
+        ({"out_dtype": torch.float16}, "does not store products of torch.bfloat16"),
+        ({"bias": torch.ones(32)}, "the bias must have the dtype"),
+        ({"bias": torch.ones(32), "out_dtype": FULL}, "the bias must have the dtype"),
+        ({"bias": torch.ones(32, dtype=LOW), "accumulate_into": matrix(16, 32)}, "not both"),
+        ({"grad": True, "bias_grad": True, "out_dtype": torch.float16}, "does not sum up"),
+        ({"accumulate_into": torch.ones(16, 64)[:, ::2].t().t().double()}, "torch.float64"),
+    ],
+)
+def test_what_takes_more_than_one_call_is_left_to_others(
+    options: dict[str, Any], reason: str
+) -> None:
+    with cuda_emulation.running(), pytest.raises(NotSupportedError, match=reason):
+        gemm.generic_gemm(matrix(32, 48), matrix(16, 48), **options)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options", "reason"),
+    [
+        ((32, 48, E5M2), (16, 48, E5M2), {}, "float8_e5m2 by float8_e5m2"),
+        ((32, 40, E4M3), (16, 40, E4M3), {}, "multiples of 16"),
+        ((40, 48, E4M3), (16, 48, E4M3), {}, "multiples of 16"),
+        ((48, 32, E4M3), (16, 48, E4M3), {"transa": False}, "rows of float8 by rows"),
+        ((32, 48, E4M3), (16, 48, E4M3), {"alpha": 2.0}, "no factor"),
+        ((32, 48, E4M3), (16, 48, E4M3), {"accumulate_into": matrix(16, 32)}, "no accumulation"),
+        ((32, 48, E4M3), (16, 48, E4M3), {"out_dtype": torch.float64}, "float64"),
+        ((32, 48, E4M3), (16, 48, E4M3), {"A_scale_inv": torch.ones(32, 1)}, "scales of blocks"),
+        (
+            (32, 48, E4M3),
+            (16, 48, E4M3),
+            {"out_dtype": FULL, "bias": torch.ones(32)},
+            "bias of a product in torch.float32",
+        ),
+    ],
+)
+def test_float8_that_the_library_does_not_take_is_left_to_others(
+    a: Any, b: Any, options: dict[str, Any], reason: str
+) -> None:
+    with cuda_emulation.running(), pytest.raises(NotSupportedError, match=reason):
+        gemm.generic_gemm(matrix(*a), matrix(*b), **{**SCALES, **options})
+
+
+def test_float8_that_is_not_aligned_is_left_to_others() -> None:
+    wide = matrix(32, 56, E4M3)
+    with cuda_emulation.running(), pytest.raises(NotSupportedError, match="aligned to 16 bytes"):
+        gemm.generic_gemm(wide[:, :48], matrix(16, 48, E4M3), **SCALES)
+
+
+def test_float32_is_not_multiplied_as_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_uses_tf32", lambda: True)
+    with cuda_emulation.running(), pytest.raises(NotSupportedError, match="TF32"):
+        gemm.generic_gemm(matrix(32, 48, FULL), matrix(16, 48, FULL))
+
+
+def test_torch_is_asked_about_tf32_by_its_own_switch() -> None:
+    assert not gemm._uses_tf32()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert gemm._uses_tf32()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert not gemm._uses_tf32()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_parts_of_a_sum_are_not_rounded_and_the_switch_is_as_it_was(
+    name: str, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = f"allow_{name}_reduced_precision_reduction"
+    cublas = torch.backends.cuda.matmul
+    at_first = getattr(cublas, switch)
+    seen = []
+    own = torch.mm
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(getattr(cublas, switch))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    dtype = {"bf16": LOW, "fp16": torch.float16}[name]
+    setattr(cublas, switch, before)
+    try:
+        with cuda_emulation.running():
+            gemm.generic_gemm(matrix(32, 48, dtype), matrix(16, 48, dtype))
+        assert seen == [False]
+        assert getattr(cublas, switch) is before
+    finally:
+        setattr(cublas, switch, at_first)
+
+
+@pytest.mark.parametrize(
+    ("options", "function"),
+    [
+        ({}, "mm"),
+        ({"bias": torch.ones(32, dtype=LOW)}, "addmm"),
+        ({"alpha": 2.0}, "addmm"),
+        ({"accumulate_into": matrix(16, 32)}, "addmm"),
+    ],
+)
+def test_a_product_is_one_call_and_nothing_else(
+    options: dict[str, Any], function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    called: list[str] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            called.append(func._schema.name.removeprefix("aten::"))
+            return func(*args, **(kwargs or {}))
+
+    with cuda_emulation.running(), Watching():
+        gemm.generic_gemm(matrix(32, 48), matrix(16, 48), **options)
+    views = {"t", "detach", "randn", "_to_copy", "empty", "view", "alias"}
+    assert [name for name in called if name not in views] == [function]
+
+
+# ------------------------------------------------------------------------- on a device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [LOW, FULL])
+def test_a_float8_product_has_the_bits_of_the_library(out_dtype: torch.dtype) -> None:
+    a, b = matrix(4096, 2048, E4M3).cuda(), matrix(1024, 2048, E4M3, 1).cuda()
+    scales = {name: it.cuda() for name, it in SCALES.items()}
+    D, *_ = gemm.generic_gemm(a, b, out_dtype=out_dtype, **scales)
+    direct = torch._scaled_mm(
+        b, a.t(), scales["B_scale_inv"], scales["A_scale_inv"], out_dtype=out_dtype
+    )
+    assert D is not None
+    assert torch.equal(D, direct)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("terms", [64, 4096, 100_000])
+@pytest.mark.parametrize("dtype", [LOW, torch.float16])
+def test_long_sums_are_rounded_once(dtype: torch.dtype, terms: int) -> None:
+    a, b = matrix(128, terms, dtype).cuda(), matrix(64, terms, dtype, 1).cuda()
+    for options in ({}, {"out_dtype": FULL}, {"accumulate_into": torch.zeros(64, 128).cuda()}):
+        D, *_ = gemm.generic_gemm(a, b, **options)
+        found = options.get("accumulate_into", D)
+        expected = b.double() @ a.double().t()
+        rounded = 2**-9 if found.dtype == LOW else 2**-12 if found.dtype != FULL else 0
+        error = (found.double() - expected).abs()
+        assert bool((error <= rounded * expected.abs() * 1.01 + 1e-5 * terms**0.5).all())
+
+
+@pytest.mark.gpu
+def test_products_can_be_captured_and_replayed() -> None:
+    a, b = matrix(256, 512).cuda(), matrix(64, 512, seed=1).cuda()
+    bias = torch.ones(256, dtype=LOW, device="cuda")
+    gemm.generic_gemm(a, b, bias=bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        D, *_ = gemm.generic_gemm(a, b, bias=bias)
+    b.copy_(matrix(64, 512, seed=2))
+    graph.replay()
+    expected = ops.generic_gemm.oracle(a, b, bias=bias)[0]
+    assert D is not None
+    assert torch.allclose(D.double(), expected, rtol=2**-8, atol=0.01)

@@ -1,0 +1,328 @@
+"""The CUDA set's kernels on the CPU, for machines without a GPU.
+
+g++ compiles the .cu files as they are, with ``device.h`` in place of what NVRTC knows, and
+with the C++ twins of the two headers that hold PTX; ``engine.cpp`` runs their threads. In
+a :func:`running` block the set takes CPU tensors, and thinks that it has an H200 of few
+multiprocessors.
+
+It holds the set to values, to the bounds of shared memory, to alignment, to barriers that
+all threads reach, and to independence of the order in which threads run. Races between
+threads that run at once, the cost of anything, and what only the hardware does (fences,
+visibility between blocks) are not seen here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib
+import itertools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from cuda_emulation.libraries import STAND_INS
+from transformer_engine_fl.backends.vendor import cuda
+from transformer_engine_fl.backends.vendor.cuda import _arguments, _compile, _launch
+
+__all__ = [
+    "LIMITS",
+    "EmulationError",
+    "Kernel",
+    "fuses",
+    "missing",
+    "prepare",
+    "running",
+    "uses_assembly",
+]
+
+HERE = Path(__file__).parent
+LIMITS = _launch.Limits(9, 0, 2, 232_448, 233_472)
+"""An H200, but for its 132 multiprocessors: so few that grids take several turns."""
+MOST_THREADS = 2048
+"""Threads that a multiprocessor holds."""
+MOST_BLOCKS = 32
+DEVICE = -1
+"""torch's index of the CPU."""
+
+FLAGS = (
+    f"-std={_compile.STANDARD}",
+    "-O1",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fexpensive-optimizations",  # of which contraction is one
+    "-w",
+    "-fno-threadsafe-statics",
+    "-U_FORTIFY_SOURCE",
+)
+CHECKED = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=all")
+
+
+class EmulationError(AssertionError):
+    """A kernel did what CUDA forbids, or does not compile for the CPU."""
+
+
+def missing() -> str | None:
+    """Why kernels cannot be emulated here; None if they can."""
+    if shutil.which("g++") is None:
+        return "there is no g++"
+    if _compile.header_directory() is None:
+        return f"CUDA's headers were not found: {_compile.INSTALL}"
+    return None
+
+
+def uses_assembly() -> list[str]:
+    """The set's files with inline assembly, which g++ cannot compile, and no twin here."""
+    twins = {path.name for path in HERE.glob("*.cuh")}
+    return [
+        path.name
+        for path in (*_compile.FOLDER.glob("*.cu"), *_compile.FOLDER.glob("include/*.cuh"))
+        if path.name not in twins and re.search(r"\basm\b", path.read_text())
+    ]
+
+
+# --------------------------------------------------------------------------- compiling
+
+
+def _plain_cpp(text: str) -> str:
+    """CUDA C++ as C++: variables of shared memory become references into the engine's."""
+    text = re.sub(
+        r"\bextern\s+__shared__\s+(?:__align__\(\d+\)|alignas\(\d+\))?\s*([\w ]+?)\s+(\w+)\[\];",
+        r"\1* const \2 = reinterpret_cast<\1*>(emulation::shared_memory() + "
+        r"emulation::kStaticBytes);",
+        text,
+    )
+    text = re.sub(
+        r"\b__shared__\s+(?P<align>__align__\([^()]*\)|alignas\([^()]*\))?\s*"
+        r"(?P<type>[\w:]+(?:<[^;]*?>)?(?:\s\w+)?)\s+(?P<name>\w+)\s*(?P<sizes>(?:\[[^;]*\])?);",
+        r"auto& \g<name> = []() -> auto& {"
+        r" using Kind = \g<type>\g<sizes>;"
+        r" static const int at = emulation::reserve(sizeof(Kind), 16);"
+        r" return *reinterpret_cast<Kind*>(emulation::shared_memory() + at); }();",
+        text,
+    )
+    # Comments may speak of it; declarations must all have been understood.
+    rest = [line for line in text.splitlines() if "__shared__" in line.partition("//")[0]]
+    if rest:
+        raise EmulationError(f"a declaration that the emulation does not read: {rest[0].strip()}")
+    return text
+
+
+@functools.cache
+def _workshop() -> Path:
+    """A folder with the engine, the headers as C++, and the compiled kernels."""
+    headers = {path.name: path for path in _compile.FOLDER.glob("include/*.cuh")}
+    own = {path.name: path for path in HERE.iterdir() if path.suffix in (".cuh", ".h", ".cpp")}
+    texts = {name: _plain_cpp(path.read_text()) for name, path in headers.items()}
+    texts |= {name: path.read_text() for name, path in own.items()}
+    version = subprocess.check_output(["g++", "--version"], text=True)
+    flags = (*FLAGS, *CHECKED, *_processor_flags())
+    digest = _digest(version, *flags, *itertools.chain(*sorted(texts.items())))
+    root = Path(tempfile.gettempdir()) / f"te_fl_cuda_emulation_{os.getuid()}"
+    folder = root / digest
+    if folder.exists():
+        return folder
+    root.mkdir(exist_ok=True)
+    making = Path(tempfile.mkdtemp(dir=root, prefix=".making_"))
+    for name, text in texts.items():
+        (making / name).write_text(text)
+    try:
+        _run_compiler(making, *CHECKED, "-x", "c++-header", "device.h", "-o", "device.h.gch")
+        _run_compiler(making, "-shared", "-O2", "engine.cpp", "-o", "engine.so")
+        # Whoever comes second finds the folder of the first.
+        with contextlib.suppress(OSError):
+            making.rename(folder)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return folder
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _processor_flags() -> tuple[str, ...]:
+    """Fused multiplication and addition, as CUDA's compilers make it, where there is one."""
+    try:
+        found = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    return ("-mfma",) if " fma " in found else ()
+
+
+def fuses() -> bool:
+    """Whether products are fused with what is added to them."""
+    return bool(_processor_flags())
+
+
+def prepare() -> None:
+    """Compile what all kernels share."""
+    _engine()
+
+
+def _run_compiler(folder: Path, *arguments: str) -> None:
+    command = ["g++", *FLAGS, *_processor_flags(), f"-I{_compile.header_directory()}", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulationError(f"{' '.join(command)}:\n{done.stderr[:6000]}")
+
+
+def _library(specialisation: _compile.Specialisation) -> Path:
+    """The compiled kernel, from the folder or else from the compiler."""
+    text = _plain_cpp(specialisation.path.read_text())
+    macros = [f"#define {macro.replace('=', ' ', 1)}" for macro in specialisation.macros]
+    source = "\n".join(
+        (
+            '#include "device.h"',
+            *macros,
+            f'#line 1 "{specialisation.path.name}"',
+            text,
+            f'extern "C" void entry(void** a) {{ emulation::call({specialisation.kernel}, a); }}',
+            'extern "C" const int* sizes() {'
+            f" return emulation::sizes({specialisation.kernel}); }}",
+        )
+    )
+    folder = _workshop()
+    library = folder / f"{specialisation.source}.{specialisation.kernel}.{_digest(source)}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as making:
+            (Path(making) / "kernel.cpp").write_text(source)
+            files = (f"{making}/kernel.cpp", "-o", f"{making}/kernel.so")
+            # What the checks call is the engine's, not a library's.
+            libraries = ("-nodefaultlibs", "-lstdc++", "-lm", "-lc")
+            try:
+                _run_compiler(folder, *CHECKED, "-I.", "-shared", *files, *libraries)
+            except EmulationError as error:
+                macros = " ".join(specialisation.macros)
+                raise EmulationError(f"{specialisation.path.name} with {macros}: {error}") from None
+            os.replace(f"{making}/kernel.so", library)
+    return library
+
+
+# ----------------------------------------------------------------------------- running
+
+_TYPES: dict[str, Any] = {
+    "P": ctypes.c_void_p,
+    "q": ctypes.c_int64,
+    "Q": ctypes.c_uint64,
+    "i": ctypes.c_int32,
+    "I": ctypes.c_uint32,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
+_one_at_a_time = threading.Lock()
+_turns = itertools.count()
+
+
+@functools.cache
+def _engine() -> Any:
+    engine = ctypes.CDLL(str(_workshop() / "engine.so"), mode=ctypes.RTLD_GLOBAL)
+    launch = engine.emulation_launch
+    launch.restype = ctypes.c_char_p
+    launch.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        ctypes.c_uint,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+    )
+    return launch
+
+
+class Kernel:
+    """What ``_launch.Kernel`` is, on the CPU."""
+
+    def __init__(self, specialisation: _compile.Specialisation, geometry: _launch.Geometry) -> None:
+        self.name = specialisation.kernel
+        self.device = DEVICE
+        self._of = specialisation
+        self._geometry = geometry
+        self._launch = _engine()
+        library = ctypes.CDLL(str(_library(specialisation)))
+        self._entry = ctypes.cast(library.entry, ctypes.c_void_p)
+        library.sizes.restype = ctypes.POINTER(ctypes.c_int)
+        sizes = list(itertools.takewhile(bool, iter(library.sizes())))
+        if sizes != [struct.calcsize(kind) for kind in geometry.arguments]:
+            raise EmulationError(
+                f"{self} has parameters of {sizes} bytes, not {geometry.arguments!r}"
+            )
+        if geometry.shared_bytes > LIMITS.shared_per_block or geometry.threads > 1024:
+            raise EmulationError(f"{self} asks for more than a block has: {geometry}")
+
+    def __str__(self) -> str:
+        return f"{self._of.path.name}: {self.name} with {' '.join(self._of.macros[1:])}"
+
+    def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
+        """Run the kernel."""
+        geometry = self._geometry
+        if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
+            raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
+        struct.pack("@" + geometry.arguments, *values)  # refuses what does not fit
+        held = [_TYPES[kind](value) for kind, value in zip(geometry.arguments, values, strict=True)]
+        addresses = (ctypes.c_void_p * max(1, len(held)))(*map(ctypes.addressof, held))
+        with _one_at_a_time:
+            wrong = self._launch(
+                self._entry,
+                addresses,
+                (ctypes.c_uint * 3)(blocks, rows_of_blocks, 1),
+                geometry.threads,
+                geometry.cluster,
+                geometry.shared_bytes,
+                geometry.dependent,
+                next(_turns) % 2,
+            )
+        if wrong:
+            raise EmulationError(f"{self}: {wrong.decode()}")
+
+    @property
+    def cluster(self) -> int:
+        """Blocks per cluster."""
+        return self._geometry.cluster
+
+    def resident_groups(self) -> int:
+        """How many blocks, or clusters, run at once."""
+        geometry = self._geometry
+        shared = LIMITS.shared_per_multiprocessor // (geometry.shared_bytes + 1024)
+        per_multiprocessor = min(MOST_BLOCKS, MOST_THREADS // geometry.threads, shared)
+        return max(1, per_multiprocessor * LIMITS.multiprocessors // geometry.cluster)
+
+
+@functools.cache
+def load(
+    specialisation: _compile.Specialisation, geometry: _launch.Geometry, device: int
+) -> Kernel:
+    """In place of ``_launch.load``."""
+    assert device == DEVICE
+    return Kernel(specialisation, geometry)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """The set runs on the CPU in this block."""
+    with contextlib.ExitStack() as stack:
+        for where, name, value in (
+            (_launch, "load", load),
+            (_launch, "limits", lambda device: LIMITS),
+            (_arguments, "DEVICE_TYPE", "cpu"),
+            (_arguments, "IS_THERE", "is_cpu"),
+        ):
+            stack.enter_context(mock.patch.object(where, name, value))
+        for family, functions in STAND_INS.items():
+            module = importlib.import_module(f"{cuda.__name__}.{family}")
+            for name, value in functions.items():
+                stack.enter_context(mock.patch.object(module, name, value))
+        yield

@@ -1,0 +1,274 @@
+"""Attention by cuDNN, called through torch: dense batches, with or without a causal mask.
+
+cuDNN leaves the logarithm of the denominators as the contract wants it, so that its forward
+goes with anyone's backward, and anyone's forward with its backward. What torch does not hand
+on to cuDNN (lengths, windows, offsets of softmax), or what comes out otherwise there (random
+numbers, the gradient of a bias, what a query gives that sees no key), is declined.
+
+torch keeps a plan of cuDNN's by the sizes and strides of queries, keys and values, whatever
+those of the output and of its gradient are. So these are always given in one layout, that
+of the format, and queries, keys and values must have the order of the format in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, plain
+from transformer_engine_fl.core.errors import NotSupportedError
+
+__all__ = ["fused_attn_bwd", "fused_attn_fwd"]
+
+_DTYPES: Final = (torch.bfloat16, torch.float16)
+_WIDEST: Final = 128
+"""The widest head that every GPU of the set has both directions for."""
+_LEAST_CUDNN: Final = 90000
+_WITH_ONE: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+"""Whether torch has the logarithms as ``[b, h, s, 1]``: before 2.9 it was ``[b, h, s]``."""
+
+_forward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
+_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
+
+
+def _cudnn_version() -> int:
+    cudnn: Any = torch.backends.cudnn
+    return (cudnn.version() or 0) if cudnn.is_available() else 0
+
+
+# ------------------------------------------------------------------- what is declined
+
+
+def _declined(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    qkv_format: str,
+    attn_mask_type: str,
+    window_size_left: int,
+    window_size_right: int,
+    softmax_type: str,
+    dropout_p: float,
+) -> str | None:
+    """Why cuDNN does not serve that; None if it does."""
+    if _forward is None or _backward is None or _cudnn_version() < _LEAST_CUDNN:
+        return "this torch has no attention by cuDNN 9"
+    if q.dtype not in _DTYPES:
+        return f"cuDNN has no attention of {q.dtype}"
+    if qkv_format == "thd" or "padding" in attn_mask_type:
+        return "torch hands no lengths of sequences on to cuDNN"
+    if bias is not None or softmax_type != "vanilla":
+        return "torch's call of cuDNN has neither the gradient of a bias nor offsets of softmax"
+    if dropout_p:
+        return "cuDNN drops other weights than the contract's generator says"
+    causal = attn_mask_type != "no_mask"
+    if window_size_left != -1 or (window_size_right != -1 and not causal):
+        return "torch hands no window on to cuDNN"
+    length = qkv_format.index("s")
+    sq, skv = q.shape[length], k.shape[length]
+    if causal and sq != skv:
+        return "a causal mask needs as many queries as keys"
+    if not q.numel() or skv < 2:
+        return "cuDNN needs queries, and more than one key"
+    width = q.shape[-1]
+    if v.shape[-1] != width or width % 8 or width > _WIDEST:
+        return f"heads must have a width of 8, 16, ... {_WIDEST}, that of values too"
+    return None
+
+
+def _in_order(tensor: Tensor) -> bool:
+    """Whether its dimensions follow each other in memory, with or without space between."""
+    least = 0
+    for size, stride in zip(tensor.shape[::-1], tensor.stride()[::-1], strict=True):
+        if size == 1:
+            continue
+        if stride < max(least, 1):
+            return False
+        least = size * stride
+    return tensor.stride(-1) == 1
+
+
+def _refuse(op: str, reason: str | None) -> None:
+    if reason is not None:
+        raise NotSupportedError(f"vendor.cuda: {op}: {reason}")
+
+
+# ---------------------------------------------------------------------------- operators
+
+_TO_HEADS: Final = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
+"""The dimensions in cuDNN's order: b, h, s, d."""
+_FROM_HEADS: Final = {"bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
+
+_known = KnownCalls()
+
+
+def _checked(op: Any, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
+    """The tensors, plain, of a call that is right and for cuDNN."""
+    name = op.name
+    *before, bias, _ = tensors
+    call = _known.like((name, *tensors), tuple(options.values()))
+    known = call in _known
+    if not known:
+        op.check(*tensors, **options)
+    given = zip(op.signature.parameters, before, strict=False)
+    plains = [plain(name, parameter, it) for parameter, it in given]
+    if not known:
+        looked_at = {
+            option: options[option]
+            for option in (
+                "qkv_format",
+                "attn_mask_type",
+                "window_size_left",
+                "window_size_right",
+                "softmax_type",
+                "dropout_p",
+            )
+        }
+        q, k, v = plains[1:4] if name == "fused_attn_bwd" else plains
+        _refuse(name, _declined(q, k, v, bias, **looked_at))
+        if not all(map(_in_order, (q, k, v))):
+            _refuse(name, "torch's plans of cuDNN want heads in rows, tokens in order")
+        _known.add(call)
+    return plains
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def fused_attn_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    softmax_offset: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "no_mask",
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softmax_type: str = "vanilla",
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``fused_attn_fwd`` of the contract."""
+    options = {
+        "scale": scale,
+        "qkv_format": qkv_format,
+        "attn_mask_type": attn_mask_type,
+        "window_size_left": window_size_left,
+        "window_size_right": window_size_right,
+        "softmax_type": softmax_type,
+        "dropout_p": dropout_p,
+        "seed": seed,
+        "offset": offset,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+    }
+    tensors = (q, k, v, bias, softmax_offset)
+    q, k, v = _checked(ops.fused_attn_fwd, tensors, options)  # type: ignore[arg-type]
+    order = _TO_HEADS[qkv_format]
+    found = _forward(
+        q.permute(order),
+        k.permute(order),
+        v.permute(order),
+        None,
+        True,
+        0.0,
+        attn_mask_type != "no_mask",
+        False,
+        scale=_scale(q, scale),
+    )
+    out: Tensor = found[0].permute(_FROM_HEADS[qkv_format])
+    lse: Tensor = found[1]
+    return out.contiguous(), lse.view(lse.shape[:3]).contiguous()
+
+
+def fused_attn_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    bias: Tensor | None = None,
+    softmax_offset: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    qkv_format: str = "bshd",
+    attn_mask_type: str = "no_mask",
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softmax_type: str = "vanilla",
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    """``fused_attn_bwd`` of the contract."""
+    options = {
+        "scale": scale,
+        "qkv_format": qkv_format,
+        "attn_mask_type": attn_mask_type,
+        "window_size_left": window_size_left,
+        "window_size_right": window_size_right,
+        "softmax_type": softmax_type,
+        "dropout_p": dropout_p,
+        "seed": seed,
+        "offset": offset,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "cu_seqlens_q_padded": cu_seqlens_q_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+    }
+    tensors = (dout, q, k, v, out, softmax_lse, bias, softmax_offset)
+    checked = _checked(ops.fused_attn_bwd, tensors, options)  # type: ignore[arg-type]
+    dout, q, k, v, out, lse = checked
+    order = _TO_HEADS[qkv_format]
+    nothing = torch.empty((), dtype=torch.int64, device=q.device)  # in place of random numbers
+    lse = lse.contiguous()
+    length = qkv_format.index("s")
+    found = _backward(
+        dout.contiguous().permute(order),
+        q.permute(order),
+        k.permute(order),
+        v.permute(order),
+        out.contiguous().permute(order),
+        lse.unsqueeze(-1) if _WITH_ONE else lse,
+        nothing,
+        nothing,
+        None,
+        None,
+        None,
+        q.shape[length],
+        k.shape[length],
+        0.0,
+        attn_mask_type != "no_mask",
+        scale=_scale(q, scale),
+    )
+    dq, dk, dv = (it.permute(_FROM_HEADS[qkv_format]).contiguous() for it in found)
+    return dq, dk, dv, None, None

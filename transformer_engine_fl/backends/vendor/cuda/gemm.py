@@ -1,0 +1,455 @@
+"""Matrix products by NVIDIA's libraries: cuBLAS and cuBLASLt, called through torch.
+
+No kernel is brought here, and none is added to what the library does in one call: a bias is
+cuBLASLt's epilogue, accumulation is its ``beta``. What the library would need a second
+kernel or a copy for is declined, with the reason: another set fuses it.
+
+Sums are in float32, so torch's switches that allow less are not followed: products of
+float32 are declined where TF32 is on, and sums of parts in a narrow dtype are switched off
+while a product is queued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import ops
+from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, fresh, plain
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.locks import ForkSafeLock
+
+__all__ = ["generic_gemm", "te_general_grouped_gemm"]
+
+_FLOAT8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NARROW: Final = (torch.bfloat16, torch.float16)
+_ALIGNMENT: Final = 16
+"""Of float8: bytes of rows and of addresses, as cuBLASLt asks."""
+
+# Products of narrow dtypes in float32, which torch has for CUDA alone, from 2.8 on.
+_mm_wide: Any = getattr(torch.ops.aten.mm, "dtype_out", None)
+_addmm_wide: Any = getattr(torch.ops.aten.addmm, "dtype_out", None)
+
+
+# ------------------------------------------------------------------- torch's switches
+
+_switching = ForkSafeLock()
+_SWITCHES: Final = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}
+_FLOAT16_SUMS: Final = "allow_fp16_accumulation"
+
+
+@contextlib.contextmanager
+def _sums_in_float32(dtype: torch.dtype) -> Iterator[None]:
+    """Partial sums of products are not rounded to ``dtype`` in this block."""
+    switch = _SWITCHES.get(dtype)
+    if switch is None:
+        yield
+        return
+    cublas = torch.backends.cuda.matmul
+    with _switching:
+        before = getattr(cublas, switch)
+        # Whether a sum may be shared out at all is kept beside it, from torch 2.10 on.
+        parts = getattr(cublas, f"{switch}_split_k", None)
+        _switch(switch, False, parts)
+        try:
+            yield
+        finally:
+            _switch(switch, before, parts)
+
+
+def _switch(name: str, on: bool, parts: bool | None) -> None:
+    setattr(torch.backends.cuda.matmul, name, on if parts is None else (on, parts))
+
+
+def _uses_tf32() -> bool:
+    cublas = torch.backends.cuda.matmul
+    precision = getattr(cublas, "fp32_precision", None)  # from torch 2.9 on
+    return bool(cublas.allow_tf32 if precision is None else precision == "tf32")
+
+
+def _products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    """The block in which products of ``dtype`` are queued."""
+    if dtype == torch.float32 and _uses_tf32():
+        _refuse(op, "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)")
+    if dtype == torch.float16 and getattr(torch.backends.cuda.matmul, _FLOAT16_SUMS, False):
+        _refuse(op, f"torch sums up in float16 (torch.backends.cuda.matmul.{_FLOAT16_SUMS})")
+    return _sums_in_float32(dtype)
+
+
+# ------------------------------------------------------------------- what is declined
+
+
+def _declined(
+    A: Tensor,
+    B: Tensor,
+    transa: bool,
+    transb: bool,
+    *,
+    bias: Tensor | None,
+    gelu: bool,
+    bias_grad: bool,
+    alpha: float,
+    result: torch.dtype,
+    out_dtype: torch.dtype,
+    accumulated: bool,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> str | None:
+    """Why the library does not do that in one call; None if it does.
+
+    Args:
+        result: the dtype in which the product is stored.
+        out_dtype: that of the other outputs.
+        accumulated: whether it is added to what is there.
+        scales: of A and of B.
+        A, B, transa, transb, bias, gelu, bias_grad, alpha: the contract's.
+    """
+    if gelu:
+        return "torch's products neither return GELU's input nor take its gradient"
+    if (
+        bias_grad
+        and out_dtype != B.dtype
+        and not (out_dtype == torch.float32 and B.dtype in _NARROW)
+    ):
+        return f"torch does not sum up {B.dtype} and round to {out_dtype} once"
+    if B.dtype in _FLOAT8:
+        return _float8_declined(
+            A, B, transa, transb, bias, alpha, result, accumulated or bias_grad, scales
+        )
+    if result != B.dtype:
+        if result != torch.float32 or B.dtype not in _NARROW:
+            return f"cuBLAS does not store products of {B.dtype} as {result}"
+        if _mm_wide is None or _addmm_wide is None:
+            return f"this torch has no products of {B.dtype} in float32"
+    if bias is None:
+        return None
+    if accumulated:
+        return "one call adds a bias, or what is accumulated, not both"
+    if bias.dtype != B.dtype or result != B.dtype:
+        return f"the bias must have the dtype of B and of D, not {bias.dtype}"
+    return None
+
+
+def _float8_declined(
+    A: Tensor,
+    B: Tensor,
+    transa: bool,
+    transb: bool,
+    bias: Tensor | None,
+    alpha: float,
+    result: torch.dtype,
+    more: bool,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> str | None:
+    limits = _launch.limits(B.get_device())
+    if (limits.major, limits.minor) < (8, 9):
+        return f"float8 needs sm_89, this is sm_{limits.major}{limits.minor}"
+    if more or alpha != 1:
+        return "torch's product of float8 has no factor, no accumulation and no sums"
+    if any(scale is None or scale.dtype != torch.float32 or scale.ndim != 1 for scale in scales):
+        return "scales of blocks lie in memory otherwise than cuBLASLt reads them"
+    if not transa or transb:
+        return "cuBLASLt multiplies rows of float8 by rows: transa=True, transb=False"
+    if A.dtype == B.dtype == torch.float8_e5m2:
+        return "cuBLASLt multiplies no float8_e5m2 by float8_e5m2"
+    columns, terms = A.shape
+    if columns % _ALIGNMENT or terms % _ALIGNMENT or not terms:
+        return f"K={terms} and N={columns} must be multiples of {_ALIGNMENT} for float8"
+    if result == torch.float64:
+        return "cuBLASLt has no product of float8 in float64"
+    if bias is not None and (result == torch.float32 or bias.dtype != result):
+        return f"the bias of a product in {result} cannot be {bias.dtype}"
+    return None
+
+
+def _refuse(op: str, reason: str | None) -> None:
+    if reason is not None:
+        raise NotSupportedError(f"vendor.cuda: {op}: {reason}")
+
+
+# --------------------------------------------------------------------------- one product
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """All dimensions but the last are rows."""
+    return tensor if tensor.ndim == 2 else tensor.unsqueeze(0).flatten(0, -2)
+
+
+def _place(op: str, tensor: Tensor) -> Tensor:
+    """The memory of a tensor that is written, as a matrix."""
+    if tensor.is_neg() or tensor.is_conj():
+        raise NotSupportedError(f"vendor.cuda: {op}: the sign of what is written is kept apart")
+    written = plain(op, "accumulate_into", tensor)
+    try:
+        return written if written.ndim == 2 else written.view(-1, written.shape[-1])
+    except RuntimeError:
+        reason = "what is accumulated into is no matrix in memory"
+        raise NotSupportedError(f"vendor.cuda: {op}: {reason}") from None
+
+
+def _multiply(
+    op: str,
+    out: Tensor,
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    alpha: float,
+    beta: float | None,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """``out = alpha * left @ right``, and the bias or ``beta`` times ``out`` if it is one."""
+    if left.dtype in _FLOAT8:
+        _check_memory(op, left, right.t())
+        scale_right, scale_left = scales
+        assert scale_left is not None
+        assert scale_right is not None
+        torch._scaled_mm(
+            left, right, scale_left, scale_right, bias=bias, out_dtype=out.dtype, out=out
+        )
+    elif bias is not None:
+        torch.addmm(bias, left, right, alpha=alpha, out=out)
+    elif beta is None and alpha == 1:
+        if out.dtype == left.dtype:
+            torch.mm(left, right, out=out)
+        else:
+            _mm_wide(left, right, out.dtype, out=out)
+    elif out.dtype == left.dtype:
+        torch.addmm(out, left, right, beta=beta or 0, alpha=alpha, out=out)
+    else:
+        _addmm_wide(out, left, right, out.dtype, beta=beta or 0, alpha=alpha, out=out)
+
+
+def _check_memory(op: str, *operands: Tensor) -> None:
+    """Decline float8 that cuBLASLt cannot read where it lies."""
+    for it in operands:
+        if it.dtype in _FLOAT8 and (
+            it.stride(-1) != 1 or it.stride(0) % _ALIGNMENT or it.data_ptr() % _ALIGNMENT
+        ):
+            raise NotSupportedError(
+                f"vendor.cuda: {op}: float8 must lie in rows that are aligned to {_ALIGNMENT} bytes"
+            )
+
+
+def _column_sum(op: str, B: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the rows."""
+    result = fresh(op, B, (B.shape[-1],), dtype)
+    torch.sum(B, 0, dtype=dtype, out=result)
+    return result
+
+
+_known = KnownCalls()
+
+
+def generic_gemm(
+    A: Tensor,
+    B: Tensor,
+    *,
+    transa: bool = True,
+    transb: bool = False,
+    bias: Tensor | None = None,
+    gelu: bool = False,
+    gelu_input: Tensor | None = None,
+    grad: bool = False,
+    bias_grad: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    accumulate_into: Tensor | None = None,
+    A_scale_inv: Tensor | None = None,
+    B_scale_inv: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``generic_gemm`` of the contract."""
+    name, into = "generic_gemm", accumulate_into
+    tensors = (A, B, bias, gelu_input, into, A_scale_inv, B_scale_inv)
+    options = (transa, transb, gelu, grad, bias_grad, alpha, beta, out_dtype)
+    call = _known.like(tensors, options)
+    known = call in _known
+    if not known:
+        ops.generic_gemm.check(
+            A,
+            B,
+            transa=transa,
+            transb=transb,
+            bias=bias,
+            gelu=gelu,
+            gelu_input=gelu_input,
+            grad=grad,
+            bias_grad=bias_grad,
+            alpha=alpha,
+            beta=beta,
+            accumulate_into=accumulate_into,
+            A_scale_inv=A_scale_inv,
+            B_scale_inv=B_scale_inv,
+            out_dtype=out_dtype,
+        )
+    a, b = plain(name, "A", A), plain(name, "B", B)
+    dtype = out_dtype or (torch.bfloat16 if b.dtype in _FLOAT8 else b.dtype)
+    scales = (
+        None if A_scale_inv is None else plain(name, "A_scale_inv", A_scale_inv),
+        None if B_scale_inv is None else plain(name, "B_scale_inv", B_scale_inv),
+    )
+    if not known:
+        reason = _declined(
+            _matrix(a),
+            b,
+            transa,
+            transb,
+            bias=bias,
+            gelu=gelu,
+            bias_grad=bias_grad,
+            alpha=alpha,
+            result=dtype if into is None else into.dtype,
+            out_dtype=dtype,
+            accumulated=into is not None,
+            scales=scales,
+        )
+        _refuse(name, reason)
+        _known.add(call)
+    rows_of_a, rows_of_b = _matrix(a), _matrix(b)
+    left = rows_of_b.t() if transb else rows_of_b
+    right = rows_of_a.t() if transa else rows_of_a
+    columns = right.shape[1]
+    D = None
+    if into is None:
+        out = D = fresh(name, b, (left.shape[0], columns), dtype)
+    else:
+        out = _place(name, into)
+    with _products(name, b.dtype):
+        _multiply(
+            name,
+            out,
+            left,
+            right,
+            None if bias is None else plain(name, "bias", bias),
+            alpha,
+            None if D is not None else beta,
+            scales,
+        )
+        dbias = _column_sum(name, rows_of_b, dtype) if bias_grad else None
+    if D is not None and not transb and b.ndim != 2:
+        D = D.view(*b.shape[:-1], columns)
+    return D, dbias, None
+
+
+# ------------------------------------------------------------------------------- groups
+
+
+def _groups(tensors: list[Tensor], m_splits: list[int] | None) -> list[Tensor]:
+    """Each group's matrix."""
+    if m_splits is None or len(tensors) == len(m_splits):
+        return tensors
+    return list(torch.split(tensors[0], m_splits))
+
+
+def _scales_of(
+    scales: list[Tensor] | None, tensors: list[Tensor], groups: int
+) -> list[Tensor | None]:
+    """Each group's scale; of groups in one matrix that of the matrix."""
+    if scales is None:
+        return [None] * groups
+    found: list[Tensor | None] = [
+        plain("te_general_grouped_gemm", "scale_inv", it) for it in scales
+    ]
+    return found if len(tensors) == groups else found * groups
+
+
+def te_general_grouped_gemm(
+    A: list[Tensor],
+    B: list[Tensor],
+    m_splits: list[int] | None = None,
+    *,
+    transa: bool = True,
+    transb: bool = False,
+    bias: list[Tensor] | None = None,
+    gelu: bool = False,
+    gelu_input: Tensor | None = None,
+    grad: bool = False,
+    bias_grad: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    accumulate_into: list[Tensor] | None = None,
+    A_scale_inv: list[Tensor] | None = None,
+    B_scale_inv: list[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``te_general_grouped_gemm`` of the contract: one call of the library for each group.
+
+    torch's grouped products want the weights in one tensor and the splits on the device;
+    the contract has a tensor for each weight, and the splits on the host.
+    """
+    name = "te_general_grouped_gemm"
+    ops.te_general_grouped_gemm.check(
+        A,
+        B,
+        m_splits,
+        transa=transa,
+        transb=transb,
+        bias=bias,
+        gelu=gelu,
+        gelu_input=gelu_input,
+        grad=grad,
+        bias_grad=bias_grad,
+        alpha=alpha,
+        beta=beta,
+        accumulate_into=accumulate_into,
+        A_scale_inv=A_scale_inv,
+        B_scale_inv=B_scale_inv,
+        out_dtype=out_dtype,
+    )
+    a = _groups([plain(name, "A", it) for it in A], m_splits)
+    b = _groups([plain(name, "B", it) for it in B], m_splits)
+    count = len(b)
+    scales = list(
+        zip(_scales_of(A_scale_inv, A, count), _scales_of(B_scale_inv, B, count), strict=True)
+    )
+    biases: list[Tensor | None] = [None] * count
+    if bias is not None:
+        biases = [plain(name, "bias", it) for it in bias]
+    dtype = out_dtype or (torch.bfloat16 if b[0].dtype in _FLOAT8 else b[0].dtype)
+    lefts = [it.t() if transb else it for it in b]
+    rights = [it.t() if transa else it for it in a]
+    rows = [it.shape[0] for it in lefts]
+    D, written = None, accumulate_into
+    if written is None:
+        D = fresh(name, b[0], (sum(rows), rights[0].shape[1]), dtype)
+        places = list(torch.split(D, rows))
+    else:
+        places = [_place(name, it) for it in written]
+        places = places if len(places) == count else list(torch.split(places[0], rows))
+    for i in range(count):
+        reason = _declined(
+            a[i],
+            b[i],
+            transa,
+            transb,
+            bias=biases[i],
+            gelu=gelu,
+            bias_grad=bias_grad,
+            alpha=alpha,
+            result=places[i].dtype,
+            out_dtype=dtype,
+            accumulated=D is None,
+            scales=scales[i],
+        )
+        _refuse(name, reason)
+        _check_memory(name, lefts[i], rights[i].t())  # before anything is written
+    with _products(name, b[0].dtype):
+        for place, left, right, added, scale in zip(
+            places, lefts, rights, biases, scales, strict=True
+        ):
+            _multiply(
+                name, place, left, right, added, alpha, None if D is not None else beta, scale
+            )
+        dbias = None
+        if bias_grad:
+            dbias = fresh(name, b[0], (count, b[0].shape[1]), dtype)
+            for i, it in enumerate(b):
+                torch.sum(it, 0, dtype=dtype, out=dbias[i])
+    return D, dbias, None

@@ -1,0 +1,92 @@
+// Instructions that CUDA C++ has no name for, each a function.
+//
+// Inline assembly stands here and in cluster.cuh, nowhere else: the tests run the kernels
+// on the CPU with C++ in place of these two files (tests/cuda_emulation).
+
+#pragma once
+
+namespace te_fl {
+
+// Of one instruction, or two, with an error of about two units in the last place, and for
+// an exponential of |x| / 2 more; subnormal results become zero.
+__device__ __forceinline__ float power_of_two(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Unlike fmin it is NaN if one of them is.
+__device__ __forceinline__ float least_or_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// Read-only data. With `Once` it is read by nobody else: it does not displace from L1
+// what neighbouring blocks share (gamma and beta).
+template <int Bytes, bool Once, typename Word>
+__device__ __forceinline__ void read_piece(Word* to, const void* from) {
+  static_assert(Bytes == 16 || Bytes == 8 || Bytes == 4 || Bytes == 2, "no such access");
+#define TE_FL_READ(TYPE, RESULTS, OUTPUTS)                                                        \
+  if constexpr (Once) {                                                                           \
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B." TYPE " " RESULTS : OUTPUTS : "l"(from)); \
+  } else {                                                                                        \
+    asm volatile("ld.global.nc." TYPE " " RESULTS : OUTPUTS : "l"(from));                         \
+  }
+#define TE_FL_LIST(...) __VA_ARGS__
+  if constexpr (Bytes == 16) {
+    TE_FL_READ("v4.u32", "{%0, %1, %2, %3}, [%4];",
+               TE_FL_LIST("=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])))
+  } else if constexpr (Bytes == 8) {
+    TE_FL_READ("v2.u32", "{%0, %1}, [%2];", TE_FL_LIST("=r"(to[0]), "=r"(to[1])))
+  } else if constexpr (Bytes == 4) {
+    TE_FL_READ("u32", "%0, [%1];", TE_FL_LIST("=r"(to[0])))
+  } else {
+    TE_FL_READ("u16", "%0, [%1];", TE_FL_LIST("=h"(to[0])))
+  }
+#undef TE_FL_LIST
+#undef TE_FL_READ
+}
+
+// 16 bytes of shared memory. Volatile: reading twice means two reads, not values kept in
+// registers meanwhile.
+__device__ __forceinline__ void read_shared(unsigned* to, const void* from) {
+  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(from)))
+               : "memory");
+}
+
+// Global to shared memory without passing through registers; zeros if not `valid`. Past L1
+// if `Once`, where that can be: 16 bytes at a time.
+template <int Bytes, bool Once>
+__device__ __forceinline__ void copy_async_piece(void* to, const void* from, bool valid) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  const int bytes = valid ? Bytes : 0;
+  if constexpr (Once && Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address),
+                 "l"(from), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(address),
+                 "l"(from), "n"(Bytes), "r"(bytes)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most Pending of this thread's latest groups are still under way.
+template <int Pending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+}  // namespace te_fl

@@ -1,0 +1,225 @@
+"""Running every case of a set, in this process or in several."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import multiprocessing
+import os
+import shlex
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+import torch
+
+from transformer_engine_fl.core.errors import ConfigurationError, TeFlError
+from transformer_engine_fl.core.manager import OpManager, get_default_manager
+from transformer_engine_fl.testing import machine
+from transformer_engine_fl.testing.case import Case, cases, devices, dtypes_of
+from transformer_engine_fl.testing.outcome import ConformanceError
+from transformer_engine_fl.testing.scorecard import Failure, Row, Scorecard
+
+__all__ = ["verify"]
+
+PACKAGES = ("torch", "triton")
+
+DECIDING = ("TRITON_INTERPRET",)
+"""What decides how kernels run."""
+
+REPEATED_VARIABLES = ("TE_FL_PLUGIN_MODULES", *DECIDING)
+"""What decides which implementations there are, so that a command needs them again."""
+
+Progress = Callable[[int, int, str, int], None]
+"""Told the cases done, those in all, the operator it is at, how many have failed."""
+
+Results = tuple[list[Row], list[Failure]]
+
+
+class _Part(NamedTuple):
+    """The cases of an operator's dtype on a device."""
+
+    device: str
+    operator: str
+    dtype: str
+
+
+def verify(
+    impl_id: str,
+    *,
+    operators: Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+    on: Iterable[str] | None = None,
+    only: Iterable[str] | None = None,
+    every: int = 1,
+    jobs: int = 1,
+    manager: OpManager | None = None,
+    progress: Progress | None = None,
+) -> Scorecard:
+    """Run every case of a set, whatever fails on the way.
+
+    Args:
+        impl_id, operators, dtypes, only, manager: as for ``cases``.
+        on: devices; each type of this machine that the set runs on unless given.
+        every: run one case in so many of each operator and dtype, the first among them.
+        jobs: so many processes share the cases. They are started anew, so they have what
+            plugins registered and not what the program did, and only the default manager.
+        progress: told before each case and at the end; of several processes, after each
+            operator's dtype, of which ``done`` and ``total`` are then numbers.
+
+    Raises:
+        UnknownOperatorError, ConfigurationError: as ``cases``; or several ``jobs`` with a
+            ``manager`` or ``only``, or a number below 1.
+        TeFlError: one of several processes was ended.
+    """
+    if every < 1 or jobs < 1:
+        raise ConfigurationError(f"every and jobs are at least 1; given: {every} and {jobs}")
+    if jobs > 1 and (manager is not None or only is not None):
+        raise ConfigurationError(
+            "jobs: only 1 with cases asked for by name or a manager of your own"
+        )
+    manager = manager or get_default_manager()
+    operators = None if operators is None else tuple(operators)
+    dtypes = None if dtypes is None else tuple(dtypes)
+    only = None if only is None else tuple(only)
+    places = tuple(on) if on is not None else devices(impl_id, operators=operators, manager=manager)
+    progress = progress or (lambda *_: None)
+    start = time.perf_counter()
+    if jobs > 1:
+        parts = [
+            _Part(place, *names)
+            for place in places
+            for names in dtypes_of(impl_id, operators=operators, dtypes=dtypes, device=place)
+        ]
+        rows, failures = _shared(impl_id, parts, every, jobs, progress)
+    else:
+        find = functools.partial(cases, impl_id, operators=operators, dtypes=dtypes, only=only)
+        found = [
+            (place, case)
+            for place in places
+            for case in _each(every, find(device=place, manager=manager))
+        ]
+        rows, failures = _run(found, manager, progress)
+    whole = operators is None and only is None
+    covered = {row.operator for row in rows}
+    kinds = {place.partition(":")[0] for place in places}
+    return Scorecard(
+        impl_id=impl_id,
+        source=_source(impl_id, manager),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=time.perf_counter() - start,
+        every=every,
+        versions=machine.versions(PACKAGES)
+        | {"torch built for": machine.torch_build()}
+        | {name: os.environ[name] for name in DECIDING if name in os.environ},
+        devices=[it for it in machine.devices() if it["device"].partition(":")[0] in kinds],
+        rows=tuple(rows),
+        failures=tuple(failures),
+        missing=tuple(sorted(set(manager.registry.contracts) - covered)) if whole else None,
+    )
+
+
+def _each(every: int, found: Iterable[Case]) -> Iterator[Case]:
+    seen: dict[tuple[str, str], int] = {}
+    for case in found:
+        key = (case.operator, case.dtype)
+        seen[key] = seen.get(key, -1) + 1
+        if seen[key] % every == 0:
+            yield case
+
+
+def _run(found: list[tuple[str, Case]], manager: OpManager, progress: Progress) -> Results:
+    rows: dict[tuple[str, str, str], Row] = {}
+    failures: list[Failure] = []
+    contracts = manager.registry.contracts
+    for done, (device, case) in enumerate(found):
+        progress(done, len(found), case.operator, len(failures))
+        key = (case.operator, device, case.dtype)
+        if key not in rows:
+            rows[key] = Row(key[0], contracts[case.operator].family, device, case.dtype)
+        try:
+            outcome = case.run()
+        except ConformanceError as error:
+            rows[key].count(case, None, error.worst)
+            failures.append(_failure(case, device, error))
+        else:
+            rows[key].count(case, outcome, outcome.worst)
+    progress(len(found), len(found), "", len(failures))
+    return list(rows.values()), failures
+
+
+# ------------------------------------------------------------------- several processes
+
+
+def _shared(impl_id: str, parts: list[_Part], every: int, jobs: int, progress: Progress) -> Results:
+    done: dict[_Part, Results] = {}
+    failed = 0
+    context = multiprocessing.get_context("spawn")  # a device does not survive a fork
+    with ProcessPoolExecutor(jobs, context, _start, (jobs,)) as pool:
+        waiting = {pool.submit(_part, impl_id, part, every): part for part in parts}
+        progress(0, len(parts), "", 0)
+        try:
+            for future in as_completed(waiting):
+                part = waiting[future]
+                done[part] = future.result()
+                failed += len(done[part][1])
+                progress(len(done), len(parts), part.operator, failed)
+        except BrokenProcessPool as error:
+            open_ = sorted({part.operator for part in parts if part not in done})[: 2 * jobs]
+            raise TeFlError(
+                f"a process that ran cases of {impl_id} was ended; not done: "
+                f"{', '.join(open_)}; run these with --op and one job"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+    results = [done[part] for part in parts]
+    return [row for it, _ in results for row in it], [one for _, it in results for one in it]
+
+
+def _start(jobs: int) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+
+
+def _part(impl_id: str, part: _Part, every: int) -> Results:
+    found = cases(impl_id, operators=(part.operator,), dtypes=(part.dtype,), device=part.device)
+    chosen = [(part.device, case) for case in _each(every, found)]
+    return _run(chosen, get_default_manager(), lambda *_: None)
+
+
+# ---------------------------------------------------------------------- what is reported
+
+
+def _failure(case: Case, device: str, error: ConformanceError) -> Failure:
+    """In text: an exception would keep the tensors of the call."""
+    cause = error.__cause__
+    raised = cause is not None and not isinstance(cause, ConformanceError)
+    return Failure(
+        case.name,
+        device,
+        said=str(error).removeprefix(f"{case.name}: ").removeprefix(f"{case.name} "),
+        traceback="".join(traceback.format_exception(cause)) if cause and raised else None,
+        reproduce=_reproduction(case, device),
+    )
+
+
+def _reproduction(case: Case, device: str) -> str:
+    """The command that runs a case alone."""
+    set_here = [f"{name}={os.environ[name]}" for name in REPEATED_VARIABLES if name in os.environ]
+    command = ("te-fl", "verify", case.impl_id, "--device", device, "--case", case.name)
+    return shlex.join([*set_here, *command])
+
+
+def _source(impl_id: str, manager: OpManager) -> str:
+    """The set or plugin that registered it, with the version of what it was installed as."""
+    for report in manager.registry.snapshot().sources.values():
+        if any(label.endswith(f"/{impl_id}") for label in report.registered):
+            try:
+                version = f" {importlib.metadata.version(report.origin)}"
+            except importlib.metadata.PackageNotFoundError:
+                version = ""
+            return f"{report.name} ({report.origin}{version})"
+    return "registered by the program"
