@@ -299,3 +299,14 @@ def test_single_operators_of_a_set_may_differ_from_the_others() -> None:
     assert forward.traits == {"deterministic", "graph_safe"}
     assert backward.traits == {"graph_safe"}
     assert (forward.vendor, backward.vendor) == ("acme", "acme")
+
+
+def test_a_stand_in_gives_way_to_who_comes_under_its_id() -> None:
+    registry = OpRegistry(contracts={})
+    common = {"op_name": "op", "impl_id": "vendor.acme", "kind": "reference"}
+    registry.register_impl(OpImpl(**common, fn=lambda x: 1, stand_in=True))  # type: ignore[arg-type]
+    registry.register_impl(OpImpl(**common, fn=lambda x: 2))  # type: ignore[arg-type]
+    (impl,) = registry.get_implementations("op")
+    assert not impl.stand_in
+    with pytest.raises(DuplicateImplError):
+        registry.register_impl(OpImpl(**common, fn=lambda x: 3, stand_in=False))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cuda_emulation
 import pytest
 
 from transformer_engine_fl.backends.vendor.cuda import _compile, _launch
@@ -43,3 +44,16 @@ def poisoned() -> Iterator[None]:
     with Guarded() as memory:
         yield
     assert memory.broken() is None
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the set's kernels run: on the CPU, emulated, and where there is a GPU on that."""
+    if request.param == "gpu":
+        yield "cuda"
+        return
+    reason = cuda_emulation.missing()
+    if reason:
+        pytest.skip(reason)
+    with cuda_emulation.running():
+        yield "cpu"

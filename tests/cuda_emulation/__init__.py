@@ -24,8 +24,10 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ LIMITS = _launch.Limits(9, 0, 2, 232_448, 233_472)
 MOST_THREADS = 2048
 """Threads that a multiprocessor holds."""
 MOST_BLOCKS = 32
+A_WEEK = 7 * 24 * 3600.0
 DEVICE = -1
 """torch's index of the CPU."""
 
@@ -74,6 +77,8 @@ class EmulationError(AssertionError):
 
 def missing() -> str | None:
     """Why kernels cannot be emulated here; None if they can."""
+    if sys.platform != "linux":
+        return f"kernels are emulated on Linux, not on {sys.platform}"
     if shutil.which("g++") is None:
         return "there is no g++"
     if _compile.header_directory() is None:
@@ -132,7 +137,10 @@ def _workshop() -> Path:
     folder = root / digest
     if folder.exists():
         return folder
-    root.mkdir(exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    for other in root.iterdir():  # of sources that are no more
+        if time.time() - other.stat().st_mtime > A_WEEK:
+            shutil.rmtree(other, ignore_errors=True)
     making = Path(tempfile.mkdtemp(dir=root, prefix=".making_"))
     for name, text in texts.items():
         (making / name).write_text(text)
@@ -212,15 +220,6 @@ def _library(specialisation: _compile.Specialisation) -> Path:
 
 # ----------------------------------------------------------------------------- running
 
-_TYPES: dict[str, Any] = {
-    "P": ctypes.c_void_p,
-    "q": ctypes.c_int64,
-    "Q": ctypes.c_uint64,
-    "i": ctypes.c_int32,
-    "I": ctypes.c_uint32,
-    "f": ctypes.c_float,
-    "d": ctypes.c_double,
-}
 _one_at_a_time = threading.Lock()
 _turns = itertools.count()
 
@@ -256,7 +255,10 @@ class Kernel:
         self._entry = ctypes.cast(library.entry, ctypes.c_void_p)
         library.sizes.restype = ctypes.POINTER(ctypes.c_int)
         sizes = list(itertools.takewhile(bool, iter(library.sizes())))
-        if sizes != [struct.calcsize(kind) for kind in geometry.arguments]:
+        # What follows the other parameters may be one parameter, a structure of numbers.
+        self._parameters = len(sizes)
+        kinds = [struct.calcsize(kind) for kind in geometry.arguments]
+        if sizes and sizes != [*kinds[: len(sizes) - 1], sum(kinds[len(sizes) - 1 :])]:
             raise EmulationError(
                 f"{self} has parameters of {sizes} bytes, not {geometry.arguments!r}"
             )
@@ -271,9 +273,15 @@ class Kernel:
         geometry = self._geometry
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
             raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
-        struct.pack("@" + geometry.arguments, *values)  # refuses what does not fit
-        held = [_TYPES[kind](value) for kind, value in zip(geometry.arguments, values, strict=True)]
-        addresses = (ctypes.c_void_p * max(1, len(held)))(*map(ctypes.addressof, held))
+        # As a launch on a device packs them: refuses what does not fit.
+        packed = struct.pack("@" + geometry.arguments, *values)
+        held = ctypes.create_string_buffer(packed, max(1, len(packed)))
+        offsets = [
+            struct.calcsize("@" + geometry.arguments[: at + 1]) - struct.calcsize(kind)
+            for at, kind in enumerate(geometry.arguments[: self._parameters])
+        ]
+        start = ctypes.addressof(held)
+        addresses = (ctypes.c_void_p * max(1, len(offsets)))(*(start + at for at in offsets))
         with _one_at_a_time:
             wrong = self._launch(
                 self._entry,

@@ -10,6 +10,9 @@ inline float without_subnormals(float x) {
 
 inline float power_of_two(float x) { return without_subnormals(exp2f(without_subnormals(x))); }
 inline float reciprocal(float x) { return without_subnormals(1.0f / without_subnormals(x)); }
+inline unsigned long long wide_product(unsigned a, unsigned b) {
+  return static_cast<unsigned long long>(a) * b;
+}
 inline float least_or_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
 
 template <int Bytes, bool Once, typename Word>

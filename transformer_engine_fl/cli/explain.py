@@ -36,13 +36,22 @@ def explain(
     environment: TE_FL_PREFER=reference te-fl explain rmsnorm_fwd. The exit code is 1 if
     nothing serves.
     """
-    manager = get_default_manager()
+    manager = _manager(op)
     decision = _decide(manager, op, device, arch, dtype)
     if json:
         print_json(decision.to_dict())
     else:
         _show(decision)
     raise typer.Exit(0 if decision.selected else 1)
+
+
+def _manager(op: str) -> OpManager:
+    """The default manager; for an ATen operator, with those registered."""
+    if op.startswith("aten::"):
+        from transformer_engine_fl.integrations.aten import prepared
+
+        return prepared()
+    return get_default_manager()
 
 
 def _decide(

@@ -227,7 +227,7 @@ class OpRegistry:
             operators = dict(before.operators)
             for entry in entries:
                 op_name = self.canonical(entry.impl.op_name)
-                present = operators.get(op_name, ())
+                present = _making_way(entry, operators.get(op_name, ()))
                 _refuse_duplicate(entry, present)
                 operators[op_name] = (*present, entry)
             sources = dict(before.sources)
@@ -320,6 +320,12 @@ class StagedRegistry(OpRegistry):
     def _commit(self, entries: list[Entry], source: tuple[str, Any] | None = None) -> None:
         super()._commit(entries, source)
         self.added.extend(entries)
+
+
+def _making_way(entry: Entry, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Those registered so far, without the stand-in of that id."""
+    same = entry.impl.impl_id
+    return tuple(it for it in present if not (it.impl.stand_in and it.impl.impl_id == same))
 
 
 def _refuse_duplicate(entry: Entry, present: tuple[Entry, ...]) -> None:

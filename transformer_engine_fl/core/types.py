@@ -89,6 +89,7 @@ class OpImpl:
             unknown, and is treated as mutating. A contract's own statement wins.
         opt_in: serves only where a policy names its vendor or its id; a kind does not
             name it.
+        stand_in: gives way to an implementation that is registered later under its id.
 
     Raises:
         RegistrationError: the description contradicts itself.
@@ -108,6 +109,7 @@ class OpImpl:
     traits: Collection[str] = frozenset()
     mutates: tuple[str, ...] | None = None
     opt_in: bool = False
+    stand_in: bool = False
 
     def __post_init__(self) -> None:
         named = (("op_name", OP_NAME), ("impl_id", NAME)) + (("vendor", NAME),) * bool(self.vendor)

@@ -52,6 +52,8 @@ def _names(effective: EffectivePolicy) -> Iterator[tuple[str, str, str]]:
     policy = effective.policy
     tokens = [(policy.prefer or "flagos", "prefer")]
     for op_name, order in (policy.per_op_order or {}).items():
+        if "::" in op_name:
+            continue  # another namespace's are registered when they are first routed
         yield "operator", op_name, "per_op_order"
         tokens += [(token, "per_op_order") for token in order]
     for text, field in tokens:

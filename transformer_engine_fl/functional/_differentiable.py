@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ class _Differentiable(torch.autograd.Function):
         options: dict[str, Any],
         places: dict[str, int],
         wanted: int | None,
+        run: Callable[..., Any] | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         backward = CATALOGUE[op_name].backward
@@ -37,7 +40,8 @@ class _Differentiable(torch.autograd.Function):
         known = {name: tensors[place] for name, place in places.items()}
         args, keywords = _arranged(op_name, known)
         manager = get_default_manager()
-        outputs = _outputs(op_name, manager.call(op_name, *args, **keywords, **options))
+        forward = functools.partial(manager.call, op_name) if run is None else run
+        outputs = _outputs(op_name, forward(*args, **keywords, **options))
         known |= {f"output[{place}]": output for place, output in enumerate(outputs)}
         saved = {name: known.get(source) for name, source in backward.saves.items()}
         for name, other in backward.saved_with.items():
@@ -60,8 +64,15 @@ class _Differentiable(torch.autograd.Function):
         return returned
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: tuple[Tensor | None, ...] = _Differentiable.once(ctx, *grads)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _not_twice(ctx, gradients)
+        return gradients
+
+    @staticmethod
+    @once_differentiable
+    def once(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         backward = CATALOGUE[ctx.op_name].backward
         assert backward is not None
         given = dict(zip(ctx.grads, grads, strict=False))
@@ -72,14 +83,38 @@ class _Differentiable(torch.autograd.Function):
         for owners, gradient in zip(backward.gradients, gradients, strict=True):
             for owner in (owners,) if isinstance(owners, str) else owners:
                 place = ctx.places[owner]
-                if ctx.needs_input_grad[4 + place]:
+                if ctx.needs_input_grad[5 + place]:
                     before = returned[place]
                     returned[place] = gradient if before is None else before + gradient
-        return None, None, None, None, *returned
+        return None, None, None, None, None, *returned
+
+
+def _not_twice(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients; who differentiates them gets an error.
+
+    torch's ``once_differentiable`` sees to it only where what came into the backward has a
+    gradient. That of what was saved would be taken for zero.
+    """
+    if any(it is not None and it.requires_grad for it in gradients):
+        return gradients
+    if not any(it is not None and it.requires_grad for it in ctx.saved_tensors):
+        return gradients
+    refuse = torch._C._functions.DelayedError(
+        f"{ctx.op_name}: its gradients cannot be differentiated again: the operators have no "
+        "second derivative",
+        len(gradients),
+    )
+    fresh: Any = [it if it is None else it.detach().requires_grad_() for it in gradients]
+    refused: tuple[Tensor | None, ...] = refuse(*fresh)
+    return refused
 
 
 def apply(
-    op_name: str, options: dict[str, Any], *tensors: Tensor | None, outputs: int | None = None
+    op_name: str,
+    options: dict[str, Any],
+    *tensors: Tensor | None,
+    outputs: int | None = None,
+    run: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, ...]:
     """The operator's outputs, those that have a gradient first.
 
@@ -87,6 +122,7 @@ def apply(
         options: the other arguments by name, tensors among them.
         tensors: the operator's first arguments.
         outputs: how many of them are wanted, where some without a gradient are.
+        run: what runs the forward; who the policy chooses unless given.
     """
     contract = CATALOGUE[op_name]
     keywords, plain = {}, {}
@@ -99,7 +135,8 @@ def apply(
             plain[name] = value
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if not (wanted and torch.is_grad_enabled()):
-        value = get_default_manager().call(op_name, *tensors, **keywords, **plain)
+        forward = functools.partial(get_default_manager().call, op_name) if run is None else run
+        value = forward(*tensors, **keywords, **plain)
         return _outputs(op_name, value)[:outputs]
     given = {**dict(zip(contract.signature.parameters, tensors, strict=False)), **keywords}
     places: dict[str, int] = {}
@@ -109,7 +146,9 @@ def apply(
         places[name] = same[0] if same else len(different)
         if not same:
             different.append(tensor)
-    result: tuple[Tensor, ...] = _Differentiable.apply(op_name, plain, places, outputs, *different)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _Differentiable.apply(  # type: ignore[no-untyped-call]
+        op_name, plain, places, outputs, run, *different
+    )
     return result
 
 

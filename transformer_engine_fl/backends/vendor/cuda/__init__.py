@@ -16,7 +16,18 @@ __all__ = ["FAMILIES", "INFO", "is_available", "register"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
-FAMILIES = ("activation", "attention", "gemm", "normalization", "softmax")
+FAMILIES = (
+    "activation",
+    "attention",
+    "dropout",
+    "gemm",
+    "moe",
+    "normalization",
+    "padding",
+    "rope",
+    "router",
+    "softmax",
+)
 """The families that the set has a file for."""
 
 

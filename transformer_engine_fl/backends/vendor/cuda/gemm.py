@@ -12,15 +12,21 @@ while a product is queued.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends.vendor.cuda import _launch
-from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, fresh, plain
+from transformer_engine_fl.backends.vendor.cuda._arguments import (
+    KnownCalls,
+    check_fresh,
+    fresh,
+    plain,
+)
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
@@ -39,49 +45,54 @@ _addmm_wide: Any = getattr(torch.ops.aten.addmm, "dtype_out", None)
 # ------------------------------------------------------------------- torch's switches
 
 _switching = ForkSafeLock()
-_SWITCHES: Final = {
-    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
-    torch.float16: "allow_fp16_reduced_precision_reduction",
-}
-_FLOAT16_SUMS: Final = "allow_fp16_accumulation"
 
 
-@contextlib.contextmanager
-def _sums_in_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Partial sums of products are not rounded to ``dtype`` in this block."""
-    switch = _SWITCHES.get(dtype)
-    if switch is None:
-        yield
-        return
-    cublas = torch.backends.cuda.matmul
-    with _switching:
-        before = getattr(cublas, switch)
-        # Whether a sum may be shared out at all is kept beside it, from torch 2.10 on.
-        parts = getattr(cublas, f"{switch}_split_k", None)
-        _switch(switch, False, parts)
-        try:
-            yield
-        finally:
-            _switch(switch, before, parts)
+class _WholeSums:
+    """A block in which partial sums of products are not rounded to their narrow dtype.
+
+    torch's public properties for these switches take longer than a small product.
+    """
+
+    __slots__ = ("_before", "_get", "_set")
+
+    def __init__(self, dtype: str) -> None:
+        name = f"cublas_allow_{dtype}_reduced_precision_reduction"
+        self._get: Callable[[], Any] = getattr(torch._C, f"_get_{name}")
+        self._set: Callable[..., None] = getattr(torch._C, f"_set_{name}")
+
+    def __enter__(self) -> None:
+        _switching.acquire(timeout=-1)
+        found = self._get()
+        # Whether a sum may be shared out at all comes with it, from torch 2.10 on.
+        self._before = found if isinstance(found, tuple) else (found,)
+        if self._before[0]:
+            self._set(False, *self._before[1:])
+
+    def __exit__(self, *error: object) -> None:
+        if self._before[0]:
+            self._set(*self._before)
+        _switching.release()
 
 
-def _switch(name: str, on: bool, parts: bool | None) -> None:
-    setattr(torch.backends.cuda.matmul, name, on if parts is None else (on, parts))
+_WHOLE_SUMS: Final = {torch.bfloat16: _WholeSums("bf16"), torch.float16: _WholeSums("fp16")}
+_AS_THEY_ARE: Final = contextlib.nullcontext()
+_float32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # from 2.9 on
+_sums_in_float16: Any = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", bool)
 
 
 def _uses_tf32() -> bool:
-    cublas = torch.backends.cuda.matmul
-    precision = getattr(cublas, "fp32_precision", None)  # from torch 2.9 on
-    return bool(cublas.allow_tf32 if precision is None else precision == "tf32")
+    if _float32_precision is None:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    return bool(_float32_precision("cuda", "matmul") == "tf32")
 
 
 def _products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
     """The block in which products of ``dtype`` are queued."""
     if dtype == torch.float32 and _uses_tf32():
         _refuse(op, "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)")
-    if dtype == torch.float16 and getattr(torch.backends.cuda.matmul, _FLOAT16_SUMS, False):
-        _refuse(op, f"torch sums up in float16 (torch.backends.cuda.matmul.{_FLOAT16_SUMS})")
-    return _sums_in_float32(dtype)
+    if dtype == torch.float16 and _sums_in_float16():
+        _refuse(op, "torch sums up in float16 (torch.backends.cuda.matmul)")
+    return _WHOLE_SUMS.get(dtype, _AS_THEY_ARE)
 
 
 # ------------------------------------------------------------------- what is declined
@@ -175,6 +186,13 @@ def _refuse(op: str, reason: str | None) -> None:
 
 
 # --------------------------------------------------------------------------- one product
+
+
+def _taken(op: str, name: str, tensor: Tensor, known: bool) -> Tensor:
+    """The tensor, plain; one that a known call had may be it already."""
+    if known and not (tensor.requires_grad or tensor.is_neg()):
+        return tensor
+    return plain(op, name, tensor)
 
 
 def _matrix(tensor: Tensor) -> Tensor:
@@ -289,11 +307,11 @@ def generic_gemm(
             B_scale_inv=B_scale_inv,
             out_dtype=out_dtype,
         )
-    a, b = plain(name, "A", A), plain(name, "B", B)
+    a, b = _taken(name, "A", A, known), _taken(name, "B", B, known)
     dtype = out_dtype or (torch.bfloat16 if b.dtype in _FLOAT8 else b.dtype)
     scales = (
-        None if A_scale_inv is None else plain(name, "A_scale_inv", A_scale_inv),
-        None if B_scale_inv is None else plain(name, "B_scale_inv", B_scale_inv),
+        None if A_scale_inv is None else _taken(name, "A_scale_inv", A_scale_inv, known),
+        None if B_scale_inv is None else _taken(name, "B_scale_inv", B_scale_inv, known),
     )
     if not known:
         reason = _declined(
@@ -318,7 +336,8 @@ def generic_gemm(
     columns = right.shape[1]
     D = None
     if into is None:
-        out = D = fresh(name, b, (left.shape[0], columns), dtype)
+        out = D = allocator(b.device)((left.shape[0], columns), (columns, 1), dtype)
+        check_fresh(name, D)
     else:
         out = _place(name, into)
     with _products(name, b.dtype):
@@ -327,7 +346,7 @@ def generic_gemm(
             out,
             left,
             right,
-            None if bias is None else plain(name, "bias", bias),
+            None if bias is None else _taken(name, "bias", bias, known),
             alpha,
             None if D is not None else beta,
             scales,

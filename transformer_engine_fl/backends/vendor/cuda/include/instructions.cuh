@@ -89,4 +89,11 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// All 64 bits of a product. Of two widened numbers the compiler adds the high words' zeros.
+__device__ __forceinline__ unsigned long long wide_product(unsigned a, unsigned b) {
+  unsigned long long result;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 }  // namespace te_fl

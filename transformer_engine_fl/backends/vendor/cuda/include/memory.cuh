@@ -120,4 +120,18 @@ __device__ __forceinline__ void store(T* to, const Vec<T, N>& value) {
   }
 }
 
+// As `store`, where the compiler would make several stores of one.
+template <int N, typename T>
+__device__ __forceinline__ void store_at_once(T* to, const Vec<T, N>& value) {
+  if constexpr (Vec<T, N>::kBytes % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < Vec<T, N>::kWords; i += 4) {
+      __stwb(reinterpret_cast<uint4*>(to) + i / 4, make_uint4(value.words[i], value.words[i + 1],
+                                                            value.words[i + 2], value.words[i + 3]));
+    }
+  } else {
+    store(to, value);
+  }
+}
+
 }  // namespace te_fl

@@ -15,6 +15,8 @@ using bfloat16 = __nv_bfloat16;
 using float16 = __half;
 using float32 = float;
 using float64 = double;
+using int32 = int;
+using int64 = long long;
 
 namespace te_fl {
 

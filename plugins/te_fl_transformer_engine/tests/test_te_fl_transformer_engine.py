@@ -1,0 +1,271 @@
+"""The adapters, held to the contracts over a stand-in with Transformer Engine's signatures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import te_fl_transformer_engine
+import torch
+from te_fl_transformer_engine import IMPL_ID, OPERATORS, operators
+from torch import Tensor
+
+from transformer_engine_fl import (
+    ArgumentError,
+    NotSupportedError,
+    OpManager,
+    OpRegistry,
+    PluginError,
+    ops,
+)
+from transformer_engine_fl.integrations.tex import ADAPTERS
+
+Calls = list[tuple[str, tuple[Any, ...]]]
+
+
+DType = SimpleNamespace(kFloat32=4, kFloat16=5, kBFloat16=6)
+
+NAMES = {4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
+
+
+def stand_in(calls: Calls) -> ModuleType:
+    """A module with the functions of ``transformer_engine_torch``: float64, then rounded."""
+    module = ModuleType("transformer_engine_torch")
+    module.__file__ = f"transformer_engine_torch{EXTENSION_SUFFIXES[0]}"
+    module.DType = DType  # type: ignore[attr-defined]
+
+    def exact(name: str, *args: Any, **kwargs: Any) -> Any:
+        return ops.CATALOGUE[name].oracle(*args, **kwargs)
+
+    def norm_fwd(name: str, x: Tensor, params: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
+        eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma = rest
+        assert ln_out is None
+        assert quantizer is None
+        assert sm_margin == 0
+        assert x.ndim == 2
+        results = exact(name, x, *params, eps, zero_centered_gamma=zero_centered_gamma)
+        return [results[0].to(NAMES[otype]), *(it.float() for it in results[1:])]
+
+    def rmsnorm_fwd(input: Tensor, weight: Tensor, *rest: Any) -> Any:
+        output, rsigma = norm_fwd("rmsnorm_fwd", input, (weight,), rest)
+        return [output, None, rsigma]
+
+    def layernorm_fwd(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+        return norm_fwd("layernorm_fwd", input, (weight, bias), rest)
+
+    def norm_bwd(name: str) -> Any:
+        def backward(dy: Tensor, x: Tensor, *rest: Any) -> Any:
+            *saved, sm_margin, zero_centered_gamma = rest
+            assert sm_margin == 0
+            assert x.ndim == 2
+            assert isinstance(zero_centered_gamma, bool)
+            results = exact(name, dy, x, *saved, zero_centered_gamma=zero_centered_gamma)
+            return [it.to(x.dtype) for it in results]
+
+        return backward
+
+    def activation(name: str) -> Any:
+        def forward(input: Tensor, quantizer: Any) -> Tensor:
+            assert quantizer is None
+            return exact(name, input).to(input.dtype)
+
+        return forward
+
+    def derivative(name: str) -> Any:
+        def backward(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Tensor:
+            assert quantizer is None
+            return exact(name, grad, fwd_input).to(fwd_input.dtype)
+
+        return backward
+
+    def softmax(name: str) -> Any:
+        def forward(input: Tensor, *rest: Any) -> Tensor:
+            assert input.dtype in (torch.float16, torch.bfloat16)
+            return exact(name, input, *rest).to(input.dtype)
+
+        def backward(output_grad: Tensor, softmax_output: Tensor, scale: float) -> Tensor:
+            result = exact(name, output_grad, softmax_output, scale).to(softmax_output.dtype)
+            return output_grad.copy_(result)  # over what it was given, as the kernels do
+
+        return backward if name.endswith("_backward") else forward
+
+    functions: dict[str, Any] = {"rmsnorm_fwd": rmsnorm_fwd, "layernorm_fwd": layernorm_fwd}
+    for name in OPERATORS:
+        if "softmax" in name:
+            functions[name] = softmax(name)
+        elif "norm" in name and name not in functions:
+            functions[name] = norm_bwd(name)
+        elif name not in functions:
+            known = ADAPTERS[name].parameters == ("input", "quantizer")
+            functions[name] = activation(name) if known else derivative(name)
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls.append((name, args))
+            return function(*args)
+
+        return call
+
+    for name, function in functions.items():
+        setattr(module, name, recorded(name, function))
+    return module
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """The calls of the stand-in, which is there in place of Transformer Engine."""
+    seen: Calls = []
+    parent, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    for module in (parent, pytorch, stand_in(seen)):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    operators.extension.cache_clear()
+    yield seen
+    operators.extension.cache_clear()
+
+
+SAMPLES = [
+    pytest.param(name, sample, id=f"{name}-{dtype}-{sample.label}")
+    for name in OPERATORS
+    for dtype in ("float32", "bfloat16")
+    for sample in ops.CATALOGUE[name].samples(dtype, "cpu")
+]
+
+
+@pytest.mark.parametrize(("name", "sample"), SAMPLES)
+def test_values_are_the_contracts_or_the_call_is_declined(
+    name: str, sample: Any, calls: Calls
+) -> None:
+    contract = ops.CATALOGUE[name]
+    before = [it.clone() if isinstance(it, Tensor) else it for it in sample.args]
+    if set(sample.kwargs) - {"zero_centered_gamma"}:
+        pytest.skip("an option that dispatch does not pass on to it")
+    try:
+        results = getattr(operators, name)(*sample.args, **sample.kwargs)
+    except NotSupportedError:
+        assert calls == []
+        return
+    shapes = contract.shapes(*sample.args, **sample.kwargs)
+    expected = contract.oracle(*sample.args, **sample.kwargs)
+    if isinstance(results, Tensor):
+        results, shapes, expected = (results,), (shapes,), (expected,)
+    given = [str(it.dtype).removeprefix("torch.") for it in sample.args if isinstance(it, Tensor)]
+    assert len(results) == len(expected)
+    for result, shape, value in zip(results, shapes, expected, strict=True):
+        assert (result.shape, result.dtype) == (shape.shape, shape.dtype)
+        assert result.is_contiguous()
+        assert not result.requires_grad
+        own = str(result.dtype).removeprefix("torch.")
+        tolerance = contract.tolerance_for(*given, own)
+        scale = value.square().mean().sqrt() if value.numel() else 0.0
+        bound = tolerance.rtol * value.abs() + tolerance.atol * scale
+        assert ((result.double() - value).abs() <= bound).all()
+    for kept, argument in zip(before, sample.args, strict=True):
+        if isinstance(argument, Tensor):
+            assert torch.equal(kept, argument), "an argument was written"
+
+
+def test_the_typical_sample_of_each_operator_is_served(calls: Calls) -> None:
+    for name in OPERATORS:
+        served = 0
+        for sample in ops.CATALOGUE[name].samples("bfloat16", "cpu"):
+            try:
+                getattr(operators, name)(*sample.args, **sample.kwargs)
+            except (NotSupportedError, TypeError):
+                continue
+            served += 1
+        assert served, name
+
+
+def test_a_norm_is_called_by_rows_with_the_modules_own_dtype(calls: Calls) -> None:
+    x, w = torch.randn(2, 3, 8).bfloat16(), torch.ones(8).bfloat16()
+    operators.rmsnorm_fwd(x, w, 1e-3, zero_centered_gamma=True)
+    ((name, args),) = calls
+    assert name == "rmsnorm_fwd"
+    assert args[0].shape == (6, 8)
+    assert args[2:] == (1e-3, None, None, DType.kBFloat16, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reason"),
+    [
+        ("gelu", (torch.ones(2, dtype=torch.float64),), "float64 is not taken"),
+        ("gelu", (torch.ones(0),), "empty tensors"),
+        ("gelu", (torch.ones(2, device="meta"),), "there is no data"),
+        ("dgelu", (torch.ones(2).bfloat16(), torch.ones(2)), "one dtype is taken"),
+        ("rmsnorm_fwd", (torch.ones(2, 8).bfloat16(), torch.ones(8)), "weight is torch.float32"),
+        ("scaled_softmax_forward", (torch.ones(1, 1, 2, 8),), "half precision is taken"),
+        ("scaled_softmax_forward", (torch.ones(1, 1, 2, 9).half(),), "by eights"),
+        ("scaled_softmax_forward", (torch.ones(2, 8).half(),), "4 dimensions are taken"),
+        ("scaled_softmax_forward", (torch.ones(1, 1, 1, 8).half(),), "at least 2 queries"),
+        (
+            "scaled_masked_softmax_forward",
+            (torch.ones(1, 2, 2, 8).half(), torch.zeros(1, 2, 2, 8).bool()),
+            "a mask",
+        ),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_declined_before_they_are_called(
+    name: str, args: tuple[Any, ...], reason: str, calls: Calls
+) -> None:
+    with pytest.raises(NotSupportedError, match=reason):
+        getattr(operators, name)(*args)
+    assert calls == []
+
+
+def test_called_directly_with_wrong_arguments_it_refuses(calls: Calls) -> None:
+    with pytest.raises(ArgumentError, match="weight"):
+        operators.rmsnorm_fwd(torch.ones(2, 8), torch.ones(5))
+    assert calls == []
+
+
+def test_what_it_registers_fits_the_contracts_and_is_in_the_list() -> None:
+    registry = OpRegistry()
+    te_fl_transformer_engine.register(registry)
+    assert set(registry.list_operators()) == set(OPERATORS) == set(ADAPTERS)
+    for name in OPERATORS:
+        (impl,) = registry.get_implementations(name)
+        assert (impl.impl_id, impl.vendor) == (IMPL_ID, "transformer_engine")
+
+
+def test_each_function_fits_its_contract(calls: Calls) -> None:
+    from transformer_engine_fl.core.contract import fit
+
+    for name in OPERATORS:
+        fit(ops.CATALOGUE[name].signature, getattr(operators, name), name)
+
+
+def test_without_transformer_engine_nothing_serves_and_explain_says_why() -> None:
+    if "transformer_engine" in sys.modules or te_fl_transformer_engine.is_available() is True:
+        pytest.skip("there is one here")
+    registry = OpRegistry()
+    te_fl_transformer_engine.register(registry)
+    manager = OpManager(registry, builtins=False, plugins=False)
+    assert "Transformer Engine is not installed" in str(manager.explain("rmsnorm_fwd"))
+
+
+def test_a_module_of_that_name_that_is_not_nvidias_is_not_called(
+    calls: Calls, tmp_path: Path
+) -> None:
+    sys.modules["transformer_engine_torch"].__file__ = str(tmp_path / "anothers.py")
+    with pytest.raises(PluginError, match=r"anothers\.py, not NVIDIA's"):
+        _ = operators.gelu
+
+
+def test_a_function_that_a_release_has_not_is_named(calls: Calls) -> None:
+    del sys.modules["transformer_engine_torch"].silu  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="has no 'silu'"):
+        _ = operators.silu
+
+
+def test_the_installed_entry_point_names_this_module() -> None:
+    points = entry_points(group="te_fl.plugin", name="transformer_engine")
+    if not points:
+        pytest.skip("not installed, only on the path")
+    (point,) = points
+    assert point.load() is te_fl_transformer_engine

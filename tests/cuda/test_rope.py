@@ -1,0 +1,228 @@
+"""Rotary position embedding in CUDA C++: what the samples of the contracts do not cover."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_engine_fl import testing
+from transformer_engine_fl.backends.vendor.cuda import rope
+from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.ops import rope as contracts
+
+LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
+def check(op: str, *args: Any, **kwargs: Any) -> None:
+    """The values of the contract, on fenced memory."""
+    contract = getattr(contracts, op)
+    expected = contract.oracle(*args, **kwargs)
+    with testing.Guarded() as memory:
+        found = getattr(rope, op)(*args, **kwargs)
+    assert memory.broken() is None
+    if isinstance(found, Tensor):
+        found, expected = (found,), (expected,)
+    for one, right in zip(found, expected, strict=True):
+        worst = testing.compare(one, right, contract.tolerance[str(one.dtype)[6:]])
+        assert worst.ratio <= 1, worst
+
+
+def tokens(*shape: int, device: str, dtype: torch.dtype = LOW) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def table(rows: int, rotated: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 1, 1, rotated, generator=generator).to(device) * 10
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"qkv_format": ["sbhd"]}, "qkv_format"),
+        ({"interleaved": 1}, "interleaved"),
+        ({"cp_size": 1.0}, "cp_size"),
+        ({"cp_rank": 1}, "cp_rank"),
+        ({"cu_seqlens": torch.zeros(3, dtype=torch.int32)}, "cu_seqlens"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        rope.fused_rope_forward(tokens(4, 2, 3, 8, device="cpu"), table(4, 8, "cpu"), **options)
+    assert raised.value.argument == named
+
+
+def test_wrong_options_are_named_after_right_ones(device: str) -> None:
+    x, freqs = tokens(4, 2, 3, 8, device=device), table(4, 8, device)
+    rope.fused_rope_forward(x, freqs)
+    for options in ({"cp_size": True}, {"cp_size": 1.0}, {"interleaved": 0}, {"cp_rank": 0.0}):
+        with pytest.raises(ArgumentError):
+            rope.fused_rope_forward(x, freqs, **options)
+    qkv, split = tokens(4, 2, 1, 24, device=device), (8, 8, 8)
+    rope.fused_qkv_rope_forward(qkv, freqs, freqs, qkv_split=split)
+    for wrong in ((8.0, 8, 8), (8, 8), None, "888"):
+        with pytest.raises(ArgumentError):
+            rope.fused_qkv_rope_forward(qkv, freqs, freqs, qkv_split=wrong)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------- cosines and sines
+
+
+@pytest.mark.parametrize("most", [4.0, 1e3, 2.0**21, 2.0**30, 1e38])
+def test_cosines_and_sines_of_angles_of_every_size(most: float, device: str) -> None:
+    """(1, 0) turns into (cos a, sin b): all in float32, within what the header promises."""
+    generator = torch.Generator().manual_seed(3)
+    random = torch.rand(16 * 128, generator=generator, dtype=torch.float64)
+    half = random[1::2] / (torch.pi / 2) * (2**20 / most if most > 2**20 else 1)
+    random[1::2] = (half * most).round() * torch.pi / 2 / most  # where one of them is near 0
+    signs = torch.tensor([1.0, -1.0]).repeat(16 * 64)
+    freqs = (random * most * signs).float().view(16, 1, 1, 128).to(device)
+    x = torch.zeros(16, 128, device=device)
+    x[:, :64] = 1
+    turned = rope.fused_rope_forward(x.view(16, 1, 1, 128), freqs).double()
+    exact = freqs.double()
+    assert (turned[..., :64] - exact[..., :64].cos()).abs().max() <= 1e-7
+    assert (turned[..., 64:] - exact[..., 64:].sin()).abs().max() <= 1e-7
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_an_angle_beyond_the_largest_and_those_beside_it(interleaved: bool, device: str) -> None:
+    freqs = table(6, 32, device)
+    places = torch.arange(0, 6 * 32, 7, device=device)
+    freqs.view(-1)[places] = torch.logspace(6.4, 30, len(places)).to(device)
+    x = tokens(6, 2, 3, 32, device=device, dtype=FULL)
+    check("fused_rope_forward", x, freqs, interleaved=interleaved)
+    alone = rope.fused_rope_forward(x, freqs)
+    freqs[2] = 1e9
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(alone[others], rope.fused_rope_forward(x, freqs)[others])
+
+
+def test_an_angle_that_is_no_number_stays_with_its_own_feature(device: str) -> None:
+    freqs = table(6, 32, device)
+    freqs[2, 0, 0, 3] = torch.nan
+    freqs[4, 0, 0, 5] = torch.inf
+    x = tokens(6, 1, 3, 32, device=device, dtype=FULL)
+    strange = rope.fused_rope_forward(x, freqs).isnan()
+    expected = torch.zeros_like(strange)
+    expected[2, :, :, 3] = expected[4, :, :, 5] = True
+    assert torch.equal(strange, expected)
+
+
+# -------------------------------------------------------------------------- the kernel
+
+
+# d, of which d2 turn: a power of two, another, all but two, a few of many, more than the
+# threads of a block have.
+@pytest.mark.parametrize("dtype", [LOW, FULL, DOUBLE])
+@pytest.mark.parametrize(
+    "widths", [(128, 128), (96, 96), (80, 78), (192, 64), (500, 6), (1032, 1026), (4096, 4096)]
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_features_of_every_width(
+    widths: tuple[int, int], interleaved: bool, dtype: torch.dtype, device: str
+) -> None:
+    width, rotated = widths
+    freqs = table(5, rotated, device)
+    x = tokens(3, 5, 6, width, device=device, dtype=dtype)
+    options = {"qkv_format": "bshd", "interleaved": interleaved}
+    check("fused_rope_forward", x, freqs, **options)
+    check("fused_rope_backward", x, freqs, **options)
+
+
+@pytest.mark.parametrize("heads", [1, 5, 11, 64, 71, 130])
+def test_any_number_of_heads(heads: int, device: str) -> None:
+    freqs = table(37, 24, device)
+    check("fused_rope_forward", tokens(37, 3, heads, 32, device=device), freqs)
+    options = {"qkv_split": (128, 32, 48)}
+    qkv = tokens(37, 1, heads, 208, device=device)
+    check("fused_qkv_rope_forward", qkv, freqs, freqs[..., :8], **options)
+    widths = ((4 * heads, 32), (heads, 32), (heads, 48))
+    grads = [tokens(37, 1, *part, device=device) for part in widths]
+    check("fused_qkv_rope_backward", *grads, freqs, freqs[..., :8], **options)
+
+
+@pytest.mark.parametrize("dtype", [LOW, FULL, DOUBLE])
+@pytest.mark.parametrize("skipped", [1, 2, 4])
+def test_memory_that_is_aligned_to_less_than_a_vector(
+    skipped: int, dtype: torch.dtype, device: str
+) -> None:
+    freqs = table(6, 36, device)[..., :32]
+    x = tokens(6, 2, 3, 64 + skipped, device=device, dtype=dtype)[..., skipped:]
+    check("fused_rope_forward", x, freqs)
+    check("fused_qkv_rope_backward", x, x, x, freqs, freqs, qkv_split=(64, 64, 64))
+
+
+def test_tokens_of_no_sequence_keep_every_bit(device: str) -> None:
+    x = torch.full((4, 1, 8), -0.0, device=device)
+    x[2, 0, 1::2] = torch.inf
+    offsets = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    thd: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens": offsets}
+    found = rope.fused_rope_forward(x, table(4, 8, device), **thd)
+    assert torch.equal(found[2:].view(torch.int32), x[2:].view(torch.int32))
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 100, 257])
+def test_any_number_of_sequences(sequences: int, device: str) -> None:
+    chosen = torch.Generator().manual_seed(sequences)
+    lengths = torch.randint(0, 4, (sequences,), generator=chosen)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    thd: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens": offsets.int().to(device)}
+    x = tokens(int(offsets[-1]) + 2, 3, 16, device=device)
+    check("fused_rope_forward", x, table(4, 16, device), **thd)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_wrong_offsets_and_positions_read_nothing_outside(seed: int, device: str) -> None:
+    wild = torch.tensor([-(2**31), -5, 3, 2**31 - 1, 0, 7, 2**30], dtype=torch.int32)
+    order = torch.randperm(len(wild), generator=torch.Generator().manual_seed(seed))
+    bounds, starts = wild[order].to(device), wild[order.flip(0)][1:].to(device)
+    x = torch.ones(9, 2, 8, device=device)
+    # Angles of 0 between others, which would show.
+    freqs = torch.full((2 * 1024 + 9 * 8,), 1e3, device=device)[1024:-1024]
+    freqs = freqs.zero_().view(9, 1, 1, 8)
+    thd: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens": bounds}
+    bshd: dict[str, Any] = {"qkv_format": "bshd", "start_positions": starts}
+    for turned in (
+        rope.fused_rope_forward(x, freqs, **thd),
+        rope.fused_rope_forward(x, freqs, **thd, cp_size=3, cp_rank=2),
+        rope.fused_rope_forward(x, freqs, **thd, start_positions=starts),
+        rope.fused_rope_forward(x.expand(6, 9, 2, 8), freqs, **bshd),
+    ):
+        assert ((turned == 1) | turned.isnan()).all()
+
+
+def test_a_plan_serves_tensors_elsewhere(device: str) -> None:
+    freqs = table(6, 32, device)
+    for seed in range(3):
+        x = torch.randn(6, 2, 3, 32, generator=torch.Generator().manual_seed(seed)).to(device)
+        check("fused_rope_forward", x, freqs.clone())
+        check("fused_rope_backward", x, freqs.clone())
+
+
+@pytest.mark.gpu
+def test_it_can_be_captured_and_replayed() -> None:
+    x, freqs = tokens(64, 2, 8, 128, device="cuda"), table(64, 128, "cuda")
+    qkv = tokens(64, 2, 2, 6 * 64, device="cuda")
+    tables = freqs[..., :64], freqs[..., 64:]
+    rope._plans.clear()  # the first call, with its loading, is captured too
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = (
+            rope.fused_rope_forward(x, freqs),
+            *rope.fused_qkv_rope_forward(qkv, *tables, qkv_split=(256, 64, 64)),
+        )
+    for _ in range(2):
+        x.normal_()
+        qkv.normal_()
+        graph.replay()
+        expected = (
+            rope.fused_rope_forward(x, freqs),
+            *rope.fused_qkv_rope_forward(qkv, *tables, qkv_split=(256, 64, 64)),
+        )
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))

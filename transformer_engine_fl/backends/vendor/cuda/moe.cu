@@ -1,0 +1,586 @@
+// Moving tokens to their experts and back.
+//
+// Compiled at run time, one kernel and one specialisation at a time: the host defines
+// KERNEL_<name> and what that kernel needs of the following, as moe.py chooses it.
+//
+//   LANES   threads that share a token: a team, of whole warps
+//   TEAMS   teams of a block, more than one only if LANES is 32
+//   VECS    vectors of a row that a thread has at once
+//   WHOLE   1 if a row fits into the vectors of its team
+//   MASK    1 for the row id map of a mask, 0 for that of indices
+//   UNIT    bytes of a vector, where values are moved as they are
+//   VEC     elements of a vector, where values are calculated with
+//   ACCESS  elements that the addresses allow in one access, up to VEC
+//   PAIRS   rows of a token that are under way at once
+//   BLOCKS  blocks that must fit on a multiprocessor; bounds the registers
+//   TI      type of the experts' numbers
+//   TX, TDY, TP  storage types of rows, of the gradient of tokens, of probs
+//   PROBS   1 if there are probs
+//   MOVED   bytes of a number that is moved for each row, 0 for none
+//
+// A team goes through the pairs of its token in rounds, one pair for each thread: each looks
+// up one row, and then all of them move row after row. A token that goes to several rows is
+// read once, and one that is the sum of several is written once.
+//
+// Maps come from users: no row is read or written before its number is known to be good.
+
+#include "cluster.cuh"
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "row_maps.cuh"
+#include "row_reduction.cuh"
+
+using namespace te_fl;
+
+namespace {
+
+static_assert(LANES % 32 == 0 && (TEAMS == 1 || LANES == 32), "a team is whole warps");
+constexpr int kWarps = LANES / 32;
+
+__device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x) % LANES; }
+__device__ __forceinline__ int team() { return static_cast<int>(threadIdx.x) / LANES; }
+
+// Those of the teams of all blocks, in order.
+__device__ __forceinline__ long long team_of_grid() {
+  return static_cast<long long>(blockIdx.x) * TEAMS + team();
+}
+__device__ __forceinline__ long long teams_of_grid() {
+  return static_cast<long long>(gridDim.x) * TEAMS;
+}
+
+__device__ __forceinline__ void sync_team() {
+  if constexpr (LANES == 32) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+template <int Bytes>
+struct RawOf;
+template <>
+struct RawOf<1> {
+  using type = unsigned char;
+};
+template <>
+struct RawOf<2> {
+  using type = unsigned short;
+};
+template <>
+struct RawOf<4> {
+  using type = unsigned;
+};
+template <>
+struct RawOf<8> {
+  using type = uint2;
+};
+template <>
+struct RawOf<16> {
+  using type = uint4;
+};
+
+#if defined(KERNEL_permute_indices) || defined(KERNEL_permute_mask) || \
+    defined(KERNEL_spread) || defined(KERNEL_zero_unused)
+#define TE_FL_UNITS
+
+using Unit = RawOf<UNIT>::type;
+
+// A row of zeros, by a team.
+__device__ __forceinline__ void zero_row(Unit* row, int units) {
+  for (int at = member(); at < units; at += LANES) row[at] = Unit{};
+}
+
+#endif
+
+#if defined(TE_FL_UNITS) && !defined(KERNEL_zero_unused)
+
+// Reads that stay where they stand, before what comes next is waited for.
+__device__ __forceinline__ Unit read_unit(const Unit* from) {
+  Unit unit;
+  if constexpr (UNIT == 1) {
+    unit = __ldg(from);
+  } else {
+    using Word = WordOf<(UNIT < 4)>::type;
+    Word words[UNIT < 4 ? 1 : UNIT / 4];
+    read_piece<(UNIT < 2 ? 2 : UNIT), true>(words, from);
+    memcpy(&unit, words, UNIT);
+  }
+  return unit;
+}
+
+// A token on its way to its rows, by a team.
+struct Token {
+  const Unit* source;
+  int units;
+  Unit parts[VECS];
+
+  __device__ __forceinline__ Token(const Unit* from, int width) : source(from), units(width) {
+    if constexpr (WHOLE) read(0);
+  }
+
+  __device__ __forceinline__ void copy_to(Unit* rows, const int* places, int count) {
+    for (int first = 0; first < units; first += LANES * VECS) {
+      if constexpr (!WHOLE) read(first);
+#pragma unroll 4
+      for (int i = 0; i < count; ++i) {
+        if (places[i] >= 0) write(rows + static_cast<long long>(places[i]) * units, first);
+      }
+    }
+  }
+
+ private:
+  // Past the end the last one again, unused: a branch would break up the reads.
+  __device__ __forceinline__ void read(int first) {
+    if (units == 0) return;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int at = first + v * LANES + member();
+      parts[v] = read_unit(source + (at < units ? at : units - 1));
+    }
+  }
+  __device__ __forceinline__ void write(Unit* row, int first) const {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int at = first + v * LANES + member();
+      if (at < units) row[at] = parts[v];
+    }
+  }
+};
+
+#endif
+
+#if defined(KERNEL_permute_indices) || defined(KERNEL_permute_mask)
+
+// Zeros in the rows from `end` on, which the teams share out.
+__device__ __forceinline__ void zero_rows_from(Unit* rows, long long end, int have, int units) {
+  for (long long row = end + team_of_grid(); row < have; row += teams_of_grid()) {
+    zero_row(rows + row * units, units);
+  }
+}
+
+#endif
+
+#if defined(KERNEL_spread) || defined(KERNEL_spread_weighted) || defined(KERNEL_collect) || \
+    defined(KERNEL_zero_unused)
+
+struct Pair {
+  int row;   // -1 if there is none
+  int slot;  // which expert of the token's
+};
+
+// A row id map: the pairs of a token have places up to `slots`, `slot_step` apart.
+struct Map {
+  const int* entries;
+  int slots, have;
+  long long token_step, slot_step;
+
+  // How many places of a token to look at.
+  __device__ __forceinline__ int places_of(int token) const {
+    if constexpr (!MASK) return slots;
+    return least(entries[token * token_step + 2 * slots * slot_step], slots);
+  }
+
+  __device__ __forceinline__ Pair at(int token, int place) const {
+    const int* entry = entries + token * token_step + place * slot_step;
+    const int slot = MASK ? entry[slots * slot_step] : place;
+    const bool known = *entry >= 0 && *entry < have && slot >= 0 && slot < slots;
+    return {known ? *entry : -1, !MASK || known ? slot : -1};
+  }
+};
+
+#endif
+
+#if defined(KERNEL_collect) || defined(KERNEL_spread_weighted)
+
+// Probs of pairs, with any strides.
+template <typename A>
+struct Probs {
+  const TP* values;
+  long long token_step, slot_step;
+
+  __device__ __forceinline__ A of(int token, int slot) const {
+    A prob[1];
+    decode(load_shared_data<1, 1>(values + token * token_step + slot * slot_step), prob);
+    return prob[0];
+  }
+};
+
+#endif
+
+}  // namespace
+
+#ifdef KERNEL_permute_indices
+
+// What rows the pairs of a token have, and the token into them. Only the counting is waited
+// for: the token is on its way before.
+extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
+    permute_indices(const Unit* __restrict__ x, Unit* __restrict__ y, const Place* places,
+                    const Count* counts, const long long* extremes,
+                    const TI* __restrict__ experts, int* __restrict__ map, int tokens, int topk,
+                    int have, int each, int groups, int units, long long x_step,
+                    long long token_step, long long slot_step) {
+  __shared__ int rows_of[TEAMS][LANES];
+  const int token = static_cast<int>(team_of_grid());
+  const long long pairs = static_cast<long long>(tokens) * topk;
+  if (token < tokens) {
+    Token moving(x + token * x_step, units);
+    wait_for_predecessor();
+    const Indices<TI> indices{experts, topk, token_step, slot_step};
+    int* rows = rows_of[team()];
+    for (int first = 0; first < topk; first += LANES) {
+      if (first > 0) sync_team();
+      const int count = least(topk - first, LANES);
+      for (int i = member() / 32; i < count; i += kWarps) {
+        const int pair = token * topk + first + i;
+        const Place place = __ldcg(places + pair);
+        int row = begin_of(counts, place.x, pair / each, groups) + place.y;
+        if (place.x == 0 || place.x == kBuckets - 1) {  // which is seldom
+          if (is_mixed(extremes, place.x != 0, groups)) {
+            row = row_by_comparison(indices, pair, static_cast<int>(pairs));
+          }
+        }
+        if (member() % 32 == 0) {
+          rows[i] = row < have ? row : -1;
+          map[static_cast<long long>(first + i) * tokens + token] = rows[i];
+        }
+      }
+      sync_team();
+      moving.copy_to(y, rows, count);
+    }
+  }
+  zero_rows_from(y, pairs, have, units);
+}
+
+#endif  // KERNEL_permute_indices
+
+#ifdef KERNEL_permute_mask
+
+// As permute_indices, with the line of the token's map, and the probs of its rows. Experts
+// are gone through from the last one, so rows come in descending order.
+extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
+    permute_mask(const Unit* __restrict__ x, Unit* __restrict__ y, const int* ranks,
+                 const Count* counts, const unsigned char* __restrict__ routed,
+                 int* __restrict__ map, const RawOf<MOVED ? MOVED : 1>::type* __restrict__ probs,
+                 RawOf<MOVED ? MOVED : 1>::type* __restrict__ permuted, int tokens, int experts,
+                 int have, int each, int groups, int units, long long x_step,
+                 long long token_step, long long expert_step, long long probs_token,
+                 long long probs_expert) {
+  __shared__ int rows_of[TEAMS][LANES];
+  __shared__ int kept_of[TEAMS][kWarps];
+  const int token = static_cast<int>(team_of_grid());
+  const int lane = member() % 32;
+  const int warp = member() / 32;
+  if (token < tokens) {
+    Token moving(x + token * x_step, units);
+    wait_for_predecessor();
+    const Routing routing{routed, token_step, expert_step};
+    const int group = token / each;
+    int* rows = rows_of[team()];
+    int* line = map + token * (2 * static_cast<long long>(experts) + 1);
+    int taken = 0;
+    for (int top = experts; top > 0; top -= LANES) {
+      if (top < experts) sync_team();
+      const int lowest = top - 32 * (warp + 1);
+      const int expert = lowest + lane;
+      const bool goes = expert >= 0 && routing.goes(token, expert);
+      int row = 0;
+      for (unsigned left = __ballot_sync(kWholeWarp, goes); left; left &= left - 1) {
+        const int next = __ffs(left) - 1;
+        const int begin = begin_of(counts, lowest + next, group, groups);
+        if (lane == next) row = begin;
+      }
+      if (goes) row += __ldcg(ranks + static_cast<long long>(token) * experts + expert);
+      const bool keep = goes && row < have;
+      const unsigned kept = __ballot_sync(kWholeWarp, keep);
+      if (lane == 0) kept_of[team()][warp] = __popc(kept);
+      sync_team();
+      int at = __popc(kept & (0xfffffffeu << lane));
+      int count = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        at += w < warp ? kept_of[team()][w] : 0;
+        count += kept_of[team()][w];
+      }
+      if (keep) {
+        rows[at] = row;
+        line[taken + at] = row;
+        line[experts + taken + at] = expert;
+        if constexpr (MOVED > 0) {
+          permuted[row] = probs[token * probs_token + expert * probs_expert];
+        }
+      }
+      sync_team();
+      moving.copy_to(y, rows, count);
+      taken += count;
+    }
+    for (int at = taken + member(); at < experts; at += LANES) {
+      line[at] = -1;
+      line[experts + at] = -1;
+    }
+    if (member() == 0) line[2 * experts] = taken;
+  } else {
+    wait_for_predecessor();
+  }
+  const int total = begin_of(counts, experts, 0, groups);
+  zero_rows_from(y, total, have, units);
+  if constexpr (MOVED > 0) {
+    const long long step = teams_of_grid() * LANES;
+    for (long long at = total + team_of_grid() * LANES + member(); at < have; at += step) {
+      permuted[at] = {};
+    }
+  }
+}
+
+#endif  // KERNEL_permute_mask
+
+#ifdef KERNEL_spread
+
+// Each token into its rows. `owner` gets the pair of each row that has one.
+extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
+    spread(const Unit* __restrict__ x, Unit* __restrict__ y, const int* __restrict__ entries,
+           int* __restrict__ owner, int tokens, int slots, int have, int units,
+           long long x_step, long long token_step, long long slot_step) {
+  __shared__ int rows_of[TEAMS][LANES];
+  release_dependents();
+  const int token = static_cast<int>(team_of_grid());
+  if (token >= tokens) return;
+  Token moving(x + token * x_step, units);
+  const Map map{entries, slots, have, token_step, slot_step};
+  const int places = map.places_of(token);
+  int* rows = rows_of[team()];
+  for (int first = 0; first < places; first += LANES) {
+    if (first > 0) sync_team();
+    const int place = first + member();
+    if (place < places) {
+      const int row = map.at(token, place).row;
+      rows[member()] = row;
+      if (row >= 0) owner[row] = token * slots + place;
+    }
+    sync_team();
+    moving.copy_to(y, rows, least(places - first, LANES));
+  }
+}
+
+#endif  // KERNEL_spread
+
+#ifdef KERNEL_zero_unused
+
+// Zeros in the rows that no pair has. What `owner` says of these is left from before, or
+// from nowhere, so the map is asked as well.
+extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
+    zero_unused(Unit* __restrict__ y, const int* __restrict__ entries, const int* owner,
+                int tokens, int slots, int have, int units, long long token_step,
+                long long slot_step) {
+  const Map map{entries, slots, have, token_step, slot_step};
+  const long long first = team_of_grid() * LANES;
+  wait_for_predecessor();
+  const long long row = first + member();
+  bool unused = false;
+  if (row < have) {
+    const int pair = __ldcg(owner + row);
+    unused = true;
+    if (pair >= 0 && pair / slots < tokens) {
+      const int token = pair / slots;
+      const int place = pair - token * slots;
+      unused = place >= map.places_of(token) || map.at(token, place).row != row;
+    }
+  }
+  for (unsigned left = __ballot_sync(kWholeWarp, unused); left; left &= left - 1) {
+    zero_row(y + (first + __ffs(left) - 1) * units, units);
+  }
+}
+
+#endif  // KERNEL_zero_unused
+
+#ifdef KERNEL_spread_weighted
+
+// Each token times its probs into its rows, and its product with what stood there.
+extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
+    spread_weighted(const TDY* __restrict__ dy, const TX* __restrict__ x,
+                    const TP* __restrict__ prob_values, const int* __restrict__ entries,
+                    int* __restrict__ owner, TDY* __restrict__ dx,
+                    Accumulator<TP>::type* __restrict__ dprobs, int tokens, int slots, int have,
+                    int columns, long long dy_step, long long x_step, long long token_step,
+                    long long slot_step, long long probs_token, long long probs_slot) {
+  using A = Accumulator<TDY>::type;
+  constexpr int kSpan = LANES * VEC * VECS;
+  __shared__ int rows_of[TEAMS][LANES];
+  __shared__ int slots_of[TEAMS][LANES];
+  __shared__ A weights_of[TEAMS][LANES];
+  release_dependents();
+  const int token = static_cast<int>(team_of_grid());
+  if (token >= tokens) return;
+  const Map map{entries, slots, have, token_step, slot_step};
+  const Probs<A> probs{prob_values, probs_token, probs_slot};
+  dy += token * dy_step;
+  Vec<TDY, VEC> grads[VECS];
+  auto read = [&](int first) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = first + (v * LANES + member()) * VEC;
+      grads[v] = column < columns ? load_once<ACCESS, VEC>(dy + column) : zeros<TDY, VEC>();
+    }
+  };
+  if constexpr (WHOLE) read(0);
+  const int places = map.places_of(token);
+  int* rows = rows_of[team()];
+  int* of_slots = slots_of[team()];
+  A* weights = weights_of[team()];
+  Accumulator<TP>::type* line = dprobs + static_cast<long long>(token) * slots;
+  if constexpr (MASK) {  // a line has more places than these
+    for (int at = member(); at < slots; at += LANES) line[at] = 0;
+  }
+  RowReduction<LANES, 1, PAIRS, A> over_row;
+  for (int begin = 0; begin < places; begin += LANES) {
+    const int count = least(places - begin, LANES);
+    if (begin > 0) sync_team();
+    if (member() < count) {
+      const Pair pair = map.at(token, begin + member());
+      rows[member()] = pair.row;
+      of_slots[member()] = pair.slot;
+      weights[member()] = pair.row >= 0 ? probs.of(token, pair.slot) : A(0);
+      if (pair.row >= 0) owner[pair.row] = token * slots + begin + member();
+    }
+    sync_team();
+    for (int i = 0; i < count; i += PAIRS) {
+      A products[PAIRS] = {};
+      for (int first = 0; first < columns; first += kSpan) {
+        if constexpr (!WHOLE) read(first);
+        Vec<TX, VEC> held[PAIRS][VECS];
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+          const int row = i + p < count ? rows[i + p] : -1;
+#pragma unroll
+          for (int v = 0; v < VECS; ++v) {
+            const int column = first + (v * LANES + member()) * VEC;
+            held[p][v] = row >= 0 && column < columns
+                             ? load_once<ACCESS, VEC>(x + row * x_step + column)
+                             : zeros<TX, VEC>();
+          }
+        }
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+          const int row = i + p < count ? rows[i + p] : -1;
+          if (row < 0) continue;
+          const A weight = weights[i + p];
+          TDY* target = dx + static_cast<long long>(row) * columns;
+          Vec<TDY, VEC> results[VECS];
+#pragma unroll
+          for (int v = 0; v < VECS; ++v) {  // past the end they are zeros
+            A grad[VEC], value[VEC];
+            decode(grads[v], grad);
+            decode(held[p][v], value);
+#pragma unroll
+            for (int at = 0; at < VEC; ++at) {
+              products[p] += grad[at] * value[at];
+              grad[at] *= weight;
+            }
+            results[v] = encode<TDY>(grad);
+          }
+#pragma unroll
+          for (int v = 0; v < VECS; ++v) {
+            const int column = first + (v * LANES + member()) * VEC;
+            if (column < columns) store_at_once(target + column, results[v]);
+          }
+        }
+      }
+      over_row.sum(products);
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) {
+        if (member() == p && i + p < count && of_slots[i + p] >= 0) {
+          line[of_slots[i + p]] = static_cast<Accumulator<TP>::type>(products[p]);
+        }
+      }
+    }
+  }
+}
+
+#endif  // KERNEL_spread_weighted
+
+#ifdef KERNEL_collect
+
+// The sum of each token's rows, each times its prob if there are such. `moved`, a number for
+// each row, goes to the place of its pair in `to`, [T, slots].
+extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
+    collect(const TX* __restrict__ x, TX* __restrict__ y, const int* __restrict__ entries,
+            const TP* __restrict__ prob_values,
+            const RawOf<MOVED ? MOVED : 1>::type* __restrict__ moved,
+            RawOf<MOVED ? MOVED : 1>::type* __restrict__ to, int tokens, int slots, int have,
+            int columns, long long x_step, long long token_step, long long slot_step,
+            long long probs_token, long long probs_slot) {
+  using A = Accumulator<TX>::type;
+  constexpr int kSpan = LANES * VEC * VECS;
+  __shared__ int rows_of[TEAMS][LANES];
+  __shared__ A weights_of[TEAMS][PROBS ? LANES : 1];
+  const int token = static_cast<int>(team_of_grid());
+  if (token >= tokens) return;
+  const Map map{entries, slots, have, token_step, slot_step};
+  const Probs<A> probs{prob_values, probs_token, probs_slot};
+  const int places = map.places_of(token);
+  int* rows = rows_of[team()];
+  A* weights = weights_of[team()];
+  to += static_cast<long long>(token) * slots;
+  if constexpr (MOVED > 0) {
+    for (int at = member(); at < slots; at += LANES) to[at] = {};
+    sync_team();
+  }
+  auto look_up = [&](int begin) {
+    const int place = begin + member();
+    if (place >= places) return;
+    const Pair pair = map.at(token, place);
+    rows[member()] = pair.row;
+    if constexpr (PROBS) {
+      weights[member()] = pair.row >= 0 ? probs.of(token, pair.slot) : A(0);
+    }
+    if constexpr (MOVED > 0) {
+      if (pair.row >= 0) to[pair.slot] = moved[pair.row];
+    }
+  };
+  for (int first = 0; first == 0 || first < columns; first += kSpan) {
+    A total[VECS][VEC] = {};
+    for (int begin = 0; begin < places; begin += LANES) {
+      if (first == 0 || places > LANES) {  // else what was looked up is still there
+        if (first > 0 || begin > 0) sync_team();
+        look_up(begin);
+        sync_team();
+      }
+      const int count = least(places - begin, LANES);
+      for (int i = 0; i < count; i += PAIRS) {
+        Vec<TX, VEC> held[PAIRS][VECS];
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+          const int row = i + p < count ? rows[i + p] : -1;
+#pragma unroll
+          for (int v = 0; v < VECS; ++v) {
+            const int column = first + (v * LANES + member()) * VEC;
+            held[p][v] = row >= 0 && column < columns
+                             ? load_once<ACCESS, VEC>(x + row * x_step + column)
+                             : zeros<TX, VEC>();
+          }
+        }
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+          const A weight = PROBS && i + p < count ? weights[PROBS ? i + p : 0] : A(1);
+#pragma unroll
+          for (int v = 0; v < VECS; ++v) {
+            A value[VEC];
+            decode(held[p][v], value);
+#pragma unroll
+            for (int at = 0; at < VEC; ++at) {
+              total[v][at] += PROBS ? weight * value[at] : value[at];
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = first + (v * LANES + member()) * VEC;
+      if (column < columns) {
+        store(y + static_cast<long long>(token) * columns + column, encode<TX>(total[v]));
+      }
+    }
+  }
+}
+
+#endif  // KERNEL_collect

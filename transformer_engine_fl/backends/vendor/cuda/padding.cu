@@ -1,0 +1,85 @@
+// Blocks of rows that get other numbers of rows: padded with zeros, or cut.
+//
+// Compiled at run time: the host defines KERNEL_<name> and the following, as padding.py
+// chooses it.
+//
+//   UNIT     bytes of a vector; divides rows, distances and addresses
+//   LANES    threads of a block that share a row
+//   ROWS     rows that a block works on at once
+//   VECS     vectors of a thread that are under way at once
+//   COUNT    blocks of rows that one launch has at most
+//
+// Where blocks begin comes with the launch, in the memory of its arguments: nothing has to be
+// written to the device before, and a CUDA graph keeps it.
+
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "sequences.cuh"
+
+using namespace te_fl;
+
+#ifdef KERNEL_move_blocks
+
+namespace {
+
+struct Begins {
+  int to[COUNT + 1], from[COUNT + 1];
+};
+
+#if UNIT == 1
+using Unit = unsigned char;
+__device__ __forceinline__ Unit read_unit(const char* from) {
+  return *reinterpret_cast<const Unit*>(from);
+}
+__device__ __forceinline__ Unit nothing() { return 0; }
+__device__ __forceinline__ void write_unit(char* to, Unit value) {
+  *reinterpret_cast<Unit*>(to) = value;
+}
+#else
+constexpr int kShorts = UNIT / 2;
+using Unit = Vec<unsigned short, kShorts>;
+__device__ __forceinline__ Unit read_unit(const char* from) {
+  return load_once<kShorts, kShorts>(reinterpret_cast<const unsigned short*>(from));
+}
+__device__ __forceinline__ Unit nothing() { return zeros<unsigned short, kShorts>(); }
+__device__ __forceinline__ void write_unit(char* to, const Unit& value) {
+  store(reinterpret_cast<unsigned short*>(to), value);
+}
+#endif
+
+}  // namespace
+
+// Rows of `y`, of `units` units each, from those of `x`, which are `x_row` units apart.
+extern "C" __global__ void __launch_bounds__(LANES * ROWS)
+    move_blocks(const char* __restrict__ x, char* __restrict__ y, int rows, int units,
+                long long x_row, int blocks, const __grid_constant__ Begins begins) {
+  const long long row =
+      static_cast<long long>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / LANES;
+  if (row >= rows) return;
+  const Place to = place_of(row, begins.to, blocks, 1);
+  const long long source = begins.from[to.sequence] + to.place;
+  const bool known = source < begins.from[to.sequence + 1];
+  const char* from = x + source * x_row * UNIT;
+  char* target = y + row * units * UNIT;
+  for (int first = static_cast<int>(threadIdx.x) % LANES; first < units; first += LANES * VECS) {
+    Unit values[VECS];
+    if (known) {
+#pragma unroll
+      for (int v = 0; v < VECS; ++v) {
+        // Past the end the last one again, unused: a branch would break up the loads.
+        const int at = first + v * LANES;
+        values[v] = read_unit(from + static_cast<long long>(at < units ? at : units - 1) * UNIT);
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < VECS; ++v) values[v] = nothing();
+    }
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int at = first + v * LANES;
+      if (at < units) write_unit(target + static_cast<long long>(at) * UNIT, values[v]);
+    }
+  }
+}
+
+#endif  // KERNEL_move_blocks

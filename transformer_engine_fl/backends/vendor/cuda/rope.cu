@@ -1,0 +1,374 @@
+// Rotary position embedding, of one tensor or of packed queries, keys and values.
+//
+// Compiled at run time, one kernel and one specialisation at a time: the host defines
+// KERNEL_<name> and what that kernel needs of the following, as rope.py chooses it.
+//
+//   TX           storage type of the tokens
+//   INTERLEAVED  1 if the features of a pair are neighbours, 0 if they are half apart
+//   BACK         1 for the gradient, which goes through the transpose
+//   WIDTH        features of a head (of queries and keys)
+//   ROTATED      features that are turned, of the queries or of the only tensor
+//   K_ROTATED    of the keys
+//   V_WIDTH      features of a head of the values
+//   PER_GROUP    heads of queries for each of keys and values
+//   VEC          elements per vector; divides all widths and halves of what is turned
+//   ACCESS, TABLE_ACCESS   elements that addresses of tokens and of freqs allow in one access
+//   THREADS      of a block
+//   HEADS        heads of a thread that are under way at once
+//   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
+//
+// A thread has some pairs of one token: it asks for them in its first heads, works out
+// their cosines and sines once while those come, and goes through its heads.
+
+#include "angles.cuh"
+#include "memory.cuh"
+#include "numeric.cuh"
+#include "sequences.cuh"
+
+using namespace te_fl;
+
+namespace {
+
+using A = Accumulator<TX>::type;
+
+// Where tokens stand. A format other than `thd` has no offsets.
+struct Places {
+  const int* starts;
+  const int* offsets;
+  long long tokens, inner, length;
+  int sequences, sequence_first, cp_size, cp_rank;
+};
+
+// The angles of a part's positions.
+struct Table {
+  const float* angles;
+  long long rows, stride;
+};
+
+// A token by its place in memory, and its position.
+struct Token {
+  long long outer, inner, position;
+  bool turns;
+};
+
+__device__ __forceinline__ Token token_of(long long token, const Places& places) {
+  const unsigned inner = static_cast<unsigned>(places.inner);
+  const unsigned outer = static_cast<unsigned>(token) / inner;
+  return {outer, static_cast<unsigned>(token) - outer * inner, 0, true};
+}
+
+// A rank holds two of the chunks of equal length that full sequences are cut into.
+__device__ __forceinline__ void find_position(Token* token, const Places& places) {
+  long long place, length = places.length;
+  int sequence;
+  if (places.offsets != nullptr) {
+    const Place found = place_of(token->outer, places.offsets, places.sequences, places.cp_size);
+    token->turns = found.exists;
+    place = found.place;
+    length = found.length;
+    sequence = found.sequence;
+  } else {
+    place = places.sequence_first ? token->outer : token->inner;
+    sequence = static_cast<int>(places.sequence_first ? token->inner : token->outer);
+  }
+  token->position = place;
+  if (places.cp_size > 1) {
+    const long long chunk = length / 2;
+    const long long ahead =
+        place < chunk ? places.cp_rank : 2LL * places.cp_size - 2 - places.cp_rank;
+    token->position += ahead * chunk;
+  }
+  if (places.starts != nullptr) token->position += places.starts[sequence];
+}
+
+// The heads of a token: PerGroup of them `head` apart, and then the next group.
+template <int PerGroup, typename T>
+struct Heads {
+  T* first;
+  long long group, head;
+
+  __device__ __forceinline__ T* at(int number) const {
+    if constexpr (PerGroup == 1) return first + number * group;
+    return first + number / PerGroup * group + number % PerGroup * head;
+  }
+};
+
+// This thread's share of a block's tokens and of their heads.
+struct Share {
+  long long token;
+  int head, step;  // the first of its heads, and how far apart they are
+  bool exists;
+};
+
+// Whether a vector holds pairs; a thread has two vectors all the same.
+constexpr bool kWithin = INTERLEAVED && VEC > 1;
+
+// A part: tensors with heads of Width features, of which Rotated turn.
+template <int Width, int Rotated>
+struct Part {
+  static constexpr int kHalf = Rotated / 2;
+  static constexpr int kChunks = kHalf / VEC;
+  static constexpr int kRest = (Width - Rotated) / VEC;  // vectors that are copied
+  static constexpr int kLanes = least(THREADS, kChunks > 0 ? kChunks : kRest);
+  static constexpr int kSlots = THREADS / kLanes;
+  // Rows of blocks that share the pairs of a head; another part may have more.
+  static constexpr int kPieces = kChunks > 0 ? (kChunks + THREADS - 1) / THREADS : 1;
+  static constexpr int kApart = INTERLEAVED && VEC == 1 ? 1 : kHalf;
+
+  // `unit` tokens are spread over the blocks of a part, 2 ** `lanes` threads for the heads of
+  // each; `block` counts those of this part from `unit_number` on.
+  static __device__ __forceinline__ Share share(long long unit_number, int unit, int block,
+                                                int lanes, const Places& places) {
+    const int slot = static_cast<int>(threadIdx.x) / kLanes;
+    const int tokens = kSlots >> lanes;
+    const int token = slot >> lanes;
+    const int within = block * tokens + token;
+    const long long number = unit_number * unit + within;
+    return {number, slot & (1 << lanes) - 1, 1 << lanes,
+            token < tokens && within < unit && number < places.tokens};
+  }
+
+  struct Pairs {
+    Vec<TX, VEC> vectors[2];
+  };
+
+  static __device__ __forceinline__ int first_feature(int chunk) {
+    return chunk * VEC * (INTERLEAVED && VEC == 1 ? 2 : 1);
+  }
+
+  // The places of pair p among the thread's two vectors.
+  static __device__ __forceinline__ constexpr int side(int p, int which) {
+    return kWithin ? p / (VEC / 2) : which;
+  }
+  static __device__ __forceinline__ constexpr int element(int p, int which) {
+    return kWithin ? p % (VEC / 2) * 2 + which : p;
+  }
+
+  struct Turn {
+    A cos_a[VEC], sin_a[VEC], cos_b[VEC], sin_b[VEC];
+
+    // Most tables hold an angle twice, for both features of a pair.
+    __device__ __forceinline__ void find(const Token& token, int chunk, const Table& table) {
+      A angle[2][VEC];
+      if (token.position >= 0 && token.position < table.rows) {
+        const float* from = table.angles + token.position * table.stride + first_feature(chunk);
+        decode(load_shared_data<TABLE_ACCESS, VEC>(from), angle[0]);
+        decode(load_shared_data<TABLE_ACCESS, VEC>(from + kApart), angle[1]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) angle[0][i] = angle[1][i] = A(__int_as_float(0x7fffffff));
+      }
+      A a[VEC], b[VEC];
+      bool same = true;
+#pragma unroll
+      for (int p = 0; p < VEC; ++p) {
+        a[p] = angle[side(p, 0)][element(p, 0)];
+        b[p] = angle[side(p, 1)][element(p, 1)];
+        same &= a[p] == b[p];
+      }
+      cos_sin(a, cos_a, sin_a);
+      if (same) {
+#pragma unroll
+        for (int p = 0; p < VEC; ++p) cos_b[p] = cos_a[p], sin_b[p] = sin_a[p];
+      } else {
+        cos_sin(b, cos_b, sin_b);
+      }
+      if constexpr (BACK) {
+#pragma unroll
+        for (int p = 0; p < VEC; ++p) {
+          const A forth = sin_a[p];
+          sin_a[p] = -sin_b[p];
+          sin_b[p] = -forth;
+        }
+      }
+    }
+
+    __device__ __forceinline__ Pairs of(const Pairs& pairs) const {
+      A x[2][VEC], y[2][VEC];
+      decode(pairs.vectors[0], x[0]);
+      decode(pairs.vectors[1], x[1]);
+#pragma unroll
+      for (int p = 0; p < VEC; ++p) {
+        const A u = x[side(p, 0)][element(p, 0)], v = x[side(p, 1)][element(p, 1)];
+        y[side(p, 0)][element(p, 0)] = u * cos_a[p] - v * sin_a[p];
+        y[side(p, 1)][element(p, 1)] = v * cos_b[p] + u * sin_b[p];
+      }
+      return {encode<TX>(y[0]), encode<TX>(y[1])};
+    }
+  };
+
+  template <typename From>
+  static __device__ __forceinline__ void read(const From& from, int head, int step, int heads,
+                                              int feature, Pairs (&pairs)[HEADS]) {
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i) {
+      // Past the end the last head again, unused: a branch would break up the loads.
+      const int wanted = head + i * step;
+      const TX* row = from.at(wanted < heads ? wanted : heads - 1) + feature;
+      pairs[i].vectors[0] = load_once<ACCESS, VEC>(row);
+      pairs[i].vectors[1] = load_once<ACCESS, VEC>(row + kApart);
+    }
+  }
+
+  // All heads of the share.
+  template <typename From, typename To>
+  static __device__ __forceinline__ void run(const Share& share, Token token, const From& from,
+                                             const To& to, int heads, const Table& table,
+                                             const Places& places) {
+    const int chunk =
+        static_cast<int>(blockIdx.y) * kLanes + static_cast<int>(threadIdx.x) % kLanes;
+    if (!share.exists || blockIdx.y >= kPieces) return;
+    if constexpr (kChunks > 0) {
+      if (chunk < kChunks) rotate(share, token, from, to, heads, chunk, table, places);
+    }
+    if constexpr (kRest > 0) copy(share, from, to, heads, chunk);
+  }
+
+  template <typename From, typename To>
+  static __device__ __forceinline__ void rotate(const Share& share, Token token, const From& from,
+                                                const To& to, int heads, int chunk,
+                                                const Table& table, const Places& places) {
+    const int feature = first_feature(chunk);
+    if (share.head >= heads) return;
+    Pairs pairs[HEADS];
+    read(from, share.head, share.step, heads, feature, pairs);
+    find_position(&token, places);
+    Turn turn;
+    if (token.turns) turn.find(token, chunk, table);
+    for (int head = share.head;;) {
+#pragma unroll
+      for (int i = 0; i < HEADS; ++i) {
+        const int number = head + i * share.step;
+        if (number >= heads) continue;
+        const Pairs turned = token.turns ? turn.of(pairs[i]) : pairs[i];
+        TX* row = to.at(number) + feature;
+        store(row, turned.vectors[0]);
+        store(row + kApart, turned.vectors[1]);
+      }
+      head += HEADS * share.step;
+      if (head >= heads) break;
+      read(from, head, share.step, heads, feature, pairs);
+    }
+  }
+
+  template <typename From, typename To>
+  static __device__ __forceinline__ void copy(const Share& share, const From& from, const To& to,
+                                              int heads, int chunk) {
+    constexpr int kStep = kLanes * kPieces;
+    for (int head = share.head; head < heads; head += HEADS * share.step) {
+      for (int first = 0; first < kRest; first += kStep) {
+        const int vector = first + chunk;
+        const bool inside = kRest % kStep == 0 || vector < kRest;
+        const int feature = Rotated + (inside ? vector : 0) * VEC;
+        Vec<TX, VEC> values[HEADS];
+#pragma unroll
+        for (int i = 0; i < HEADS; ++i) {
+          const int wanted = head + i * share.step;
+          values[i] = load_once<ACCESS, VEC>(from.at(wanted < heads ? wanted : heads - 1) + feature);
+        }
+#pragma unroll
+        for (int i = 0; i < HEADS; ++i) {
+          const int number = head + i * share.step;
+          if (inside && number < heads) store(to.at(number) + feature, values[i]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+#ifdef KERNEL_turn
+
+// One tensor; what is written is dense. `lanes`: 2 ** `lanes` threads share a token's heads.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    turn(const TX* __restrict__ x, TX* __restrict__ y, const float* __restrict__ freqs,
+         const int* __restrict__ starts, const int* __restrict__ offsets, long long tokens,
+         long long inner, long long length, int sequences, int sequence_first, int cp_size,
+         int cp_rank, long long table_rows, long long table_stride, int heads, int lanes,
+         long long x_outer, long long x_inner, long long x_head) {
+  using Only = Part<WIDTH, ROTATED>;
+  const Places places{starts, offsets,   tokens,         inner,   length,
+                      sequences, sequence_first, cp_size, cp_rank};
+  const Table table{freqs, table_rows, table_stride};
+  const Share share = Only::share(blockIdx.x, Only::kSlots >> lanes, 0, lanes, places);
+  const Token token = token_of(share.token, places);
+  const Heads<1, const TX> from{x + token.outer * x_outer + token.inner * x_inner, x_head, 0};
+  const Heads<1, TX> to{y + share.token * heads * WIDTH, WIDTH, 0};
+  Only::run(share, token, from, to, heads, table, places);
+}
+
+#endif  // KERNEL_turn
+
+#ifdef KERNEL_turn_packed
+
+namespace {
+
+// One of the tensors, packed or not, and how far apart its tokens and heads are.
+template <int PerGroup>
+struct Side {
+  TX* first;
+  long long outer, inner, group, head;
+
+  template <typename T>
+  __device__ __forceinline__ Heads<PerGroup, T> heads(const Token& token) const {
+    return {first + token.outer * outer + token.inner * inner, group, head};
+  }
+};
+
+// A block's share of a part, from the packed tensor or back to it.
+template <typename Kind, int PerGroup>
+__device__ __forceinline__ void pack(long long number, int unit, int block, int lanes,
+                                     const Side<PerGroup>& packed, const Side<1>& own, int heads,
+                                     const Table& table, const Places& places) {
+  const Share share = Kind::share(number, unit, block, lanes, places);
+  const Token token = token_of(share.token, places);
+  if constexpr (BACK) {
+    Kind::run(share, token, own.template heads<const TX>(token),
+              packed.template heads<TX>(token), heads, table, places);
+  } else {
+    Kind::run(share, token, packed.template heads<const TX>(token),
+              own.template heads<TX>(token), heads, table, places);
+  }
+}
+
+}  // namespace
+
+// Packed queries, keys and values on one side, three tensors on the other. `unit` tokens go
+// to q_blocks blocks with their queries, k_blocks with their keys and the others with their
+// values, so that blocks which run at the same time read what lies together.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    turn_packed(TX* __restrict__ packed, TX* __restrict__ q, TX* __restrict__ k,
+                TX* __restrict__ v, const float* __restrict__ q_freqs,
+                const float* __restrict__ k_freqs, const int* __restrict__ starts,
+                const int* __restrict__ offsets, long long tokens, long long inner,
+                long long length, int sequences, int sequence_first, int cp_size, int cp_rank,
+                long long q_rows, long long q_stride, long long k_rows, long long k_stride,
+                int groups, int unit, int blocks, int q_blocks, int k_blocks, int q_lanes,
+                int k_lanes, int v_lanes, long long p_outer, long long p_inner,
+                long long p_group, long long q_outer, long long q_inner, long long q_head,
+                long long k_outer, long long k_inner, long long k_head, long long v_outer,
+                long long v_inner, long long v_head) {
+  const Places places{starts, offsets,   tokens,         inner,   length,
+                      sequences, sequence_first, cp_size, cp_rank};
+  const unsigned number = blockIdx.x / static_cast<unsigned>(blocks);
+  const int block = static_cast<int>(blockIdx.x - number * blocks);
+  if (block < q_blocks) {
+    const Side<PER_GROUP> there{packed, p_outer, p_inner, p_group, WIDTH};
+    const Side<1> own{q, q_outer, q_inner, q_head, 0};
+    pack<Part<WIDTH, ROTATED>>(number, unit, block, q_lanes, there, own, groups * PER_GROUP,
+                               Table{q_freqs, q_rows, q_stride}, places);
+  } else if (block < q_blocks + k_blocks) {
+    const Side<1> there{packed + PER_GROUP * WIDTH, p_outer, p_inner, p_group, 0};
+    const Side<1> own{k, k_outer, k_inner, k_head, 0};
+    pack<Part<WIDTH, K_ROTATED>>(number, unit, block - q_blocks, k_lanes, there, own, groups,
+                                 Table{k_freqs, k_rows, k_stride}, places);
+  } else {
+    const Side<1> there{packed + (PER_GROUP + 1) * WIDTH, p_outer, p_inner, p_group, 0};
+    const Side<1> own{v, v_outer, v_inner, v_head, 0};
+    pack<Part<V_WIDTH, 0>>(number, unit, block - q_blocks - k_blocks, v_lanes, there, own, groups,
+                           Table{nullptr, 0, 0}, places);
+  }
+}
+
+#endif  // KERNEL_turn_packed

@@ -1,0 +1,356 @@
+"""ATen operators of an unmodified model, served by the implementations registered here.
+
+    from transformer_engine_fl.integrations.aten import use_aten_ops
+
+    with use_aten_ops():
+        loss = model(x).sum()
+        loss.backward()
+
+A block holds for the thread and the context that entered it, as policies do, and for the
+threads in which autograd runs a backward that was called inside. :func:`enable` and
+:func:`disable` do the same without a block. What is chosen follows the policy in force;
+``explain("aten::gelu", x)`` says who serves and why. Tensors that nobody here takes, of
+another dtype or device say, are served by torch's own kernel, the implementation
+``native.aten``; so are subclasses of Tensor, tensors without data, and whatever a dispatch
+mode or ``torch.func`` is looking at. Code that torch.compile made is left as it was made.
+
+Which operators come here, and who stands by for them, is in routes.py; what their arguments
+mean to the contracts in bridges.py.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Collection
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.core.errors import (
+    AllCandidatesFailedError,
+    ConfigurationError,
+    NotSupportedError,
+    suggestion,
+)
+from transformer_engine_fl.core.locks import LOADING
+from transformer_engine_fl.core.log import logger
+from transformer_engine_fl.core.manager import OpManager, get_default_manager
+from transformer_engine_fl.core.policy import Scope, active_scope, effective_policy, policy_context
+from transformer_engine_fl.core.selection import Decision
+from transformer_engine_fl.core.tracing import constant, in_compiled_code
+from transformer_engine_fl.integrations.aten.bridges import autocast
+from transformer_engine_fl.integrations.aten.routes import (
+    ABOVE,
+    BELOW,
+    NATIVE,
+    PREFIX,
+    Route,
+    Routes,
+    exclude,
+    include,
+)
+
+__all__ = ["disable", "enable", "enabled", "explain", "routed", "use_aten_ops"]
+
+_TLS: Final = "transformer_engine_fl.aten"
+"""Under which a thread's block is known to the threads of a backward."""
+
+
+class _Block:
+    """A block in force.
+
+    Attributes:
+        routes: whose candidates serve.
+        only: names of the operators that are routed, or None for all.
+        outer: the block around it.
+        thread: who entered it.
+        scope: the policy blocks in force at its last call, for the threads of a backward.
+    """
+
+    __slots__ = ("only", "outer", "routes", "scope", "thread")
+
+    def __init__(self, routes: Routes, only: frozenset[str] | None, outer: _Block | None) -> None:
+        self.routes = routes
+        self.only = only
+        self.outer = outer
+        self.thread = get_ident()
+        self.scope: Scope = active_scope()
+
+
+_active: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
+    "te_fl_aten", default=None
+)
+
+
+class _Depth(threading.local):
+    """How many blocks this thread is in, those of other tasks on it included."""
+
+    value = 0
+
+
+_depth: Final = _Depth()
+
+
+class _Installed:
+    routes: Routes | None = None
+
+
+def _routes() -> Routes:
+    """The default manager's routes, which are made when they are first wanted."""
+    manager = get_default_manager()
+    routes = _Installed.routes
+    if routes is None or routes.manager is not manager:
+        with LOADING:
+            routes = _Installed.routes
+            if routes is None or routes.manager is not manager:  # another thread was first
+                routes = _Installed.routes = Routes(manager, _kernel)
+    return routes
+
+
+@constant
+def _refuse() -> None:
+    raise ConfigurationError(
+        "use_aten_ops inside a compiled function is not supported: put the block around the "
+        "call of the function"
+    )
+
+
+class use_aten_ops:  # noqa: N801 - used like the functions of contextlib
+    """``with use_aten_ops(): ...``: ATen operators are served by the implementations here.
+
+    May be nested, entered again, and shared.
+
+    Args:
+        operators: names, ``"mm"`` or ``"aten::mm"``, of those to route; all unless given.
+
+    Raises:
+        ConfigurationError: one of them is not routed; names the nearest.
+    """
+
+    __slots__ = ("_only",)
+
+    def __init__(self, *operators: str) -> None:
+        self._only = _checked(operators) if operators else None
+
+    @in_compiled_code(lambda self: _refuse())
+    def __enter__(self) -> None:
+        _enter(self._only)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        block = _active.get()
+        if block is not None:
+            _leave(block)
+
+
+def _checked(operators: Collection[str]) -> frozenset[str]:
+    known = _routes().names
+    names = [f"{PREFIX}{name.removeprefix(PREFIX)}" for name in operators]
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(
+                f"use_aten_ops: {name!r} is not routed{suggestion(name, known)}; "
+                "routed() lists what is, and a vendor may register any other by that name"
+            )
+    return frozenset(names)
+
+
+def _enter(only: frozenset[str] | None) -> None:
+    block = _Block(_routes(), only, _active.get())
+    _active.set(block)
+    torch._C._stash_obj_in_tls(_TLS, block)
+    _depth.value += 1
+    if _depth.value == 1:
+        include(BELOW, True)
+        include(ABOVE, True)
+
+
+def _leave(block: _Block) -> None:
+    _active.set(block.outer)
+    torch._C._stash_obj_in_tls(_TLS, block.outer)
+    _depth.value = max(_depth.value - 1, 0)
+    if _depth.value == 0:
+        include(BELOW, False)
+        include(ABOVE, False)
+
+
+_lasting: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
+    "te_fl_aten_enabled", default=None
+)
+
+
+def enable() -> None:
+    """Route from here on, in this thread and context, until :func:`disable`; once is enough."""
+    if _lasting.get() is None:
+        _enter(None)
+        _lasting.set(_active.get())
+
+
+def disable() -> None:
+    """Undo :func:`enable`; outside of the blocks entered since.
+
+    Raises:
+        ConfigurationError: such a block has not ended.
+    """
+    block = _lasting.get()
+    if block is None:
+        return
+    if _active.get() is not block:
+        raise ConfigurationError("disable(): a use_aten_ops block entered since has not ended")
+    _leave(block)
+    _lasting.set(None)
+
+
+def enabled() -> bool:
+    """Whether ATen operators are routed here."""
+    return _active.get() is not None
+
+
+def routed() -> tuple[Route, ...]:
+    """Every ATen operator that is routed in a block, and who is registered for it."""
+    return _routes().listed()
+
+
+def explain(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
+    """Who would serve this call of an ATen operator, and why each other would not."""
+    return prepared().explain(f"{PREFIX}{op_name.removeprefix(PREFIX)}", *args, **kwargs)
+
+
+def prepared() -> OpManager:
+    """The default manager, with the ATen operators registered."""
+    return _routes().manager
+
+
+# ------------------------------------------------------------------------- in each call
+
+
+def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
+    """What torch's dispatcher calls for an operator while a thread is routed."""
+    redispatch = op.redispatch
+    whole = after.has(BELOW)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        block = _active.get() or _handed_on()
+        if (
+            block is None
+            or (block.only is not None and name not in block.only)
+            or not _plain(args, kwargs)
+            or _watched(whole)
+        ):
+            return redispatch(keyset & after, *args, **kwargs)
+        if whole:
+            cast = _as_autocast(name, args)
+            if cast is None:
+                return redispatch(keyset & after, *args, **kwargs)
+            args = cast
+        exclude(BELOW, True)
+        exclude(ABOVE, True)
+        try:
+            if block.thread == get_ident():
+                block.scope = active_scope()
+                result = block.routes.manager.call(name, *args, **kwargs)
+            else:
+                with policy_context(block.scope.overlay):
+                    result = block.routes.manager.call(name, *args, **kwargs)
+        except AllCandidatesFailedError as error:
+            raise _own(error) from None
+        except NotSupportedError:  # nothing falls back while a CUDA graph is captured
+            if effective_policy().policy.strict:
+                raise
+            return op(*args, **kwargs)
+        except TypeError as error:  # an implementation that cannot be called as ATen's
+            if effective_policy().policy.strict:
+                raise
+            result = op(*args, **kwargs)  # raises its own, if it is the call that is wrong
+            _warn(name, f"does not take ATen's arguments ({error}); torch's own served")
+            return result
+        finally:
+            exclude(BELOW, False)
+            exclude(ABOVE, False)
+        if whole and _lost_gradient(args, kwargs, result):
+            _warn(name, "is not differentiable, as a composite must be; torch's own served")
+            return redispatch(keyset & after, *args, **kwargs)
+        return result
+
+    return kernel
+
+
+def _handed_on() -> _Block | None:
+    """The block of the thread that called the backward which this thread runs."""
+    if not torch._C._is_key_in_tls(_TLS):
+        return None
+    block: _Block | None = torch._C._get_obj_in_tls(_TLS)
+    return block if block is not None and block.thread != get_ident() else None
+
+
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+
+def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether every tensor has data, of its own device, and no ways of its own."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor) and (
+            type(value) not in _PLAIN
+            or value.layout is not torch.strided
+            or value.is_nested
+            or value.is_meta
+        ):
+            return False
+        if isinstance(value, list | tuple) and not _plain(tuple(value), {}):
+            return False
+    return True
+
+
+def _watched(whole: bool) -> bool:
+    """Whether a mode, or a transformation of ``torch.func``, must see the operator itself."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return whole and (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _as_autocast(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The arguments under the autocast in force, or None where torch has to see to it."""
+    device = next((it.device.type for it in args if isinstance(it, Tensor)), None)
+    if device is None:
+        return None
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device):
+        return args
+    return autocast(name.removeprefix(PREFIX), args, device)
+
+
+def _own(error: AllCandidatesFailedError) -> BaseException:
+    """torch's own error, where its kernel was asked last and is what raised."""
+    verdicts = error.decision.verdicts if error.decision else ()
+    asked = any(it.impl.impl_id == NATIVE and it.cause == "failed" for it in verdicts)
+    cause = error.__cause__
+    return cause if asked and cause is not None else error
+
+
+def _lost_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether a composite was served by somebody who does not differentiate it."""
+    if not torch.is_grad_enabled():
+        return False
+    wanted = any(isinstance(it, Tensor) and it.requires_grad for it in (*args, *kwargs.values()))
+    results = result if isinstance(result, tuple) else (result,)
+    return wanted and not any(isinstance(it, Tensor) and it.requires_grad for it in results)
+
+
+_warned: Final[set[tuple[str, str]]] = set()
+_MAX_WARNINGS: Final = 1024
+
+
+def _warn(name: str, said: str) -> None:
+    if (name, said) not in _warned and len(_warned) < _MAX_WARNINGS:
+        _warned.add((name, said))
+        logger.warning("%s: the implementation that was chosen %s", name, said)

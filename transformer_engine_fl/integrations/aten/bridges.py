@@ -1,0 +1,433 @@
+"""From ATen's operators to contracts: what each argument is there, operator by operator.
+
+A bridge looks at a call of an ATen operator. What the contract's operator cannot say is
+declined with the reason; otherwise it returns how the call is served by a function with the
+contract's signature. Nothing is computed before that is called. An operator without a bridge
+has only vendors' implementations under its ATen name, and the native kernel.
+
+The operators below autograd get and return what ATen's derivatives save. Those of ``WHOLE``
+are torch's composites, which would reach a device in pieces: they are bridged as a whole, and
+the function that serves them is differentiable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.core.errors import NotSupportedError
+
+__all__ = ["PARTS", "WHOLE", "Bridge", "autocast"]
+
+Run = Callable[..., Any]
+"""A function with the signature of the contract's operator."""
+
+Served = Callable[[Run], Any]
+
+
+class Bridge(NamedTuple):
+    """How an ATen operator is served by a contract's.
+
+    Attributes:
+        operator: the contract's.
+        call: takes the ATen operator's arguments; returns how to serve them.
+    """
+
+    operator: str
+    call: Callable[..., Served]
+
+
+def _need(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise NotSupportedError(otherwise)
+
+
+def _same_dtype(first: Tensor, *others: Tensor | None) -> None:
+    for other in others:
+        if other is not None and other.dtype != first.dtype:
+            raise NotSupportedError(f"dtypes differ: {first.dtype} and {other.dtype}")
+
+
+def _full(*tensors: Tensor) -> None:
+    _need(all(tensor.numel() for tensor in tensors), "a tensor has no elements")
+
+
+def _last(tensor: Tensor, dim: int) -> None:
+    _full(tensor)
+    _need(tensor.ndim > 0 and dim % tensor.ndim == tensor.ndim - 1, "not over the last dimension")
+
+
+# --------------------------------------------------------------------------- activations
+
+
+def _gelu(self: Tensor, *, approximate: str = "none") -> Served:
+    _need(approximate == "tanh", "the contract's GELU is the tanh form")
+    return lambda run: run(self)
+
+
+def _gelu_backward(grad_output: Tensor, self: Tensor, *, approximate: str = "none") -> Served:
+    _need(approximate == "tanh", "the contract's GELU is the tanh form")
+    _same_dtype(self, grad_output)
+    return lambda run: run(grad_output, self)
+
+
+def _unary(self: Tensor) -> Served:
+    return lambda run: run(self)
+
+
+def _unary_backward(grad_output: Tensor, self: Tensor) -> Served:
+    _same_dtype(self, grad_output)
+    return lambda run: run(grad_output, self)
+
+
+def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: float) -> Served:
+    _need(threshold == 0, f"the threshold of the contract's operator is 0, not {threshold}")
+    return _unary_backward(grad_output, self)
+
+
+# ------------------------------------------------------------------------------- softmax
+
+
+def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
+    _last(self, dim)
+    _need(not half_to_float, "the output has another dtype than the input")
+    return lambda run: run(self)
+
+
+def _softmax_backward(
+    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Served:
+    _last(output, dim)
+    _same_dtype(output, grad_output)
+    _need(input_dtype == output.dtype, "the gradient has another dtype than the output")
+    return lambda run: run(grad_output, output)
+
+
+def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
+    _last(self, dim)
+    _need(not half_to_float, "the output has another dtype than the input")
+
+    def served(run: Run) -> Tensor:
+        # The logarithm of the denominator is what cross entropy saves, whatever the targets.
+        lse: Tensor = run(self, self.new_zeros(self.shape[:-1], dtype=torch.int64))[1]
+        return (self.to(lse.dtype) - lse.unsqueeze(-1)).to(self.dtype)
+
+    return served
+
+
+# ----------------------------------------------------------------------------- products
+
+
+def _laid_out(matrix: Tensor) -> tuple[Tensor, bool]:
+    """The matrix as it lies in memory, and whether that is its transpose."""
+    transposed = matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0] > 1
+    return (matrix.t(), True) if transposed else (matrix, False)
+
+
+def _product(run: Run, left: Tensor, right: Tensor, **options: Any) -> Tensor:
+    A, transa = _laid_out(right)
+    B, transb = _laid_out(left)
+    product: Tensor = run(A, B, transa=transa, transb=transb, **options)[0]
+    return product
+
+
+def _matrices(left: Tensor, right: Tensor) -> None:
+    _same_dtype(left, right)
+    _full(left, right)
+    fitting = left.ndim == right.ndim == 2 and left.shape[1] == right.shape[0]
+    _need(fitting, "not two matrices that fit")
+
+
+def _mm(self: Tensor, mat2: Tensor) -> Served:
+    _matrices(self, mat2)
+    return lambda run: _product(run, self, mat2)
+
+
+def _addmm(
+    self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Served:
+    _matrices(mat1, mat2)
+    _same_dtype(mat1, self)
+    factors = {"alpha": float(alpha)} if alpha != 1 else {}
+
+    def served(run: Run) -> Tensor:
+        if beta == 0:
+            return _product(run, mat1, mat2, **factors)
+        if beta == 1 and self.shape == mat2.shape[1:]:
+            return _product(run, mat1, mat2, bias=self, **factors)
+        shape = (mat1.shape[0], mat2.shape[1])
+        # The sum is written over what is added: over a copy of it.
+        total = self.expand(shape).clone(memory_format=torch.contiguous_format)
+        _product(run, mat1, mat2, accumulate_into=total, beta=float(beta), **factors)
+        return total
+
+    return served
+
+
+def _bmm(self: Tensor, mat2: Tensor) -> Served:
+    _same_dtype(self, mat2)
+    _full(self, mat2)
+    fitting = (
+        self.ndim == mat2.ndim == 3
+        and self.shape[0] == mat2.shape[0]
+        and self.shape[2] == mat2.shape[1]
+    )
+    _need(fitting, "not batches of matrices that fit")
+
+    def served(run: Run) -> Tensor:
+        output: Tensor = run(list(mat2.unbind()), list(self.unbind()), transa=False)[0]
+        return output.view(self.shape[0], self.shape[1], mat2.shape[2])
+
+    return served
+
+
+# -------------------------------------------------------------------------------- norms
+
+
+def _one_dimension(input: Tensor, normalized_shape: Sequence[int], *others: Tensor | None) -> None:
+    _full(input)
+    _same_dtype(input, *others)
+    last = len(normalized_shape) == 1 and input.shape[-1:] == tuple(normalized_shape)
+    _need(last, "not over the last dimension alone")
+
+
+def _or_ones(weight: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_ones(like.shape[-1]) if weight is None else weight
+
+
+def _statistics_shape(input: Tensor) -> tuple[int, ...]:
+    return (*input.shape[:-1], 1)
+
+
+def _statistics_dtype(input: Tensor) -> torch.dtype:
+    """What ATen saves a layer norm's statistics in; on a CPU, where all is half, half."""
+    if input.device.type == "cpu":
+        return input.dtype
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+def _math_dtype(input: Tensor) -> torch.dtype:
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Served:
+    _one_dimension(input, normalized_shape, weight, bias)
+
+    def served(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        output, mu, rsigma = run(input, _or_ones(weight, input), bias, eps)
+        shape, dtype = _statistics_shape(input), _statistics_dtype(input)
+        return output, mu.view(shape).to(dtype), rsigma.view(shape).to(dtype)
+
+    return served
+
+
+def _layer_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> Served:
+    _one_dimension(input, normalized_shape, grad_out, weight, bias)
+
+    def served(run: Run) -> tuple[Tensor | None, ...]:
+        mu, rsigma = (it.reshape(-1).to(_math_dtype(input)) for it in (mean, rstd))
+        gradients = run(grad_out, input, mu, rsigma, _or_ones(weight, input))
+        return _wanted(gradients, output_mask)
+
+    return served
+
+
+def _wanted(gradients: Sequence[Tensor], output_mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(it if wanted else None for it, wanted in zip(gradients, output_mask, strict=True))
+
+
+def _eps(input: Tensor, eps: float | None) -> float:
+    return torch.finfo(_math_dtype(input)).eps if eps is None else eps
+
+
+def _fused_rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> Served:
+    _one_dimension(input, normalized_shape, weight)
+
+    def served(run: Run) -> tuple[Tensor, Tensor]:
+        output, rsigma = run(input, _or_ones(weight, input), _eps(input, eps))
+        return output, rsigma.view(_statistics_shape(input))
+
+    return served
+
+
+def _fused_rms_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> Served:
+    _one_dimension(input, normalized_shape, grad_out, weight)
+
+    def served(run: Run) -> tuple[Tensor | None, ...]:
+        rsigma = rstd.reshape(-1).to(_math_dtype(input))
+        return _wanted(run(grad_out, input, rsigma, _or_ones(weight, input)), output_mask)
+
+    return served
+
+
+PARTS: Final = {
+    "gelu": Bridge("gelu", _gelu),
+    "gelu_backward": Bridge("dgelu", _gelu_backward),
+    "silu": Bridge("silu", _unary),
+    "silu_backward": Bridge("dsilu", _unary_backward),
+    "relu": Bridge("relu", _unary),
+    "threshold_backward": Bridge("drelu", _threshold_backward),
+    "_softmax": Bridge("scaled_softmax_forward", _softmax),
+    "_softmax_backward_data": Bridge("scaled_softmax_backward", _softmax_backward),
+    "_log_softmax": Bridge("cross_entropy_fwd", _log_softmax),
+    "mm": Bridge("generic_gemm", _mm),
+    "addmm": Bridge("generic_gemm", _addmm),
+    "bmm": Bridge("te_general_grouped_gemm", _bmm),
+    "native_layer_norm": Bridge("layernorm_fwd", _layer_norm),
+    "native_layer_norm_backward": Bridge("layernorm_bwd", _layer_norm_backward),
+    "_fused_rms_norm": Bridge("rmsnorm_fwd", _fused_rms_norm),
+    "_fused_rms_norm_backward": Bridge("rmsnorm_bwd", _fused_rms_norm_backward),
+}
+"""By the ATen operator that is served; these reach a device as they are."""
+
+
+# ------------------------------------------------------------------------------- wholes
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Served:
+    _one_dimension(input, normalized_shape, weight)
+    return lambda run: run(input, _or_ones(weight, input), _eps(input, eps))[0]
+
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+"""How ATen numbers what is done with the losses of the rows."""
+
+
+def _cross_entropy(
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Served:
+    _full(self)
+    _need(weight is None, "the contract's cross entropy has no weight for each class")
+    _need(self.ndim <= 2, "the classes are not the last dimension")
+    _need(target.dtype == torch.int64, "the targets are no indices of classes")
+    _need(target.shape == self.shape[:-1], "not one target for each row")
+
+    def served(run: Run) -> Tensor:
+        options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
+        losses: Tensor = run(self, target, **options)[0]
+        if reduction == _NONE:
+            return losses.to(self.dtype)
+        total = losses.sum()
+        if reduction == _MEAN:
+            total = total / (target != ignore_index).sum()
+        return total.to(self.dtype)
+
+    return served
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Served:
+    _full(query, key, value)
+    _same_dtype(query, key, value)
+    _need(query.ndim == key.ndim == value.ndim == 4, "not [batch, heads, length, width]")
+    _need(enable_gqa or query.shape[1] == key.shape[1], "not one head of keys for each of queries")
+    _need(not (is_causal and attn_mask is not None), "a mask, and causal as well")
+    _need(dropout_p == 0 or _can_draw(query), "no random numbers while a CUDA graph is captured")
+
+    def served(run: Run) -> Tensor:
+        options: dict[str, Any] = {"attn_mask_type": "causal"} if is_causal else {}
+        if scale is not None:
+            options["scale"] = scale
+        if dropout_p:
+            options |= {"dropout_p": dropout_p, **_drawn()}
+        heads_third = [it.transpose(1, 2) for it in (query, key, value)]
+        bias = None if attn_mask is None else _as_bias(attn_mask, query)
+        out: Tensor = run(*heads_third, bias, None, **options)[0]
+        return out.transpose(1, 2)
+
+    return served
+
+
+def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+        mask = zeros.masked_fill(~mask, -math.inf)
+    return mask[(None,) * (4 - mask.ndim)]
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Served:
+    _full(input)
+    _need(train and 0 < p < 1, "nothing is random about it")
+    _need(_can_draw(input), "no random numbers while a CUDA graph is captured")
+    return lambda run: run(input, p, **_drawn())[0]
+
+
+def _can_draw(tensor: Tensor) -> bool:
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _drawn() -> dict[str, int]:
+    """A seed from torch's generator on the host, which ``torch.manual_seed`` sets."""
+    return {"seed": int(torch.randint(2**62, (), device="cpu"))}
+
+
+WHOLE: Final = {
+    "rms_norm": Bridge("rmsnorm_fwd", _rms_norm),
+    "cross_entropy_loss": Bridge("cross_entropy_fwd", _cross_entropy),
+    "scaled_dot_product_attention": Bridge("fused_attn_fwd", _attention),
+    "dropout": Bridge("dropout_fwd", _dropout),
+}
+"""The same of composites."""
+
+_LOWER: Final = frozenset({"scaled_dot_product_attention"})
+"""Of these, those that autocast runs in its own dtype; the others it leaves to torch."""
+
+
+def autocast(name: str, args: tuple[Any, ...], device: str) -> tuple[Any, ...] | None:
+    """A composite's arguments as autocast, which is on, would cast them; None if torch must."""
+    if name not in _LOWER:
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        it.to(dtype)
+        if isinstance(it, Tensor) and it.dtype.itemsize <= 4 and it.is_floating_point()
+        else it
+        for it in args
+    )

@@ -1,0 +1,347 @@
+"""From functions with the signatures of ``transformer_engine_torch`` to contracts.
+
+What NVIDIA's extension module offers, and what vendors write for TransformerEngine-FL, are
+functions of the same names and positional signatures. An adapter states the parameters of one
+and makes a function with the contract's signature of it. A quantizer is never passed: quantized
+outputs are operators of their own here. What a function cannot do is declined before it is
+called; an operator without an adapter is not bridged.
+
+The signatures and their limits were read from Transformer Engine's sources, in
+``pytorch/csrc/extensions``: ``pybind``, ``activation``, ``normalization`` and ``softmax``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends._arguments import Taking
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.ops import CATALOGUE
+
+__all__ = ["ADAPTERS", "DTYPES", "Adapter", "adapted", "has_signature"]
+
+DTYPES: Final = ("float32", "bfloat16", "float16")
+"""What the functions take; softmax takes the last two."""
+
+_HALVES: Final = (torch.float16, torch.bfloat16)
+_LONGEST: Final = 16384
+"""Keys that a softmax takes."""
+
+Named = Callable[[torch.dtype], Any]
+"""How the functions are told a dtype."""
+
+Function = Callable[..., Any]
+
+
+class Adapter(NamedTuple):
+    """How a function of that family serves the contract's operator of the same name.
+
+    Attributes:
+        parameters: the names of its parameters; further ones have defaults.
+        make: from it, and from how it is told a dtype, a function with the contract's
+            signature.
+    """
+
+    parameters: tuple[str, ...]
+    make: Callable[[str, Function, Named], Function]
+
+
+def adapted(op_name: str, function: Function, named: Named) -> Function:
+    """A function with the contract's signature, served by ``function``.
+
+    Args:
+        op_name: the operator, one of :data:`ADAPTERS`.
+        function: has the signature of ``transformer_engine_torch``'s of that name.
+        named: how it is told a dtype.
+    """
+    return ADAPTERS[op_name].make(op_name, function, named)
+
+
+def has_signature(op_name: str, function: Function) -> bool:
+    """Whether a function has, by names and order, the parameters that its adapter passes."""
+    adapter = ADAPTERS.get(op_name)
+    if adapter is None:
+        return False
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    names = [it.name for it in found if it.kind in kinds]
+    count = len(adapter.parameters)
+    rest = [it for it in found if it.name not in adapter.parameters]
+    return tuple(names[:count]) == adapter.parameters and all(
+        it.default is not it.empty or it.kind in (it.VAR_POSITIONAL, it.VAR_KEYWORD) for it in rest
+    )
+
+
+def _no_data(device: torch.device) -> str | None:
+    return "there is no data" if device.type == "meta" else None
+
+
+def _plain(op_name: str, **tensors: Tensor) -> list[Tensor]:
+    """The tensors, dense, or a decline."""
+    taking = Taking(_no_data)
+    found = [taking.plain(op_name, name, tensor) for name, tensor in tensors.items()]
+    if not all(tensor.numel() for tensor in found):
+        raise NotSupportedError(f"{op_name}: empty tensors are not taken")
+    return [tensor.contiguous() for tensor in found]
+
+
+def _one_dtype(op_name: str, **tensors: Tensor | None) -> None:
+    found = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{name} is {dtype}" for name, dtype in found.items())
+        raise NotSupportedError(f"{op_name}: one dtype is taken; {said}")
+    (dtype,) = set(found.values())
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        raise NotSupportedError(f"{op_name}: {dtype} is not taken")
+
+
+def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The functions allocate on the current device: make it the tensor's."""
+    if tensor.device.type == "cuda":
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, tensor.shape[-1])
+
+
+# --------------------------------------------------------------------------- activations
+
+
+def _activation(op_name: str, function: Function, named: Named) -> Function:
+    contract = CATALOGUE[op_name]
+
+    def forward(input: Tensor) -> Tensor:
+        contract.check(input)
+        (input,) = _plain(op_name, input=input)
+        _one_dtype(op_name, input=input)
+        with torch.no_grad(), _on(input):
+            output: Tensor = function(input, None)
+        return output
+
+    return forward
+
+
+def _derivative(op_name: str, function: Function, named: Named) -> Function:
+    contract = CATALOGUE[op_name]
+
+    def backward(grad: Tensor, fwd_input: Tensor) -> Tensor:
+        contract.check(grad, fwd_input)
+        grad, fwd_input = _plain(op_name, grad=grad, fwd_input=fwd_input)
+        _one_dtype(op_name, grad=grad, fwd_input=fwd_input)
+        with torch.no_grad(), _on(fwd_input):
+            output: Tensor = function(grad, fwd_input, None)
+        return output
+
+    return backward
+
+
+# ------------------------------------------------------------------------- normalization
+
+
+def _rmsnorm_fwd(op_name: str, function: Function, named: Named) -> Function:
+    def rmsnorm_fwd(
+        input: Tensor,
+        weight: Tensor,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        CATALOGUE[op_name].check(input, weight, eps, zero_centered_gamma=zero_centered_gamma)
+        x, gamma = _plain(op_name, input=input, weight=weight)
+        _one_dtype(op_name, input=x, weight=gamma)
+        with torch.no_grad(), _on(x):
+            output, _, rsigma = function(
+                _rows(x), gamma, eps, None, None, named(x.dtype), 0, zero_centered_gamma
+            )
+        return output.view(x.shape), rsigma
+
+    return rmsnorm_fwd
+
+
+def _rmsnorm_bwd(op_name: str, function: Function, named: Named) -> Function:
+    def rmsnorm_bwd(
+        dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *, zero_centered_gamma: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        CATALOGUE[op_name].check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+        dy, x, rsigma, gamma = _plain(op_name, dy=dy, x=x, rsigma=rsigma, gamma=gamma)
+        _one_dtype(op_name, dy=dy, x=x, gamma=gamma)
+        with torch.no_grad(), _on(x):
+            dx, dgamma = function(_rows(dy), _rows(x), rsigma, gamma, 0, zero_centered_gamma)
+        return dx.view(x.shape), dgamma
+
+    return rmsnorm_bwd
+
+
+def _rmsnorm_bwd_add(op_name: str, function: Function, named: Named) -> Function:
+    def rmsnorm_bwd_add(
+        dz: Tensor,
+        x: Tensor,
+        add: Tensor,
+        rsigma: Tensor,
+        gamma: Tensor,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        contract = CATALOGUE[op_name]
+        contract.check(dz, x, add, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+        given = {"dz": dz, "x": x, "add": add, "rsigma": rsigma, "gamma": gamma}
+        dz, x, add, rsigma, gamma = _plain(op_name, **given)
+        _one_dtype(op_name, dz=dz, x=x, add=add, gamma=gamma)
+        with torch.no_grad(), _on(x):
+            rows = (_rows(dz), _rows(x), _rows(add))
+            dx, dgamma = function(*rows, rsigma, gamma, 0, zero_centered_gamma)
+        return dx.view(x.shape), dgamma
+
+    return rmsnorm_bwd_add
+
+
+def _layernorm_fwd(op_name: str, function: Function, named: Named) -> Function:
+    def layernorm_fwd(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        CATALOGUE[op_name].check(input, weight, bias, eps, zero_centered_gamma=zero_centered_gamma)
+        x, gamma = _plain(op_name, input=input, weight=weight)
+        beta = None if bias is None else _plain(op_name, bias=bias)[0]
+        _one_dtype(op_name, input=x, weight=gamma, bias=beta)
+        with torch.no_grad(), _on(x):
+            output, mu, rsigma = function(
+                _rows(x), gamma, beta, eps, None, None, named(x.dtype), 0, zero_centered_gamma
+            )
+        return output.view(x.shape), mu, rsigma
+
+    return layernorm_fwd
+
+
+def _layernorm_bwd(op_name: str, function: Function, named: Named) -> Function:
+    def layernorm_bwd(
+        dy: Tensor,
+        x: Tensor,
+        mu: Tensor,
+        rsigma: Tensor,
+        gamma: Tensor,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        CATALOGUE[op_name].check(dy, x, mu, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
+        given = {"dy": dy, "x": x, "mu": mu, "rsigma": rsigma, "gamma": gamma}
+        dy, x, mu, rsigma, gamma = _plain(op_name, **given)
+        _one_dtype(op_name, dy=dy, x=x, gamma=gamma)
+        with torch.no_grad(), _on(x):
+            rows = (_rows(dy), _rows(x))
+            dx, dgamma, dbeta = function(*rows, mu, rsigma, gamma, 0, zero_centered_gamma)
+        return dx.view(x.shape), dgamma, dbeta
+
+    return layernorm_bwd
+
+
+# ------------------------------------------------------------------------------- softmax
+
+
+def _scores(op_name: str, scores: Tensor, dimensions: int, fewest: int) -> None:
+    """Decline the scores that the fused softmax does not take."""
+    keys = scores.shape[-1]
+    wrong = None
+    if scores.ndim != dimensions:
+        wrong = f"{dimensions} dimensions are taken, not {scores.ndim}"
+    elif scores.dtype not in _HALVES:
+        wrong = f"half precision is taken, not {scores.dtype}"
+    elif keys > _LONGEST or (dimensions == 4 and keys % 8):
+        wrong = f"at most {_LONGEST} keys are taken, by eights; there are {keys}"
+    elif scores.shape[-2] < fewest:
+        wrong = f"at least {fewest} queries are taken"
+    if wrong is not None:
+        raise NotSupportedError(f"{op_name}: {wrong}")
+
+
+def _softmax(dimensions: int, fewest: int) -> Callable[[str, Function, Named], Function]:
+    def make(op_name: str, function: Function, named: Named) -> Function:
+        def forward(input: Tensor, scale: float = 1.0) -> Tensor:
+            CATALOGUE[op_name].check(input, scale)
+            (input,) = _plain(op_name, input=input)
+            _scores(op_name, input, dimensions, fewest)
+            with torch.no_grad(), _on(input):
+                output: Tensor = function(input, scale)
+            return output
+
+        return forward
+
+    return make
+
+
+def _masked_softmax(op_name: str, function: Function, named: Named) -> Function:
+    def forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        CATALOGUE[op_name].check(input, mask, scale)
+        input, mask = _plain(op_name, input=input, mask=mask)
+        _scores(op_name, input, 4, 2)
+        wanted = (input.shape[-2], input.shape[-1])
+        if mask.ndim != 4 or mask.shape[1] != 1 or tuple(mask.shape[2:]) != wanted:
+            raise NotSupportedError(f"{op_name}: a mask [b or 1, 1, sq, sk] is taken")
+        with torch.no_grad(), _on(input):
+            output: Tensor = function(input, mask.to(torch.uint8), scale)
+        return output
+
+    return forward
+
+
+def _softmax_backward(dimensions: int) -> Callable[[str, Function, Named], Function]:
+    def make(op_name: str, function: Function, named: Named) -> Function:
+        def backward(output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0) -> Tensor:
+            CATALOGUE[op_name].check(output_grad, softmax_output, scale)
+            given = {"output_grad": output_grad, "softmax_output": softmax_output}
+            grad, output = _plain(op_name, **given)
+            _scores(op_name, output, dimensions, 1)
+            _one_dtype(op_name, output_grad=grad, softmax_output=output)
+            with torch.no_grad(), _on(output):
+                # The gradient is written over what the function is given.
+                result: Tensor = function(grad.clone(), output, scale)
+            return result
+
+        return backward
+
+    return make
+
+
+_UNARY: Final = ("input", "quantizer")
+_BACKWARD: Final = ("grad", "fwd_input", "quantizer")
+_ACTIVATIONS: Final = (
+    *("gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu"),
+    *("silu", "swiglu", "glu"),
+)
+_NORM: Final = ("eps", "ln_out", "quantizer", "otype", "sm_margin", "zero_centered_gamma")
+_LAST: Final = ("sm_margin", "zero_centered_gamma")
+_PAIR: Final = ("output_grad", "softmax_output", "scale")
+
+ADAPTERS: Final = {
+    **{name: Adapter(_UNARY, _activation) for name in _ACTIVATIONS},
+    **{f"d{name}": Adapter(_BACKWARD, _derivative) for name in _ACTIVATIONS},
+    "rmsnorm_fwd": Adapter(("input", "weight", *_NORM), _rmsnorm_fwd),
+    "rmsnorm_bwd": Adapter(("dy", "x", "rsigma", "gamma", *_LAST), _rmsnorm_bwd),
+    "rmsnorm_bwd_add": Adapter(("dz", "x", "add", "rsigma", "gamma", *_LAST), _rmsnorm_bwd_add),
+    "layernorm_fwd": Adapter(("input", "weight", "bias", *_NORM), _layernorm_fwd),
+    "layernorm_bwd": Adapter(("dy", "x", "mu", "rsigma", "gamma", *_LAST), _layernorm_bwd),
+    "scaled_softmax_forward": Adapter(("input", "scale"), _softmax(4, 2)),
+    "scaled_softmax_backward": Adapter(_PAIR, _softmax_backward(4)),
+    "scaled_masked_softmax_forward": Adapter(("input", "mask", "scale"), _masked_softmax),
+    "scaled_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(4)),
+    "scaled_upper_triang_masked_softmax_forward": Adapter(("input", "scale"), _softmax(3, 1)),
+    "scaled_upper_triang_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(3)),
+    "scaled_aligned_causal_masked_softmax_forward": Adapter(("input", "scale"), _softmax(4, 1)),
+    "scaled_aligned_causal_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(4)),
+}
+"""By the operator that is served."""

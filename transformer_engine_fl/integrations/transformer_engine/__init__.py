@@ -1,0 +1,109 @@
+"""Plugins written for TransformerEngine-FL, loaded as they are where it is not installed.
+
+Such a plugin imports ``OpImpl`` and its companions from ``transformer_engine.plugin.core`` and
+offers ``register(registry)``. :func:`alias_plugin_core` makes that import path mean this package,
+for who asks for it: not on import, and never where a Transformer Engine is installed, whose own
+path stays what it is. What the names stand for is in served.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+from transformer_engine_fl.core.locks import LOADING
+from transformer_engine_fl.core.log import logger
+
+__all__ = ["PATH", "alias_plugin_core", "unalias_plugin_core"]
+
+PACKAGE: Final = "transformer_engine"
+PATH: Final = f"{PACKAGE}.plugin.core"
+
+_aliases: Final[dict[str, ModuleType]] = {}
+"""The modules of ours that stand under Transformer Engine's names."""
+
+
+def alias_plugin_core() -> bool:
+    """Let ``transformer_engine.plugin.core`` mean this package, until :func:`unalias_plugin_core`.
+
+    Call it before the first operator is used: plugins are loaded then. Calling it again
+    changes nothing. For everybody else there seems to be a package ``transformer_engine``
+    then, which has nothing but ``plugin``.
+
+    Returns:
+        Whether it does. Where a Transformer Engine is installed, or loaded, it does not, and
+        a warning says so: a plugin gets what is installed.
+    """
+    with LOADING:
+        if _aliases and sys.modules.get(PATH) is _aliases[PATH]:
+            return True
+        there = _installed()
+        if there is not None:
+            logger.warning(
+                "alias_plugin_core: Transformer Engine is installed (%s), and is not shadowed; "
+                "what imports %s gets its own, or none",
+                there,
+                PATH,
+            )
+            return False
+        _aliases.clear()
+        _aliases.update(_modules())
+        sys.modules.update(_aliases)
+        return True
+
+
+def unalias_plugin_core() -> None:
+    """Take back :func:`alias_plugin_core`; what was imported meanwhile stays with who has it."""
+    with LOADING:
+        for name, module in _aliases.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+        _aliases.clear()
+
+
+def _installed() -> str | None:
+    """Where Transformer Engine is, if it is anywhere."""
+    module = sys.modules.get(PACKAGE)
+    if module is not None:
+        return str(getattr(module, "__file__", None) or "already imported")
+    spec = importlib.util.find_spec(PACKAGE)
+    return None if spec is None else str(spec.origin or spec.name)
+
+
+def _modules() -> dict[str, ModuleType]:
+    from transformer_engine_fl.integrations.transformer_engine import served
+
+    made: dict[str, ModuleType] = {}
+    for name in (PACKAGE, f"{PACKAGE}.plugin", PATH):
+        made[name] = _module(name, {}, package=True)
+    vars(made[PATH]).update(served.names("core"))
+    for short in served.MODULES:
+        made[f"{PATH}.{short}"] = _module(f"{PATH}.{short}", served.names(short))
+    for name, module in made.items():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(made[parent], own, module)
+    return made
+
+
+def _module(name: str, content: dict[str, Any], *, package: bool = False) -> ModuleType:
+    module = ModuleType(name, "Stands for TransformerEngine-FL's, by transformer_engine_fl.")
+    module.__spec__ = ModuleSpec(name, None, is_package=package)
+    if package:
+        module.__path__ = []  # what it has not is a module that is not found
+    vars(module).update(content)
+    vars(module).setdefault("__getattr__", _missing(name))
+    return module
+
+
+def _missing(module: str) -> Any:
+    def missing(name: str) -> Any:
+        hint = "which is not installed; transformer_engine_fl stands for its plugin core alone"
+        if module.startswith(PATH):
+            hint = "and transformer_engine_fl has nothing that is the same"
+        raise AttributeError(f"{module}.{name} is Transformer Engine's own, {hint}")
+
+    return missing
