@@ -22,6 +22,7 @@ sys.path.insert(0, str(BENCHMARKS))  # scripts import their neighbours by name
 import measuring  # noqa: E402
 import ops as suite  # noqa: E402
 import performance_page  # noqa: E402
+import plugin_costs  # noqa: E402
 import report as reports  # noqa: E402
 from peers import DESCRIPTIONS, PEERS, Work, peers_of  # noqa: E402
 from peers.eager import FORMULAS  # noqa: E402
@@ -55,6 +56,27 @@ def test_a_quick_run_writes_figures_and_a_plot(tmp_path: Path) -> None:
     assert results["environment"].keys() >= {"device", "cpu", "python", "torch"}
     assert (tmp_path / "dispatch_overhead.png").read_bytes().startswith(b"\x89PNG")
     assert "manager.call" in done.stdout
+
+
+# ----------------------------------------------------------------------------- plugins
+
+
+def test_twenty_plugins_cost_little_at_the_start_and_nothing_at_a_dispatch() -> None:
+    """Three times the budget, in the processor's time, as this machine may be slow and busy."""
+    results = plugin_costs.measure(processes=1)
+    start = results["startup_cpu_ms"]
+    assert start["with"]["median"] > start["without"]["median"]
+    assert start["added"] < 3 * plugin_costs.STARTUP_BUDGET_MS
+    for dispatch in results["dispatch_us"].values():
+        assert dispatch["with"]["lowest"] < 2 * dispatch["without"]["lowest"]
+
+
+def test_the_recorded_costs_of_plugins_are_within_their_budget() -> None:
+    results = json.loads((plugin_costs.RESULTS / "plugin_costs.json").read_text(encoding="utf-8"))
+    assert results["plugins"] == plugin_costs.PLUGINS == 20
+    assert 0 < results["startup_cpu_ms"]["added"] < plugin_costs.STARTUP_BUDGET_MS
+    for dispatch in results["dispatch_us"].values():
+        assert abs(dispatch["added"]) < 0.05 * dispatch["without"]["median"]
 
 
 # ---------------------------------------------------------------------------- workloads

@@ -180,6 +180,40 @@ def test_a_set_for_another_device_says_what_this_machine_has(te_fl):
     assert "'vendor.cuda' runs on cuda only; this machine has: cpu" in ran.err
 
 
+PAGE = "# Acme\n\n<!-- scorecard -->\nan older one\n<!-- end of scorecard -->\n\nThe end.\n"
+
+
+def test_a_page_gets_the_scorecard_between_its_markers_and_keeps_the_rest(te_fl, acme, folder):
+    page = folder / "README.md"
+    page.write_text(PAGE)
+    for _ in range(2):
+        ran = te_fl("verify", "vendor.acme", *BOTH, "--dtype", "float32", "--readme", str(page))
+        assert ran.code == 0
+        assert ran.err.endswith(f"\nwritten: {page}\n")
+    text = page.read_text()
+    assert text.startswith("# Acme\n\n<!-- scorecard -->\n\n**vendor.acme: all ")
+    assert text.endswith("\n<!-- end of scorecard -->\n\nThe end.\n")
+    assert "an older one" not in text
+    assert text.count("| `rmsnorm_fwd` | cpu | float32 |") == 1
+    assert [it.name for it in folder.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "No such file"), ("# Acme\n", "has no lines <!-- scorecard --> and")]
+)
+def test_a_page_without_a_place_for_the_scorecard_is_refused_before_the_work(
+    te_fl, acme, folder, text, said
+):
+    page = folder / "README.md"
+    if text is not None:
+        page.write_text(text)
+    ran = te_fl("verify", "vendor.acme", "--readme", str(page))
+    assert ran.code == 2
+    assert ran.err.startswith("te-fl: --readme: ")
+    assert said in ran.err
+    assert ran.out == ""
+
+
 def test_several_processes_find_what_one_finds(te_fl, wrong_acme, folder):
     options = (*BOTH, "--dtype", "float32", "--dtype", "bfloat16", "--json")
     alone = te_fl("verify", "vendor.acme", *options)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from core_helpers import SCALE, impl
+from core_helpers import SCALE, StubTensor, impl
 
 from transformer_engine_fl import OpManager, OpRegistry, reset_global_policy
 from transformer_engine_fl.core.discovery import PLUGIN_API, SourceReport, find_sources
@@ -287,6 +287,104 @@ def test_a_plugin_that_breaks_is_reported_once_and_harms_no_other(
     warned = [it.getMessage() for it in caplog.records if known in it.getMessage()]
     assert len(warned) == 1
     assert "te-fl doctor" in warned[0]
+
+
+HELD = """
+from transformer_engine_fl import OpImpl, OpRegistry
+
+def register(registry):
+"""
+
+NAMED = {
+    "raises when imported": "x = 1\nraise OSError('libacme.so')  # HERE",
+    "raises in what it imports": "import no_such_module_of_ours  # HERE",
+    "is no Python": "x = 1\ndef register(:  # HERE",
+    "raises when it registers": GOOD + "    raise KeyError('half-way')  # HERE\n",
+    "raises in torch when it registers": GOOD + "    import torch\n    torch.ones(-1)  # HERE\n",
+    "registers an id twice": GOOD + "    registry.register_impl(impl('{name}.one'))  # HERE\n",
+    "does not fit": GOOD
+    + "    registry.register_impl(impl('{name}.three', fn=lambda y: y))  # HERE\n",
+    "an unknown kind": HELD + "    OpImpl('scale', 'acme', 'vendr', len, vendor='acme')  # HERE\n",
+    "a vendor without a name": HELD + "    OpImpl('scale', 'acme', 'vendor', len)  # HERE\n",
+    "an unknown trait": HELD
+    + "    OpImpl('scale', 'acme', 'reference', len, traits={'quick'})  # HERE\n",
+    "no OpImpl": HELD + "    registry.register_impl('nonsense')  # HERE\n",
+}
+
+
+@pytest.mark.parametrize("source", NAMED.values(), ids=NAMED)
+def test_what_breaks_is_named_with_its_file_and_line(
+    source: str,
+    plugin: Plugin,
+    tmp_path: Path,
+    modules: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken, good = plugin(source), plugin()
+    modules(broken, good)
+    manager = started()
+    file = tmp_path / f"{broken}.py"
+    line = next(n for n, it in enumerate(file.read_text().splitlines(), 1) if "HERE" in it)
+    warned = [it.getMessage() for it in caplog.records if broken in it.getMessage()]
+    assert len(warned) == 1
+    assert warned[0].startswith(f"module {broken} (TE_FL_PLUGIN_MODULES) is left out: ")
+    assert f"{file}:{line}" in warned[0]
+    assert f"{file}:{line}" in str(report(manager, f"module {broken}").error)
+    assert ids(manager) == [f"{good}.one", f"{good}.two"]
+
+
+def test_a_duplicate_names_both_places(plugin: Plugin, modules: Callable[..., None]) -> None:
+    taken = "from core_helpers import impl\ndef register(registry):\n    registry.register_impl("
+    first, second = (plugin(taken + "impl('acme'))") for _ in range(2))
+    modules(first, second)
+    manager = started()
+    assert ids(manager) == ["acme"]
+    said = str(report(manager, f"module {second}").error)
+    assert said.startswith("DuplicateImplError: scale/acme is registered twice: at ")
+    assert f"{first}.py:3" in said
+    assert f"{second}.py:3" in said
+
+
+LATE = """
+from transformer_engine_fl import OpImpl
+
+def scale(y):
+    return y
+
+def scaled(x, factor=1.0, *, mode="plain"):
+    raise RuntimeError("no image")  # HERE
+
+def register(registry):
+    registry.register_impl(OpImpl("scale", "acme.misfit", "vendor", "{name}:scale", vendor="acme"))
+    registry.register_impl(OpImpl("scale", "acme.gone", "vendor", "{name}:gone", vendor="acme"))
+    registry.register_impl(
+        OpImpl(
+            "scale", "acme.away", "vendor", "{name}:scaled", vendor="acme", devices={"npu"},
+            is_available=lambda: "torch sees no 'npu' device here",
+        )
+    )
+    registry.register_impl(OpImpl("scale", "acme.raises", "vendor", scaled, vendor="acme"))
+"""
+
+
+def test_what_breaks_at_the_first_call_is_named_and_the_next_serves(
+    plugin: Plugin, modules: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A signature that does not fit, a name that is not there, a device that is absent, a
+    kernel that raises: each has its reason, and the last one serves."""
+    name = plugin(LATE)
+    modules(name, plugin())
+    manager = started()
+    assert str(manager.call("scale", StubTensor())).endswith(".one")
+    file = tmp_path / f"{name}.py"
+    line = next(n for n, it in enumerate(file.read_text().splitlines(), 1) if "HERE" in it)
+    (warned,) = [it.getMessage() for it in caplog.records if "acme.raises" in it.getMessage()]
+    assert f"RuntimeError: no image (at {file}:{line})" in warned
+    said = str(manager.explain("scale", StubTensor()))
+    assert "the signature does not fit the contract" in said
+    assert f"registered at  {file}:" in said
+    assert f"cannot import {name}:gone: AttributeError" in said
+    assert "torch sees no 'npu' device here" in said
 
 
 def test_a_module_that_does_not_exist_is_reported(modules: Callable[..., None]) -> None:

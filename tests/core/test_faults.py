@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import core_faults
 import pytest
 import torch
 from core_faults import GUARDS, ROUTES, Kernel, KernelError, arrive, in_quarantine, world
@@ -303,10 +305,10 @@ def test_when_all_fail_the_error_carries_every_reason(
     with pytest.raises(AllCandidatesFailedError) as caught:
         arrive(manager, "scale", route)(ones())
     verdicts = caught.value.decision.verdicts
-    assert [(it.cause, it.reason) for it in verdicts] == [
-        ("failed", "failed: KernelError: no image"),
+    assert [(it.cause, re.sub(r":\d+\)", ":N)", it.reason)) for it in verdicts] == [
+        ("failed", f"failed: KernelError: no image (at {core_faults.__file__}:N)"),
         ("supports", "declined: NotSupportedError: only even lengths"),
-        ("failed", "failed: ValueError: no luck"),
+        ("failed", f"failed: ValueError: no luck (at {core_faults.__file__}:N)"),
     ]
     for verdict in verdicts:
         assert verdict.reason in str(caught.value)
@@ -450,7 +452,9 @@ def test_a_broken_availability_probe_is_a_reason_and_no_crash() -> None:
     assert asked == [1], "the machine is asked once"
     verdict = manager.explain("scale").verdicts[0]
     assert verdict.cause == "available"
-    assert verdict.reason == ("not available: is_available() raised OSError: driver not loaded")
+    assert verdict.reason.startswith(
+        f"not available: is_available() raised OSError: driver not loaded (at {__file__}:"
+    )
     assert not in_quarantine(manager)
 
 

@@ -150,7 +150,7 @@ def test_an_empty_variable_counts_as_unset(variable: str, text: str) -> None:
         ("TE_FL_PER_OP", "a=vendor:X|vendor:x", "'vendor:x'", "twice", None),
         ("TE_FL_PLUGIN_MODULES", "acme te", "'acme te'", "',' stands between", None),
         ("TE_FL_PLUGIN_MODULES", "acme,", "''", "module name", None),
-        ("TE_FL_PLUGIN_MODULES", "acme/te.py", "'acme/te.py'", "module name", None),
+        ("TE_FL_PLUGIN_MODULES", "acme-te.py", "'acme-te.py'", "module name", None),
         ("TEFL_LOG_LEVEL", "inof", "'inof'", "DEBUG, INFO, WARNING, ERROR, CRITICAL", "'INFO'"),
         ("TEFL_LOG_LEVEL", "17", "'17'", "DEBUG, INFO", None),
     ],

@@ -96,7 +96,7 @@ def test_explain_shows_it_for_such_tensors_and_only_for_them() -> None:
     manager.call("scale", ones())
     verdict = manager.explain("scale", ones()).verdicts[0]
     assert (verdict.accepted, verdict.cause) == (False, "quarantine")
-    assert verdict.reason == "in quarantine after a fault: KernelError: unwell"
+    assert verdict.reason.startswith("in quarantine after a fault: KernelError: unwell")
     assert manager.explain("scale", ones(torch.float64)).verdicts[0].accepted
 
 

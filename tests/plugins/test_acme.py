@@ -8,15 +8,12 @@ this test, so that each variable has somebody to move the choice away from.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plugin_environments import environment, install, run, run_own_tests
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "plugins" / "te_fl_acme"
@@ -105,17 +102,8 @@ CHOICES = {
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a fresh environment that has the plugin and sees our dependencies."""
-    home = tmp_path_factory.mktemp("acme") / "environment"
-    venv.create(home, with_pip=True)
-    interpreter = home / "bin" / "python"
-    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(_run(interpreter, "-c", ask).stdout.strip())
-    # addsitedir, not the bare path: it follows the .pth files of editable installs as well.
-    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    lines = "".join(f"import site; site.addsitedir({folder!r})\n" for folder in sorted(folders))
-    (site / "parent.pth").write_text(lines)
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
-    _run(interpreter, "-m", "pip", "install", *options, str(PLUGIN))
+    interpreter = environment(tmp_path_factory.mktemp("acme") / "environment")
+    install(interpreter, PLUGIN)
     return interpreter
 
 
@@ -127,35 +115,16 @@ def choices(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         (folder / name).write_text(text)
     rivals = {"PYTHONPATH": str(folder), "TE_FL_PLUGIN_MODULES": "acme_rivals"}
     cases = json.dumps([(variables, "float32") for variables in CHOICES])
-    done = _run(python, "-c", PROBE, env=rivals, cwd=folder, stdin=cases)
+    done = run(python, "-c", PROBE, env=rivals, cwd=folder, stdin=cases)
     answers = map(json.loads, done.stdout.splitlines())
     return dict(zip(CHOICES, answers, strict=True))
-
-
-def _run(
-    interpreter: Path | str,
-    *args: str,
-    env: dict[str, str] | None = None,
-    cwd: Path | None = None,
-    stdin: str = "",
-) -> subprocess.CompletedProcess[str]:
-    ours = ("TE_FL_", "TEFL_", "TRITON_INTERPRET", "PYTHON", "PIP_", "COV_")
-    clean = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
-    # A GPU would add candidates of its own; the case is the same without.
-    clean |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"} | (env or {})
-    command = [str(interpreter), *args]
-    done = subprocess.run(
-        command, env=clean, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done
 
 
 def _call(
     interpreter: Path | str, variables: str = "", dtype: str = "float32", **env: str
 ) -> tuple[dict[str, Any], str]:
     """(what the call gave, what was written to stderr)."""
-    done = _run(interpreter, "-c", PROBE, env=env, stdin=json.dumps([(variables, dtype)]))
+    done = run(interpreter, "-c", PROBE, env=env, stdin=json.dumps([(variables, dtype)]))
     return json.loads(done.stdout), done.stderr
 
 
@@ -209,6 +178,4 @@ def test_installed_and_named_by_a_variable_it_is_registered_once_without_a_word(
 
 
 def test_its_own_tests_pass_where_it_is_installed(python: Path) -> None:
-    options = ("-q", "-p", "no:cacheprovider", "-c", str(PLUGIN / "pyproject.toml"))
-    done = _run(python, "-m", "pytest", *options, str(PLUGIN / "tests"), cwd=PLUGIN)
-    assert " passed" in done.stdout
+    assert " passed" in run_own_tests(python, PLUGIN)

@@ -14,6 +14,7 @@ import typer
 from transformer_engine_fl.cli import doctor, explain, listing, verify
 from transformer_engine_fl.cli._output import console
 from transformer_engine_fl.cli.demo import command as demo
+from transformer_engine_fl.cli.new_plugin import new_plugin
 from transformer_engine_fl.cli.tune import command as tune
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, UnknownOperatorError
 
@@ -32,6 +33,7 @@ app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("verify")(verify.verify)
 app.command("tune")(tune.tune)
+app.command("new-plugin")(new_plugin)
 app.command("demo")(demo.demo)
 
 

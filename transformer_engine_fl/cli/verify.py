@@ -29,6 +29,8 @@ __all__ = ["verify"]
 
 SHOWN_FAILURES = 10
 
+BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
+
 
 def verify(
     impl_id: Annotated[str, typer.Argument(metavar="IMPL_ID", help="The set: vendor.acme.")],
@@ -67,7 +69,15 @@ def verify(
         typer.Option(
             metavar="FOLDER",
             help="Where the scorecard is written (the current directory; "
-            "with --case or --json, nowhere).",
+            "with --case, --json or --readme, nowhere).",
+        ),
+    ] = None,
+    readme: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Put the scorecard into this page, between its lines <!-- scorecard --> and "
+            "<!-- end of scorecard -->.",
         ),
     ] = None,
     quiet: Annotated[
@@ -83,6 +93,8 @@ def verify(
     """
     # Threads that wait must not spin: beside other work on the machine each call would stall.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if readme is not None:
+        _halves(readme)  # what is wrong with it is said before the work
     from transformer_engine_fl import testing
 
     with progress_bar(impl_id, hidden=quiet) as tell, ended_together():
@@ -98,8 +110,10 @@ def verify(
                 done, total, f"{failed} failed  {operator}" if failed else operator
             ),
         )
-    wanted = output is not None or not (case or json)
+    wanted = output is not None or not (case or json or readme)
     written = _write(card, output or Path()) if wanted else []
+    if readme is not None:
+        written.append(_fill_in(card, readme))
     if json:
         print_json(card.to_dict())
     else:
@@ -124,6 +138,33 @@ def _write(card: Scorecard, folder: Path) -> list[Path]:
     except OSError as error:
         raise ConfigurationError(f"--output: {error}") from error
     return paths
+
+
+def _fill_in(card: Scorecard, page: Path) -> Path:
+    """Put the scorecard where a page has its markers.
+
+    Raises:
+        ConfigurationError: it has none, or cannot be written.
+    """
+    before, after = _halves(page)
+    try:
+        page.write_text(f"{before}\n\n{card.to_section()}\n{after}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--readme: {error}") from error
+    return page
+
+
+def _halves(page: Path) -> tuple[str, str]:
+    """What stands before and after the place of a scorecard, its markers with them."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--readme: {error}") from error
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigurationError(f"--readme: {page} has no lines {BEGIN} and {END}, in this order")
+    return before + begin, end + after
 
 
 # ------------------------------------------------------------------------------ as text

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+from transformer_engine_fl.core.blame import said
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.log import logger
@@ -52,7 +53,7 @@ class SourceReport:
         name: what it is known by, e.g. ``"entry point acme"``.
         origin: the module or the distribution it comes from.
         registered: labels ``operator/impl_id`` of what it registered.
-        error: why it could not be registered, in one line; None if it could.
+        error: why it could not be registered, and at which line; None if it could.
         traceback: the whole story of the error.
     """
 
@@ -86,7 +87,8 @@ def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Sou
         points = find_entry_points()
         for point in points:
             distribution = point.dist.name if point.dist else point.value
-            yield Source(f"entry point {point.name}", distribution, point.load)
+            load = point.load if point.attr else _plugin_importer(point.module)
+            yield Source(f"entry point {point.name}", distribution, load)
         for name in get_environment().plugin_modules:
             if all(point.module != name for point in points):  # else it is one plugin, named twice
                 what = "folder" if "/" in name else "module"
@@ -116,7 +118,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
         report = SourceReport(
             source.name,
             source.origin,
-            error=f"{type(error).__name__}: {error}",
+            error=said(error),
             traceback="".join(traceback.format_exception(error)),
         )
     registry.record_source(source.key, report)

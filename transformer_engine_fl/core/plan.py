@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from transformer_engine_fl.core import blame
 from transformer_engine_fl.core.dispatch import Steps, guarded, settles_failures
 from transformer_engine_fl.core.errors import (
     AllCandidatesFailedError,
@@ -341,9 +342,9 @@ class Plan:
             return error
         if wrong is not None:
             return wrong
-        said = f"{type(error).__name__}: {error}"[:_TEXT]
+        said = blame.said(error, most=_TEXT)
         if outcome is Outcome.DECLINED:
-            return "supports", f"declined: {said}"
+            return "supports", f"declined: {type(error).__name__}: {error}"[:_TEXT]
         if outcome is Outcome.HALF_WRITTEN:
             half_written = self._half_written(entry.impl, said, args, kwargs)
             half_written.__cause__ = error

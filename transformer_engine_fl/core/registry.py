@@ -11,10 +11,10 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
+from transformer_engine_fl.core.blame import ON_BEHALF, said
 from transformer_engine_fl.core.contract import Contract, Fit, fit, signature_of
 from transformer_engine_fl.core.errors import (
     DuplicateImplError,
@@ -125,7 +125,7 @@ class Entry:
         try:
             answer = self.impl.is_available()
         except Exception as error:  # noqa: BLE001 - somebody's code; what it said is kept
-            return f"is_available() raised {_said(error)}"
+            return f"is_available() raised {said(error)}"
         if answer is True:
             return ""
         return answer if isinstance(answer, str) and answer else "is_available() says no"
@@ -138,17 +138,13 @@ class Entry:
                 return f"{reference} is not callable"
             self._settle(fn)
         except SignatureMismatchError as error:
-            return str(error)
+            return f"{error}\n  registered at  {self.where}"
         except PluginError as error:
             self.broken = True
             return str(error)
         except Exception as error:  # noqa: BLE001 - an import may raise anything
-            return f"cannot import {reference}: {_said(error)}"
+            return f"cannot import {reference}: {said(error)}"
         return ""
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,16 +338,10 @@ def _refuse_duplicate(entry: Entry, present: tuple[Entry, ...]) -> None:
             )
 
 
-_HERE: Final = str(Path(__file__).parent)
-_ROOT: Final = Path(__file__).parents[1]
-_ON_BEHALF: Final = (str(_ROOT / "backends" / "_register.py"), str(_ROOT / "vendors"))
-"""Who registers what others give it."""
-
-
 def _caller() -> str:
     """``file:line`` of the nearest frame outside core."""
     frame = inspect.currentframe()
-    ours = (_HERE, *_ON_BEHALF, contextlib.__file__)
+    ours = (*ON_BEHALF, contextlib.__file__)
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"

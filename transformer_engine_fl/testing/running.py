@@ -28,7 +28,10 @@ __all__ = ["verify"]
 
 PACKAGES = ("torch", "triton")
 
-REPEATED_VARIABLES = ("TE_FL_PLUGIN_MODULES", "TRITON_INTERPRET")
+DECIDING = ("TRITON_INTERPRET",)
+"""What decides how kernels run."""
+
+REPEATED_VARIABLES = ("TE_FL_PLUGIN_MODULES", *DECIDING)
 """What decides which implementations there are, so that a command needs them again."""
 
 Progress = Callable[[int, int, str, int], None]
@@ -110,7 +113,9 @@ def verify(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         seconds=time.perf_counter() - start,
         every=every,
-        versions=machine.versions(PACKAGES) | {"torch built for": machine.torch_build()},
+        versions=machine.versions(PACKAGES)
+        | {"torch built for": machine.torch_build()}
+        | {name: os.environ[name] for name in DECIDING if name in os.environ},
         devices=[it for it in machine.devices() if it["device"].partition(":")[0] in kinds],
         rows=tuple(rows),
         failures=tuple(failures),

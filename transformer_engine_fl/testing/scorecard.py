@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -167,15 +168,18 @@ class Scorecard:
 
     def to_markdown(self) -> str:
         """As a page."""
-        return "\n".join(_page(self))
+        return "\n".join([f"# Scorecard of {self.impl_id}", "", *_body(self, "##")])
+
+    def to_section(self) -> str:
+        """As a part of a page about the set, which says itself what the set implements."""
+        whole = dataclasses.replace(self, missing=None)
+        return "\n".join(_body(whole, "###"))
 
 
 # --------------------------------------------------------------------------- as a page
 
 
-def _page(card: Scorecard) -> Iterator[str]:
-    yield f"# Scorecard of {card.impl_id}"
-    yield ""
+def _body(card: Scorecard, heading: str) -> Iterator[str]:
     yield f"**{card.verdict()}.**"
     yield ""
     yield "| | |"
@@ -188,7 +192,7 @@ def _page(card: Scorecard) -> Iterator[str]:
     for name, version in card.versions.items():
         yield f"| {name} | {version or 'not there'} |"
     yield ""
-    yield "## Operators"
+    yield f"{heading} Operators"
     yield ""
     yield "The largest errors against float64: in units in the last place of the output's dtype,"
     yield "relative to the root mean square of the output, and as a part of what the contract"
@@ -201,10 +205,10 @@ def _page(card: Scorecard) -> Iterator[str]:
         counts = f"{row.passed} | {row.declined} | {row.failed}"
         errors = " | ".join(shown(row.worst))
         yield f"| `{row.operator}` | {row.device} | {row.dtype} | {counts} | {errors} |"
-    yield from _failures(card)
-    yield from _declined(card)
+    yield from _failures(card, heading)
+    yield from _declined(card, heading)
     if card.missing:
-        yield from ("", "## Not implemented", "")
+        yield from ("", f"{heading} Not implemented", "")
         yield ", ".join(f"`{name}`" for name in card.missing)
     yield ""
 
@@ -216,16 +220,16 @@ def shown(worst: Worst | None) -> tuple[str, str, str]:
     return f"{worst.ulps:.3g}", f"{worst.relative:.2g}", f"{worst.ratio:.2g}"
 
 
-def _failures(card: Scorecard) -> Iterator[str]:
+def _failures(card: Scorecard, heading: str) -> Iterator[str]:
     if not card.failures:
         return
-    yield from ("", "## Failures")
+    yield from ("", f"{heading} Failures")
     for failure in card.failures:
-        yield from ("", f"### `{failure.case}` on {failure.device}", "")
+        yield from ("", f"{heading}# `{failure.case}` on {failure.device}", "")
         yield from ("```", failure.said, "```", "", "```sh", failure.reproduce, "```")
 
 
-def _declined(card: Scorecard) -> Iterator[str]:
+def _declined(card: Scorecard, heading: str) -> Iterator[str]:
     reasons: dict[tuple[str, str], int] = {}
     for row in card.rows:
         for reason, count in (row.reasons or {}).items():
@@ -233,6 +237,12 @@ def _declined(card: Scorecard) -> Iterator[str]:
             reasons[key] = reasons.get(key, 0) + count
     if not reasons:
         return
-    yield from ("", "## Declined", "", "| operator | cases | reason |", "| --- | ---: | --- |")
+    yield from (
+        "",
+        f"{heading} Declined",
+        "",
+        "| operator | cases | reason |",
+        "| --- | ---: | --- |",
+    )
     for (operator, reason), count in reasons.items():
         yield f"| `{operator}` | {count} | {reason} |"

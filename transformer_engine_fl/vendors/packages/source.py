@@ -9,35 +9,25 @@ import ast
 import importlib
 import importlib.util
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Final
 
+from transformer_engine_fl.core.blame import raised_at
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
 
 __all__ = ["blamed", "exports", "import_folder", "parsed", "stated"]
 
-_OURS: Final = str(Path(__file__).parents[1])
-
 
 def blamed(error: BaseException, what: str, folder: Path | None = None) -> PluginError:
-    """The error with the line that it came from: the last one that is neither ours nor Python's.
+    """The error with the line that it came from.
 
     Args:
         error: what was raised.
         what: could not be done.
-        folder: of the package; a line in there goes before what it calls.
+        folder: of the package.
     """
-    others = (_OURS, "<", importlib.__file__)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [it for it in frames if not it.filename.startswith(others)]
-    if folder is not None:
-        own = [it for it in own if it.filename.startswith(f"{folder}/")] or own
-    where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
-    if isinstance(error, SyntaxError) and error.filename:
-        where = f"{error.filename}:{error.lineno}: "
-    return PluginError(f"{what}: {where}{type(error).__name__}: {error}")
+    where = raised_at(error, folder)
+    return PluginError(f"{what}: {where + ': ' if where else ''}{type(error).__name__}: {error}")
 
 
 def import_folder(folder: Path, name: str) -> ModuleType:

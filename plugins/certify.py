@@ -1,0 +1,74 @@
+"""Write the scorecard of each package of this folder into its README, where it can run.
+
+``python plugins/certify.py`` certifies every package whose library and device are here,
+``python plugins/certify.py te_fl_liger`` that one. Nothing need be installed of the packages
+themselves. The exit code is 1 if a case fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+PLUGINS = Path(__file__).resolve().parent
+
+WHETHER = """\
+import sys
+from transformer_engine_fl import get_default_manager
+registry = get_default_manager()
+registry.ensure_initialized()
+entries = [
+    entry
+    for of_one in registry.registry.snapshot().operators.values()
+    for entry in of_one
+    if entry.impl.impl_id == sys.argv[1]
+]
+reasons = {entry.unavailable() for entry in entries}
+print("not registered" if not entries else "; ".join(sorted(filter(None, reasons))))
+"""
+
+PROGRAM = "from transformer_engine_fl.cli import main; main()"
+
+
+def packages() -> list[Path]:
+    """The folders that have a package with a place for its scorecard."""
+    return sorted(
+        path.parent
+        for path in PLUGINS.glob("*/README.md")
+        if "<!-- scorecard -->" in path.read_text(encoding="utf-8")
+    )
+
+
+def certify(package: Path) -> int:
+    """Run the kit on a package; 0 if all holds, or if it cannot run here, which is said."""
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
+    ((vendor, module),) = project["project"]["entry-points"]["te_fl.plugin"].items()
+    impl_id = f"vendor.{vendor}"
+    paths = [str(package / "src"), str(PLUGINS.parent), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TE_FL_PLUGIN_MODULES": module,
+    }
+    asked = [sys.executable, "-c", WHETHER, impl_id]
+    reason = subprocess.run(
+        asked, env=environ, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
+    if reason:
+        print(f"{package.name}: not here: {reason}", flush=True)
+        return 0
+    page = str(package / "README.md")
+    command = [sys.executable, "-c", PROGRAM, "verify", impl_id, "--quiet", "--readme", page]
+    return subprocess.run(command, env=environ, check=False).returncode
+
+
+def main() -> None:
+    """Certify the packages that are named, or all of them."""
+    wanted = sys.argv[1:]
+    sys.exit(max((certify(it) for it in packages() if not wanted or it.name in wanted), default=0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""``te-fl new-plugin NAME``: a package for a vendor, with an entry point and a passing test.
+
+``template/common`` and one folder beside it for each style hold the files. In those, and in
+their paths, ``@module@``, ``@vendor@``, ``@Vendor@`` and ``@impl_id@`` stand for the names.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transformer_engine_fl.cli._output import console
+from transformer_engine_fl.core.errors import ConfigurationError
+
+__all__ = ["Style", "new_plugin"]
+
+NAME = r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*"
+KINDS = ("flagos", "reference", "vendor")
+
+
+class Style(enum.StrEnum):
+    """How a package declares what it has."""
+
+    SET = "set"
+    """``register(registry)`` with an OpImpl for each operator."""
+    LIGER = "liger"
+    """As Liger-Kernel's guide for hardware backends says."""
+    FLAGGEMS = "flaggems"
+    """As FlagGems' guide for vendors says."""
+
+
+PREFIX = {Style.SET: "vendor", Style.LIGER: "liger", Style.FLAGGEMS: "flaggems"}
+
+
+def new_plugin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The vendor: acme.")],
+    style: Annotated[
+        Style,
+        typer.Option(
+            help="How it declares its operators: to this package, or as a backend written for "
+            "Liger-Kernel or FlagGems does."
+        ),
+    ] = Style.SET,
+    output: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where the package's folder is made.")
+    ] = Path(),
+) -> None:
+    """Write a package for a vendor: kernels, entry point, README, and a test that passes.
+
+    It is the folder te_fl_NAME. pip install -e te_fl_NAME, and te-fl verify shows that it
+    keeps the contracts.
+    """
+    vendor = _checked(name)
+    module = f"te_fl_{vendor.replace('-', '_')}"
+    folder = output / module
+    names = {
+        "module": module,
+        "vendor": vendor,
+        "Vendor": re.split("[_-]", name)[0].capitalize(),
+        "impl_id": f"{PREFIX[style]}.{vendor}",
+    }
+    _write(folder, dict(_files(style, names)))
+    out = console()
+    for path in sorted(it for it in folder.rglob("*") if it.is_file()):
+        out.print(f"written: {path}", soft_wrap=True)
+    out.print(f"\npip install -e {folder}\nte-fl verify {names['impl_id']}", soft_wrap=True)
+
+
+def _checked(name: str) -> str:
+    """The vendor's name, in lower case.
+
+    Raises:
+        ConfigurationError: it is no name, or means something already.
+    """
+    if not re.fullmatch(NAME, name):
+        raise ConfigurationError(
+            f"new-plugin: {name!r} is no name for a vendor: a letter, then letters and digits, "
+            "with single '-' or '_' between them"
+        )
+    if name.lower() in KINDS:
+        raise ConfigurationError(f"new-plugin: {name!r} is a kind of implementation, no vendor")
+    from transformer_engine_fl.core.manager import OpManager
+    from transformer_engine_fl.core.registry import OpRegistry
+
+    manager = OpManager(OpRegistry(), plugins=False)
+    manager.ensure_initialized()
+    operators = manager.registry.snapshot().operators.values()
+    for impl in (entry.impl for of_one in operators for entry in of_one):
+        if name.lower() in ((impl.vendor or "").lower(), impl.impl_id.removeprefix("vendor.")):
+            raise ConfigurationError(
+                f"new-plugin: {name!r} is taken: transformer_engine_fl itself has "
+                f"{impl.impl_id!r} of vendor {impl.vendor!r}"
+            )
+    return name.lower()
+
+
+def _files(style: Style, names: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """(path, text) of each file of the package."""
+    for part in ("common", style.value):
+        root = files(__package__) / "template" / part
+        for path, file in _walked(root):
+            yield (
+                _filled(path.removesuffix(".in"), names),
+                _filled(file.read_text(encoding="utf-8"), names),
+            )
+
+
+def _walked(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversable]]:
+    for entry in folder.iterdir():
+        path = f"{above}{entry.name}"
+        if entry.is_dir():
+            yield from _walked(entry, f"{path}/")
+        elif entry.name.endswith(".in"):
+            yield path, entry
+
+
+def _filled(text: str, names: dict[str, str]) -> str:
+    return re.sub(r"@(module|vendor|Vendor|impl_id)@", lambda found: names[found[1]], text)
+
+
+def _write(folder: Path, texts: dict[str, str]) -> None:
+    """Make the folder in whole, or not at all.
+
+    Raises:
+        ConfigurationError: it is there already, or cannot be made.
+    """
+    if folder.exists():
+        raise ConfigurationError(f"new-plugin: {folder} is there already")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-plugin-") as made:
+            for path, text in texts.items():
+                file = Path(made) / folder.name / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            shutil.move(Path(made) / folder.name, folder)
+    except OSError as error:
+        raise ConfigurationError(f"--output: {error}") from error

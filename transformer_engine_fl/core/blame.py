@@ -1,0 +1,67 @@
+"""Where an error came from: the line of somebody's code, for messages that name it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import traceback
+from pathlib import Path
+from typing import Final
+
+__all__ = ["ON_BEHALF", "raised_at", "said"]
+
+_ROOT: Final = Path(__file__).parents[1]
+ON_BEHALF: Final = (
+    str(_ROOT / "core"),
+    str(_ROOT / "backends" / "_register.py"),
+    str(_ROOT / "vendors"),
+)
+"""Our code that registers and calls what others give it."""
+
+_NOBODY: Final = (*ON_BEHALF, "<", importlib.__file__, contextlib.__file__)
+
+
+def said(error: BaseException, most: int | None = None) -> str:
+    """The error, and the line of code that it came from.
+
+    Args:
+        error: what was raised.
+        most: characters of the error's own text.
+    """
+    where = raised_at(error)
+    return f"{type(error).__name__}: {error}"[:most] + (f" (at {where})" if where else "")
+
+
+def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
+    """``file:line`` of what we called: the last line that ran of it, not of what it called.
+
+    Args:
+        error: what was raised.
+        folder: where its code is; unless given, or if none of that ran, it is the package of
+            the first line that is not ours.
+
+    Returns:
+        None where no code but ours ran.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_NOBODY)
+    ]
+    if not frames:
+        return None
+    home = _home(frames[0].filename)
+    own = [frame for frame in frames if folder and frame.filename.startswith(f"{folder}/")]
+    last = (own or [frame for frame in frames if frame.filename.startswith(home)])[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
+def _home(file: str) -> str:
+    """The outermost package that a file belongs to, or the file itself."""
+    folder = Path(file).parent
+    found = None
+    while (folder / "__init__.py").is_file():
+        found, folder = folder, folder.parent
+    return file if found is None else f"{found}/"
