@@ -126,6 +126,25 @@ def test_data_of_the_benchmarked_shapes_moves_in_16_byte_accesses(
         assert not writes or re.search(rf"\bSTG\.E\S*\.{writes}\b", code), source
 
 
+@pytest.mark.usefixtures("compiler", "cache")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_kernel_before_writes_is_neither_read_nor_overwritten_early(
+    family: str, disassembler: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "kernel.cubin"
+    for source, geometry in _sources(family, HOPPER).items():
+        if not geometry.dependent:
+            continue
+        file.write_bytes(_compile.cubin(source, "sm_90a"))
+        code = subprocess.check_output([disassembler, "--dump-sass", file], text=True)
+        before, wait, _ = code.partition("ACQBULK")
+        assert wait, source
+        assert not re.search(r"\b(STG|ATOMG|RED)\b", before), source
+        # Only what is cast, or moved, may be read by then: it is older than the launch before.
+        older = dict(source.defines).get("SOURCE") in (0, 1) or source.kernel == "permute_indices"
+        assert older or not re.search(r"\b(LDG|LDGSTS)\b", before), source
+
+
 def _all_of_16_bytes(source: _compile.Specialisation) -> tuple[int, int]:
     """Bits that an access reads and writes; a family may say otherwise, or 0, of its kernels."""
     return 128, 128
