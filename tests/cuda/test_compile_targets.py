@@ -12,10 +12,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _compile
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
+from transformer_engine_fl.backends.vendor.cuda.normalization import ForwardKey, forward_source
 
 # Multiprocessors, and shared memory of a block and of a multiprocessor.
 TARGETS = {
@@ -160,6 +162,41 @@ def test_data_of_the_benchmarked_shapes_moves_in_16_byte_accesses(
         reads, writes = getattr(BENCHMARKED[family], "bits", _all_of_16_bytes)(source)
         assert copies or not reads or re.search(rf"\bLDG\.E\S*\.{reads}\b", code), source
         assert not writes or re.search(rf"\bSTG\.E\S*\.{writes}\b", code), source
+
+
+@pytest.mark.usefixtures("compiler", "cache")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_kernel_before_writes_is_neither_read_nor_overwritten_early(
+    family: str, disassembler: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "kernel.cubin"
+    for source, geometry in _sources(family, HOPPER).items():
+        if not geometry.dependent:
+            continue
+        file.write_bytes(_compile.cubin(source, "sm_90a"))
+        code = subprocess.check_output([disassembler, "--dump-sass", file], text=True)
+        before, wait, _ = code.partition("ACQBULK")
+        assert wait, source
+        assert not re.search(r"\b(STG|ATOMG|RED)\b", before), source
+        # Only what is cast, or moved, may be read by then: it is older than the launch before.
+        older = dict(source.defines).get("SOURCE") in (0, 1) or source.kernel == "permute_indices"
+        assert older or not re.search(r"\b(LDG|LDGSTS)\b", before), source
+
+
+@pytest.mark.usefixtures("compiler", "cache")
+def test_a_sum_that_is_read_again_is_written_whole_and_first(
+    disassembler: Path, tmp_path: Path
+) -> None:
+    key = ForwardKey(2**21, 8, *(torch.bfloat16,) * 4, False, False, added=True)
+    source = forward_source(key, HOPPER)[0]
+    assert source.kernel == "forward_wide"
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(_compile.cubin(source, "sm_90a"))
+    code = subprocess.check_output([disassembler, "--dump-sass", file], text=True)
+    before, read, _ = code.partition("LDG.E.128.STRONG")
+    assert read
+    assert "STG.E.128.STRONG" in before
+    assert not re.search(r"\bSTG\.E ", before)
 
 
 def _all_of_16_bytes(source: _compile.Specialisation) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import gemm
+from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls
 from transformer_engine_fl.core.errors import NotSupportedError
 
 LOW, FULL = torch.bfloat16, torch.float32
@@ -72,6 +73,17 @@ def test_float8_that_is_not_aligned_is_left_to_others() -> None:
     wide = matrix(32, 56, E4M3)
     with cuda_emulation.running(), pytest.raises(NotSupportedError, match="aligned to 16 bytes"):
         gemm.generic_gemm(wide[:, :48], matrix(16, 48, E4M3), **SCALES)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_into": matrix(16, 32, FULL)}, {"alpha": 2.0}])
+def test_before_torch_2_10_wide_sums_are_left_to_others(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cuda_emulation.running(), monkeypatch.context() as patched:
+        patched.setattr(gemm, "_addmm_wide", None)
+        patched.setattr(gemm, "_known", KnownCalls())
+        with pytest.raises(NotSupportedError, match="no such products"):
+            gemm.generic_gemm(matrix(32, 48), matrix(16, 48), out_dtype=FULL, **options)
 
 
 def test_float32_is_not_multiplied_as_tf32(monkeypatch: pytest.MonkeyPatch) -> None:

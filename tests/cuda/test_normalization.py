@@ -20,6 +20,8 @@ from transformer_engine_fl.ops.normalization import statistics_dtype
 OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HOPPER = _launch.Limits(9, 0, 132, 232_448, 233_472)
+ADA = _launch.Limits(8, 9, 128, 101_376, 102_400)
+BLACKWELL = _launch.Limits(12, 0, 170, 101_376, 102_400)
 
 
 def serve(op: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -33,6 +35,24 @@ def first_sample(op: str, device: str = "cpu") -> Sample:
 
 
 # ------------------------------------------------------------------ without a launch
+
+
+@pytest.mark.parametrize("columns", [4097, 8194, 10238, 32769, 81918])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("added", [False, True])
+def test_blocks_leave_room_for_the_memory_in_which_warps_exchange_sums(
+    columns: int, dtype: torch.dtype, added: bool
+) -> None:
+    for limits in (ADA, BLACKWELL):
+        for weight in (torch.bfloat16, torch.float32, torch.float64):
+            same = (dtype, weight, weight, dtype)
+            key = normalization.ForwardKey(columns, 1, *same, not added, False, added)
+            source, geometry, _, cluster = normalization.forward_source(key, limits)
+            if source.kernel == "forward_wide":
+                continue
+            warps = geometry.threads // 32 * cluster
+            exchanged = 2 * warps * (8 if dtype == torch.float64 else 4)
+            assert geometry.shared_bytes + exchanged <= limits.shared_per_block, (key, limits)
 
 
 class Wrapper(Tensor):

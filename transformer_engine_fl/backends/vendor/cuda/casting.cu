@@ -32,7 +32,8 @@
 //
 // A thread has whole blocks of e2m1, and half or an eighth of the other ones along a row. It
 // reads its 16 columns in neighbouring accesses, of which the second finds its sectors in L1.
-// Nothing is added atomically, so the same call gives the same bits.
+// Nothing is added atomically, so the same call gives the same bits. What the kernel before may
+// still be writing (DEPENDENT) is not `__restrict__`: reads of it must stay behind the wait.
 
 #include "activations.cuh"
 #include "casting.cuh"
@@ -264,8 +265,8 @@ __device__ __forceinline__ int owner_of(const int* owner, int row, int rows) {
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     cast_rows(const TX* __restrict__ x, const TDY* __restrict__ grad,
               const TW* __restrict__ weight, const TB* __restrict__ bias,
-              const float* __restrict__ mu, const float* __restrict__ rsigma,
-              const float* scale, const int* __restrict__ owner, unsigned char* __restrict__ data,
+              const float* mu, const float* rsigma, const float* scale,
+              const int* __restrict__ owner, unsigned char* __restrict__ data,
               Stored* __restrict__ scale_inv, float* global_scale_inv,
               float* __restrict__ partial, float* __restrict__ sums, long long x_stride,
               long long grad_stride, int rows, int part, int columns, int shares, float limit,
@@ -358,9 +359,9 @@ static_assert(LANES * kPiece == kSide, "a tile is as wide as the lanes' columns"
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     cast_tiles(const TX* __restrict__ x, const TDY* __restrict__ grad,
                const TW* __restrict__ weight, const TB* __restrict__ bias,
-               const float* __restrict__ mu, const float* __restrict__ rsigma,
-               const float* scale, const int* __restrict__ owner,
-               unsigned char* __restrict__ data, Stored* __restrict__ scale_inv,
+               const float* mu, const float* rsigma, const float* scale,
+               const int* __restrict__ owner, unsigned char* __restrict__ data,
+               Stored* __restrict__ scale_inv,
                float* global_scale_inv, unsigned char* __restrict__ data_t,
                Stored* __restrict__ scale_inv_t, float* __restrict__ partial,
                float* __restrict__ sums, long long x_stride, long long grad_stride, int rows,

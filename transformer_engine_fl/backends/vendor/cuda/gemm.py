@@ -37,9 +37,14 @@ _NARROW: Final = (torch.bfloat16, torch.float16)
 _ALIGNMENT: Final = 16
 """Of float8: bytes of rows and of addresses, as cuBLASLt asks."""
 
-# Products of narrow dtypes in float32, which torch has for CUDA alone, from 2.8 on.
+# Products of narrow dtypes in float32, which torch has for CUDA alone, from 2.8 on. Until 2.10
+# what such a product is added to had to be as narrow as its factors.
 _mm_wide: Any = getattr(torch.ops.aten.mm, "dtype_out", None)
-_addmm_wide: Any = getattr(torch.ops.aten.addmm, "dtype_out", None)
+_addmm_wide: Any = (
+    getattr(torch.ops.aten.addmm, "dtype_out", None)
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+    else None
+)
 
 
 # ------------------------------------------------------------------- torch's switches
@@ -137,8 +142,8 @@ def _declined(
     if result != B.dtype:
         if result != torch.float32 or B.dtype not in _NARROW:
             return f"cuBLAS does not store products of {B.dtype} as {result}"
-        if _mm_wide is None or _addmm_wide is None:
-            return f"this torch has no products of {B.dtype} in float32"
+        if (_addmm_wide if accumulated or alpha != 1 else _mm_wide) is None:
+            return f"this torch has no such products of {B.dtype} in float32"
     if bias is None:
         return None
     if accumulated:

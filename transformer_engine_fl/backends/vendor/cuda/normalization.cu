@@ -344,8 +344,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #pragma unroll 4
       for (int column = first; column < columns; column += LANES * VEC) {
         const TX* other = residual + row * residual_stride;
-        store(total_row + column, sum_with(load_once<ACCESS, VEC>(source + column),
-                                           load_once<ACCESS, VEC>(other + column)));
+        store_to_global(total_row + column, sum_with(load_once<ACCESS, VEC>(source + column),
+                                                     load_once<ACCESS, VEC>(other + column)));
       }
     }
     auto part = [&](int column) {

@@ -134,6 +134,18 @@ def stages(tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits
     return min(MOST_STAGES, depth)
 
 
+def exchange_bytes(tile: Tile, values: int, size: int) -> int:
+    """Shared memory of a block in which the warps of a row exchange what they have summed up.
+
+    Args:
+        tile: how the row is spread.
+        values: how many numbers that are.
+        size: bytes of an element of the input.
+    """
+    warps = max(1, tile.lanes // 32) * tile.cluster
+    return 2 * values * warps * max(4, size) if warps > 1 else 0
+
+
 # -------------------------------------------------------------------------------- plans
 
 
@@ -189,7 +201,12 @@ class ForwardKey:
         if self.cast is not None and self.added and tile.blocks > 1:
             tile = with_blocks(tile, 1024)  # casting a sum takes more registers
         kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
-        return tile if kept <= device.shared_per_block else None
+        return tile if kept + self.exchanged(tile) <= device.shared_per_block else None
+
+    def exchanged(self, tile: Tile) -> int:
+        """Bytes in which warps exchange a row's sums, and its amax apart from them."""
+        values = 2 if self.cast is not None and self.cast.amax else 1
+        return exchange_bytes(tile, values, SIZES[self.x])
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +253,8 @@ def forward_source(
     shared = held * SIZES[key.x] * (1 + key.added)
     parameters = held * (SIZES[key.weight] + (SIZES[key.bias] if key.centred else 0))
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor
+    block = tile.threads * (shared + parameters) + key.exchanged(tile)
+    ahead = ahead and block <= device.shared_per_block
     ahead = ahead and key.cast != STATISTICS  # which need no parameters
     main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead)}
     shared = tile.threads * (shared + (parameters if ahead else 0))
@@ -294,9 +313,8 @@ def backward_sources(
     if tile is not None:
         held = tile.threads * tile.held
         stage_bytes, gamma_bytes = held * (size + SIZES[key.dy] + add_size), held * SIZES[key.gamma]
-        warps = max(1, tile.lanes // 32) * tile.cluster
-        slots = 2 * outputs * warps * max(4, size) if warps > 1 else 0
-        depth = stages(tile, stage_bytes, gamma_bytes + slots, device)
+        kept = gamma_bytes + exchange_bytes(tile, outputs, size)
+        depth = stages(tile, stage_bytes, kept, device)
     if tile is not None and depth:
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
         shared = depth * stage_bytes + gamma_bytes
