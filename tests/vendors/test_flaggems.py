@@ -684,6 +684,14 @@ def test_a_path_without_a_folder_is_named(no_vendors: Path, path: str) -> None:
         load_flaggems_folder(path.format(no_vendors))
 
 
+def test_a_plugin_path_without_a_folder_is_named(
+    no_vendors: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", f"{no_vendors}/_nowhere")
+    _again()
+    assert f"there is no folder '{no_vendors}/_nowhere'" in caplog.text
+
+
 def test_operators_that_cannot_be_imported_are_reported_once_and_raised_for_who_asked(
     no_vendors: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
