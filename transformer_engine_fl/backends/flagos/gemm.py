@@ -217,46 +217,25 @@ def _chosen(
     asked = _CHOICES[kind](device, sum(ms), n)
     if _launch.INTERPRETED:
         return _INTERPRETED_TILES[sum(ms) <= _INTERPRETED_FEW]
-    found = None
-    if asked != _BY_ESTIMATE:
-        found = _fastest((asked,), kind, ms, n, itemsize, beside, large, specialize, device)
-    found = found or _fastest(
-        _TILES[kind], kind, ms, n, itemsize, beside, large, specialize, device
-    )
-    if found is None:
-        raise NotSupportedError(
-            f"no tile of a product fits in the {_launch.limits(device).shared_bytes} bytes of "
-            "shared memory"
-        )
-    return found
-
-
-def _fastest(
-    among: Sequence[_Tile],
-    kind: str,
-    ms: Sequence[int],
-    n: int,
-    itemsize: int,
-    beside: int,
-    large: bool,
-    specialize: bool,
-    device: torch.device,
-) -> _Tile | None:
-    """Of the tiles that may be, the one that is done first with D by estimate."""
     offered = _launch.limits(device)
-    best: tuple[float, _Tile] | None = None
-    for it in among:
-        tile = _fitted(it, kind, itemsize, beside, offered.shared_bytes)
-        if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
-            continue
-        if tile.specialize and not specialize:
-            continue
-        tiles = sum(-(-m // tile.rows) for m in ms) * -(-n // tile.columns)
-        rounds = -(-tiles // offered.multiprocessors)
-        cost = rounds * tile.rows * tile.columns / tile.speed
-        if best is None or cost < best[0]:
-            best = cost, tile
-    return None if best is None else best[1]
+    for among in ((asked,) if asked != _BY_ESTIMATE else (), _TILES[kind]):
+        best: tuple[float, _Tile] | None = None
+        for it in among:
+            tile = _fitted(it, kind, itemsize, beside, offered.shared_bytes)
+            if tile is None or (not large and tile.rows * tile.columns > _LARGEST_UNALIGNED):
+                continue
+            if tile.specialize and not specialize:
+                continue
+            tiles = sum(-(-m // tile.rows) for m in ms) * -(-n // tile.columns)
+            rounds = -(-tiles // offered.multiprocessors)
+            cost = rounds * tile.rows * tile.columns / tile.speed
+            if best is None or cost < best[0]:
+                best = cost, tile
+        if best is not None:
+            return best[1]
+    raise NotSupportedError(
+        f"no tile of a product fits in the {offered.shared_bytes} bytes of shared memory"
+    )
 
 
 # ----------------------------------------------------------------------------- operands

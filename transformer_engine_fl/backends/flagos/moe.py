@@ -32,6 +32,7 @@ from transformer_engine_fl.backends.flagos._row_maps import (
     place_by_mask,
 )
 from transformer_engine_fl.backends.flagos._sequences import launch_rows, piece, place, raw
+from transformer_engine_fl.backends.flagos._tiles import Tile, tile_choice
 from transformer_engine_fl.ops import moe as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops.moe import rows_of_indices
@@ -354,8 +355,9 @@ def _spread_weighted(
 
 _MARK_TOKENS, _MARK_THREADS = 128, 128
 _SPAN = 32
-# (threads of a program, bytes of its tile)
-_TILES = {"spread": (128, 8192), "sum": (256, 8192), "weighted sum": (128, 8192)}
+_SPREAD_TILE = tile_choice("moe_spread", {}, Tile(128, 8192), in_bytes=True)
+_SUM_TILE = tile_choice("moe_sum", {}, Tile(256, 8192), in_bytes=True)
+_WEIGHTED_SUM_TILE = tile_choice("moe_weighted_sum", {}, Tile(128, 8192), in_bytes=True)
 # (threads of a program, elements of its tile), by width as `_rows.Cut` has it.
 _WEIGHTED_TILES = {2048: (128, 2048), 4096: (128, 4096), 8192: (256, 8192)}
 _WEIGHTED_CHUNK, _WEIGHTED_THREADS = 4096, 256
@@ -421,7 +423,7 @@ def _spread_rows(
         return
     x, step = by_rows(raw(x))
     columns = x.shape[1]
-    threads, tile_bytes = _TILES["spread"]
+    threads, elements = _SPREAD_TILE(x.device, x.itemsize)
     launch_rows(
         op,
         _spread,
@@ -431,7 +433,7 @@ def _spread_rows(
         rows=pairs.tokens,
         heads=1,
         threads=threads,
-        tile_bytes=tile_bytes,
+        tile_bytes=elements * x.itemsize,
         MASK=pairs.mask,
         SPAN=_SPAN,
     )
@@ -452,7 +454,8 @@ def _collected(
     check_size(op, "rows", rows.shape[0])
     x, step = by_rows(rows)
     columns = x.shape[1]
-    threads, tile_bytes = _TILES["sum" if probs is None else "weighted sum"]
+    choice = _SUM_TILE if probs is None else _WEIGHTED_SUM_TILE
+    threads, elements = choice(x.device, x.itemsize)
     launch_rows(
         op,
         _collect,
@@ -462,7 +465,7 @@ def _collected(
         rows=pairs.tokens,
         heads=1,
         threads=threads,
-        tile_bytes=tile_bytes,
+        tile_bytes=elements * x.itemsize,
         MASK=pairs.mask,
         ACC=_TRITON_TYPES[math_dtype(x.dtype)],
     )

@@ -29,6 +29,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     check_numbers,
     check_size,
     fresh,
+    is_plain,
     plain,
 )
 from transformer_engine_fl.backends.vendor.cuda._casting import (
@@ -221,10 +222,16 @@ def split_quantize(
     """``split_quantize`` of the contract."""
     op = "split_quantize"
     options = options_of(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
+    if _is_wrapped(input):  # of which the check would cut off a part
+        plain(op, "input", input)
     contracts.split_quantize.check(input, split_sections, scales, **options)
     check_numbers(op, *split_sections)
     parts = parts_of(plain(op, "input", input), split_sections)
     return _each(Recipe.of(op, **options), parts, scales)
+
+
+def _is_wrapped(value: object) -> bool:
+    return isinstance(value, Tensor) and not is_plain(value)
 
 
 def group_quantize(
