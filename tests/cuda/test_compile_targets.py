@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ TARGETS = {
     "sm_120a": Limits(12, 0, 170, 101_376, 102_400),
 }
 HOPPER = TARGETS["sm_90a"]
+MOST_PARAMETER_BYTES = 4096
 Sources = dict[_compile.Specialisation, Geometry]
 
 
@@ -94,6 +96,40 @@ def disassembler() -> Path:
     if not tool.exists():
         pytest.skip("this triton has no cuobjdump")
     return tool
+
+
+_PARAMETER = re.compile(r"Ordinal : (\S+)\s+Offset\s+: (\S+)\s+Size\s+: (\S+)")
+
+
+@pytest.mark.usefixtures("compiler", "cache")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_launch_packs_what_the_kernel_takes(
+    family: str, disassembler: Path, tmp_path: Path
+) -> None:
+    """One of each kernel: the driver copies each parameter from its place, in its size."""
+    file = tmp_path / "kernel.cubin"
+    kinds = {
+        (source.source, source.kernel, geometry.arguments): source
+        for source, geometry in _sources(family, HOPPER).items()
+    }
+    for (_, _, arguments), source in kinds.items():
+        file.write_bytes(_compile.cubin(source, "sm_90a"))
+        described = subprocess.check_output([disassembler, "--dump-elf", file], text=True)
+        found = sorted(
+            tuple(int(number, 16) for number in parameter)
+            for parameter in _PARAMETER.findall(described)
+        )
+        ends = [struct.calcsize("@" + arguments[: at + 1]) for at in range(len(arguments))]
+        places = [
+            (at, end - struct.calcsize(kind), struct.calcsize(kind))
+            for at, (kind, end) in enumerate(zip(arguments, ends, strict=True))
+        ]
+        # A structure is last, and takes all the numbers from there on.
+        last = len(found) - 1
+        assert last < len(places), source
+        structure = (last, places[last][1], ends[-1] - places[last][1])
+        assert found == [*places[:last], structure], source
+        assert ends[-1] <= MOST_PARAMETER_BYTES, source
 
 
 @pytest.mark.usefixtures("compiler", "cache")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_engine_fl import testing
 from transformer_engine_fl.backends.vendor.cuda import rope
-from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import rope as contracts
 
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -156,6 +156,15 @@ def test_memory_that_is_aligned_to_less_than_a_vector(
     x = tokens(6, 2, 3, 64 + skipped, device=device, dtype=dtype)[..., skipped:]
     check("fused_rope_forward", x, freqs)
     check("fused_qkv_rope_backward", x, x, x, freqs, freqs, qkv_split=(64, 64, 64))
+
+
+def test_heads_of_more_rows_of_blocks_than_a_grid_has_are_declined(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope, "MOST_PIECES", 1)
+    x = tokens(1, 1, 1, 2048, device=device, dtype=FULL)
+    with pytest.raises(NotSupportedError, match="pieces of a head"):
+        rope.fused_rope_forward(x, table(1, 2048, device))
 
 
 def test_tokens_of_no_sequence_keep_every_bit(device: str) -> None:

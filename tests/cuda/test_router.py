@@ -12,6 +12,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import router
+from transformer_engine_fl.backends.vendor.cuda._launch import Limits
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 
 MISSING = cuda_emulation.missing()
@@ -42,6 +43,22 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
     with pytest.raises(ArgumentError) as raised:
         getattr(router, op)(*args)
     assert raised.value.argument == (named or "tokens_per_expert")
+
+
+@pytest.mark.parametrize("limit", [101_376, 166_912])
+def test_groups_leave_room_for_what_threads_exchange(limit: int) -> None:
+    """Shared memory of a kernel's own counts too; a launch that asks for more would fail."""
+    device = Limits(8, 0, 108, limit, limit + 1024)
+
+    def shared(experts: int) -> int:
+        options = (torch.float32, None, "sigmoid", experts, False, True, False)
+        _, geometry, _ = router.choosing(experts, 1, *options, device)
+        return geometry.shared_bytes
+
+    # Each expert is a group of its own, of three numbers of 4 bytes.
+    assert shared((limit - router.EXCHANGED) // 12) > 0
+    with pytest.raises(NotSupportedError, match="shared memory"):
+        shared(limit // 12)
 
 
 # ------------------------------------------------------------------ on a device, or as on one

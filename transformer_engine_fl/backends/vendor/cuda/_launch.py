@@ -6,8 +6,7 @@ here: whose memory they point to, and that it is big enough, is the caller's con
 
 Launching goes through the driver's ``cuLaunchKernelEx`` with buffers that are prepared
 once, because the host's time per call counts: for a small tensor it is all there is.
-cuda-core's ``launch`` does the same with more checks; :func:`host_time_per_launch` times
-both.
+cuda-core's ``launch`` does the same with more checks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,10 +25,10 @@ from transformer_engine_fl.backends.vendor.cuda._compile import (
     architecture,
     cubin,
 )
-from transformer_engine_fl.core.errors import TeFlError
+from transformer_engine_fl.core.errors import NotSupportedError, TeFlError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
-__all__ = ["Geometry", "Kernel", "LaunchError", "Limits", "host_time_per_launch", "limits", "load"]
+__all__ = ["Geometry", "Kernel", "LaunchError", "Limits", "limits", "load"]
 
 
 class LaunchError(TeFlError, RuntimeError):
@@ -174,7 +172,6 @@ class Kernel:
         "_device_now",
         "_function",
         "_geometry",
-        "_handle",
         "_idle",
         "_launch",
         "_stream",
@@ -194,7 +191,7 @@ class Kernel:
         self._device_now: Callable[[], int] = torch._C._cuda_getDevice
         with torch.cuda.device(device):
             _bind_context(device)
-            self._handle, self._function = _load_function(code, name)
+            self._function = _load_function(code, name)
             for attribute, value in (
                 (_MAX_DYNAMIC_SHARED_BYTES, geometry.shared_bytes or None),
                 (_SHARED_CARVEOUT, geometry.carveout),
@@ -208,6 +205,10 @@ class Kernel:
         Args:
             blocks, rows_of_blocks: the grid, in blocks (also if they form clusters).
             values: the kernel's arguments: addresses and numbers.
+
+        Raises:
+            NotSupportedError: a number is larger than the kernel's parameter.
+            LaunchError: the driver refused.
         """
         if self._device_now() != self.device:
             with torch.cuda.device(self.device):
@@ -216,7 +217,10 @@ class Kernel:
             prepared = self._idle.pop()
         except IndexError:
             prepared = _Prepared(self._geometry)
-        prepared.pack_into(prepared.buffer, 0, *values)
+        try:
+            prepared.pack_into(prepared.buffer, 0, *values)
+        except struct.error as error:
+            raise NotSupportedError(f"{self.name}: a size is too large: {error}") from error
         config = prepared.config
         config.grid_x = blocks
         config.grid_y = rows_of_blocks
@@ -259,34 +263,6 @@ class Kernel:
             )
             return count.value * limits(self.device).multiprocessors
 
-    def through_cuda_core(self, blocks: int, *values: Any) -> Callable[[], None]:
-        """The same launch by cuda-core's public interface, for comparison."""
-        from cuda.core import Kernel as CoreKernel
-        from cuda.core import LaunchConfig, Stream, launch
-
-        geometry = self._geometry
-        config = LaunchConfig(
-            grid=blocks // geometry.cluster,
-            block=geometry.threads,
-            shmem_size=geometry.shared_bytes,
-            **({"cluster": geometry.cluster} if geometry.cluster > 1 else {}),
-        )
-        stream = Stream.from_handle(self._stream(self.device))
-        numbers = [
-            _CORE_TYPES[kind](value) for kind, value in zip(geometry.arguments, values, strict=True)
-        ]
-        kernel = CoreKernel.from_handle(self._handle)
-        return functools.partial(launch, stream, config, kernel, *numbers)
-
-
-_CORE_TYPES: Final[dict[str, Callable[[Any], Any]]] = {
-    "P": int,  # cuda-core takes a plain int for an address
-    "q": ctypes.c_int64,
-    "i": ctypes.c_int32,
-    "f": ctypes.c_float,
-    "d": ctypes.c_double,
-}
-
 
 class _Prepared:
     """The memory of one launch: its configuration, arguments and where each lies."""
@@ -320,8 +296,8 @@ class _Prepared:
         self.config_address = ctypes.addressof(self.config)
 
 
-def _load_function(code: bytes, name: str) -> tuple[int, ctypes.c_void_p]:
-    """The kernel's handle and its function in the current context; loaded for good."""
+def _load_function(code: bytes, name: str) -> ctypes.c_void_p:
+    """The kernel's function in the current context; loaded for good."""
     library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     # A first call may come while a stream is being captured, when loading counts as
     # unsafe unless this thread says that it is not part of the capture.
@@ -334,7 +310,7 @@ def _load_function(code: bytes, name: str) -> tuple[int, ctypes.c_void_p]:
         _call("cuKernelGetFunction", ctypes.byref(function), kernel)
     finally:
         _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-    return kernel.value or 0, function
+    return function
 
 
 def _bind_context(device: int) -> None:
@@ -365,24 +341,3 @@ def load(specialisation: Specialisation, geometry: Geometry, device: int) -> Ker
                 kernel = Kernel(specialisation.kernel, device, code, geometry)
                 _kernels[key] = kernel
     return kernel
-
-
-def host_time_per_launch(kernel: Kernel, *values: Any, repeats: int = 2000) -> dict[str, float]:
-    """Microseconds on the host to launch one group of blocks, by each way to do it."""
-    blocks = kernel.cluster
-    ways: dict[str, Callable[[], None]] = {
-        "driver": lambda: kernel.launch(blocks, 1, *values),
-        "cuda-core": kernel.through_cuda_core(blocks, *values),
-    }
-    found = {}
-    for name, way in ways.items():
-        spent = 0.0
-        for piece in range(repeats // 100 + 1):  # each short enough for the launch queue
-            torch.cuda.synchronize(kernel.device)
-            start = time.perf_counter()
-            for _ in range(100):
-                way()
-            spent += time.perf_counter() - start if piece else 0.0  # the first warms up
-        torch.cuda.synchronize(kernel.device)
-        found[name] = spent * 1e6 / (repeats // 100 * 100)
-    return found

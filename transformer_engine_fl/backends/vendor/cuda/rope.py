@@ -51,6 +51,8 @@ BLOCKS: Final = {2: 4, 4: 4, 8: 1}
 MOST_TOKENS: Final = 2**31 - 2**14
 MOST: Final = 2**30
 """Other numbers than those of tokens have 32 bits in the kernels."""
+MOST_PIECES: Final = 2**16 - 1
+"""Rows of blocks that a grid may have."""
 
 
 # -------------------------------------------------------------------------------- kernels
@@ -345,6 +347,7 @@ class Plan:
         heads = max(it[-2] for it in shapes.parts)
         for name, size in (("blocks", self._blocks), ("heads", heads), ("ranks", options.cp_size)):
             check_size(self._contract, name, size, MOST)
+        check_size(self._contract, "pieces of a head", self._pieces, MOST_PIECES)
 
     def __call__(self, of: Of, given: Given) -> list[Tensor]:
         """Run; ``given`` are tensors as those of the plan."""

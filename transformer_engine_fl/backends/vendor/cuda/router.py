@@ -56,6 +56,8 @@ LOSS_AHEAD: Final = 4
 LOSS_BLOCKS: Final = 1024
 MOST: Final = 2**31 - 2**14
 """Rows and experts are 32-bit numbers in the kernels."""
+EXCHANGED: Final = 2048
+"""Bytes of shared memory, at the most, by which threads of a row exchange values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +169,10 @@ def choosing(
     }
     key = math_dtype(logits).itemsize
     shared = tile.rows * (experts + groups * (share + 1)) * key if groups else 0
-    if shared > device.shared_per_block:
+    if shared and shared + EXCHANGED > device.shared_per_block:
         raise NotSupportedError(
-            f"vendor.cuda: {experts} experts in {groups} groups need {shared} bytes of shared "
-            f"memory, of which a block may have {device.shared_per_block}"
+            f"vendor.cuda: {experts} experts in {groups} groups need {shared + EXCHANGED} bytes of "
+            f"shared memory, of which a block may have {device.shared_per_block}"
         )
     geometry = _launch.Geometry(tile.lanes * tile.rows, "PPPPPiiqiiiiid", shared)
     return Specialisation("router", "choose", tuple(defines.items())), geometry, tile.rows
