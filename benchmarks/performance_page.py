@@ -70,6 +70,15 @@ The first call of an operator after every plan was dropped, among 1,000 operator
 implementations each, in the same run (the median over operators, then over processes):
 """
 
+PLUGINS = """
+What {plugins} installed plugins cost those who do not use them, on {cpu}, Python {python}, torch
+{torch} (`benchmarks/plugin_costs.py`). They are packages as `te-fl new-plugin` writes them, in its
+three styles in turn. A start is from torch loaded until the first operator has been called, by the
+clock and by the processor's time, which other work on the machine does not lengthen. Processes
+with them and without take turns; here stands the median over {processes} of each, with the lowest
+and the highest.
+"""
+
 
 def main() -> None:
     reports = load()
@@ -108,6 +117,12 @@ def load_dispatch() -> Report:
     return found
 
 
+def load_plugins() -> Report:
+    """The committed results of what plugins cost."""
+    found: Report = json.loads((RESULTS / "plugin_costs.json").read_text(encoding="utf-8"))
+    return found
+
+
 def digest(path: Path) -> str:
     """Names the results that a picture was made from; it stands in the picture's file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -122,6 +137,7 @@ def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
     for path, report in reports:
         parts += _operators(path, report)
     parts += _dispatch(dispatch)
+    parts += _plugins(load_plugins())
     return "\n".join(parts)
 
 
@@ -325,6 +341,29 @@ def _dispatch(results: Report) -> Iterator[str]:
     yield _paragraph(PLANS)
     plans = [[name, f"{us:.0f}"] for name, us in results["plans_us"].items()]
     yield _table(["first call", "us"], plans)
+
+
+def _plugins(results: Report) -> Iterator[str]:
+    yield "## Installed plugins\n"
+    yield _paragraph(PLUGINS.format(**results, **results["environment"]))
+    rows = {
+        "start, ms by the clock": (results["startup_ms"], 0),
+        "start, ms of the processor": (results["startup_cpu_ms"], 0),
+    }
+    for case, measured in results["dispatch_us"].items():
+        rows[f"dispatch {case}, us"] = (measured, 3)
+    yield _table(
+        ["", "without", "with"],
+        [
+            [what, *(_spread(measured[whose], digits) for whose in ("without", "with"))]
+            for what, (measured, digits) in rows.items()
+        ],
+    )
+
+
+def _spread(it: Report, digits: int) -> str:
+    median, lowest, highest = (f"{it[name]:.{digits}f}" for name in ("median", "lowest", "highest"))
+    return f"{median} ({lowest} to {highest})"
 
 
 def _paragraph(text: str) -> str:

@@ -119,3 +119,26 @@ def test_operator_that_nothing_serves_is_broken(te_fl):
     ran = te_fl("doctor", "--json", TE_FL_PER_OP="rmsnorm_fwd=vendor:nobody")
     assert ran.code == 1
     assert "nothing serves 'rmsnorm_fwd'" in _broken(ran)[0]["what"]
+
+
+def test_warnings_of_what_has_loaded_are_findings_and_each_is_there_once(te_fl_process, tmp_path):
+    folder = tmp_path / "_zeta"
+    (folder / "ops").mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        "from backend_utils import VendorInfoBase\n"
+        "vendor_info = VendorInfoBase('zeta', 'cpu', 'sleep 60')\n"
+    )
+    (folder / "ops" / "__init__.py").write_text(
+        "def silu(A):\n    return A\n\n\n__all__ = ['silu']\n"
+    )
+    (folder / "tune_configs.yaml").write_text("softmax:\n- META: {}\n  num_wraps: 8\n")
+    ran = te_fl_process("doctor", "--json", TE_FL_PLUGIN_MODULES=f"{folder},no_such_module")
+    findings = {it["severity"]: [] for it in ran.document["findings"]}
+    for it in ran.document["findings"]:
+        findings[it["severity"]].append(it["what"])
+    assert set(findings) == {"broken", "warning"}
+    assert "no_such_module" in " ".join(findings["broken"])
+    tuning, command = findings["warning"]
+    assert "tune_configs.yaml:3: softmax.0.num_wraps: unknown key" in tuning
+    assert "its query command 'sleep 60' has not answered" in command
+    assert "WARNING" not in ran.err

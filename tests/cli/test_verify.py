@@ -250,3 +250,15 @@ def test_a_process_that_is_ended_is_told(te_fl, install, folder):
     ran = te_fl("verify", "vendor.acme", "--op", "silu", "--dtype", "float32", "--jobs", "2")
     assert ran.code == 1
     assert "a process that ran cases of vendor.acme was ended; not done: silu" in ran.err
+
+
+def test_an_operator_without_a_contract_is_named_with_the_nearest_that_has_one(te_fl, install):
+    install(
+        "from transformer_engine_fl import OpImpl\n\n\n"
+        "def register(registry):\n"
+        "    fn = abs\n"
+        "    registry.register_impl(OpImpl('sillu', 'vendor.acme', 'vendor', fn, vendor='acme'))\n"
+    )
+    ran = te_fl("verify", "vendor.acme")
+    assert ran.code == 2
+    assert "has a contract to be tested against: 'sillu'; did you mean 'silu'?" in ran.err

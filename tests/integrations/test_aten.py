@@ -291,6 +291,8 @@ def test_a_block_of_some_operators_leaves_the_others(ran: Ran) -> None:
         ConfigurationError, match="'aten::slu' is not routed; did you mean 'aten::silu'"
     ):
         use_aten_ops("slu")
+    with pytest.raises(ConfigurationError, match="'aten::zzz' is not routed; routed"):
+        use_aten_ops("zzz")
 
 
 def test_routed_lists_every_operator_with_who_stands_by() -> None:

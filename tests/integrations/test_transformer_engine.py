@@ -16,6 +16,7 @@ from transformer_engine_fl import (
     OpManager,
     get_default_manager,
     ops,
+    reset_global_policy,
     with_preference,
     with_strict_mode,
 )
@@ -163,6 +164,29 @@ def test_without_the_alias_the_plugin_is_left_out_and_the_reason_said() -> None:
     manager.ensure_initialized()
     (report,) = [it for it in manager.plugins if "my_vendor_plugin" in it.name]
     assert "No module named 'transformer_engine'" in str(report.error)
+    assert "my_vendor_plugin.py:5" in str(report.error)
+    assert f"name {transformer_engine.__name__!r} in TE_FL_PLUGIN_MODULES" in str(report.error)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_named_as_a_plugin_module_it_aliases_before_the_others_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    modules = f"my_vendor_plugin,{transformer_engine.__name__}"
+    if installed:
+        metadata = tmp_path / "my_vendor-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my_vendor\nVersion: 1\n")
+        (metadata / "entry_points.txt").write_text(
+            "[te_fl.plugin]\nmine = my_vendor_plugin:register\n"
+        )
+        modules = transformer_engine.__name__
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", modules)
+    reset_global_policy()
+    with with_preference("vendor:myvendor"), with_strict_mode():
+        ops.gelu(torch.ones(2))
+    assert seen()
+    assert not [it for it in get_default_manager().plugins if it.error]
 
 
 def test_an_installed_transformer_engine_is_not_shadowed(

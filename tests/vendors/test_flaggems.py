@@ -492,6 +492,26 @@ def test_what_a_configuration_does_not_say_stays_as_the_rule_has_it(no_vendors: 
     assert after == before._replace(rows=16, columns=16, threads=32, stages=7)
 
 
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [("'1024'", "elements must be a whole number, got '1024'"), ("3000", "must be powers of two")],
+)
+def test_a_list_of_which_nothing_can_be_run_leaves_it_to_the_rule_and_says_so(
+    no_vendors: Path, caplog: pytest.LogCaptureFixture, size: str, said: str
+) -> None:
+    before = _tile("cross_entropy_fwd", 4096, 4)
+    path = write(
+        no_vendors, configs=f"cross_entropy_loss:\n- META: {{BLOCK_C: {size}, BLOCK_D: 1}}\n"
+    )
+    load_flaggems_folder(path)
+    from transformer_engine_fl.backends.flagos.tuning import forget
+
+    forget()
+    assert _tile("cross_entropy_fwd", 4096, 4) == before
+    assert f"{path}/tune_configs.yaml: cross_entropy_loss: no configuration can" in caplog.text
+    assert said in caplog.text
+
+
 def test_a_list_with_the_rules_own_value_changes_nothing(no_vendors: Path) -> None:
     threads, elements = before = _tile("cross_entropy_fwd", 4096, 4)
     meta = f"{{BLOCK_C: {elements}, BLOCK_D: 1}}"
@@ -682,6 +702,14 @@ def test_a_path_without_a_folder_is_named(no_vendors: Path, path: str) -> None:
     (no_vendors / "empty").mkdir()
     with pytest.raises(PluginError, match=r"there is no folder '/nowhere|has no __init__\.py"):
         load_flaggems_folder(path.format(no_vendors))
+
+
+def test_a_plugin_path_without_a_folder_is_named(
+    no_vendors: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", f"{no_vendors}/_nowhere")
+    _again()
+    assert f"there is no folder '{no_vendors}/_nowhere'" in caplog.text
 
 
 def test_operators_that_cannot_be_imported_are_reported_once_and_raised_for_who_asked(

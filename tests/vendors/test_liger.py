@@ -343,13 +343,17 @@ def test_a_device_that_is_absent_is_the_reason(no_vendors: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["raise RuntimeError('boom')", "return a * 0 + undefined"])
-def test_one_that_fails_at_call_is_set_aside(no_vendors: Path, kernel: str) -> None:
+def test_one_that_fails_at_call_is_set_aside_and_its_line_named(
+    no_vendors: Path, kernel: str, caplog: pytest.LogCaptureFixture
+) -> None:
     text = KERNELS.replace('CALLS.append("LigerGELUMulFunction")', kernel)
     write(no_vendors, "acme_liger", impl_info("acme"), kernels=text)
     load_liger_package("acme_liger")
     x = torch.ones(2, 4)
     with with_preference("vendor:acme"):
         assert served("geglu", x) != "liger.acme"
+        line = text[: text.index(kernel)].count("\n") + 1
+        assert f"acme_liger/ops/kernels.py:{line})" in caplog.text
         assert "in quarantine after a fault" in str(get_default_manager().explain("geglu", x))
         with with_strict_mode(), pytest.raises(Exception, match=r"boom|undefined"):
             ops.geglu(x)

@@ -212,9 +212,17 @@ def test_or_by_what_the_policy_wishes_and_denies(sharing: dict[str, Path]) -> No
 def test_each_has_its_own_operators(sharing: dict[str, Path]) -> None:
     assert {"relu", "only_moore", "only_metal"} <= set(list_overridden_ops("cuda"))
     assert list_overridden_ops("cuda:0", vendor="MOORE") == ("only_moore", "relu")
+    sharing["moore"].touch()
     assert get_op("relu", "cuda", vendor="moore") is relu
     with pytest.raises(NoImplementationError, match="vendor 'moore'"):
         get_op("only_metal", "cuda", vendor="moore")
+
+
+def test_a_vendor_of_another_makers_device_is_not_served_by(sharing: dict[str, Path]) -> None:
+    sharing["metal"].touch()
+    with pytest.raises(NoImplementationError, match=r"moore's query command .* does not succeed"):
+        get_op("relu", "cuda", vendor="moore")
+    assert get_op("relu", "cuda", vendor="metal") is relu
 
 
 # ------------------------------------------------------------------------- the registry

@@ -56,7 +56,7 @@ def examine() -> Report:
     malformed = dict(_malformed())
     for problem in malformed.values():
         findings.broken(problem, "the rest is judged as if it were not set")
-    with _quiet(), _unset(malformed):
+    with _heard() as warnings, _unset(malformed):
         manager = get_default_manager()
         report = {
             "versions": _versions(findings),
@@ -67,6 +67,8 @@ def examine() -> Report:
             "operators": _operators(manager, findings),
             "quarantine": _quarantine(manager),
         }
+    for message in warnings:
+        findings.heard(message)
     broken = any(it["severity"] == "broken" for it in findings.found)
     return {"healthy": not broken, "findings": findings.found, **report}
 
@@ -82,6 +84,11 @@ class _Findings:
 
     def warning(self, what: str) -> None:
         self.found.append({"severity": "warning", "what": what, "detail": None})
+
+    def heard(self, message: str) -> None:
+        """A warning that was logged meanwhile, unless it says what has been found already."""
+        if not any(it["what"] in message for it in self.found):
+            self.warning(message)
 
     def watch(self, what: str, examination: Callable[[], Any], otherwise: Any) -> Any:
         """The examination's answer; if it raises, that is a finding."""
@@ -121,17 +128,20 @@ def _unset(names: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No log lines: what they would say is in the report."""
+def _heard() -> Iterator[list[str]]:
+    """No log lines: the warnings among them are for the report."""
+    warnings: list[str] = []
 
-    def drop(record: logging.LogRecord) -> bool:
+    def keep(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            warnings.append(record.getMessage())
         return False
 
-    logger.addFilter(drop)
+    logger.addFilter(keep)
     try:
-        yield
+        yield warnings
     finally:
-        logger.removeFilter(drop)
+        logger.removeFilter(keep)
 
 
 def _environment(malformed: dict[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ON_BEHALF", "raised_at", "said"]
+__all__ = ["BETWEEN", "ON_BEHALF", "raised_at", "said"]
 
 _ROOT: Final = Path(__file__).parents[1]
 ON_BEHALF: Final = (
@@ -17,6 +17,9 @@ ON_BEHALF: Final = (
     str(_ROOT / "vendors"),
 )
 """Our code that registers and calls what others give it."""
+
+BETWEEN: Final[set[str]] = set()
+"""Files of others through which what we call is run. Who calls through one adds it."""
 
 _NOBODY: Final = (*ON_BEHALF, "<", importlib.__file__, contextlib.__file__)
 
@@ -38,7 +41,7 @@ def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
     Args:
         error: what was raised.
         folder: where its code is; unless given, or if none of that ran, it is the package of
-            the first line that is not ours.
+            the first line that is neither ours nor of a file in :data:`BETWEEN`.
 
     Returns:
         None where no code but ours ran.
@@ -52,7 +55,8 @@ def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
     ]
     if not frames:
         return None
-    home = _home(frames[0].filename)
+    others = [frame for frame in frames if frame.filename not in BETWEEN]
+    home = _home((others or frames)[0].filename)
     own = [frame for frame in frames if folder and frame.filename.startswith(f"{folder}/")]
     last = (own or [frame for frame in frames if frame.filename.startswith(home)])[-1]
     return f"{last.filename}:{last.lineno}"

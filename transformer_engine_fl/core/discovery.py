@@ -2,7 +2,8 @@
 
 Three places are looked at, in this order: the sets and vendor folders of this package,
 the entry points of the group ``te_fl.plugin``, and the modules that
-``TE_FL_PLUGIN_MODULES`` names. A plugin that breaks is reported with its traceback
+``TE_FL_PLUGIN_MODULES`` names; modules of this package that it names come before the entry
+points, for they set up what plugins need. A plugin that breaks is reported with its traceback
 and harms no other.
 """
 
@@ -39,6 +40,8 @@ builds on core."""
 
 _SETS: Final = "transformer_engine_fl.backends"
 _VENDORS: Final = f"{_SETS}.vendor"
+
+_OURS: Final = f"{__name__.partition('.')[0]}."
 
 _REGISTER_FUNCTIONS: Final = ("register", "te_fl_register")
 
@@ -85,14 +88,23 @@ def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Sou
             yield from _folders(package)
     if plugins:
         points = find_entry_points()
+        named = get_environment().plugin_modules
+        ours = [name for name in named if name.startswith(_OURS)]
+        yield from map(_named, ours)
         for point in points:
             distribution = point.dist.name if point.dist else point.value
             load = point.load if point.attr else _plugin_importer(point.module)
             yield Source(f"entry point {point.name}", distribution, load)
-        for name in get_environment().plugin_modules:
-            if all(point.module != name for point in points):  # else it is one plugin, named twice
-                what = "folder" if "/" in name else "module"
-                yield Source(f"{what} {name}", "TE_FL_PLUGIN_MODULES", _plugin_importer(name))
+        for name in named:
+            # What is an entry point too is one plugin, named twice.
+            if name not in ours and all(point.module != name for point in points):
+                yield _named(name)
+
+
+def _named(name: str) -> Source:
+    """A module or a folder that the environment names."""
+    what = "folder" if "/" in name else "module"
+    return Source(f"{what} {name}", "TE_FL_PLUGIN_MODULES", _plugin_importer(name))
 
 
 def find_entry_points() -> tuple[EntryPoint, ...]:

@@ -238,7 +238,11 @@ def _entries(impl_id: str, operators: Iterable[str] | None, manager: OpManager) 
     entries = (theirs[name] for name in names)
     found = [(entry, entry.contract) for entry in entries if entry.contract is not None]
     if not found:
-        raise ConfigurationError(f"no operator of {impl_id!r} has a contract to be tested against")
+        close = suggestion(names[0], registry.contracts) if len(names) == 1 else ""
+        raise ConfigurationError(
+            f"no operator of {impl_id!r} has a contract to be tested against: "
+            f"{', '.join(map(repr, names))}{close}"
+        )
     return found
 
 

@@ -244,6 +244,6 @@ def _impls(info: VendorInfo, ops: Ops, fields: Mapping[str, Any]) -> list[OpImpl
         "vendor": info.vendor,
         "priority": DEFAULT_PRIORITY[BackendImplKind.VENDOR],
         "devices": frozenset({info.device}),
-        "is_available": lambda: detection.absent({info.device}) or True,
+        "is_available": lambda: detection.missing(info) or True,
     }
     return [OpImpl(op_name=name, fn=fn, **common | dict(fields)) for name, fn in ops.items()]

@@ -34,7 +34,7 @@ from transformer_engine_fl.core.errors import (
     AllCandidatesFailedError,
     ConfigurationError,
     NotSupportedError,
-    suggestion,
+    nearest,
 )
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
@@ -156,8 +156,11 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
     names = [f"{PREFIX}{name.removeprefix(PREFIX)}" for name in operators]
     for name in names:
         if name not in known:
+            # Without the prefix, which would make any two of them look alike.
+            close = nearest(name.removeprefix(PREFIX), (it.removeprefix(PREFIX) for it in known))
+            hint = f"; did you mean {PREFIX + close!r}?" if close else ""
             raise ConfigurationError(
-                f"use_aten_ops: {name!r} is not routed{suggestion(name, known)}; "
+                f"use_aten_ops: {name!r} is not routed{hint}; "
                 "routed() lists what is, and a vendor may register any other by that name"
             )
     return frozenset(names)

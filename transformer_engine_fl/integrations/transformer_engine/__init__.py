@@ -4,6 +4,9 @@ Such a plugin imports ``OpImpl`` and its companions from ``transformer_engine.pl
 offers ``register(registry)``. :func:`alias_plugin_core` makes that import path mean this package,
 for who asks for it: not on import, and never where a Transformer Engine is installed, whose own
 path stays what it is. What the names stand for is in served.py.
+
+Who runs a command, and has no line of code to call it from, names this module in
+``TE_FL_PLUGIN_MODULES``.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
 
-__all__ = ["PATH", "alias_plugin_core", "unalias_plugin_core"]
+if TYPE_CHECKING:
+    from transformer_engine_fl.core.registry import OpRegistry
+
+__all__ = ["PATH", "alias_plugin_core", "register", "unalias_plugin_core"]
 
 PACKAGE: Final = "transformer_engine"
 PATH: Final = f"{PACKAGE}.plugin.core"
@@ -53,6 +59,11 @@ def alias_plugin_core() -> bool:
         _aliases.update(_modules())
         sys.modules.update(_aliases)
         return True
+
+
+def register(registry: OpRegistry) -> None:
+    """As a plugin module: :func:`alias_plugin_core`, before the other plugins are loaded."""
+    alias_plugin_core()
 
 
 def unalias_plugin_core() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors import detection
+from transformer_engine_fl.vendors.flaggems.configs import FILE
 
 if TYPE_CHECKING:
     from transformer_engine_fl.vendors.flaggems.configs import Config
@@ -107,8 +108,9 @@ def register(folder: FlagGemsFolder) -> None:
     from transformer_engine_fl.backends.flagos.tuning import lookup
 
     heuristics: dict[str, Callable[..., Mapping[str, Any] | None]] = {}
-    for tuned, configs in _used_configs(folder):
-        heuristics[tuned.choice] = _nearest(tuned, configs)
+    for name, tuned, configs in _used_configs(folder):
+        where = f"{folder.path / FILE}: {name}"
+        heuristics[tuned.choice] = _nearest(where, tuned, configs)
     if (folder.path / "heuristics_config_utils.py").is_file():
         for name, rules in _RULES.items():
             for rule in rules:
@@ -162,18 +164,23 @@ def _not_here(folder: FlagGemsFolder) -> str | None:
     return detection.missing(folder.info) if shared else None
 
 
-def _used_configs(folder: FlagGemsFolder) -> Iterator[tuple[_Tuned, list[Mapping[str, int]]]]:
+def _used_configs(
+    folder: FlagGemsFolder,
+) -> Iterator[tuple[str, _Tuned, list[Mapping[str, int]]]]:
     for name, rows in _TUNED.items():
         for tuned in rows:
             made = [tuned.fields(config) for config in folder.configs.get(name, ())]
             if values := [it for it in made if it is not None]:
-                yield tuned, values
+                yield name, tuned, values
 
 
 def _nearest(
-    tuned: _Tuned, values: list[Mapping[str, int]]
+    where: str, tuned: _Tuned, values: list[Mapping[str, int]]
 ) -> Callable[..., Mapping[str, Any] | None]:
-    """A heuristic: the value on the list that is nearest to the kernels' own rule."""
+    """A heuristic: the value on the list that is nearest to the kernels' own rule.
+
+    It raises PluginError if no kernel can run with any of the list.
+    """
 
     def heuristic(device: str, **key: int) -> Mapping[str, Any] | None:
         from transformer_engine_fl.backends.flagos.tuning import CHOICES
@@ -181,13 +188,22 @@ def _nearest(
         choice = CHOICES[tuned.choice]
         own: dict[str, Any] = choice.heuristic(None, *(key[name] for name in choice.key))._asdict()
         whole = [own | dict(it) for it in values]  # what FlagGems does not say stays
-        right = [it for it in whole if choice.wrong(choice.value(**it)) is None]
-        if not right or own in right:
+        wrong = [_no_number(it) or choice.wrong(choice.value(**it)) for it in whole]
+        right = [it for it, reason in zip(whole, wrong, strict=True) if reason is None]
+        if not right:
+            raise PluginError(f"{where}: no configuration can be run here: {wrong[0]}")
+        if own in right:
             return None
         return min(right, key=lambda it: _distance(it, own))
 
     heuristic.__qualname__ = f"{tuned.choice} of tune_configs.yaml"
     return heuristic
+
+
+def _no_number(value: Mapping[str, Any]) -> str | None:
+    """What of a value is no number; META may have anything."""
+    wrong = (name for name, it in value.items() if not isinstance(it, int))
+    return next((f"{name} must be a whole number, got {value[name]!r}" for name in wrong), None)
 
 
 def _distance(value: Mapping[str, int], other: Mapping[str, int]) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from transformer_engine_fl.core.blame import BETWEEN
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
@@ -31,6 +32,9 @@ __all__ = ["ROOTS", "LigerPackage", "declares", "load", "load_liger_package"]
 
 ROOTS: Final = (shim.LIGER,)
 """What a package of this style imports."""
+
+_CALLERS: Final = ("torch.autograd.function", f"{shim.LIGER}.ops.utils")
+"""Modules that call a class's forward: where ``apply`` is, and ``ensure_contiguous``."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,10 @@ class LigerPackage(Package):
     def implementation(self, name: str) -> Callable[..., Any]:
         """Of a contract, or one of its own under its own name."""
         bridge = adapters.BRIDGES.get(name)
-        return as_function(self.exported(name)) if bridge is None else self.bridged(bridge)
+        made = as_function(self.exported(name)) if bridge is None else self.bridged(bridge)
+        modules = (sys.modules.get(it) for it in _CALLERS)  # which are imported by now
+        BETWEEN.update(file for it in modules if (file := getattr(it, "__file__", None)))
+        return made
 
     def impls(self, exports: Iterable[str]) -> Iterator[OpImpl]:
         """Its implementations, by default where it is one and opt-in elsewhere.

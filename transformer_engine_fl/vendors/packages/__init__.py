@@ -11,10 +11,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from transformer_engine_fl.core.registry import OpRegistry
+from transformer_engine_fl.vendors.packages.source import blamed
 
 __all__ = ["register_function"]
+
+_ALIAS: Final = "transformer_engine_fl.integrations.transformer_engine"
+"""Who lets ``transformer_engine.plugin.core`` mean this package."""
 
 
 def register_function(
@@ -39,6 +44,12 @@ def register_function(
         for style in (liger, flaggems):
             if (missing.name or "").partition(".")[0] in style.ROOTS:
                 return lambda registry: style.load(name, registry)
+        if missing.name == "transformer_engine":
+            raise blamed(
+                missing,
+                f"Transformer Engine is not installed; name {_ALIAS!r} in TE_FL_PLUGIN_MODULES, "
+                "or call its alias_plugin_core(), to load a plugin for it without",
+            ) from missing
         raise missing
     for style in (liger, flaggems):
         if style.declares(sys.modules[name]):

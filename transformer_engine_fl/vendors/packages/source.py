@@ -39,7 +39,8 @@ def import_folder(folder: Path, name: str) -> ModuleType:
     """
     init = folder / "__init__.py"
     if not init.is_file():
-        raise PluginError(f"package {str(folder)!r} has no __init__.py")
+        there = f"package {str(folder)!r} has no __init__.py"
+        raise PluginError(there if folder.is_dir() else f"there is no folder {str(folder)!r}")
     known = sys.modules.get(name)
     if known is not None:
         if Path(str(known.__file__)).resolve() != init.resolve():
