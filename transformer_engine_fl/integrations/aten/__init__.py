@@ -237,7 +237,7 @@ def prepared() -> OpManager:
 
 def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
     """What torch's dispatcher calls for an operator while a thread is routed."""
-    redispatch = op.redispatch
+    redispatch = _passing_on(op)
     whole = after.has(BELOW)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,6 +245,7 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
         if (
             block is None
             or (block.only is not None and name not in block.only)
+            or name not in block.routes.names  # routed for a manager of before
             or not _plain(args, kwargs)
             or _watched(whole)
         ):
@@ -284,6 +285,32 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
         return result
 
     return kernel
+
+
+def _passing_on(op: Any) -> Callable[..., Any]:
+    """What hands a call on, as if nobody had been asked.
+
+    The dispatcher gives a Python function the 1 of ``x + 1`` as a number, and does not take it
+    back in place of a tensor; a call of the operator does, with our keys left out.
+    """
+    redispatch: Callable[..., Any] = op.redispatch
+    if "Scalar" not in op.overloadpacket.overloads():
+        return redispatch
+
+    def pass_on(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(isinstance(it, Tensor) for it in args):
+            return redispatch(keyset, *args, **kwargs)
+        before = torch._C._dispatch_tls_is_dispatch_key_excluded
+        kept = {key: before(key) for key in (BELOW, ABOVE)}
+        for key in kept:
+            exclude(key, True)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            for key, was in kept.items():
+                exclude(key, was)
+
+    return pass_on
 
 
 def _handed_on() -> _Block | None:
