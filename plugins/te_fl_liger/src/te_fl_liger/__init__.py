@@ -84,7 +84,7 @@ def register(registry: OpRegistry) -> None:
             supported_dtypes=dtypes(name),
             devices=frozenset({"cpu"} if _interpreted() else {"cuda"}),
             is_available=is_available,
-            traits=frozenset({"deterministic", "graph_safe"})
+            traits=frozenset({"deterministic"})
             | (frozenset({"batch_invariant"}) if name in BY_ROWS else frozenset()),
         )
         for name in OPERATORS
