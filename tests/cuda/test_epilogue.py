@@ -5,10 +5,8 @@ Without a GPU the kernels run on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import cuda_emulation
 import pytest
 import torch
 from torch import Tensor
@@ -19,18 +17,6 @@ from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops._formats import FORMATS
 from transformer_engine_fl.ops.epilogue import EPILOGUES
 from transformer_engine_fl.testing.comparison import compare
-
-
-@pytest.fixture
-def device() -> Iterator[str]:
-    """Where the kernels run."""
-    if torch.cuda.is_available():
-        yield "cuda"
-    elif reason := cuda_emulation.missing():
-        pytest.skip(reason)
-    else:
-        with cuda_emulation.running():
-            yield "cpu"
 
 
 def values(*shape: int, device: str, seed: int = 1) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import cuda_emulation
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +12,6 @@ from torch import Tensor
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _compile, moe
 from transformer_engine_fl.core.errors import ArgumentError
-
-MISSING = cuda_emulation.missing()
 
 
 @pytest.mark.parametrize("least", [32, 512])
@@ -61,21 +57,6 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
 
 
 # ------------------------------------------------------------------ on a device, or as on one
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING))),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A GPU, or the CPU in place of one."""
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    with cuda_emulation.running():
-        yield "cpu"
 
 
 def values(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:

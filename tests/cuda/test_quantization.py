@@ -5,10 +5,8 @@ The reference set gives the bits that are expected. Without a GPU the kernels ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import cuda_emulation
 import pytest
 import torch
 from torch import Tensor
@@ -20,18 +18,6 @@ from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops._formats import FORMATS
 
 BOTH_WAYS = {"columnwise": True}
-
-
-@pytest.fixture
-def device() -> Iterator[str]:
-    """Where the kernels run."""
-    if torch.cuda.is_available():
-        yield "cuda"
-    elif reason := cuda_emulation.missing():
-        pytest.skip(reason)
-    else:
-        with cuda_emulation.running():
-            yield "cpu"
 
 
 def values(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import cuda_emulation
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,6 @@ from transformer_engine_fl.backends.vendor.cuda import router
 from transformer_engine_fl.backends.vendor.cuda._launch import Limits
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 
-MISSING = cuda_emulation.missing()
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -62,21 +59,6 @@ def test_groups_leave_room_for_what_threads_exchange(limit: int) -> None:
 
 
 # ------------------------------------------------------------------ on a device, or as on one
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING))),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A GPU, or the CPU in place of one."""
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    with cuda_emulation.running():
-        yield "cpu"
 
 
 def values(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:

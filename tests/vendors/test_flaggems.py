@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from flaggems_folders import CONFIGS, GELU, HEURISTICS, NEW, OLD, POINTWISE, declaration, write
+from who_serves import served
 
 from transformer_engine_fl import (
     ConfigurationError,
@@ -41,18 +42,6 @@ from transformer_engine_fl.vendors.flaggems import configs, unused_ops
 
 PACKAGE = "flag_gems.runtime.backend._zeta"
 X = torch.linspace(-3, 3, 24).view(4, 6)
-
-
-def served(op_name: str, *args: Any, **kwargs: Any) -> str:
-    """Who serves a call."""
-    manager = get_default_manager()
-    names: list[str] = []
-    undo = manager.monitor(lambda op, impl: names.append(impl.impl_id) if op == op_name else None)
-    try:
-        manager.call(op_name, *args, **kwargs)
-    finally:
-        undo()
-    return names[0]
 
 
 def calls(module: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from liger_packages import KERNELS, OPS, impl_info, vendor_info, write
+from who_serves import served
 
 from transformer_engine_fl import (
     NoImplementationError,
@@ -38,18 +39,6 @@ OWN = {
     "fancy_forward",
     "rms_norm_backward",
 }
-
-
-def served(op_name: str, *args: Any, **kwargs: Any) -> str:
-    """Who serves a call."""
-    manager = get_default_manager()
-    names: list[str] = []
-    undo = manager.monitor(lambda op, impl: names.append(impl.impl_id) if op == op_name else None)
-    try:
-        manager.call(op_name, *args, **kwargs)
-    finally:
-        undo()
-    return names[0]
 
 
 @pytest.fixture

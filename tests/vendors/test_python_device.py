@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-CASES = Path(__file__).parent / "on_python_device.py"
+from device_process import run_cases
 
 
 def test_vendors_serve_a_device_of_another_make() -> None:
-    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    ours = ("PYTEST_", "TRITON_INTERPRET")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(CASES)],
-        env={name: text for name, text in os.environ.items() if not name.startswith(ours)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if " skipped" in done.stdout and " passed" not in done.stdout:
-        pytest.skip(done.stdout.splitlines()[-1])
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert " passed" in done.stdout
+    run_cases(Path(__file__).parent / "on_python_device.py")

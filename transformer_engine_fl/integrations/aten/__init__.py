@@ -51,6 +51,7 @@ from transformer_engine_fl.integrations.aten.routes import (
     Route,
     Routes,
     exclude,
+    excluded,
     include,
 )
 
@@ -300,8 +301,7 @@ def _passing_on(op: Any) -> Callable[..., Any]:
     def pass_on(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if all(isinstance(it, Tensor) for it in args):
             return redispatch(keyset, *args, **kwargs)
-        before = torch._C._dispatch_tls_is_dispatch_key_excluded
-        kept = {key: before(key) for key in (BELOW, ABOVE)}
+        kept = {key: excluded(key) for key in (BELOW, ABOVE)}
         for key in kept:
             exclude(key, True)
         try:

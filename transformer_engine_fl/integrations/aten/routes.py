@@ -33,7 +33,17 @@ from transformer_engine_fl.functional._differentiable import apply
 from transformer_engine_fl.integrations.aten.bridges import PARTS, WHOLE, Bridge
 from transformer_engine_fl.ops._dtypes import FLOATS
 
-__all__ = ["ABOVE", "BELOW", "NATIVE", "PREFIX", "Route", "Routes", "exclude", "include"]
+__all__ = [
+    "ABOVE",
+    "BELOW",
+    "NATIVE",
+    "PREFIX",
+    "Route",
+    "Routes",
+    "exclude",
+    "excluded",
+    "include",
+]
 
 PREFIX: Final = "aten::"
 NATIVE: Final = "native.aten"
@@ -53,7 +63,7 @@ ABOVE: Final = _key(_NAMES[1])
 
 include: Final[Callable[[Any, bool], None]] = torch._C._dispatch_tls_set_dispatch_key_included
 exclude: Final[Callable[[Any, bool], None]] = torch._C._dispatch_tls_set_dispatch_key_excluded
-_excluded: Final[Callable[[Any], bool]] = torch._C._dispatch_tls_is_dispatch_key_excluded
+excluded: Final[Callable[[Any], bool]] = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 _UNBRIDGED: Final = (
     "_log_softmax_backward_data",
@@ -317,7 +327,7 @@ def _native(name: str) -> OpImpl:
     below = not is_whole(op)
 
     def native(*args: Any, **kwargs: Any) -> Any:
-        if below or not _excluded(BELOW):
+        if below or not excluded(BELOW):
             return op(*args, **kwargs)
         exclude(BELOW, False)  # its pieces are routed
         try:

@@ -1,0 +1,33 @@
+"""Tests on a device of another make: each file of them has a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+__all__ = ["run_cases"]
+
+
+def run_cases(file: Path) -> None:
+    """Run the tests of a file in a process that has had no other device.
+
+    Skips where they do; fails with what they printed.
+    """
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    ours = ("PYTEST_", "TRITON_INTERPRET")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(file)],
+        env={name: text for name, text in os.environ.items() if not name.startswith(ours)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if " skipped" in done.stdout and " passed" not in done.stdout:
+        pytest.skip(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert " passed" in done.stdout
