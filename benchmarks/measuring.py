@@ -1,36 +1,23 @@
-"""One measurement: values against float64, then the median time with a cold L2 cache."""
+"""What is measured beside the work itself: its errors against float64, and the roofs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from transformer_engine_fl.testing.arguments import as_tuple, leaves, tensors
 from transformer_engine_fl.testing.comparison import compare
+from transformer_engine_fl.testing.timing import median_ms
 
 if TYPE_CHECKING:
     from workloads import Workload
 
-__all__ = ["LARGEST", "error_ratio", "median_ms", "roofs"]
+__all__ = ["LARGEST", "error_ratio", "roofs"]
 
 LARGEST = 8192
 """The size of the square products that are the roofs of operations."""
-
-
-def median_ms(work: Callable[[], Any], warmup: int = 20, rep: int = 80) -> float:
-    """Median time of one call, with the L2 cache cleared before each.
-
-    Args:
-        work: the call.
-        warmup, rep: milliseconds that all the calls take, before and while they are timed.
-    """
-    from triton.testing import do_bench
-
-    result: float = do_bench(work, warmup=warmup, rep=rep, return_mode="median")
-    return result
 
 
 def roofs() -> dict[str, dict[str, Any]]:

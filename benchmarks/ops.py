@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import error_ratio, median_ms, roofs
+from measuring import error_ratio, roofs
 from peers import COMPILER, DESCRIPTIONS, Work, peers_of
 from report import markdown, overview, shape_text
 from workloads import WORKLOADS, Shape, Workload, chosen
@@ -37,6 +37,7 @@ import transformer_engine_fl as te
 from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.testing.arguments import as_tuple
+from transformer_engine_fl.testing.timing import median_ms
 
 Report = dict[str, Any]
 

@@ -108,8 +108,11 @@ def test_values_of_many_sizes(s: int, h: int, h_kv: int, d: int, mask: str) -> N
     expected = ops.fused_attn_bwd.oracle(dout, *saved, attn_mask_type=mask)
     for gradient, value in zip(found[:3], expected[:3], strict=True):
         assert gradient is not None
-        allowed = 2**-5 * value.square().mean().sqrt()
-        assert bool(((gradient.double() - value).abs() <= 2**-7 * value.abs() + allowed).all())
+        # Probabilities are rounded to the input's dtype before they are multiplied.
+        error = gradient.double() - value
+        assert error.norm() <= 2**-8 * value.norm()
+        allowed = 2**-3 * value.square().mean().sqrt()
+        assert bool((error.abs() <= 2**-8 * value.abs() + allowed).all())
 
 
 @pytest.mark.gpu

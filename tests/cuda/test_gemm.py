@@ -32,6 +32,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = LOW, seed: int = 0) -> 
         ({"bias": torch.ones(32)}, "the bias must have the dtype"),
         ({"bias": torch.ones(32), "out_dtype": FULL}, "the bias must have the dtype"),
         ({"bias": torch.ones(32, dtype=LOW), "accumulate_into": matrix(16, 32)}, "not both"),
+        ({"accumulate_into": matrix(16, 32)}, "rounds a product"),
         ({"grad": True, "bias_grad": True, "out_dtype": torch.float16}, "does not sum up"),
         ({"accumulate_into": torch.ones(16, 64)[:, ::2].t().t().double()}, "torch.float64"),
     ],
@@ -131,16 +132,16 @@ def test_parts_of_a_sum_are_not_rounded_and_the_switch_is_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("options", "function"),
+    ("dtype", "options", "function"),
     [
-        ({}, "mm"),
-        ({"bias": torch.ones(32, dtype=LOW)}, "addmm"),
-        ({"alpha": 2.0}, "addmm"),
-        ({"accumulate_into": matrix(16, 32)}, "addmm"),
+        (LOW, {}, "mm"),
+        (LOW, {"bias": torch.ones(32, dtype=LOW)}, "addmm"),
+        (LOW, {"alpha": 2.0}, "addmm"),
+        (FULL, {"accumulate_into": matrix(16, 32, FULL)}, "addmm"),
     ],
 )
 def test_a_product_is_one_call_and_nothing_else(
-    options: dict[str, Any], function: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, options: dict[str, Any], function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -152,7 +153,7 @@ def test_a_product_is_one_call_and_nothing_else(
             return func(*args, **(kwargs or {}))
 
     with cuda_emulation.running(), Watching():
-        gemm.generic_gemm(matrix(32, 48), matrix(16, 48), **options)
+        gemm.generic_gemm(matrix(32, 48, dtype), matrix(16, 48, dtype), **options)
     views = {"t", "detach", "randn", "_to_copy", "empty", "empty_strided"}
     assert [name for name in called if name not in views] == [function]
 
@@ -182,7 +183,7 @@ def test_long_sums_are_rounded_once(dtype: torch.dtype, terms: int) -> None:
         D, *_ = gemm.generic_gemm(a, b, **options)
         found = options.get("accumulate_into", D)
         expected = b.double() @ a.double().t()
-        rounded = 2**-9 if found.dtype == LOW else 2**-12 if found.dtype != FULL else 0
+        rounded = torch.finfo(found.dtype).eps / 2 if found.dtype != FULL else 0
         error = (found.double() - expected).abs()
         assert bool((error <= rounded * expected.abs() * 1.01 + 1e-5 * terms**0.5).all())
 

@@ -25,6 +25,7 @@ from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.ops import CATALOGUE
 from transformer_engine_fl.ops._tensors import TorchTensors
+from transformer_engine_fl.testing import timing
 from transformer_engine_fl.testing.checks import Declined, Run
 from transformer_engine_fl.testing.outcome import ConformanceError
 
@@ -50,10 +51,7 @@ Timer = Callable[[Callable[[], Any]], float]
 
 def median_ms(work: Callable[[], Any]) -> float:
     """Median time of a call, the L2 cache cleared before each."""
-    from triton.testing import do_bench
-
-    result: float = do_bench(work, warmup=10, rep=60, return_mode="median")
-    return result
+    return timing.median_ms(work, warmup=10, rep=60)
 
 
 class Discarded(NamedTuple):

@@ -2,7 +2,8 @@
 
 No kernel is brought here, and none is added to what the library does in one call: a bias is
 cuBLASLt's epilogue, accumulation is its ``beta``. What the library would need a second
-kernel or a copy for is declined, with the reason: another set fuses it.
+kernel or a copy for is declined, with the reason: another set fuses it. So is what it
+rounds twice.
 
 Sums are in float32, so torch's switches that allow less are not followed: products of
 float32 are declined where TF32 is on, and sums of parts in a narrow dtype are switched off
@@ -144,10 +145,12 @@ def _declined(
             return f"cuBLAS does not store products of {B.dtype} as {result}"
         if (_addmm_wide if accumulated or alpha != 1 else _mm_wide) is None:
             return f"this torch has no such products of {B.dtype} in float32"
+    if accumulated and bias is not None:
+        return "one call adds a bias, or what is accumulated, not both"
+    if accumulated and result in _NARROW:
+        return f"cuBLAS rounds a product to {result} before it adds it to what is there"
     if bias is None:
         return None
-    if accumulated:
-        return "one call adds a bias, or what is accumulated, not both"
     if bias.dtype != B.dtype or result != B.dtype:
         return f"the bias must have the dtype of B and of D, not {bias.dtype}"
     return None
