@@ -1,12 +1,15 @@
 """Write the scorecard of each package of this folder into its README, where it can run.
 
 ``python plugins/certify.py`` certifies every package whose library and device are here,
-``python plugins/certify.py te_fl_liger`` that one. Nothing need be installed of the packages
-themselves. The exit code is 1 if a case fails.
+``python plugins/certify.py te_fl_liger`` that one, ``--jobs 8`` in eight processes. Nothing need be
+installed of the packages themselves; what registers is the module of the entry point, or the one
+that the package's ``pyproject.toml`` names as ``certify`` in ``[tool.te_fl]``. The exit code is 1
+if a case fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -42,10 +45,11 @@ def packages() -> list[Path]:
     )
 
 
-def certify(package: Path) -> int:
+def certify(package: Path, jobs: int) -> int:
     """Run the kit on a package; 0 if all holds, or if it cannot run here, which is said."""
     project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
     ((vendor, module),) = project["project"]["entry-points"]["te_fl.plugin"].items()
+    module = project.get("tool", {}).get("te_fl", {}).get("certify", module)
     impl_id = f"vendor.{vendor}"
     paths = [str(package / "src"), str(PLUGINS.parent), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | {
@@ -60,14 +64,19 @@ def certify(package: Path) -> int:
         print(f"{package.name}: not here: {reason}", flush=True)
         return 0
     page = str(package / "README.md")
-    command = [sys.executable, "-c", PROGRAM, "verify", impl_id, "--quiet", "--readme", page]
+    options = ["--quiet", "--jobs", str(jobs), "--readme", page]
+    command = [sys.executable, "-c", PROGRAM, "verify", impl_id, *options]
     return subprocess.run(command, env=environ, check=False).returncode
 
 
 def main() -> None:
     """Certify the packages that are named, or all of them."""
-    wanted = sys.argv[1:]
-    sys.exit(max((certify(it) for it in packages() if not wanted or it.name in wanted), default=0))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="all, unless named")
+    parser.add_argument("--jobs", type=int, default=1, help="share the cases among so many")
+    wanted = parser.parse_args()
+    chosen = [it for it in packages() if not wanted.packages or it.name in wanted.packages]
+    sys.exit(max((certify(it, wanted.jobs) for it in chosen), default=0))
 
 
 if __name__ == "__main__":
