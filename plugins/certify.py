@@ -2,7 +2,9 @@
 
 ``python plugins/certify.py`` certifies every package whose library and device are here,
 ``python plugins/certify.py te_fl_liger`` that one, ``--jobs 8`` in eight processes. Nothing need be
-installed of the packages themselves. The exit code is 1 if a case fails.
+installed of the packages themselves; what registers is the module of the entry point, or the one
+that the package's ``pyproject.toml`` names as ``certify`` in ``[tool.te_fl]``. The exit code is 1
+if a case fails.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ def certify(package: Path, jobs: int) -> int:
     """Run the kit on a package; 0 if all holds, or if it cannot run here, which is said."""
     project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
     ((vendor, module),) = project["project"]["entry-points"]["te_fl.plugin"].items()
+    module = project.get("tool", {}).get("te_fl", {}).get("certify", module)
     impl_id = f"vendor.{vendor}"
     paths = [str(package / "src"), str(PLUGINS.parent), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | {

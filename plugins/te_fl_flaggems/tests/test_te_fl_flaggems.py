@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import stand_in
 import te_fl_flaggems
 import torch
-from te_fl_flaggems import kernels
+from te_fl_flaggems import kernels, untuned
 
 from transformer_engine_fl import (
     OpRegistry,
@@ -135,10 +139,54 @@ def test_a_function_that_this_release_has_not_is_named(monkeypatch: pytest.Monke
         kernels.relu  # noqa: B018
 
 
-def test_registering_loads_neither_torch_nor_flag_gems() -> None:
+def tuned(triton: Any, count: int) -> Any:
+    """A kernel as FlagGems decorates its own: an autotuner below something of its own."""
+
+    class Entry(triton.KernelInterface):  # type: ignore[misc]
+        def __init__(self, fn: Any) -> None:
+            self.fn = fn
+
+    @triton.jit
+    def kernel(x_ptr, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
+        pass
+
+    configs = [triton.Config({"BLOCK": 2**it}) for it in range(count)]
+    return Entry(triton.autotune(configs, key=[])(kernel))
+
+
+def test_untuned_leaves_the_first_configuration_to_flaggems_kernels_and_to_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    triton = pytest.importorskip("triton")
+    flag_gems = stand_in.install(monkeypatch)
+    flag_gems.__file__ = str(tmp_path / "flag_gems" / "__init__.py")
+    makers, others = ModuleType("_nvidia.ops.mm"), ModuleType("somebody")  # a maker's, by its file
+    makers.__file__ = str(tmp_path / "flag_gems" / "runtime" / "_nvidia" / "ops" / "mm.py")
+    others.__file__ = str(tmp_path / "flag_gems_too" / "ops.py")
+    for module in (makers, others):
+        module.kernel, module.alone = tuned(triton, 3), tuned(triton, 1)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with warnings.catch_warnings():
+        assert untuned.gelu(torch.zeros(2)).tolist() == [0.0, 0.0]
+        assert callable(untuned.aten.mm)
+    assert [it.kwargs for it in makers.kernel.fn.configs] == [{"BLOCK": 1}]
+    assert len(makers.alone.fn.configs) == 1
+    assert len(others.kernel.fn.configs) == 3
+    assert untuned.take_first_configurations(flag_gems) == 0
+
+
+def test_untuned_registers_the_same_operators() -> None:
+    registries = OpRegistry(), OpRegistry()
+    te_fl_flaggems.register(registries[0])
+    untuned.register(registries[1])
+    assert registries[0].list_operators() == registries[1].list_operators()
+
+
+@pytest.mark.parametrize("module", ["te_fl_flaggems", "te_fl_flaggems.untuned"])
+def test_registering_loads_neither_torch_nor_flag_gems(module: str) -> None:
     code = (
-        "import sys, te_fl_flaggems\nfrom transformer_engine_fl import OpRegistry\n"
-        "te_fl_flaggems.register(OpRegistry())\n"
+        f"import sys, {module} as plugin\nfrom transformer_engine_fl import OpRegistry\n"
+        "plugin.register(OpRegistry())\n"
         "assert not {'torch', 'flag_gems', 'triton'} & set(sys.modules), sorted(sys.modules)"
     )
     paths = f"import sys; sys.path[:0] = {sys.path!r}\n"

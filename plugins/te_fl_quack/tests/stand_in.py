@@ -26,6 +26,17 @@ def _check(*tensors: Tensor | None, dims: int = 2) -> None:
         assert tensor.numel()
 
 
+def _copied(*tensors: Tensor | None) -> None:
+    """What goes to shared memory past the registers does so by 4 bytes at least."""
+    for tensor in tensors:
+        assert tensor is None or tensor.shape[-1] * tensor.element_size() % 4 == 0
+
+
+def _in_wide_accesses(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.shape[-1] * tensor.element_size() % 16 == 0
+
+
 def rmsnorm_fwd(
     x: Tensor,
     weight: Tensor | None = None,
@@ -38,6 +49,7 @@ def rmsnorm_fwd(
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     _check(x, residual)
+    _copied(x, residual)
     _check(weight, dims=1)
     assert weight is not None
     assert bias is residual_dtype is None
@@ -59,6 +71,8 @@ def rmsnorm_bwd(
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     _check(x, dout, dresidual_out)
+    _copied(x, dout)
+    assert x.element_size() < 4 or x.shape[-1] <= 128 * 1024
     _check(weight, rstd, dims=1)
     assert weight is not None
     assert rstd.dtype is torch.float32
@@ -80,6 +94,7 @@ def layernorm_fwd(
     return_mean: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x)
+    _copied(x)
     _check(weight, bias, dims=1)
     assert weight.dtype is torch.float32
     assert bias is None or bias.dtype is torch.float32
@@ -95,6 +110,8 @@ def layernorm_bwd(
     x: Tensor, weight: Tensor, dout: Tensor, rstd: Tensor, mean: Tensor, has_bias: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     _check(x, dout)
+    _copied(x, dout)
+    assert x.element_size() < 4 or x.shape[-1] <= 128 * 1024
     _check(weight, rstd, mean, dims=1)
     assert has_bias
     x_hat, scaled = (x.float() - mean[:, None]) * rstd[:, None], dout.float() * weight.float()
@@ -106,15 +123,33 @@ def layernorm_bwd(
 
 def softmax_fwd(x: Tensor) -> Tensor:
     _check(x)
+    _in_wide_accesses(x)
     return x.float().softmax(-1).to(x.dtype)
 
 
 def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     _check(dy, y)
+    _in_wide_accesses(dy, y)
     assert y.dtype == dy.dtype
     product = dy.float() * y.float()
     return (product - y.float() * product.sum(-1, keepdim=True)).to(dy.dtype)
 
+
+class DSLBaseError(Exception):
+    """What the compiler of CuTe kernels raises."""
+
+
+class DSLRuntimeError(DSLBaseError):
+    """It cannot compile one."""
+
+
+class DSLCudaRuntimeError(DSLBaseError):
+    """The device failed."""
+
+
+COMPILER: dict[str, Any] = {
+    it.__name__: it for it in (DSLBaseError, DSLCudaRuntimeError, DSLRuntimeError)
+}
 
 MODULES: dict[str, dict[str, Any]] = {
     "rmsnorm": {

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import te_fl_quack
 import torch
-from stand_in import MODULES
+from stand_in import COMPILER, MODULES
 
 from transformer_engine_fl import NotSupportedError, OpManager, OpRegistry
 from transformer_engine_fl.testing import cases, verify
@@ -36,6 +36,11 @@ def kernels() -> Iterator[ModuleType]:
             module = ModuleType(f"quack.{name}")
             vars(module).update(functions)
             patch.setitem(sys.modules, module.__name__, module)
+        compiler = ModuleType("cutlass.base_dsl.common")
+        vars(compiler).update(COMPILER)
+        for name in ("cutlass", "cutlass.base_dsl"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setitem(sys.modules, compiler.__name__, compiler)
         patch.delitem(sys.modules, "te_fl_quack.kernels", raising=False)
         kernels = importlib.import_module("te_fl_quack.kernels")
         patch.setattr(kernels, "TAKER", Taker("quack's kernels", {"cpu"}))
@@ -88,6 +93,108 @@ def test_the_parameters_of_another_dtype_that_quack_has_not_are_declined(
 ) -> None:
     with pytest.raises(NotSupportedError, match=r"'weight' is torch\.float64"):
         kernels.rmsnorm_fwd(torch.ones(2, 8), torch.ones(8, dtype=torch.float64))
+
+
+def a_call(op_name: str, rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Arguments of an operator of a norm or of the softmax."""
+    x, weight, statistic = torch.ones(rows, width, dtype=dtype), torch.ones(width), torch.ones(rows)
+    return {
+        "layernorm_bwd": (x, x, statistic, statistic, weight),
+        "layernorm_fwd": (x, weight),
+        "rmsnorm_bwd": (x, x, statistic, weight),
+        "rmsnorm_bwd_add": (x, x, x, statistic, weight),
+        "rmsnorm_fwd": (x, weight),
+        "rmsnorm_fwd_add": (x, x, weight),
+        "scaled_softmax_backward": (x, x),
+        "scaled_softmax_forward": (x,),
+    }[op_name]
+
+
+NORMS = [name for name in te_fl_quack.OPERATORS if "norm" in name]
+SOFTMAXES = [name for name in te_fl_quack.OPERATORS if "softmax" in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op_name", NORMS)
+def test_norms_of_odd_rows_of_2_bytes_are_declined(
+    kernels: ModuleType, op_name: str, dtype: torch.dtype
+) -> None:
+    with pytest.raises(NotSupportedError, match="at least 4 bytes"):
+        getattr(kernels, op_name)(*a_call(op_name, 2, 33, dtype))
+    getattr(kernels, op_name)(*a_call(op_name, 2, 34, dtype))  # the stand-in asserts it
+
+
+def test_norms_of_odd_rows_of_4_bytes_are_served(kernels: ModuleType) -> None:
+    for op_name in NORMS:
+        getattr(kernels, op_name)(*a_call(op_name, 2, 33, torch.float32))
+
+
+def test_an_odd_gradient_of_2_bytes_is_declined_for_an_input_of_4(kernels: ModuleType) -> None:
+    dy, x, rsigma, gamma = a_call("rmsnorm_bwd", 2, 33, torch.float32)
+    with pytest.raises(NotSupportedError, match=r"'dy' has rows of 33 elements of torch\.bfloat16"):
+        kernels.rmsnorm_bwd(dy.bfloat16(), x, rsigma, gamma)
+
+
+@pytest.mark.parametrize("op_name", [name for name in NORMS if "bwd" in name])
+def test_gradients_for_which_shared_memory_is_too_small_are_declined(
+    kernels: ModuleType, op_name: str
+) -> None:
+    with pytest.raises(NotSupportedError, match="131072 elements"):
+        getattr(kernels, op_name)(*a_call(op_name, 1, 131_073, torch.float32))
+    getattr(kernels, op_name)(*a_call(op_name, 1, 131_074, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "declined", "served"),
+    [(torch.float32, (1, 7, 34), (4, 36)), (torch.float16, (1, 7, 36), (8, 40))],
+)
+@pytest.mark.parametrize("op_name", SOFTMAXES)
+def test_the_softmax_of_rows_that_are_not_whole_accesses_is_declined(
+    kernels: ModuleType,
+    op_name: str,
+    dtype: torch.dtype,
+    declined: tuple[int, ...],
+    served: tuple[int, ...],
+) -> None:
+    for width in declined:
+        with pytest.raises(NotSupportedError, match="multiples of 16 bytes"):
+            getattr(kernels, op_name)(*a_call(op_name, 2, width, dtype))
+    for width in served:
+        getattr(kernels, op_name)(*a_call(op_name, 2, width, dtype))
+
+
+def test_what_does_not_compile_is_declined_and_not_tried_again(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = kernels.RMSNORM.rmsnorm_fwd
+    tried = []
+
+    def fails_for_8(x: torch.Tensor, *args: object, **kwargs: object) -> object:
+        tried.append(x.shape[-1])
+        if x.shape[-1] == 8:
+            raise COMPILER["DSLRuntimeError"]("cannot build IR")
+        return served(x, *args, **kwargs)
+
+    monkeypatch.setattr(kernels.RMSNORM, "rmsnorm_fwd", fails_for_8)
+    for width in (8, 8, 16):
+        arguments = a_call("rmsnorm_fwd", 2, width, torch.float32)
+        if width == 8:
+            with pytest.raises(NotSupportedError, match=r"not compile for torch\.float32, 8 wide"):
+                kernels.rmsnorm_fwd(*arguments)
+        else:
+            kernels.rmsnorm_fwd(*arguments)
+    assert tried == [8, 16]
+
+
+def test_a_failure_of_the_device_is_not_declined(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **kwargs: object) -> object:
+        raise COMPILER["DSLCudaRuntimeError"]("illegal address")
+
+    monkeypatch.setattr(kernels.RMSNORM, "rmsnorm_fwd", fails)
+    with pytest.raises(COMPILER["DSLCudaRuntimeError"]):
+        kernels.rmsnorm_fwd(*a_call("rmsnorm_fwd", 2, 8, torch.float32))
 
 
 @pytest.mark.parametrize("op_name", te_fl_quack.LIMITED)

@@ -8,6 +8,7 @@ first chosen.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 from transformer_engine_fl import BackendImplKind, OpImpl, OpRegistry
 from transformer_engine_fl.vendors.detection import absent
@@ -20,6 +21,7 @@ __all__ = [
     "TE_FL_PLUGIN_API",
     "UNSUPPORTED",
     "dtypes",
+    "implementations",
     "is_available",
     "register",
 ]
@@ -108,6 +110,11 @@ def is_available() -> bool | str:
 
 def register(registry: OpRegistry) -> None:
     """Register every implementation of this package."""
+    registry.register_many(implementations(f"{__name__}.kernels"))
+
+
+def implementations(kernels: str) -> Iterator[OpImpl]:
+    """Every implementation, by the functions of a module of this package."""
     common = {
         "impl_id": "vendor.flaggems",
         "kind": BackendImplKind.VENDOR,
@@ -116,15 +123,13 @@ def register(registry: OpRegistry) -> None:
         "devices": DEVICES,
         "is_available": is_available,
     }
-    served = {name: f"{__name__}.kernels:{name}" for name in OPERATORS}
-    served |= {f"aten::{name}": f"{__name__}.kernels:aten.{name}" for name in ATEN}
-    registry.register_many(
-        OpImpl(
+    served = {name: f"{kernels}:{name}" for name in OPERATORS}
+    served |= {f"aten::{name}": f"{kernels}:aten.{name}" for name in ATEN}
+    for name, fn in served.items():
+        yield OpImpl(
             op_name=name,
             fn=fn,
             supported_dtypes=dtypes(name),
             mutates=() if name.startswith("aten::") else None,
             **common,
         )
-        for name, fn in served.items()
-    )

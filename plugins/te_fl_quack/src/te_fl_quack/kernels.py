@@ -2,12 +2,15 @@
 
 Each function checks the arguments by the contract, takes them as what quack's kernels expect
 (rows, dense, starting where a wide access may), and calls it. What quack has no word for is
-declined.
+declined, and so are rows for which it has no kernel: of widths that are known here, and of
+those that it turns out not to compile for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +23,13 @@ from transformer_engine_fl.vendors.taking import Taker
 __all__ = list(OPERATORS)
 
 ALIGNMENT = 16
-"""Bytes: the widest access."""
+"""Bytes: the widest access, and the only one of the softmax."""
+
+NARROWEST_COPY = 4
+"""Bytes: the narrowest that the copies past the registers, from global to shared memory, have."""
+
+WIDEST_GRADIENT = 128 * 1024
+"""Elements of a row of float32 for which a norm's backward has the shared memory."""
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,6 +41,10 @@ def _module(name: str) -> Any:
 
 
 RMSNORM, SOFTMAX = _module("rmsnorm"), _module("softmax")
+COMPILER = importlib.import_module("cutlass.base_dsl.common")  # its errors
+
+_uncompiled: set[tuple[Any, ...]] = set()
+"""Operators, with widths and dtypes, that quack did not compile for: an attempt takes seconds."""
 
 
 def _taken(op: str, **tensors: Tensor) -> list[Tensor]:
@@ -47,9 +60,55 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.view(-1, tensor.shape[-1])
 
 
-def _on(tensor: Tensor) -> torch.cuda.device:
-    """Launches go to the current device; within the block it is the tensor's."""
-    return torch.cuda.device(tensor.get_device())
+@contextlib.contextmanager
+def _launching(op: str, first: Tensor, *others: Tensor | torch.dtype | None) -> Iterator[None]:
+    """Launch on the device of the tensors; what does not compile is declined, at once from then on.
+
+    It is no fault of the operator: other widths and dtypes have kernels of their own.
+    """
+    dtypes = (it.dtype if isinstance(it, Tensor) else it for it in (first, *others))
+    kernel = (op, first.shape[-1], *dtypes)
+    declined = NotSupportedError(
+        f"{op}: quack does not compile for {first.dtype}, {first.shape[-1]} wide"
+    )
+    if kernel in _uncompiled:
+        raise declined
+    try:
+        # Launches go to the current device; within the block it is the tensors'.
+        with torch.cuda.device(first.get_device()):
+            yield
+    except COMPILER.DSLCudaRuntimeError:
+        raise
+    except COMPILER.DSLBaseError as error:
+        _uncompiled.add(kernel)
+        raise declined from error
+
+
+def _copied_past_registers(op: str, **tensors: Tensor) -> None:
+    """Decline rows that start at odd multiples of 2 bytes."""
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] * tensor.element_size() % NARROWEST_COPY:
+            raise NotSupportedError(
+                f"{op}: quack copies at least {NARROWEST_COPY} bytes at a time; {name!r} has "
+                f"rows of {tensor.shape[-1]} elements of {tensor.dtype}"
+            )
+
+
+def _gradient_fits(op: str, x: Tensor) -> None:
+    if x.element_size() >= 4 and x.shape[-1] > WIDEST_GRADIENT:
+        raise NotSupportedError(
+            f"{op}: quack has the shared memory for rows of {WIDEST_GRADIENT} elements of "
+            f"{x.dtype}; given: {x.shape[-1]}"
+        )
+
+
+def _whole_accesses(op: str, tensor: Tensor) -> None:
+    """Decline rows that are not whole wide accesses."""
+    if tensor.shape[-1] * tensor.element_size() % ALIGNMENT:
+        raise NotSupportedError(
+            f"{op}: quack's softmax takes rows of multiples of {ALIGNMENT} bytes; given: "
+            f"{tensor.shape[-1]} elements of {tensor.dtype}"
+        )
 
 
 # ------------------------------------------------------------------------- normalization
@@ -71,7 +130,8 @@ def rmsnorm_fwd(
     x, w = _taken(op, input=input, weight=weight)
     if out_dtype not in (None, *NARROW):
         raise NotSupportedError(f"{op}: quack writes no {out_dtype}")
-    with _on(x):
+    _copied_past_registers(op, input=x)
+    with _launching(op, x, w, out_dtype):
         output, _, rsigma = RMSNORM.rmsnorm_fwd(
             _rows(x),
             w,
@@ -87,9 +147,12 @@ def rmsnorm_bwd(
     dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, *, zero_centered_gamma: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``rmsnorm_bwd`` of the contract."""
+    op = "rmsnorm_bwd"
     ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
-    dy, x, rsigma, gamma = _taken("rmsnorm_bwd", dy=dy, x=x, rsigma=rsigma, gamma=gamma)
-    with _on(x):
+    dy, x, rsigma, gamma = _taken(op, dy=dy, x=x, rsigma=rsigma, gamma=gamma)
+    _copied_past_registers(op, dy=dy, x=x)
+    _gradient_fits(op, x)
+    with _launching(op, x, dy, gamma):
         dx, dgamma, *_ = RMSNORM.rmsnorm_bwd(
             _rows(x), gamma, _rows(dy), rsigma, weight_offset=float(zero_centered_gamma)
         )
@@ -118,7 +181,8 @@ def rmsnorm_fwd_add(
     x, add, w = _taken(op, input=input, residual=residual, weight=weight)
     if out_dtype not in (None, *NARROW):
         raise NotSupportedError(f"{op}: quack writes no {out_dtype}")
-    with _on(x):
+    _copied_past_registers(op, input=x, residual=add)
+    with _launching(op, x, add, w, out_dtype):
         output, total, rsigma = RMSNORM.rmsnorm_fwd(
             _rows(x),
             w,
@@ -145,7 +209,9 @@ def rmsnorm_bwd_add(
     ops.rmsnorm_bwd_add.check(dz, x, add, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
     TAKER.same_dtype(op, x=x, add=add)  # for another it makes a gradient of each
     dz, x, add, rsigma, gamma = _taken(op, dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma)
-    with _on(x):
+    _copied_past_registers(op, dz=dz, x=x)
+    _gradient_fits(op, x)
+    with _launching(op, x, dz, gamma):
         dx, dgamma, *_ = RMSNORM.rmsnorm_bwd(
             _rows(x),
             gamma,
@@ -161,10 +227,12 @@ def layernorm_fwd(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``layernorm_fwd`` of the contract."""
+    op = "layernorm_fwd"
     ops.layernorm_fwd.check(input, weight, bias, eps)
-    x, w = _taken("layernorm_fwd", input=input, weight=weight)
-    b = None if bias is None else _taken("layernorm_fwd", bias=bias)[0].float()
-    with _on(x):
+    x, w = _taken(op, input=input, weight=weight)
+    b = None if bias is None else _taken(op, bias=bias)[0].float()
+    _copied_past_registers(op, input=x)
+    with _launching(op, x, b):
         output, rsigma, mu = RMSNORM.layernorm_fwd(
             _rows(x), w.float(), b, eps, return_rstd=True, return_mean=True
         )
@@ -178,7 +246,9 @@ def layernorm_bwd(
     op = "layernorm_bwd"
     ops.layernorm_bwd.check(dy, x, mu, rsigma, gamma)
     dy, x, mu, rsigma, gamma = _taken(op, dy=dy, x=x, mu=mu, rsigma=rsigma, gamma=gamma)
-    with _on(x):
+    _copied_past_registers(op, dy=dy, x=x)
+    _gradient_fits(op, x)
+    with _launching(op, x, dy, gamma):
         dx, dgamma, dbeta = RMSNORM.layernorm_bwd(_rows(x), gamma, _rows(dy), rsigma, mu)
     return dx.view(x.shape), dgamma, dbeta
 
@@ -192,7 +262,8 @@ def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     ops.scaled_softmax_forward.check(input, scale)
     _no_scale(op, scale)
     (x,) = _taken(op, input=input)
-    with _on(x):
+    _whole_accesses(op, x)
+    with _launching(op, x):
         output: Tensor = SOFTMAX.softmax_fwd(_rows(x))
     return output.view(x.shape)
 
@@ -206,7 +277,8 @@ def scaled_softmax_backward(
     _no_scale(op, scale)
     TAKER.same_dtype(op, output_grad=output_grad, softmax_output=softmax_output)
     dy, y = _taken(op, output_grad=output_grad, softmax_output=softmax_output)
-    with _on(y):
+    _whole_accesses(op, y)
+    with _launching(op, y):
         dx: Tensor = SOFTMAX.softmax_bwd(_rows(dy), _rows(y))
     return dx.view(y.shape)
 
