@@ -14,10 +14,13 @@ from transformer_engine_fl.testing.timing import median_ms
 if TYPE_CHECKING:
     from workloads import Workload
 
-__all__ = ["LARGEST", "error_ratio", "roofs"]
+__all__ = ["LARGEST", "copies", "error_ratio", "roofs"]
 
 LARGEST = 8192
 """The size of the square products that are the roofs of operations."""
+
+COPIED = (2**22, 2**24, 2**25, 2**26, 2**27, 2**28, 2**29)
+"""Bytes of the copies that show what the fixed costs of a call leave of the roof."""
 
 
 def roofs() -> dict[str, dict[str, Any]]:
@@ -38,10 +41,19 @@ def roofs() -> dict[str, dict[str, Any]]:
     return found
 
 
+def copies() -> list[dict[str, float]]:
+    """Smaller copies: the bytes that each reads and writes together, and its microseconds."""
+    return [{"bytes": 2 * size, "us": _copy_ms(size) * 1e3} for size in COPIED]
+
+
 def _copy() -> float:
-    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
+    return 2 * 2**31 / _copy_ms(2**31) / 1e6
+
+
+def _copy_ms(size: int) -> float:
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e6
+    return median_ms(lambda: target.copy_(source))
 
 
 def _matmul() -> float:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import error_ratio, roofs
+from measuring import copies, error_ratio, roofs
 from peers import COMPILER, DESCRIPTIONS, Work, peers_of
 from report import markdown, overview, shape_text
 from workloads import WORKLOADS, Shape, Workload, chosen
@@ -306,7 +306,7 @@ def main() -> None:
     if args.prepare:
         prepare(plan, args)
     report: Report = {"environment": environment(), "roofs": roofs(), "peers": {}}
-    report |= {"rows": [], "host_us": {}}
+    report |= {"copies": copies(), "rows": [], "host_us": {}}
     for workload, shape in plan:
         try:
             row = measure(workload, shape, args)

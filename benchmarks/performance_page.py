@@ -44,11 +44,17 @@ METHOD = """
 How it is measured (`benchmarks/ops.py`): every candidate is called on the same inputs, in one
 process. Its values are compared with a float64 formula first, then it is timed: the L2 cache is
 cleared before each call, and the median is taken of the times between two events on the device
-around it. The clearing hides part of what the host does before a launch; what it does not hide is
-in the time, which shows at small shapes. GB/s divides the fewest bytes that the operator must
+around it. The device waits until the host has queued a call, so that the host's time is in none of
+these figures; it stands by itself below. GB/s divides the fewest bytes that the operator must
 move by that time: each input read once, each output of the contract written once, and an argument
 that is written in place both, unless something else is said. TFLOP/s divides the operations of the
 products. The same is counted for a peer that does less. The roofs are measured in the same run.
+"""
+
+COPIES = """
+A launch, the first bytes' way and the last ones' cost the same microseconds whatever is moved, so
+that of small shapes nobody reaches the roof. What torch's own copy of fewer bytes reaches in the
+same run, timed likewise:
 """
 
 HOST = """
@@ -154,6 +160,7 @@ def _operators(path: Path, report: Report) -> Iterator[str]:
         f"- {roof_text(report, [name])}: {roof['what']}.\n"
         for name, roof in report["roofs"].items()
     )
+    yield from _copies(report)
     shown = [name for name in names if name in report["peers"]]
     if shown:
         yield "Beside the sets stand:\n"
@@ -168,6 +175,22 @@ def _operators(path: Path, report: Report) -> Iterator[str]:
         yield _paragraph(HOST.format(where=where))
         host = [[name, f"{us:.1f}"] for name, us in report["host_us"].items()]
         yield _table(["call", "us"], host)
+
+
+def _copies(report: Report) -> Iterator[str]:
+    roof = report["roofs"]["copy"]["value"]
+    if not roof or not report.get("copies"):
+        return
+    yield _paragraph(COPIES)
+    rates = [(it["bytes"], it["us"], it["bytes"] / it["us"] / 1e3) for it in report["copies"]]
+    yield _table(
+        ["MiB read and written", "us", "GB/s", "percent of the roof"],
+        [
+            [f"{moved / 2**20:,.0f}", f"{us:.1f}", f"{rate:,.0f}", f"{100 * rate / roof:.0f}"]
+            for moved, us, rate in rates
+        ],
+        left=0,
+    )
 
 
 def _family(family: str, rows: list[Report], path: Path, report: Report) -> Iterator[str]:

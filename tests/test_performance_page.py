@@ -58,6 +58,13 @@ def test_what_was_not_measured_is_named_with_the_reason() -> None:
     assert "`ImportError: not installed`" in page
 
 
+def test_smaller_copies_stand_beside_the_roof() -> None:
+    report = copy.deepcopy(REPORTS[0][1])
+    report["roofs"]["copy"]["value"] = 4000.0
+    report["copies"] = [{"bytes": 2**27, "us": 40.0}]
+    assert "| 128 | 40.0 | 3,355 | 84 |\n" in made_with(report)
+
+
 @pytest.mark.parametrize("place", range(len(REPORTS)))
 def test_each_table_states_device_versions_and_roof(place: int) -> None:
     path, report = REPORTS[place]
