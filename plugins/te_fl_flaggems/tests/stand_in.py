@@ -6,6 +6,7 @@ calculate shows on a GPU alone.
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -174,9 +175,27 @@ def log_softmax_backward(
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
+    """Of Hopper's folder: strict about what it describes, and one column in the dtype given."""
     assert a.dim() == b.dim() == 2
     assert a.dtype is b.dtype
+    if b.shape[1] == 1:
+        terms = (a * b.t()).unbind(1)
+        return functools.reduce(torch.add, terms)[:, None]
+    if all(it.shape[1] * it.element_size() % 16 == 0 for it in (a, b)):
+        _describe(a)
+        _describe(b)
     return _like(torch.mm(a.float(), b.float()), a)
+
+
+mm.__module__ = "hopper.ops.mm"
+
+
+def _describe(matrix: Tensor) -> None:
+    rows = matrix if matrix.stride(1) == 1 else matrix.T
+    assert matrix.numel(), "shape must be positive"
+    assert matrix.data_ptr() % 16 == 0, "base must be 16-byte aligned"
+    assert rows.stride(0) * rows.element_size() % 16 == 0, "strides must be 16-byte aligned"
+    assert rows.stride(1) == 1, "Last dimension must be contiguous"
 
 
 def addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:

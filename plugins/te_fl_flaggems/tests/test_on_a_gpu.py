@@ -65,6 +65,19 @@ def test_it_gives_what_float64_does(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda it: str(it).removeprefix("torch."))
+def test_a_product_takes_operands_however_they_lie(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(size, dtype=dtype, device="cuda") for size in ((64, 7), (64 * 40 + 1,)))
+    b = b[1:].view(64, 40)
+    for left in (a.t(), a[:1, :1].expand(16, 64), a[:, :1].t().expand(16, 64)):
+        expected = left.double() @ b.double()
+        bound = 4 * torch.finfo(dtype).eps
+        scale = expected.square().mean().sqrt().item()
+        given = untuned.aten.mm(left, b)
+        torch.testing.assert_close(given.double(), expected, rtol=bound, atol=bound * scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda it: str(it).removeprefix("torch."))
 def test_dropout_keeps_its_mask_its_share_and_the_mean(dtype: torch.dtype) -> None:
     x = torch.rand(1 << 18, dtype=dtype, device="cuda") + 1
     output, kept = untuned.aten.native_dropout(x, 0.25, True)

@@ -17,6 +17,7 @@ import torch
 from te_fl_flaggems import kernels, untuned
 
 from transformer_engine_fl import (
+    NotSupportedError,
     OpRegistry,
     PluginError,
     ops,
@@ -105,6 +106,66 @@ def test_the_gradient_of_gelu_is_left_out_because_it_is_nan() -> None:
     slope = 0.5 * x * ((1 - t.square()) * (0.79788456 + 0.1070322243 * x.square())) + 0.5 * (1 + t)
     assert slope.isnan().all()
     assert not ops.dgelu(torch.ones(2), x).isnan().any()
+    # Of the ATen operator nobody expects more: torch's own is NaN there, too.
+    assert torch.ops.aten.gelu_backward(torch.ones(2), x, approximate="tanh").isnan().all()
+
+
+def operands(of: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of products that Hopper's copies cannot read as they lie."""
+    a, b, start = torch.randn(16, 32).to(of), torch.randn(32, 24).to(of), torch.randn(513).to(of)
+    return {
+        "a starts elsewhere": (start[1:].view(16, 32), b),
+        "b starts elsewhere": (a, start[1:].view(32, 16)),
+        "a of 7 rows, transposed": (torch.randn(32, 7).to(of).t(), b),
+        "a expanded from one element": (a[:1, :1].expand(16, 32), b),
+        "a expanded from one row": (a[:1].expand(16, 32), b),
+        "b with gaps": (a, torch.randn(32, 27).to(of)[:, :24]),
+        "every second of both": (torch.randn(32, 64).to(of)[::2, ::2], b[:, ::3]),
+        "one row, of any stride": (a.as_strided((1, 32), (1, 1)), b),
+        "no whole accesses": (torch.randn(8, 33).to(of)[1:].t(), torch.randn(7, 5).to(of)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", operands(torch.float32))
+def test_what_hoppers_copies_cannot_read_is_copied(case: str, dtype: torch.dtype) -> None:
+    a, b = operands(dtype)[case]
+    torch.testing.assert_close(kernels.aten.mm(a, b), a @ b)
+
+
+def test_what_hoppers_copies_can_read_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        given.extend((a, b))
+        return a @ b
+
+    mm.__module__ = "hopper.ops.mm"
+    stand_in.install(monkeypatch, mm=mm)
+    transposed, uneven = torch.randn(32, 16).t(), torch.randn(32, 7)
+    kernels.function("mm")(transposed, torch.randn(32, 24))
+    kernels.function("mm")(torch.randn(16, 32), torch.randn(24, 32).t())
+    kernels.function("mm")(transposed, uneven)
+    assert given[0] is transposed
+    assert given[3].stride() == (1, 32)
+    assert given[5] is uneven  # no copy of it can be described either
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_column_is_left_to_others_but_in_float32(dtype: torch.dtype) -> None:
+    a, b = torch.randn(16, 32), torch.randn(32, 1)
+    with pytest.raises(NotSupportedError, match=f"one column multiplies and adds in {dtype}"):
+        kernels.generic_gemm(b.to(dtype).t(), a.to(dtype))
+    with pytest.raises(NotSupportedError, match="one column"):
+        kernels.aten.mm(a.to(dtype), b.to(dtype))
+    torch.testing.assert_close(kernels.aten.mm(a, b), a @ b)
+    with pytest.raises(NotSupportedError, match="no empty tensors"):
+        kernels.aten.mm(a[:0], b)
+
+
+def test_products_of_other_devices_are_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in.install(monkeypatch, mm=torch.mm)
+    assert kernels.function("mm") is torch.mm
 
 
 def test_a_makers_own_function_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:

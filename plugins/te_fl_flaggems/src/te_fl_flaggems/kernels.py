@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from te_fl_flaggems import ATEN, OPERATORS
+from te_fl_flaggems import ATEN, OPERATORS, hopper
 from transformer_engine_fl import PluginError
 from transformer_engine_fl.vendors.flaggems import adapters, names, unused_ops
 
@@ -33,7 +33,7 @@ def function(name: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), name, None)
         if callable(found):
             made: Callable[..., Any] = found
-            return made
+            return hopper.bridged(made) if hopper.is_for_hopper(made) else made
     version = getattr(flag_gems, "__version__", "of an unknown version")
     raise PluginError(f"flag_gems {version} has no function {name!r}")
 
