@@ -252,6 +252,21 @@ def test_an_option_that_is_not_named_counts_as_unsupported(
     assert not manager.quarantine.held()
 
 
+class Unreadable(torch.Tensor):
+    """As on a device while a graph is captured: its elements cannot be read."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize("value", [Unreadable(), [Unreadable()]])
+def test_an_option_that_is_not_named_is_reported_without_reading_a_tensor(value: Any) -> None:
+    manager = two(narrow)
+    assert manager.call("blend", 1, 2, beta=value)[0] == "full"
+    said = manager.explain("blend", 1, 2, beta=value).verdicts[0].reason
+    assert said.endswith(f"does not take the option 'beta' (given {type(value).__name__})")
+
+
 @pytest.mark.parametrize("first", [narrow, swallowing])
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize(

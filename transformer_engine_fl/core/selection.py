@@ -343,8 +343,16 @@ def options_decline(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, An
     for name, default in entry.missing.items():
         value = given.get(name, default)
         if value is not default and not (type(value) is type(default) and value == default):
-            return f"does not take the option {name!r} (given {type(value).__name__} {value!r:.60})"
+            return f"does not take the option {name!r} (given {_given(value)})"
     return None
+
+
+def _given(value: object) -> str:
+    """The type of a value, and what it is unless that is data: a tensor's is on its device."""
+    kind = type(value)
+    if hasattr(kind, "__len__") and not issubclass(kind, str):
+        return kind.__name__
+    return f"{kind.__name__} {value!r:.60}"
 
 
 def ask_supports(impl: OpImpl, call: Call) -> str | None:
