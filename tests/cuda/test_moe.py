@@ -128,6 +128,30 @@ def test_tokens_of_more_experts_than_a_team_has_threads(topk: int, device: str) 
     assert_served("moe_unpermute_mask_bwd", x, row_id_map, num_rows=have)
 
 
+@pytest.mark.parametrize("topk", [1, 2, 3, 5])
+def test_pairs_that_do_not_fill_a_round(topk: int, device: str) -> None:
+    x = values(6, 24, device=device)
+    indices = torch.stack([torch.randperm(8)[:topk] for _ in range(6)]).to(device)
+    have = 6 * topk - 2  # two pairs have no row
+    y, row_id_map = assert_served("moe_permute_fwd", x, indices, have)
+    assert_served("moe_permute_bwd", y, row_id_map)
+    probs = values(6, topk, device=device)
+    assert_served("moe_unpermute_fwd", y, row_id_map, probs)
+    assert_served("moe_unpermute_bwd", x, row_id_map, y, probs, num_rows=have)
+
+    routed = torch.zeros(6, 8, dtype=torch.bool, device=device).scatter(1, indices, True)
+    routed[2] = False  # a token of no expert among others
+    routed[4] = True
+    probs = values(6, 8, device=device)
+    have = int(routed.sum()) - 2
+    y, moved, row_id_map = assert_served(
+        "moe_permute_mask_fwd", x, routed, probs, num_out_tokens=have
+    )
+    assert_served("moe_permute_mask_bwd", y, row_id_map, moved)
+    assert_served("moe_unpermute_mask_fwd", y, row_id_map, probs)
+    assert_served("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=have)
+
+
 @pytest.mark.parametrize("columns", [4500, 9004])
 def test_rows_that_a_team_goes_over_several_times(columns: int, device: str) -> None:
     x = values(3, columns, device=device)
@@ -138,6 +162,11 @@ def test_rows_that_a_team_goes_over_several_times(columns: int, device: str) -> 
     assert_served("moe_unpermute_bwd", x, row_id_map, num_rows=8)
     wider = values(8, columns, device=device)
     assert_served("moe_unpermute_bwd", x, row_id_map, wider, probs, num_rows=8)
+    routed = torch.ones(3, 4, dtype=torch.bool, device=device)
+    probs = values(3, 4, device=device)
+    y, _, row_id_map = assert_served("moe_permute_mask_fwd", x, routed, num_out_tokens=11)
+    assert_served("moe_unpermute_mask_fwd", y, row_id_map, probs)
+    assert_served("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=11)
 
 
 def test_many_rows_without_a_pair_are_zero(device: str) -> None:

@@ -18,9 +18,11 @@
 //   PROBS   1 if there are probs
 //   MOVED   bytes of a number that is moved for each row, 0 for none
 //
-// A team goes through the pairs of its token in rounds, one pair for each thread: each looks
-// up one row, and then all of them move row after row. A token that goes to several rows is
-// read once, and one that is the sum of several is written once.
+// A token that goes to several rows is read once, and one that is the sum of several is
+// written once. Where rows are only written, a team goes through the pairs of its token in
+// rounds: each thread looks up one row, and then all of them copy to row after row. Where rows
+// are read, every thread looks up all of them itself, PAIRS at a time: what a warp reads of a
+// map is one address, and nothing but that reading is waited for before the rows are asked for.
 //
 // Maps come from users: no row is read or written before its number is known to be good.
 
@@ -185,6 +187,12 @@ struct Map {
     const int slot = MASK ? entry[slots * slot_step] : place;
     const bool known = *entry >= 0 && *entry < have && slot >= 0 && slot < slots;
     return {known ? *entry : -1, !MASK || known ? slot : -1};
+  }
+
+  // The same, if it is one of so many places; without waiting for what their number is.
+  __device__ __forceinline__ Pair at(int token, int place, int places) const {
+    const Pair pair = place < slots ? at(token, place) : Pair{-1, -1};
+    return place < places ? pair : Pair{-1, -1};
   }
 };
 
@@ -404,9 +412,6 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
                     long long slot_step, long long probs_token, long long probs_slot) {
   using A = Accumulator<TDY>::type;
   constexpr int kSpan = LANES * VEC * VECS;
-  __shared__ int rows_of[TEAMS][LANES];
-  __shared__ int slots_of[TEAMS][LANES];
-  __shared__ A weights_of[TEAMS][LANES];
   release_dependents();
   const int token = static_cast<int>(team_of_grid());
   if (token >= tokens) return;
@@ -423,74 +428,65 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
   };
   if constexpr (WHOLE) read(0);
   const int places = map.places_of(token);
-  int* rows = rows_of[team()];
-  int* of_slots = slots_of[team()];
-  A* weights = weights_of[team()];
   Accumulator<TP>::type* line = dprobs + static_cast<long long>(token) * slots;
   if constexpr (MASK) {  // a line has more places than these
     for (int at = member(); at < slots; at += LANES) line[at] = 0;
   }
   RowReduction<LANES, 1, PAIRS, A> over_row;
-  for (int begin = 0; begin < places; begin += LANES) {
-    const int count = least(places - begin, LANES);
-    if (begin > 0) sync_team();
-    if (member() < count) {
-      const Pair pair = map.at(token, begin + member());
-      rows[member()] = pair.row;
-      of_slots[member()] = pair.slot;
-      weights[member()] = pair.row >= 0 ? probs.of(token, pair.slot) : A(0);
-      if (pair.row >= 0) owner[pair.row] = token * slots + begin + member();
-    }
-    sync_team();
-    for (int i = 0; i < count; i += PAIRS) {
-      A products[PAIRS] = {};
-      for (int first = 0; first < columns; first += kSpan) {
-        if constexpr (!WHOLE) read(first);
-        Vec<TX, VEC> held[PAIRS][VECS];
+  if constexpr (MASK) sync_team();
+  for (int i = 0; i == 0 || i < places; i += PAIRS) {
+    Pair pairs[PAIRS];
+    A weights[PAIRS];
+    A products[PAIRS] = {};
 #pragma unroll
-        for (int p = 0; p < PAIRS; ++p) {
-          const int row = i + p < count ? rows[i + p] : -1;
-#pragma unroll
-          for (int v = 0; v < VECS; ++v) {
-            const int column = first + (v * LANES + member()) * VEC;
-            held[p][v] = row >= 0 && column < columns
-                             ? load_once<ACCESS, VEC>(x + row * x_step + column)
-                             : zeros<TX, VEC>();
-          }
-        }
-#pragma unroll
-        for (int p = 0; p < PAIRS; ++p) {
-          const int row = i + p < count ? rows[i + p] : -1;
-          if (row < 0) continue;
-          const A weight = weights[i + p];
-          TDY* target = dx + static_cast<long long>(row) * columns;
-          Vec<TDY, VEC> results[VECS];
-#pragma unroll
-          for (int v = 0; v < VECS; ++v) {  // past the end they are zeros
-            A grad[VEC], value[VEC];
-            decode(grads[v], grad);
-            decode(held[p][v], value);
-#pragma unroll
-            for (int at = 0; at < VEC; ++at) {
-              products[p] += grad[at] * value[at];
-              grad[at] *= weight;
-            }
-            results[v] = encode<TDY>(grad);
-          }
-#pragma unroll
-          for (int v = 0; v < VECS; ++v) {
-            const int column = first + (v * LANES + member()) * VEC;
-            if (column < columns) store_to_global(target + column, results[v]);
-          }
-        }
-      }
-      over_row.sum(products);
+    for (int p = 0; p < PAIRS; ++p) pairs[p] = map.at(token, i + p, places);
+    for (int first = 0; first < columns; first += kSpan) {
+      if constexpr (!WHOLE) read(first);
+      Vec<TX, VEC> held[PAIRS][VECS];
 #pragma unroll
       for (int p = 0; p < PAIRS; ++p) {
-        if (member() == p && i + p < count && of_slots[i + p] >= 0) {
-          line[of_slots[i + p]] = static_cast<Accumulator<TP>::type>(products[p]);
+#pragma unroll
+        for (int v = 0; v < VECS; ++v) {
+          const int column = first + (v * LANES + member()) * VEC;
+          held[p][v] = pairs[p].row >= 0 && column < columns
+                           ? load_once<ACCESS, VEC>(x + pairs[p].row * x_step + column)
+                           : zeros<TX, VEC>();
+        }
+        weights[p] = pairs[p].row >= 0 ? probs.of(token, pairs[p].slot) : A(0);
+      }
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) {
+        if (pairs[p].row < 0) continue;
+        TDY* target = dx + static_cast<long long>(pairs[p].row) * columns;
+        Vec<TDY, VEC> results[VECS];
+#pragma unroll
+        for (int v = 0; v < VECS; ++v) {  // past the end they are zeros
+          A grad[VEC], value[VEC];
+          decode(grads[v], grad);
+          decode(held[p][v], value);
+#pragma unroll
+          for (int at = 0; at < VEC; ++at) {
+            products[p] += grad[at] * value[at];
+            grad[at] *= weights[p];
+          }
+          results[v] = encode<TDY>(grad);
+        }
+#pragma unroll
+        for (int v = 0; v < VECS; ++v) {
+          const int column = first + (v * LANES + member()) * VEC;
+          if (column < columns) store_to_global(target + column, results[v]);
         }
       }
+    }
+    over_row.sum(products);
+    if (member() < PAIRS) {
+      // Looked up again, which saves registers for the rows.
+      const Pair pair = map.at(token, i + member(), places);
+      A product = 0;
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) product = member() == p ? products[p] : product;
+      if (pair.row >= 0) owner[pair.row] = token * slots + i + member();
+      if (pair.slot >= 0) line[pair.slot] = static_cast<Accumulator<TP>::type>(product);
     }
   }
 }
@@ -510,65 +506,50 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
             long long probs_token, long long probs_slot) {
   using A = Accumulator<TX>::type;
   constexpr int kSpan = LANES * VEC * VECS;
-  __shared__ int rows_of[TEAMS][LANES];
-  __shared__ A weights_of[TEAMS][PROBS ? LANES : 1];
   const int token = static_cast<int>(team_of_grid());
   if (token >= tokens) return;
   const Map map{entries, slots, have, token_step, slot_step};
   const Probs<A> probs{prob_values, probs_token, probs_slot};
   const int places = map.places_of(token);
-  int* rows = rows_of[team()];
-  A* weights = weights_of[team()];
-  to += static_cast<long long>(token) * slots;
   if constexpr (MOVED > 0) {
+    to += static_cast<long long>(token) * slots;
     for (int at = member(); at < slots; at += LANES) to[at] = {};
     sync_team();
-  }
-  auto look_up = [&](int begin) {
-    const int place = begin + member();
-    if (place >= places) return;
-    const Pair pair = map.at(token, place);
-    rows[member()] = pair.row;
-    if constexpr (PROBS) {
-      weights[member()] = pair.row >= 0 ? probs.of(token, pair.slot) : A(0);
-    }
-    if constexpr (MOVED > 0) {
+    for (int place = member(); place < places; place += LANES) {
+      const Pair pair = map.at(token, place);
       if (pair.row >= 0) to[pair.slot] = moved[pair.row];
     }
-  };
-  for (int first = 0; first == 0 || first < columns; first += kSpan) {
+  }
+  for (int first = 0; first < columns; first += kSpan) {
     A total[VECS][VEC] = {};
-    for (int begin = 0; begin < places; begin += LANES) {
-      if (first == 0 || places > LANES) {  // else what was looked up is still there
-        if (first > 0 || begin > 0) sync_team();
-        look_up(begin);
-        sync_team();
-      }
-      const int count = least(places - begin, LANES);
-      for (int i = 0; i < count; i += PAIRS) {
-        Vec<TX, VEC> held[PAIRS][VECS];
+    for (int i = 0; i == 0 || i < places; i += PAIRS) {
+      Pair pairs[PAIRS];
+      A weights[PAIRS];
 #pragma unroll
-        for (int p = 0; p < PAIRS; ++p) {
-          const int row = i + p < count ? rows[i + p] : -1;
+      for (int p = 0; p < PAIRS; ++p) pairs[p] = map.at(token, i + p, places);
+      Vec<TX, VEC> held[PAIRS][VECS];
 #pragma unroll
-          for (int v = 0; v < VECS; ++v) {
-            const int column = first + (v * LANES + member()) * VEC;
-            held[p][v] = row >= 0 && column < columns
-                             ? load_once<ACCESS, VEC>(x + row * x_step + column)
-                             : zeros<TX, VEC>();
-          }
+      for (int p = 0; p < PAIRS; ++p) {
+#pragma unroll
+        for (int v = 0; v < VECS; ++v) {
+          const int column = first + (v * LANES + member()) * VEC;
+          held[p][v] = pairs[p].row >= 0 && column < columns
+                           ? load_once<ACCESS, VEC>(x + pairs[p].row * x_step + column)
+                           : zeros<TX, VEC>();
         }
+        if constexpr (PROBS) {
+          weights[p] = pairs[p].row >= 0 ? probs.of(token, pairs[p].slot) : A(0);
+        }
+      }
 #pragma unroll
-        for (int p = 0; p < PAIRS; ++p) {
-          const A weight = PROBS && i + p < count ? weights[PROBS ? i + p : 0] : A(1);
+      for (int p = 0; p < PAIRS; ++p) {
 #pragma unroll
-          for (int v = 0; v < VECS; ++v) {
-            A value[VEC];
-            decode(held[p][v], value);
+        for (int v = 0; v < VECS; ++v) {
+          A value[VEC];
+          decode(held[p][v], value);
 #pragma unroll
-            for (int at = 0; at < VEC; ++at) {
-              total[v][at] += PROBS ? weight * value[at] : value[at];
-            }
+          for (int at = 0; at < VEC; ++at) {
+            total[v][at] += PROBS ? weights[p] * value[at] : value[at];
           }
         }
       }
@@ -577,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = first + (v * LANES + member()) * VEC;
       if (column < columns) {
-        store(y + static_cast<long long>(token) * columns + column, encode<TX>(total[v]));
+        store_to_global(y + static_cast<long long>(token) * columns + column, encode<TX>(total[v]));
       }
     }
   }

@@ -69,8 +69,9 @@ def groups_of(size: int, least: int) -> tuple[int, int]:
 
 # ------------------------------------------------------------------------------- tiles
 
+PAIRS: Final = 2
+"""Rows of a token under way at once; with four there are fewer registers for each thread."""
 RESIDENT: Final = 1024
-WEIGHTED_RESIDENT: Final = 768
 """Threads of a multiprocessor; leaves each the registers for the rows that are under way."""
 
 
@@ -217,7 +218,7 @@ def collecting(
     defines = team.defines | {
         "VEC": vec,
         "ACCESS": access,
-        "PAIRS": 4,
+        "PAIRS": PAIRS,
         "BLOCKS": _blocks(team, RESIDENT, x),
         "MASK": int(mask),
         "TX": NAMES[x],
@@ -244,8 +245,8 @@ def weighting(
     defines = team.defines | {
         "VEC": vec,
         "ACCESS": access,
-        "PAIRS": 4,
-        "BLOCKS": _blocks(team, WEIGHTED_RESIDENT, dy, x),
+        "PAIRS": PAIRS,
+        "BLOCKS": _blocks(team, RESIDENT, dy, x),
         "MASK": int(mask),
         "TDY": NAMES[dy],
         "TX": NAMES[x],
