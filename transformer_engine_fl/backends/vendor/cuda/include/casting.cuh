@@ -24,11 +24,18 @@ struct RowCast {
   template <bool Inside = false>
   __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], int row, int column,
                                                 bool exists, float scale) const {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) amax = fmaxf(amax, fabsf(values[i]));
+    return put<Inside>(values, amax, row, column, exists, scale);
+  }
+
+  // The same where the amax of the values is known.
+  template <bool Inside = false>
+  __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], float amax, int row,
+                                                int column, bool exists, float scale) const {
     const bool inside = exists && (Inside || column < columns);
     if constexpr (Width > 0) {
-      float amax = 0.0f;
-#pragma unroll
-      for (int i = 0; i < N; ++i) amax = fmaxf(amax, fabsf(values[i]));
       amax = largest_of_lanes<Lanes>(amax);
       Stored inverse;
       scale = block_scale<Kind, Scales, PowerOfTwo>(amax, scale, epsilon, inverse);

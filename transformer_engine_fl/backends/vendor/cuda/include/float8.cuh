@@ -52,17 +52,30 @@ __device__ __forceinline__ unsigned float8_code(float y) {
   return code | (bits >> 24 & 128u);
 }
 
-// The e2m1 code: of a magnitude it is 2y up to 2, from there 2 more than y, and from 4 on 4
-// more than y / 2. Three parts that are clamped to 0 and 1 add up to that, of which no more
-// than one is not whole: so it is rounded once. NaN is 6.
-__device__ __forceinline__ unsigned e2m1_code(float y) {
-  y = fminf(y, 6.0f);
-  const float size = fabsf(y);
-  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: its last bit counts 1
-  float sum = fmaf(__saturatef(size * 0.5f), 4.0f, magic);
-  sum = fmaf(__saturatef(fmaf(size, 0.5f, -1.0f)), 2.0f, sum);
-  sum += __saturatef(fmaf(size, 0.5f, -2.0f));
-  return (__float_as_uint(sum) & 7u) | (__float_as_uint(y) >> 28 & 8u);
+// Codes of e2m1, the first in the lowest bits.
+//
+// Of a magnitude y the code is 2y up to 2, from there y + 2, and from 4 on y / 2 + 4. So it is
+// 3, plus twice the lesser of y and 2, minus twice what y / 2 lacks to 2, minus what it lacks
+// to 3, each of these between 0 and 1. They are added to a number whose last bit counts 1; no
+// more than one of them is not whole, so that is rounded once, and the others behind it are
+// even, which keeps ties as they are. NaN lacks nothing: its code is 7.
+template <int N, typename Value>
+__device__ __forceinline__ unsigned e2m1_codes(const Value& value) {
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23
+  constexpr unsigned bits = 0x4b400000u;
+  unsigned sizes = 0, signs = 0, magics = 0;
+#pragma unroll
+  for (int i = N - 1; i >= 0; --i) {
+    const float y = value(i);
+    const float size = fabsf(y);
+    float sum = magic + 3.0f - __saturatef(fmaf(size, -0.5f, 3.0f));
+    sum = fmaf(__saturatef(fmaf(size, -0.5f, 2.0f)), -2.0f, sum);
+    sum = fmaf(fminf(size, 2.0f), 2.0f, sum);
+    sizes = sizes * 16 + __float_as_uint(sum);
+    magics = magics * 16 + bits;
+    signs = __funnelshift_l(__float_as_uint(y), signs, 4);
+  }
+  return (sizes - magics) | (signs & 0x88888888u);
 }
 
 // Four codes of eight bits, the first in the lowest byte.
@@ -96,12 +109,7 @@ __device__ __forceinline__ Codes<Kind, N> narrow(const float (&values)[N], float
     if constexpr (Kind::kBits == 8) {
       codes.words[word] = four_codes<Kind>(scaled(0), scaled(1), scaled(2), scaled(3));
     } else {
-      unsigned sum = 0;
-#pragma unroll
-      for (int i = least(each, N - word * each) - 1; i >= 0; --i) {
-        sum = (sum << 4) + e2m1_code(scaled(i));
-      }
-      codes.words[word] = sum;
+      codes.words[word] = e2m1_codes<least(each, N)>(scaled);
     }
   }
   return codes;
