@@ -12,7 +12,7 @@
 //   BOTH       1 if a thread makes the same columns of both halves of a gated gradient
 //   HALVES     1 if the columns are those of both halves, and a thread has some of them
 //   ACCESS     elements that the addresses allow in one access
-//   WHOLE      1 if every piece of 16 columns is complete, and lies in one half
+//   WHOLE      1 if every piece of columns is complete, and lies in one half
 //   INSIDE     1 if no tile goes beyond the rows or the columns (cast_tiles)
 //   KIND       of the codes: e4m3, e5m2 or e2m1
 //   WIDTH      columns that share a scale, 0 if all do or if blocks are square
@@ -26,14 +26,15 @@
 //   TURNED     1 to write the transposed codes too
 //   BACKWARDS  1 to start at the end: what was read last is the likeliest to be in L2 still
 //   DEPENDENT  1 if the scale is what the kernel before gives
-//   LANES      threads that share the columns of a block; each has 16 neighbouring ones
+//   PIECE      neighbouring columns of a thread: 16, or 8 (cast_rows)
+//   LANES      threads that share the columns of a block
 //   ROWS       rows that a block works on at once
 //   AHEAD      rows of a thread that are under way at once (cast_rows)
 //   STRIPS     1 if blocks work on more rows than those (cast_rows)
 //   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
 //
-// A thread has whole blocks of e2m1, and half or an eighth of the other ones along a row. It
-// reads its 16 columns in neighbouring accesses, of which the second finds its sectors in L1.
+// A thread that has 16 columns of 16-bit numbers reads them in neighbouring accesses, of which
+// the second finds its sectors in L1.
 // Nothing is added atomically, so the same call gives the same bits. What the kernel before may
 // still be writing (DEPENDENT) is not `__restrict__`: reads of it must stay behind the wait.
 
@@ -49,10 +50,9 @@ using namespace te_fl;
 
 namespace {
 
-constexpr int kPiece = 16;
-
 #if defined(KERNEL_cast_rows) || defined(KERNEL_cast_tiles) || defined(KERNEL_amax_tiles)
 
+constexpr int kPiece = PIECE;
 constexpr int kThreads = LANES * ROWS;
 constexpr int kHalves = BOTH ? 2 : 1;
 

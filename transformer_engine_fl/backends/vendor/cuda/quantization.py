@@ -66,8 +66,10 @@ __all__ = [
 ]
 
 THREADS: Final = 256
-VECTORS: Final = 4
+VECTORS = 4
 """Vectors of a thread, where rows are not told apart by blocks of threads."""
+TURN_BLOCKS = 6
+"""Blocks that transpose bytes on a multiprocessor."""
 MOST_VECTORS: Final = 2**32 - 2**20
 WORDS: Final = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}
 SCALES: Final = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
@@ -83,7 +85,7 @@ def _source(kernel: str, **defines: str | int) -> Specialisation:
 
 
 def dequantize_source(
-    format: str, data: torch.dtype, output: torch.dtype, vec: int, access: int
+    format: str, data: torch.dtype, output: torch.dtype, vec: int, access: int, flat: bool
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that gives values; ``access`` is in bytes of codes."""
     form = FORMATS[format]
@@ -97,14 +99,18 @@ def dequantize_source(
         TY=NAMES[output],
         VEC=vec,
         ACCESS=access,
+        FLAT=int(flat),
         VECS=VECTORS,
     )
     return made, _launch.Geometry(THREADS, "PPPPIIq")
 
 
-def turn_source(access: int, store: int) -> tuple[Specialisation, _launch.Geometry]:
+def turn_source(
+    access: int, store: int, inside: bool
+) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that transposes bytes."""
-    return _source("turn", ACCESS=access, STORE=store), _launch.Geometry(THREADS, "PPqii")
+    made = _source("turn", ACCESS=access, STORE=store, INSIDE=int(inside), BLOCKS=TURN_BLOCKS)
+    return made, _launch.Geometry(THREADS, "PPqii")
 
 
 def turn_words_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
@@ -150,9 +156,10 @@ def representative_sources(
         for name in form.dtypes:
             for output, vec in ((low, 8), (full, 4), (half, 2)):
                 size = vec // form.values_per_byte
-                yield dequantize_source(form.name, getattr(torch, name), output, vec, size)
+                code, flat = getattr(torch, name), output is low
+                yield dequantize_source(form.name, code, output, vec, size, flat)
     for access in (1, 4, 16):
-        yield turn_source(access, access)
+        yield turn_source(access, access, access == 16)
     for size in WORDS:
         yield swap_source(size)
         if size in (2, 4, 8):
@@ -302,15 +309,18 @@ def dequantize(
     output = fresh(op, data, (*data.shape[:-1], across * packed), dtype)
     if not output.numel():
         return output
-    if form.block is None and stride == across:
+    height, width = form.block or (1, 1)
+    flat = stride == across and height == 1 and across * packed % width == 0
+    if flat and (form.block is None or rows * across * packed <= MOST_VECTORS):
         rows, across, stride = 1, rows * across, rows * across
+    flat = rows == 1
     columns = across * packed
     vec = math.gcd(16 // dtype.itemsize, columns)
     access = math.gcd(vec // packed, data.data_ptr(), stride)
     check_size(op, "columns", columns, MOST_VECTORS)
     vectors = rows * (columns // vec)
     check_size(op, "vectors", vectors, MOST_VECTORS)
-    how = (format, data.dtype, dtype, vec, access)
+    how = (format, data.dtype, dtype, vec, access, flat)
     _kernel(dequantize_source, data.get_device(), *how).launch(
         -(-vectors // (THREADS * VECTORS)),
         1,
@@ -350,7 +360,8 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, s
     device = x.get_device()
     if size == 1:
         access = math.gcd(16, x.data_ptr(), stride)
-        kernel = _kernel(turn_source, device, access, math.gcd(16, rows))
+        inside = not (rows % 128 or columns % 128)
+        kernel = _kernel(turn_source, device, access, math.gcd(16, rows), inside)
         side = 128
     else:
         kernel = _kernel(turn_words_source, device, size)

@@ -190,6 +190,57 @@ __device__ __forceinline__ float value_of(unsigned code) {
                  __uint_as_float(static_cast<unsigned>(254 - Kind::kBias) << 23));
 }
 
+// The values of N codes side by side.
+template <typename Kind, int N>
+__device__ __forceinline__ void widen(const unsigned* words, float (&values)[N]) {
+#ifdef TE_FL_CONVERTS_FLOAT8
+  constexpr bool converts = Kind::kMantissa == 3;
+#else
+  constexpr bool converts = false;
+#endif
+  if constexpr (N % 2 == 0 && Kind::kBits == 8 && (converts || Kind::kMantissa == 2)) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      unsigned halves;
+#ifdef TE_FL_CONVERTS_FLOAT8
+      if constexpr (converts) halves = halves_of_e4m3(words[i / 4] >> i % 4 * 8);
+      else
+#endif
+        halves = __byte_perm(words[i / 4], 0, i % 4 ? 0x3424 : 0x1404);  // e5m2 begins float16
+      values[i] = widen_half<false>(halves, __half());
+      values[i + 1] = widen_half<true>(halves, __half());
+    }
+  } else if constexpr (N % 8 == 0 && Kind::kBits == 4) {
+    // Of all magnitudes the second byte of a float16 is 0: the first is looked up, of four
+    // codes at once, and gets its sign.
+#pragma unroll
+    for (int i = 0; i < N; i += 8) {
+      const unsigned codes = words[i / 8];
+      const unsigned sizes = codes & 0x77777777u;
+      const unsigned low = __byte_perm(0x3e3c3800u, 0x46444240u, sizes);
+      const unsigned high = __byte_perm(0x3e3c3800u, 0x46444240u, sizes >> 16);
+      const unsigned even = __byte_perm(low, high, 0x6420) | (codes << 4 & 0x80808080u);
+      const unsigned odd = __byte_perm(low, high, 0x7531) | (codes & 0x80808080u);
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) {
+        const unsigned first = __byte_perm(even, 0, j ? 0x3424 : 0x1404);
+        const unsigned second = __byte_perm(odd, 0, j ? 0x3424 : 0x1404);
+        values[i + j] = widen_half<false>(first, __half());
+        values[i + j + 1] = widen_half<false>(second, __half());
+        values[i + j + 2] = widen_half<true>(first, __half());
+        values[i + j + 3] = widen_half<true>(second, __half());
+      }
+    }
+  } else {
+    constexpr int each = 32 / Kind::kBits;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      values[i] = value_of<Kind>(words[i / each] >> i % each * Kind::kBits &
+                                 ((1u << Kind::kBits) - 1));
+    }
+  }
+}
+
 // 2^(byte - 127); NaN for 255.
 template <>
 __device__ __forceinline__ float value_of<e8m0>(unsigned byte) {

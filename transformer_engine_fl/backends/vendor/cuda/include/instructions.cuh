@@ -106,6 +106,13 @@ __device__ __forceinline__ void wait_copies() {
 TE_FL_FOUR(four_e4m3, "e4m3x2")
 TE_FL_FOUR(four_e5m2, "e5m2x2")
 #undef TE_FL_FOUR
+
+// The float16 values of two codes of e4m3, exactly.
+__device__ __forceinline__ unsigned halves_of_e4m3(unsigned codes) {
+  unsigned halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(codes)));
+  return halves;
+}
 #endif
 
 // Of two words of two 16-bit floats each, the larger magnitudes of the halves; what is not a
