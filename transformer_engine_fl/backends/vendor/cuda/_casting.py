@@ -68,6 +68,7 @@ ROW_PIECES = {0: 8, 16: 16, 32: 8, 128: 8}
 """Neighbouring columns of a thread of a tensor of 16-bit numbers, by the width of blocks."""
 ROWS_AHEAD = 4
 """Rows of a thread that are under way at once, of a tensor itself."""
+ROWS_TOGETHER = True
 ROW_BLOCKS = {1: 5, 2: 5, 4: 4}
 """Blocks on a multiprocessor, by the rows that are under way."""
 TILE_BLOCKS = {0: 3, 32: 3}
@@ -310,7 +311,13 @@ def rows_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, _
     """The kernel that casts along rows."""
     light = key.source.kind == "identity" and not key.sums
     blocks = ROW_BLOCKS[key.ahead] if light else 2
-    defines = {**key.defines(), "AHEAD": key.ahead, "STRIPS": int(key.strips), "BLOCKS": blocks}
+    defines = {
+        **key.defines(),
+        "AHEAD": key.ahead,
+        "STRIPS": int(key.strips),
+        "BLOCKS": blocks,
+        "TOGETHER": int(ROWS_TOGETHER),
+    }
     geometry = _launch.Geometry(
         key.lanes * key.rows,
         "P" * 13 + "qqiiiifff",

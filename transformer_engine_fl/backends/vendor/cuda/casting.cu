@@ -30,6 +30,7 @@
 //   LANES      threads that share the columns of a block
 //   ROWS       rows that a block works on at once
 //   AHEAD      rows of a thread that are under way at once (cast_rows)
+//   TOGETHER   1 if lanes divide the scales of these rows among them (cast_rows)
 //   STRIPS     1 if blocks work on more rows than those (cast_rows)
 //   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
 //
@@ -311,8 +312,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   read(base);
   const float shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, nullptr,
                                     global_scale_inv);
+  // Lanes that share blocks divide the making of the scales among them.
+  constexpr int kLanes = WIDTH > kPiece ? WIDTH / kPiece : 1;
+  constexpr bool divided = TOGETHER && SOURCE == 0 && KIND::kBits == 8 && kLanes >= AHEAD && AHEAD > 1;
   // Every thread of a block makes as many turns: they exchange values.
   while (true) {
+    float scales[AHEAD];
+    if constexpr (divided) {
+      float amaxes[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) amaxes[i] = pieces[i].largest(0);
+      Stored inverse;
+      out.scales_of(amaxes, scales, inverse);
+      const int own = threadIdx.x % kLanes;
+      const long long row = row_of(base, own);
+      if (own < AHEAD && row < rows && column < columns) {
+        out.put_inverse(inverse, static_cast<int>(row), column);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const long long row = row_of(base, i);
@@ -322,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         float values[kPiece];
         pieces[i].get(half, values);
         float amax = 0.0f;
-        if constexpr (AMAX || WIDTH > 0) amax = pieces[i].largest(half);
+        if constexpr (AMAX || (WIDTH > 0 && !divided)) amax = pieces[i].largest(half);
         if constexpr (AMAX) largest = fmaxf(largest, amax);
         if constexpr (SUMS) {
 #pragma unroll
@@ -330,7 +347,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
         // Of the second half the columns end where those of the row do.
         const bool inside = row < rows && share < shares && column < static_cast<int>(width);
-        out.put(values, amax, static_cast<int>(row), column + half * part, inside, scale_of_row);
+        const int to = column + half * part;
+        if constexpr (divided) {
+          out.put_codes(values, static_cast<int>(row), to, inside, scales[i]);
+        } else {
+          out.put(values, amax, static_cast<int>(row), to, inside, scale_of_row);
+        }
       }
     }
     if constexpr (!STRIPS) break;

@@ -105,9 +105,7 @@ def dequantize_source(
     return made, _launch.Geometry(THREADS, "PPPPIIq")
 
 
-def turn_source(
-    access: int, store: int, inside: bool
-) -> tuple[Specialisation, _launch.Geometry]:
+def turn_source(access: int, store: int, inside: bool) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that transposes bytes."""
     made = _source("turn", ACCESS=access, STORE=store, INSIDE=int(inside), BLOCKS=TURN_BLOCKS)
     return made, _launch.Geometry(THREADS, "PPqii")
