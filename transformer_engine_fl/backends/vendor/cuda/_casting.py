@@ -351,8 +351,13 @@ def amax_source(
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that finds the amax of many tiles."""
     defines = {
-        **key.defines(), "PIECE": piece, "LANES": lanes, "ROWS": rows, "AHEAD": AMAX_AHEAD, "BLOCKS": 2
-    }  # fmt: skip
+        **key.defines(),
+        "PIECE": piece,
+        "LANES": lanes,
+        "ROWS": rows,
+        "AHEAD": AMAX_AHEAD,
+        "BLOCKS": 2,
+    }
     return _source("amax_tiles", defines), _launch.Geometry(lanes * rows, "P" * 7 + "qqiiiff")
 
 
