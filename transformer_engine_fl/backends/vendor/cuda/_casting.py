@@ -45,6 +45,7 @@ __all__ = [
     "dense_scale",
     "pointer",
     "representative_sources",
+    "rows_ahead",
     "rows_of",
     "write_largest",
 ]
@@ -64,24 +65,8 @@ STRIP_ROWS: Final = 256
 """Rows that a block adds up, or finds the amax of, if there are many."""
 STRIP_BLOCKS: Final = 8
 """With fewer blocks than this for each multiprocessor, they have fewer rows."""
-ROW_PIECES = {0: 8, 16: 16, 32: 8, 128: 8}
-"""Neighbouring columns of a thread of a tensor of 16-bit numbers, by the width of blocks."""
-ROWS_AHEAD = 4
-"""Rows of a thread that are under way at once, of a tensor itself."""
-ROWS_TOGETHER = True
-ROW_BLOCKS = {1: 5, 2: 5, 4: 4}
-"""Blocks on a multiprocessor, by the rows that are under way."""
-TILE_BLOCKS = {0: 3, 32: 3}
-"""Blocks on a multiprocessor that cast tiles of 16-bit numbers, by the width of blocks."""
-TILE_CARVEOUT: int | None = None
-AMAX_STRIPS = False
-"""Whether few blocks find the amax while they cast, instead of one for each tile."""
-AMAX_BLOCKS = 4
-"""For each multiprocessor; 0: one for each group of tiles."""
-AMAX_PIECE = 16
-"""Neighbouring columns of a thread, of a tensor of 16-bit numbers."""
-AMAX_AHEAD = 4
-"""Tiles that are under way at once."""
+BYTES_AHEAD: Final = 128
+"""Of a tensor itself, what a thread has under way at once."""
 LARGEST_THREADS: Final = 1024
 CLAMPED: Final = "SteepSilu"
 _INFINITY: Final = math.inf
@@ -253,7 +238,6 @@ class CastKey(NamedTuple):
         dependent: whether the scale is what the launch before gives.
         lanes, rows: threads along the columns, and down.
         inside: whether no tile goes beyond the rows or the columns.
-        piece: neighbouring columns of a thread, in the kernel that casts along rows.
         ahead: rows of a thread that are under way at once, in the kernel that casts along rows.
         strips: whether its blocks work on more than those.
     """
@@ -271,7 +255,6 @@ class CastKey(NamedTuple):
     lanes: int
     rows: int
     inside: bool
-    piece: int = PIECE
     ahead: int = 1
     strips: bool = False
 
@@ -293,7 +276,6 @@ class CastKey(NamedTuple):
             "TURNED": int(self.turned),
             "BACKWARDS": int(self.backwards),
             "DEPENDENT": int(self.dependent),
-            "PIECE": self.piece,
             "LANES": self.lanes,
             "ROWS": self.rows,
             "INSIDE": int(self.inside),
@@ -307,16 +289,19 @@ def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
     return Specialisation("casting", kernel, tuple(defines.items()))
 
 
+def rows_ahead(key: SourceKey) -> int:
+    """Rows, or tiles, of a thread that are under way at once."""
+    return BYTES_AHEAD // (PIECE * key.x.itemsize) if key.kind == "identity" else 1
+
+
 def rows_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that casts along rows."""
     light = key.source.kind == "identity" and not key.sums
-    blocks = ROW_BLOCKS[key.ahead] if light else 2
     defines = {
         **key.defines(),
         "AHEAD": key.ahead,
         "STRIPS": int(key.strips),
-        "BLOCKS": blocks,
-        "TOGETHER": int(ROWS_TOGETHER),
+        "BLOCKS": 4 if light else 2,
     }
     geometry = _launch.Geometry(
         key.lanes * key.rows,
@@ -333,29 +318,22 @@ def tiles_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, 
     size = 1 if same else key.source.x.itemsize if stored else 4
     shared = SIDE * SIDE * size if key.turned else 0
     small = stored and key.source.x.itemsize == 2
-    blocks = TILE_BLOCKS.get(key.recipe.width, 2) if small else 2
-    blocks = 2 if key.owned or key.sums else blocks
-    defines = {**key.defines(), "BLOCKS": blocks}
+    defines = {**key.defines(), "BLOCKS": 4 if small and not (key.owned or key.sums) else 2}
     geometry = _launch.Geometry(
-        THREADS,
-        "P" * 15 + "qqiiifff",
-        shared,
-        dependent=key.dependent and device.has_clusters,
-        carveout=TILE_CARVEOUT,
+        THREADS, "P" * 15 + "qqiiifff", shared, dependent=key.dependent and device.has_clusters
     )
     return _source("cast_tiles", defines), geometry
 
 
 def amax_source(
-    key: SourceKey, piece: int, lanes: int, rows: int, device: _launch.Limits
+    key: SourceKey, lanes: int, rows: int, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that finds the amax of many tiles."""
     defines = {
         **key.defines(),
-        "PIECE": piece,
         "LANES": lanes,
         "ROWS": rows,
-        "AHEAD": AMAX_AHEAD,
+        "AHEAD": rows_ahead(key),
         "BLOCKS": 2,
     }
     return _source("amax_tiles", defines), _launch.Geometry(lanes * rows, "P" * 7 + "qqiiiff")
@@ -397,13 +375,13 @@ _kernels: Plans[_launch.Kernel] = Plans()
 _totals: Plans[SumOfGroups] = Plans()
 
 
-def _lanes(matrix: Matrix, columns: int, width: int, piece: int = PIECE) -> tuple[int, int]:
+def _lanes(matrix: Matrix, columns: int, width: int) -> tuple[int, int]:
     """Threads along the columns and down the rows of a block.
 
     Few lanes where many would have no column; many where there are few rows.
     """
-    pieces = max(1, -(-columns // piece))
-    least = max(1, width // piece)
+    pieces = max(1, -(-columns // PIECE))
+    least = max(1, width // PIECE)
     lanes = 32
     while lanes > least and -(-pieces // lanes) * lanes > pieces + pieces // 16:
         lanes //= 2
@@ -460,21 +438,18 @@ def _amaxes(op: str, source: Source) -> Tensor:
     matrix = source.matrix(0, whole=False)
     key = source.kernel(matrix, both=True)
     columns = matrix.part if key.both else matrix.columns
-    light = source.kind == "identity" and key.whole and source.x.itemsize == 2
-    piece = AMAX_PIECE if light else PIECE
-    lanes, rows = _lanes(matrix, columns, 0, piece)
+    lanes, rows = _lanes(matrix, columns, 0)
     device = source.x.get_device()
     limits = _launch.limits(device)
-    plan_key = ("amax", device, key, piece, lanes, rows)
+    plan_key = ("amax", device, key, lanes, rows)
     kernel = _kernels.get(plan_key) or _kernels.made(
-        plan_key, lambda: _launch.load(*amax_source(key, piece, lanes, rows, limits), device)
+        plan_key, lambda: _launch.load(*amax_source(key, lanes, rows, limits), device)
     )
-    tiles = -(-matrix.rows // rows) * -(-columns // (lanes * piece))
+    tiles = -(-matrix.rows // rows) * -(-columns // (lanes * PIECE))
     check_size(op, "rows", matrix.rows, MOST)
     check_size(op, "columns", matrix.columns, MOST)
     check_size(op, "tiles", tiles, MOST)
-    most = AMAX_BLOCKS * limits.multiprocessors if AMAX_BLOCKS else -(-tiles // AMAX_AHEAD)
-    blocks = max(1, min(tiles, most))
+    blocks = max(1, -(-tiles // rows_ahead(key)))
     amaxes = _empty(source.x, (blocks,))
     kernel.launch(
         blocks,
@@ -600,27 +575,23 @@ class _Run(NamedTuple):
         both = not (recipe.width and matrix.part % recipe.width)
         key = source.kernel(matrix, both)
         columns = matrix.part if key.both else matrix.columns
-        light = source.kind == "identity" and not self.sums
-        piece = PIECE
-        if light and key.whole and source.x.itemsize == 2:
-            piece = ROW_PIECES[recipe.width]
-        lanes, rows = _lanes(matrix, columns, recipe.width, piece)
-        across = -(-columns // (lanes * piece))
-        strips = self.sums or (self.leaves_amax and (AMAX_STRIPS or source.kind != "identity"))
-        ahead = ROWS_AHEAD if light else 1
+        lanes, rows = _lanes(matrix, columns, recipe.width)
+        across = -(-columns // (lanes * PIECE))
+        strips = self.sums or (self.leaves_amax and source.kind != "identity")
+        limits = _launch.limits(source.x.get_device())
+        ahead = 1
         if not strips:  # with few rows, more blocks
-            limits = _launch.limits(source.x.get_device())
+            ahead = rows_ahead(key)
             while ahead > 1 and matrix.rows * across <= ahead * rows * limits.multiprocessors:
                 ahead //= 2
         down = -(-matrix.rows // (rows * ahead))
         shares = down
         if strips:
-            limits = _launch.limits(source.x.get_device())
             wanted = STRIP_BLOCKS * limits.multiprocessors
             shares = max(-(-matrix.rows // STRIP_ROWS), -(-wanted // max(1, across)))
             shares = min(down, shares)
         kernel = self._kernel(
-            key, matrix, lanes, rows, rows_source, piece=piece, ahead=ahead, strips=shares < down
+            key, matrix, lanes, rows, rows_source, ahead=ahead, strips=shares < down
         )
         blocks = max(1, shares * across)
         self._check(matrix, blocks)
@@ -679,7 +650,6 @@ class _Run(NamedTuple):
         rows: int,
         make: Any,
         inside: bool = False,
-        piece: int = PIECE,
         ahead: int = 1,
         strips: bool = False,
     ) -> _launch.Kernel:
@@ -699,7 +669,6 @@ class _Run(NamedTuple):
             lanes,
             rows,
             inside,
-            piece,
             ahead,
             strips,
         )
@@ -828,7 +797,6 @@ def cast_source(
     sums: bool = False,
     dependent: bool = False,
     inside: bool = False,
-    piece: int = PIECE,
     ahead: int = 1,
     strips: bool = False,
 ) -> tuple[Specialisation, _launch.Geometry]:
@@ -850,7 +818,6 @@ def cast_source(
         lanes,
         THREADS // lanes,
         inside,
-        PIECE if tiles else piece,
         ahead,
         strips,
     )
@@ -867,12 +834,8 @@ def representative_sources(
         for dtype in (low, full):
             key = identity_key(dtype)
             yield cast_source(
-                key, recipe, device, dependent=by_tensor, inside=True, ahead=ROWS_AHEAD
+                key, recipe, device, dependent=by_tensor, inside=True, ahead=rows_ahead(key)
             )
-            if dtype is low:
-                yield cast_source(
-                    key, recipe, device, dependent=by_tensor, piece=8, ahead=ROWS_AHEAD
-                )
             yield cast_source(key, recipe, device, amax=by_tensor, sums=True, strips=True)
         yield cast_source(identity_key(half, 1, False), recipe, device, store=1, lanes=8)
         yield cast_source(identity_key(low, 4, False), recipe, device, store=2, owned=True)
@@ -881,7 +844,7 @@ def representative_sources(
             power = recipe.form.scale_dtype == "float32"
             yield cast_source(identity_key(low), other._replace(force_pow_2_scales=power), device)
     for dtype, access, whole in ((low, 16, True), (full, 2, False)):
-        yield amax_source(identity_key(dtype, access, whole), PIECE, 32, 8, device)
+        yield amax_source(identity_key(dtype, access, whole), 32, 8, device)
     for power in (False, True):
         yield largest_source(power, device)
         for scaled in (False, True):

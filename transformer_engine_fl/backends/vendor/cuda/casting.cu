@@ -12,7 +12,7 @@
 //   BOTH       1 if a thread makes the same columns of both halves of a gated gradient
 //   HALVES     1 if the columns are those of both halves, and a thread has some of them
 //   ACCESS     elements that the addresses allow in one access
-//   WHOLE      1 if every piece of columns is complete, and lies in one half
+//   WHOLE      1 if every piece of 16 columns is complete, and lies in one half
 //   INSIDE     1 if no tile goes beyond the rows or the columns (cast_tiles)
 //   KIND       of the codes: e4m3, e5m2 or e2m1
 //   WIDTH      columns that share a scale, 0 if all do or if blocks are square
@@ -26,16 +26,14 @@
 //   TURNED     1 to write the transposed codes too
 //   BACKWARDS  1 to start at the end: what was read last is the likeliest to be in L2 still
 //   DEPENDENT  1 if the scale is what the kernel before gives
-//   PIECE      neighbouring columns of a thread: 16, or 8 (cast_rows)
-//   LANES      threads that share the columns of a block
+//   LANES      threads that share the columns of a block; each has 16 neighbouring ones
 //   ROWS       rows that a block works on at once
-//   AHEAD      rows of a thread that are under way at once (cast_rows)
-//   TOGETHER   1 if lanes divide the scales of these rows among them (cast_rows)
+//   AHEAD      rows of a thread that are under way at once (cast_rows), or tiles (amax_tiles)
 //   STRIPS     1 if blocks work on more rows than those (cast_rows)
 //   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
 //
-// A thread that has 16 columns of 16-bit numbers reads them in neighbouring accesses, of which
-// the second finds its sectors in L1.
+// A thread has whole blocks of e2m1, and half or an eighth of the other ones along a row. It
+// reads its 16 columns in neighbouring accesses, of which the second finds its sectors in L1.
 // Nothing is added atomically, so the same call gives the same bits. What the kernel before may
 // still be writing (DEPENDENT) is not `__restrict__`: reads of it must stay behind the wait.
 
@@ -53,7 +51,7 @@ namespace {
 
 #if defined(KERNEL_cast_rows) || defined(KERNEL_cast_tiles) || defined(KERNEL_amax_tiles)
 
-constexpr int kPiece = PIECE;
+constexpr int kPiece = 16;
 constexpr int kThreads = LANES * ROWS;
 constexpr int kHalves = BOTH ? 2 : 1;
 
@@ -314,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                                     global_scale_inv);
   // Lanes that share blocks divide the making of the scales among them.
   constexpr int kLanes = WIDTH > kPiece ? WIDTH / kPiece : 1;
-  constexpr bool divided = TOGETHER && SOURCE == 0 && KIND::kBits == 8 && kLanes >= AHEAD && AHEAD > 1;
+  constexpr bool divided = SOURCE == 0 && KIND::kBits == 8 && kLanes >= AHEAD && AHEAD > 1;
   // Every thread of a block makes as many turns: they exchange values.
   while (true) {
     float scales[AHEAD];
@@ -621,14 +619,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
 #ifdef KERNEL_amax_tiles
 
-// The largest of many tiles, with several of them under way.
+// The largest of AHEAD tiles, which are under way at once.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     amax_tiles(const TX* __restrict__ x, const TDY* __restrict__ grad,
                const TW* __restrict__ weight, const TB* __restrict__ bias,
                const float* __restrict__ mu, const float* __restrict__ rsigma,
                float* __restrict__ partial, long long x_stride, long long grad_stride, int rows,
                int part, int columns, float limit, float alpha) {
-  constexpr int kAhead = SOURCE == 0 ? AHEAD : 1;
   const Input in{x,        grad,        weight, bias,    mu,    rsigma,
                  x_stride, grad_stride, part,   columns, limit, alpha};
   const unsigned width = BOTH ? part : columns;
@@ -636,24 +633,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const unsigned tiles = across * ((static_cast<unsigned>(rows) + ROWS - 1) / ROWS);
   const int lane = threadIdx.x % LANES;
   const int team = threadIdx.x / LANES;
+  Piece pieces[AHEAD];
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) {
+    const unsigned tile = blockIdx.x * AHEAD + i;
+    const unsigned above = across ? tile / across : 0;
+    const unsigned before = tile - above * across;
+    const long long row = static_cast<long long>(above) * ROWS + team;
+    pieces[i].read(in, static_cast<int>(row), (before * LANES + lane) * kPiece,
+                   tile < tiles && row < rows);
+  }
   float largest = 0.0f;
-  for (long long first = blockIdx.x; first < tiles;
-       first += static_cast<long long>(kAhead) * gridDim.x) {
-    Piece pieces[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const long long tile = first + static_cast<long long>(i) * gridDim.x;
-      const unsigned above = static_cast<unsigned>(tile) / across;
-      const unsigned before = static_cast<unsigned>(tile) - above * across;
-      const long long row = static_cast<long long>(above) * ROWS + team;
-      pieces[i].read(in, static_cast<int>(row), (before * LANES + lane) * kPiece,
-                     tile < tiles && row < rows);
-    }
+  for (int i = 0; i < AHEAD; ++i) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, pieces[i].largest(half));
-    }
+    for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, pieces[i].largest(half));
   }
   release_dependents();
   largest = largest_of_block(largest);

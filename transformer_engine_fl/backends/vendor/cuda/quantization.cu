@@ -8,14 +8,12 @@
 //   WIDTH, HEIGHT   columns and rows that share a scale; a WIDTH of 0 if all do
 //   TX, TY     storage types of the input and the output
 //   FLAT       1 if what belongs together need not be told apart by rows
-//   INSIDE     1 if no tile goes beyond the rows or the columns
 //   VEC        elements that a thread has side by side; divides the columns
 //   ACCESS     elements, or bytes of codes, that the addresses allow in one access
 //   STORE      bytes that one access to the output may cover
 //   WORD       what is moved as one number
 //   VECS       vectors of a thread that are under way at once
 //   CASTS      1 to cast with given scales, 0 to find the amax
-//   BLOCKS     blocks that must fit on a multiprocessor
 //   OF_ALL     1 if the largest of a history counts, 0 if the newest does
 //
 // Nothing is added atomically, so the same call gives the same bits.
@@ -76,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #ifdef KERNEL_turn
 
 // A matrix of bytes, transposed tile by tile.
-extern "C" __global__ void __launch_bounds__(256, BLOCKS)
+extern "C" __global__ void __launch_bounds__(256, 6)
     turn(const unsigned char* __restrict__ x, unsigned char* __restrict__ y, long long stride,
          int rows, int columns) {
   __shared__ __align__(16) unsigned char tile[128 * 128];
@@ -90,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   for (int i = 0; i < 4; ++i) {
     const int row = first_row + threadIdx.x / 8 + i * 32;
     const unsigned char* source = x + row * stride + column;
-    if (INSIDE || (row < rows && column + 16 <= columns)) {
+    if (row < rows && column + 16 <= columns) {
       load_bytes<16, ACCESS>(source, words[i]);
     } else {
 #pragma unroll
@@ -110,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   }
   __syncthreads();
   turn_bytes<256>(tile);
-  drain_turned<256, 128, 2, STORE, INSIDE>(tile, y, first_column, columns, first_row, rows);
+  drain_turned<256, 128, 2, STORE>(tile, y, first_column, columns, first_row, rows);
 }
 
 #endif  // KERNEL_turn

@@ -66,10 +66,8 @@ __all__ = [
 ]
 
 THREADS: Final = 256
-VECTORS = 4
+VECTORS: Final = 2
 """Vectors of a thread, where rows are not told apart by blocks of threads."""
-TURN_BLOCKS = 6
-"""Blocks that transpose bytes on a multiprocessor."""
 MOST_VECTORS: Final = 2**32 - 2**20
 WORDS: Final = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}
 SCALES: Final = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
@@ -105,10 +103,9 @@ def dequantize_source(
     return made, _launch.Geometry(THREADS, "PPPPIIq")
 
 
-def turn_source(access: int, store: int, inside: bool) -> tuple[Specialisation, _launch.Geometry]:
+def turn_source(access: int, store: int) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that transposes bytes."""
-    made = _source("turn", ACCESS=access, STORE=store, INSIDE=int(inside), BLOCKS=TURN_BLOCKS)
-    return made, _launch.Geometry(THREADS, "PPqii")
+    return _source("turn", ACCESS=access, STORE=store), _launch.Geometry(THREADS, "PPqii")
 
 
 def turn_words_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
@@ -157,7 +154,7 @@ def representative_sources(
                 code, flat = getattr(torch, name), output is low
                 yield dequantize_source(form.name, code, output, vec, size, flat)
     for access in (1, 4, 16):
-        yield turn_source(access, access, access == 16)
+        yield turn_source(access, access)
     for size in WORDS:
         yield swap_source(size)
         if size in (2, 4, 8):
@@ -358,8 +355,7 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, s
     device = x.get_device()
     if size == 1:
         access = math.gcd(16, x.data_ptr(), stride)
-        inside = not (rows % 128 or columns % 128)
-        kernel = _kernel(turn_source, device, access, math.gcd(16, rows), inside)
+        kernel = _kernel(turn_source, device, access, math.gcd(16, rows))
         side = 128
     else:
         kernel = _kernel(turn_words_source, device, size)
