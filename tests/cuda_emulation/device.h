@@ -277,7 +277,10 @@ inline T kept(T value) {
   return value;
 }
 }  // namespace emulation
-inline float __fmul_rn(float a, float b) { return emulation::kept(a * b); }
+inline float __fmul_rn(float a, float b) {
+  const float result = emulation::kept(a * b);
+  return result == result ? result : NAN;  // the instruction gives one NaN, without a sign
+}
 inline float __fadd_rn(float a, float b) { return emulation::kept(a) + b; }
 inline float __fsub_rn(float a, float b) { return emulation::kept(a) - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }

@@ -11,6 +11,7 @@ from transformer_engine_fl.backends.vendor.cuda._casting import (
     cast_source,
     identity_key,
     recipes,
+    rows_ahead,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._launch import Limits
@@ -28,18 +29,19 @@ def sources(device: Limits) -> Iterator[Specialisation]:
     """Those of bfloat16 tensors on such a device."""
     low = torch.bfloat16
     key = identity_key(low)
+    ahead = rows_ahead(key)
     for recipe in recipes():
         computed = recipe.form.by_tensor
-        yield cast_source(key, recipe, device, dependent=computed, inside=True)[0]
+        yield cast_source(key, recipe, device, dependent=computed, inside=True, ahead=ahead)[0]
         if computed:
-            yield cast_source(key, recipe, device, amax=True, inside=True)[0]
+            yield cast_source(key, recipe, device, amax=True, inside=True, ahead=ahead)[0]
         if recipe.form.name == "mxfp8":
             yield cast_source(key, recipe, device, sums=True, inside=True)[0]
     yield amax_source(key, 32, 8, device)[0]
     yield sum_source(8192, torch.float32, low, device)[0]
     for form in FORMATS.values():
         data: torch.dtype = getattr(torch, form.dtypes[0])
-        yield dequantize_source(form.name, data, low, 8, 8 // form.values_per_byte)[0]
+        yield dequantize_source(form.name, data, low, 8, 8 // form.values_per_byte, True)[0]
     yield turn_source(16, 16)[0]
     yield swap_source(16)[0]
     for casts in (False, True):

@@ -974,7 +974,7 @@ _PLANS: dict[object, _Plan] = {}
 _AMAX_PLANS: dict[object, _AmaxPlan] = {}
 
 _ROWS = tile_choice("cast_rows", _PLANS, _ROW_TILE)
-_HALVED_ROWS = tile_choice("cast_rows_e2m1", _PLANS, Tile(128, 4096))
+_HALVED_ROWS = tile_choice("cast_rows_e2m1", _PLANS, Tile(128, 8192))
 _CALCULATED_ROWS = tile_choice("cast_rows_calculated", _PLANS, Tile(256, 4096))
 
 
@@ -1018,7 +1018,7 @@ def _halved(recipe: Recipe) -> bool:
 def _square_rule(height: int) -> Block:
     if _launch.INTERPRETED:
         return _INTERPRETED
-    return Block(256, 128, 128 if height == 128 else 64)
+    return Block(256, 128, 128) if height == 128 else Block(128, 128, 64)
 
 
 def _square_candidates(height: int) -> Iterator[Block]:

@@ -142,23 +142,23 @@ def nibble(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
     Before it is rounded, the code of a magnitude is the least of three lines: its double up
     to 2, from there 2 more than it, and from 4 on 4 more than its half. Rounding keeps their
     order and what is even, so each is rounded, once, by being added to a number whose last
-    bit counts 1; the least is the code. Instructions that clamp to 0 and 1 add up the three
-    parts instead, of which no more than one is not whole: minima are slow.
+    bit counts 1; the least is the code. Where there are instructions that clamp to 0 and 1,
+    less work gives the same: 3, plus twice the lesser of the magnitude and 2, minus twice what
+    its half lacks to 2, minus what it lacks to 3. No more than one of these is not whole, and
+    the others added behind it are even. NaN lacks nothing; a product that is NaN has no sign.
     """
     if LEAVES_NAN:
         return tl.inline_asm_elementwise(
-            """{ .reg .f32 y, half, a, b, c; .reg .b32 bits, sign;
-            min.f32 y, $1, 0f40C00000;
-            abs.f32 half, y;
-            mul.f32 half, half, 0f3F000000;
-            add.sat.f32 a, half, 0f00000000;
-            add.sat.f32 b, half, 0fBF800000;
-            add.sat.f32 c, half, 0fC0000000;
-            fma.rn.f32 a, a, 0f40800000, 0f4B400000;
-            fma.rn.f32 a, b, 0f40000000, a;
-            add.rn.f32 a, a, c;
-            mov.b32 bits, a;
-            mov.b32 sign, y;
+            """{ .reg .f32 size, a, b, c; .reg .b32 bits, sign;
+            abs.f32 size, $1;
+            min.f32 a, size, 0f40000000;
+            fma.rn.sat.f32 b, size, 0fBF000000, 0f40000000;
+            fma.rn.sat.f32 c, size, 0fBF000000, 0f40400000;
+            sub.rn.f32 c, 0f4B400003, c;
+            fma.rn.f32 c, b, 0fC0000000, c;
+            fma.rn.f32 c, a, 0f40000000, c;
+            mov.b32 bits, c;
+            mov.b32 sign, $1;
             shr.u32 sign, sign, 28;
             lop3.b32 $0, bits, 7, sign, 0xE2; }""",
             "=r,f", [y], dtype=tl.int32, is_pure=True, pack=1,

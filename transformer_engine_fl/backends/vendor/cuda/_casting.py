@@ -45,6 +45,7 @@ __all__ = [
     "dense_scale",
     "pointer",
     "representative_sources",
+    "rows_ahead",
     "rows_of",
     "write_largest",
 ]
@@ -64,8 +65,8 @@ STRIP_ROWS: Final = 256
 """Rows that a block adds up, or finds the amax of, if there are many."""
 STRIP_BLOCKS: Final = 8
 """With fewer blocks than this for each multiprocessor, they have fewer rows."""
-AMAX_BLOCKS: Final = 4
-"""For each multiprocessor."""
+BYTES_AHEAD: Final = 128
+"""Of a tensor itself, what a thread has under way at once."""
 LARGEST_THREADS: Final = 1024
 CLAMPED: Final = "SteepSilu"
 _INFINITY: Final = math.inf
@@ -237,6 +238,8 @@ class CastKey(NamedTuple):
         dependent: whether the scale is what the launch before gives.
         lanes, rows: threads along the columns, and down.
         inside: whether no tile goes beyond the rows or the columns.
+        ahead: rows of a thread that are under way at once, in the kernel that casts along rows.
+        strips: whether its blocks work on more than those.
     """
 
     source: SourceKey
@@ -252,6 +255,8 @@ class CastKey(NamedTuple):
     lanes: int
     rows: int
     inside: bool
+    ahead: int = 1
+    strips: bool = False
 
     def defines(self) -> dict[str, str | int]:
         """As macros."""
@@ -284,10 +289,20 @@ def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
     return Specialisation("casting", kernel, tuple(defines.items()))
 
 
+def rows_ahead(key: SourceKey) -> int:
+    """Rows, or tiles, of a thread that are under way at once."""
+    return BYTES_AHEAD // (PIECE * key.x.itemsize) if key.kind == "identity" else 1
+
+
 def rows_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that casts along rows."""
     light = key.source.kind == "identity" and not key.sums
-    defines = {**key.defines(), "BLOCKS": 5 if light else 2}
+    defines = {
+        **key.defines(),
+        "AHEAD": key.ahead,
+        "STRIPS": int(key.strips),
+        "BLOCKS": 4 if light else 2,
+    }
     geometry = _launch.Geometry(
         key.lanes * key.rows,
         "P" * 13 + "qqiiiifff",
@@ -302,9 +317,8 @@ def tiles_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, 
     same = not key.recipe.width
     size = 1 if same else key.source.x.itemsize if stored else 4
     shared = SIDE * SIDE * size if key.turned else 0
-    blocks = 3 if stored and key.source.x.itemsize == 2 and key.recipe.width in (0, 32) else 2
-    blocks = 2 if key.owned or key.sums else blocks
-    defines = {**key.defines(), "BLOCKS": blocks}
+    small = stored and key.source.x.itemsize == 2
+    defines = {**key.defines(), "BLOCKS": 4 if small and not (key.owned or key.sums) else 2}
     geometry = _launch.Geometry(
         THREADS, "P" * 15 + "qqiiifff", shared, dependent=key.dependent and device.has_clusters
     )
@@ -315,7 +329,13 @@ def amax_source(
     key: SourceKey, lanes: int, rows: int, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that finds the amax of many tiles."""
-    defines = {**key.defines(), "LANES": lanes, "ROWS": rows, "BLOCKS": 2}
+    defines = {
+        **key.defines(),
+        "LANES": lanes,
+        "ROWS": rows,
+        "AHEAD": rows_ahead(key),
+        "BLOCKS": 2,
+    }
     return _source("amax_tiles", defines), _launch.Geometry(lanes * rows, "P" * 7 + "qqiiiff")
 
 
@@ -429,7 +449,7 @@ def _amaxes(op: str, source: Source) -> Tensor:
     check_size(op, "rows", matrix.rows, MOST)
     check_size(op, "columns", matrix.columns, MOST)
     check_size(op, "tiles", tiles, MOST)
-    blocks = max(1, min(tiles, AMAX_BLOCKS * limits.multiprocessors))
+    blocks = max(1, -(-tiles // rows_ahead(key)))
     amaxes = _empty(source.x, (blocks,))
     kernel.launch(
         blocks,
@@ -557,14 +577,22 @@ class _Run(NamedTuple):
         columns = matrix.part if key.both else matrix.columns
         lanes, rows = _lanes(matrix, columns, recipe.width)
         across = -(-columns // (lanes * PIECE))
-        down = -(-matrix.rows // rows)
+        strips = self.sums or (self.leaves_amax and source.kind != "identity")
+        limits = _launch.limits(source.x.get_device())
+        ahead = 1
+        if not strips:  # with few rows, more blocks
+            ahead = rows_ahead(key)
+            while ahead > 1 and matrix.rows * across <= ahead * rows * limits.multiprocessors:
+                ahead //= 2
+        down = -(-matrix.rows // (rows * ahead))
         shares = down
-        if self.leaves_amax or self.sums:
-            limits = _launch.limits(source.x.get_device())
+        if strips:
             wanted = STRIP_BLOCKS * limits.multiprocessors
-            shares = max(-(-down * rows // STRIP_ROWS), -(-wanted // max(1, across)))
+            shares = max(-(-matrix.rows // STRIP_ROWS), -(-wanted // max(1, across)))
             shares = min(down, shares)
-        kernel = self._kernel(key, matrix, lanes, rows, rows_source)
+        kernel = self._kernel(
+            key, matrix, lanes, rows, rows_source, ahead=ahead, strips=shares < down
+        )
         blocks = max(1, shares * across)
         self._check(matrix, blocks)
         data, scale_inv, _, global_scale_inv, _, _ = self.outputs
@@ -622,6 +650,8 @@ class _Run(NamedTuple):
         rows: int,
         make: Any,
         inside: bool = False,
+        ahead: int = 1,
+        strips: bool = False,
     ) -> _launch.Kernel:
         recipe, device = self.recipe, self.source.x.get_device()
         packed = recipe.form.values_per_byte
@@ -639,6 +669,8 @@ class _Run(NamedTuple):
             lanes,
             rows,
             inside,
+            ahead,
+            strips,
         )
         plan_key = (device, make, found)
         return _kernels.get(plan_key) or _kernels.made(
@@ -765,6 +797,8 @@ def cast_source(
     sums: bool = False,
     dependent: bool = False,
     inside: bool = False,
+    ahead: int = 1,
+    strips: bool = False,
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that casts so, whichever it is."""
     tiles = recipe.columnwise or recipe.square
@@ -784,6 +818,8 @@ def cast_source(
         lanes,
         THREADS // lanes,
         inside,
+        ahead,
+        strips,
     )
     return (tiles_source if tiles else rows_source)(key, device)
 
@@ -797,8 +833,10 @@ def representative_sources(
         by_tensor = recipe.form.by_tensor
         for dtype in (low, full):
             key = identity_key(dtype)
-            yield cast_source(key, recipe, device, dependent=by_tensor, inside=True)
-            yield cast_source(key, recipe, device, amax=by_tensor, sums=True)
+            yield cast_source(
+                key, recipe, device, dependent=by_tensor, inside=True, ahead=rows_ahead(key)
+            )
+            yield cast_source(key, recipe, device, amax=by_tensor, sums=True, strips=True)
         yield cast_source(identity_key(half, 1, False), recipe, device, store=1, lanes=8)
         yield cast_source(identity_key(low, 4, False), recipe, device, store=2, owned=True)
         if recipe.width != 16:

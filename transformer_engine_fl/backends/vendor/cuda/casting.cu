@@ -28,6 +28,8 @@
 //   DEPENDENT  1 if the scale is what the kernel before gives
 //   LANES      threads that share the columns of a block; each has 16 neighbouring ones
 //   ROWS       rows that a block works on at once
+//   AHEAD      rows of a thread that are under way at once (cast_rows), or tiles (amax_tiles)
+//   STRIPS     1 if blocks work on more rows than those (cast_rows)
 //   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
 //
 // A thread has whole blocks of e2m1, and half or an eighth of the other ones along a row. It
@@ -47,10 +49,9 @@ using namespace te_fl;
 
 namespace {
 
-constexpr int kPiece = 16;
-
 #if defined(KERNEL_cast_rows) || defined(KERNEL_cast_tiles) || defined(KERNEL_amax_tiles)
 
+constexpr int kPiece = 16;
 constexpr int kThreads = LANES * ROWS;
 constexpr int kHalves = BOTH ? 2 : 1;
 
@@ -154,6 +155,18 @@ struct Piece {
 #endif
   }
 
+  // The amax of a half.
+  __device__ __forceinline__ float largest(int half) const {
+#if SOURCE == 0
+    return largest_of(stored);
+#else
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) largest = fmaxf(largest, fabsf(made[half][i]));
+    return largest;
+#endif
+  }
+
   template <bool Inside = false>
   __device__ __forceinline__ void read(const Input& in, int row, int column, bool exists) {
     const int end = BOTH ? in.part : in.columns;
@@ -209,12 +222,6 @@ struct Piece {
     }
   }
 };
-
-__device__ __forceinline__ float largest_of(const float (&values)[kPiece], float largest) {
-#pragma unroll
-  for (int i = 0; i < kPiece; ++i) largest = fmaxf(largest, fabsf(values[i]));
-  return largest;
-}
 
 // The largest over the threads of a block, which all get it. Every thread calls it once.
 __device__ __forceinline__ float largest_of_block(float value) {
@@ -285,35 +292,71 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (DEPENDENT && SOURCE == 2) wait_for_predecessor();  // for the statistics
   float largest = 0.0f;
   float total[SUMS ? kPiece : 1] = {};
-  float shared = 1.0f;
-  bool first = true;
+  // AHEAD rows of a thread are under way at once.
+  Piece pieces[AHEAD];
+  int groups[AHEAD];
+  const auto row_of = [&](long long base, int i) { return base + i * ROWS + team; };
+  const auto read = [&](long long base) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const long long row = row_of(base, i);
+      const bool exists = row < rows && share < shares;
+      groups[i] = exists ? owner_of(owner, static_cast<int>(row), rows) : -1;
+      pieces[i].read(in, static_cast<int>(row), column, exists && (!OWNED || groups[i] >= 0));
+    }
+  };
+  const long long step = static_cast<long long>(shares) * (AHEAD * ROWS);
+  long long base = static_cast<long long>(share) * (AHEAD * ROWS);
+  read(base);
+  const float shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, nullptr,
+                                    global_scale_inv);
+  // Lanes that share blocks divide the making of the scales among them.
+  constexpr int kLanes = WIDTH > kPiece ? WIDTH / kPiece : 1;
+  constexpr bool divided = SOURCE == 0 && KIND::kBits == 8 && kLanes >= AHEAD && AHEAD > 1;
   // Every thread of a block makes as many turns: they exchange values.
-  for (long long base = static_cast<long long>(share) * ROWS; base < rows || first;
-       base += static_cast<long long>(shares) * ROWS) {
-    const int row = static_cast<int>(base) + team;
-    const bool exists = base + team < rows && share < shares;
-    const int group = owner_of(owner, row, rows);
-    Piece piece;
-    piece.read(in, row, column, exists && (!OWNED || group >= 0));
-    if (first) {
-      shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, nullptr,
-                            global_scale_inv);
-      first = false;
-    }
-    const float scale_of_row = OWNED && group >= 0 && scale ? scale[group] : shared;
+  while (true) {
+    float scales[AHEAD];
+    if constexpr (divided) {
+      float amaxes[AHEAD];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      float values[kPiece];
-      piece.get(half, values);
-      if constexpr (AMAX) largest = largest_of(values, largest);
-      if constexpr (SUMS) {
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) total[SUMS ? i : 0] += values[i];
+      for (int i = 0; i < AHEAD; ++i) amaxes[i] = pieces[i].largest(0);
+      Stored inverse;
+      out.scales_of(amaxes, scales, inverse);
+      const int own = threadIdx.x % kLanes;
+      const long long row = row_of(base, own);
+      if (own < AHEAD && row < rows && column < columns) {
+        out.put_inverse(inverse, static_cast<int>(row), column);
       }
-      // Of the second half the columns end where those of the row do.
-      const bool inside = exists && column < static_cast<int>(width);
-      out.put(values, row, column + half * part, inside, scale_of_row);
     }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const long long row = row_of(base, i);
+      const float scale_of_row = OWNED && groups[i] >= 0 && scale ? scale[groups[i]] : shared;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        float values[kPiece];
+        pieces[i].get(half, values);
+        float amax = 0.0f;
+        if constexpr (AMAX || (WIDTH > 0 && !divided)) amax = pieces[i].largest(half);
+        if constexpr (AMAX) largest = fmaxf(largest, amax);
+        if constexpr (SUMS) {
+#pragma unroll
+          for (int j = 0; j < kPiece; ++j) total[SUMS ? j : 0] += values[j];
+        }
+        // Of the second half the columns end where those of the row do.
+        const bool inside = row < rows && share < shares && column < static_cast<int>(width);
+        const int to = column + half * part;
+        if constexpr (divided) {
+          out.put_codes(values, static_cast<int>(row), to, inside, scales[i]);
+        } else {
+          out.put(values, amax, static_cast<int>(row), to, inside, scale_of_row);
+        }
+      }
+    }
+    if constexpr (!STRIPS) break;
+    base += step;
+    if (base >= rows) break;
+    read(base);
   }
   if constexpr (AMAX) {
     largest = largest_of_block(largest);
@@ -402,9 +445,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (SQUARE) {
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
-      float values[kPiece];
-      pieces[kept ? turn : 0].get(0, values);
-      largest = largest_of(values, largest);
+      largest = fmaxf(largest, pieces[kept ? turn : 0].largest(0));
     }
     largest = largest_of_block(largest);
     Stored inverse;
@@ -425,13 +466,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int row = first_row + team + turn * ROWS;
     float values[kPiece];
     piece.get(0, values);
-    if constexpr (AMAX) largest = largest_of(values, largest);
+    float amax = 0.0f;
+    if constexpr (AMAX || WIDTH > 0) amax = piece.largest(0);
+    if constexpr (AMAX) largest = fmaxf(largest, amax);
     if constexpr (SUMS) {
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) total[SUMS ? i : 0] += values[i];
     }
     const float scale_of_row = OWNED && groups[turn] >= 0 && scale ? scale[groups[turn]] : shared;
-    const PieceCodes codes = out.put<INSIDE>(values, row, column, INSIDE || row < rows, scale_of_row);
+    const PieceCodes codes =
+        out.put<INSIDE>(values, amax, row, column, INSIDE || row < rows, scale_of_row);
     if constexpr (TURNED) {
       const int place = team + turn * ROWS;
       if constexpr (kSame) {
@@ -497,14 +541,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       float scales[kBlocks][2];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        scales[b][0] = scales[b][1] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kBlockRows; ++i) {
-          float two[2];
-          ValueTile<Value>::pair(tile, run * kRun + b * kBlockRows + i, pair, two);
-          scales[b][0] = fmaxf(scales[b][0], fabsf(two[0]));
-          scales[b][1] = fmaxf(scales[b][1], fabsf(two[1]));
-        }
+        ValueTile<Value>::template largest<kBlockRows>(tile, run * kRun + b * kBlockRows, pair,
+                                                       scales[b]);
       }
       if constexpr (WIDTH > kRun) {
         __shared__ float2 runs[kSide / kRun][kSide / 2];
@@ -581,14 +619,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
 #ifdef KERNEL_amax_tiles
 
-// The largest of many tiles, with several of them under way.
+// The largest of AHEAD tiles, which are under way at once.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     amax_tiles(const TX* __restrict__ x, const TDY* __restrict__ grad,
                const TW* __restrict__ weight, const TB* __restrict__ bias,
                const float* __restrict__ mu, const float* __restrict__ rsigma,
                float* __restrict__ partial, long long x_stride, long long grad_stride, int rows,
                int part, int columns, float limit, float alpha) {
-  constexpr int kAhead = SOURCE == 0 ? 4 : 1;
   const Input in{x,        grad,        weight, bias,    mu,    rsigma,
                  x_stride, grad_stride, part,   columns, limit, alpha};
   const unsigned width = BOTH ? part : columns;
@@ -596,28 +633,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const unsigned tiles = across * ((static_cast<unsigned>(rows) + ROWS - 1) / ROWS);
   const int lane = threadIdx.x % LANES;
   const int team = threadIdx.x / LANES;
+  Piece pieces[AHEAD];
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) {
+    const unsigned tile = blockIdx.x * AHEAD + i;
+    const unsigned above = across ? tile / across : 0;
+    const unsigned before = tile - above * across;
+    const long long row = static_cast<long long>(above) * ROWS + team;
+    pieces[i].read(in, static_cast<int>(row), (before * LANES + lane) * kPiece,
+                   tile < tiles && row < rows);
+  }
   float largest = 0.0f;
-  for (long long first = blockIdx.x; first < tiles;
-       first += static_cast<long long>(kAhead) * gridDim.x) {
-    Piece pieces[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const long long tile = first + static_cast<long long>(i) * gridDim.x;
-      const unsigned above = static_cast<unsigned>(tile) / across;
-      const unsigned before = static_cast<unsigned>(tile) - above * across;
-      const long long row = static_cast<long long>(above) * ROWS + team;
-      pieces[i].read(in, static_cast<int>(row), (before * LANES + lane) * kPiece,
-                     tile < tiles && row < rows);
-    }
+  for (int i = 0; i < AHEAD; ++i) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        float values[kPiece];
-        pieces[i].get(half, values);
-        largest = largest_of(values, largest);
-      }
-    }
+    for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, pieces[i].largest(half));
   }
   release_dependents();
   largest = largest_of_block(largest);

@@ -7,6 +7,7 @@
 //   SCALES     how scales are stored: float32, e8m0 or e4m3
 //   WIDTH, HEIGHT   columns and rows that share a scale; a WIDTH of 0 if all do
 //   TX, TY     storage types of the input and the output
+//   FLAT       1 if what belongs together need not be told apart by rows
 //   VEC        elements that a thread has side by side; divides the columns
 //   ACCESS     elements, or bytes of codes, that the addresses allow in one access
 //   STORE      bytes that one access to the output may cover
@@ -33,16 +34,16 @@ extern "C" __global__ void __launch_bounds__(256)
                const float* __restrict__ global_scale_inv, TY* __restrict__ out,
                unsigned vectors, unsigned per_row, long long stride) {
   constexpr int kBytes = VEC * KIND::kBits / 8;
-  const long long first = static_cast<long long>(blockIdx.x) * (256 * VECS) + threadIdx.x;
+  const unsigned first = blockIdx.x * (256 * VECS) + threadIdx.x;
   const unsigned blocks = WIDTH > 0 ? (per_row * VEC + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1) : 0;
   unsigned words[VECS][kBytes < 4 ? 1 : kBytes / 4];
   float factors[VECS];
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     // Past the end the last vector again, unused: a branch would break up the loads.
-    const long long wanted = first + v * 256;
-    const unsigned at = wanted < vectors ? static_cast<unsigned>(wanted) : vectors - 1;
-    const unsigned row = at / per_row;
+    const unsigned wanted = first + v * 256;
+    const unsigned at = wanted < vectors ? wanted : vectors - 1;
+    const unsigned row = FLAT ? 0 : at / per_row;
     const unsigned place = at - row * per_row;
     load_bytes<kBytes, ACCESS>(data + row * stride + static_cast<long long>(place) * kBytes,
                                words[v]);
@@ -58,14 +59,13 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int v = 0; v < VECS; ++v) {
     if (first + v * 256 >= vectors) break;
     float values[VEC];
+    widen<KIND>(words[v], values);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
-      constexpr int each = 32 / KIND::kBits;
-      const unsigned code =
-          words[v][i / each] >> i % each * KIND::kBits & ((1u << KIND::kBits) - 1);
-      values[i] = product(product(value_of<KIND>(code), factors[v]), whole);
+      values[i] = product(values[i], factors[v]);
+      if constexpr (KIND::kBits == 4) values[i] = product(values[i], whole);
     }
-    store(out + (first + v * 256) * VEC, encode<TY>(values));
+    store(out + static_cast<long long>(first + v * 256) * VEC, encode<TY>(values));
   }
 }
 
@@ -148,12 +148,12 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     swap_rows(const WORD* __restrict__ x, WORD* __restrict__ y, unsigned words,
               unsigned per_row, unsigned first, long long x_first, long long x_second) {
-  const long long start = static_cast<long long>(blockIdx.x) * (256 * VECS) + threadIdx.x;
+  const unsigned start = blockIdx.x * (256 * VECS) + threadIdx.x;
   WORD moved[VECS];
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    const long long wanted = start + v * 256;
-    const unsigned at = wanted < words ? static_cast<unsigned>(wanted) : words - 1;
+    const unsigned wanted = start + v * 256;
+    const unsigned at = wanted < words ? wanted : words - 1;
     const unsigned row = at / per_row;
     const unsigned second = row / first;
     moved[v] = x[(row - second * first) * x_first + second * x_second + (at - row * per_row)];

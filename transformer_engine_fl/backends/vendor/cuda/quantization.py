@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 THREADS: Final = 256
-VECTORS: Final = 4
+VECTORS: Final = 2
 """Vectors of a thread, where rows are not told apart by blocks of threads."""
 MOST_VECTORS: Final = 2**32 - 2**20
 WORDS: Final = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}
@@ -83,7 +83,7 @@ def _source(kernel: str, **defines: str | int) -> Specialisation:
 
 
 def dequantize_source(
-    format: str, data: torch.dtype, output: torch.dtype, vec: int, access: int
+    format: str, data: torch.dtype, output: torch.dtype, vec: int, access: int, flat: bool
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that gives values; ``access`` is in bytes of codes."""
     form = FORMATS[format]
@@ -97,6 +97,7 @@ def dequantize_source(
         TY=NAMES[output],
         VEC=vec,
         ACCESS=access,
+        FLAT=int(flat),
         VECS=VECTORS,
     )
     return made, _launch.Geometry(THREADS, "PPPPIIq")
@@ -150,7 +151,8 @@ def representative_sources(
         for name in form.dtypes:
             for output, vec in ((low, 8), (full, 4), (half, 2)):
                 size = vec // form.values_per_byte
-                yield dequantize_source(form.name, getattr(torch, name), output, vec, size)
+                code, flat = getattr(torch, name), output is low
+                yield dequantize_source(form.name, code, output, vec, size, flat)
     for access in (1, 4, 16):
         yield turn_source(access, access)
     for size in WORDS:
@@ -302,15 +304,18 @@ def dequantize(
     output = fresh(op, data, (*data.shape[:-1], across * packed), dtype)
     if not output.numel():
         return output
-    if form.block is None and stride == across:
+    height, width = form.block or (1, 1)
+    flat = stride == across and height == 1 and across * packed % width == 0
+    if flat and (form.block is None or rows * across * packed <= MOST_VECTORS):
         rows, across, stride = 1, rows * across, rows * across
+    flat = rows == 1
     columns = across * packed
     vec = math.gcd(16 // dtype.itemsize, columns)
     access = math.gcd(vec // packed, data.data_ptr(), stride)
     check_size(op, "columns", columns, MOST_VECTORS)
     vectors = rows * (columns // vec)
     check_size(op, "vectors", vectors, MOST_VECTORS)
-    how = (format, data.dtype, dtype, vec, access)
+    how = (format, data.dtype, dtype, vec, access, flat)
     _kernel(dequantize_source, data.get_device(), *how).launch(
         -(-vectors // (THREADS * VECTORS)),
         1,

@@ -19,25 +19,73 @@ struct RowCast {
   int columns;
   float epsilon;
 
+  // The scales of a block each of Rows rows, whose lanes share the work: a lane comes to know
+  // the amax of one block, and gives the others its scale. `amaxes` are those of the thread's
+  // own values, `inverse` is that of block `threadIdx.x % Rows`. Every lane of a warp calls it.
+  template <int Rows>
+  __device__ __forceinline__ void scales_of(const float (&amaxes)[Rows], float (&scales)[Rows],
+                                            Stored& inverse) const {
+    static_assert(Rows <= Lanes && (Rows & (Rows - 1)) == 0, "a lane for each of the blocks");
+    float kept[Rows];
+#pragma unroll
+    for (int i = 0; i < Rows; ++i) kept[i] = amaxes[i];
+    // Each step leaves a lane half of the blocks: those whose number has the lane's next bit.
+#pragma unroll
+    for (int offset = 1; offset < Lanes; offset *= 2) {
+      if (offset < Rows) {
+        const bool odd = threadIdx.x & offset;
+#pragma unroll
+        for (int i = 0; i < Rows / (2 * offset); ++i) {
+          const float given = odd ? kept[2 * i] : kept[2 * i + 1];
+          const float own = odd ? kept[2 * i + 1] : kept[2 * i];
+          kept[i] = fmaxf(own, __shfl_xor_sync(0xffffffffu, given, offset));
+        }
+      } else {
+        kept[0] = fmaxf(kept[0], __shfl_xor_sync(0xffffffffu, kept[0], offset));
+      }
+    }
+    const float scale =
+        block_scale<Kind, Scales, PowerOfTwo>(kept[0], 1.0f, epsilon, inverse);
+    const int first = threadIdx.x % 32 & ~(Rows - 1);
+#pragma unroll
+    for (int i = 0; i < Rows; ++i) scales[i] = __shfl_sync(0xffffffffu, scale, first + i);
+  }
+
+  __device__ __forceinline__ void put_inverse(Stored inverse, int row, int column) const {
+    constexpr int width = Width > 0 ? Width : 1;
+    const int across = (columns + width - 1) / width;
+    scale_inv[static_cast<long long>(row) * across + column / width] = inverse;
+  }
+
   // Writes the codes, if the row exists. `scale` is that of all, and 1 if there is none.
   // Every lane of a warp calls it. Inside: there are no columns beyond the last.
   template <bool Inside = false>
   __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], int row, int column,
                                                 bool exists, float scale) const {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) amax = fmaxf(amax, fabsf(values[i]));
+    return put<Inside>(values, amax, row, column, exists, scale);
+  }
+
+  // The same where the amax of the values is known.
+  template <bool Inside = false>
+  __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], float amax, int row,
+                                                int column, bool exists, float scale) const {
     const bool inside = exists && (Inside || column < columns);
     if constexpr (Width > 0) {
-      float amax = 0.0f;
-#pragma unroll
-      for (int i = 0; i < N; ++i) amax = fmaxf(amax, fabsf(values[i]));
       amax = largest_of_lanes<Lanes>(amax);
       Stored inverse;
       scale = block_scale<Kind, Scales, PowerOfTwo>(amax, scale, epsilon, inverse);
-      constexpr int width = Width > 0 ? Width : 1;
-      if (threadIdx.x % Lanes == 0 && inside) {
-        const int across = (columns + width - 1) / width;
-        scale_inv[static_cast<long long>(row) * across + column / width] = inverse;
-      }
+      if (threadIdx.x % Lanes == 0 && inside) put_inverse(inverse, row, column);
     }
+    return put_codes<Inside>(values, row, column, inside, scale);
+  }
+
+  // The codes alone, of values that are inside.
+  template <bool Inside = false>
+  __device__ __forceinline__ Codes<Kind, N> put_codes(const float (&values)[N], int row, int column,
+                                                      bool inside, float scale) const {
     const Codes<Kind, N> codes = narrow<Kind>(values, scale);
     unsigned char* to = data + (static_cast<long long>(row) * columns + column) / (8 / Kind::kBits);
     if (inside) {

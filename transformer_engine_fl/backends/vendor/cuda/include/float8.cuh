@@ -52,17 +52,30 @@ __device__ __forceinline__ unsigned float8_code(float y) {
   return code | (bits >> 24 & 128u);
 }
 
-// The e2m1 code: of a magnitude it is 2y up to 2, from there 2 more than y, and from 4 on 4
-// more than y / 2. Three parts that are clamped to 0 and 1 add up to that, of which no more
-// than one is not whole: so it is rounded once. NaN is 6.
-__device__ __forceinline__ unsigned e2m1_code(float y) {
-  y = fminf(y, 6.0f);
-  const float size = fabsf(y);
-  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: its last bit counts 1
-  float sum = fmaf(__saturatef(size * 0.5f), 4.0f, magic);
-  sum = fmaf(__saturatef(fmaf(size, 0.5f, -1.0f)), 2.0f, sum);
-  sum += __saturatef(fmaf(size, 0.5f, -2.0f));
-  return (__float_as_uint(sum) & 7u) | (__float_as_uint(y) >> 28 & 8u);
+// Codes of e2m1, the first in the lowest bits.
+//
+// Of a magnitude y the code is 2y up to 2, from there y + 2, and from 4 on y / 2 + 4. So it is
+// 3, plus twice the lesser of y and 2, minus twice what y / 2 lacks to 2, minus what it lacks
+// to 3, each of these between 0 and 1. They are added to a number whose last bit counts 1; no
+// more than one of them is not whole, so that is rounded once, and the others behind it are
+// even, which keeps ties as they are. NaN lacks nothing: its code is 7.
+template <int N, typename Value>
+__device__ __forceinline__ unsigned e2m1_codes(const Value& value) {
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23
+  constexpr unsigned bits = 0x4b400000u;
+  unsigned sizes = 0, signs = 0, magics = 0;
+#pragma unroll
+  for (int i = N - 1; i >= 0; --i) {
+    const float y = value(i);
+    const float size = fabsf(y);
+    float sum = magic + 3.0f - __saturatef(fmaf(size, -0.5f, 3.0f));
+    sum = fmaf(__saturatef(fmaf(size, -0.5f, 2.0f)), -2.0f, sum);
+    sum = fmaf(fminf(size, 2.0f), 2.0f, sum);
+    sizes = sizes * 16 + __float_as_uint(sum);
+    magics = magics * 16 + bits;
+    signs = __funnelshift_l(__float_as_uint(y), signs, 4);
+  }
+  return (sizes - magics) | (signs & 0x88888888u);
 }
 
 // Four codes of eight bits, the first in the lowest byte.
@@ -96,12 +109,7 @@ __device__ __forceinline__ Codes<Kind, N> narrow(const float (&values)[N], float
     if constexpr (Kind::kBits == 8) {
       codes.words[word] = four_codes<Kind>(scaled(0), scaled(1), scaled(2), scaled(3));
     } else {
-      unsigned sum = 0;
-#pragma unroll
-      for (int i = least(each, N - word * each) - 1; i >= 0; --i) {
-        sum = (sum << 4) + e2m1_code(scaled(i));
-      }
-      codes.words[word] = sum;
+      codes.words[word] = e2m1_codes<least(each, N)>(scaled);
     }
   }
   return codes;
@@ -180,6 +188,57 @@ __device__ __forceinline__ float value_of(unsigned code) {
   }
   return product(__uint_as_float(bits),
                  __uint_as_float(static_cast<unsigned>(254 - Kind::kBias) << 23));
+}
+
+// The values of N codes side by side.
+template <typename Kind, int N>
+__device__ __forceinline__ void widen(const unsigned* words, float (&values)[N]) {
+#ifdef TE_FL_CONVERTS_FLOAT8
+  constexpr bool converts = Kind::kMantissa == 3;
+#else
+  constexpr bool converts = false;
+#endif
+  if constexpr (N % 2 == 0 && Kind::kBits == 8 && (converts || Kind::kMantissa == 2)) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      unsigned halves;
+#ifdef TE_FL_CONVERTS_FLOAT8
+      if constexpr (converts) halves = halves_of_e4m3(words[i / 4] >> i % 4 * 8);
+      else
+#endif
+        halves = __byte_perm(words[i / 4], 0, i % 4 ? 0x3424 : 0x1404);  // e5m2 begins float16
+      values[i] = widen_half<false>(halves, __half());
+      values[i + 1] = widen_half<true>(halves, __half());
+    }
+  } else if constexpr (N % 8 == 0 && Kind::kBits == 4) {
+    // Of all magnitudes the second byte of a float16 is 0: the first is looked up, of four
+    // codes at once, and gets its sign.
+#pragma unroll
+    for (int i = 0; i < N; i += 8) {
+      const unsigned codes = words[i / 8];
+      const unsigned sizes = codes & 0x77777777u;
+      const unsigned low = __byte_perm(0x3e3c3800u, 0x46444240u, sizes);
+      const unsigned high = __byte_perm(0x3e3c3800u, 0x46444240u, sizes >> 16);
+      const unsigned even = __byte_perm(low, high, 0x6420) | (codes << 4 & 0x80808080u);
+      const unsigned odd = __byte_perm(low, high, 0x7531) | (codes & 0x80808080u);
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) {
+        const unsigned first = __byte_perm(even, 0, j ? 0x3424 : 0x1404);
+        const unsigned second = __byte_perm(odd, 0, j ? 0x3424 : 0x1404);
+        values[i + j] = widen_half<false>(first, __half());
+        values[i + j + 1] = widen_half<false>(second, __half());
+        values[i + j + 2] = widen_half<true>(first, __half());
+        values[i + j + 3] = widen_half<true>(second, __half());
+      }
+    }
+  } else {
+    constexpr int each = 32 / Kind::kBits;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      values[i] = value_of<Kind>(words[i / each] >> i % each * Kind::kBits &
+                                 ((1u << Kind::kBits) - 1));
+    }
+  }
 }
 
 // 2^(byte - 127); NaN for 255.

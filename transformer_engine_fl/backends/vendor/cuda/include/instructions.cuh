@@ -106,7 +106,30 @@ __device__ __forceinline__ void wait_copies() {
 TE_FL_FOUR(four_e4m3, "e4m3x2")
 TE_FL_FOUR(four_e5m2, "e5m2x2")
 #undef TE_FL_FOUR
+
+// The float16 values of two codes of e4m3, exactly.
+__device__ __forceinline__ unsigned halves_of_e4m3(unsigned codes) {
+  unsigned halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(codes)));
+  return halves;
+}
 #endif
+
+// Of two words of two 16-bit floats each, the larger magnitudes of the halves; what is not a
+// number is left out unless both are. The signs of the result mean nothing.
+template <bool BFloat>
+__device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) {
+  unsigned larger;
+#if __CUDA_ARCH__ >= 860
+  if constexpr (BFloat) asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  else asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+#else
+  a &= 0x7fff7fffu, b &= 0x7fff7fffu;
+  if constexpr (BFloat) asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  else asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+#endif
+  return larger;
+}
 
 // All 64 bits of a product. Of two widened numbers the compiler adds the high words' zeros.
 __device__ __forceinline__ unsigned long long wide_product(unsigned a, unsigned b) {

@@ -83,6 +83,32 @@ __device__ __forceinline__ void decode(const Vec<T, N>& from, A (&to)[N]) {
   }
 }
 
+template <typename T>
+constexpr bool kIsBFloat = false;
+template <>
+constexpr bool kIsBFloat<__nv_bfloat16> = true;
+
+// The largest magnitude, NaN left out; of 16-bit numbers two are compared at a time.
+template <typename T, int N>
+__device__ __forceinline__ float largest_of(const Vec<T, N>& from) {
+  float largest = 0.0f;
+  if constexpr (sizeof(T) == 2 && N > 1) {
+    unsigned pair = from.words[0];
+#pragma unroll
+    for (int i = 1; i < Vec<T, N>::kWords; ++i) {
+      pair = larger_halves<kIsBFloat<T>>(pair, from.words[i]);
+    }
+    largest = fmaxf(largest, fabsf(widen_half<false>(pair, T())));
+    largest = fmaxf(largest, fabsf(widen_half<true>(pair, T())));
+  } else {
+    float values[N];
+    decode(from, values);
+#pragma unroll
+    for (int i = 0; i < N; ++i) largest = fmaxf(largest, fabsf(values[i]));
+  }
+  return largest;
+}
+
 // Two values rounded to nearest even, the first in the low half. From double it is one
 // rounding: through float32 it could be two.
 __device__ __forceinline__ unsigned pair_bits(float first, float second, __nv_bfloat16) {

@@ -25,6 +25,36 @@ struct ValueTile {
         chunk(tile, row, pair / kPairs) + pair % kPairs * (2 * static_cast<int>(sizeof(T)));
     decode(*reinterpret_cast<const Vec<T, 2>*>(from), two);
   }
+
+  // The amaxes of so many rows of the two columns, by two at a time where that can be.
+  template <int Rows>
+  static __device__ __forceinline__ void largest(unsigned char* tile, int first, int pair,
+                                                 float (&two)[2]) {
+    constexpr int kPairs = 8 / static_cast<int>(sizeof(T));
+    two[0] = two[1] = 0.0f;
+    Vec<T, 2> both;
+#pragma unroll
+    for (int i = 0; i < Rows; ++i) {
+      const unsigned char* from = chunk(tile, first + i, pair / kPairs) +
+                                  pair % kPairs * (2 * static_cast<int>(sizeof(T)));
+      const Vec<T, 2> own = *reinterpret_cast<const Vec<T, 2>*>(from);
+      if constexpr (sizeof(T) == 2) {
+        both.words[0] = i == 0 ? own.words[0] : larger_halves<kIsBFloat<T>>(both.words[0],
+                                                                            own.words[0]);
+      } else {
+        float values[2];
+        decode(own, values);
+        two[0] = fmaxf(two[0], fabsf(values[0]));
+        two[1] = fmaxf(two[1], fabsf(values[1]));
+      }
+    }
+    if constexpr (sizeof(T) == 2) {
+      float values[2];
+      decode(both, values);
+      two[0] = fmaxf(0.0f, fabsf(values[0]));
+      two[1] = fmaxf(0.0f, fabsf(values[1]));
+    }
+  }
 };
 
 // A chunk of a turned tile, whose columns have Bytes bytes each and are written by threads
