@@ -77,7 +77,7 @@ FAULTS = {
         "is not aligned",
     ),
     "a read that is not aligned": (
-        "int piece[4]; read_piece<16, false>(piece, out + 1);",
+        "int piece[4]; read_piece<16>(piece, out + 1);",
         "16 bytes .* is not aligned",
     ),
     "an early write to another block": (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.backends.vendor.cuda import epilogue, normalization
+from transformer_engine_fl.backends.vendor.cuda import _casting, epilogue, normalization
 from transformer_engine_fl.backends.vendor.cuda._arguments import Plans
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops._formats import FORMATS
@@ -100,3 +100,21 @@ def test_bias_gradients_of_many_rows(device: str) -> None:
     grad, x = values(1200, 40, device=device), values(1200, 40, device=device, seed=2)
     for options in ({}, {"columnwise": True}):
         check_outputs("dbias_dgelu_quantize", grad, x, format="mxfp8", **options)
+
+
+@pytest.mark.parametrize("columns", [40, 512])
+@pytest.mark.parametrize("format", ["per_tensor", "mxfp8", "nvfp4"])
+def test_bias_gradients_of_strips_of_many_rows(
+    format: str, columns: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_casting, "_resident", lambda kernel: 1)
+    grad, x = values(203, columns, device=device), values(203, columns, device=device, seed=2)
+    check_outputs("dbias_dgelu_quantize", grad, x, format=format)
+
+
+@pytest.mark.parametrize(
+    ("across", "strips"),
+    [(28, 14), (1, 396), (99, 4), (104, 15), (396, 1), (397, 3), (5000, 1)],
+)
+def test_strips_fill_the_device(across: int, strips: int) -> None:
+    assert _casting._strips(across, resident=396) == strips

@@ -28,7 +28,7 @@ inline unsigned larger_halves(unsigned a, unsigned b) {
 }
 inline float least_or_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
 
-template <int Bytes, bool Once, typename Word>
+template <int Bytes, typename Word>
 inline void read_piece(Word* to, const void* from) {
   emulation::check_aligned(from, Bytes);
   memcpy(to, from, Bytes);

@@ -9,6 +9,7 @@ casts is waiting already, and starts where the pass before has ended.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterator
@@ -61,10 +62,9 @@ FLAT_COLUMNS: Final = 512
 """What need not be told apart by rows is cut into rows of so many columns."""
 MOST: Final = 2**31 - 2**14
 """Rows, columns, and blocks of threads, that kernels count."""
-STRIP_ROWS: Final = 256
-"""Rows that a block adds up, or finds the amax of, if there are many."""
-STRIP_BLOCKS: Final = 8
-"""With fewer blocks than this for each multiprocessor, they have fewer rows."""
+WAVES: Final = 4
+"""How often as many blocks as the device runs at once add up columns, if one wave would leave
+more than an eighth of it idle."""
 BYTES_AHEAD: Final = 128
 """Of a tensor itself, what a thread has under way at once."""
 LARGEST_THREADS: Final = 1024
@@ -239,7 +239,6 @@ class CastKey(NamedTuple):
         lanes, rows: threads along the columns, and down.
         inside: whether no tile goes beyond the rows or the columns.
         ahead: rows of a thread that are under way at once, in the kernel that casts along rows.
-        strips: whether its blocks work on more than those.
     """
 
     source: SourceKey
@@ -256,7 +255,6 @@ class CastKey(NamedTuple):
     rows: int
     inside: bool
     ahead: int = 1
-    strips: bool = False
 
     def defines(self) -> dict[str, str | int]:
         """As macros."""
@@ -294,15 +292,16 @@ def rows_ahead(key: SourceKey) -> int:
     return BYTES_AHEAD // (PIECE * key.x.itemsize) if key.kind == "identity" else 1
 
 
+def _row_blocks(key: CastKey) -> int:
+    """How many blocks of the kernel that casts along rows must fit on a multiprocessor."""
+    if key.sums:  # three would spill what scales of blocks take
+        return 2 if key.recipe.width else 3
+    return 4 if key.source.kind == "identity" else 2
+
+
 def rows_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that casts along rows."""
-    light = key.source.kind == "identity" and not key.sums
-    defines = {
-        **key.defines(),
-        "AHEAD": key.ahead,
-        "STRIPS": int(key.strips),
-        "BLOCKS": 4 if light else 2,
-    }
+    defines = {**key.defines(), "AHEAD": key.ahead, "BLOCKS": _row_blocks(key)}
     geometry = _launch.Geometry(
         key.lanes * key.rows,
         "P" * 13 + "qqiiiifff",
@@ -390,6 +389,19 @@ def _lanes(matrix: Matrix, columns: int, width: int) -> tuple[int, int]:
     wanted = 1 << (pieces - 1).bit_length()
     lanes = max(lanes, min(THREADS // rows, wanted))
     return lanes, max(rows, -(-32 // lanes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _resident(kernel: _launch.Kernel) -> int:
+    """How many blocks of it the device runs at once."""
+    return kernel.resident_groups()
+
+
+def _strips(across: int, resident: int) -> int:
+    """Into how many strips rows are cut whose columns ``across`` blocks add up each."""
+    if resident % max(1, across) > resident // 8:
+        resident *= WAVES
+    return max(1, resident // max(1, across))
 
 
 def _power(*sizes: int) -> int:
@@ -577,22 +589,16 @@ class _Run(NamedTuple):
         columns = matrix.part if key.both else matrix.columns
         lanes, rows = _lanes(matrix, columns, recipe.width)
         across = -(-columns // (lanes * PIECE))
-        strips = self.sums or (self.leaves_amax and source.kind != "identity")
         limits = _launch.limits(source.x.get_device())
         ahead = 1
-        if not strips:  # with few rows, more blocks
+        if not self.sums:  # with few rows, more blocks
             ahead = rows_ahead(key)
             while ahead > 1 and matrix.rows * across <= ahead * rows * limits.multiprocessors:
                 ahead //= 2
-        down = -(-matrix.rows // (rows * ahead))
-        shares = down
-        if strips:
-            wanted = STRIP_BLOCKS * limits.multiprocessors
-            shares = max(-(-matrix.rows // STRIP_ROWS), -(-wanted // max(1, across)))
-            shares = min(down, shares)
-        kernel = self._kernel(
-            key, matrix, lanes, rows, rows_source, ahead=ahead, strips=shares < down
-        )
+        kernel = self._kernel(key, matrix, lanes, rows, rows_source, ahead=ahead)
+        shares = -(-matrix.rows // (rows * ahead))
+        if self.sums:
+            shares = min(shares, _strips(across, _resident(kernel)))
         blocks = max(1, shares * across)
         self._check(matrix, blocks)
         data, scale_inv, _, global_scale_inv, _, _ = self.outputs
@@ -651,7 +657,6 @@ class _Run(NamedTuple):
         make: Any,
         inside: bool = False,
         ahead: int = 1,
-        strips: bool = False,
     ) -> _launch.Kernel:
         recipe, device = self.recipe, self.source.x.get_device()
         packed = recipe.form.values_per_byte
@@ -670,7 +675,6 @@ class _Run(NamedTuple):
             rows,
             inside,
             ahead,
-            strips,
         )
         plan_key = (device, make, found)
         return _kernels.get(plan_key) or _kernels.made(
@@ -798,7 +802,6 @@ def cast_source(
     dependent: bool = False,
     inside: bool = False,
     ahead: int = 1,
-    strips: bool = False,
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that casts so, whichever it is."""
     tiles = recipe.columnwise or recipe.square
@@ -819,7 +822,6 @@ def cast_source(
         THREADS // lanes,
         inside,
         ahead,
-        strips,
     )
     return (tiles_source if tiles else rows_source)(key, device)
 
@@ -836,7 +838,7 @@ def representative_sources(
             yield cast_source(
                 key, recipe, device, dependent=by_tensor, inside=True, ahead=rows_ahead(key)
             )
-            yield cast_source(key, recipe, device, amax=by_tensor, sums=True, strips=True)
+            yield cast_source(key, recipe, device, amax=by_tensor, sums=True)
         yield cast_source(identity_key(half, 1, False), recipe, device, store=1, lanes=8)
         yield cast_source(identity_key(low, 4, False), recipe, device, store=2, owned=True)
         if recipe.width != 16:

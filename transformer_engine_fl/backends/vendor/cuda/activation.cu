@@ -11,7 +11,7 @@
 //   FLAT       1 if rows follow each other without gaps, so that they need not be told apart
 //   VEC        elements per vector; divides the columns, unless FLAT
 //   ACCESS     elements that the addresses allow in one access, up to VEC
-//   VECS       vectors of a thread (of its rows, in `with_bias`) that are under way at once
+//   VECS       rows of a thread of `with_bias` that are under way at once
 //   LANES      threads of a block that share its columns (all of them, in `elementwise`)
 //   ROWS       rows that a block of `with_bias` works on at once, times VECS
 //   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
@@ -80,43 +80,34 @@ struct Share {
 
 #ifdef KERNEL_elementwise
 
-// `vectors` counts those of all rows, and `tail` the elements behind them (FLAT).
+// A thread has one vector; `vectors` counts those of all rows, and `tail` the elements behind
+// them (FLAT).
 extern "C" __global__ void __launch_bounds__(LANES)
     elementwise(const TDY* __restrict__ grad, const TX* __restrict__ x, TX* __restrict__ out,
                 long long vectors, int tail, int columns, long long grad_stride,
                 long long x_stride, double limit, double alpha) {
   constexpr int kOut = GATED && BACKWARD ? 2 : 1;  // halves of a row of the output
-  const long long first = static_cast<long long>(blockIdx.x) * (LANES * VECS) + threadIdx.x;
-  const unsigned per_row = static_cast<unsigned>(columns) / VEC;
-  Share<VEC> shares[VECS];
-  long long places[VECS];
-  if (!FLAT || vectors > 0) {
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      // Past the end the last vector again, unused: a branch would break up the loads.
-      const long long wanted = first + v * LANES;
-      const long long at = wanted < vectors ? wanted : vectors - 1;
-      if constexpr (FLAT) {
-        places[v] = at * VEC;
-        shares[v].load(grad + places[v], x + places[v], 0);
-      } else {
-        const unsigned row = static_cast<unsigned>(at) / per_row;
-        const unsigned column = (static_cast<unsigned>(at) - row * per_row) * VEC;
-        places[v] = static_cast<long long>(row) * (kOut * static_cast<long long>(columns)) + column;
-        shares[v].load(grad + row * grad_stride + column, x + row * x_stride + column, columns);
-      }
+  const long long at = static_cast<long long>(blockIdx.x) * LANES + threadIdx.x;
+  if (at < vectors) {
+    Share<VEC> share;
+    long long place = at * VEC;
+    if constexpr (FLAT) {
+      share.load(grad + place, x + place, 0);
+    } else {
+      const unsigned per_row = static_cast<unsigned>(columns) / VEC;
+      const unsigned row = static_cast<unsigned>(at) / per_row;
+      const unsigned column = (static_cast<unsigned>(at) - row * per_row) * VEC;
+      place = static_cast<long long>(row) * (kOut * static_cast<long long>(columns)) + column;
+      share.load(grad + row * grad_stride + column, x + row * x_stride + column, columns);
     }
-  }
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    if (first + v * LANES < vectors) shares[v].finish(out + places[v], columns, A(limit), A(alpha));
+    share.finish(out + place, columns, A(limit), A(alpha));
   }
   if constexpr (FLAT) {
     if (blockIdx.x == gridDim.x - 1 && static_cast<int>(threadIdx.x) < tail) {
-      const long long at = vectors * VEC + threadIdx.x;
+      const long long place = vectors * VEC + threadIdx.x;
       Share<1> share;
-      share.load(grad + at, x + at, 0);
-      share.finish(out + at, 0, A(limit), A(alpha));
+      share.load(grad + place, x + place, 0);
+      share.finish(out + place, 0, A(limit), A(alpha));
     }
   }
 }

@@ -76,8 +76,6 @@ CLAMPED: Final = "SteepSilu"
 """The kind whose two halves are limited, and that has options."""
 KINDS: Final = ("Gelu", "QuickGelu", "Relu", "SquaredRelu", "Silu", "Sigmoid", CLAMPED)
 THREADS: Final = 128
-VECTORS: Final = {False: 2, True: 1}
-"""Vectors of a thread, by whether there is a gate: enough is under way with these."""
 BIAS_THREADS: Final = 256
 BIAS_LANES: Final = 128
 BIAS_VECTORS: Final = 2
@@ -131,7 +129,6 @@ def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
         "CLAMPED": int(key.kind == CLAMPED),
         "BACKWARD": int(key.backward),
         "FLAT": int(key.flat),
-        "VECS": VECTORS[key.gated],
         "LANES": THREADS,
     }
     geometry = _launch.Geometry(THREADS, "PPPqiiqqdd")
@@ -309,7 +306,7 @@ def _run(of: Of, grad: Tensor | None, x: Tensor, limit: float = 0.0, alpha: floa
     )
     vectors = size // vec
     kernel.launch(
-        max(1, -(-vectors // (THREADS * VECTORS[of.gated]))),
+        max(1, -(-vectors // THREADS)),
         1,
         grad_address,
         address,

@@ -29,7 +29,6 @@
 //   LANES      threads that share the columns of a block; each has 16 neighbouring ones
 //   ROWS       rows that a block works on at once
 //   AHEAD      rows of a thread that are under way at once (cast_rows), or tiles (amax_tiles)
-//   STRIPS     1 if blocks work on more rows than those (cast_rows)
 //   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
 //
 // A thread has whole blocks of e2m1, and half or an eighth of the other ones along a row. It
@@ -167,35 +166,50 @@ struct Piece {
 #endif
   }
 
+  __device__ __forceinline__ void clear() {
+#if SOURCE == 0
+    stored = zeros<TX, kPiece>();
+#else
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) made[half][i] = 0.0f;
+    }
+#endif
+  }
+
+  // Of a piece that is complete and lies in one half: what is read, and what becomes of that.
+  static __device__ __forceinline__ void ask(const Input& in, int row, int column,
+                                             Share<kPiece>& share) {
+    const bool of_gate = HALVES && column >= in.part;
+    share.read(in, row, of_gate ? column - in.part : column);
+  }
+
+  __device__ __forceinline__ void make(const Input& in, int column, const Share<kPiece>& share) {
+#if SOURCE == 0
+    stored = share.x;
+#else
+    const bool of_gate = HALVES && column >= in.part;
+    float second[kPiece];
+    share.values(in, made[0], second);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      if constexpr (BOTH) made[kHalves - 1][i] = second[i];
+      if constexpr (HALVES) made[0][i] = of_gate ? second[i] : made[0][i];
+    }
+#endif
+  }
+
   template <bool Inside = false>
   __device__ __forceinline__ void read(const Input& in, int row, int column, bool exists) {
     const int end = BOTH ? in.part : in.columns;
     const bool straddles = HALVES && column < in.part && column + kPiece > in.part;
     if (!exists || (!Inside && column >= end)) {
-#if SOURCE == 0
-      stored = zeros<TX, kPiece>();
-#else
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i) made[half][i] = 0.0f;
-      }
-#endif
+      clear();
     } else if (WHOLE || (column + kPiece <= end && !straddles)) {
       Share<kPiece> share;
-      const bool of_gate = HALVES && column >= in.part;
-      share.read(in, row, of_gate ? column - in.part : column);
-#if SOURCE == 0
-      stored = share.x;
-#else
-      float second[kPiece];
-      share.values(in, made[0], second);
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        if constexpr (BOTH) made[kHalves - 1][i] = second[i];
-        if constexpr (HALVES) made[0][i] = of_gate ? second[i] : made[0][i];
-      }
-#endif
+      ask(in, row, column, share);
+      make(in, column, share);
     } else {
 #if SOURCE == 0
       stored = zeros<TX, kPiece>();
@@ -268,7 +282,8 @@ __device__ __forceinline__ int owner_of(const int* owner, int row, int rows) {
 #ifdef KERNEL_cast_rows
 
 // Tiles of ROWS rows below each other, cast along their rows: blocks of threads are counted
-// along the columns first, and `shares` of them go down.
+// along the columns first, and `shares` of them go down. Only a block that adds up columns
+// has more of them than AHEAD.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     cast_rows(const TX* __restrict__ x, const TDY* __restrict__ grad,
               const TW* __restrict__ weight, const TB* __restrict__ bias,
@@ -296,7 +311,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   Piece pieces[AHEAD];
   int groups[AHEAD];
   const auto row_of = [&](long long base, int i) { return base + i * ROWS + team; };
+  const long long step = static_cast<long long>(shares) * (AHEAD * ROWS);
+  // What adds up columns asks for a row before it makes the one before it.
+  constexpr bool pipelined = SUMS && WHOLE && !OWNED;
+  static_assert(!pipelined || AHEAD == 1, "one row of a thread is asked for");
+  Share<kPiece> next;
+  const auto is_inside = [&](long long row) {
+    return row < rows && share < shares && column < static_cast<int>(width);
+  };
+  const auto ask = [&](long long base) {
+    const long long row = row_of(base, 0);
+    if (is_inside(row)) Piece::ask(in, static_cast<int>(row), column, next);
+  };
   const auto read = [&](long long base) {
+    if constexpr (pipelined) {
+      const Share<kPiece> present = next;
+      ask(base + step);
+      if (is_inside(row_of(base, 0))) pieces[0].make(in, column, present);
+      else pieces[0].clear();
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       const long long row = row_of(base, i);
@@ -305,8 +339,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       pieces[i].read(in, static_cast<int>(row), column, exists && (!OWNED || groups[i] >= 0));
     }
   };
-  const long long step = static_cast<long long>(shares) * (AHEAD * ROWS);
   long long base = static_cast<long long>(share) * (AHEAD * ROWS);
+  if constexpr (pipelined) ask(base);
   read(base);
   const float shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, nullptr,
                                     global_scale_inv);
@@ -344,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
           for (int j = 0; j < kPiece; ++j) total[SUMS ? j : 0] += values[j];
         }
         // Of the second half the columns end where those of the row do.
-        const bool inside = row < rows && share < shares && column < static_cast<int>(width);
+        const bool inside = is_inside(row);
         const int to = column + half * part;
         if constexpr (divided) {
           out.put_codes(values, static_cast<int>(row), to, inside, scales[i]);
@@ -353,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
     }
-    if constexpr (!STRIPS) break;
+    if constexpr (!SUMS) break;
     base += step;
     if (base >= rows) break;
     read(base);

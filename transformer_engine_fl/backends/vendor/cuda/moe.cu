@@ -104,7 +104,7 @@ __device__ __forceinline__ Unit read_unit(const Unit* from) {
   } else {
     using Word = WordOf<(UNIT < 4)>::type;
     Word words[UNIT < 4 ? 1 : UNIT / 4];
-    read_piece<(UNIT < 2 ? 2 : UNIT), true>(words, from);
+    read_piece<(UNIT < 2 ? 2 : UNIT)>(words, from);
     memcpy(&unit, words, UNIT);
   }
   return unit;

@@ -22,7 +22,7 @@ template <int Bytes, bool Once>
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
   if constexpr (Bytes == 2) {  // smaller than an asynchronous copy can be
     unsigned short word = 0;
-    if (valid) read_piece<2, Once>(&word, from);
+    if (valid) read_piece<2>(&word, from);
     *static_cast<unsigned short*>(to) = word;
   } else {
     copy_async_piece<Bytes, Once>(to, from, valid);
@@ -67,7 +67,8 @@ __device__ __forceinline__ void write_chunks(unsigned char* to, int stride,
   }
 }
 
-template <int Access, bool Once, int N, typename T>
+// What no kernel writes while this one runs.
+template <int Access, int N, typename T>
 __device__ __forceinline__ Vec<T, N> load(const T* from) {
   constexpr int bytes = least(16, Access * static_cast<int>(sizeof(T)));
   const char* source = reinterpret_cast<const char*>(from);
@@ -76,28 +77,30 @@ __device__ __forceinline__ Vec<T, N> load(const T* from) {
 #pragma unroll
     for (int i = 0; i < Vec<T, N>::kWords; ++i) {
       unsigned short low, high;
-      read_piece<2, Once>(&low, source + 4 * i);
-      read_piece<2, Once>(&high, source + 4 * i + 2);
+      read_piece<2>(&low, source + 4 * i);
+      read_piece<2>(&high, source + 4 * i + 2);
       result.words[i] = low | static_cast<unsigned>(high) << 16;
     }
   } else {
     constexpr int words = bytes < 4 ? 1 : bytes / 4;
 #pragma unroll
     for (int i = 0; i < Vec<T, N>::kWords; i += words) {
-      read_piece<bytes, Once>(result.words + i, source + 4 * i);
+      read_piece<bytes>(result.words + i, source + 4 * i);
     }
   }
   return result;
 }
 
+// The same, by the names that kernels have for it: of data that no other block reads, and of
+// what they share.
 template <int Access, int N, typename T>
 __device__ __forceinline__ Vec<T, N> load_once(const T* from) {
-  return load<Access, true, N>(from);
+  return load<Access, N>(from);
 }
 
 template <int Access, int N, typename T>
 __device__ __forceinline__ Vec<T, N> load_shared_data(const T* from) {
-  return load<Access, false, N>(from);
+  return load<Access, N>(from);
 }
 
 // What an earlier kernel wrote, possibly while this one was starting, or what this thread
