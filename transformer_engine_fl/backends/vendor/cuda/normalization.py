@@ -70,9 +70,7 @@ FORWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (256, 4), (256, 8), (512, 
 FORWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1), (1024, 1))
 RMS_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (512, 2), (512, 4), (512, 8))
 LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8), (512, 8))
-LAYER_BACKWARD_SINGLE: Final = (
-    (256, 1), (512, 1), (1024, 1), (1024, 2), (1024, 4), (1024, 8)
-)
+LAYER_BACKWARD_SINGLE: Final = ((256, 1), (512, 1), (1024, 1), (1024, 2), (1024, 4), (1024, 8))
 SINGLE = 2
 WIDE_BACKWARD_TEAMS: Final = ((1024, 8), (1024, 16))
 MOST_CLUSTER: Final = 16
@@ -83,6 +81,7 @@ STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
 STREAM_VECTORS: Final = 512  # rows of more go that way
 STREAM_STAGES: Final = 4
 ROUNDS = 1
+EVICT_FIRST = 0
 OVERLAP = 1
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
@@ -303,6 +302,7 @@ def forward_source(
         "ZERO_CENTRED": int(key.zero_centred),
         "ADDED": int(key.added),
         "ACCESS": key.access,
+        "EVICT_FIRST": EVICT_FIRST,
         **({"CAST": 0, "AMAX": 0} if key.cast is None else key.cast.defines()),
     }
     arguments = "PPPPPPPPqqqi" + 2 * real(key.x)
@@ -387,6 +387,7 @@ def backward_sources(
         "CENTRED": int(key.centred),
         "ADDED": int(key.add is not None),
         "ACCESS": key.access,
+        "EVICT_FIRST": EVICT_FIRST,
     }
     zero_centred = {"ZERO_CENTRED": int(key.zero_centred)}
     outputs = 2 if key.centred else 1
@@ -406,7 +407,11 @@ def backward_sources(
         depth = stages(tile, stage_bytes, kept, device)
     if tile is not None and depth:
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
-        main |= {"SHARED_DBETA": int(shared_dbeta), "OVERLAP": OVERLAP, "HOLD_GAMMA": int(hold_gamma)}
+        main |= {
+            "SHARED_DBETA": int(shared_dbeta),
+            "OVERLAP": OVERLAP,
+            "HOLD_GAMMA": int(hold_gamma),
+        }
         shared = depth * stage_bytes + gamma_bytes
         geometry = _launch.Geometry(
             tile.threads, "PPPPPPPPqqqqi" + own, shared, tile.cluster, carveout=100
@@ -425,6 +430,14 @@ def backward_sources(
             (_source("backward_columns", columns), _launch.Geometry(COLUMN_LANES, "PPPPPqqqi")),
         ]
     return kernels, tile
+
+
+def _runs(kernel: _launch.Kernel) -> bool:
+    """Whether the device has room for one of its clusters."""
+    try:
+        return kernel.resident_groups() > 0
+    except _launch.LaunchError:
+        return False
 
 
 class Backward:
@@ -447,7 +460,7 @@ class Backward:
             sources, self._tile = backward_sources(key, limits, most_blocks)
             self._kernels = [_launch.load(*source, device) for source in sources]
             # Not every device has 16 multiprocessors that can form a cluster.
-            if sources[0][1].cluster <= 8 or self._kernels[0].resident_groups():
+            if sources[0][1].cluster <= 8 or _runs(self._kernels[0]):
                 break
         self._total = SumOfGroups(key.columns, math_dtype(key.x), key.gamma, device)
         self._columns = key.columns

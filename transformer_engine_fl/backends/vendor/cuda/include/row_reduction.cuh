@@ -120,15 +120,7 @@ class RowReduction {
       const int lane = threadIdx.x % 32;
       if constexpr (Cluster > 1) cluster_wait();
       else __syncthreads();
-#pragma unroll
-      for (int k = 0; k < K; ++k) value[k] = slots[turn_][k][lane % kSlots];
-#pragma unroll
-      for (int at = 32; at < kSlots; at += 32) {
-        A other[K];
-#pragma unroll
-        for (int k = 0; k < K; ++k) other[k] = slots[turn_][k][at + lane];
-        Operation::merge(value, other);
-      }
+      gather<Operation, (kSlots < 32 ? 1 : kSlots / 32)>(value, slots[turn_], lane % kSlots);
       halve<Operation, (kSlots < 32 ? kSlots : 32)>(value);
       turn_ ^= 1;
     }
@@ -141,6 +133,21 @@ class RowReduction {
   static __device__ __forceinline__ A (&exchanged())[2][K][kSlots] {
     __shared__ A slots[2][K][kSlots];
     return slots;
+  }
+
+  // Every 32nd slot from `at`, by halves: only parts of one size are merged.
+  template <typename Operation, int Count>
+  static __device__ __forceinline__ void gather(A (&value)[K], const A (&slots)[K][kSlots],
+                                                int at) {
+    if constexpr (Count == 1) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) value[k] = slots[k][at];
+    } else {
+      A other[K];
+      gather<Operation, Count / 2>(value, slots, at);
+      gather<Operation, Count / 2>(other, slots, at + 16 * Count);
+      Operation::merge(value, other);
+    }
   }
 
   template <typename Operation, int Width>
