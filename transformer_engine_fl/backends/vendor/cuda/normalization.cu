@@ -20,13 +20,16 @@
 //   CLUSTER              blocks that share a row
 //   FULL                 1 if the row fills all of those vectors
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
-//   STAGES               rows under way from global to shared memory (backward)
+//   STAGES               rows under way from global to shared memory (backward, forward_stream)
+//   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
+//   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory (backward)
+//   SHARED_DBETA         1 to keep dbeta in shared memory, not in registers (backward)
 //   BLOCKS               blocks that must fit on a multiprocessor; bounds the registers
 //
-// `forward` and `backward` keep a row in shared memory, so that it is read once. Rows that
-// do not fit are served by `forward_wide`, and by `backward_rows` with `backward_columns`,
-// which read them again from the L2 cache. The partial gradients of gamma and beta that
-// `backward` and `backward_columns` leave are added up by sums.cu.
+// `forward`, `forward_stream` and `backward` keep a row in shared memory, so that it is read
+// once. Rows that do not fit are served by `forward_wide`, and by `backward_rows` with
+// `backward_columns`, which read them again from the L2 cache. The partial gradients of gamma
+// and beta that `backward` and `backward_columns` leave are added up by sums.cu.
 //
 // `share` is 1 / columns: a division in the kernel would cost a call and registers.
 //
@@ -103,7 +106,7 @@ constexpr int kStatistics = !CENTRED ? 1 : FULL ? 2 : 3;
 using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A>;
 
 // A thread's part of them, from its vectors of a row in shared memory.
-__device__ __forceinline__ void look_at(unsigned char* kept, int rank, int columns,
+__device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, int columns,
                                         A (&found)[kStatistics]) {
   A mean = 0;
   A count = VECS * VEC;
@@ -302,32 +305,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
   }
 
-#if ROUNDS == 2
-  A mean = 0;
-  if constexpr (CENTRED) {
-    A total[kStatistics] = {};
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) total[0] += sum_of(Slots<TX>::read(kept, v));
-    over_row.reduce<Sum>(total);
-    mean = total[0] * share;
-  }
-
-  A squares[kStatistics] = {};
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    if (CENTRED && !Row::in_row(Row::first_column(v, rank), columns)) continue;
-    squares[0] += squares_of(Slots<TX>::read(kept, v), mean);
-  }
-  over_row.reduce<Sum>(squares);
-  const A scale = inverse_sqrt(squares[0] * share + eps);
-
-#else
   A found[kStatistics];
-  look_at(kept, rank, columns, found);
+  own_statistics(kept, rank, columns, found);
   over_row.reduce<Merging>(found);
   const A mean = mean_of(found, share);
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
-#endif
 
   wait_copies<0>();
   if (CAST == 0 && !active) return;  // casting, threads exchange values
@@ -454,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         if (Row::in_row(column, columns)) store(sum + row * columns + column, total);
       }
     }
-    look_at(slots, rank, columns, found);
+    own_statistics(slots, rank, columns, found);
     over_row.begin<Merging>(found);
   };
 
@@ -698,13 +680,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     over_row.template begin<Sum>(sums);
   };
 
-  // With three stages the sums of the next row are under way while dx of this one is written:
-  // the blocks of a cluster do not stand still meanwhile.
-  constexpr bool kOverlap = STAGES > 2 && OVERLAP;
   int stage = 0;
   A scale = next_scale;
   A mean = next_mean;
-  if constexpr (kOverlap) {
+  if constexpr (OVERLAP) {
     wait_copies<STAGES - 1>();
     ask_statistics(first_base + team + step);
     begin(ring, scale, mean);
@@ -714,7 +693,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const long long row = base + team;
     unsigned char* slots = ring + stage * kStageBytes;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
-    if constexpr (!kOverlap) {
+    if constexpr (!OVERLAP) {
       scale = next_scale;
       mean = next_mean;
       wait_copies<STAGES - 1>();
@@ -726,8 +705,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const A value = CENTRED ? sums[kSums - 1] * share : A(0);
     const A own_scale = scale;
     const A own_mean = mean;
-    if (kOverlap && base + step < rows) {
-      wait_copies<(kOverlap ? STAGES - 2 : 0)>();
+    if (OVERLAP && base + step < rows) {
+      wait_copies<(OVERLAP ? STAGES - 2 : 0)>();
       scale = next_scale;
       mean = next_mean;
       ask_statistics(row + 2 * step);

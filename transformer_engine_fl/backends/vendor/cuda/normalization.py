@@ -70,19 +70,18 @@ FORWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (256, 4), (256, 8), (512, 
 FORWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1), (1024, 1))
 RMS_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (512, 2), (512, 4), (512, 8))
 LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8), (512, 8))
-LAYER_BACKWARD_SINGLE: Final = ((256, 1), (512, 1), (1024, 1), (1024, 2), (1024, 4), (1024, 8))
-SINGLE = 2
+# With one vector for each thread: dgamma and dbeta leave no registers for two, and a cluster
+# costs more than the barrier of a large block.
+LAYER_BACKWARD_SINGLE: Final = ((256, 1), (512, 1), (1024, 1))
 WIDE_BACKWARD_TEAMS: Final = ((1024, 8), (1024, 16))
 MOST_CLUSTER: Final = 16
 BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
-# Of long rows with a cluster's threads: a block's part stays in as few registers as there are
-# for it with so many threads on a multiprocessor.
+# Of long rows, where a group of blocks keeps gamma and beta in registers from row to row.
 STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
-STREAM_VECTORS: Final = 512  # rows of more go that way
+# Rows of more vectors go that way: of gamma alone they are longer before it pays.
+STREAM_VECTORS: Final = 512
+STREAM_VECTORS_GAMMA_ALONE: Final = 4096
 STREAM_STAGES: Final = 4
-ROUNDS = 1
-EVICT_FIRST = 0
-OVERLAP = 1
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
 MOST_STAGES: Final = 6
@@ -108,16 +107,15 @@ def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> 
     return with_blocks(tile, 1280)
 
 
-def stream_tile(columns: int, x_size: int, other_size: int) -> Tile | None:
+def stream_tile(columns: int, x_size: int, other_size: int, longer: int) -> Tile | None:
     """The tile of a forward that keeps the parameters; None if the row is not long enough.
 
-    The same arguments as :func:`forward_tile`, of a device with clusters.
+    The same arguments as :func:`forward_tile`, of a device with clusters, and how many
+    vectors the row must be longer than.
     """
     vec = vector_width(columns, x_size)
     vectors = columns // vec
-    if vectors <= STREAM_VECTORS or vec * x_size != 16 or max(4, x_size) == 8:
-        return None
-    if other_size > x_size:
+    if vectors <= longer or vec * x_size != 16 or x_size == 8 or other_size > x_size:
         return None
     tile = team_tile(vectors, vec, 2, STREAM_TEAMS) or team_tile(vectors, vec, 4, ((1024, 8),))
     return None if tile is None else with_blocks(tile, 1024)
@@ -141,16 +139,14 @@ def backward_tile(
     most = (8 if x_size == 8 else 16) // vec  # gradients of gamma that a thread can accumulate
     tile = warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8)
     if tile is None and clusters and x_size == 2 and vec == 8:
-        teams = tuple(team for team in WIDE_BACKWARD_TEAMS if team[1] <= most_blocks)
-        if centred and SINGLE:
-            found = (*LAYER_BACKWARD_SINGLE, *teams) if SINGLE == 2 else LAYER_BACKWARD_SINGLE
-            tile = team_tile(vectors, vec, 1, tuple(t for t in found if t[1] <= most_blocks))
-        elif not centred:
-            tile = team_tile(vectors, vec, most, RMS_BACKWARD_TEAMS)
-        else:
-            tile = team_tile(vectors, vec, most, LAYER_BACKWARD_TEAMS)
-        tile = tile or team_tile(vectors, vec, most, teams)
-        if tile is not None and (tile.lanes == 1024 or (centred and SINGLE)):
+        tile = team_tile(vectors, vec, 1, LAYER_BACKWARD_SINGLE) if centred else None
+        if tile is None:
+            teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
+            tile = team_tile(vectors, vec, most, teams)
+        if tile is None:
+            wide = tuple(team for team in WIDE_BACKWARD_TEAMS if team[1] <= most_blocks)
+            tile = team_tile(vectors, vec, most, wide)
+        if tile is not None and (tile.lanes == 1024 or (centred and tile.vecs == 1)):
             return with_blocks(tile, 1024) if other_size == 2 else tile
     elif tile is None:
         teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
@@ -263,7 +259,9 @@ class ForwardKey:
         if not device.has_clusters:
             return None
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
-        tile = stream_tile(self.columns, SIZES[self.x], others)
+        gamma_alone = not self.centred and self.cast is None
+        longer = STREAM_VECTORS_GAMMA_ALONE if gamma_alone else STREAM_VECTORS
+        tile = stream_tile(self.columns, SIZES[self.x], others, longer)
         if tile is None:
             return None
         stage_bytes = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
@@ -302,7 +300,6 @@ def forward_source(
         "ZERO_CENTRED": int(key.zero_centred),
         "ADDED": int(key.added),
         "ACCESS": key.access,
-        "EVICT_FIRST": EVICT_FIRST,
         **({"CAST": 0, "AMAX": 0} if key.cast is None else key.cast.defines()),
     }
     arguments = "PPPPPPPPqqqi" + 2 * real(key.x)
@@ -325,7 +322,7 @@ def forward_source(
     block = tile.threads * (shared + parameters) + key.exchanged(tile)
     ahead = ahead and block <= device.shared_per_block
     ahead = ahead and key.cast != STATISTICS  # which need no parameters
-    main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead), "ROUNDS": ROUNDS}
+    main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead)}
     shared = tile.threads * (shared + (parameters if ahead else 0))
     # As much shared memory as the blocks of a multiprocessor fill; the rest is L1 cache.
     resident = (2048 if held * SIZES[key.x] <= 32 else 1280) // tile.threads
@@ -387,7 +384,6 @@ def backward_sources(
         "CENTRED": int(key.centred),
         "ADDED": int(key.add is not None),
         "ACCESS": key.access,
-        "EVICT_FIRST": EVICT_FIRST,
     }
     zero_centred = {"ZERO_CENTRED": int(key.zero_centred)}
     outputs = 2 if key.centred else 1
@@ -407,9 +403,11 @@ def backward_sources(
         depth = stages(tile, stage_bytes, kept, device)
     if tile is not None and depth:
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
+        # Where a row's sums take more than one block's barrier, or two values.
+        overlap = depth > 2 and (tile.cluster > 1 or (key.centred and tile.lanes > 32))
         main |= {
             "SHARED_DBETA": int(shared_dbeta),
-            "OVERLAP": OVERLAP,
+            "OVERLAP": int(overlap),
             "HOLD_GAMMA": int(hold_gamma),
         }
         shared = depth * stage_bytes + gamma_bytes

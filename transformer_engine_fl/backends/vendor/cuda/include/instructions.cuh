@@ -69,15 +69,6 @@ __device__ __forceinline__ void copy_async_piece(void* to, const void* from, boo
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
   const int bytes = valid ? Bytes : 0;
   if constexpr (Once && Bytes == 16) {
-#if defined(EVICT_FIRST) && EVICT_FIRST
-    unsigned long long policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                     address),
-                 "l"(from), "r"(bytes), "l"(policy)
-                 : "memory");
-    return;
-#endif
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address),
                  "l"(from), "r"(bytes)
                  : "memory");
