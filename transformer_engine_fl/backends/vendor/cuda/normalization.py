@@ -403,8 +403,8 @@ def backward_sources(
         depth = stages(tile, stage_bytes, kept, device)
     if tile is not None and depth:
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
-        # Where a row's sums take more than one block's barrier, or two values.
-        overlap = depth > 2 and (tile.cluster > 1 or (key.centred and tile.lanes > 32))
+        # One sum behind one block's barrier is not worth a row less under way.
+        overlap = depth > 2 and (tile.cluster > 1 or key.centred)
         main |= {
             "SHARED_DBETA": int(shared_dbeta),
             "OVERLAP": int(overlap),
