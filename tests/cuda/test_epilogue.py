@@ -71,6 +71,20 @@ def test_norms_with_a_given_scale_leave_the_amax(format: str, device: str) -> No
 
 
 @pytest.mark.parametrize("format", ["per_tensor", "mxfp8"])
+def test_groups_with_several_long_rows_leave_one_amax_each(
+    format: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
+    monkeypatch.setattr(normalization, "_forwards", Plans())
+    scale = torch.tensor([3.0], device=device) if format == "per_tensor" else None
+    weight = values(4128, device=device)
+    for rows in (1, 5):
+        x = values(rows, 4128, device=device)
+        check_outputs("rmsnorm_fwd_quantize", x, weight, scale=scale, format=format)
+        check_outputs("layernorm_fwd_quantize", x, weight, weight, scale=scale, format=format)
+
+
+@pytest.mark.parametrize("format", ["per_tensor", "mxfp8"])
 def test_norms_of_rows_that_do_not_stay_on_the_chip(
     format: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _launch, normalization
-from transformer_engine_fl.backends.vendor.cuda._arguments import access_width, dense_rows
+from transformer_engine_fl.backends.vendor.cuda._arguments import Plans, access_width, dense_rows
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops.normalization import statistics_dtype
@@ -51,7 +51,8 @@ def test_blocks_leave_room_for_the_memory_in_which_warps_exchange_sums(
             if source.kernel == "forward_wide":
                 continue
             warps = geometry.threads // 32 * cluster
-            exchanged = 2 * warps * (8 if dtype == torch.float64 else 4)
+            values = 1 if added else 3
+            exchanged = 2 * values * warps * (8 if dtype == torch.float64 else 4)
             assert geometry.shared_bytes + exchanged <= limits.shared_per_block, (key, limits)
 
 
@@ -239,7 +240,64 @@ def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them() -> None
     assert list(prepared.attributes[0].value[:3]) == [4, 1, 1]
 
 
+LONG = 4096, 4104, 32768, 32776, 262144
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_long_rows_keep_their_parameters_and_have_others_under_way(centred: bool) -> None:
+    low = torch.bfloat16
+    found = {}
+    for columns in LONG:
+        key = normalization.ForwardKey(columns, 8, low, low, low, low, centred, False)
+        source, geometry, *_ = normalization.forward_source(key, HOPPER)
+        found[columns] = source.kernel
+        if source.kernel == "forward_stream":
+            assert int(dict(source.defines)["STAGES"]) > 1
+            assert geometry.shared_bytes <= HOPPER.shared_per_block
+    streamed = {columns for columns in LONG if found[columns] == "forward_stream"}
+    assert streamed == ({4104, 32768, 32776, 262144} if centred else {32776, 262144})
+
+
+def test_a_backward_without_large_clusters_has_another_kernel() -> None:
+    low = torch.bfloat16
+    for centred in (False, True):
+        key = normalization.BackwardKey(262144, 8, low, low, low, centred, False)
+        for most, cluster in ((16, 16), (8, 1)):
+            sources, tile = normalization.backward_sources(key, HOPPER, most)
+            assert {geometry.cluster for _, geometry in sources} == {cluster}
+            assert (tile is None) == (cluster == 1)
+
+
 # ------------------------------------------------------------------------- on a device
+
+
+@pytest.fixture
+def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little room on the device that each group of blocks has several rows."""
+    monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
+    monkeypatch.setattr(normalization, "_forwards", Plans())
+    monkeypatch.setattr(normalization, "_backwards", Plans())
+
+
+@pytest.mark.usefixtures("few_groups")
+@pytest.mark.parametrize("columns", [4104, 8192, 12008, 33000])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_groups_with_several_rows(op: str, columns: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(7, columns, generator=generator).to(torch.bfloat16).to(device)
+    args = call_for(op, x)
+    assert_close(op, serve(op)(*args), getattr(ops, op).oracle(*args), "bfloat16")
+
+
+@pytest.mark.parametrize("columns", [8, 1000, 1024, 4104, 8192, 20000])
+def test_a_variance_does_not_suffer_from_a_large_mean(columns: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x = (torch.randn(3, columns, generator=generator) + 3000).to(device)
+    _, mu, rsigma = normalization.layernorm_fwd(x, torch.ones(columns, device=device))
+    wide = x.double()
+    assert torch.allclose(mu.double(), wide.mean(-1), rtol=1e-6)
+    exact = (wide.var(-1, correction=0) + 1e-5).rsqrt()
+    assert torch.allclose(rsigma.double(), exact, rtol=2e-3)
 
 
 def cases() -> Iterator[Any]:

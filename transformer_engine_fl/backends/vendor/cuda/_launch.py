@@ -101,6 +101,7 @@ _INVALID_CONTEXT: Final = 201
 _LIMITS: Final = (75, 76, 16, 97, 81)
 _MAX_DYNAMIC_SHARED_BYTES: Final = 8
 _SHARED_CARVEOUT: Final = 9
+_LARGE_CLUSTERS: Final = 14  # of more blocks than every device of the architecture can run
 _CLUSTER_DIMENSION: Final = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 _CAPTURE_MODE_RELAXED: Final = 2
@@ -195,6 +196,7 @@ class Kernel:
             for attribute, value in (
                 (_MAX_DYNAMIC_SHARED_BYTES, geometry.shared_bytes or None),
                 (_SHARED_CARVEOUT, geometry.carveout),
+                (_LARGE_CLUSTERS, 1 if geometry.cluster > 8 else None),
             ):
                 if value is not None:
                     _call("cuFuncSetAttribute", self._function, attribute, value)

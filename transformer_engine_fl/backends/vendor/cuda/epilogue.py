@@ -196,6 +196,10 @@ class _Norm(NamedTuple):
             what,
         )
 
+    def amaxes(self, what: Cast) -> int:
+        """How many amaxes that leaves."""
+        return forward_of(self.key(what), self.x.get_device()).amaxes(self.rows)
+
     def run(self, what: Cast, outputs: Quantized | None, *more: int | float) -> None:
         """Write the statistics, and the codes if there are outputs; ``more`` is the cast's."""
         columns = self.shape[-1]
@@ -233,25 +237,27 @@ def _norm(
     by_tensor = recipe.form.by_tensor
     computed = by_tensor and scale is None
     on_chip = norm.key(STATISTICS).tile(limits) is not None
-    amaxes = None
-    if by_tensor and on_chip:
-        amaxes = fresh(recipe.op, norm.x, (norm.rows,), torch.float32)
-    if (
+    apart = (
         recipe.columnwise
         or recipe.square
         or computed
         or not _casts_along_rows(norm, recipe, limits)
-    ):
+    )
+    found = by_tensor and on_chip and (computed or not apart)
+    what = Cast(None if apart else recipe._replace(op="", amax_epsilon=0.0), found)
+    amaxes = None
+    if found and norm.rows:
+        amaxes = fresh(recipe.op, norm.x, (norm.amaxes(what),), torch.float32)
+    if apart:
         if norm.rows:
-            found = computed and amaxes is not None
-            norm.run(Cast(None, found), None, pointer(amaxes) if found else 0)
+            norm.run(what, None, pointer(amaxes))
         quantized = cast(recipe, norm.source(amaxes if computed else None), scale)
         return *quantized, *norm.statistics
     quantized = outputs_of(recipe, norm.x, norm.shape, 1)
     if not norm.rows:  # what there is of no rows, a cast of them writes
         return *cast(recipe, norm.source(None), scale), *norm.statistics
     norm.run(
-        Cast(recipe._replace(op="", amax_epsilon=0.0), by_tensor),
+        what,
         quantized,
         *map(pointer, (scale, quantized[1], quantized[3], amaxes)),
         as_float32(recipe.amax_epsilon),

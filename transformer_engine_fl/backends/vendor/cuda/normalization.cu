@@ -20,13 +20,16 @@
 //   CLUSTER              blocks that share a row
 //   FULL                 1 if the row fills all of those vectors
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
-//   STAGES               rows under way from global to shared memory (backward)
+//   STAGES               rows under way from global to shared memory (backward, forward_stream)
+//   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
+//   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory (backward)
+//   SHARED_DBETA         1 to keep dbeta in shared memory, not in registers (backward)
 //   BLOCKS               blocks that must fit on a multiprocessor; bounds the registers
 //
-// `forward` and `backward` keep a row in shared memory, so that it is read once. Rows that
-// do not fit are served by `forward_wide`, and by `backward_rows` with `backward_columns`,
-// which read them again from the L2 cache. The partial gradients of gamma and beta that
-// `backward` and `backward_columns` leave are added up by sums.cu.
+// `forward`, `forward_stream` and `backward` keep a row in shared memory, so that it is read
+// once. Rows that do not fit are served by `forward_wide`, and by `backward_rows` with
+// `backward_columns`, which read them again from the L2 cache. The partial gradients of gamma
+// and beta that `backward` and `backward_columns` leave are added up by sums.cu.
 //
 // `share` is 1 / columns: a division in the kernel would cost a call and registers.
 //
@@ -45,7 +48,7 @@ namespace {
 
 using A = Accumulator<TX>::type;
 
-#if defined(KERNEL_forward) || defined(KERNEL_backward)
+#if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_backward)
 
 using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
 template <typename T>
@@ -65,7 +68,7 @@ __device__ __forceinline__ void decode_gamma(const Vec<TW, VEC>& stored, A (&gam
 
 #endif
 
-#if defined(KERNEL_forward) || defined(KERNEL_forward_wide)
+#if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_forward_wide)
 
 __device__ __forceinline__ A sum_of(const Vec<TX, VEC>& row) {
   A x[VEC];
@@ -95,6 +98,64 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
   for (int i = 0; i < VEC; ++i) sum += (x[i] - mean) * (x[i] - mean);
   return sum;
 }
+
+#ifndef KERNEL_forward_wide
+
+// What is reduced to a row's statistics: the sum of squares, or what Moments says.
+constexpr int kStatistics = !CENTRED ? 1 : FULL ? 2 : 3;
+using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A>;
+
+// A thread's part of them, from its vectors of a row in shared memory.
+__device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, int columns,
+                                        A (&found)[kStatistics]) {
+  A mean = 0;
+  A count = VECS * VEC;
+  A total = 0;
+  if constexpr (CENTRED) {
+    if (!FULL) count = 0;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      total += sum_of(Slots<TX>::read(kept, v));  // zeros beyond the columns
+      if (!FULL && Row::in_row(Row::first_column(v, rank), columns)) count += VEC;
+    }
+    if constexpr (FULL) mean = total * (A(1) / A(VECS * VEC));
+    else mean = count > 0 ? total * reciprocal(count) : A(0);
+  }
+  A squares = 0;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    if (CENTRED && !Row::in_row(Row::first_column(v, rank), columns)) continue;
+    squares += squares_of(Slots<TX>::read(kept, v), mean);
+  }
+  if constexpr (!CENTRED) {
+    found[0] = squares;
+  } else if constexpr (FULL) {
+    found[0] = mean;
+    found[1] = squares * (A(1) / A(VECS * VEC));
+  } else {
+    found[0] = count;
+    found[1] = total;
+    found[2] = squares;
+  }
+}
+
+// The mean, and the mean of squared deviations from it, of what has been reduced.
+__device__ __forceinline__ A mean_of(const A (&found)[kStatistics], A share) {
+  if constexpr (!CENTRED) return 0;
+  else return FULL ? found[0] : found[1] * share;
+}
+__device__ __forceinline__ A variance_of(const A (&found)[kStatistics], A share) {
+  if constexpr (CENTRED && FULL) return found[1];
+  else return found[kStatistics - 1] * share;
+}
+
+#if CENTRED
+using Merging = Moments;
+#else
+using Merging = Sum;
+#endif
+
+#endif
 
 __device__ __forceinline__ void normalize(const Vec<TX, VEC>& row, A mean, A scale,
                                           const Vec<TW, VEC>& gamma, const Vec<TB, VEC>& beta,
@@ -171,7 +232,7 @@ struct Terms {
 
 }  // namespace
 
-#ifdef KERNEL_forward
+#if defined(KERNEL_forward) || defined(KERNEL_forward_stream)
 
 // What a cast takes beside what all forwards do.
 #if CAST == 1
@@ -186,6 +247,10 @@ using Cast = RowCast<KIND, SCALES, POW2, WIDTH, VEC,
 #define CAST_PARAMETERS
 #endif
 
+#endif
+
+#ifdef KERNEL_forward
+
 // One set of ROWS rows per block, or per cluster. Short-lived blocks keep the memory
 // busy: while some wait for their sums, others on the multiprocessor load and store.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
@@ -199,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long row =
       static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
   const bool active = Row::in_rows(row, rows);
-  RowReduction<LANES, CLUSTER, 1, A> over_row;
+  Statistics over_row;
 
   // The row waits in shared memory: it is read from there as often as it is needed, and
   // takes no registers between. So more blocks fit, and more rows are under way.
@@ -240,23 +305,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
   }
 
-  A mean = 0;
-  if constexpr (CENTRED) {
-    A total[1] = {0};
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) total[0] += sum_of(Slots<TX>::read(kept, v));
-    over_row.sum(total);
-    mean = total[0] * share;
-  }
-
-  A squares[1] = {0};
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    if (CENTRED && !Row::in_row(Row::first_column(v, rank), columns)) continue;
-    squares[0] += squares_of(Slots<TX>::read(kept, v), mean);
-  }
-  over_row.sum(squares);
-  const A scale = inverse_sqrt(squares[0] * share + eps);
+  A found[kStatistics];
+  own_statistics(kept, rank, columns, found);
+  over_row.reduce<Merging>(found);
+  const A mean = mean_of(found, share);
+  const A scale = inverse_sqrt(variance_of(found, share) + eps);
 
   wait_copies<0>();
   if (CAST == 0 && !active) return;  // casting, threads exchange values
@@ -278,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
   }
 #endif
-  A largest[1] = {0};
+  A largest[kStatistics] = {};
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
@@ -317,6 +370,145 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 }
 
 #endif  // KERNEL_forward
+
+#ifdef KERNEL_forward_stream
+
+// A persistent grid for long rows: each group of blocks takes every so-many-th row and keeps
+// its part of gamma and beta, which for long rows are too much to be read from the L2 cache
+// with each of them. STAGES rows are under way at any time, and while the blocks of a group
+// exchange what they have found of one row, they write the row before it.
+extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
+    forward_stream(const TX* __restrict__ x, const TX* __restrict__ residual,
+                   const TW* __restrict__ gamma, const TB* __restrict__ beta,
+                   TY* __restrict__ y, TX* __restrict__ sum, A* __restrict__ mu,
+                   A* __restrict__ rsigma, long long rows, long long x_stride,
+                   long long residual_stride, int columns, A share, A eps CAST_PARAMETERS) {
+  static_assert(ROWS == 1 && STAGES > 1, "a row of a block, the next one under way");
+  constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
+  constexpr bool kHoldsBeta = CENTRED && VECS * VEC <= 16;  // there are no registers for more
+  extern __shared__ __align__(16) unsigned char ring[];
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const long long group = blockIdx.x / CLUSTER;
+  const long long groups = gridDim.x / CLUSTER;
+  Statistics over_row;
+
+  auto ask = [&](long long row, unsigned char* slots) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      const bool valid = row < rows && Row::in_row(column, columns);
+      Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
+      if constexpr (ADDED) {
+        Slots<TX>::fill<true>(slots + Slots<TX>::kBytes, v,
+                              residual + row * residual_stride + column, valid);
+      }
+    }
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage) {
+    ask(group + stage * groups, ring + stage * kStageBytes);
+  }
+  Vec<TW, VEC> own_gamma[VECS];
+  Vec<TB, VEC> own_beta[VECS];
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    own_gamma[v] = zeros<TW, VEC>();
+    own_beta[v] = zeros<TB, VEC>();
+    if (CAST == 2 && !AMAX) continue;
+    if (Row::in_row(column, columns)) {
+      own_gamma[v] = load_once<ACCESS, VEC>(gamma + column);
+      if (kHoldsBeta && beta) own_beta[v] = load_once<ACCESS, VEC>(beta + column);
+    }
+  }
+
+  // What a row's statistics follow from, and its sum.
+  A found[kStatistics];
+  auto begin = [&](long long row, unsigned char* slots) {
+    if constexpr (ADDED) {
+#pragma unroll
+      for (int v = 0; v < VECS; ++v) {
+        const int column = Row::first_column(v, rank);
+        const Vec<TX, VEC> total =
+            sum_with(Slots<TX>::read(slots, v), Slots<TX>::read(slots + Slots<TX>::kBytes, v));
+        Slots<TX>::write(slots, v, total);
+        if (Row::in_row(column, columns)) store(sum + row * columns + column, total);
+      }
+    }
+    own_statistics(slots, rank, columns, found);
+    over_row.begin<Merging>(found);
+  };
+
+#if CAST == 1
+  const Cast cast{y, scale_inv, columns, epsilon};
+  float shared = 1.0f;
+  if (all_scale) {
+    shared = *all_scale;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      write_inverse<WIDTH == 0>(shared, scale_inv, static_cast<Cast::Stored*>(nullptr),
+                                global_scale_inv);
+    }
+  }
+#endif
+  A largest[kStatistics] = {};
+  wait_copies<STAGES - 1>();
+  begin(group, ring);
+  int stage = 0;
+#pragma unroll 1
+  for (long long row = group; row < rows; row += groups) {
+    over_row.end<Merging>(found);
+    const A mean = mean_of(found, share);
+    const A scale = inverse_sqrt(variance_of(found, share) + eps);
+    unsigned char* slots = ring + stage * kStageBytes;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    if (row + groups < rows) {
+      wait_copies<STAGES - 2>();
+      begin(row + groups, ring + stage * kStageBytes);
+    }
+    if (rank == 0 && threadIdx.x == 0) {
+      if constexpr (CENTRED) mu[row] = mean;
+      rsigma[row] = scale;
+    }
+#if !(CAST == 2 && !AMAX)
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      const bool inside = Row::in_row(column, columns);
+      if (CAST == 0 && !inside) continue;
+      A values[VEC];
+      Vec<TB, VEC> b = own_beta[v];
+      if (CENTRED && !kHoldsBeta && beta && inside) {
+        b = load_shared_data<ACCESS, VEC>(beta + column);
+      }
+      normalize(Slots<TX>::read(slots, v), mean, scale, own_gamma[v], b, values);
+#if CAST == 0
+      store(y + row * columns + column, encode<TY>(values));
+#else
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        values[i] = inside ? values[i] : A(0);
+        if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
+      }
+#if CAST == 1
+      cast.put(values, static_cast<int>(row), column, inside, shared);
+#endif
+#endif
+    }
+#endif
+    ask(row + STAGES * groups, slots);
+  }
+#if CAST != 0
+  // One for all rows of a group, at the place of its first; there are none for the others.
+  if constexpr (AMAX) {
+    over_row.max(largest);
+    if (rank == 0 && threadIdx.x == 0) amaxes[group] = largest[0];
+  }
+#endif
+  wait_copies<0>();
+}
+
+#endif  // KERNEL_forward_stream
 
 #ifdef KERNEL_forward_wide
 
@@ -410,8 +602,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long step = static_cast<long long>(groups) * ROWS;
   RowReduction<LANES, CLUSTER, kSums, A> over_row;
 
-  auto ask = [&](long long row, int stage) {
-    unsigned char* slots = ring + stage * kStageBytes;
+  auto ask = [&](long long row, unsigned char* slots) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -428,16 +619,29 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long first_base = static_cast<long long>(group) * ROWS;
   const int team = threadIdx.x / LANES;
   unsigned char* own_gamma = ring + STAGES * kStageBytes;
+  Vec<TW, VEC> held_gamma[VECS];  // in registers where dbeta takes its place
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    Slots<TW>::fill<false>(own_gamma, v, gamma + column, Row::in_row(column, columns));
+    if constexpr (HOLD_GAMMA) {
+      held_gamma[v] = zeros<TW, VEC>();
+      if (Row::in_row(column, columns)) held_gamma[v] = load_once<ACCESS, VEC>(gamma + column);
+    } else {
+      Slots<TW>::fill<false>(own_gamma, v, gamma + column, Row::in_row(column, columns));
+    }
   }
 #pragma unroll 1
-  for (int stage = 0; stage < STAGES; ++stage) ask(first_base + team + stage * step, stage);
+  for (int stage = 0; stage < STAGES; ++stage) {
+    ask(first_base + team + stage * step, ring + stage * kStageBytes);
+  }
 
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
+  unsigned char* own_dbeta = own_gamma;
+  if constexpr (CENTRED && SHARED_DBETA) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) Slots<A>::write(own_dbeta, v, zeros<A, VEC>());
+  }
   A next_scale = 0;
   A next_mean = 0;
   auto ask_statistics = [&](long long row) {
@@ -446,47 +650,78 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   };
   ask_statistics(first_base + team);
 
-  int stage = 0;
-  for (long long base = first_base; base < rows; base += step) {
-    const long long row = base + team;
-    const A scale = next_scale;
-    const A mean = next_mean;
-
-    wait_copies<STAGES - 1>();
-    unsigned char* slots = ring + stage * kStageBytes;
-    // The row is read from its slots once for the sums and again for dx: with the sums of
-    // dgamma and dbeta it would not fit into the registers.
-    auto terms = [&](int v) {
-      return Terms(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Slots<TX>::kBytes, v),
-                   mean, scale, Slots<TW>::read(own_gamma, v));
-    };
-
-    A sums[kSums] = {};
+  // A vector of the row in these slots. It is read from there once for the sums and again
+  // for dx: with the sums of dgamma and dbeta it would not fit into the registers.
+  auto terms = [&](unsigned char* slots, int v, A scale, A mean) {
+    return Terms(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Slots<TX>::kBytes, v), mean,
+                 scale, HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(own_gamma, v));
+  };
+  A sums[kSums];
+  auto begin = [&](unsigned char* slots, A scale, A mean) {
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) sums[k] = 0;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const Terms part = terms(v);
+      const Terms part = terms(slots, v, scale, mean);
       part.add_to(sums);
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        dgamma[v][i] += part.dy[i] * part.xhat[i];
-        if constexpr (CENTRED) dbeta[v][i] += part.dy[i];
+      for (int i = 0; i < VEC; ++i) dgamma[v][i] += part.dy[i] * part.xhat[i];
+      if constexpr (CENTRED && SHARED_DBETA) {
+        A dbeta_part[VEC];
+        decode(Slots<A>::read(own_dbeta, v), dbeta_part);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) dbeta_part[i] += part.dy[i];
+        Slots<A>::write(own_dbeta, v, encode<A>(dbeta_part));
+      } else if constexpr (CENTRED) {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) dbeta[v][i] += part.dy[i];
       }
     }
-    ask_statistics(row + step);
-    over_row.sum(sums);
+    over_row.template begin<Sum>(sums);
+  };
 
+  int stage = 0;
+  A scale = next_scale;
+  A mean = next_mean;
+  if constexpr (OVERLAP) {
+    wait_copies<STAGES - 1>();
+    ask_statistics(first_base + team + step);
+    begin(ring, scale, mean);
+  }
+#pragma unroll 1
+  for (long long base = first_base; base < rows; base += step) {
+    const long long row = base + team;
+    unsigned char* slots = ring + stage * kStageBytes;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    if constexpr (!OVERLAP) {
+      scale = next_scale;
+      mean = next_mean;
+      wait_copies<STAGES - 1>();
+      begin(slots, scale, mean);
+      ask_statistics(row + step);
+    }
+    over_row.template end<Sum>(sums);
     const A product = sums[0] * share;
     const A value = CENTRED ? sums[kSums - 1] * share : A(0);
+    const A own_scale = scale;
+    const A own_mean = mean;
+    if (OVERLAP && base + step < rows) {
+      wait_copies<(OVERLAP ? STAGES - 2 : 0)>();
+      scale = next_scale;
+      mean = next_mean;
+      ask_statistics(row + 2 * step);
+      begin(ring + stage * kStageBytes, scale, mean);
+    }
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       if (!Row::in_rows(row, rows) || !Row::in_row(column, columns)) continue;
       Vec<TADD, VEC> added = zeros<TADD, VEC>();
       if constexpr (ADDED) added = Slots<TADD>::read(slots + kAddedAt, v);
-      store(dx + row * columns + column, terms(v).dx(scale, product, value, added));
+      store(dx + row * columns + column,
+            terms(slots, v, own_scale, own_mean).dx(own_scale, product, value, added));
     }
-    ask(row + STAGES * step, stage);
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    ask(row + STAGES * step, slots);
   }
 
   release_dependents();
@@ -524,6 +759,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
   };
   write(dgamma, 0);
+  if constexpr (CENTRED && SHARED_DBETA) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) decode(Slots<A>::read(own_dbeta, v), dbeta[v]);
+  }
   if constexpr (CENTRED) write(dbeta, 1);
 }
 

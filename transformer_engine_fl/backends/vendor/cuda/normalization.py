@@ -70,7 +70,18 @@ FORWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (256, 4), (256, 8), (512, 
 FORWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1), (1024, 1))
 RMS_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (512, 2), (512, 4), (512, 8))
 LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8), (512, 8))
+# With one vector for each thread: dgamma and dbeta leave no registers for two, and a cluster
+# costs more than the barrier of a large block.
+LAYER_BACKWARD_SINGLE: Final = ((256, 1), (512, 1), (1024, 1))
+WIDE_BACKWARD_TEAMS: Final = ((1024, 8), (1024, 16))
+MOST_CLUSTER: Final = 16
 BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
+# Of long rows, where a group of blocks keeps gamma and beta in registers from row to row.
+STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
+# Rows of more vectors go that way: of gamma alone they are longer before it pays.
+STREAM_VECTORS: Final = 512
+STREAM_VECTORS_GAMMA_ALONE: Final = 4096
+STREAM_STAGES: Final = 4
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
 MOST_STAGES: Final = 6
@@ -96,20 +107,51 @@ def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> 
     return with_blocks(tile, 1280)
 
 
-def backward_tile(
-    columns: int, x_size: int, other_size: int, centred: bool, clusters: bool
-) -> Tile | None:
-    """The tile of a backward; None if the row has to be read more than once."""
+def stream_tile(columns: int, x_size: int, other_size: int, longer: int) -> Tile | None:
+    """The tile of a forward that keeps the parameters; None if the row is not long enough.
+
+    The same arguments as :func:`forward_tile`, of a device with clusters, and how many
+    vectors the row must be longer than.
+    """
     vec = vector_width(columns, x_size)
     vectors = columns // vec
-    sums = 8 if x_size == 8 else 16  # gradients of gamma that a thread can accumulate
-    teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
-    tile = warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8) or team_tile(
-        vectors, vec, sums // vec, teams if clusters else BACKWARD_TEAMS_NO_CLUSTERS
-    )
-    if tile is None:
+    if vectors <= longer or vec * x_size != 16 or x_size == 8 or other_size > x_size:
         return None
-    if x_size != 2 or other_size != 2:
+    tile = team_tile(vectors, vec, 2, STREAM_TEAMS) or team_tile(vectors, vec, 4, ((1024, 8),))
+    return None if tile is None else with_blocks(tile, 1024)
+
+
+def backward_tile(
+    columns: int,
+    x_size: int,
+    other_size: int,
+    centred: bool,
+    clusters: bool,
+    most_blocks: int = MOST_CLUSTER,
+) -> Tile | None:
+    """The tile of a backward; None if the row has to be read more than once.
+
+    The same arguments as :func:`forward_tile`, and whether there is a mean to subtract and
+    the most blocks of a cluster.
+    """
+    vec = vector_width(columns, x_size)
+    vectors = columns // vec
+    most = (8 if x_size == 8 else 16) // vec  # gradients of gamma that a thread can accumulate
+    tile = warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8)
+    if tile is None and clusters and x_size == 2 and vec == 8:
+        tile = team_tile(vectors, vec, 1, LAYER_BACKWARD_SINGLE) if centred else None
+        if tile is None:
+            teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
+            tile = team_tile(vectors, vec, most, teams)
+        if tile is None:
+            wide = tuple(team for team in WIDE_BACKWARD_TEAMS if team[1] <= most_blocks)
+            tile = team_tile(vectors, vec, most, wide)
+        if tile is not None and (tile.lanes == 1024 or (centred and tile.vecs == 1)):
+            return with_blocks(tile, 1024) if other_size == 2 else tile
+    elif tile is None:
+        teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
+        tile = team_tile(vectors, vec, most, teams if clusters else BACKWARD_TEAMS_NO_CLUSTERS)
+    if tile is None or x_size != 2 or other_size != 2:
         return tile
     if tile.lanes <= 32:
         return with_blocks(tile, 1024 if tile.held <= 8 else 384 if centred else 512)
@@ -130,7 +172,7 @@ def stages(tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits
     shared = device.shared_per_multiprocessor // tile.blocks - SHARED_PER_BLOCK
     depth = (min(shared, device.shared_per_block) - kept_bytes) // stage_bytes
     if depth < 1:  # fewer blocks per multiprocessor then
-        depth = min(1, (device.shared_per_block - kept_bytes) // stage_bytes)
+        depth = max(0, min(1, (device.shared_per_block - kept_bytes) // stage_bytes))
     return min(MOST_STAGES, depth)
 
 
@@ -194,6 +236,8 @@ class ForwardKey:
 
     def tile(self, device: _launch.Limits) -> Tile | None:
         """How its rows are spread; None if they have to be read more than once."""
+        if found := self.stream(device):
+            return found[0]
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         tile = forward_tile(self.columns, SIZES[self.x], others, device.has_clusters)
         if tile is None:
@@ -204,9 +248,25 @@ class ForwardKey:
         return tile if kept + self.exchanged(tile) <= device.shared_per_block else None
 
     def exchanged(self, tile: Tile) -> int:
-        """Bytes in which warps exchange a row's sums, and its amax apart from them."""
-        values = 2 if self.cast is not None and self.cast.amax else 1
+        """Bytes in which warps exchange a row's statistics, and its amax apart from them."""
+        values = 3 if self.centred else 1
+        if self.cast is not None and self.cast.amax:
+            values *= 2
         return exchange_bytes(tile, values, SIZES[self.x])
+
+    def stream(self, device: _launch.Limits) -> tuple[Tile, int] | None:
+        """How long rows are spread, and how many are under way; None for other rows."""
+        if not device.has_clusters:
+            return None
+        others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
+        gamma_alone = not self.centred and self.cast is None
+        longer = STREAM_VECTORS_GAMMA_ALONE if gamma_alone else STREAM_VECTORS
+        tile = stream_tile(self.columns, SIZES[self.x], others, longer)
+        if tile is None:
+            return None
+        stage_bytes = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
+        depth = stages(tile, stage_bytes, self.exchanged(tile), device)
+        return (tile, min(STREAM_STAGES, depth)) if depth > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +311,12 @@ def forward_source(
         return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
     held = tile.held
     shared = held * SIZES[key.x] * (1 + key.added)
+    if found := key.stream(device):
+        main = {**defines, **tile.defines(key.columns), "STAGES": found[1]}
+        geometry = _launch.Geometry(
+            tile.threads, arguments, found[1] * tile.threads * shared, tile.cluster, carveout=100
+        )
+        return _source("forward_stream", main), geometry, tile.rows, tile.cluster
     parameters = held * (SIZES[key.weight] + (SIZES[key.bias] if key.centred else 0))
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor
     block = tile.threads * (shared + parameters) + key.exchanged(tile)
@@ -269,18 +335,31 @@ def forward_source(
 class Forward:
     """A forward's kernel on a device."""
 
-    __slots__ = ("cluster", "kernel", "rows", "share")
+    __slots__ = ("_resident", "cluster", "kernel", "rows", "share")
 
     def __init__(self, key: ForwardKey, device: int) -> None:
         source, geometry, self.rows, self.cluster = forward_source(key, _launch.limits(device))
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
-        if self.cluster > 1:
-            require_clusters(self.kernel, key.columns)
+        self._resident = 0
+        persistent = source.kernel == "forward_stream"
+        if self.cluster > 1 or persistent:
+            resident = require_clusters(self.kernel, key.columns)
+            self._resident = resident if persistent else 0
+
+    def amaxes(self, rows: int) -> int:
+        """How many amaxes are left: one of each row, or of the rows of a group."""
+        return self._groups(rows) if self._resident else rows
+
+    def _groups(self, rows: int) -> int:
+        teams = -(-rows // self.rows)
+        if not self._resident:
+            return teams
+        return -(-teams // -(-teams // self._resident))  # no more than finish together
 
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments up to mu and rsigma, then the rest."""
-        self.kernel.launch(-(-rows // self.rows) * self.cluster, 1, *values)
+        self.kernel.launch(self._groups(rows) * self.cluster, 1, *values)
 
 
 def forward_of(key: ForwardKey, device: int) -> Forward:
@@ -290,13 +369,13 @@ def forward_of(key: ForwardKey, device: int) -> Forward:
 
 
 def backward_sources(
-    key: BackwardKey, device: _launch.Limits
+    key: BackwardKey, device: _launch.Limits, most_blocks: int = MOST_CLUSTER
 ) -> tuple[list[tuple[Specialisation, _launch.Geometry]], Tile | None]:
     """The kernels that read the rows, in their order; the tile unless the row is too wide."""
     size = SIZES[key.x]
     add_size = SIZES[key.add] if key.add is not None else 0
     others = max(SIZES[key.dy], SIZES[key.gamma], add_size)
-    tile = backward_tile(key.columns, size, others, key.centred, device.has_clusters)
+    tile = backward_tile(key.columns, size, others, key.centred, device.has_clusters, most_blocks)
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
         "TDY": NAMES[key.dy],
@@ -313,10 +392,24 @@ def backward_sources(
     if tile is not None:
         held = tile.threads * tile.held
         stage_bytes, gamma_bytes = held * (size + SIZES[key.dy] + add_size), held * SIZES[key.gamma]
+        shared_dbeta = key.centred and tile.threads > 512 and tile.held > 8
+        # Where shared memory is short, gamma is kept in registers.
+        hold_gamma = shared_dbeta or (tile.threads > 512 and not key.centred)
+        if hold_gamma:
+            gamma_bytes = 0
+        if shared_dbeta:
+            gamma_bytes = held * max(4, size)
         kept = gamma_bytes + exchange_bytes(tile, outputs, size)
         depth = stages(tile, stage_bytes, kept, device)
     if tile is not None and depth:
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
+        # One sum behind one block's barrier is not worth a row less under way.
+        overlap = depth > 2 and (tile.cluster > 1 or key.centred)
+        main |= {
+            "SHARED_DBETA": int(shared_dbeta),
+            "OVERLAP": int(overlap),
+            "HOLD_GAMMA": int(hold_gamma),
+        }
         shared = depth * stage_bytes + gamma_bytes
         geometry = _launch.Geometry(
             tile.threads, "PPPPPPPPqqqqi" + own, shared, tile.cluster, carveout=100
@@ -337,6 +430,14 @@ def backward_sources(
     return kernels, tile
 
 
+def _runs(kernel: _launch.Kernel) -> bool:
+    """Whether the device has room for one of its clusters."""
+    try:
+        return kernel.resident_groups() > 0
+    except _launch.LaunchError:
+        return False
+
+
 class Backward:
     """A backward's kernels on a device."""
 
@@ -353,8 +454,12 @@ class Backward:
 
     def __init__(self, key: BackwardKey, device: int) -> None:
         limits = _launch.limits(device)
-        sources, self._tile = backward_sources(key, limits)
-        self._kernels = [_launch.load(*source, device) for source in sources]
+        for most_blocks in (MOST_CLUSTER, 8):
+            sources, self._tile = backward_sources(key, limits, most_blocks)
+            self._kernels = [_launch.load(*source, device) for source in sources]
+            # Not every device has 16 multiprocessors that can form a cluster.
+            if sources[0][1].cluster <= 8 or _runs(self._kernels[0]):
+                break
         self._total = SumOfGroups(key.columns, math_dtype(key.x), key.gamma, device)
         self._columns = key.columns
         self._share = 1.0 / key.columns

@@ -9,13 +9,15 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "numeric.cuh"
 
 namespace te_fl {
 
 struct Sum {
-  template <typename A>
-  static __device__ __forceinline__ A combine(A a, A b) {
-    return a + b;
+  template <typename A, int K>
+  static __device__ __forceinline__ void merge(A (&own)[K], const A (&other)[K]) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) own[k] += other[k];
   }
 };
 
@@ -23,6 +25,39 @@ struct Sum {
 struct Max {
   static __device__ __forceinline__ float combine(float a, float b) { return fmaxf(a, b); }
   static __device__ __forceinline__ double combine(double a, double b) { return fmax(a, b); }
+
+  template <typename A, int K>
+  static __device__ __forceinline__ void merge(A (&own)[K], const A (&other)[K]) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) own[k] = combine(own[k], other[k]);
+  }
+};
+
+// Mean and variance in one round, without the cancellation of a mean of squares: merged, two
+// parts' variance grows by the distance of their means. Two values say (mean, variance) of
+// parts that are equally large, three (count, sum, sum of squared deviations) of any parts.
+// Written so that both sides of an exchange calculate the same bits.
+struct Moments {
+  template <typename A>
+  static __device__ __forceinline__ void merge(A (&own)[2], const A (&other)[2]) {
+    const A distance = own[0] - other[0];
+    own[0] = A(0.5) * (own[0] + other[0]);
+    own[1] = A(0.5) * (own[1] + other[1]) + A(0.25) * (distance * distance);
+  }
+
+  template <typename A>
+  static __device__ __forceinline__ void merge(A (&own)[3], const A (&other)[3]) {
+    const A count = own[0] + other[0];
+    if (own[0] > 0 && other[0] > 0) {
+      const A distance =
+          product(own[1], reciprocal(own[0])) - product(other[1], reciprocal(other[0]));
+      own[2] = (own[2] + other[2]) + distance * distance * (own[0] * other[0] * reciprocal(count));
+    } else {
+      own[2] += other[2];
+    }
+    own[1] += other[1];
+    own[0] = count;
+  }
 };
 
 // Call from all threads of the block, one object for all reductions of a kernel. K values
@@ -44,15 +79,21 @@ class RowReduction {
 
   __device__ __forceinline__ void sum(A (&value)[K]) { reduce<Sum>(value); }
   __device__ __forceinline__ void max(A (&value)[K]) { reduce<Max>(value); }
+  __device__ __forceinline__ void moments(A (&value)[K]) { reduce<Moments>(value); }
 
- private:
   template <typename Operation>
   __device__ __forceinline__ void reduce(A (&value)[K]) {
+    begin<Operation>(value);
+    end<Operation>(value);
+  }
+
+  // A reduction in two halves, so that something can be done while the blocks of a cluster
+  // wait for each other. Each begin has its end, of the same values, before the next begin.
+  template <typename Operation>
+  __device__ __forceinline__ void begin(A (&value)[K]) {
     halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
     if constexpr (kSlots > 1) {
-      // Two sets of slots in turn: who writes a set again has passed the barrier of
-      // the other set, so everyone has read this one.
-      __shared__ A slots[2][K][kSlots];
+      A(&slots)[2][K][kSlots] = exchanged<Operation>();
       const int lane = threadIdx.x % 32;
       const int warp = threadIdx.x / 32;
       if constexpr (Cluster > 1) {
@@ -65,24 +106,47 @@ class RowReduction {
         }
         __syncwarp();
         cluster_arrive();
-        cluster_wait();
-      } else {
-        if (lane == 0) {
+      } else if (lane == 0) {
 #pragma unroll
-          for (int k = 0; k < K; ++k) slots[turn_][k][warp] = value[k];
-        }
-        __syncthreads();
+        for (int k = 0; k < K; ++k) slots[turn_][k][warp] = value[k];
       }
-#pragma unroll
-      for (int k = 0; k < K; ++k) {
-        value[k] = slots[turn_][k][lane % kSlots];
-#pragma unroll
-        for (int at = 32; at < kSlots; at += 32) {
-          value[k] = Operation::combine(value[k], slots[turn_][k][at + lane]);
-        }
-      }
+    }
+  }
+
+  template <typename Operation>
+  __device__ __forceinline__ void end(A (&value)[K]) {
+    if constexpr (kSlots > 1) {
+      const A(&slots)[2][K][kSlots] = exchanged<Operation>();
+      const int lane = threadIdx.x % 32;
+      if constexpr (Cluster > 1) cluster_wait();
+      else __syncthreads();
+      gather<Operation, (kSlots < 32 ? 1 : kSlots / 32)>(value, slots[turn_], lane % kSlots);
       halve<Operation, (kSlots < 32 ? kSlots : 32)>(value);
       turn_ ^= 1;
+    }
+  }
+
+ private:
+  // Two sets of slots in turn: who writes a set again has passed the barrier of the other
+  // set, so everyone has read this one.
+  template <typename Operation>
+  static __device__ __forceinline__ A (&exchanged())[2][K][kSlots] {
+    __shared__ A slots[2][K][kSlots];
+    return slots;
+  }
+
+  // Every 32nd slot from `at`, by halves: only parts of one size are merged.
+  template <typename Operation, int Count>
+  static __device__ __forceinline__ void gather(A (&value)[K], const A (&slots)[K][kSlots],
+                                                int at) {
+    if constexpr (Count == 1) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) value[k] = slots[k][at];
+    } else {
+      A other[K];
+      gather<Operation, Count / 2>(value, slots, at);
+      gather<Operation, Count / 2>(other, slots, at + 16 * Count);
+      Operation::merge(value, other);
     }
   }
 
@@ -90,10 +154,10 @@ class RowReduction {
   static __device__ __forceinline__ void halve(A (&value)[K]) {
 #pragma unroll
     for (int offset = Width / 2; offset > 0; offset /= 2) {
+      A other[K];
 #pragma unroll
-      for (int k = 0; k < K; ++k) {
-        value[k] = Operation::combine(value[k], __shfl_xor_sync(0xffffffffu, value[k], offset));
-      }
+      for (int k = 0; k < K; ++k) other[k] = __shfl_xor_sync(0xffffffffu, value[k], offset);
+      Operation::merge(value, other);
     }
   }
 
