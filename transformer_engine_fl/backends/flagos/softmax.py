@@ -115,8 +115,9 @@ def _scores(
     x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL)
     visible = column < bound
     if mask_ptr is not None:
-        where = (start // queries // heads) * mask_batch + (start // queries % heads) * mask_head
-        where += start % queries * mask_query
+        group = row // queries
+        where = (group // heads).to(tl.int64) * mask_batch
+        where += (group % heads).to(tl.int64) * mask_head + (row % queries).to(tl.int64) * mask_query
         hidden = tl.load(
             mask_ptr + where + column * MASK_STEP, mask=exists & (column < columns), other=1
         )

@@ -82,6 +82,8 @@ __device__ __forceinline__ Vec<TX, N> read_logits(const TX* from) {
   constexpr int kAccess = least(ACCESS, N);
   if constexpr (kAccess < N && kAccess * sizeof(TX) < 16) {
     return load_shared_data<kAccess, N>(from);
+  } else if constexpr (PLAIN_LOADS) {
+    return load_shared_data<kAccess, N>(from);
   } else {
     return load_once<kAccess, N>(from);
   }
@@ -192,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
   const int begin = rank * LANES + lane;
   const int chunks = read ? (vectors + kStep * DEPTH - 1) / (kStep * DEPTH) : 0;
   Vec<TX, VEC> next[DEPTH];
-  auto ask_for = [&](int chunk) {
+  auto ask_for = [&](int chunk, Vec<TX, VEC>(&next)[DEPTH]) {
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
       // Past the end the last vector again, unused: a branch would break up the loads.
@@ -200,13 +202,17 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
       next[d] = read_logits<VEC>(source + vector * VEC);
     }
   };
-  if (chunks > 0) ask_for(0);
+  if (AHEAD && chunks > 0) ask_for(0, next);
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     Vec<TX, VEC> stored[DEPTH];
+    if constexpr (AHEAD) {
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) stored[d] = next[d];
-    if (chunk + 1 < chunks) ask_for(chunk + 1);
+      for (int d = 0; d < DEPTH; ++d) stored[d] = next[d];
+      if (chunk + 1 < chunks) ask_for(chunk + 1, next);
+    } else {
+      ask_for(chunk, stored);
+    }
     A scores[DEPTH * VEC];
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
@@ -326,7 +332,7 @@ __device__ __forceinline__ void finish(TO* out, const Vec<TX, N>& stored, const 
 
 // A tile of ROWS rows by DEPTH * LANES vectors. Vectors are those of `out`: the first and the
 // last of a row may be partly outside of it.
-extern "C" __global__ void __launch_bounds__(LANES* ROWS)
+extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     backward(const TX* x, const TB* __restrict__ bias, const long long* __restrict__ targets,
              const A* __restrict__ grad_loss, const A* __restrict__ lse,
              const A* __restrict__ grad_lse, const A* __restrict__ scale, TO* out, long long rows,

@@ -57,17 +57,20 @@ __all__ = [
 
 # ------------------------------------------------------------------------------- tiles
 
-DEPTH: Final = 4
+DEPTH = 4
 """Vectors of a thread that are under way at once."""
 FEWEST_LANES: Final = 8
 """As many as a vector has elements: what makes no whole vector is one for each lane."""
-TEAMS: Final = {2**9: (128, 1), 2**13: (256, 1), 2**14: (256, 2), 2**15: (256, 4), 2**31: (256, 8)}
+TEAMS: dict[int, Team] = {2**9: (128, 1), 2**31: (256, 1)}
 """By the most vectors of a row, (threads of a block, blocks) that share it."""
-ROW_THREADS: Final = 128
+AHEAD = 0
+PLAIN_LOADS = {"forward": 0, "backward": 0}
+BACKWARD_RESIDENT = 0
+ROW_THREADS = 128
 """Threads of a block that has several rows, and of a block backward."""
-RESIDENT: Final = {4: 768, 8: 512}
+RESIDENT = {4: 1024, 8: 512}
 """Threads of a multiprocessor by the bytes of what is calculated; leaves each its registers."""
-BACKWARD_DEPTH: Final = 4
+BACKWARD_DEPTH = 4
 MERGE_THREADS: Final = 128
 MOST_BLOCKS: Final = 2**31 - 1
 LAST: Final = 2**63 - 1
@@ -159,6 +162,8 @@ def forward_source(
         "ROWS": rows,
         "CLUSTER": cluster,
         "BLOCKS": RESIDENT[math_dtype(key.x).itemsize] // threads,
+        "AHEAD": AHEAD,
+        "PLAIN_LOADS": PLAIN_LOADS["forward"],
     }
     geometry = _launch.Geometry(threads, "PPPPPqqiqqqdddd", cluster=cluster)
     return Specialisation("loss", "forward", tuple(defines.items())), geometry
@@ -193,6 +198,8 @@ def backward_source(key: BackwardKey) -> tuple[Specialisation, _launch.Geometry]
         "DEPTH": min(BACKWARD_DEPTH, -(-key.vectors // key.lanes)),
         "LANES": key.lanes,
         "ROWS": ROW_THREADS // key.lanes,
+        "PLAIN_LOADS": PLAIN_LOADS["backward"],
+        "BLOCKS": BACKWARD_RESIDENT // ROW_THREADS if key.x.itemsize == 2 else 0,
     }
     geometry = _launch.Geometry(ROW_THREADS, "PPPPPPPPqiqqiqqqdddd")
     return Specialisation("loss", "backward", tuple(defines.items())), geometry

@@ -10,11 +10,13 @@
 //   MASK_ACCESS  1 if VEC bytes of the mask may be read at once
 //   VEC, ACCESS  elements per vector, and in one access
 //   VECS, LANES, ROWS, CLUSTER, FULL  how a row is spread over threads: see rows.cuh
+//   LOOPED       1 if a group of threads has several rows, one after the other
+//   STAGES       tiles of rows that are under way to shared memory at once
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
 //
-// `forward` and `backward` keep a row in shared memory, so that it is read once. Rows that
-// do not fit are served by `forward_wide` and `backward_wide`, which read them twice. What
-// a causal form hides is not read.
+// `forward` and `backward` read a row once: it comes to shared memory while the rows before
+// it are worked on. Rows that do not fit are served by `forward_wide` and
+// `backward_wide`, which read them twice. What a causal form hides is not read.
 //
 // Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
 // depends on its values, its width and the types alone, never on the number of rows.
@@ -35,6 +37,7 @@ using A = Accumulator<TX>::type;
 using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
 template <typename T>
 using Slots = Row::Slots<T>;
+constexpr int kApart = LANES * CLUSTER * VEC;  // columns between a thread's vectors
 
 #endif
 
@@ -154,72 +157,92 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
             long long mask_query, double factor) {
   extern __shared__ __align__(16) unsigned char kept[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const long long row =
-      static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
-  const bool active = Row::in_rows(row, rows);
+  const unsigned count = static_cast<unsigned>(rows);
+  const unsigned step = gridDim.x / CLUSTER * ROWS;
   const A scale = static_cast<A>(factor);
-  const int bound = bound_of(row, columns, queries, ahead);
+  const Mask hiding = {mask, mask_batch, mask_head, mask_query};
   RowReduction<LANES, CLUSTER, 1, A> over_row;
 
-  auto read_from = [&](int column) {
-    return active && Row::in_row(column, columns) && (!CAUSAL || column < bound);
+  auto ask_for = [&](unsigned row, unsigned char* slots) {
+    const bool exists = row < count;
+    const int bound = bound_of(row, columns, queries, ahead);
+    const TX* source = x + (row * x_stride + Row::first_column(0, rank));
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      Slots<TX>::fill<true>(slots, v, source + v * kApart,
+                            exists && Row::in_row(column, columns) && (!CAUSAL || column < bound));
+    }
+    commit_copies();
   };
-  const TX* source = x + row * x_stride;
+  // All threads of a block go the same way, also those whose row is not there.
+  unsigned first = blockIdx.x / CLUSTER * ROWS;
+  const unsigned own = threadIdx.x / LANES;
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    Slots<TX>::fill<true>(kept, v, source + column, read_from(column));
+  for (int stage = 0; stage < STAGES; ++stage) {
+    ask_for(first + own + stage * step, kept + stage * Slots<TX>::kBytes);
   }
-  commit_copies();
-  const unsigned char* mask_row =
-      Mask{mask, mask_batch, mask_head, mask_query}.row_of(row, queries, heads);
-  Hidden hidden[VECS];
+  int stage = 0;
+#pragma unroll 1
+  for (; first < count; first = LOOPED ? first + step : count) {
+    const unsigned row = first + own;
+    const bool active = ROWS == 1 || row < count;
+    const int bound = bound_of(row, columns, queries, ahead);
+    unsigned char* slots = kept + stage * Slots<TX>::kBytes;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    const unsigned char* mask_row = hiding.row_of(row, queries, heads);
+    Hidden hidden[VECS];
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    hidden[v] = zeros<unsigned char, kMaskBytes>();
-    if (MASKED && read_from(column)) hidden[v] = hidden_at(mask_row, column);
-  }
-  wait_copies<0>();
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      hidden[v] = zeros<unsigned char, kMaskBytes>();
+      if (MASKED && active && Row::in_row(column, columns)) {
+        hidden[v] = hidden_at(mask_row, column);
+      }
+    }
+    wait_copies<STAGES - 1>();
 
-  A highest[1] = {lowest<A>()};
+    A weights[VECS][VEC];
+    A highest[1] = {lowest<A>()};
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-    A scores[VEC];
-    scores_of(Slots<TX>::read(kept, v), hidden[v], column, bound, scale, scores);
-    highest[0] = largest(scores, highest[0]);
-  }
-  over_row.max(highest);
-  const A taken = taken_off(highest[0]);
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      if (!Row::in_row(column, columns)) continue;
+      scores_of(Slots<TX>::read(slots, v), hidden[v], column, bound, scale, weights[v]);
+      highest[0] = largest(weights[v], highest[0]);
+    }
+    // What was there is in registers: the slots are free.
+    if constexpr (LOOPED) ask_for(row + STAGES * step, slots);
+    over_row.max(highest);
+    const A taken = taken_off(highest[0]);
 
-  A weights[VECS][VEC];
-  A total[1] = {0};
+    A total[1] = {0};
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-    scores_of(Slots<TX>::read(kept, v), hidden[v], column, bound, scale, weights[v]);
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      if (!Row::in_row(column, columns)) continue;
+      const bool visible = !CAUSAL || column < bound;
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-      weights[v][i] = exponential(weights[v][i] - taken);
-      total[0] += weights[v][i];
+      for (int i = 0; i < VEC; ++i) {
+        weights[v][i] = visible ? exponential(weights[v][i] - taken) : A(0);
+        total[0] += weights[v][i];
+      }
+    }
+    over_row.sum(total);
+    const A share = share_of(total[0]);
+
+    if (!active) continue;
+    TX* target = y + (static_cast<long long>(row) * columns + Row::first_column(0, rank));
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      if (!Row::in_row(column, columns)) continue;
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) weights[v][i] *= share;
+      store(target + v * kApart, encode<TX>(weights[v]));
     }
   }
-  over_row.sum(total);
-  const A share = share_of(total[0]);
-
-  if (!active) return;
-  TX* target = y + row * columns;
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) weights[v][i] *= share;
-    store(target + column, encode<TX>(weights[v]));
-  }
+  wait_copies<0>();
 }
 
 #endif  // KERNEL_forward
@@ -288,40 +311,74 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
              long long rows, long long dy_stride, long long y_stride, int columns, int queries,
              int ahead, double factor) {
   extern __shared__ __align__(16) unsigned char kept[];
-  unsigned char* kept_dy = kept + Slots<TX>::kBytes;
+  constexpr int kStage = Slots<TX>::kBytes + Slots<TDY>::kBytes;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const long long row =
-      static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
-  const bool active = Row::in_rows(row, rows);
-  const int bound = bound_of(row, columns, queries, ahead);
+  const unsigned count = static_cast<unsigned>(rows);
+  const unsigned step = gridDim.x / CLUSTER * ROWS;
   RowReduction<LANES, CLUSTER, 1, A> over_row;
 
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
+  // A vector of a row whose first ones lie at `outputs` and `gradients`.
+  auto ask_for = [&](const TX* outputs, const TDY* gradients, int bound, int v,
+                     unsigned char* slots) {
     const int column = Row::first_column(v, rank);
-    const bool valid = active && Row::in_row(column, columns) && (!CAUSAL || column < bound);
-    Slots<TX>::fill<true>(kept, v, y + row * y_stride + column, valid);
-    Slots<TDY>::fill<true>(kept_dy, v, dy + row * dy_stride + column, valid);
+    const bool valid = Row::in_row(column, columns) && column < bound;
+    Slots<TX>::fill<true>(slots, v, outputs + v * kApart, valid);
+    Slots<TDY>::fill<true>(slots + Slots<TX>::kBytes, v, gradients + v * kApart, valid);
+  };
+  auto outputs_of = [&](unsigned row) {
+    return y + (row * y_stride + Row::first_column(0, rank));
+  };
+  auto gradients_of = [&](unsigned row) {
+    return dy + (row * dy_stride + Row::first_column(0, rank));
+  };
+  // How many keys are read of a row: none where it is not there.
+  auto wanted_of = [&](unsigned row) {
+    return row < count ? bound_of(row, columns, queries, ahead) : 0;
+  };
+
+  // All threads of a block go the same way, also those whose row is not there.
+  unsigned first = blockIdx.x / CLUSTER * ROWS;
+  const unsigned own = threadIdx.x / LANES;
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage) {
+    const unsigned row = first + own + stage * step;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      ask_for(outputs_of(row), gradients_of(row), wanted_of(row), v, kept + stage * kStage);
+    }
+    commit_copies();
   }
-  commit_copies();
+  int stage = 0;
+#pragma unroll 1
+  for (; first < count; first = LOOPED ? first + step : count) {
+    const unsigned row = first + own, later = row + STAGES * step;
+    unsigned char* slots = kept + stage * kStage;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    wait_copies<STAGES - 1>();
+
+    A along[1] = {0};
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      along[0] +=
+          products_of(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Slots<TX>::kBytes, v));
+    }
+    over_row.sum(along);
+
+    const int wanted = wanted_of(later);
+    TX* target = dx + (static_cast<long long>(row) * columns + Row::first_column(0, rank));
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const Vec<TX, VEC> result =
+          gradient(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Slots<TX>::kBytes, v),
+                   along[0], static_cast<A>(factor));
+      if constexpr (LOOPED) ask_for(outputs_of(later), gradients_of(later), wanted, v, slots);
+      if ((ROWS == 1 || row < count) && Row::in_row(Row::first_column(v, rank), columns)) {
+        store(target + v * kApart, result);
+      }
+    }
+    commit_copies();
+  }
   wait_copies<0>();
-
-  A along[1] = {0};
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    along[0] += products_of(Slots<TX>::read(kept, v), Slots<TDY>::read(kept_dy, v));
-  }
-  over_row.sum(along);
-
-  if (!active) return;
-  TX* target = dx + row * columns;
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-    store(target + column, gradient(Slots<TX>::read(kept, v), Slots<TDY>::read(kept_dy, v),
-                                    along[0], static_cast<A>(factor)));
-  }
 }
 
 #endif  // KERNEL_backward
