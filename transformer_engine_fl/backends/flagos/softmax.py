@@ -117,7 +117,8 @@ def _scores(
     if mask_ptr is not None:
         group = row // queries
         where = (group // heads).to(tl.int64) * mask_batch
-        where += (group % heads).to(tl.int64) * mask_head + (row % queries).to(tl.int64) * mask_query
+        where += (group % heads).to(tl.int64) * mask_head
+        where += (row % queries).to(tl.int64) * mask_query
         hidden = tl.load(
             mask_ptr + where + column * MASK_STEP, mask=exists & (column < columns), other=1
         )
