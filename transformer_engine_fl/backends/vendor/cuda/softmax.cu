@@ -10,13 +10,13 @@
 //   MASK_ACCESS  1 if VEC bytes of the mask may be read at once
 //   VEC, ACCESS  elements per vector, and in one access
 //   VECS, LANES, ROWS, CLUSTER, FULL  how a row is spread over threads: see rows.cuh
-//   LOOPED       1 if a group of threads has several rows, one after the other
-//   STAGES       tiles of rows that are under way to shared memory at once
+//   LOOPED       1 if a group of threads has several rows, one after the other; forward
+//   STAGES       rows of such a group that are under way to shared memory at once
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
 //
-// `forward` and `backward` read a row once: it comes to shared memory while the rows before
-// it are worked on. Rows that do not fit are served by `forward_wide` and
-// `backward_wide`, which read them twice. What a causal form hides is not read.
+// `forward` and `backward` read a row once. Rows that do not fit are served by
+// `forward_wide` and `backward_wide`, which read them twice. What a causal form hides is not
+// read.
 //
 // Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
 // depends on its values, its width and the types alone, never on the number of rows.
@@ -311,74 +311,40 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
              long long rows, long long dy_stride, long long y_stride, int columns, int queries,
              int ahead, double factor) {
   extern __shared__ __align__(16) unsigned char kept[];
-  constexpr int kStage = Slots<TX>::kBytes + Slots<TDY>::kBytes;
+  unsigned char* kept_dy = kept + Slots<TX>::kBytes;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const unsigned count = static_cast<unsigned>(rows);
-  const unsigned step = gridDim.x / CLUSTER * ROWS;
+  const long long row =
+      static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
+  const bool active = Row::in_rows(row, rows);
+  const int bound = bound_of(row, columns, queries, ahead);
   RowReduction<LANES, CLUSTER, 1, A> over_row;
 
-  // A vector of a row whose first ones lie at `outputs` and `gradients`.
-  auto ask_for = [&](const TX* outputs, const TDY* gradients, int bound, int v,
-                     unsigned char* slots) {
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    const bool valid = Row::in_row(column, columns) && column < bound;
-    Slots<TX>::fill<true>(slots, v, outputs + v * kApart, valid);
-    Slots<TDY>::fill<true>(slots + Slots<TX>::kBytes, v, gradients + v * kApart, valid);
-  };
-  auto outputs_of = [&](unsigned row) {
-    return y + (row * y_stride + Row::first_column(0, rank));
-  };
-  auto gradients_of = [&](unsigned row) {
-    return dy + (row * dy_stride + Row::first_column(0, rank));
-  };
-  // How many keys are read of a row: none where it is not there.
-  auto wanted_of = [&](unsigned row) {
-    return row < count ? bound_of(row, columns, queries, ahead) : 0;
-  };
-
-  // All threads of a block go the same way, also those whose row is not there.
-  unsigned first = blockIdx.x / CLUSTER * ROWS;
-  const unsigned own = threadIdx.x / LANES;
-#pragma unroll
-  for (int stage = 0; stage < STAGES; ++stage) {
-    const unsigned row = first + own + stage * step;
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      ask_for(outputs_of(row), gradients_of(row), wanted_of(row), v, kept + stage * kStage);
-    }
-    commit_copies();
+    const bool valid = active && Row::in_row(column, columns) && (!CAUSAL || column < bound);
+    Slots<TX>::fill<true>(kept, v, y + row * y_stride + column, valid);
+    Slots<TDY>::fill<true>(kept_dy, v, dy + row * dy_stride + column, valid);
   }
-  int stage = 0;
-#pragma unroll 1
-  for (; first < count; first = LOOPED ? first + step : count) {
-    const unsigned row = first + own, later = row + STAGES * step;
-    unsigned char* slots = kept + stage * kStage;
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-    wait_copies<STAGES - 1>();
-
-    A along[1] = {0};
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      along[0] +=
-          products_of(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Slots<TX>::kBytes, v));
-    }
-    over_row.sum(along);
-
-    const int wanted = wanted_of(later);
-    TX* target = dx + (static_cast<long long>(row) * columns + Row::first_column(0, rank));
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const Vec<TX, VEC> result =
-          gradient(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Slots<TX>::kBytes, v),
-                   along[0], static_cast<A>(factor));
-      if constexpr (LOOPED) ask_for(outputs_of(later), gradients_of(later), wanted, v, slots);
-      if ((ROWS == 1 || row < count) && Row::in_row(Row::first_column(v, rank), columns)) {
-        store(target + v * kApart, result);
-      }
-    }
-    commit_copies();
-  }
+  commit_copies();
   wait_copies<0>();
+
+  A along[1] = {0};
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    along[0] += products_of(Slots<TX>::read(kept, v), Slots<TDY>::read(kept_dy, v));
+  }
+  over_row.sum(along);
+
+  if (!active) return;
+  TX* target = dx + row * columns;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    if (!Row::in_row(column, columns)) continue;
+    store(target + column, gradient(Slots<TX>::read(kept, v), Slots<TDY>::read(kept_dy, v),
+                                    along[0], static_cast<A>(factor)));
+  }
 }
 
 #endif  // KERNEL_backward

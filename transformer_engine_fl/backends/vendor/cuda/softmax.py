@@ -60,20 +60,25 @@ __all__ = [
 # ------------------------------------------------------------------------------- tiles
 
 TEAMS: Final[tuple[Team, ...]] = ((128, 1), (256, 1), (512, 1), (1024, 1))
-CLUSTERS: Final[tuple[Team, ...]] = ((512, 2), (512, 4), (512, 8), (1024, 8))
+FORWARD_CLUSTERS: Final[tuple[Team, ...]] = ((512, 4), (512, 8), (1024, 8))
+BACKWARD_CLUSTERS: Final[tuple[Team, ...]] = ((512, 2), *FORWARD_CLUSTERS)
 USUAL: Final = 4
 """Vectors of a thread, where they are whole."""
+WARP_VECTORS: Final = 8
+"""The same of a forward within a warp, which waits for no other."""
 WIDE_LANES: Final = 1024
-WARP_VECTORS = 4
-"""Vectors of a thread of rows that are a warp's; their groups wait for no one."""
-RESIDENT = 1024
+RESIDENT: Final = 1024
 """Threads of a multiprocessor; leaves each the registers for what it holds of a row."""
-HELD = 32
+HELD: Final = 32
 """Elements of a thread for which those registers suffice; half as many threads hold more."""
-STAGES = {"forward": 2, "backward": 1}
-"""Rows of a group of threads that are under way to shared memory at once."""
-LOOPED_FROM = {"forward": 0, "backward": 2**15 + 1}
-"""Columns from which there are no more groups than run at once, each with several rows."""
+LOOPED_FROM: Final = 2**14 + 1
+"""Columns from which there are no more groups of a forward than run at once.
+
+Each has several rows then, of which the next is under way while one is computed: too few of
+so wide rows are on a multiprocessor at once for them to do that for each other.
+"""
+STAGES: Final = 2
+"""Rows of such a group that are under way to shared memory at once."""
 MOST_ROWS: Final = 2**31 - 2**14
 
 
@@ -87,11 +92,13 @@ def row_tile(columns: int, sizes: tuple[int, ...], device: _launch.Limits) -> Ti
     """
     vec = vector_width(columns, sizes[0])
     vectors = columns // vec
-    usual = USUAL if vec * sizes[0] == 16 else 8
-    within_warp = WARP_VECTORS if vec * sizes[0] == 16 else 8
-    teams = TEAMS[:3] + CLUSTERS if device.has_clusters else TEAMS
+    forward, whole = len(sizes) == 1, vec * sizes[0] == 16
+    usual = USUAL if whole else 8
+    teams = TEAMS
+    if device.has_clusters:
+        teams = TEAMS + FORWARD_CLUSTERS if forward else TEAMS[:3] + BACKWARD_CLUSTERS
     tile = (
-        warp_tile(vectors, vec, within_warp)
+        warp_tile(vectors, vec, WARP_VECTORS if forward else usual)
         or team_tile(vectors, vec, usual, teams)
         or team_tile(vectors, vec, 8, teams[-1:])
     )
@@ -102,11 +109,11 @@ def row_tile(columns: int, sizes: tuple[int, ...], device: _launch.Limits) -> Ti
     return with_blocks(tile, RESIDENT if tile.held <= HELD else RESIDENT // 2)
 
 
-def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits, wanted: int) -> int:
-    """As many as wanted, or as shared memory has room for."""
-    blocks = max(1, tile.blocks, RESIDENT // tile.threads if max(sizes) > 2 else 1)
+def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
+    """STAGES, or what shared memory has room for."""
+    blocks = max(1, RESIDENT // tile.threads)
     room = device.shared_per_multiprocessor // blocks - SHARED_PER_BLOCK
-    return max(1, min(wanted, min(room, device.shared_per_block) // _shared_bytes(tile, sizes)))
+    return max(1, min(STAGES, min(room, device.shared_per_block) // _shared_bytes(tile, sizes)))
 
 
 def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
@@ -164,9 +171,12 @@ def source(
         defines |= {"VEC": vector_width(key.columns, sizes[0]), "LANES": WIDE_LANES}
         geometry = _launch.Geometry(WIDE_LANES, arguments)
     else:
-        looped = key.columns >= LOOPED_FROM[kernel]
-        depth = stages(tile, sizes, device, STAGES[kernel]) if looped else 1
-        defines |= tile.defines(key.columns) | {"LOOPED": int(looped), "STAGES": depth}
+        defines |= tile.defines(key.columns)
+        depth = 1
+        if key.dy is None:
+            looped = key.columns >= LOOPED_FROM
+            depth = stages(tile, sizes, device) if looped else 1
+            defines |= {"LOOPED": int(looped), "STAGES": depth}
         geometry = _launch.Geometry(
             tile.threads, arguments, depth * _shared_bytes(tile, sizes), tile.cluster, carveout=100
         )
