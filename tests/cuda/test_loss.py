@@ -10,13 +10,10 @@ from torch import Tensor
 
 from transformer_engine_fl import testing
 from transformer_engine_fl.backends.vendor.cuda import loss
-from transformer_engine_fl.backends.vendor.cuda._launch import Limits
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
-AMPERE = Limits(8, 0, 108, 166_912, 167_936)
-HOPPER = Limits(9, 0, 132, 232_448, 233_472)
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IGNORED = 3
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -25,14 +22,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("limits", [AMPERE, HOPPER], ids=["sm_80", "sm_90"])
 @pytest.mark.parametrize("vectors", [0, 1, 7, 8, 33, 256, 257, 512, 8192, 16032, 2**15 + 1, 2**27])
-def test_a_team_is_of_whole_warps_or_within_one(vectors: int, limits: Limits) -> None:
-    lanes, cluster = loss.row_team(vectors, limits)
+def test_a_row_is_shared_by_whole_warps_or_within_one(vectors: int) -> None:
+    lanes = loss.row_lanes(vectors)
     assert lanes & (lanes - 1) == 0
     assert lanes >= loss.FEWEST_LANES
     assert lanes <= 32 or vectors > 64 * loss.DEPTH
-    assert cluster == 1 or (limits.has_clusters and lanes >= 32)
 
 
 @pytest.mark.parametrize(

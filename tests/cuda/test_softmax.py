@@ -117,3 +117,22 @@ def test_it_can_be_captured_and_replayed(columns: int) -> None:
         again = softmax.scaled_softmax_forward(x)
         assert torch.equal(y, again)
         assert torch.equal(dx, softmax.scaled_softmax_backward(x, again))
+
+
+# --------------------------------------------------------------- also where there is none
+
+
+@pytest.mark.parametrize("columns", [32768, 65536, 262144])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, device: str) -> None:
+    rows = 19 if device == "cpu" and columns < 262144 else 5 if device == "cpu" else 300
+    generator = torch.Generator().manual_seed(9)
+    x = (3 * torch.randn(rows, columns, generator=generator)).to(device, dtype)
+    x[1, : columns // 2] = float("-inf")  # all that some warps have
+    y = assert_served("scaled_softmax_forward", x, 0.5)
+    assert torch.equal(softmax.scaled_softmax_forward(x[2:4], 0.5), y[2:4])
+    hidden = torch.rand(rows, columns, generator=generator).to(device) > 0.5
+    hidden[0] = True
+    assert not assert_served("scaled_masked_softmax_forward", x, hidden, 0.5)[0].any()
+    assert_served("scaled_aligned_causal_masked_softmax_forward", x)
+    assert_served("scaled_softmax_backward", x.nan_to_num(neginf=1.0), y, 0.5)

@@ -21,7 +21,7 @@ def sources(device: Limits) -> Iterator[Specialisation]:
     low = torch.bfloat16
     for vectors in (4000, 16032, 2**15):
         for summed in (False, True):
-            yield forward_source(ForwardKey(vectors, 8, low, None, False, summed), device)[0]
+            yield forward_source(ForwardKey(vectors, 8, low, None, False, summed))[0]
         yield backward_source(BackwardKey(vectors, 8, low, low))[0]
 
 

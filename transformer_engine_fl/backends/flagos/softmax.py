@@ -115,8 +115,10 @@ def _scores(
     x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL)
     visible = column < bound
     if mask_ptr is not None:
-        where = (start // queries // heads) * mask_batch + (start // queries % heads) * mask_head
-        where += start % queries * mask_query
+        group = row // queries
+        where = (group // heads).to(tl.int64) * mask_batch
+        where += (group % heads).to(tl.int64) * mask_head
+        where += (row % queries).to(tl.int64) * mask_query
         hidden = tl.load(
             mask_ptr + where + column * MASK_STEP, mask=exists & (column < columns), other=1
         )
@@ -125,6 +127,48 @@ def _scores(
     if CAUSAL or mask_ptr is not None or not EXACT:
         scores = tl.where(visible, scores, float("-inf"))
     return scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward_tile(
+    x_ptr: tl.tensor,
+    mask_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    tile: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    stride: tl.tensor,
+    queries: tl.tensor,
+    heads: tl.tensor,
+    ahead: tl.tensor,
+    mask_batch: tl.tensor,
+    mask_head: tl.tensor,
+    mask_query: tl.tensor,
+    scale: tl.tensor,
+    MASK_STEP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """ROWS rows; EXACT: they fill a tile's width."""
+    column = tl.arange(0, BLOCK)[None, :]
+    row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
+    scores = _scores(
+        x_ptr, mask_ptr, row, column, row < rows, columns, stride, queries, heads,
+        ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
+    )  # fmt: skip
+    highest = tl.max(scores, axis=1)[:, None]
+    if CAUSAL or mask_ptr is not None:
+        # Where nothing is visible there is nothing to take off, and nothing to divide by.
+        highest = tl.where(highest == float("-inf"), 0, highest)
+    weights = tl.exp(scores - highest)
+    total = tl.sum(weights, axis=1)[:, None]
+    y = weights * (1 / tl.where(total == 0, 1, total))
+    out = y_ptr + row.to(tl.int64) * columns + column
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(out, y, mask=(row < rows) & (column < columns))
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -155,28 +199,29 @@ def _forward_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    LOOPED: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, in tiles of ROWS; EXACT: they fill a tile's width."""
+    """Rows that fit into registers, in tiles of ROWS: LOOPED, or a program for each.
+
+    A loop of one turn would cost registers, and so programs at a time.
+    """
     columns = columns * UNIT
-    column = tl.arange(0, BLOCK)[None, :]
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
-    ):
-        row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
-        scores = _scores(
-            x_ptr, mask_ptr, row, column, row < rows, columns, stride * UNIT, queries, heads,
+    stride = stride * UNIT
+    if LOOPED:
+        for tile in tl.range(
+            tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+        ):
+            _forward_tile(
+                x_ptr, mask_ptr, y_ptr, tile, rows, columns, stride, queries, heads, ahead,
+                mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, ROWS,
+                BLOCK,
+            )  # fmt: skip
+    else:
+        _forward_tile(
+            x_ptr, mask_ptr, y_ptr, tl.program_id(0), rows, columns, stride, queries, heads,
             ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
+            ROWS, BLOCK,
         )  # fmt: skip
-        highest = tl.max(scores, axis=1)[:, None]
-        if CAUSAL or mask_ptr is not None:
-            # Where nothing is visible there is nothing to take off, and nothing to divide by.
-            highest = tl.where(highest == float("-inf"), 0, highest)
-        weights = tl.exp(scores - highest)
-        total = tl.sum(weights, axis=1)[:, None]
-        y = weights * (1 / tl.where(total == 0, 1, total))
-        out = y_ptr + row.to(tl.int64) * columns + column
-        y = y.to(y_ptr.dtype.element_ty)
-        tl.store(out, y, mask=(row < rows) & (column < columns))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -401,6 +446,20 @@ _BACKWARD = cut_choice(
 )
 
 
+def _forward_plan(
+    device: torch.device, columns: int, dtype: torch.dtype, **constants: Any
+) -> WholeRows | SharedRows:
+    """The kernel of whole rows or that of rows in pieces, as is chosen for the columns."""
+    way = _FORWARD(device, columns, dtype.itemsize)
+    acc, column_bytes = math_dtype(dtype), dtype.itemsize + (constants["MASK_STEP"] is not None)
+    if way.shared:
+        return SharedRows(_forward_shared, device, way, columns, 2, acc, column_bytes, **constants)
+    looped = way.programs > 0
+    return WholeRows(
+        _forward_rows, device, way, columns, acc, column_bytes, LOOPED=looped, **constants
+    )
+
+
 # ---------------------------------------------------------------------------- operators
 
 
@@ -449,15 +508,10 @@ def _forward(
     plan = _PLANS.get(key) or keep(
         _PLANS,
         key,
-        cut(
-            _FORWARD,
-            (_forward_rows, _forward_shared),
+        _forward_plan(
             input.device,
             columns,
-            2,
-            math_dtype(input.dtype),
-            input.dtype.itemsize,
-            input.dtype.itemsize + (mask is not None),
+            input.dtype,
             MASK_STEP=mask_step,
             CAUSAL=causal,
             ACC=_TRITON_TYPES[math_dtype(input.dtype)],

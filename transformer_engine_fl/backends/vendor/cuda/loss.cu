@@ -13,8 +13,7 @@
 //   EDGES         1 if rows of the gradients may start inside a vector
 //   VEC, ACCESS   elements per vector, and in one access
 //   DEPTH         vectors of a thread that are under way at once
-//   LANES, ROWS, CLUSTER  threads of a block that share a row, rows of a block, blocks that
-//                 share a row
+//   LANES, ROWS   threads that share a row, rows of a block
 //   BLOCKS        blocks that must fit on a multiprocessor; bounds the registers
 //
 // Words are counted in the whole vocabulary, columns in the logits at hand, the first of which
@@ -76,15 +75,9 @@ using A = Accumulator<TX>::type;
 
 #if defined(KERNEL_forward) || defined(KERNEL_backward)
 
-// N logits. What is read in pieces meets the same lines again, so they are kept in L1.
 template <int N>
 __device__ __forceinline__ Vec<TX, N> read_logits(const TX* from) {
-  constexpr int kAccess = least(ACCESS, N);
-  if constexpr (kAccess < N && kAccess * sizeof(TX) < 16) {
-    return load_shared_data<kAccess, N>(from);
-  } else {
-    return load_once<kAccess, N>(from);
-  }
+  return load_shared_data<least(ACCESS, N), N>(from);
 }
 
 struct Cap {
@@ -162,23 +155,22 @@ __device__ __forceinline__ void take_in(Statistics& found, const A (&scores)[N])
 
 }  // namespace
 
-// Each thread keeps the statistics of what it has read, the next vectors under way meanwhile.
+// Each thread keeps the statistics of what it has read. There are enough threads for others'
+// vectors to be under way meanwhile: its own next ones would cost registers, and so threads.
 extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     forward(const TX* __restrict__ x, const TB* __restrict__ bias,
             const long long* __restrict__ targets, A* __restrict__ first, A* __restrict__ second,
             long long rows, long long step, int columns, long long start, long long ignore,
             long long last, double words, double label_smoothing, double z_loss, double bound) {
-  constexpr int kStep = LANES * CLUSTER;  // vectors between those of a thread
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const int lane = threadIdx.x % LANES;
-  const long long row = static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
+  const long long row = static_cast<long long>(blockIdx.x) * ROWS + threadIdx.x / LANES;
   const bool exists = ROWS == 1 || row < rows;
   const long long target = exists ? __ldg(targets + row) : ignore;
   const bool read = target != ignore;
-  const bool writes = exists && rank == 0 && lane == 0;
+  const bool writes = exists && lane == 0;
   const TX* source = x + row * step;
   const Cap cap = {static_cast<A>(bound), A(1) / static_cast<A>(bound)};
-  RowReduction<LANES, CLUSTER, SUMMED ? 2 : 1, A> over_row;
+  RowReduction<LANES, 1, SUMMED ? 2 : 1, A> over_row;
 
   Statistics found = {lowest<A>(), A(0), A(0), A(0)};
   const unsigned long long word =
@@ -189,28 +181,20 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
   }
 
   const int vectors = columns / VEC;
-  const int begin = rank * LANES + lane;
-  const int chunks = read ? (vectors + kStep * DEPTH - 1) / (kStep * DEPTH) : 0;
-  Vec<TX, VEC> next[DEPTH];
-  auto ask_for = [&](int chunk) {
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d) {
-      // Past the end the last vector again, unused: a branch would break up the loads.
-      const int vector = least((chunk * DEPTH + d) * kStep + begin, vectors - 1);
-      next[d] = read_logits<VEC>(source + vector * VEC);
-    }
-  };
-  if (chunks > 0) ask_for(0);
+  const int chunks = read ? (vectors + LANES * DEPTH - 1) / (LANES * DEPTH) : 0;
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     Vec<TX, VEC> stored[DEPTH];
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) stored[d] = next[d];
-    if (chunk + 1 < chunks) ask_for(chunk + 1);
+    for (int d = 0; d < DEPTH; ++d) {
+      // Past the end the last vector again, unused: a branch would break up the loads.
+      const int vector = least((chunk * DEPTH + d) * LANES + lane, vectors - 1);
+      stored[d] = read_logits<VEC>(source + vector * VEC);
+    }
     A scores[DEPTH * VEC];
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      const int vector = (chunk * DEPTH + d) * kStep + begin;
+      const int vector = (chunk * DEPTH + d) * LANES + lane;
       const bool inside = vector < vectors;
       scores_of(stored[d], bias, least(vector, vectors - 1) * VEC, cap, scores + d * VEC);
       A sum = 0;
@@ -225,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     take_in(found, scores);
   }
   const int rest = vectors * VEC + lane;  // what makes no whole vector, one to a lane
-  if (read && rank == 0 && rest < columns) {
+  if (read && rest < columns) {
     A score[1];
     scores_of(read_logits<1>(source + rest), bias, rest, cap, score);
     if constexpr (SUMMED) found.summed += score[0];

@@ -1,6 +1,6 @@
 """Cross entropy in CUDA C++ (``loss.cu``): of logits, shards of a vocabulary, linear layers.
 
-Forward, a row is read once, by a warp, a block or a cluster of blocks, each thread keeping
+Forward, a row is read once, by a warp or a block, each thread keeping
 the highest score and the sum of exponentials of what it has read. Backward, each tile of the
 logits is read and its gradient written, from lse, so that nothing is read twice. The linear
 forms (``backends/_cross_entropy.py``) make the logits of some words at a time, as torch
@@ -42,7 +42,6 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     plain,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
-from transformer_engine_fl.backends.vendor.cuda._tiles import Team, require_clusters
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
@@ -61,25 +60,24 @@ DEPTH: Final = 4
 """Vectors of a thread that are under way at once."""
 FEWEST_LANES: Final = 8
 """As many as a vector has elements: what makes no whole vector is one for each lane."""
-TEAMS: Final = {2**9: (128, 1), 2**13: (256, 1), 2**14: (256, 2), 2**15: (256, 4), 2**31: (256, 8)}
-"""By the most vectors of a row, (threads of a block, blocks) that share it."""
-ROW_THREADS: Final = 128
+TEAMS: Final = {2**9: 128, 2**31: 256}
+"""Threads that share a row, by its most vectors."""
+ROW_THREADS: Final = 256
 """Threads of a block that has several rows, and of a block backward."""
-RESIDENT: Final = {4: 768, 8: 512}
+RESIDENT: Final = {4: 1024, 8: 512}
 """Threads of a multiprocessor by the bytes of what is calculated; leaves each its registers."""
-BACKWARD_DEPTH: Final = 4
+BACKWARD_DEPTH: Final = 2
 MERGE_THREADS: Final = 128
 MOST_BLOCKS: Final = 2**31 - 1
 LAST: Final = 2**63 - 1
 
 
-def row_team(vectors: int, device: _launch.Limits) -> Team:
-    """(threads of a block, blocks) that share a row of so many vectors."""
+def row_lanes(vectors: int) -> int:
+    """Threads that share a row of so many vectors."""
     if vectors <= 64 * DEPTH:
         lanes = 1 << (-(-vectors // DEPTH) - 1).bit_length() if vectors else 1
-        return max(FEWEST_LANES, min(32, lanes)), 1
-    lanes, cluster = next(team for most, team in TEAMS.items() if vectors <= most)
-    return lanes, cluster if device.has_clusters else 1
+        return max(FEWEST_LANES, min(32, lanes))
+    return next(lanes for most, lanes in TEAMS.items() if vectors <= most)
 
 
 # -------------------------------------------------------------------------------- plans
@@ -138,11 +136,9 @@ class BackwardKey:
         return min(ROW_THREADS, 1 << (wanted - 1).bit_length())
 
 
-def forward_source(
-    key: ForwardKey, device: _launch.Limits
-) -> tuple[Specialisation, _launch.Geometry]:
+def forward_source(key: ForwardKey) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel of a forward."""
-    lanes, cluster = row_team(key.vectors, device)
+    lanes = row_lanes(key.vectors)
     rows = max(1, ROW_THREADS // lanes) if lanes <= 32 else 1
     threads = lanes * rows
     defines: dict[str, str | int] = {
@@ -157,10 +153,9 @@ def forward_source(
         "DEPTH": max(1, min(DEPTH, -(-key.vectors // lanes))),
         "LANES": lanes,
         "ROWS": rows,
-        "CLUSTER": cluster,
         "BLOCKS": RESIDENT[math_dtype(key.x).itemsize] // threads,
     }
-    geometry = _launch.Geometry(threads, "PPPPPqqiqqqdddd", cluster=cluster)
+    geometry = _launch.Geometry(threads, "PPPPPqqiqqqdddd")
     return Specialisation("loss", "forward", tuple(defines.items())), geometry
 
 
@@ -201,19 +196,16 @@ def backward_source(key: BackwardKey) -> tuple[Specialisation, _launch.Geometry]
 class Forward:
     """A forward kernel on a device."""
 
-    __slots__ = ("_cluster", "_kernel", "_rows")
+    __slots__ = ("_kernel", "_rows")
 
     def __init__(self, key: ForwardKey, device: int) -> None:
-        source, geometry = forward_source(key, _launch.limits(device))
+        source, geometry = forward_source(key)
         self._kernel = _launch.load(source, geometry, device)
-        self._rows = dict(source.defines)["ROWS"]
-        self._cluster = geometry.cluster
-        if self._cluster > 1:
-            require_clusters(self._kernel, key.vectors * (16 // SIZES[key.x]))
+        self._rows = int(dict(source.defines)["ROWS"])
 
     def __call__(self, op: str, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments."""
-        blocks = -(-rows // int(self._rows)) * self._cluster
+        blocks = -(-rows // self._rows)
         check_size(op, "blocks", blocks, MOST_BLOCKS)
         self._kernel.launch(blocks, 1, *values)
 
@@ -248,7 +240,7 @@ def representative_sources(
     """Kernels of every kind, type and shape that the operators ask for, on such a device."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     for vectors in (0, 8, 129, 512, 8192, 16032, 32768, 2**20):
-        yield forward_source(ForwardKey(vectors, 8, low), device)
+        yield forward_source(ForwardKey(vectors, 8, low))
     for vectors in (1, 64, 16032):
         yield backward_source(BackwardKey(vectors, 8, low, low))
     for x in (low, half, full, double):
@@ -256,12 +248,10 @@ def representative_sources(
         vec = 16 // SIZES[x]
         for capped in (False, True):
             for access in {1, vec}:
-                yield forward_source(ForwardKey(100, access, x, None, capped, True), device)
-                yield forward_source(ForwardKey(2**15, access, x, None, capped, True, True), device)
+                yield forward_source(ForwardKey(100, access, x, None, capped, True))
+                yield forward_source(ForwardKey(2**15, access, x, None, capped, True, True))
                 yield backward_source(BackwardKey(1000, access, x, x, None, capped, True))
-            yield forward_source(
-                ForwardKey(1000, 16 // SIZES[wide], wide, x, capped, True, True), device
-            )
+            yield forward_source(ForwardKey(1000, 16 // SIZES[wide], wide, x, capped, True, True))
             yield backward_source(
                 BackwardKey(1000, 16 // SIZES[wide], wide, x, x, capped, False, True)
             )

@@ -10,11 +10,13 @@
 //   MASK_ACCESS  1 if VEC bytes of the mask may be read at once
 //   VEC, ACCESS  elements per vector, and in one access
 //   VECS, LANES, ROWS, CLUSTER, FULL  how a row is spread over threads: see rows.cuh
+//   LOOPED       1 if a group of threads has several rows, one after the other; forward
+//   STAGES       rows of such a group that are under way to shared memory at once
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
 //
-// `forward` and `backward` keep a row in shared memory, so that it is read once. Rows that
-// do not fit are served by `forward_wide` and `backward_wide`, which read them twice. What
-// a causal form hides is not read.
+// `forward` and `backward` read a row once. Rows that do not fit are served by
+// `forward_wide` and `backward_wide`, which read them twice. What a causal form hides is not
+// read.
 //
 // Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
 // depends on its values, its width and the types alone, never on the number of rows.
@@ -35,6 +37,7 @@ using A = Accumulator<TX>::type;
 using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
 template <typename T>
 using Slots = Row::Slots<T>;
+constexpr int kApart = LANES * CLUSTER * VEC;  // columns between a thread's vectors
 
 #endif
 
@@ -154,72 +157,92 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
             long long mask_query, double factor) {
   extern __shared__ __align__(16) unsigned char kept[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const long long row =
-      static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
-  const bool active = Row::in_rows(row, rows);
+  const unsigned count = static_cast<unsigned>(rows);
+  const unsigned step = gridDim.x / CLUSTER * ROWS;
   const A scale = static_cast<A>(factor);
-  const int bound = bound_of(row, columns, queries, ahead);
+  const Mask hiding = {mask, mask_batch, mask_head, mask_query};
   RowReduction<LANES, CLUSTER, 1, A> over_row;
 
-  auto read_from = [&](int column) {
-    return active && Row::in_row(column, columns) && (!CAUSAL || column < bound);
+  auto ask_for = [&](unsigned row, unsigned char* slots) {
+    const bool exists = row < count;
+    const int bound = bound_of(row, columns, queries, ahead);
+    const TX* source = x + (row * x_stride + Row::first_column(0, rank));
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      Slots<TX>::fill<true>(slots, v, source + v * kApart,
+                            exists && Row::in_row(column, columns) && (!CAUSAL || column < bound));
+    }
+    commit_copies();
   };
-  const TX* source = x + row * x_stride;
+  // All threads of a block go the same way, also those whose row is not there.
+  unsigned first = blockIdx.x / CLUSTER * ROWS;
+  const unsigned own = threadIdx.x / LANES;
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    Slots<TX>::fill<true>(kept, v, source + column, read_from(column));
+  for (int stage = 0; stage < STAGES; ++stage) {
+    ask_for(first + own + stage * step, kept + stage * Slots<TX>::kBytes);
   }
-  commit_copies();
-  const unsigned char* mask_row =
-      Mask{mask, mask_batch, mask_head, mask_query}.row_of(row, queries, heads);
-  Hidden hidden[VECS];
+  int stage = 0;
+#pragma unroll 1
+  for (; first < count; first = LOOPED ? first + step : count) {
+    const unsigned row = first + own;
+    const bool active = ROWS == 1 || row < count;
+    const int bound = bound_of(row, columns, queries, ahead);
+    unsigned char* slots = kept + stage * Slots<TX>::kBytes;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    const unsigned char* mask_row = hiding.row_of(row, queries, heads);
+    Hidden hidden[VECS];
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    hidden[v] = zeros<unsigned char, kMaskBytes>();
-    if (MASKED && read_from(column)) hidden[v] = hidden_at(mask_row, column);
-  }
-  wait_copies<0>();
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      hidden[v] = zeros<unsigned char, kMaskBytes>();
+      if (MASKED && active && Row::in_row(column, columns)) {
+        hidden[v] = hidden_at(mask_row, column);
+      }
+    }
+    wait_copies<STAGES - 1>();
 
-  A highest[1] = {lowest<A>()};
+    A weights[VECS][VEC];
+    A highest[1] = {lowest<A>()};
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-    A scores[VEC];
-    scores_of(Slots<TX>::read(kept, v), hidden[v], column, bound, scale, scores);
-    highest[0] = largest(scores, highest[0]);
-  }
-  over_row.max(highest);
-  const A taken = taken_off(highest[0]);
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      if (!Row::in_row(column, columns)) continue;
+      scores_of(Slots<TX>::read(slots, v), hidden[v], column, bound, scale, weights[v]);
+      highest[0] = largest(weights[v], highest[0]);
+    }
+    // What was there is in registers: the slots are free.
+    if constexpr (LOOPED) ask_for(row + STAGES * step, slots);
+    over_row.max(highest);
+    const A taken = taken_off(highest[0]);
 
-  A weights[VECS][VEC];
-  A total[1] = {0};
+    A total[1] = {0};
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-    scores_of(Slots<TX>::read(kept, v), hidden[v], column, bound, scale, weights[v]);
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      if (!Row::in_row(column, columns)) continue;
+      const bool visible = !CAUSAL || column < bound;
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-      weights[v][i] = exponential(weights[v][i] - taken);
-      total[0] += weights[v][i];
+      for (int i = 0; i < VEC; ++i) {
+        weights[v][i] = visible ? exponential(weights[v][i] - taken) : A(0);
+        total[0] += weights[v][i];
+      }
+    }
+    over_row.sum(total);
+    const A share = share_of(total[0]);
+
+    if (!active) continue;
+    TX* target = y + (static_cast<long long>(row) * columns + Row::first_column(0, rank));
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      if (!Row::in_row(column, columns)) continue;
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) weights[v][i] *= share;
+      store(target + v * kApart, encode<TX>(weights[v]));
     }
   }
-  over_row.sum(total);
-  const A share = share_of(total[0]);
-
-  if (!active) return;
-  TX* target = y + row * columns;
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    if (!Row::in_row(column, columns)) continue;
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) weights[v][i] *= share;
-    store(target + column, encode<TX>(weights[v]));
-  }
+  wait_copies<0>();
 }
 
 #endif  // KERNEL_forward

@@ -33,6 +33,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
+    SHARED_PER_BLOCK,
     Team,
     Tile,
     require_clusters,
@@ -59,12 +60,25 @@ __all__ = [
 # ------------------------------------------------------------------------------- tiles
 
 TEAMS: Final[tuple[Team, ...]] = ((128, 1), (256, 1), (512, 1), (1024, 1))
-CLUSTERS: Final[tuple[Team, ...]] = ((512, 2), (512, 4), (512, 8), (1024, 8))
+FORWARD_CLUSTERS: Final[tuple[Team, ...]] = ((512, 4), (512, 8), (1024, 8))
+BACKWARD_CLUSTERS: Final[tuple[Team, ...]] = ((512, 2), *FORWARD_CLUSTERS)
 USUAL: Final = 4
 """Vectors of a thread, where they are whole."""
+WARP_VECTORS: Final = 8
+"""The same of a forward within a warp, which waits for no other."""
 WIDE_LANES: Final = 1024
 RESIDENT: Final = 1024
 """Threads of a multiprocessor; leaves each the registers for what it holds of a row."""
+HELD: Final = 32
+"""Elements of a thread for which those registers suffice; half as many threads hold more."""
+LOOPED_FROM: Final = 2**14 + 1
+"""Columns from which there are no more groups of a forward than run at once.
+
+Each has several rows then, of which the next is under way while one is computed: too few of
+so wide rows are on a multiprocessor at once for them to do that for each other.
+"""
+STAGES: Final = 2
+"""Rows of such a group that are under way to shared memory at once."""
 MOST_ROWS: Final = 2**31 - 2**14
 
 
@@ -78,16 +92,28 @@ def row_tile(columns: int, sizes: tuple[int, ...], device: _launch.Limits) -> Ti
     """
     vec = vector_width(columns, sizes[0])
     vectors = columns // vec
-    usual = USUAL if vec * sizes[0] == 16 else 8
-    teams = TEAMS[:3] + CLUSTERS if device.has_clusters else TEAMS
+    forward, whole = len(sizes) == 1, vec * sizes[0] == 16
+    usual = USUAL if whole else 8
+    teams = TEAMS
+    if device.has_clusters:
+        teams = TEAMS + FORWARD_CLUSTERS if forward else TEAMS[:3] + BACKWARD_CLUSTERS
     tile = (
-        warp_tile(vectors, vec, usual)
+        warp_tile(vectors, vec, WARP_VECTORS if forward else usual)
         or team_tile(vectors, vec, usual, teams)
         or team_tile(vectors, vec, 8, teams[-1:])
     )
     if tile is None or _shared_bytes(tile, sizes) > device.shared_per_block:
         return None
-    return with_blocks(tile, RESIDENT) if max(sizes) == 2 else tile
+    if max(sizes) > 2:
+        return tile
+    return with_blocks(tile, RESIDENT if tile.held <= HELD else RESIDENT // 2)
+
+
+def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
+    """STAGES, or what shared memory has room for."""
+    blocks = max(1, RESIDENT // tile.threads)
+    room = device.shared_per_multiprocessor // blocks - SHARED_PER_BLOCK
+    return max(1, min(STAGES, min(room, device.shared_per_block) // _shared_bytes(tile, sizes)))
 
 
 def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
@@ -146,8 +172,13 @@ def source(
         geometry = _launch.Geometry(WIDE_LANES, arguments)
     else:
         defines |= tile.defines(key.columns)
+        depth = 1
+        if key.dy is None:
+            looped = key.columns >= LOOPED_FROM
+            depth = stages(tile, sizes, device) if looped else 1
+            defines |= {"LOOPED": int(looped), "STAGES": depth}
         geometry = _launch.Geometry(
-            tile.threads, arguments, _shared_bytes(tile, sizes), tile.cluster, carveout=100
+            tile.threads, arguments, depth * _shared_bytes(tile, sizes), tile.cluster, carveout=100
         )
     return Specialisation("softmax", kernel, tuple(defines.items())), geometry, tile
 
@@ -155,18 +186,22 @@ def source(
 class Plan:
     """A kernel on a device."""
 
-    __slots__ = ("_cluster", "_kernel", "_rows")
+    __slots__ = ("_cluster", "_kernel", "_most", "_rows")
 
     def __init__(self, key: Key, device: int) -> None:
         found, geometry, tile = source(key, _launch.limits(device))
         self._kernel = _launch.load(found, geometry, device)
         self._rows, self._cluster = (tile.rows, tile.cluster) if tile else (1, 1)
+        self._most = MOST_ROWS
         if self._cluster > 1:
-            require_clusters(self._kernel, key.columns)
+            groups = require_clusters(self._kernel, key.columns)
+        if dict(found.defines).get("LOOPED"):
+            self._most = groups if self._cluster > 1 else self._kernel.resident_groups()
 
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments."""
-        self._kernel.launch(-(-rows // self._rows) * self._cluster, 1, *values)
+        groups = min(-(-rows // self._rows), self._most)
+        self._kernel.launch(groups * self._cluster, 1, *values)
 
 
 _plans: Plans[Plan] = Plans()
