@@ -5,6 +5,7 @@ The reference set gives the bits that are expected. Without a GPU the kernels ru
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends.reference import quantization as reference
-from transformer_engine_fl.backends.vendor.cuda import _casting, quantization
+from transformer_engine_fl.backends.vendor.cuda import _casting, _launch, quantization
 from transformer_engine_fl.backends.vendor.cuda._casting import Source
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops._formats import FORMATS
@@ -77,6 +78,21 @@ def test_the_amax_of_many_rows_when_the_scale_is_given(format: str, device: str)
     for options in ({}, BOTH_WAYS):
         found = quantization.quantize(x, scale, format=format, **options)
         assert_same_bits(found, reference.quantize(x, scale, format=format, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_that_are_under_way_together(
+    format: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = dataclasses.replace(_launch.limits(0), multiprocessors=1)
+    monkeypatch.setattr(_launch, "limits", lambda device: small)
+    for rows, columns in ((75, 512), (141, 400)):  # neither is a multiple of what is
+        x = values(rows, columns, dtype=dtype).to(device)
+        x[rows - 1, columns - 1] = torch.nan
+        x[rows // 2, 17] = -1000.0
+        found = quantization.quantize(x, format=format)
+        assert_same_bits(found, reference.quantize(x, format=format))
 
 
 @pytest.mark.parametrize("columns", [24, 520])

@@ -316,7 +316,7 @@ def tiles_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, 
     same = not key.recipe.width
     size = 1 if same else key.source.x.itemsize if stored else 4
     shared = SIDE * SIDE * size if key.turned else 0
-    small = stored and key.source.x.itemsize == 2
+    small = stored and key.source.whole and key.source.x.itemsize == 2
     defines = {**key.defines(), "BLOCKS": 4 if small and not (key.owned or key.sums) else 2}
     geometry = _launch.Geometry(
         THREADS, "P" * 15 + "qqiiifff", shared, dependent=key.dependent and device.has_clusters

@@ -358,7 +358,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       out.scales_of(amaxes, scales, inverse);
       const int own = threadIdx.x % kLanes;
       const long long row = row_of(base, own);
-      if (own < AHEAD && row < rows && column < columns) {
+      // Of a block that the row cuts off, this lane may have no column.
+      if (own < AHEAD && row < rows && column - own * kPiece < columns) {
         out.put_inverse(inverse, static_cast<int>(row), column);
       }
     }
