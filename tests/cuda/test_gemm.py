@@ -185,7 +185,7 @@ def test_long_sums_are_rounded_once(dtype: torch.dtype, terms: int) -> None:
         expected = b.double() @ a.double().t()
         rounded = torch.finfo(found.dtype).eps / 2 if found.dtype != FULL else 0
         error = (found.double() - expected).abs()
-        assert bool((error <= rounded * expected.abs() * 1.01 + 1e-5 * terms**0.5).all())
+        assert bool((error <= rounded * expected.abs() * 1.01 + 3e-4 * terms**0.5).all())
 
 
 @pytest.mark.gpu
