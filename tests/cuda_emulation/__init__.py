@@ -34,6 +34,7 @@ from typing import Any
 from unittest import mock
 
 from cuda_emulation.libraries import STAND_INS
+from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _arguments, _compile, _launch
 
@@ -271,6 +272,12 @@ class Kernel:
     def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
         """Run the kernel."""
         geometry = self._geometry
+        if _repeats.active is not None:
+            told = (
+                _repeats.Address(value) if kind == "P" else value
+                for kind, value in zip(geometry.arguments, values, strict=True)
+            )
+            _repeats.note(self.launch, blocks, rows_of_blocks, *told)
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
             raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
         # As a launch on a device packs them: refuses what does not fit.

@@ -28,8 +28,10 @@ import numpy
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import _allocation
 
+from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
@@ -280,6 +282,64 @@ def _scratch_memory(device: torch.device) -> Iterator[None]:
         _allocation._allocator.reset(before)
 
 
+def _alignment(pointers: list[int]) -> object:
+    """Which pointers are aligned; 0 if each is."""
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    return tuple([not it & _ALIGNMENT_MASK for it in pointers]) if bits & _ALIGNMENT_MASK else 0
+
+
+_AGAIN = """\
+def again({taken}):
+    if (
+        not direct.allowed
+        or enter.calls
+        or leave.calls
+        or (runtime.launch_enter_hook or nobody) is not enter
+        or (runtime.launch_exit_hook or nobody) is not leave
+    ):
+        return False
+    start({x}, {y}, 1, torch._cuda_getCurrentRawStream({index}), {arguments})
+    return True
+"""
+
+
+def _again(
+    ready: _Started,
+    grid: tuple[int, int],
+    pointers: list[int],
+    numbers: tuple[Any, ...],
+    index: int,
+) -> Callable[..., bool]:
+    """A function that starts a kernel again, given the pointers that are not 0."""
+    given = [place for place, pointer in enumerate(pointers) if pointer]
+    values = {"before": ready.head, "number": numbers, "after": ready.tail}
+    fixed = {f"{name}{i}": it for name, those in values.items() for i, it in enumerate(those)}
+    before, number, after = ([name for name in fixed if name.startswith(kind)] for kind in values)
+    addresses = [f"p{place}" if pointer else "0" for place, pointer in enumerate(pointers)]
+    source = _AGAIN.format(
+        taken=", ".join(f"p{place}" for place in given),
+        x=grid[0],
+        y=grid[1],
+        index=index,
+        arguments=", ".join([*before, *addresses, *number, *after]),
+    )
+    namespace: dict[str, Any] = {
+        "torch": torch._C,
+        "direct": _DirectLaunches,
+        "enter": _ENTER,
+        "leave": _LEAVE,
+        "runtime": _RUNTIME,
+        "nobody": _NoCalls,
+        "start": ready.start,
+        **fixed,
+    }
+    exec(compile(source, "<launch again>", "exec"), namespace)
+    made: Callable[..., bool] = namespace["again"]
+    return made
+
+
 class Launch:
     """One kernel with its constants and the dtypes of its arguments, on one device.
 
@@ -330,19 +390,45 @@ class Launch:
         numbers: tuple[Any, ...],
     ) -> None:
         """Start the kernel on the current stream of its device."""
+        if _repeats.active is not None and _repeats.note(self, grid, tensors, numbers):
+            # What Triton and the interpreter do with torch is not the operator's doing.
+            with _disable_current_modes():
+                return self._start(grid, tensors, numbers)
         quick = self._quick
         if quick is not None and quick(grid, tensors, numbers):
-            return
+            return None
+        return self._start(grid, tensors, numbers)
+
+    def prepared(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+    ) -> tuple[Callable[..., bool], list[_repeats.Address]]:
+        """What starts the kernel again, on the current device, and the addresses it takes.
+
+        It is false where the ordinary launch must be taken. The device must be this one's,
+        and the addresses aligned as now.
+        """
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        ready = self._ready.get(_alignment(pointers))
+        if ready is None or ready.scratch:
+            raise _repeats.UnrepeatableError("no kernel that can be started directly")
+        again = _again(ready, grid, pointers, numbers, self._index)
+        return again, [_repeats.Address(it) for it in pointers if it]
+
+    def _start(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+    ) -> None:
+        """Start the kernel, whatever its pointers' alignment is."""
         try:
             pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
             raise NotSupportedError(f"a tensor has no memory of its own: {error}") from None
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        alignment: object = 0
-        if bits & _ALIGNMENT_MASK:
-            alignment = tuple([not pointer & _ALIGNMENT_MASK for pointer in pointers])
+        alignment = _alignment(pointers)
         ready = self._ready.get(alignment)
         if ready is None or not _DirectLaunches.allowed or _hooked():
             self._ordinary(alignment, grid, tensors, numbers)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     NOT_A_TENSOR,
@@ -599,121 +600,145 @@ ACTIVATIONS = {it.contract.name: it for it in tuple(globals().values()) if type(
 """By the operator's name; what is quantised as well is calculated in the same way."""
 
 
+@repeating
 def gelu(input: Tensor) -> Tensor:
     """``gelu`` of the contract."""
     return _run(_GELU, None, input)
 
 
+@repeating
 def qgelu(input: Tensor) -> Tensor:
     """``qgelu`` of the contract."""
     return _run(_QGELU, None, input)
 
 
+@repeating
 def relu(input: Tensor) -> Tensor:
     """``relu`` of the contract."""
     return _run(_RELU, None, input)
 
 
+@repeating
 def srelu(input: Tensor) -> Tensor:
     """``srelu`` of the contract."""
     return _run(_SRELU, None, input)
 
 
+@repeating
 def silu(input: Tensor) -> Tensor:
     """``silu`` of the contract."""
     return _run(_SILU, None, input)
 
 
+@repeating
 def glu(input: Tensor) -> Tensor:
     """``glu`` of the contract."""
     return _run(_GLU, None, input)
 
 
+@repeating
 def geglu(input: Tensor) -> Tensor:
     """``geglu`` of the contract."""
     return _run(_GEGLU, None, input)
 
 
+@repeating
 def qgeglu(input: Tensor) -> Tensor:
     """``qgeglu`` of the contract."""
     return _run(_QGEGLU, None, input)
 
 
+@repeating
 def reglu(input: Tensor) -> Tensor:
     """``reglu`` of the contract."""
     return _run(_REGLU, None, input)
 
 
+@repeating
 def sreglu(input: Tensor) -> Tensor:
     """``sreglu`` of the contract."""
     return _run(_SREGLU, None, input)
 
 
+@repeating
 def swiglu(input: Tensor) -> Tensor:
     """``swiglu`` of the contract."""
     return _run(_SWIGLU, None, input)
 
 
+@repeating
 def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     """``clamped_swiglu`` of the contract."""
     return _run(_CLAMPED_SWIGLU, None, input, limit, alpha)
 
 
+@repeating
 def dgelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dgelu`` of the contract."""
     return _run(_DGELU, grad, fwd_input)
 
 
+@repeating
 def dqgelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dqgelu`` of the contract."""
     return _run(_DQGELU, grad, fwd_input)
 
 
+@repeating
 def drelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``drelu`` of the contract."""
     return _run(_DRELU, grad, fwd_input)
 
 
+@repeating
 def dsrelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dsrelu`` of the contract."""
     return _run(_DSRELU, grad, fwd_input)
 
 
+@repeating
 def dsilu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dsilu`` of the contract."""
     return _run(_DSILU, grad, fwd_input)
 
 
+@repeating
 def dglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dglu`` of the contract."""
     return _run(_DGLU, grad, fwd_input)
 
 
+@repeating
 def dgeglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dgeglu`` of the contract."""
     return _run(_DGEGLU, grad, fwd_input)
 
 
+@repeating
 def dqgeglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dqgeglu`` of the contract."""
     return _run(_DQGEGLU, grad, fwd_input)
 
 
+@repeating
 def dreglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dreglu`` of the contract."""
     return _run(_DREGLU, grad, fwd_input)
 
 
+@repeating
 def dsreglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dsreglu`` of the contract."""
     return _run(_DSREGLU, grad, fwd_input)
 
 
+@repeating
 def dswiglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """``dswiglu`` of the contract."""
     return _run(_DSWIGLU, grad, fwd_input)
 
 
+@repeating
 def clamped_dswiglu(
     grad: Tensor, fwd_input: Tensor, limit: float = 7.0, alpha: float = 1.702
 ) -> Tensor:
@@ -721,26 +746,31 @@ def clamped_dswiglu(
     return _run(_CLAMPED_DSWIGLU, grad, fwd_input, limit, alpha)
 
 
+@repeating
 def dbias_dgelu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
     """``dbias_dgelu`` of the contract."""
     return _run_with_bias(_DBIAS_DGELU, grad, fwd_input)
 
 
+@repeating
 def dbias_dqgelu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
     """``dbias_dqgelu`` of the contract."""
     return _run_with_bias(_DBIAS_DQGELU, grad, fwd_input)
 
 
+@repeating
 def dbias_drelu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
     """``dbias_drelu`` of the contract."""
     return _run_with_bias(_DBIAS_DRELU, grad, fwd_input)
 
 
+@repeating
 def dbias_dsrelu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
     """``dbias_dsrelu`` of the contract."""
     return _run_with_bias(_DBIAS_DSRELU, grad, fwd_input)
 
 
+@repeating
 def dbias_dsilu(grad: Tensor, fwd_input: Tensor) -> tuple[Tensor, Tensor]:
     """``dbias_dsilu`` of the contract."""
     return _run_with_bias(_DBIAS_DSILU, grad, fwd_input)

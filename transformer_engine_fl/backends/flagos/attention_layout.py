@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     Written,
@@ -329,6 +330,7 @@ def _three(op: str, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     )
 
 
+@repeating
 def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     """``fa_prepare_fwd`` of the contract."""
     op = contracts.fa_prepare_fwd
@@ -340,6 +342,7 @@ def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     return output
 
 
+@repeating
 def fa_prepare_bwd(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> Tensor:
     """``fa_prepare_bwd`` of the contract."""
     op = contracts.fa_prepare_bwd
@@ -380,6 +383,7 @@ def _converted(op: str, tensor: Tensor, offsets: Tensor, output: Tensor, *, pack
     return output
 
 
+@repeating
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) -> Tensor:
     """``convert_thd_to_bshd`` of the contract."""
     op = contracts.convert_thd_to_bshd
@@ -391,6 +395,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) ->
     return _converted(op.name, tensor, offsets, fresh(op.name, tensor, shape), pack=False)
 
 
+@repeating
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -> Tensor:
     """``convert_bshd_to_thd`` of the contract."""
     op = contracts.convert_bshd_to_thd

@@ -29,6 +29,7 @@ from transformer_engine_fl.backends._cross_entropy import (
     options_of,
     vector_of,
 )
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     address_of,
@@ -726,6 +727,7 @@ def _memory_of(op: str, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+@repeating
 def cross_entropy_fwd(
     input: Tensor,
     target: Tensor,
@@ -755,6 +757,7 @@ def cross_entropy_fwd(
     return loss, lse
 
 
+@repeating
 def cross_entropy_partial_fwd(
     input: Tensor,
     target: Tensor,
@@ -779,6 +782,7 @@ def cross_entropy_partial_fwd(
     return stats
 
 
+@repeating
 def cross_entropy_merge(
     stats: Tensor,
     target: Tensor,
@@ -807,6 +811,7 @@ def cross_entropy_merge(
     return loss, lse
 
 
+@repeating
 def cross_entropy_bwd(
     grad_loss: Tensor,
     input: Tensor,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
@@ -514,6 +515,7 @@ def _spread_gradients(
 # ---------------------------------------------------------------------------- operators
 
 
+@repeating
 def moe_permute_fwd(
     input: Tensor, indices: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor]:
@@ -533,6 +535,7 @@ def moe_permute_fwd(
     return output, row_id_map
 
 
+@repeating
 def moe_permute_bwd(grad_output: Tensor, row_id_map: Tensor) -> Tensor:
     """``moe_permute_bwd`` of the contract."""
     op = "moe_permute_bwd"
@@ -549,6 +552,7 @@ def _unpermuted(
     return _collected(op, input, _map(op, row_id_map, mask), probs)
 
 
+@repeating
 def moe_unpermute_fwd(input: Tensor, row_id_map: Tensor, probs: Tensor | None = None) -> Tensor:
     """``moe_unpermute_fwd`` of the contract."""
     contracts.moe_unpermute_fwd.check(input, row_id_map, probs)
@@ -586,6 +590,7 @@ def _unpermute_gradients(
     return dx, dprobs
 
 
+@repeating
 def moe_unpermute_bwd(
     grad_output: Tensor,
     row_id_map: Tensor,
@@ -602,6 +607,7 @@ def moe_unpermute_bwd(
     )
 
 
+@repeating
 def moe_permute_mask_fwd(
     input: Tensor, routing_map: Tensor, probs: Tensor | None = None, *, num_out_tokens: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -630,6 +636,7 @@ def moe_permute_mask_fwd(
     return output, permuted, row_id_map
 
 
+@repeating
 def moe_permute_mask_bwd(
     grad_output: Tensor, row_id_map: Tensor, grad_permuted_probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -649,6 +656,7 @@ def moe_permute_mask_bwd(
     return grad_input[:, :columns].contiguous(), grad_probs
 
 
+@repeating
 def moe_unpermute_mask_fwd(
     input: Tensor, row_id_map: Tensor, probs: Tensor | None = None
 ) -> Tensor:
@@ -657,6 +665,7 @@ def moe_unpermute_mask_fwd(
     return _unpermuted("moe_unpermute_mask_fwd", input, row_id_map, probs, mask=True)
 
 
+@repeating
 def moe_unpermute_mask_bwd(
     grad_output: Tensor,
     row_id_map: Tensor,

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from transformer_engine_fl.backends._allocation import allocator
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import (
     MOST,
     NOT_A_TENSOR,
@@ -865,6 +866,7 @@ def _backward(
     return dx, dgamma, dbeta
 
 
+@repeating
 def rmsnorm_fwd(
     input: Tensor,
     weight: Tensor,
@@ -880,6 +882,7 @@ def rmsnorm_fwd(
     return output, rsigma
 
 
+@repeating
 def rmsnorm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -895,6 +898,7 @@ def rmsnorm_bwd(
     return dx, dgamma
 
 
+@repeating
 def rmsnorm_fwd_add(
     input: Tensor,
     residual: Tensor,
@@ -912,6 +916,7 @@ def rmsnorm_fwd_add(
     return output, cast(Tensor, total), rsigma
 
 
+@repeating
 def rmsnorm_bwd_add(
     dz: Tensor,
     x: Tensor,
@@ -928,6 +933,7 @@ def rmsnorm_bwd_add(
     return dx, dgamma
 
 
+@repeating
 def layernorm_fwd(
     input: Tensor,
     weight: Tensor,
@@ -944,6 +950,7 @@ def layernorm_fwd(
     return output, cast(Tensor, mu), rsigma
 
 
+@repeating
 def layernorm_bwd(
     dy: Tensor,
     x: Tensor,

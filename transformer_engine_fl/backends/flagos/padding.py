@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import by_rows, check_integers, fresh, plain
 from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
 from transformer_engine_fl.backends.flagos._sequences import (
@@ -97,6 +98,7 @@ def _moved(
     return output
 
 
+@repeating
 def fused_multi_row_padding(
     input: Tensor, *, row_list: Sequence[int], padded_row_list: Sequence[int]
 ) -> Tensor:
@@ -106,6 +108,7 @@ def fused_multi_row_padding(
     return _moved(op, input, row_list, padded_row_list)
 
 
+@repeating
 def fused_multi_row_unpadding(
     input: Tensor, *, row_list: Sequence[int], padded_row_list: Sequence[int]
 ) -> Tensor:

@@ -23,6 +23,7 @@ from transformer_engine_fl.backends._recipes import (
     in_lists,
     options_of,
 )
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
@@ -382,6 +383,7 @@ def _no_numbers(op: str, *values: Any) -> None:
 # ------------------------------------------------------------------------------ operators
 
 
+@repeating
 def quantize(
     input: Tensor,
     scale: Tensor | None = None,
@@ -398,6 +400,7 @@ def quantize(
     return cast(Recipe.of("quantize", **options), _source("quantize", input), scale)
 
 
+@repeating
 def bgrad_quantize(
     input: Tensor,
     scale: Tensor | None = None,
@@ -418,6 +421,7 @@ def bgrad_quantize(
     return bias_grad, *outputs
 
 
+@repeating
 def split_quantize(
     input: Tensor,
     split_sections: Sequence[int],
@@ -438,6 +442,7 @@ def split_quantize(
     return _each(Recipe.of(op, **options), parts, scales)
 
 
+@repeating
 def group_quantize(
     input: Tensor,
     group_sizes: Tensor,
@@ -456,6 +461,7 @@ def group_quantize(
     return cast(Recipe.of(op, **options), _source(op, input), scale, group_sizes)
 
 
+@repeating
 def multi_tensor_quantize(
     inputs: list[Tensor],
     scales: list[Tensor] | None = None,
@@ -483,6 +489,7 @@ def _each(recipe: Recipe, inputs: Sequence[Tensor], scales: Sequence[Tensor] | N
     )
 
 
+@repeating
 def dequantize(
     data: Tensor,
     scale_inv: Tensor,
@@ -543,6 +550,7 @@ def dequantize(
     return output
 
 
+@repeating
 def compute_amax(input: Tensor) -> Tensor:
     """``compute_amax`` of the contract."""
     op = "compute_amax"
@@ -551,6 +559,7 @@ def compute_amax(input: Tensor) -> Tensor:
     return amax_of_all(op, _source(op, input if input.dim() else input.view(1)))
 
 
+@repeating
 def fp8_transpose(data: Tensor) -> Tensor:
     """``fp8_transpose`` of the contract."""
     op = "fp8_transpose"
@@ -594,6 +603,7 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor) -> None:
     plan.start(op, rows // parts, columns, tensors, numbers)
 
 
+@repeating
 def swap_first_dims(input: Tensor) -> Tensor:
     """``swap_first_dims`` of the contract."""
     op = "swap_first_dims"
@@ -702,6 +712,7 @@ def _written(op: str, name: str, tensor: Tensor) -> Tensor:
     return plain(op, name, tensor)
 
 
+@repeating
 def fp8_block_scaling_compute_partial_amax(
     input: Tensor, h: int, w: int, start_offset: int, block_len: int = 128
 ) -> Tensor:
@@ -716,6 +727,7 @@ def fp8_block_scaling_compute_partial_amax(
     return amax
 
 
+@repeating
 def fp8_block_scaling_partial_cast(
     input: Tensor,
     scale: Tensor,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
@@ -754,6 +755,7 @@ def _parts(packed: Tensor, split: Sequence[int]) -> tuple[Tensor, Tensor, Tensor
 # ---------------------------------------------------------------------------- operators
 
 
+@repeating
 def fused_rope_forward(
     input: Tensor,
     freqs: Tensor,
@@ -772,6 +774,7 @@ def fused_rope_forward(
     return _one(op.name, "input", input, freqs, _places(op.name, *given, back=False))
 
 
+@repeating
 def fused_rope_backward(
     output_grads: Tensor,
     freqs: Tensor,
@@ -802,6 +805,7 @@ def _one(op: str, name: str, tokens: Tensor, freqs: Tensor, places: _Places) -> 
     return output
 
 
+@repeating
 def fused_qkv_rope_forward(
     qkv_input: Tensor,
     q_freqs: Tensor,
@@ -838,6 +842,7 @@ def fused_qkv_rope_forward(
     return q, k, v
 
 
+@repeating
 def fused_qkv_rope_backward(
     q_grad: Tensor,
     k_grad: Tensor,

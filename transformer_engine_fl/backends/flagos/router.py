@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
@@ -529,6 +530,7 @@ def _chosen(
     return probs, routing_map, scores
 
 
+@repeating
 def fused_topk_with_score_function_fwd(
     logits: Tensor,
     topk: int,
@@ -569,6 +571,7 @@ def fused_topk_with_score_function_fwd(
     )
 
 
+@repeating
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, *, score_function: str = "softmax"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -621,6 +624,7 @@ def _logits_gradient(
     return dx
 
 
+@repeating
 def fused_topk_with_score_function_bwd(
     grad_probs: Tensor,
     routing_map: Tensor,
@@ -656,6 +660,7 @@ def fused_topk_with_score_function_bwd(
     )
 
 
+@repeating
 def fused_score_for_moe_aux_loss_bwd(
     grad_scores: Tensor, intermediate: Tensor, topk: int, *, score_function: str = "softmax"
 ) -> Tensor:
@@ -668,6 +673,7 @@ def fused_score_for_moe_aux_loss_bwd(
     )
 
 
+@repeating
 def fused_moe_aux_loss_fwd(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int, topk: int, coeff: float
 ) -> tuple[Tensor, Tensor]:
@@ -699,6 +705,7 @@ def fused_moe_aux_loss_fwd(
     return loss, const
 
 
+@repeating
 def fused_moe_aux_loss_bwd(
     grad_aux_loss: Tensor, const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int
 ) -> Tensor:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     by_rows,
@@ -577,11 +578,13 @@ def _backward(
     return dx
 
 
+@repeating
 def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_softmax_forward`` of the contract."""
     return _forward(contracts.scaled_softmax_forward, input, None, scale, False)
 
 
+@repeating
 def scaled_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -589,11 +592,13 @@ def scaled_softmax_backward(
     return _backward(contracts.scaled_softmax_backward, output_grad, softmax_output, scale, False)
 
 
+@repeating
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_masked_softmax_forward`` of the contract."""
     return _forward(contracts.scaled_masked_softmax_forward, input, mask, scale, False)
 
 
+@repeating
 def scaled_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -603,11 +608,13 @@ def scaled_masked_softmax_backward(
     )
 
 
+@repeating
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_upper_triang_masked_softmax_forward`` of the contract."""
     return _forward(contracts.scaled_upper_triang_masked_softmax_forward, input, None, scale, True)
 
 
+@repeating
 def scaled_upper_triang_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -621,6 +628,7 @@ def scaled_upper_triang_masked_softmax_backward(
     )
 
 
+@repeating
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_aligned_causal_masked_softmax_forward`` of the contract."""
     return _forward(
@@ -628,6 +636,7 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1
     )
 
 
+@repeating
 def scaled_aligned_causal_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:

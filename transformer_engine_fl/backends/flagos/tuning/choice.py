@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.flagos.tuning import lookup
 from transformer_engine_fl.core.errors import RegistrationError
 
@@ -118,6 +119,7 @@ class Choice(Generic[T]):
         self._answers.clear()
         for plans in self._plans:
             plans.clear()
+        _repeats.forget()
 
     @contextlib.contextmanager
     def trial(self, value: T | None = None) -> Iterator[set[Key]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.backends import _arguments
+from transformer_engine_fl.backends import _arguments, _repeats
 from transformer_engine_fl.backends._arguments import (
     NOT_A_TENSOR,
     PLAIN,
@@ -191,6 +191,11 @@ class Plans(dict[tuple[Any, ...], T]):
     def __init__(self) -> None:
         super().__init__()
         self._lock = ForkSafeLock()
+
+    def clear(self) -> None:
+        """Forget every plan, and the calls that were made by one."""
+        super().clear()
+        _repeats.forget()
 
     def made(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """The plan of that key; a full memory starts over, since plans are cheap."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 
+from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.vendor.cuda._compile import (
     Specialisation,
     architecture,
@@ -105,6 +106,7 @@ _LARGE_CLUSTERS: Final = 14  # of more blocks than every device of the architect
 _CLUSTER_DIMENSION: Final = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 _CAPTURE_MODE_RELAXED: Final = 2
+_LEAST_ADDRESS: Final = 2**32
 
 
 class _Attribute(ctypes.Structure):
@@ -170,6 +172,7 @@ class Kernel:
     """A kernel on a device, ready to launch."""
 
     __slots__ = (
+        "_address",
         "_device_now",
         "_function",
         "_geometry",
@@ -193,6 +196,7 @@ class Kernel:
         with torch.cuda.device(device):
             _bind_context(device)
             self._function = _load_function(code, name)
+            self._address = self._function.value
             for attribute, value in (
                 (_MAX_DYNAMIC_SHARED_BYTES, geometry.shared_bytes or None),
                 (_SHARED_CARVEOUT, geometry.carveout),
@@ -200,6 +204,52 @@ class Kernel:
             ):
                 if value is not None:
                     _call("cuFuncSetAttribute", self._function, attribute, value)
+
+    def prepared(
+        self, blocks: int, rows_of_blocks: int, *values: Any
+    ) -> tuple[Callable[..., bool], list[Any]]:
+        """What launches with these numbers, on the current device; and the addresses it takes.
+
+        The device must be this kernel's.
+        """
+        kinds = self._geometry.arguments
+        count = len(kinds) - len(kinds.lstrip("P"))
+        if "P" in kinds[count:]:
+            raise _repeats.UnrepeatableError("addresses after numbers")
+        fixed = values[count:]
+        if any(not abs(it) < _LEAST_ADDRESS for it in fixed if type(it) is not float):
+            raise _repeats.UnrepeatableError("numbers that may be addresses")
+        pack = struct.Struct(f"@{count}P").pack_into
+        idle: list[tuple[Any, ...]] = []
+        take, give, launch, stream = idle.pop, idle.append, self._launch, self._stream
+        function, device = self._address, self.device
+
+        def start(*addresses: int) -> bool:
+            try:
+                ready = take()
+            except IndexError:
+                made = _Prepared(self._geometry)
+                made.pack_into(made.buffer, 0, *addresses, *fixed)
+                made.config.grid_x, made.config.grid_y = blocks, rows_of_blocks
+                ready = (
+                    made.buffer,
+                    made.config,
+                    made.config_address,
+                    made.parameters_address,
+                    made,
+                )
+            pack(ready[0], 0, *addresses)
+            ready[1].stream = stream(device)
+            code = launch(ready[2], function, ready[3], None)
+            if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+                _bind_context(device)
+                code = launch(ready[2], function, ready[3], None)
+            give(ready)
+            if code:
+                raise LaunchError(code, f"the launch of {self.name}")
+            return True
+
+        return start, [*values[:count]]
 
     def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
         """Put the kernel on torch's current stream of its device.
@@ -212,6 +262,9 @@ class Kernel:
             NotSupportedError: a number is larger than the kernel's parameter.
             LaunchError: the driver refused.
         """
+        if _repeats.active is not None:
+            told = map(_told, self._geometry.arguments, values)
+            _repeats.note(_Again(self), blocks, rows_of_blocks, *told)
         if self._device_now() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(blocks, rows_of_blocks, *values)
@@ -227,10 +280,14 @@ class Kernel:
         config.grid_x = blocks
         config.grid_y = rows_of_blocks
         config.stream = self._stream(self.device)
-        code = self._launch(prepared.config_address, self._function, prepared.parameters, None)
+        code = self._launch(
+            prepared.config_address, self._address, prepared.parameters_address, None
+        )
         if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
             _bind_context(self.device)
-            code = self._launch(prepared.config_address, self._function, prepared.parameters, None)
+            code = self._launch(
+                prepared.config_address, self._address, prepared.parameters_address, None
+            )
         self._idle.append(prepared)
         if code:
             raise LaunchError(code, f"the launch of {self.name}")
@@ -266,10 +323,29 @@ class Kernel:
             return count.value * limits(self.device).multiprocessors
 
 
+def _told(kind: str, value: Any) -> Any:
+    return _repeats.Address(value) if kind == "P" else value
+
+
+class _Again:
+    """Launches a kernel again."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.prepared = kernel.prepared
+
+
 class _Prepared:
     """The memory of one launch: its configuration, arguments and where each lies."""
 
-    __slots__ = ("attributes", "buffer", "config", "config_address", "pack_into", "parameters")
+    __slots__ = (
+        "attributes",
+        "buffer",
+        "config",
+        "config_address",
+        "pack_into",
+        "parameters",
+        "parameters_address",
+    )
 
     def __init__(self, geometry: Geometry) -> None:
         packer = struct.Struct("@" + geometry.arguments)
@@ -281,6 +357,8 @@ class _Prepared:
             for at, kind in enumerate(geometry.arguments)
         ]
         self.parameters = (ctypes.c_void_p * max(len(offsets), 1))(*(start + at for at in offsets))
+        # As a number: to hand ctypes an array takes it longer than all the rest.
+        self.parameters_address = ctypes.addressof(self.parameters)
         self.attributes = (_Attribute * 2)()
         count = 0
         if geometry.cluster > 1:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._allocation import allocator
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -434,11 +435,13 @@ _CLAMPED_SWIGLU = _of(contracts.clamped_swiglu, CLAMPED, True, False)
 _CLAMPED_DSWIGLU = _of(contracts.clamped_dswiglu, CLAMPED, True, True)
 
 
+@repeating
 def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     """``clamped_swiglu`` of the contract."""
     return _run(_CLAMPED_SWIGLU, None, input, limit, alpha)
 
 
+@repeating
 def clamped_dswiglu(
     grad: Tensor, fwd_input: Tensor, limit: float = 7.0, alpha: float = 1.702
 ) -> Tensor:

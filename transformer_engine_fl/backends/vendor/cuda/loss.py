@@ -23,6 +23,7 @@ from transformer_engine_fl.backends._cross_entropy import (
     Rows,
     vector_of,
 )
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -469,6 +470,7 @@ def _vector(op: str, name: str, tensor: Tensor) -> Tensor:
     return vector_of(plain(op, name, tensor))
 
 
+@repeating
 def cross_entropy_fwd(
     input: Tensor,
     target: Tensor,
@@ -500,6 +502,7 @@ def cross_entropy_fwd(
     return loss, lse
 
 
+@repeating
 def cross_entropy_partial_fwd(
     input: Tensor,
     target: Tensor,
@@ -545,6 +548,7 @@ def _fit_to_merge(stats: Tensor, target: Tensor, vocab_size: int) -> bool:
     )
 
 
+@repeating
 def cross_entropy_merge(
     stats: Tensor,
     target: Tensor,
@@ -574,6 +578,7 @@ def cross_entropy_merge(
     return loss, lse
 
 
+@repeating
 def cross_entropy_bwd(
     grad_loss: Tensor,
     input: Tensor,

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -443,6 +444,7 @@ def _spread_weighted(
 # ---------------------------------------------------------------------------- operators
 
 
+@repeating
 def moe_permute_fwd(
     input: Tensor, indices: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor]:
@@ -498,6 +500,7 @@ def moe_permute_fwd(
     return output, row_id_map
 
 
+@repeating
 def moe_permute_bwd(grad_output: Tensor, row_id_map: Tensor) -> Tensor:
     """``moe_permute_bwd`` of the contract."""
     op = "moe_permute_bwd"
@@ -513,6 +516,7 @@ def _unpermuted(
     return _collected(op, input, _map(op, row_id_map, mask), probs)
 
 
+@repeating
 def moe_unpermute_fwd(input: Tensor, row_id_map: Tensor, probs: Tensor | None = None) -> Tensor:
     """``moe_unpermute_fwd`` of the contract."""
     contracts.moe_unpermute_fwd.check(input, row_id_map, probs)
@@ -551,6 +555,7 @@ def _unpermute_gradients(
     return dx, dprobs
 
 
+@repeating
 def moe_unpermute_bwd(
     grad_output: Tensor,
     row_id_map: Tensor,
@@ -567,6 +572,7 @@ def moe_unpermute_bwd(
     )
 
 
+@repeating
 def moe_permute_mask_fwd(
     input: Tensor, routing_map: Tensor, probs: Tensor | None = None, *, num_out_tokens: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -627,6 +633,7 @@ def moe_permute_mask_fwd(
     return output, permuted, row_id_map
 
 
+@repeating
 def moe_permute_mask_bwd(
     grad_output: Tensor, row_id_map: Tensor, grad_permuted_probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -642,6 +649,7 @@ def moe_permute_mask_bwd(
     return _collected(op, rows, pairs, None, moved, grad_probs), grad_probs
 
 
+@repeating
 def moe_unpermute_mask_fwd(
     input: Tensor, row_id_map: Tensor, probs: Tensor | None = None
 ) -> Tensor:
@@ -650,6 +658,7 @@ def moe_unpermute_mask_fwd(
     return _unpermuted("moe_unpermute_mask_fwd", input, row_id_map, probs, mask=True)
 
 
+@repeating
 def moe_unpermute_mask_bwd(
     grad_output: Tensor,
     row_id_map: Tensor,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends._allocation import allocator
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -801,6 +802,7 @@ def _backward(
     return dx, dgamma, dbeta
 
 
+@repeating
 def rmsnorm_fwd(
     input: Tensor,
     weight: Tensor,
@@ -825,6 +827,7 @@ def rmsnorm_fwd(
     return found[0], found[2]
 
 
+@repeating
 def rmsnorm_fwd_add(
     input: Tensor,
     residual: Tensor,
@@ -852,6 +855,7 @@ def rmsnorm_fwd_add(
     return found[0], found[1], found[2]
 
 
+@repeating
 def rmsnorm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -867,6 +871,7 @@ def rmsnorm_bwd(
     return found[0], found[1]
 
 
+@repeating
 def rmsnorm_bwd_add(
     dz: Tensor,
     x: Tensor,
@@ -893,6 +898,7 @@ def rmsnorm_bwd_add(
     return found[0], found[1]
 
 
+@repeating
 def layernorm_fwd(
     input: Tensor,
     weight: Tensor,
@@ -919,6 +925,7 @@ def layernorm_fwd(
     return found[0], found[1], found[2]
 
 
+@repeating
 def layernorm_bwd(
     dy: Tensor,
     x: Tensor,

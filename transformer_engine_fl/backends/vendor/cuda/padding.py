@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from transformer_engine_fl.backends._arguments import address_of
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     Plans,
@@ -146,6 +147,7 @@ def _moved(op: Contract[..., Any], input: Tensor, old: Sequence[int], new: Seque
 # ---------------------------------------------------------------------------- operators
 
 
+@repeating
 def fused_multi_row_padding(
     input: Tensor, *, row_list: Sequence[int], padded_row_list: Sequence[int]
 ) -> Tensor:
@@ -155,6 +157,7 @@ def fused_multi_row_padding(
     return _moved(op, input, row_list, padded_row_list)
 
 
+@repeating
 def fused_multi_row_unpadding(
     input: Tensor, *, row_list: Sequence[int], padded_row_list: Sequence[int]
 ) -> Tensor:

@@ -21,6 +21,7 @@ from transformer_engine_fl.backends._recipes import (
     in_lists,
     options_of,
 )
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _casting, _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     NAMES,
@@ -175,6 +176,7 @@ def _of(op: str, input: Tensor) -> Source:
     return Source("identity", tuple(input.shape), x, stride)
 
 
+@repeating
 def quantize(
     input: Tensor,
     scale: Tensor | None = None,
@@ -191,6 +193,7 @@ def quantize(
     return cast(Recipe.of("quantize", **options), _of("quantize", input), scale)
 
 
+@repeating
 def bgrad_quantize(
     input: Tensor,
     scale: Tensor | None = None,
@@ -210,6 +213,7 @@ def bgrad_quantize(
     return bias_grad, *outputs
 
 
+@repeating
 def split_quantize(
     input: Tensor,
     split_sections: Sequence[int],
@@ -236,6 +240,7 @@ def _is_wrapped(value: object) -> bool:
     return isinstance(value, Tensor) and not is_plain(value)
 
 
+@repeating
 def group_quantize(
     input: Tensor,
     group_sizes: Tensor,
@@ -254,6 +259,7 @@ def group_quantize(
     return cast(Recipe.of(op, **options), _of(op, input), scale, group_sizes)
 
 
+@repeating
 def multi_tensor_quantize(
     inputs: list[Tensor],
     scales: list[Tensor] | None = None,
@@ -280,6 +286,7 @@ def _each(recipe: Recipe, inputs: Sequence[Tensor], scales: Sequence[Tensor] | N
     )
 
 
+@repeating
 def dequantize(
     data: Tensor,
     scale_inv: Tensor,
@@ -327,6 +334,7 @@ def dequantize(
     return output
 
 
+@repeating
 def compute_amax(input: Tensor) -> Tensor:
     """``compute_amax`` of the contract."""
     op = "compute_amax"
@@ -335,6 +343,7 @@ def compute_amax(input: Tensor) -> Tensor:
     return amax_of_all(op, _of(op, input if input.dim() else input.view(1)))
 
 
+@repeating
 def fp8_transpose(data: Tensor) -> Tensor:
     """``fp8_transpose`` of the contract."""
     op = "fp8_transpose"
@@ -365,6 +374,7 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, s
     kernel.launch(tiles, 1, x.data_ptr(), y.data_ptr(), stride, rows, columns)
 
 
+@repeating
 def swap_first_dims(input: Tensor) -> Tensor:
     """``swap_first_dims`` of the contract."""
     op = "swap_first_dims"
@@ -459,6 +469,7 @@ def _written(op: str, name: str, tensor: Tensor) -> Tensor:
     return plain(op, name, tensor)
 
 
+@repeating
 def fp8_block_scaling_compute_partial_amax(
     input: Tensor, h: int, w: int, start_offset: int, block_len: int = 128
 ) -> Tensor:
@@ -472,6 +483,7 @@ def fp8_block_scaling_compute_partial_amax(
     return amax
 
 
+@repeating
 def fp8_block_scaling_partial_cast(
     input: Tensor,
     scale: Tensor,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._allocation import allocator
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     NAMES,
@@ -460,6 +461,7 @@ _QKV_BACKWARD = Of(
 )
 
 
+@repeating
 def fused_rope_forward(
     input: Tensor,
     freqs: Tensor,
@@ -476,6 +478,7 @@ def fused_rope_forward(
     return _run(_FORWARD, (input, freqs, start_positions, cu_seqlens), options)[0]
 
 
+@repeating
 def fused_rope_backward(
     output_grads: Tensor,
     freqs: Tensor,
@@ -492,6 +495,7 @@ def fused_rope_backward(
     return _run(_BACKWARD, (output_grads, freqs, start_positions, cu_seqlens), options)[0]
 
 
+@repeating
 def fused_qkv_rope_forward(
     qkv_input: Tensor,
     q_freqs: Tensor,
@@ -513,6 +517,7 @@ def fused_qkv_rope_forward(
     return q, k, v
 
 
+@repeating
 def fused_qkv_rope_backward(
     q_grad: Tensor,
     k_grad: Tensor,

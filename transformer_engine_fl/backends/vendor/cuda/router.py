@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     NAMES,
@@ -405,6 +406,7 @@ def _logits_gradient(
 # ---------------------------------------------------------------------------- operators
 
 
+@repeating
 def fused_topk_with_score_function_fwd(
     logits: Tensor,
     topk: int,
@@ -443,6 +445,7 @@ def fused_topk_with_score_function_fwd(
     )
 
 
+@repeating
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, *, score_function: str = "softmax"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -455,6 +458,7 @@ def fused_score_for_moe_aux_loss_fwd(
     )
 
 
+@repeating
 def fused_topk_with_score_function_bwd(
     grad_probs: Tensor,
     routing_map: Tensor,
@@ -490,6 +494,7 @@ def fused_topk_with_score_function_bwd(
     )
 
 
+@repeating
 def fused_score_for_moe_aux_loss_bwd(
     grad_scores: Tensor, intermediate: Tensor, topk: int, *, score_function: str = "softmax"
 ) -> Tensor:
@@ -502,6 +507,7 @@ def fused_score_for_moe_aux_loss_bwd(
     )
 
 
+@repeating
 def fused_moe_aux_loss_fwd(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int, topk: int, coeff: float
 ) -> tuple[Tensor, Tensor]:
@@ -538,6 +544,7 @@ def fused_moe_aux_loss_fwd(
     return loss, constant
 
 
+@repeating
 def fused_moe_aux_loss_bwd(
     grad_aux_loss: Tensor, const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int
 ) -> Tensor:

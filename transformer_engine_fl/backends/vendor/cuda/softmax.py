@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -361,11 +362,13 @@ def _backward(
     return dx
 
 
+@repeating
 def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_softmax_forward`` of the contract."""
     return _forward(contracts.scaled_softmax_forward, input, None, scale, False)
 
 
+@repeating
 def scaled_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -373,6 +376,7 @@ def scaled_softmax_backward(
     return _backward(contracts.scaled_softmax_backward, output_grad, softmax_output, scale, False)
 
 
+@repeating
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_masked_softmax_forward`` of the contract."""
     if mask is None:
@@ -380,6 +384,7 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.
     return _forward(contracts.scaled_masked_softmax_forward, input, mask, scale, False)
 
 
+@repeating
 def scaled_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -389,11 +394,13 @@ def scaled_masked_softmax_backward(
     )
 
 
+@repeating
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_upper_triang_masked_softmax_forward`` of the contract."""
     return _forward(contracts.scaled_upper_triang_masked_softmax_forward, input, None, scale, True)
 
 
+@repeating
 def scaled_upper_triang_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -407,6 +414,7 @@ def scaled_upper_triang_masked_softmax_backward(
     )
 
 
+@repeating
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """``scaled_aligned_causal_masked_softmax_forward`` of the contract."""
     return _forward(
@@ -414,6 +422,7 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1
     )
 
 
+@repeating
 def scaled_aligned_causal_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:

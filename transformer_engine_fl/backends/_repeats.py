@@ -1,0 +1,496 @@
+"""Calls that come again: an operator that is called like before does at once what it did then.
+
+What an operator does on the host, from its checks to its launches, follows from what a look
+at its arguments sees: the tensors' dtypes, sizes, strides and devices, whether they are
+aligned, and the options. When a call has come often enough, one is watched: which memory it
+allocates, what it launches, on whose addresses, and what it returns. From that a function is
+generated that looks whether a call is like it, which torch does for all tensors at once,
+and if so allocates, launches and returns.
+
+Whatever is seen that does not follow from such a look (a value that is read from a tensor,
+an operator of torch that computes, memory that belongs to nobody here) leaves calls like it
+to the ordinary way. :func:`repeating` is for operators that write none of their arguments
+and take their numbers from nowhere else (no generator of random numbers, say). Where a mode
+wants to see allocations, while tensors are traced, or on another current device, every call
+goes the ordinary way.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformer_engine_fl.backends import _allocation
+from transformer_engine_fl.backends._arguments import PLAIN
+from transformer_engine_fl.core.locks import ForkSafeLock
+
+__all__ = ["CALLS_BEFORE", "Address", "UnrepeatableError", "active", "forget", "note", "repeating"]
+
+CALLS_BEFORE = 8
+"""Calls like each other before one of them is watched."""
+_MOST_AT_HAND = 4
+_MOST_WATCHED = 64
+_MOST_KINDS = 256
+_MOST_LOOKS = 65536
+_LARGEST_NUMBER = 2**40  # beyond it might be an address
+_ALIGNMENT_MASK = 15
+_MISS = object()
+
+Operator = TypeVar("Operator", bound=Callable[..., Any])
+
+
+def _guards() -> Any:
+    """torch's look at many tensors at once; None if it does not see what it should."""
+    made = getattr(_allocation._guards, "TensorGuards", None)
+    if made is None:
+        return None
+    one = torch.empty((2, 4))
+    try:
+        check = _check(made, [one])
+        same, others = (
+            check(torch.empty((2, 4))),
+            (
+                torch.empty((4, 2)),
+                torch.empty((4, 2)).t(),
+                torch.empty((2, 4), dtype=torch.float16),
+                torch.empty((2, 4), device="meta"),
+                torch._neg_view(one),
+                torch.nn.Parameter(one),
+                torch.empty((2, 4), requires_grad=True),
+                None,
+            ),
+        )
+        return made if same is True and not any(map(check, others)) else None
+    except (TypeError, RuntimeError, AttributeError):
+        return None
+
+
+def _check(made: Any, tensors: list[Tensor]) -> Callable[..., bool]:
+    sizes = [list(it.shape) for it in tensors]
+    strides = [list(it.stride()) for it in tensors]
+    check: Callable[..., bool] = made(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
+    return check
+
+
+@functools.cache
+def _tensor_guards() -> Any:
+    return _guards()
+
+
+# ------------------------------------------------------------------------------ watching
+
+
+class UnrepeatableError(Exception):
+    """A call does what does not follow from a look at its arguments."""
+
+
+class _Watch(TorchDispatchMode):
+    """Watches one call.
+
+    Attributes:
+        steps: what it did, in order: ``("empty", tensor)``, ``("fill", tensor, value)``,
+            ``("launch", function, arguments)``.
+        refusal: what was seen that cannot be repeated.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.thread = threading.get_ident()
+        self.steps: list[tuple[Any, ...]] = []
+        self.refusal: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY or func in _ZEROS:
+            if type(result) is not Tensor or result.device != self.device:
+                self.refusal = f"{func} elsewhere"
+            self.steps.append(("empty", result))
+            if func in _ZEROS:
+                self.steps.append(("fill", result, 0))
+        elif func in _FILLS:
+            self.steps.append(("fill", args[0], args[1] if len(args) > 1 else 0))
+        elif not _is_view(func):
+            self.refusal = str(func)
+        return result
+
+
+_ATEN = torch.ops.aten
+_EMPTY = frozenset(
+    {
+        _ATEN.empty.memory_format,
+        _ATEN.empty_strided.default,
+        _ATEN.empty_like.default,
+        _ATEN.new_empty.default,
+        _ATEN.new_empty_strided.default,
+    }
+)
+_ZEROS = frozenset({_ATEN.zeros.default, _ATEN.new_zeros.default, _ATEN.zeros_like.default})
+_FILLS = frozenset({_ATEN.zero_.default, _ATEN.fill_.Scalar})
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether what it gives is the memory of its argument, and nothing is written."""
+    schema = func._schema
+    aliases = [it.alias_info for it in schema.returns]
+    written = [it.alias_info for it in schema.arguments]
+    return (
+        bool(aliases)
+        and all(it is not None and not it.is_write for it in aliases)
+        and not any(it is not None and it.is_write for it in written)
+    )
+
+
+active: _Watch | None = None
+"""The call that is being watched; launches tell it of themselves by :func:`note`."""
+_watching = ForkSafeLock()
+
+
+def note(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Tell the watch of a launch, if this is its thread; says whether it is.
+
+    Args:
+        function: does it again. If it has an attribute ``prepared``, that is called with
+            the arguments for what does so with less work, and the arguments of that; it is
+            false where a call must go the ordinary way.
+        arguments: what is no number is an :class:`Address`.
+    """
+    watch = active
+    if watch is None or watch.thread != threading.get_ident():
+        return False
+    watch.steps.append(("launch", function, arguments))
+    return True
+
+
+class Address(int):
+    """A number that is an address."""
+
+
+# ---------------------------------------------------------------------------- generating
+
+
+class _Writer:
+    """Writes the function for calls like one that was watched."""
+
+    def __init__(self, parameters: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
+        self.parameters = parameters
+        self.namespace: dict[str, Any] = {"MISS": _MISS}
+        self.named: dict[int, str] = {}  # what was allocated
+        self.tests: list[str] = []
+        self.lines: list[str] = []
+        self.given: list[tuple[str, Tensor]] = []
+        for name, value in zip(parameters, arguments, strict=True):
+            self._argument(name, value)
+        if not self.given:
+            raise UnrepeatableError("no tensors")
+        self.device = self.given[0][1].device
+        # Where a tensor's memory begins -> its name; each argument has memory of its own.
+        self.owners: list[tuple[int, int, str, Tensor]] = []
+        storages = set()
+        for name, tensor in self.given:
+            storage = tensor.untyped_storage()
+            if (
+                tensor.device != self.device
+                or not tensor.numel()
+                or tensor.data_ptr() & _ALIGNMENT_MASK
+                or storage.data_ptr() in storages
+            ):
+                raise UnrepeatableError(f"the memory of {name!r}")
+            storages.add(storage.data_ptr())
+            self._own(name, tensor)
+
+    def constant(self, value: Any) -> str:
+        name = f"_c{len(self.namespace)}"
+        self.namespace[name] = value
+        return name
+
+    def _own(self, name: str, tensor: Tensor) -> None:
+        start = tensor.data_ptr()
+        storage = tensor.untyped_storage()
+        self.owners.append((start, storage.data_ptr() + storage.nbytes(), name, tensor))
+
+    def _argument(self, name: str, value: Any) -> None:
+        kind = type(value)
+        if kind in PLAIN and value.layout is torch.strided:
+            self.given.append((name, value))
+        elif value is None or kind in (bool, torch.dtype):
+            self.tests.append(f"{name} is {self.constant(value)}")
+        elif kind in (int, float, str):
+            self.tests.append(f"type({name}) is {kind.__name__}")
+            self.tests.append(f"{name} == {self.constant(value)}")
+            if value == 0 and kind is float:
+                self.tests.append(f"str({name}) == {str(value)!r}")
+        elif kind in (list, tuple) and all(type(it) is int for it in value):
+            self.tests.append(f"type({name}) is {kind.__name__}")
+            self.tests.append(f"{name} == {self.constant(kind(value))}")
+            self.tests.append(f"all([type(it) is int for it in {name}])")
+        else:
+            raise UnrepeatableError(f"a {kind.__name__} as {name!r}")
+
+    def address(self, value: int) -> str:
+        if not value:
+            return "0"
+        for start, end, name, _ in self.owners:
+            if start <= value < end:
+                return f"_a{name}" if value == start else f"_a{name} + {value - start}"
+        raise UnrepeatableError("an address of other memory")
+
+    def value(self, value: Any) -> str:
+        if type(value) is Address:
+            return self.address(value)
+        if value is None:
+            return "None"
+        if type(value) is tuple:
+            inside = "".join(f"{self.value(it)}, " for it in value)
+            return f"({inside})"
+        kind = type(value)
+        if kind in (float, bool) or (kind is int and abs(value) < _LARGEST_NUMBER):
+            return self.constant(value)
+        raise UnrepeatableError(f"a {type(value).__name__} for a kernel")
+
+    def step(self, kind: str, *what: Any) -> None:
+        if kind == "empty":
+            (tensor,) = what
+            name = f"_b{len(self.namespace)}"
+            size, stride, dtype = (
+                self.constant(it)
+                for it in (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+            )
+            self.lines.append(f"{name} = _empty({size}, {stride}, {dtype})")
+            self.lines.append(f"_a{name} = {name}.data_ptr()")
+            if tensor.numel():
+                self._own(name, tensor)
+            self.named[id(tensor)] = name
+        elif kind == "fill":
+            tensor, value = what
+            name = self.named.get(id(tensor))
+            name = self.result(tensor) if name is None else name
+            if type(value) not in (int, float):
+                raise UnrepeatableError("filling with what is no number")
+            self.lines.append(
+                f"{name}.fill_({self.constant(value)})" if value else f"{name}.zero_()"
+            )
+        else:
+            function, arguments = what
+            prepare = getattr(function, "prepared", None)
+            if prepare is not None:
+                function, arguments = prepare(*arguments)
+            told = f"{self.constant(function)}({', '.join([self.value(it) for it in arguments])})"
+            # What has been launched may be launched again: nothing has been given out yet.
+            self.lines += [told] if prepare is None else [f"if not {told}:", "    return MISS"]
+
+    def result(self, value: Any) -> str:
+        if type(value) in (tuple, list):
+            inside = "".join(f"{self.result(it)}, " for it in value)
+            return f"({inside})" if type(value) is tuple else f"[{inside}]"
+        if value is None or type(value) in (int, bool, float):
+            return self.constant(value)
+        if type(value) is not Tensor:
+            raise UnrepeatableError(f"a {type(value).__name__} as a result")
+        if (name := self.named.get(id(value))) is not None:
+            return name
+        for start, end, name, owner in self.owners:
+            if name in self.named.values() and start <= value.data_ptr() < end:
+                seen = name
+                if value.dtype != owner.dtype:
+                    if owner.element_size() != value.element_size():
+                        raise UnrepeatableError("a result of another size")
+                    seen += f".view({self.constant(value.dtype)})"
+                shape = (tuple(value.shape), tuple(value.stride()), value.storage_offset())
+                if value.shape != owner.shape or value.stride() != owner.stride() or shape[2]:
+                    seen += f".as_strided(*{self.constant(shape)})"
+                return seen
+        raise UnrepeatableError("a result that was not allocated")
+
+    def write(self, steps: list[tuple[Any, ...]], result: Any) -> Callable[..., Any]:
+        for step in steps:
+            self.step(*step)
+        returned = self.result(result)
+        if not any(step[0] == "launch" for step in steps):
+            raise UnrepeatableError("nothing was launched")
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and _allocation._on_current_device is None:
+            raise UnrepeatableError("allocations go through torch's dispatcher")
+        names = [name for name, _ in self.given]
+        self.namespace |= {
+            "_check": _check(_tensor_guards(), [it for _, it in self.given]),
+            "_empty": _allocation._on_current_device
+            if on_cuda
+            else functools.partial(_allocation._through_the_dispatcher, self.device),
+            "_function_modes": _allocation._function_modes,
+            "_dispatch_modes": _allocation._dispatch_modes,
+            "_current_device": _allocation._current_device,
+        }
+        elsewhere = ["_function_modes()", "_dispatch_modes()"]
+        if on_cuda:
+            elsewhere.append(f"_current_device() != {self.device.index}")
+        given, bits = ", ".join(names), " | ".join(f"_a{name}" for name in names)
+        lines = [
+            f"def again({', '.join(self.parameters)}):",
+            f"    if not ({' and '.join([f'_check({given})', *self.tests])}):",
+            "        return MISS",
+            *(f"    _a{name} = {name}.data_ptr()" for name in names),
+            f"    if ({bits}) & {_ALIGNMENT_MASK} or {' or '.join(elsewhere)}:",
+            "        return MISS",
+            *(f"    {line}" for line in self.lines),
+            f"    return {returned}",
+        ]
+        exec(compile("\n".join(lines), "<a call like before>", "exec"), self.namespace)
+        made: Callable[..., Any] = self.namespace["again"]
+        made.source = "\n".join(lines)  # type: ignore[attr-defined]
+        return made
+
+
+# ------------------------------------------------------------------------------- calling
+
+
+def _never(*arguments: Any) -> Any:
+    return _MISS
+
+
+class _Calls:
+    """The calls of one operator.
+
+    Attributes:
+        last: the function for calls like the last one.
+    """
+
+    def __init__(self, parameters: tuple[str, ...], plain: Callable[..., Any]) -> None:
+        self._parameters = parameters
+        self._plain = plain
+        self.forget()
+
+    def forget(self) -> None:
+        self.last: Callable[..., Any] = _never
+        self._at_hand: tuple[Callable[..., Any], ...] = ()
+        self._seen: dict[Any, int] = {}
+        self._watched = 0
+        self._looks = 0
+
+    def other(self, *arguments: Any) -> Any:
+        """A call that is not like the last one."""
+        for again in self._at_hand:
+            found = again(*arguments)
+            if found is not _MISS:
+                self.last = again
+                return found
+        if self._watched < _MOST_WATCHED and self._looks < _MOST_LOOKS and active is None:
+            self._looks += 1
+            if self._often(arguments):
+                return self._watch(arguments)
+        return self._plain(*arguments)
+
+    def _often(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether a call like this has come often enough, and now first so often."""
+        try:
+            key = tuple(
+                [
+                    (it.shape, it.stride(), it.dtype, it.device, it.requires_grad)
+                    if type(it) in PLAIN
+                    else (type(it), it if type(it) not in (list, tuple) else (*it, *map(type, it)))
+                    for it in arguments
+                ]
+            )
+            count = self._seen.get(key, 0) + 1
+        except (RuntimeError, TypeError):  # a tensor that has no strides, sizes not known yet
+            return False
+        if len(self._seen) >= _MOST_KINDS:
+            self._seen.clear()
+        self._seen[key] = count
+        return count == CALLS_BEFORE
+
+    def _watch(self, arguments: tuple[Any, ...]) -> Any:
+        global active
+        if (
+            _tensor_guards() is None
+            or _allocation._function_modes()
+            or _allocation._dispatch_modes()
+            or torch.compiler.is_compiling()
+        ):
+            return self._plain(*arguments)
+        try:
+            writer = _Writer(self._parameters, arguments)
+        except (UnrepeatableError, RuntimeError):
+            return self._plain(*arguments)
+        with _watching:
+            active = watch = _Watch(writer.device)
+            try:
+                with watch:
+                    result = self._plain(*arguments)
+            finally:
+                active = None
+        self._watched += 1
+        if watch.refusal is None:
+            try:
+                again = writer.write(watch.steps, result)
+            except UnrepeatableError as reason:
+                watch.refusal = str(reason)
+            else:
+                self._at_hand = (again, *self._at_hand[: _MOST_AT_HAND - 1])
+                self.last = again
+        self.refusal = watch.refusal
+        return result
+
+
+_OPERATORS: list[_Calls] = []
+
+_WRAPPER = """\
+def {name}({parameters}):
+    found = calls.last({names})
+    return calls.other({names}) if found is MISS else found
+def plain({names}):
+    return operator({passed})
+"""
+
+
+def repeating(operator: Operator) -> Operator:
+    """Decorate an implementation, so that calls like before cost little more than launches.
+
+    It writes none of its arguments, and what it does on the host follows from their dtypes,
+    sizes, strides, devices and alignment and from its options alone.
+    """
+    parameters, names, passed = [], [], []
+    namespace: dict[str, Any] = {"MISS": _MISS, "operator": operator}
+    only = False
+    for it in inspect.signature(operator).parameters.values():
+        named = it.kind is it.KEYWORD_ONLY
+        if named and not only:
+            parameters.append("*")
+            only = True
+        text = it.name
+        if it.default is not it.empty:
+            namespace[f"default_{it.name}"] = it.default
+            text += f"=default_{it.name}"
+        parameters.append(text)
+        names.append(it.name)
+        passed.append(f"{it.name}={it.name}" if named else it.name)
+    source = _WRAPPER.format(
+        name=operator.__name__,
+        parameters=", ".join(parameters),
+        names=", ".join(names),
+        passed=", ".join(passed),
+    )
+    exec(compile(source, f"<calls of {operator.__name__}>", "exec"), namespace)
+    namespace["calls"] = calls = _Calls(tuple(names), namespace["plain"])
+    _OPERATORS.append(calls)
+    made: Any = functools.wraps(operator)(namespace[operator.__name__])
+    made.calls = calls
+    return made  # type: ignore[no-any-return]
+
+
+def forget() -> None:
+    """Forget every call: what was planned or chosen for them is no longer so."""
+    for calls in _OPERATORS:
+        calls.forget()
