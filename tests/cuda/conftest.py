@@ -9,6 +9,7 @@ from typing import Any
 import cuda_emulation
 import pytest
 
+from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.vendor.cuda import _compile, _launch
 from transformer_engine_fl.testing import Guarded
 
@@ -57,3 +58,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(reason)
     with cuda_emulation.running():
         yield "cpu"
+
+
+@pytest.fixture(autouse=True)
+def no_known_calls() -> Iterator[None]:
+    """What a test changes about plans is not hidden by calls that came before."""
+    _repeats.forget()
+    yield
+    _repeats.forget()

@@ -93,7 +93,7 @@ class UnrepeatableError(Exception):
     """A call does what does not follow from a look at its arguments."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches one call.
 
     Attributes:
@@ -103,7 +103,7 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.thread = threading.get_ident()
         self.steps: list[tuple[Any, ...]] = []
@@ -158,7 +158,7 @@ active: _Watch | None = None
 _watching = ForkSafeLock()
 
 
-def note(function: Callable[..., Any], *arguments: Any) -> bool:
+def note(function: Any, *arguments: Any) -> bool:
     """Tell the watch of a launch, if this is its thread; says whether it is.
 
     Args:
@@ -275,8 +275,7 @@ class _Writer:
             self.named[id(tensor)] = name
         elif kind == "fill":
             tensor, value = what
-            name = self.named.get(id(tensor))
-            name = self.result(tensor) if name is None else name
+            name = self.named.get(id(tensor)) or self.result(tensor)
             if type(value) not in (int, float):
                 raise UnrepeatableError("filling with what is no number")
             self.lines.append(

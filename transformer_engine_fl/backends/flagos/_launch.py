@@ -282,6 +282,18 @@ def _scratch_memory(device: torch.device) -> Iterator[None]:
         _allocation._allocator.reset(before)
 
 
+_LEAST_ADDRESS = 2**32
+
+
+def _may_be_address(number: Any) -> bool:
+    """Whether a kernel's number might be an address, as it is or as ``_numbers`` writes it."""
+    if isinstance(number, tuple):
+        return any(map(_may_be_address, number))
+    if isinstance(number, float):
+        return False
+    return bool(min(abs(number), abs(number - 2**60) >> 1) >= _LEAST_ADDRESS)
+
+
 def _alignment(pointers: list[int]) -> object:
     """Which pointers are aligned; 0 if each is."""
     bits = 0
@@ -412,6 +424,8 @@ class Launch:
         """
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         ready = self._ready.get(_alignment(pointers))
+        if any(map(_may_be_address, numbers)):
+            raise _repeats.UnrepeatableError("numbers that may be addresses")
         if ready is None or ready.scratch:
             raise _repeats.UnrepeatableError("no kernel that can be started directly")
         again = _again(ready, grid, pointers, numbers, self._index)
