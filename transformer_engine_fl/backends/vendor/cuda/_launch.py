@@ -213,13 +213,20 @@ class Kernel:
         The device must be this kernel's.
         """
         kinds = self._geometry.arguments
-        count = len(kinds) - len(kinds.lstrip("P"))
-        if "P" in kinds[count:]:
-            raise _repeats.UnrepeatableError("addresses after numbers")
-        fixed = values[count:]
-        if any(not abs(it) < _LEAST_ADDRESS for it in fixed if type(it) is not float):
+        if any(
+            kind != "P" and type(it) is not float and not abs(it) < _LEAST_ADDRESS
+            for kind, it in zip(kinds, values, strict=True)
+        ):
             raise _repeats.UnrepeatableError("numbers that may be addresses")
+        count = len(kinds) - len(kinds.lstrip("P"))
         pack = struct.Struct(f"@{count}P").pack_into
+        # Addresses behind numbers, where there are any: (offset, which of all addresses).
+        behind = [
+            (struct.calcsize("@" + kinds[:at] + "0P"), kinds[:at].count("P"))
+            for at, kind in enumerate(kinds)
+            if kind == "P" and at >= count
+        ]
+        pack_one = struct.Struct("@P").pack_into
         idle: list[tuple[Any, ...]] = []
         take, give, launch, stream = idle.pop, idle.append, self._launch, self._stream
         function, device = self._address, self.device
@@ -229,7 +236,7 @@ class Kernel:
                 ready = take()
             except IndexError:
                 made = _Prepared(self._geometry)
-                made.pack_into(made.buffer, 0, *addresses, *fixed)
+                made.pack_into(made.buffer, 0, *values)
                 made.config.grid_x, made.config.grid_y = blocks, rows_of_blocks
                 ready = (
                     made.buffer,
@@ -238,6 +245,10 @@ class Kernel:
                     made.parameters_address,
                     made,
                 )
+            if behind:
+                for offset, place in behind:
+                    pack_one(ready[0], offset, addresses[place])
+                addresses = addresses[:count]
             pack(ready[0], 0, *addresses)
             ready[1].stream = stream(device)
             code = launch(ready[2], function, ready[3], None)
@@ -249,7 +260,7 @@ class Kernel:
                 raise LaunchError(code, f"the launch of {self.name}")
             return True
 
-        return start, [*values[:count]]
+        return start, [it for kind, it in zip(kinds, values, strict=True) if kind == "P"]
 
     def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
         """Put the kernel on torch's current stream of its device.

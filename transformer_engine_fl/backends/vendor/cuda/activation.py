@@ -367,7 +367,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _named(contract: Contract[..., Any], function: F) -> F:
     function.__name__ = function.__qualname__ = contract.name
     function.__doc__ = f"``{contract.name}`` of the contract."
-    return function
+    return repeating(function)
 
 
 def _forward(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -285,7 +286,7 @@ def _quantizing(epilogue: Epilogue, calculate: Operator) -> Operator:
     operator.__name__ = operator.__qualname__ = contract.name
     operator.__signature__ = contract.signature  # type: ignore[attr-defined]
     operator.__doc__ = f"``{contract.name}`` of the contract."
-    return operator
+    return repeating(operator)
 
 
 _CALCULATE = {"activation": _activation, "normalization": _norm}
