@@ -64,7 +64,9 @@ def test_a_variable_sets_its_field_and_no_other(
     assert environment.origins == origin
 
 
-@pytest.mark.parametrize("variable", ["TE_FL_STRICT", "TE_FL_PREFER_VENDOR", "TE_FL_SKIP_CUDA"])
+@pytest.mark.parametrize(
+    "variable", ["TE_FL_STRICT", "TE_FL_PREFER_VENDOR", "TE_FL_SKIP_CUDA", "TE_FL_REPEAT_CALLS"]
+)
 @pytest.mark.parametrize(
     ("text", "on"),
     [(text, True) for text in ("1", "true", "yes", "on", "TRUE", "Yes", " On ")]
@@ -77,6 +79,7 @@ def test_a_switch_knows_eight_words_in_any_case(variable: str, text: str, on: bo
         "TE_FL_STRICT": policy.strict,
         "TE_FL_PREFER_VENDOR": policy.prefer == "vendor",
         "TE_FL_SKIP_CUDA": environment.skip_cuda,
+        "TE_FL_REPEAT_CALLS": environment.repeat_calls,
     }
     assert found[variable] is on
 
@@ -104,6 +107,7 @@ ALL_VARIABLES = (
     "TE_FL_PER_OP",
     "TE_FL_PLUGIN_MODULES",
     "TE_FL_SKIP_CUDA",
+    "TE_FL_REPEAT_CALLS",
     "TE_FL_POLICY_FILE",
     "TEFL_LOG_LEVEL",
 )

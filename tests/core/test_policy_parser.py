@@ -52,6 +52,7 @@ _grammar: dict[str, st.SearchStrategy[str]] = {
     "TE_FL_PREFER_VENDOR": _switch,
     "TE_FL_STRICT": _switch,
     "TE_FL_SKIP_CUDA": _switch,
+    "TE_FL_REPEAT_CALLS": _switch,
     "TE_FL_ALLOW_VENDORS": _joined(st.one_of(_name, _name, _name, _bad_name), [",", ", ", ";"]),
     "TE_FL_DENY_VENDORS": _joined(st.one_of(_name, _name, _name, _bad_name), [",", " ,", ",,"]),
     "TE_FL_PER_OP": _joined(
@@ -86,6 +87,7 @@ GRAMMAR = {
     "TE_FL_PREFER_VENDOR": _SWITCH,
     "TE_FL_STRICT": _SWITCH,
     "TE_FL_SKIP_CUDA": _SWITCH,
+    "TE_FL_REPEAT_CALLS": _SWITCH,
     "TE_FL_ALLOW_VENDORS": _VENDORS,
     "TE_FL_DENY_VENDORS": _VENDORS,
     "TE_FL_PER_OP": rf"{_ORDER}(?:\s*;\s*{_ORDER})*(?:\s*;)?",
@@ -118,6 +120,7 @@ def said(environment: Environment, variable: str) -> object:
         "TE_FL_PER_OP": policy.per_op_order,
         "TE_FL_PLUGIN_MODULES": environment.plugin_modules or None,
         "TE_FL_SKIP_CUDA": environment.skip_cuda,
+        "TE_FL_REPEAT_CALLS": environment.repeat_calls,
         "TE_FL_TUNING_PATH": environment.tuning_path,
         "TEFL_LOG_LEVEL": environment.log_level,
     }[variable]

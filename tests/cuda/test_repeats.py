@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import importlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cuda_emulation
 import pytest
+import repeated_calls
 import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends import _repeats
-from transformer_engine_fl.backends.vendor.cuda import moe, normalization, quantization
+from transformer_engine_fl.backends.vendor.cuda import _launch, moe, normalization, quantization
+from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.policy import get_environment
 from transformer_engine_fl.testing import Guarded
 
 
@@ -168,3 +178,279 @@ def test_errors_are_the_operators_own() -> None:
     with pytest.raises(TypeError):
         normalization.rmsnorm_fwd(x)  # type: ignore[call-arg]
     assert ops.rmsnorm_fwd.name == normalization.rmsnorm_fwd.__name__
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("normalization", "rmsnorm_fwd"),
+        ("normalization", "layernorm_bwd"),
+        ("softmax", "scaled_masked_softmax_forward"),
+        ("quantization", "quantize"),
+        ("rope", "fused_qkv_rope_forward"),
+        ("moe", "moe_permute_mask_fwd"),
+        ("router", "fused_moe_aux_loss_fwd"),
+    ],
+)
+def test_every_call_of_a_row_does_what_the_ordinary_way_does(family: str, name: str) -> None:
+    module = importlib.import_module(f"transformer_engine_fl.backends.vendor.cuda.{family}")
+    operator = getattr(module, name)
+    sample = next(iter(getattr(ops, name).samples("float32", "cpu")))
+    assert repeated_calls.serves(operator, sample)
+    repeated_calls.check(operator, sample)
+    assert repeated_calls.is_repeat(operator, sample), operator.calls.refusal
+    for seed, (shift, apart) in enumerate([(1, 0), (0, 4), (3, 1), (0, 0)], 20):
+        other = repeated_calls.renewed(sample, seed, shift=shift, apart=apart)
+        assert repeated_calls.is_repeat(operator, other) is not bool(shift or apart)
+        repeated_calls.check_same(operator, other)
+
+
+def test_what_a_call_held_is_let_go() -> None:
+    x, gamma = _rows(), torch.ones(64)
+    held = [weakref.ref(x), weakref.ref(gamma)]
+    outputs = [normalization.rmsnorm_fwd(x, gamma) for _ in range(_repeats.CALLS_BEFORE + 1)]
+    held += [weakref.ref(it) for results in outputs for it in results]
+    lists = [[_rows()], [torch.ones(1)]]
+    held += [weakref.ref(it) for those in lists for it in those]
+    for _ in range(_repeats.CALLS_BEFORE + 1):
+        with contextlib.suppress(NotSupportedError):
+            quantization.multi_tensor_quantize(*lists)
+    del x, gamma, outputs, lists
+    gc.collect()
+    assert not [it for it in held if it() is not None]
+
+
+def test_a_kind_of_call_that_could_not_be_watched_is_watched_later() -> None:
+    gamma = torch.ones(64)
+    unaligned = torch.zeros(193)[1:].view(3, 64)
+    _repeated(lambda: normalization.rmsnorm_fwd(unaligned, gamma))
+    assert not _is_repeat(normalization.rmsnorm_fwd, unaligned, gamma, 1e-5, False, None)
+    _repeated(lambda: normalization.rmsnorm_fwd(_rows(), gamma))
+    assert _is_repeat(normalization.rmsnorm_fwd, _rows(), gamma, 1e-5, False, None)
+
+
+def test_calls_forgotten_while_one_is_watched_stay_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    note, x, gamma = _repeats.note, _rows(), torch.ones(64)
+
+    def forgetful(*launch: Any) -> bool:
+        _repeats.forget()
+        return note(*launch)
+
+    monkeypatch.setattr(_repeats, "note", forgetful)
+    _repeated(lambda: normalization.rmsnorm_fwd(x, gamma))
+    assert not _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
+
+
+def test_nobody_waits_for_a_thread_that_watches() -> None:
+    x, gamma = _rows(), torch.ones(64)
+    for _ in range(_repeats.CALLS_BEFORE - 1):
+        normalization.rmsnorm_fwd(x, gamma)
+    taken, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with _repeats._watching:
+            taken.set()
+            done.wait(60)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    taken.wait(60)
+    normalization.rmsnorm_fwd(x, gamma)
+    assert other.is_alive()
+    done.set()
+    other.join()
+    assert not _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.0, 3, float("inf"), float("nan")])
+def test_memory_is_filled_with_the_same_bits(value: float) -> None:
+    @_repeats.repeating
+    def filled(input: Tensor) -> Tensor:
+        output = torch.empty((4,), dtype=torch.float32, device=input.device)
+        output.fill_(value)
+        _repeats.note(lambda *addresses: None, _repeats.Address(input.data_ptr()))
+        return output
+
+    x = torch.zeros(4)
+    _repeated(lambda: filled(x))
+    assert _is_repeat(filled, x)
+    expected = torch.full((4,), value, dtype=torch.float32)
+    assert torch.equal(filled(x).view(torch.int32), expected.view(torch.int32))
+
+
+def _reads_a_value(x: Tensor) -> Any:
+    return x.sum().item()
+
+
+def _copies(x: Tensor) -> Any:
+    return x.clone()
+
+
+def _gives_its_argument(x: Tensor) -> Any:
+    return x
+
+
+def _launches_on_other_memory(x: Tensor) -> Any:
+    _repeats.note(lambda *addresses: None, _repeats.Address(OTHER.data_ptr()))
+
+
+def _launches_nothing(x: Tensor) -> Any:
+    return torch.empty((4,), device=x.device)
+
+
+def _moves_an_argument(x: Tensor) -> Any:
+    x.add_(1)
+
+
+OTHER = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        _reads_a_value,
+        _copies,
+        _gives_its_argument,
+        _launches_on_other_memory,
+        _launches_nothing,
+        _moves_an_argument,
+    ],
+)
+def test_what_does_not_follow_from_a_look_is_never_repeated(does: Callable[..., Any]) -> None:
+    times = []
+
+    @_repeats.repeating
+    def operator(input: Tensor) -> Any:
+        times.append(1)
+        if does is not _launches_nothing:
+            _repeats.note(lambda *addresses: None, _repeats.Address(input.data_ptr()))
+        return does(input)
+
+    x = torch.zeros(4)
+    for _ in range(40):
+        operator(x)
+    assert len(times) == 40
+    assert operator.calls.refusal  # type: ignore[attr-defined]
+
+
+def test_parameters_may_have_any_name() -> None:
+    @_repeats.repeating
+    def operator(found: Tensor, type: int, calls: list[int], *, plain: float = 0.0) -> Tensor:
+        output = torch.empty((type,), device=found.device)
+        output.fill_(plain + sum(calls))
+        _repeats.note(lambda *addresses: None, _repeats.Address(found.data_ptr()))
+        return output
+
+    x = torch.zeros(4)
+    _repeated(lambda: operator(x, 3, [1, 2], plain=0.5))
+    assert _is_repeat(operator, x, 3, [1, 2], 0.5)
+    assert operator(x, 3, [1, 2], plain=0.5).tolist() == [3.5] * 3
+    for other in [(x, 2, [1, 2], 0.5), (x, 3, (1, 2), 0.5), (x, 3, [True, 2], 0.5), (x, 3, [1, 2])]:
+        assert not _is_repeat(operator, *other[:3], other[3] if len(other) > 3 else 0.0)
+
+
+def test_a_variable_switches_repeating_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def operator(input: Tensor) -> Tensor:
+        return input
+
+    settings = dataclasses.replace(get_environment(), repeat_calls=False)
+    monkeypatch.setattr(_repeats, "get_environment", lambda: settings)
+    assert _repeats.repeating(operator) is operator
+
+
+# ----------------------------------------------------------------------- prepared launches
+
+
+class _Driver:
+    """Stands for the CUDA driver: notes what each launch would have been given."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes = list(codes)
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __call__(self, config: int, function: int, parameters: int, extra: None) -> int:
+        code = self.codes.pop(0) if self.codes else 0
+        if not code:
+            seen = _launch._Config.from_address(config)
+            places = (ctypes.c_void_p * 5).from_address(parameters)
+            kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
+            values = [
+                kind.from_address(place).value for kind, place in zip(kinds, places, strict=False)
+            ]
+            last = ctypes.c_void_p.from_address(places[4]).value
+            attributes = (_launch._Attribute * seen.attribute_count).from_address(seen.attributes)
+            found = {it.id: tuple(it.value[0:3]) for it in attributes}
+            grid = (seen.grid_x, seen.grid_y, seen.block_x, seen.shared_bytes, seen.stream)
+            self.launches.append((grid, found, (*values, last)))
+        return code
+
+
+def _kernel(driver: _Driver) -> _launch.Kernel:
+    kernel = object.__new__(_launch.Kernel)
+    kernel.name, kernel.device = "nothing", 0
+    kernel._geometry = _launch.Geometry(128, "PPqiP", shared_bytes=512, cluster=2, dependent=True)
+    kernel._idle, kernel._address = [], 77
+    kernel._launch, kernel._stream = driver, lambda device: 900 + device
+    kernel._device_now = lambda: 0
+    return kernel
+
+
+def test_a_prepared_launch_gives_the_driver_what_an_ordinary_one_does() -> None:
+    driver = _Driver()
+    kernel = _kernel(driver)
+    kernel.launch(4, 3, 1 << 40, 0, -5, 6, 1 << 41)
+    again, addresses = kernel.prepared(4, 3, 2 << 40, 0, -5, 6, 2 << 41)
+    assert addresses == [2 << 40, 0, 2 << 41]
+    assert again(1 << 40, 0, 1 << 41)
+    assert driver.launches[1] == driver.launches[0]
+    assert again(3 << 40, 5 << 40, 4 << 40)
+    grid, attributes, values = driver.launches[2]
+    assert grid == (4, 3, 128, 512, 900)
+    assert attributes[_launch._CLUSTER_DIMENSION] == (2, 1, 1)
+    assert attributes[_launch._PROGRAMMATIC_STREAM_SERIALIZATION][0] == 1
+    assert values == (3 << 40, 5 << 40, -5, 6, 4 << 40)
+
+
+def test_a_prepared_launch_takes_the_stream_of_the_moment() -> None:
+    driver = _Driver()
+    kernel = _kernel(driver)
+    streams = iter([1, 2])
+    kernel._stream = lambda device: next(streams)
+    again, addresses = kernel.prepared(1, 1, 1 << 40, 0, 1, 2, 1 << 41)
+    again(*addresses)
+    again(*addresses)
+    assert [grid[-1] for grid, _, _ in driver.launches] == [1, 2]
+
+
+def test_a_prepared_launch_binds_the_context_of_a_new_thread_and_raises_what_the_driver_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound: list[int] = []
+    monkeypatch.setattr(_launch, "_bind_context", bound.append)
+    monkeypatch.setattr(_launch, "_describe", str)
+    driver = _Driver(_launch._INVALID_CONTEXT, 0, 700)
+    again, addresses = _kernel(driver).prepared(1, 1, 1 << 40, 0, 1, 2, 1 << 41)
+    assert again(*addresses)
+    assert bound == [0]
+    with pytest.raises(_launch.LaunchError) as raised:
+        again(*addresses)
+    assert raised.value.code == 700
+    assert again(*addresses)
+
+
+def test_numbers_that_may_be_addresses_are_not_prepared() -> None:
+    with pytest.raises(_repeats.UnrepeatableError):
+        _kernel(_Driver()).prepared(1, 1, 1 << 40, 0, 1 << 40, 2, 0)
+
+
+def test_a_launch_is_noted_once_on_whichever_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver()
+    kernel = _kernel(driver)
+    now = iter([1, 0])
+    kernel._device_now = lambda: next(now)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(_repeats, "active", watch := _repeats._Watch(torch.device("cpu")))
+    kernel.launch(1, 1, 1 << 40, 0, 1, 2, 0)
+    assert len(watch.steps) == len(driver.launches) == 1

@@ -12,13 +12,15 @@ an operator of torch that computes, memory that belongs to nobody here) leaves c
 to the ordinary way. :func:`repeating` is for operators that write none of their arguments
 and take their numbers from nowhere else (no generator of random numbers, say). Where a mode
 wants to see allocations, while tensors are traced, or on another current device, every call
-goes the ordinary way.
+goes the ordinary way. ``TE_FL_REPEAT_CALLS=0`` leaves every operator as it is written.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,17 +32,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine_fl.backends import _allocation
 from transformer_engine_fl.backends._arguments import PLAIN
 from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.core.policy import get_environment
 
 __all__ = ["CALLS_BEFORE", "Address", "UnrepeatableError", "active", "forget", "note", "repeating"]
 
 CALLS_BEFORE = 8
-"""Calls like each other before one of them is watched."""
+"""Calls like each other before one of them is watched; a power of two."""
 _MOST_AT_HAND = 4
 _MOST_WATCHED = 64
 _MOST_KINDS = 256
 _MOST_LOOKS = 65536
 _LARGEST_NUMBER = 2**40  # beyond it might be an address
 _ALIGNMENT_MASK = 15
+_NEVER = -(2**62)
 _MISS = object()
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
@@ -158,6 +162,16 @@ active: _Watch | None = None
 _watching = ForkSafeLock()
 
 
+def _end_watch() -> None:
+    """In a forked child nobody goes on with what another thread was watching."""
+    global active
+    active = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_watch)
+
+
 def note(function: Any, *arguments: Any) -> bool:
     """Tell the watch of a launch, if this is its thread; says whether it is.
 
@@ -186,7 +200,7 @@ class _Writer:
 
     def __init__(self, parameters: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
         self.parameters = parameters
-        self.namespace: dict[str, Any] = {"MISS": _MISS}
+        self.namespace: dict[str, Any] = {"_MISS": _MISS, "_type": type, "_all": all}
         self.named: dict[int, str] = {}  # what was allocated
         self.tests: list[str] = []
         self.lines: list[str] = []
@@ -228,14 +242,14 @@ class _Writer:
         elif value is None or kind in (bool, torch.dtype):
             self.tests.append(f"{name} is {self.constant(value)}")
         elif kind in (int, float, str):
-            self.tests.append(f"type({name}) is {kind.__name__}")
+            self.tests.append(f"_type({name}) is {self.constant(kind)}")
             self.tests.append(f"{name} == {self.constant(value)}")
             if value == 0 and kind is float:
-                self.tests.append(f"str({name}) == {str(value)!r}")
+                self.tests.append(f"{name}.hex() == {value.hex()!r}")
         elif kind in (list, tuple) and all(type(it) is int for it in value):
-            self.tests.append(f"type({name}) is {kind.__name__}")
+            self.tests.append(f"_type({name}) is {self.constant(kind)}")
             self.tests.append(f"{name} == {self.constant(kind(value))}")
-            self.tests.append(f"all([type(it) is int for it in {name}])")
+            self.tests.append(f"_all([_type(_it) is {self.constant(int)} for _it in {name}])")
         else:
             raise UnrepeatableError(f"a {kind.__name__} as {name!r}")
 
@@ -278,8 +292,9 @@ class _Writer:
             name = self.named.get(id(tensor)) or self.result(tensor)
             if type(value) not in (int, float):
                 raise UnrepeatableError("filling with what is no number")
+            is_zero = value == 0 and math.copysign(1, value) > 0
             self.lines.append(
-                f"{name}.fill_({self.constant(value)})" if value else f"{name}.zero_()"
+                f"{name}.zero_()" if is_zero else f"{name}.fill_({self.constant(value)})"
             )
         else:
             function, arguments = what
@@ -288,7 +303,7 @@ class _Writer:
                 function, arguments = prepare(*arguments)
             told = f"{self.constant(function)}({', '.join([self.value(it) for it in arguments])})"
             # What has been launched may be launched again: nothing has been given out yet.
-            self.lines += [told] if prepare is None else [f"if not {told}:", "    return MISS"]
+            self.lines += [told] if prepare is None else [f"if not {told}:", "    return _MISS"]
 
     def result(self, value: Any) -> str:
         if type(value) in (tuple, list):
@@ -339,10 +354,10 @@ class _Writer:
         lines = [
             f"def again({', '.join(self.parameters)}):",
             f"    if not ({' and '.join([f'_check({given})', *self.tests])}):",
-            "        return MISS",
+            "        return _MISS",
             *(f"    _a{name} = {name}.data_ptr()" for name in names),
             f"    if ({bits}) & {_ALIGNMENT_MASK} or {' or '.join(elsewhere)}:",
-            "        return MISS",
+            "        return _MISS",
             *(f"    {line}" for line in self.lines),
             f"    return {returned}",
         ]
@@ -364,15 +379,20 @@ class _Calls:
 
     Attributes:
         last: the function for calls like the last one.
+        refusal: why the call that was watched last cannot be repeated; None if it can.
     """
 
     def __init__(self, parameters: tuple[str, ...], plain: Callable[..., Any]) -> None:
         self._parameters = parameters
         self._plain = plain
+        self._times_forgotten = 0
         self.forget()
 
     def forget(self) -> None:
+        # First, so that a call that is being watched right now is not remembered.
+        self._times_forgotten += 1
         self.last: Callable[..., Any] = _never
+        self.refusal: str | None = None
         self._at_hand: tuple[Callable[..., Any], ...] = ()
         self._seen: dict[Any, int] = {}
         self._watched = 0
@@ -387,70 +407,104 @@ class _Calls:
                 return found
         if self._watched < _MOST_WATCHED and self._looks < _MOST_LOOKS and active is None:
             self._looks += 1
-            if self._often(arguments):
-                return self._watch(arguments)
+            key = _kind(arguments)
+            if key is not None and self._often(key):
+                return self._watch(key, arguments)
         return self._plain(*arguments)
 
-    def _often(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether a call like this has come often enough, and now first so often."""
-        try:
-            key = tuple(
-                [
-                    (it.shape, it.stride(), it.dtype, it.device, it.requires_grad)
-                    if type(it) in PLAIN
-                    else (type(it), it if type(it) not in (list, tuple) else (*it, *map(type, it)))
-                    for it in arguments
-                ]
-            )
-            count = self._seen.get(key, 0) + 1
-        except (RuntimeError, TypeError):  # a tensor that has no strides, sizes not known yet
-            return False
+    def _often(self, key: tuple[Any, ...]) -> bool:
+        """Whether to watch a call of this kind: at the eighth of them, the sixteenth, ...
+
+        After that because the eighth may have come where it could not be watched, and what
+        it made may have had to go from what is at hand.
+        """
+        count = self._seen.get(key, 0) + 1
         if len(self._seen) >= _MOST_KINDS:
             self._seen.clear()
         self._seen[key] = count
-        return count == CALLS_BEFORE
+        return count >= CALLS_BEFORE and not count & (count - 1)
 
-    def _watch(self, arguments: tuple[Any, ...]) -> Any:
+    def _watch(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         global active
-        if (
-            _tensor_guards() is None
-            or _allocation._function_modes()
-            or _allocation._dispatch_modes()
-            or torch.compiler.is_compiling()
-        ):
-            return self._plain(*arguments)
         try:
             writer = _Writer(self._parameters, arguments)
         except (UnrepeatableError, RuntimeError):
             return self._plain(*arguments)
-        with _watching:
+        # Whoever watches may be waiting for what this thread holds, so nobody waits for it.
+        if not _can_watch(writer.device) or not _watching.acquire(0):
+            return self._plain(*arguments)
+        try:
+            times_forgotten = self._times_forgotten
             active = watch = _Watch(writer.device)
             try:
                 with watch:
                     result = self._plain(*arguments)
             finally:
                 active = None
+        finally:
+            _watching.release()
         self._watched += 1
+        again = None
         if watch.refusal is None:
             try:
                 again = writer.write(watch.steps, result)
-            except UnrepeatableError as reason:
-                watch.refusal = str(reason)
+            except (UnrepeatableError, RuntimeError, TypeError, ValueError) as reason:
+                watch.refusal = f"{type(reason).__name__}: {reason}"
+        if times_forgotten == self._times_forgotten:
+            self.refusal = watch.refusal
+            if again is None:
+                self._seen[key] = _NEVER
             else:
                 self._at_hand = (again, *self._at_hand[: _MOST_AT_HAND - 1])
                 self.last = again
-        self.refusal = watch.refusal
         return result
+
+
+def _can_watch(device: torch.device) -> bool:
+    elsewhere = device.type == "cuda" and _allocation._current_device() != device.index
+    return not (
+        elsewhere
+        or _tensor_guards() is None
+        or _allocation._function_modes()
+        or _allocation._dispatch_modes()
+        or torch.compiler.is_compiling()
+    )
+
+
+def _kind(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What calls like each other have in common, by which to count them; None for others.
+
+    It must keep nothing alive, so what might be or hold a tensor is no part of it.
+    """
+    facts: list[Any] = []
+    for it in arguments:
+        kind = type(it)
+        if kind in PLAIN:
+            try:
+                facts.append((kind, it.shape, it.stride(), it.dtype, it.device, it.requires_grad))
+            except RuntimeError:  # a layout without strides
+                return None
+        elif it is None or kind in (bool, int, float, str, torch.dtype):
+            facts.append((kind, it))
+        elif kind in (list, tuple) and all(type(one) is int for one in it):
+            facts.append((kind, *it))
+        else:
+            return None
+    try:
+        hash(found := tuple(facts))
+    except TypeError:  # sizes that are not known yet
+        return None
+    return found
 
 
 _OPERATORS: list[_Calls] = []
 
 _WRAPPER = """\
 def {name}({parameters}):
-    found = calls.last({names})
-    return calls.other({names}) if found is MISS else found
-def plain({names}):
-    return operator({passed})
+    _found = _calls.last({names})
+    return _calls.other({names}) if _found is _MISS else _found
+def _plain({names}):
+    return _operator({passed})
 """
 
 
@@ -460,8 +514,10 @@ def repeating(operator: Operator) -> Operator:
     It writes none of its arguments, and what it does on the host follows from their dtypes,
     sizes, strides, devices and alignment and from its options alone.
     """
+    if not get_environment().repeat_calls:
+        return operator
     parameters, names, passed = [], [], []
-    namespace: dict[str, Any] = {"MISS": _MISS, "operator": operator}
+    namespace: dict[str, Any] = {"_MISS": _MISS, "_operator": operator}
     only = False
     for it in inspect.signature(operator).parameters.values():
         named = it.kind is it.KEYWORD_ONLY
@@ -470,8 +526,8 @@ def repeating(operator: Operator) -> Operator:
             only = True
         text = it.name
         if it.default is not it.empty:
-            namespace[f"default_{it.name}"] = it.default
-            text += f"=default_{it.name}"
+            namespace[f"_default_{it.name}"] = it.default
+            text += f"=_default_{it.name}"
         parameters.append(text)
         names.append(it.name)
         passed.append(f"{it.name}={it.name}" if named else it.name)
@@ -482,7 +538,7 @@ def repeating(operator: Operator) -> Operator:
         passed=", ".join(passed),
     )
     exec(compile(source, f"<calls of {operator.__name__}>", "exec"), namespace)
-    namespace["calls"] = calls = _Calls(tuple(names), namespace["plain"])
+    namespace["_calls"] = calls = _Calls(tuple(names), namespace["_plain"])
     _OPERATORS.append(calls)
     made: Any = functools.wraps(operator)(namespace[operator.__name__])
     made.calls = calls

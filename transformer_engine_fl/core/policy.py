@@ -230,6 +230,7 @@ class Environment:
         plugin_modules: modules to load as plugins, or paths of vendors' folders.
         skip_cuda: the CUDA set is switched off.
         tuning_path: a tuning file, or a folder of them, that goes before all others.
+        repeat_calls: an operator that is called like before may take the short way.
         log_level: level of the ``TE-FL`` logger, or None for the default.
     """
 
@@ -238,6 +239,7 @@ class Environment:
     plugin_modules: tuple[str, ...] = ()
     skip_cuda: bool = False
     tuning_path: str | None = None
+    repeat_calls: bool = True
     log_level: str | None = None
 
 
@@ -252,6 +254,7 @@ VARIABLES: Final = (
     "TE_FL_SKIP_CUDA",
     "TE_FL_POLICY_FILE",
     "TE_FL_TUNING_PATH",
+    "TE_FL_REPEAT_CALLS",
     "TEFL_LOG_LEVEL",
 )
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -292,6 +295,7 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
         plugin_modules=_plugin_modules(given.get("TE_FL_PLUGIN_MODULES", "")),
         skip_cuda="TE_FL_SKIP_CUDA" in given and _switch(given, "TE_FL_SKIP_CUDA"),
         tuning_path=given.get("TE_FL_TUNING_PATH"),
+        repeat_calls="TE_FL_REPEAT_CALLS" not in given or _switch(given, "TE_FL_REPEAT_CALLS"),
         log_level=_log_level(given.get("TEFL_LOG_LEVEL")),
     )
 

@@ -273,12 +273,12 @@ class Kernel:
             NotSupportedError: a number is larger than the kernel's parameter.
             LaunchError: the driver refused.
         """
-        if _repeats.active is not None:
-            told = map(_told, self._geometry.arguments, values)
-            _repeats.note(_Again(self), blocks, rows_of_blocks, *told)
         if self._device_now() != self.device:
             with torch.cuda.device(self.device):
                 return self.launch(blocks, rows_of_blocks, *values)
+        if _repeats.active is not None:
+            told = map(_told, self._geometry.arguments, values)
+            _repeats.note(_Again(self), blocks, rows_of_blocks, *told)
         try:
             prepared = self._idle.pop()
         except IndexError:

@@ -1,0 +1,155 @@
+"""Repeated calls of every operator on a real GPU: values, streams, CUDA graphs, threads."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import repeated_calls
+import torch
+from torch import Tensor
+
+import transformer_engine_fl as te
+from transformer_engine_fl.backends import _repeats
+from transformer_engine_fl.core.contract import Sample
+
+pytestmark = pytest.mark.gpu
+SETS = ("default.flagos", "vendor.cuda")
+DTYPES = ("bfloat16", "float32")
+"""Of an operator that takes them; of another one its first two."""
+MOST_SAMPLES = 2
+SLEEP = 5_000_000  # cycles, some milliseconds
+
+
+@functools.cache
+def registry() -> te.OpRegistry:
+    made = te.OpRegistry()
+    te.OpManager(made, plugins=False).ensure_initialized()
+    return made
+
+
+def operators() -> list[tuple[str, str]]:
+    found = registry()
+    return [
+        (impl, name)
+        for impl in SETS
+        for name, contract in sorted(found.contracts.items())
+        if not contract.mutates and found.get_implementation(name, impl) is not None
+    ]
+
+
+@functools.cache
+def operator_of(impl: str, name: str) -> Any:
+    chosen = te.OpRegistry()
+    chosen.register_impl(registry().get_implementation(name, impl))
+    return te.OpManager(chosen, builtins=False, plugins=False).resolve(name)
+
+
+@functools.cache
+def samples_of(impl: str, name: str) -> list[Sample]:
+    """Calls that the operator serves; the first is the typical one of its first dtype."""
+    contract, operator = registry().contracts[name], operator_of(impl, name)
+    chosen = [it for it in DTYPES if it in contract.dtypes] or list(contract.dtypes)[:2]
+    found = []
+    for place, dtype in enumerate(chosen):
+        of_dtype = list(contract.samples(dtype, "cuda"))
+        others = [it for it in of_dtype[1:] if it.kwargs] or of_dtype[1:]
+        wanted = of_dtype[:1] + (others[: MOST_SAMPLES - 1] if not place else [])
+        found += [it for it in wanted if repeated_calls.serves(operator, it)]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    _repeats.forget()
+    yield
+    _repeats.forget()
+
+
+@pytest.mark.parametrize(("impl", "name"), operators())
+def test_a_repeated_call_does_what_the_ordinary_way_does(impl: str, name: str) -> None:
+    operator = operator_of(impl, name)
+    if not hasattr(operator, "calls"):
+        pytest.skip("is never repeated")
+    samples = samples_of(impl, name)
+    if not samples:
+        pytest.skip("serves no sample here")
+    for sample in samples:
+        repeated_calls.check(operator, sample)
+    sample = samples[0]
+    repeated_calls.repeat(operator, sample)
+    repeated_calls.check_same(operator, repeated_calls.renewed(sample, 20, shift=1))
+    repeated_calls.check_same(operator, repeated_calls.renewed(sample, 21, apart=8))
+    repeated_calls.check_same(operator, repeated_calls.renewed(sample, 22, shift=3, apart=1))
+    repeated_calls.check_same(operator, repeated_calls.renewed(sample, 23))
+    if repeated_calls.is_repeat(operator, sample):
+        check_stream(operator, sample)
+        check_graph(operator, sample)
+        check_threads(operator, sample)
+
+
+def tensors(call: Sample) -> list[Tensor]:
+    values = [*call.args, *call.kwargs.values()]
+    return [it for it in values if isinstance(it, Tensor)]
+
+
+def check_stream(operator: Any, sample: Sample) -> None:
+    """On another stream it comes behind what fills its arguments there."""
+    new = repeated_calls.renewed(sample, 30)
+    call = repeated_calls.renewed(sample, 31)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)
+        for tensor, value in zip(tensors(call), tensors(new), strict=True):
+            tensor.copy_(value)
+        found = operator(*call.args, **call.kwargs)
+    stream.synchronize()
+    repeated_calls.check_same(operator, new, found)
+
+
+def check_graph(operator: Any, sample: Sample) -> None:
+    """Captured in a CUDA graph, it works on the values of each replay."""
+    call = repeated_calls.renewed(sample, 40)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = operator(*call.args, **call.kwargs)
+    for seed in (41, 42):
+        new = repeated_calls.renewed(sample, seed)
+        for tensor, value in zip(tensors(call), tensors(new), strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        repeated_calls.check_same(operator, new, found)
+
+
+def check_threads(operator: Any, sample: Sample) -> None:
+    """Two threads, each on its stream, do not touch each other's calls."""
+    wrong: list[BaseException] = []
+    calls = [[repeated_calls.renewed(sample, 50 + 10 * n + it) for it in range(4)] for n in (0, 1)]
+    torch.cuda.synchronize()
+    start = threading.Barrier(2)
+
+    def work(mine: list[Sample]) -> None:
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                start.wait()
+                found = [operator(*it.args, **it.kwargs) for it in mine * 4]
+                stream.synchronize()
+                for call, results in zip(mine * 4, found, strict=True):
+                    repeated_calls.check_same(operator, call, results)
+        except BaseException as error:  # an assertion, too, is to be raised in the test
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if wrong:
+        raise wrong[0]

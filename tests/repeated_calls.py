@@ -1,0 +1,152 @@
+"""Calls of an operator again and again, on other values, beside the ordinary way."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformer_engine_fl.backends import _repeats
+from transformer_engine_fl.core.contract import Sample
+from transformer_engine_fl.core.errors import NotSupportedError, TeFlError
+
+__all__ = ["check", "check_same", "is_repeat", "ordinary", "renewed", "repeat", "serves"]
+
+Operator = Callable[..., Any]
+
+
+class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is allocated holds a byte everywhere."""
+
+    def __init__(self, byte: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._byte = byte
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _repeats._EMPTY and result.numel():
+            memory = torch.empty(0, dtype=torch.uint8, device=result.device)
+            memory.set_(result.untyped_storage()).fill_(self._byte)
+        return result
+
+
+def renewed(sample: Sample, seed: int, *, shift: int = 0, apart: int = 0) -> Sample:
+    """The call with other values in other memory.
+
+    What is no floating point number may say where to read, and stays as it is.
+
+    Args:
+        sample: the call.
+        seed: of the order in which the values come.
+        shift: elements by which each tensor lies behind where it was allocated.
+        apart: elements by which the rows of matrices are farther apart.
+    """
+
+    def new(value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(isinstance(it, Tensor) for it in value):
+            return type(value)(map(new, value))
+        return _renewed(value, seed, shift, apart) if isinstance(value, Tensor) else value
+
+    kwargs = {name: new(value) for name, value in sample.kwargs.items()}
+    return Sample(sample.label, tuple(map(new, sample.args)), kwargs)
+
+
+def _renewed(tensor: Tensor, seed: int, shift: int, apart: int) -> Tensor:
+    strides = list(tensor.stride())
+    if apart and tensor.dim() > 1 and tensor.is_contiguous():
+        strides = [it + apart * it // tensor.shape[-1] for it in strides[:-1]] + strides[-1:]
+    steps = zip(tensor.shape, strides, strict=True)
+    extent = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+    memory = torch.zeros(extent + shift, dtype=tensor.dtype, device=tensor.device)
+    made = memory.as_strided(tuple(tensor.shape), strides, shift)
+    values = tensor.detach()
+    if tensor.is_floating_point() and tensor.numel():
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+        whole = values.contiguous().view(-1)
+        bits = whole.view(torch.uint8) if tensor.itemsize == 1 else whole
+        values = bits[order].view(tensor.dtype).view(tensor.shape)
+    made.copy_(values)
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def ordinary(operator: Operator, call: Sample, byte: int) -> Any:
+    """What the operator itself gives in memory full of that byte."""
+    plain: Operator = operator.__wrapped__  # type: ignore[attr-defined]
+    with _Filled(byte):
+        return plain(*call.args, **call.kwargs)
+
+
+def is_repeat(operator: Any, call: Sample) -> bool:
+    """Whether the call is like the last one that is known."""
+    bound = inspect.signature(operator).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    return operator.calls.last(*bound.arguments.values()) is not _repeats._MISS
+
+
+def check_same(operator: Operator, call: Sample, found: Any = None) -> None:
+    """Hold a call to the ordinary way, bit by bit but where that writes nothing.
+
+    Where that raises, the call must raise the same kind of error.
+    """
+    try:
+        expected = [ordinary(operator, call, byte) for byte in (0, 255)]
+    except TeFlError as error:
+        try:
+            operator(*call.args, **call.kwargs)
+        except type(error):
+            return
+        raise AssertionError("the ordinary way raises an error, and this does not") from error
+    if found is None:
+        found = operator(*call.args, **call.kwargs)
+    for one, zeros, ones in zip(*map(list, map(_flat, (found, *expected))), strict=True):
+        if not isinstance(zeros, Tensor):
+            assert type(one) is type(zeros)
+            assert one == zeros
+            continue
+        assert (one.dtype, one.shape, one.stride()) == (zeros.dtype, zeros.shape, zeros.stride())
+        assert one.requires_grad is zeros.requires_grad
+        written = _bytes(zeros) == _bytes(ones)
+        assert torch.equal(_bytes(one)[written], _bytes(zeros)[written])
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for it in value:
+            yield from _flat(it)
+    else:
+        yield value
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def serves(operator: Operator, call: Sample) -> bool:
+    """Whether the operator takes the call at all."""
+    try:
+        operator.__wrapped__(*call.args, **call.kwargs)  # type: ignore[attr-defined]
+    except NotSupportedError:
+        return False
+    return True
+
+
+def repeat(operator: Operator, sample: Sample) -> None:
+    """Call it so often that it is known, and forget what was known before."""
+    _repeats.forget()
+    for seed in range(_repeats.CALLS_BEFORE):
+        call = renewed(sample, seed)
+        operator(*call.args, **call.kwargs)
+
+
+def check(operator: Operator, sample: Sample) -> None:
+    """Hold every call of a row, each on values of its own, to the ordinary way."""
+    _repeats.forget()
+    for seed in range(_repeats.CALLS_BEFORE + 3):
+        check_same(operator, renewed(sample, seed))
