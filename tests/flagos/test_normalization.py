@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.flagos import _arguments, _launch
 from transformer_engine_fl.backends.flagos import normalization as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
@@ -444,6 +445,111 @@ def test_the_current_device_is_switched_for_the_launch(
     assert log[0] == "on 1"
     assert log[-1] == "back"
     assert len(log) == 3
+
+
+class Run:
+    """What starts a kernel without scratch memory, in either version of Triton."""
+
+    launch_cooperative_grid, launch_pdl = False, True
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def __call__(self, *arguments: Any) -> None:
+        self.log.append(arguments)
+
+    launch = __call__
+
+
+@pytest.fixture
+def no_scratch(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    started = _launch._started
+
+    def of_run(compiled: Any, constants: tuple[Any, ...]) -> Any:
+        compiled._run = Run(log)
+        return started(compiled, constants)
+
+    monkeypatch.setattr(_launch, "_started", of_run)
+
+
+def repeated(launch: _launch.Launch, numbers: tuple[Any, ...] = (3, 2.5)) -> Any:
+    """An operator of one launch, called so often that its calls are known."""
+
+    @_repeats.repeating
+    def operator(input: Tensor, other: Tensor | None = None) -> Tensor:
+        output = torch.empty((16,), device=input.device)
+        launch((5, 2), (input[4:], other, output), numbers)
+        return output
+
+    a = torch.zeros(64)
+    for _ in range(_repeats.CALLS_BEFORE):
+        operator(a)
+    return operator
+
+
+@pytest.mark.usefixtures("no_scratch")
+def test_a_repeated_call_starts_what_its_launch_does(log: list[Any]) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    operator, a = repeated(launch), torch.zeros(64)
+    assert operator.calls.last(a, None) is not _repeats._MISS
+    log.clear()
+    results = [operator(a), operator(a)]
+    start = (5, 2, 1, 501, 77, (4, 1, 0), None, None, None)
+    assert log == [(*start, a.data_ptr() + 16, 0, it.data_ptr(), 3, 2.5, 8) for it in results]
+
+
+@pytest.mark.usefixtures("no_scratch")
+def test_a_repeated_call_starts_triton_3_6_as_that_does(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "_VERSION", (3, 6))
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    operator, a = repeated(launch), torch.zeros(64)
+    log.clear()
+    launched = operator(a)
+    head = (5, 2, 1, 501, 77, False, True, None, None, (4, 1, 0), None, None, None)
+    assert log == [(*head, a.data_ptr() + 16, 0, launched.data_ptr(), 3, 2.5, 8)]
+
+
+@pytest.mark.usefixtures("no_scratch")
+def test_a_repeated_call_goes_the_ordinary_way_where_a_launch_must(log: list[Any]) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    operator, a = repeated(launch), torch.zeros(80)[:64]
+    log.clear()
+    with _launch.ordinary_launches():
+        operator(a)
+    assert log == ["on 1", "ordinary", "back"]
+    log.clear()
+    hook = triton.knobs.runtime.launch_enter_hook
+    hook.add(print)
+    try:
+        operator(a)
+    finally:
+        hook.remove(print)
+    assert "ordinary" in log
+    log.clear()
+    operator(torch.zeros(65)[1:])
+    assert "ordinary" in log
+
+
+@pytest.mark.usefixtures("no_scratch")
+@pytest.mark.parametrize("numbers", [(2**40, 1), (3, 2**60 + 2**41)])
+def test_numbers_that_may_be_addresses_are_not_repeated(
+    log: list[Any], numbers: tuple[Any, ...]
+) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    operator = repeated(launch, numbers)
+    assert operator.calls.last(torch.zeros(64), None) is _repeats._MISS
+
+
+def test_scratch_memory_of_a_kernel_is_not_repeated(
+    log: list[Any],
+) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    launch._ready[0] = _launch._Started(print, (), (), 128, None)
+    with pytest.raises(_repeats.UnrepeatableError):
+        launch.prepared((1, 1), (torch.zeros(64),), (3,))
 
 
 def test_launches_are_ordinary_when_asked_for_or_watched(log: list[Any]) -> None:
