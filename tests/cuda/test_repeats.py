@@ -21,6 +21,7 @@ from torch import Tensor
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.vendor.cuda import _launch, moe, normalization, quantization
+from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.policy import get_environment
 from transformer_engine_fl.testing import Guarded
@@ -203,6 +204,16 @@ def test_every_call_of_a_row_does_what_the_ordinary_way_does(family: str, name: 
         other = repeated_calls.renewed(sample, seed, shift=shift, apart=apart)
         assert repeated_calls.is_repeat(operator, other) is not bool(shift or apart)
         repeated_calls.check_same(operator, other)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_calls_without_gradients_are_repeated(mode: Callable[[], Any]) -> None:
+    _repeats._tensor_guards.cache_clear()
+    gamma = torch.nn.Parameter(torch.ones(64))
+    with mode():
+        _repeated(lambda: normalization.rmsnorm_fwd(_rows(), gamma))
+        assert _is_repeat(normalization.rmsnorm_fwd, _rows(), gamma, 1e-5, False, None)
+        repeated_calls.check_same(normalization.rmsnorm_fwd, Sample("", (_rows(3, 64, 4), gamma)))
 
 
 def test_what_a_call_held_is_let_go() -> None:

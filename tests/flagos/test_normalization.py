@@ -492,7 +492,7 @@ def repeated(launch: _launch.Launch, numbers: tuple[Any, ...] = (3, 2.5)) -> Any
 def test_a_repeated_call_starts_what_its_launch_does(log: list[Any]) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     operator, a = repeated(launch), torch.zeros(64)
-    assert operator.calls.last(a, None) is not _repeats._MISS
+    assert operator.calls.last(a, None) is not _repeats._MISS, operator.calls.refusal
     log.clear()
     results = [operator(a), operator(a)]
     start = (5, 2, 1, 501, 77, (4, 1, 0), None, None, None)

@@ -50,30 +50,37 @@ _MISS = object()
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 
-def _guards() -> Any:
+@functools.cache
+def _tensor_guards() -> Any:
     """torch's look at many tensors at once; None if it does not see what it should."""
     made = getattr(_allocation._guards, "TensorGuards", None)
     if made is None:
         return None
-    one = torch.empty((2, 4))
-    try:
-        check = _check(made, [one])
-        same, others = (
-            check(torch.empty((2, 4))),
-            (
-                torch.empty((4, 2)),
-                torch.empty((4, 2)).t(),
-                torch.empty((2, 4), dtype=torch.float16),
-                torch.empty((2, 4), device="meta"),
-                torch._neg_view(one),
-                torch.nn.Parameter(one),
-                torch.empty((2, 4), requires_grad=True),
-                None,
-            ),
-        )
-        return made if same is True and not any(map(check, others)) else None
-    except (TypeError, RuntimeError, AttributeError):
-        return None
+    # The answer holds for good, so it must not hang on what happens to be set now.
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            return made if _sees(made) else None
+        except (TypeError, RuntimeError, AttributeError):
+            return None
+
+
+def _sees(made: Any) -> bool:
+    size = (2, 4)
+    like: Any = {"dtype": torch.float32, "device": "cpu"}
+    one = torch.zeros(size, **like)
+    check = _check(made, [one])
+    others = (
+        torch.zeros((4, 2), **like),
+        torch.zeros((4, 2), **like).t(),
+        torch.zeros(size, dtype=torch.float16, device="cpu"),
+        torch.zeros(size, dtype=torch.float32, device="meta"),
+        torch._neg_view(one),
+        torch.nn.Parameter(one),
+        torch.zeros(size, **like).requires_grad_(),
+        None,
+    )
+    same = check(torch.zeros(size, **like))
+    return same is True and not any(map(check, others))
 
 
 def _check(made: Any, tensors: list[Tensor]) -> Callable[..., bool]:
@@ -83,11 +90,6 @@ def _check(made: Any, tensors: list[Tensor]) -> Callable[..., bool]:
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
     return check
-
-
-@functools.cache
-def _tensor_guards() -> Any:
-    return _guards()
 
 
 # ------------------------------------------------------------------------------ watching
@@ -464,10 +466,10 @@ def _can_watch(device: torch.device) -> bool:
     elsewhere = device.type == "cuda" and _allocation._current_device() != device.index
     return not (
         elsewhere
-        or _tensor_guards() is None
         or _allocation._function_modes()
         or _allocation._dispatch_modes()
         or torch.compiler.is_compiling()
+        or _tensor_guards() is None
     )
 
 
