@@ -35,18 +35,19 @@ def registry() -> te.OpRegistry:
 def operators() -> list[tuple[str, str]]:
     found = registry()
     return [
-        (impl, name)
-        for impl in SETS
-        for name, contract in sorted(found.contracts.items())
-        if not contract.mutates and found.get_implementation(name, impl) is not None
+        (impl.impl_id, name)
+        for name in found.list_operators()
+        if name in found.contracts and not found.contracts[name].mutates
+        for impl in found.get_implementations(name)
+        if impl.impl_id in SETS
     ]
 
 
 @functools.cache
 def operator_of(impl: str, name: str) -> Any:
-    chosen = te.OpRegistry()
-    chosen.register_impl(registry().get_implementation(name, impl))
-    return te.OpManager(chosen, builtins=False, plugins=False).resolve(name)
+    entry = next(it for it in registry().entries(name) if it.impl.impl_id == impl)
+    assert entry.load() is None
+    return entry.fn
 
 
 @functools.cache

@@ -259,7 +259,6 @@ def group_quantize(
     return cast(Recipe.of(op, **options), _of(op, input), scale, group_sizes)
 
 
-@repeating
 def multi_tensor_quantize(
     inputs: list[Tensor],
     scales: list[Tensor] | None = None,
