@@ -240,7 +240,7 @@ def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them() -> None
     assert list(prepared.attributes[0].value[:3]) == [4, 1, 1]
 
 
-LONG = 4096, 4104, 32768, 32776, 262144
+LONG = 4096, 4104, 16384, 16392, 32768, 32776, 262144
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -255,7 +255,41 @@ def test_long_rows_keep_their_parameters_and_have_others_under_way(centred: bool
             assert int(dict(source.defines)["STAGES"]) > 1
             assert geometry.shared_bytes <= HOPPER.shared_per_block
     streamed = {columns for columns in LONG if found[columns] == "forward_stream"}
-    assert streamed == ({4104, 32768, 32776, 262144} if centred else {32776, 262144})
+    assert streamed == ({16392, 32768, 32776, 262144} if centred else {32776, 262144})
+
+
+def test_a_layer_norm_that_is_cast_has_rows_under_way_from_shorter_ones_on() -> None:
+    low = torch.bfloat16
+    for columns, kernel in ((4096, "forward"), (4104, "forward_stream")):
+        key = normalization.ForwardKey(
+            columns, 8, low, low, low, low, True, False, cast=normalization.Cast(None, True)
+        )
+        assert normalization.forward_source(key, HOPPER)[0].kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("columns", "centred", "ahead"),
+    [(4096, True, 1), (4104, True, 0), (16384, True, 0), (4104, False, 1), (16384, False, 1)],
+)
+def test_gamma_and_beta_of_longer_rows_are_not_in_shared_memory(
+    columns: int, centred: bool, ahead: int
+) -> None:
+    low = torch.bfloat16
+    key = normalization.ForwardKey(columns, 8, low, low, low, low, centred, False)
+    source, *_ = normalization.forward_source(key, HOPPER)
+    assert (source.kernel, dict(source.defines)["AHEAD"]) == ("forward", ahead)
+
+
+@pytest.mark.parametrize(
+    ("columns", "gamma", "dbeta"),
+    [(4096, 0, 0), (8192, 1, 0), (16384, 0, 0), (32768, 0, 0), (65536, 1, 1), (131072, 1, 1)],
+)
+def test_where_a_backward_keeps_gamma_and_dbeta(columns: int, gamma: int, dbeta: int) -> None:
+    low = torch.bfloat16
+    key = normalization.BackwardKey(columns, 8, low, low, low, True, False)
+    ((source, _),) = normalization.backward_sources(key, HOPPER)[0]
+    defines = dict(source.defines)
+    assert (defines["HOLD_GAMMA"], defines["SHARED_DBETA"]) == (gamma, dbeta)
 
 
 def test_a_backward_without_large_clusters_has_another_kernel() -> None:
@@ -280,7 +314,7 @@ def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_groups")
-@pytest.mark.parametrize("columns", [4104, 8192, 12008, 33000])
+@pytest.mark.parametrize("columns", [4104, 8192, 12008, 20008, 33000])
 @pytest.mark.parametrize("op", OPERATORS)
 def test_groups_with_several_rows(op: str, columns: int, device: str) -> None:
     generator = torch.Generator().manual_seed(columns)

@@ -79,9 +79,16 @@ MOST_CLUSTER: Final = 16
 BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
 # Of long rows, where a group of blocks keeps gamma and beta in registers from row to row.
 STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
-# Rows of more vectors go that way: of gamma alone they are longer before it pays.
-STREAM_VECTORS: Final = 512
+# Rows of more vectors go that way: a cast gains first, gamma alone last. With gamma and beta
+# 8,192 and 32,768 columns of half precision were measured; the limit between them is where
+# one block no longer holds the row.
+STREAM_VECTORS: Final = 2048
+STREAM_VECTORS_CAST: Final = 512
 STREAM_VECTORS_GAMMA_ALONE: Final = 4096
+# Of rows of more bytes within a block, gamma and beta stay in L1 until the sums are there: in
+# shared memory they would leave L1 too small to keep them for the next block. Measured on
+# compute capability 9.0; devices without clusters are left as they were.
+MOST_AHEAD: Final = 8192
 STREAM_STAGES: Final = 4
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
@@ -147,7 +154,7 @@ def backward_tile(
         if tile is None:
             wide = tuple(team for team in WIDE_BACKWARD_TEAMS if team[1] <= most_blocks)
             tile = team_tile(vectors, vec, most, wide)
-        if tile is not None and (tile.lanes == 1024 or (centred and tile.vecs == 1)):
+        if tile is not None and (tile.lanes >= 512 or (centred and tile.vecs == 1)):
             return with_blocks(tile, 1024) if other_size == 2 else tile
     elif tile is None:
         teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
@@ -260,8 +267,9 @@ class ForwardKey:
         if not device.has_clusters:
             return None
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
-        gamma_alone = not self.centred and self.cast is None
-        longer = STREAM_VECTORS_GAMMA_ALONE if gamma_alone else STREAM_VECTORS
+        longer = STREAM_VECTORS if self.centred else STREAM_VECTORS_GAMMA_ALONE
+        if self.cast is not None:
+            longer = STREAM_VECTORS_CAST
         tile = stream_tile(self.columns, SIZES[self.x], others, longer)
         if tile is None:
             return None
@@ -323,6 +331,8 @@ def forward_source(
     block = tile.threads * (shared + parameters) + key.exchanged(tile)
     ahead = ahead and block <= device.shared_per_block
     ahead = ahead and key.cast != STATISTICS  # which need no parameters
+    if key.centred and key.cast is None and device.has_clusters and tile.cluster == 1:
+        ahead = ahead and key.columns * SIZES[key.x] <= MOST_AHEAD
     main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead)}
     shared = tile.threads * (shared + (parameters if ahead else 0))
     # As much shared memory as the blocks of a multiprocessor fill; the rest is L1 cache.
@@ -393,9 +403,11 @@ def backward_sources(
     if tile is not None:
         held = tile.threads * tile.held
         stage_bytes, gamma_bytes = held * (size + SIZES[key.dy] + add_size), held * SIZES[key.gamma]
-        shared_dbeta = key.centred and tile.threads > 512 and tile.held > 8
+        # Out of the registers of a cluster of 512 threads a block, of which two then fit on a
+        # multiprocessor, and of 1,024. Of 4 blocks of 512 the compiler spills registers.
+        shared_dbeta = key.centred and tile.vec == 8 and tile.lanes * tile.cluster > 2048
         # Where shared memory is short, gamma is kept in registers.
-        hold_gamma = shared_dbeta or (tile.threads > 512 and not key.centred)
+        hold_gamma = shared_dbeta or tile.threads > 512
         if hold_gamma:
             gamma_bytes = 0
         if shared_dbeta:
