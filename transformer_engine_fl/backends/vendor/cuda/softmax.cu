@@ -21,6 +21,7 @@
 // Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
 // depends on its values, its width and the types alone, never on the number of rows.
 
+#include "exchange.cuh"
 #include "memory.cuh"
 #include "numeric.cuh"
 #include "row_reduction.cuh"
@@ -161,7 +162,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const unsigned step = gridDim.x / CLUSTER * ROWS;
   const A scale = static_cast<A>(factor);
   const Mask hiding = {mask, mask_batch, mask_head, mask_query};
-  RowReduction<LANES, CLUSTER, 1, A> over_row;
+  // Over the threads that have one maximum: those of the row, but in a cluster of a warp.
+  RowReduction<(CLUSTER > 1 ? 32 : LANES), 1, 1, A> over_near;
+  Exchange<(LANES > 32 ? LANES / 32 : 1), CLUSTER, 2, A> tell;
 
   auto ask_for = [&](unsigned row, unsigned char* slots) {
     const bool exists = row < count;
@@ -213,8 +216,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
     // What was there is in registers: the slots are free.
     if constexpr (LOOPED) ask_for(row + STAGES * step, slots);
-    over_row.max(highest);
-    const A taken = taken_off(highest[0]);
+    over_near.max(highest);
+    // A warp may have nothing of what is visible of its row.
+    const A taken =
+        CLUSTER > 1 && highest[0] == lowest<A>() ? A(0) : taken_off(highest[0]);
 
     A total[1] = {0};
 #pragma unroll
@@ -228,8 +233,23 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         total[0] += weights[v][i];
       }
     }
-    over_row.sum(total);
-    const A share = share_of(total[0]);
+    over_near.sum(total);
+    A share = 1;
+    if constexpr (CLUSTER > 1) {
+      A all[decltype(tell)::kOwn][2];
+      tell({highest[0], total[0]}, all);
+      A most[1] = {lowest<A>()};
+#pragma unroll
+      for (const auto& one : all) most[0] = Max::combine(most[0], one[0]);
+      over_near.max(most);
+      const A shift = most[0] == lowest<A>() ? A(0) : most[0];
+      total[0] = 0;
+#pragma unroll
+      for (const auto& one : all) total[0] += one[1] * exponential(one[0] - shift);
+      over_near.sum(total);
+      share = exponential(highest[0] - shift);
+    }
+    share *= share_of(total[0]);
 
     if (!active) continue;
     TX* target = y + (static_cast<long long>(row) * columns + Row::first_column(0, rank));

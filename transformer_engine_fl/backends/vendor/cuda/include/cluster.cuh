@@ -42,6 +42,62 @@ __device__ __forceinline__ void store_remote(double* own, int rank, double value
       : "memory");
 }
 
+// Counters of the bytes that other blocks send, for one turn after the other. Call from one
+// thread; the others may use them after the next barrier of the cluster.
+__device__ __forceinline__ void prepare_arrivals(unsigned long long* counters, int count) {
+  for (int i = 0; i < count; ++i) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counters + i));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// How many bytes a turn has; said by one thread, whether or not some have arrived.
+__device__ __forceinline__ void expect_bytes(unsigned long long* counter, int bytes) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counter));
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
+               : "memory");
+}
+
+// Writes `value` where `own` lies, but in the shared memory of block `rank`, and counts its
+// bytes there.
+__device__ __forceinline__ void send(float* own, int rank, float value,
+                                     unsigned long long* counter) {
+  asm volatile(
+      "{ .reg .u32 there, count; mapa.shared::cluster.u32 there, %0, %2;\n"
+      "  mapa.shared::cluster.u32 count, %1, %2;\n"
+      "  st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [count]; }" ::"r"(
+          static_cast<unsigned>(__cvta_generic_to_shared(own))),
+      "r"(static_cast<unsigned>(__cvta_generic_to_shared(counter))), "r"(rank), "f"(value)
+      : "memory");
+}
+
+__device__ __forceinline__ void send(double* own, int rank, double value,
+                                     unsigned long long* counter) {
+  asm volatile(
+      "{ .reg .u32 there, count; mapa.shared::cluster.u32 there, %0, %2;\n"
+      "  mapa.shared::cluster.u32 count, %1, %2;\n"
+      "  st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [there], %3, [count]; }" ::"r"(
+          static_cast<unsigned>(__cvta_generic_to_shared(own))),
+      "r"(static_cast<unsigned>(__cvta_generic_to_shared(counter))), "r"(rank), "d"(value)
+      : "memory");
+}
+
+// Waits until all bytes of a turn are there; the turns of a counter are 0 and 1 alternately.
+__device__ __forceinline__ void wait_for(unsigned long long* counter, unsigned turn) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counter));
+  unsigned done;
+  do {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "  mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "  selp.u32 %0, 1, 0, done; }"
+        : "=r"(done)
+        : "r"(address), "r"(turn)
+        : "memory");
+  } while (!done);
+}
+
 // Lets the next kernel of the stream start, if it was launched as a dependent one.
 __device__ __forceinline__ void release_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -59,6 +115,11 @@ __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 template <typename A>
 __device__ __forceinline__ void store_remote(A*, int, A) {}
+__device__ __forceinline__ void prepare_arrivals(unsigned long long*, int) {}
+__device__ __forceinline__ void expect_bytes(unsigned long long*, int) {}
+template <typename A>
+__device__ __forceinline__ void send(A*, int, A, unsigned long long*) {}
+__device__ __forceinline__ void wait_for(unsigned long long*, unsigned) {}
 __device__ __forceinline__ void release_dependents() {}
 __device__ __forceinline__ void wait_for_predecessor() {}
 

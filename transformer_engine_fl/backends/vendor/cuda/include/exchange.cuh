@@ -1,0 +1,68 @@
+// What the warps of all blocks of a cluster tell each other, without a barrier of the cluster.
+//
+// That barrier waits until all that its threads have stored, also to global memory, can be
+// seen. Here values say themselves when they are there, so that a row's result is still on its
+// way while the next row's values are exchanged.
+
+#pragma once
+
+#include "cluster.cuh"
+
+namespace te_fl {
+
+// Call from all threads of all blocks, one object for all that a kernel tells, of K values of
+// each warp at a time. Each lane gets kOwn of those of all warps, the same ones whichever
+// warp it is in.
+template <int Warps, int Cluster, int K, typename A>
+class Exchange {
+  static constexpr int kSlots = Warps * Cluster;
+  static_assert(Cluster == 1 || kSlots % 32 == 0, "every lane gets as many");
+
+ public:
+  static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
+
+  // The other blocks may only be written to once they run; the wait for that is left to the
+  // first turn, behind the first loads.
+  __device__ __forceinline__ Exchange() {
+    if constexpr (Cluster > 1) {
+      if (threadIdx.x == 0) prepare_arrivals(arrivals(), 2);
+      __syncwarp();
+      cluster_arrive();
+    }
+  }
+
+  // Two sets of slots in turn: who writes a set again has heard the other set from every
+  // warp, which told it only after it had read this one.
+  __device__ __forceinline__ void operator()(const A (&value)[K], A (&heard)[kOwn][K]) {
+    __shared__ A slots[2][K][kSlots];
+    if (turns_ == 0) cluster_wait();
+    const unsigned set = turns_ & 1, phase = turns_ >> 1 & 1;
+    ++turns_;
+    const int lane = threadIdx.x % 32;
+    const int own = cluster_rank() * Warps + static_cast<int>(threadIdx.x) / 32;
+    if (threadIdx.x == 0) expect_bytes(arrivals() + set, kSlots * K * sizeof(A));
+    if (lane < Cluster) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        send(&slots[set][k][own], lane, value[k], arrivals() + set);
+      }
+    }
+    wait_for(arrivals() + set, phase);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) heard[i][k] = slots[set][k][i * 32 + lane];
+    }
+  }
+
+ private:
+  using Counter = unsigned long long;
+  static __device__ __forceinline__ Counter* arrivals() {
+    __shared__ Counter counts[2];
+    return counts;
+  }
+
+  unsigned turns_ = 0;
+};
+
+}  // namespace te_fl
