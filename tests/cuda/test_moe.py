@@ -24,9 +24,10 @@ def test_groups_cover_what_is_counted(size: int, least: int) -> None:
 
 
 @pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("usual", [2, 4])
 @pytest.mark.parametrize("vectors", [1, 8, 33, 512, 896, 1024, 5000])
-def test_a_team_covers_its_row(vectors: int, halved: bool) -> None:
-    team = moe.team_of(vectors, 2, 512, halved=halved)
+def test_a_team_covers_its_row(vectors: int, usual: int, halved: bool) -> None:
+    team = moe.team_of(vectors, usual, 512, halved=halved)
     assert team.lanes % 32 == 0
     assert team.threads <= 512
     assert team.whole == (vectors <= team.lanes * team.vecs)

@@ -11,7 +11,7 @@
 //   UNIT    bytes of a vector, where values are moved as they are
 //   VEC     elements of a vector, where values are calculated with
 //   ACCESS  elements that the addresses allow in one access, up to VEC
-//   PAIRS   rows of a token that are under way at once
+//   PAIRS   rows of a token that are under way at once where gradients meet them
 //   BLOCKS  blocks that must fit on a multiprocessor; bounds the registers
 //   TI      type of the experts' numbers
 //   TX, TDY, TP  storage types of rows, of the gradient of tokens, of probs
@@ -21,8 +21,8 @@
 // A token that goes to several rows is read once, and one that is the sum of several is
 // written once. Where rows are only written, a team goes through the pairs of its token in
 // rounds: each thread looks up one row, and then all of them copy to row after row. Where rows
-// are read, every thread looks up all of them itself, PAIRS at a time: what a warp reads of a
-// map is one address, and nothing but that reading is waited for before the rows are asked for.
+// are read, every thread looks up all of them itself: what a warp reads of a map is one address,
+// and nothing but that reading is waited for before a row is asked for.
 //
 // Maps come from users: no row is read or written before its number is known to be good.
 
@@ -522,35 +522,25 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
   }
   for (int first = 0; first < columns; first += kSpan) {
     A total[VECS][VEC] = {};
-    for (int i = 0; i == 0 || i < places; i += PAIRS) {
-      Pair pairs[PAIRS];
-      A weights[PAIRS];
+    for (int i = 0; i == 0 || i < places; ++i) {
+      const Pair pair = map.at(token, i, places);
+      Vec<TX, VEC> held[VECS];
 #pragma unroll
-      for (int p = 0; p < PAIRS; ++p) pairs[p] = map.at(token, i + p, places);
-      Vec<TX, VEC> held[PAIRS][VECS];
-#pragma unroll
-      for (int p = 0; p < PAIRS; ++p) {
-#pragma unroll
-        for (int v = 0; v < VECS; ++v) {
-          const int column = first + (v * LANES + member()) * VEC;
-          held[p][v] = pairs[p].row >= 0 && column < columns
-                           ? load_once<ACCESS, VEC>(x + pairs[p].row * x_step + column)
-                           : zeros<TX, VEC>();
-        }
-        if constexpr (PROBS) {
-          weights[p] = pairs[p].row >= 0 ? probs.of(token, pairs[p].slot) : A(0);
-        }
+      for (int v = 0; v < VECS; ++v) {
+        const int column = first + (v * LANES + member()) * VEC;
+        held[v] = pair.row >= 0 && column < columns
+                      ? load_once<ACCESS, VEC>(x + pair.row * x_step + column)
+                      : zeros<TX, VEC>();
       }
+      A weight = 1;
+      if constexpr (PROBS) weight = pair.row >= 0 ? probs.of(token, pair.slot) : A(0);
 #pragma unroll
-      for (int p = 0; p < PAIRS; ++p) {
+      for (int v = 0; v < VECS; ++v) {
+        A value[VEC];
+        decode(held[v], value);
 #pragma unroll
-        for (int v = 0; v < VECS; ++v) {
-          A value[VEC];
-          decode(held[p][v], value);
-#pragma unroll
-          for (int at = 0; at < VEC; ++at) {
-            total[v][at] += PROBS ? weights[p] * value[at] : value[at];
-          }
+        for (int at = 0; at < VEC; ++at) {
+          total[v][at] += PROBS ? weight * value[at] : value[at];
         }
       }
     }

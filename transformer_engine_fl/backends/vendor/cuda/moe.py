@@ -71,9 +71,11 @@ def groups_of(size: int, least: int) -> tuple[int, int]:
 # ------------------------------------------------------------------------------- tiles
 
 PAIRS: Final = 2
-"""Rows of a token under way at once; with four there are fewer registers for each thread."""
+"""Rows of a token under way at once where gradients meet them; with four, too few registers."""
 RESIDENT: Final = 1024
 """Threads of a multiprocessor; leaves each the registers for the rows that are under way."""
+SUMMING: Final = 896
+"""The same where rows are summed: each has four vectors of one row under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,10 @@ def team_of(vectors: int, usual: int, lanes: int, *, halved: bool = False) -> Te
     return Team(lanes, vecs, vectors <= lanes * vecs)
 
 
-def _blocks(team: Team, threads: int, *dtypes: torch.dtype) -> int:
-    """Blocks that make so many threads on a multiprocessor, where a thread's values are few."""
+def _blocks(team: Team, *dtypes: torch.dtype) -> int:
+    """Blocks that make RESIDENT threads on a multiprocessor, where a thread's values are few."""
     small = team.vecs <= 2 and all(dtype.itemsize == 2 for dtype in dtypes)
-    return max(1, threads // team.threads) if small else 1
+    return max(1, RESIDENT // team.threads) if small else 1
 
 
 # ------------------------------------------------------------------------------ kernels
@@ -215,12 +217,11 @@ def collecting(
         device: where it runs.
     """
     vec = vector_width(columns or 1, x.itemsize)
-    team = team_of(columns // vec, 2, 512)
+    team = team_of(columns // vec, 4, 512)
     defines = team.defines | {
         "VEC": vec,
         "ACCESS": access,
-        "PAIRS": PAIRS,
-        "BLOCKS": _blocks(team, RESIDENT, x),
+        "BLOCKS": max(1, SUMMING // team.threads),
         "MASK": int(mask),
         "TX": NAMES[x],
         "TP": NAMES[probs or x],
@@ -247,7 +248,7 @@ def weighting(
         "VEC": vec,
         "ACCESS": access,
         "PAIRS": PAIRS,
-        "BLOCKS": _blocks(team, RESIDENT, dy, x),
+        "BLOCKS": _blocks(team, dy, x),
         "MASK": int(mask),
         "TDY": NAMES[dy],
         "TX": NAMES[x],
