@@ -91,6 +91,19 @@ def test_bias_gradients_of_every_width(rows: int, columns: int, dtype: torch.dty
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (2, 512), (3, 512), (37, 40), (11, 1100)])
+def test_bias_gradients_of_strips_of_many_rows(
+    rows: int, columns: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation.WithBias, "groups", lambda self, rows: 1)
+    generator = torch.Generator().manual_seed(rows)
+    args = [torch.randn(rows, columns, generator=generator).to(device, dtype) for _ in range(2)]
+    found = activation.dbias_dgelu(*args)
+    for output, expected in zip(found, ops.dbias_dgelu.oracle(*args), strict=True):
+        assert_close("dbias_dgelu", output, expected)
+
+
 @pytest.mark.gpu
 def test_it_can_be_captured_and_replayed() -> None:
     x, grad = (values(256, 1024, dtype=torch.bfloat16, seed=seed) for seed in (7, 8))

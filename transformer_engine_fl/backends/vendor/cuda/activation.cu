@@ -11,9 +11,8 @@
 //   FLAT       1 if rows follow each other without gaps, so that they need not be told apart
 //   VEC        elements per vector; divides the columns, unless FLAT
 //   ACCESS     elements that the addresses allow in one access, up to VEC
-//   VECS       rows of a thread of `with_bias` that are under way at once
 //   LANES      threads of a block that share its columns (all of them, in `elementwise`)
-//   ROWS       rows that a block of `with_bias` works on at once, times VECS
+//   ROWS       rows that a block of `with_bias` works on at once
 //   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
 //
 // Nothing is added atomically, so the same call gives the same bits.
@@ -38,10 +37,10 @@ struct Share {
   Vec<TX, N> x, gate;
   Vec<TDY, N> grad;
 
-  __device__ __forceinline__ void load(const TDY* grad_from, const TX* x_from, int columns) {
-    x = load_once<kAccess, N>(x_from);
-    if constexpr (GATED) gate = load_once<kAccess, N>(x_from + columns);
-    if constexpr (BACKWARD) grad = load_once<kAccess, N>(grad_from);
+  __device__ __forceinline__ void read(const TDY* grad_from, const TX* x_from, int columns) {
+    x = load<kAccess, N>(x_from);
+    if constexpr (GATED) gate = load<kAccess, N>(x_from + columns);
+    if constexpr (BACKWARD) grad = load<kAccess, N>(grad_from);
   }
 
   __device__ __forceinline__ void finish(TX* out, int columns, A limit, A alpha) const {
@@ -92,13 +91,13 @@ extern "C" __global__ void __launch_bounds__(LANES)
     Share<VEC> share;
     long long place = at * VEC;
     if constexpr (FLAT) {
-      share.load(grad + place, x + place, 0);
+      share.read(grad + place, x + place, 0);
     } else {
       const unsigned per_row = static_cast<unsigned>(columns) / VEC;
       const unsigned row = static_cast<unsigned>(at) / per_row;
       const unsigned column = (static_cast<unsigned>(at) - row * per_row) * VEC;
       place = static_cast<long long>(row) * (kOut * static_cast<long long>(columns)) + column;
-      share.load(grad + row * grad_stride + column, x + row * x_stride + column, columns);
+      share.read(grad + row * grad_stride + column, x + row * x_stride + column, columns);
     }
     share.finish(out + place, columns, A(limit), A(alpha));
   }
@@ -106,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     if (blockIdx.x == gridDim.x - 1 && static_cast<int>(threadIdx.x) < tail) {
       const long long place = vectors * VEC + threadIdx.x;
       Share<1> share;
-      share.load(grad + place, x + place, 0);
+      share.read(grad + place, x + place, 0);
       share.finish(out + place, 0, A(limit), A(alpha));
     }
   }
@@ -117,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #ifdef KERNEL_with_bias
 
 // The gradient, and its sum over the rows of each group, to partial[group][column]:
-// blockIdx.x chooses the columns, blockIdx.y the group.
+// blockIdx.x chooses the columns, blockIdx.y the group. A thread asks for its next row before
+// it works on the one that came.
 extern "C" __global__ void __launch_bounds__(LANES * ROWS, BLOCKS)
     with_bias(const TDY* __restrict__ grad, const TX* __restrict__ x, TX* __restrict__ out,
               A* __restrict__ partial, long long rows, long long grad_stride, long long x_stride,
@@ -128,31 +128,28 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS, BLOCKS)
   const bool inside = column < columns;
   const long long step = static_cast<long long>(gridDim.y) * ROWS;
   A total[VEC] = {};
-  for (long long base = static_cast<long long>(blockIdx.y) * ROWS + team; base < rows && inside;
-       base += step * VECS) {
-    Vec<TX, VEC> values[VECS];
-    Vec<TDY, VEC> grads[VECS];
+  Vec<TX, VEC> next_x;
+  Vec<TDY, VEC> next_grad;
+  const auto ask = [&](long long row) {
+    if (row >= rows || !inside) return;
+    next_x = load<ACCESS, VEC>(x + row * x_stride + column);
+    next_grad = load<ACCESS, VEC>(grad + row * grad_stride + column);
+  };
+  const long long first = static_cast<long long>(blockIdx.y) * ROWS + team;
+  ask(first);
+  for (long long row = first; row < rows && inside; row += step) {
+    const Vec<TX, VEC> values = next_x;
+    const Vec<TDY, VEC> grads = next_grad;
+    ask(row + step);
+    A a[VEC], dx[VEC];
+    decode(values, a);
+    decode(grads, dx);
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const long long row = base + v * step;
-      if (row >= rows) continue;
-      values[v] = load_once<ACCESS, VEC>(x + row * x_stride + column);
-      grads[v] = load_once<ACCESS, VEC>(grad + row * grad_stride + column);
+    for (int i = 0; i < VEC; ++i) {
+      dx[i] *= KIND::at(a[i], A(0)).slope;
+      total[i] += dx[i];
     }
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const long long row = base + v * step;
-      if (row >= rows) continue;
-      A a[VEC], dx[VEC];
-      decode(values[v], a);
-      decode(grads[v], dx);
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        dx[i] *= KIND::at(a[i], A(0)).slope;
-        total[i] += dx[i];
-      }
-      store(out + row * columns + column, encode<TX>(dx));
-    }
+    store(out + row * columns + column, encode<TX>(dx));
   }
   release_dependents();
   if constexpr (ROWS > 1) {

@@ -79,7 +79,6 @@ KINDS: Final = ("Gelu", "QuickGelu", "Relu", "SquaredRelu", "Silu", "Sigmoid", C
 THREADS: Final = 128
 BIAS_THREADS: Final = 256
 BIAS_LANES: Final = 128
-BIAS_VECTORS: Final = 2
 BIAS_BLOCKS: Final = {True: 4, False: 3}
 """Blocks of a multiprocessor, by whether the gradients are no wider than the input."""
 MOST_VECTORS: Final = 2**32 - 2**20
@@ -148,7 +147,6 @@ def bias_source(key: Key, columns: int) -> tuple[Specialisation, _launch.Geometr
     rows = min(BIAS_THREADS // lanes, 16)
     defines = {
         **key.defines(),
-        "VECS": BIAS_VECTORS,
         "LANES": lanes,
         "ROWS": rows,
         "BLOCKS": BIAS_BLOCKS[SIZES[key.grad] <= SIZES[key.x]] if SIZES[key.x] < 8 else 1,

@@ -79,16 +79,16 @@ struct Share {
 
   __device__ __forceinline__ void read(const Input& in, int row, int column) {
     const TX* from = in.x + row * in.x_stride + column;
-    x = load_shared_data<kAccess, N>(from);
+    x = load<kAccess, N>(from);
     if constexpr (SOURCE == 1) {
-      if constexpr (GATED) gate = load_shared_data<kAccess, N>(from + in.part);
+      if constexpr (GATED) gate = load<kAccess, N>(from + in.part);
       if constexpr (BACKWARD) {
-        grad = load_shared_data<kAccess, N>(in.grad + row * in.grad_stride + column);
+        grad = load<kAccess, N>(in.grad + row * in.grad_stride + column);
       }
     } else if constexpr (SOURCE == 2) {
-      weight = load_shared_data<kAccess, N>(in.weight + column);
+      weight = load<kAccess, N>(in.weight + column);
       if constexpr (CENTRED) {
-        bias = in.bias ? load_shared_data<kAccess, N>(in.bias + column) : zeros<TB, N>();
+        bias = in.bias ? load<kAccess, N>(in.bias + column) : zeros<TB, N>();
         mean = in.mu[row];
       }
       scale = in.rsigma[row];
@@ -732,7 +732,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll 4
   for (int column = lane * VEC; column < columns; column += 32 * VEC) {
     float values[VEC];
-    decode(load_once<ACCESS, VEC>(source + column), values);
+    decode(load<ACCESS, VEC>(source + column), values);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) largest = fmaxf(largest, fabsf(values[i]));
   }

@@ -37,7 +37,7 @@ __device__ __forceinline__ Vec<TX, N> scaled(const Vec<TX, N>& from, unsigned bi
 __device__ __forceinline__ void finish(const TX* x, TX* y, int count, unsigned bits, A scale) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    store(y + i, scaled(load_once<1, 1>(x + i), bits >> i, scale));
+    store(y + i, scaled(load<1, 1>(x + i), bits >> i, scale));
   }
 }
 
@@ -56,7 +56,7 @@ struct Share {
 #pragma unroll
     for (int v = 0; v < BYTES; ++v) {
       const long long at = byte(v) < whole ? byte(v) : whole - 1;
-      values[v] = load_once<ACCESS, kEach>(x + at * kEach);
+      values[v] = load<ACCESS, kEach>(x + at * kEach);
     }
   }
 

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["dropout_bwd", "dropout_fwd"]
 
 THREADS: Final = 128
-BYTES: Final = {2: 2, 4: 1, 8: 1}
-"""Bytes of the mask of a thread, by those of an element: their elements are under way at once."""
+FORWARD_BYTES: Final = {2: 2, 4: 1, 8: 1}
+"""Bytes of the mask of a thread, by those of an element: their elements are under way at once.
+Backward, where no numbers are drawn meanwhile, it has one."""
 MOST_BLOCKS: Final = 2**31 - 1
 KEYS: Final = 20
 """Words of the keys of all rounds."""
@@ -43,12 +44,16 @@ LIMIT: Final = 2**63
 """Seeds and offsets are below."""
 
 
+def _bytes(dtype: torch.dtype, kernel: str) -> int:
+    return FORWARD_BYTES[SIZES[dtype]] if kernel == "forward" else 1
+
+
 def source(dtype: torch.dtype, access: int, kernel: str) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel of that name for elements of ``dtype``, ``access`` of which one access covers."""
     defines: dict[str, str | int] = {
         "TX": NAMES[dtype],
         "ACCESS": access,
-        "BYTES": BYTES[SIZES[dtype]],
+        "BYTES": _bytes(dtype, kernel),
         "THREADS": THREADS,
     }
     arguments = "PPPqqid" + "I" * KEYS if kernel == "forward" else "PPPqd"
@@ -111,7 +116,7 @@ def _launched(
     found = _kernels.get(key) or _kernels.made(
         key, lambda: _launch.load(*source(dtype, access, kernel), device)
     )
-    blocks = -(-size // (8 * THREADS * BYTES[SIZES[dtype]]))
+    blocks = -(-size // (8 * THREADS * _bytes(dtype, kernel)))
     check_size(op.name, "blocks", blocks, MOST_BLOCKS)
     found.launch(blocks, 1, *pointers, size, *numbers)
 

@@ -77,7 +77,7 @@ using A = Accumulator<TX>::type;
 
 template <int N>
 __device__ __forceinline__ Vec<TX, N> read_logits(const TX* from) {
-  return load_shared_data<least(ACCESS, N), N>(from);
+  return load<least(ACCESS, N), N>(from);
 }
 
 struct Cap {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void decode_logits(const Vec<TX, N>& stored, const TB
   decode(stored, x);
   if constexpr (BIASED) {
     A offset[N];
-    decode(load_shared_data<least(ACCESS, N), N>(bias + column), offset);
+    decode(load<least(ACCESS, N), N>(bias + column), offset);
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] += offset[i];
   }
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
   if (row >= rows) return;
   const long long target = __ldg(targets + row);
   auto values_of = [&](int shard, A(&values)[4]) {
-    decode(load_shared_data<ACCESS, 4>(statistics + (shard * rows + row) * 4), values);
+    decode(load<ACCESS, 4>(statistics + (shard * rows + row) * 4), values);
   };
   Statistics found = {lowest<A>(), A(0), A(0), A(0)};
   A values[4];

@@ -208,7 +208,7 @@ struct Probs {
 
   __device__ __forceinline__ A of(int token, int slot) const {
     A prob[1];
-    decode(load_shared_data<1, 1>(values + token * token_step + slot * slot_step), prob);
+    decode(load<1, 1>(values + token * token_step + slot * slot_step), prob);
     return prob[0];
   }
 };
@@ -423,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first + (v * LANES + member()) * VEC;
-      grads[v] = column < columns ? load_once<ACCESS, VEC>(dy + column) : zeros<TDY, VEC>();
+      grads[v] = column < columns ? load<ACCESS, VEC>(dy + column) : zeros<TDY, VEC>();
     }
   };
   if constexpr (WHOLE) read(0);
@@ -449,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
         for (int v = 0; v < VECS; ++v) {
           const int column = first + (v * LANES + member()) * VEC;
           held[p][v] = pairs[p].row >= 0 && column < columns
-                           ? load_once<ACCESS, VEC>(x + pairs[p].row * x_step + column)
+                           ? load<ACCESS, VEC>(x + pairs[p].row * x_step + column)
                            : zeros<TX, VEC>();
         }
         weights[p] = pairs[p].row >= 0 ? probs.of(token, pairs[p].slot) : A(0);
@@ -529,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
       for (int v = 0; v < VECS; ++v) {
         const int column = first + (v * LANES + member()) * VEC;
         held[v] = pair.row >= 0 && column < columns
-                      ? load_once<ACCESS, VEC>(x + pair.row * x_step + column)
+                      ? load<ACCESS, VEC>(x + pair.row * x_step + column)
                       : zeros<TX, VEC>();
       }
       A weight = 1;

@@ -343,8 +343,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       g = Slots<TW>::read(kept_gamma, v);
       if constexpr (CENTRED) b = Slots<TB>::read(kept_beta, v);
     } else if (inside) {
-      g = load_shared_data<ACCESS, VEC>(gamma + column);
-      if (CENTRED && beta) b = load_shared_data<ACCESS, VEC>(beta + column);
+      g = load<ACCESS, VEC>(gamma + column);
+      if (CENTRED && beta) b = load<ACCESS, VEC>(beta + column);
     }
     A values[VEC];
     normalize(Slots<TX>::read(kept, v), mean, scale, g, b, values);
@@ -418,8 +418,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     own_beta[v] = zeros<TB, VEC>();
     if (CAST == 2 && !AMAX) continue;
     if (Row::in_row(column, columns)) {
-      own_gamma[v] = load_once<ACCESS, VEC>(gamma + column);
-      if (kHoldsBeta && beta) own_beta[v] = load_once<ACCESS, VEC>(beta + column);
+      own_gamma[v] = load<ACCESS, VEC>(gamma + column);
+      if (kHoldsBeta && beta) own_beta[v] = load<ACCESS, VEC>(beta + column);
     }
   }
 
@@ -479,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       A values[VEC];
       Vec<TB, VEC> b = own_beta[v];
       if (CENTRED && !kHoldsBeta && beta && inside) {
-        b = load_shared_data<ACCESS, VEC>(beta + column);
+        b = load<ACCESS, VEC>(beta + column);
       }
       normalize(Slots<TX>::read(slots, v), mean, scale, own_gamma[v], b, values);
 #if CAST == 0
@@ -536,13 +536,13 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #pragma unroll 4
       for (int column = first; column < columns; column += LANES * VEC) {
         const TX* other = residual + row * residual_stride;
-        store_to_global(total_row + column, sum_with(load_once<ACCESS, VEC>(source + column),
-                                                     load_once<ACCESS, VEC>(other + column)));
+        store_to_global(total_row + column, sum_with(load<ACCESS, VEC>(source + column),
+                                                     load<ACCESS, VEC>(other + column)));
       }
     }
     auto part = [&](int column) {
       if constexpr (ADDED) return load_written<VEC>(total_row + column);
-      else return load_shared_data<ACCESS, VEC>(source + column);
+      else return load<ACCESS, VEC>(source + column);
     };
     A mean = 0;
     if constexpr (CENTRED) {
@@ -570,9 +570,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #pragma unroll 2
     for (int column = first; column < columns; column += LANES * VEC) {
       Vec<TB, VEC> b = zeros<TB, VEC>();
-      if (CENTRED && beta) b = load_shared_data<ACCESS, VEC>(beta + column);
+      if (CENTRED && beta) b = load<ACCESS, VEC>(beta + column);
       A values[VEC];
-      normalize(part(column), mean, scale, load_shared_data<ACCESS, VEC>(gamma + column), b,
+      normalize(part(column), mean, scale, load<ACCESS, VEC>(gamma + column), b,
                 values);
       store(target + column, encode<TY>(values));
     }
@@ -625,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const int column = Row::first_column(v, rank);
     if constexpr (HOLD_GAMMA) {
       held_gamma[v] = zeros<TW, VEC>();
-      if (Row::in_row(column, columns)) held_gamma[v] = load_once<ACCESS, VEC>(gamma + column);
+      if (Row::in_row(column, columns)) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
     } else {
       Slots<TW>::fill<false>(own_gamma, v, gamma + column, Row::in_row(column, columns));
     }
@@ -783,9 +783,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
     const A scale = rsigma[row];
     const A mean = CENTRED ? mu[row] : A(0);
     auto terms = [&](int column) {
-      return Terms(load_shared_data<ACCESS, VEC>(x + row * x_stride + column),
-                   load_shared_data<ACCESS, VEC>(dy + row * dy_stride + column), mean, scale,
-                   load_shared_data<ACCESS, VEC>(gamma + column));
+      return Terms(load<ACCESS, VEC>(x + row * x_stride + column),
+                   load<ACCESS, VEC>(dy + row * dy_stride + column), mean, scale,
+                   load<ACCESS, VEC>(gamma + column));
     };
     A sums[kSums] = {};
 #pragma unroll 2
@@ -795,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     const A value = CENTRED ? sums[kSums - 1] * share : A(0);
     for (int column = first; column < columns; column += LANES * VEC) {
       Vec<TADD, VEC> added = zeros<TADD, VEC>();
-      if constexpr (ADDED) added = load_once<ACCESS, VEC>(add + row * add_stride + column);
+      if constexpr (ADDED) added = load<ACCESS, VEC>(add + row * add_stride + column);
       store(dx + row * columns + column, terms(column).dx(scale, product, value, added));
     }
   }
@@ -819,8 +819,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #pragma unroll 4
   for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
     A values[VEC], gradients[VEC];
-    decode(load_once<ACCESS, VEC>(x + row * x_stride + column), values);
-    decode(load_once<ACCESS, VEC>(dy + row * dy_stride + column), gradients);
+    decode(load<ACCESS, VEC>(x + row * x_stride + column), values);
+    decode(load<ACCESS, VEC>(dy + row * dy_stride + column), gradients);
     const A scale = rsigma[row];
     const A mean = CENTRED ? mu[row] : A(0);
 #pragma unroll

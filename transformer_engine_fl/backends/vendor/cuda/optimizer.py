@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 TILES: Final = {
-    "scale": Tiles(256, 4096, 4096),
+    "scale": Tiles(256, 1024, 8192),
     "l2norm": Tiles(256, 4096, 16384),
     "adam": Tiles(128, 1024, 8192),
     "sgd": Tiles(128, 1024, 8192),

@@ -39,7 +39,7 @@ __device__ __forceinline__ void write_unit(char* to, Unit value) {
 constexpr int kShorts = UNIT / 2;
 using Unit = Vec<unsigned short, kShorts>;
 __device__ __forceinline__ Unit read_unit(const char* from) {
-  return load_once<kShorts, kShorts>(reinterpret_cast<const unsigned short*>(from));
+  return load<kShorts, kShorts>(reinterpret_cast<const unsigned short*>(from));
 }
 __device__ __forceinline__ Unit nothing() { return zeros<unsigned short, kShorts>(); }
 __device__ __forceinline__ void write_unit(char* to, const Unit& value) {

@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const long long place = (static_cast<long long>(above) * length + down) * width + column - start;
     if (column >= width || place < 0 || place >= count) continue;
     float values[VEC];
-    decode(load_once<VEC, VEC>(x + place * VEC), values);
+    decode(load<VEC, VEC>(x + place * VEC), values);
     if constexpr (CASTS) {
       const auto codes = narrow<KIND>(values, factor);
       store_bytes<VEC, VEC>(data + place * VEC, codes.words);

@@ -152,8 +152,8 @@ struct Part {
       A angle[2][VEC];
       if (token.position >= 0 && token.position < table.rows) {
         const float* from = table.angles + token.position * table.stride + first_feature(chunk);
-        decode(load_shared_data<TABLE_ACCESS, VEC>(from), angle[0]);
-        decode(load_shared_data<TABLE_ACCESS, VEC>(from + kApart), angle[1]);
+        decode(load<TABLE_ACCESS, VEC>(from), angle[0]);
+        decode(load<TABLE_ACCESS, VEC>(from + kApart), angle[1]);
       } else {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) angle[0][i] = angle[1][i] = A(__int_as_float(0x7fffffff));
@@ -205,8 +205,8 @@ struct Part {
       // Past the end the last head again, unused: a branch would break up the loads.
       const int wanted = head + i * step;
       const TX* row = from.at(wanted < heads ? wanted : heads - 1) + feature;
-      pairs[i].vectors[0] = load_once<ACCESS, VEC>(row);
-      pairs[i].vectors[1] = load_once<ACCESS, VEC>(row + kApart);
+      pairs[i].vectors[0] = load<ACCESS, VEC>(row);
+      pairs[i].vectors[1] = load<ACCESS, VEC>(row + kApart);
     }
   }
 
@@ -264,7 +264,7 @@ struct Part {
 #pragma unroll
         for (int i = 0; i < HEADS; ++i) {
           const int wanted = head + i * share.step;
-          values[i] = load_once<ACCESS, VEC>(from.at(wanted < heads ? wanted : heads - 1) + feature);
+          values[i] = load<ACCESS, VEC>(from.at(wanted < heads ? wanted : heads - 1) + feature);
         }
 #pragma unroll
         for (int i = 0; i < HEADS; ++i) {

@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_row(const T* row, int experts, A (&values)[
   for (int v = 0; v < VECS; ++v) {
     const int expert = expert_of(v * VEC);
     A part[VEC];
-    decode(expert < experts ? load_once<ACCESS, VEC>(row + expert) : zeros<T, VEC>(), part);
+    decode(expert < experts ? load<ACCESS, VEC>(row + expert) : zeros<T, VEC>(), part);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) values[v * VEC + j] = part[j];
   }
@@ -318,7 +318,7 @@ template <int N>
 __device__ __forceinline__ unsigned load_bits(const unsigned char* from) {
   unsigned bits = 0;
   if constexpr (ACCESS == N && N >= 4) {
-    const Vec<unsigned char, N> bytes = load_shared_data<N, N>(from);
+    const Vec<unsigned char, N> bytes = load<N, N>(from);
 #pragma unroll
     for (int i = 0; i < N; ++i) bits |= (bytes.words[i / 4] >> i % 4 * 8 & 0xff ? 1u : 0u) << i;
   } else {
@@ -386,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
     if constexpr (BIASED) {
       if (known >> i & 1) {
         A added[1];
-        decode(load_shared_data<1, 1>(bias + expert_of(i)), added);
+        decode(load<1, 1>(bias + expert_of(i)), added);
         compared += added[0];
       }
     }
@@ -489,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   constexpr int kAhead = 4;
   const int first_row = blockIdx.x * kRows + static_cast<int>(threadIdx.x) / LANES;
   const long long step = static_cast<long long>(gridDim.x) * kRows;
-  A load[1] = {0};
+  A weighted[1] = {0};
   for (int expert = static_cast<int>(threadIdx.x) % LANES * VEC; expert < experts;
        expert += LANES * VEC) {
     A total[VEC] = {};
@@ -498,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
         const long long at = row + n * step;
-        held[n] = at < rows ? load_once<ACCESS, VEC>(probs + at * row_step + expert)
+        held[n] = at < rows ? load<ACCESS, VEC>(probs + at * row_step + expert)
                             : zeros<TX, VEC>();
       }
 #pragma unroll
@@ -510,11 +510,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
     }
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) load[0] += total[j] * number(counts[expert + j]);
+    for (int j = 0; j < VEC; ++j) weighted[0] += total[j] * number(counts[expert + j]);
   }
   RowReduction<kThreads, 1, 1, A> over_block;
-  over_block.sum(load);
-  if (threadIdx.x == 0) partial[blockIdx.x] = load[0];
+  over_block.sum(weighted);
+  if (threadIdx.x == 0) partial[blockIdx.x] = weighted[0];
   release_dependents();
 }
 

@@ -78,7 +78,7 @@ __device__ __forceinline__ Hidden hidden_at(const unsigned char* mask_row, int c
   Hidden result = zeros<unsigned char, kMaskBytes>();
   if constexpr (MASKED) {
     if constexpr (MASK_ACCESS && VEC > 1) {
-      result = load_shared_data<kMaskBytes, kMaskBytes>(mask_row + column);
+      result = load<kMaskBytes, kMaskBytes>(mask_row + column);
     } else {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
   RowReduction<LANES, 1, 1, A> over_row;
 
   auto scores_at = [&](int column, A(&scores)[VEC]) {
-    scores_of(load_shared_data<ACCESS, VEC>(source + column), hidden_at(mask_row, column),
+    scores_of(load<ACCESS, VEC>(source + column), hidden_at(mask_row, column),
               column, bound, scale, scores);
   };
   // Each thread takes off the largest of its own scores so far.
@@ -386,8 +386,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
   A along[1] = {0};
 #pragma unroll 4
   for (int column = first; column < bound; column += LANES * VEC) {
-    along[0] += products_of(load_shared_data<ACCESS, VEC>(outputs + column),
-                            load_shared_data<ACCESS, VEC>(gradients + column));
+    along[0] += products_of(load<ACCESS, VEC>(outputs + column),
+                            load<ACCESS, VEC>(gradients + column));
   }
   over_row.sum(along);
 
@@ -396,8 +396,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
   for (int column = first; column < columns; column += LANES * VEC) {
     Vec<TX, VEC> result = zeros<TX, VEC>();
     if (column < bound) {
-      result = gradient(load_shared_data<ACCESS, VEC>(outputs + column),
-                        load_shared_data<ACCESS, VEC>(gradients + column), along[0],
+      result = gradient(load<ACCESS, VEC>(outputs + column),
+                        load<ACCESS, VEC>(gradients + column), along[0],
                         static_cast<A>(factor));
     }
     store(target + column, result);

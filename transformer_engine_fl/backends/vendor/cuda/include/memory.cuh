@@ -91,18 +91,6 @@ __device__ __forceinline__ Vec<T, N> load(const T* from) {
   return result;
 }
 
-// The same, by the names that kernels have for it: of data that no other block reads, and of
-// what they share.
-template <int Access, int N, typename T>
-__device__ __forceinline__ Vec<T, N> load_once(const T* from) {
-  return load<Access, N>(from);
-}
-
-template <int Access, int N, typename T>
-__device__ __forceinline__ Vec<T, N> load_shared_data(const T* from) {
-  return load<Access, N>(from);
-}
-
 // What an earlier kernel wrote, possibly while this one was starting, or what this thread
 // will write: past L1.
 template <int N, typename T>
