@@ -115,18 +115,20 @@ def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> 
     return with_blocks(tile, 1280)
 
 
-def stream_tile(columns: int, x_size: int, other_size: int, longer: int) -> Tile | None:
+def stream_tile(
+    columns: int, x_size: int, other_size: int, longer: int, resident: int = 1024
+) -> Tile | None:
     """The tile of a forward that keeps the parameters; None if the row is not long enough.
 
-    The same arguments as :func:`forward_tile`, of a device with clusters, and how many
-    vectors the row must be longer than.
+    The same arguments as :func:`forward_tile`, of a device with clusters, how many vectors
+    the row must be longer than, and the threads of a multiprocessor that share its registers.
     """
     vec = vector_width(columns, x_size)
     vectors = columns // vec
     if vectors <= longer or vec * x_size != 16 or x_size == 8 or other_size > x_size:
         return None
     tile = team_tile(vectors, vec, 2, STREAM_TEAMS) or team_tile(vectors, vec, 4, ((1024, 8),))
-    return None if tile is None else with_blocks(tile, 1024)
+    return None if tile is None else with_blocks(tile, resident)
 
 
 def backward_tile(
@@ -268,9 +270,12 @@ class ForwardKey:
             return None
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         longer = STREAM_VECTORS if self.centred else STREAM_VECTORS_GAMMA_ALONE
+        resident = 1024
         if self.cast is not None:
             longer = STREAM_VECTORS_CAST
-        tile = stream_tile(self.columns, SIZES[self.x], others, longer)
+            if self.centred and self.cast.defines().get("KIND") == "e2m1":
+                resident = 512  # registers for beta and for making codes of four bits
+        tile = stream_tile(self.columns, SIZES[self.x], others, longer, resident)
         if tile is None:
             return None
         stage_bytes = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
