@@ -206,6 +206,14 @@ def _started(compiled: Any, constants: tuple[Any, ...]) -> _Started:
     return _Started(run, (function, packed, None, None, None), constants, scratch, None)
 
 
+_WATCHED = """\
+not direct.allowed
+        or enter.calls
+        or leave.calls
+        or (runtime.launch_enter_hook or nobody) is not enter
+        or (runtime.launch_exit_hook or nobody) is not leave"""
+"""Whether somebody wants to see launches, so that each must go Triton's own way."""
+
 _QUICK = """\
 def quick(grid, tensors, numbers):
     try:
@@ -215,11 +223,7 @@ def quick(grid, tensors, numbers):
     if (
         ({bits}) & {mask}
         or torch._cuda_getDevice() != {index}
-        or not direct.allowed
-        or enter.calls
-        or leave.calls
-        or (runtime.launch_enter_hook or nobody) is not enter
-        or (runtime.launch_exit_hook or nobody) is not leave
+        or {watched}
     ):
         return False
     x, y = grid
@@ -249,9 +253,15 @@ def _quick(
         taken="; ".join([taken, *(f"p{place} = t{place}.data_ptr()" for place in given)]),
         bits=" | ".join(f"p{place}" for place in given) or "0",
         mask=_ALIGNMENT_MASK,
+        watched=_WATCHED,
         index=index,
         arguments=", ".join([*before, *pointers, "*numbers", *after]),
     )
+    return _written("quick", source, ready, before | after)
+
+
+def _written(name: str, source: str, ready: _Started, fixed: dict[str, Any]) -> Callable[..., bool]:
+    """The function of that name in ``source``, which knows the values of ``fixed`` by name."""
     namespace: dict[str, Any] = {
         "torch": torch._C,
         "direct": _DirectLaunches,
@@ -260,11 +270,10 @@ def _quick(
         "runtime": _RUNTIME,
         "nobody": _NoCalls,
         "start": ready.start,
-        **before,
-        **after,
+        **fixed,
     }
-    exec(compile(source, "<quick launch>", "exec"), namespace)
-    made: Callable[..., bool] = namespace["quick"]
+    exec(compile(source, f"<{name} launch>", "exec"), namespace)
+    made: Callable[..., bool] = namespace[name]
     return made
 
 
@@ -305,11 +314,7 @@ def _alignment(pointers: list[int]) -> object:
 _AGAIN = """\
 def again({taken}):
     if (
-        not direct.allowed
-        or enter.calls
-        or leave.calls
-        or (runtime.launch_enter_hook or nobody) is not enter
-        or (runtime.launch_exit_hook or nobody) is not leave
+        {watched}
     ):
         return False
     start({x}, {y}, 1, torch._cuda_getCurrentRawStream({index}), {arguments})
@@ -334,22 +339,11 @@ def _again(
         taken=", ".join(f"p{place}" for place in given),
         x=grid[0],
         y=grid[1],
+        watched=_WATCHED,
         index=index,
         arguments=", ".join([*before, *addresses, *number, *after]),
     )
-    namespace: dict[str, Any] = {
-        "torch": torch._C,
-        "direct": _DirectLaunches,
-        "enter": _ENTER,
-        "leave": _LEAVE,
-        "runtime": _RUNTIME,
-        "nobody": _NoCalls,
-        "start": ready.start,
-        **fixed,
-    }
-    exec(compile(source, "<launch again>", "exec"), namespace)
-    made: Callable[..., bool] = namespace["again"]
-    return made
+    return _written("again", source, ready, fixed)
 
 
 class Launch:
