@@ -36,7 +36,14 @@ from unittest import mock
 from cuda_emulation.libraries import STAND_INS
 from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.vendor import cuda
-from transformer_engine_fl.backends.vendor.cuda import _arguments, _compile, _launch
+from transformer_engine_fl.backends.vendor.cuda import (
+    _arguments,
+    _compile,
+    _launch,
+    attention,
+    gemm,
+    optimizer,
+)
 
 __all__ = [
     "LIMITS",
@@ -340,4 +347,13 @@ def running() -> Iterator[None]:
             module = importlib.import_module(f"{cuda.__name__}.{family}")
             for name, value in functions.items():
                 stack.enter_context(mock.patch.object(module, name, value))
+        stack.callback(_forget)
         yield
+
+
+def _forget() -> None:
+    """Calls that were found right here, on the CPU, are not so outside."""
+    _repeats.forget()
+    for known in (gemm._known, attention._known):
+        known._seen.clear()
+    optimizer._operators._listing.layouts.clear()

@@ -36,7 +36,7 @@ def sources(device: Limits) -> Iterator[Specialisation]:
 def bits(source: Specialisation) -> tuple[int, int]:
     """Bits that an access reads and writes: codes are narrower than what they are made of."""
     defines = dict(source.defines)
-    if source.kernel == "forward" and not defines["ADDED"]:
+    if source.kernel in ("forward", "forward_stream") and not defines["ADDED"]:
         if defines["CAST"] == 2:  # statistics alone
             return 128, 0
         return 128, 0 if defines["KIND"] == "e2m1" else 64

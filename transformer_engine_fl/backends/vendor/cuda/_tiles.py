@@ -17,6 +17,7 @@ __all__ = [
     "SHARED_PER_BLOCK",
     "Team",
     "Tile",
+    "exchange_bytes",
     "require_clusters",
     "team_tile",
     "warp_tile",
@@ -99,6 +100,18 @@ def team_tile(vectors: int, vec: int, most: int, teams: tuple[Team, ...]) -> Til
 def with_blocks(tile: Tile, threads: int) -> Tile:
     """The tile with as many blocks as make that many threads on a multiprocessor."""
     return replace(tile, blocks=max(1, threads // tile.threads))
+
+
+def exchange_bytes(tile: Tile, values: int, size: int) -> int:
+    """Shared memory of a block in which the warps of a row exchange what they have summed up.
+
+    Args:
+        tile: how the row is spread.
+        values: how many numbers that are.
+        size: bytes of an element of the input.
+    """
+    warps = max(1, tile.lanes // 32) * tile.cluster
+    return 2 * values * warps * max(4, size) if warps > 1 else 0
 
 
 def require_clusters(kernel: _launch.Kernel, columns: int) -> int:

@@ -561,8 +561,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     const int first_byte = first_row / (8 / KIND::kBits);
     if constexpr (kSame) {
       turn_bytes<kThreads>(tile);
-      drain_turned<kThreads, kSide, 2, STORE_T, INSIDE>(tile, data_t, first_column, columns, first_byte,
-                                                byte_rows);
+      drain_turned<kThreads, kSide, 2, STORE_T, INSIDE>(tile, data_t, first_column, columns,
+                                                        first_byte, byte_rows);
     } else {
       // A thread has 32 rows of two columns.
       constexpr int kRun = 32;
@@ -634,8 +634,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       __syncthreads();
-      drain_turned<kThreads, kBytes, 1, STORE_T, INSIDE>(tile, data_t, first_column, columns, first_byte,
-                                                 byte_rows);
+      drain_turned<kThreads, kBytes, 1, STORE_T, INSIDE>(tile, data_t, first_column, columns,
+                                                         first_byte, byte_rows);
       const int down = (rows + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1);
       for (int at = threadIdx.x; at < kSide * kPerColumn; at += kThreads) {
         const int own = first_column + at / kPerColumn;

@@ -10,7 +10,7 @@
 //   ZERO_CENTRED         1 if gamma is stored as gamma - 1
 //   ADDED                1 if a residual is added before (forward), a gradient behind (backward)
 //   CAST                 of a forward: 0 to write values, 1 codes, 2 neither (statistics alone)
-//   AMAX                 1 to leave each row's amax too (with CAST)
+//   AMAX                 1 to leave the amax of each row, or of a group's rows, too (with CAST)
 //   KIND, WIDTH, SCALES, POW2   how codes are scaled: see casting.cu
 //   VEC                  elements per vector; divides the number of columns
 //   ACCESS               elements that the addresses allow in one access, up to VEC
@@ -585,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #ifdef KERNEL_backward
 
 // A persistent grid: each group of blocks takes every so-many-th row, keeps the
-// gradients of gamma and beta of its rows in registers and writes them once, to
+// gradients of gamma and beta of its rows on the chip and writes them once, to
 // partial[gamma or beta][group][column]. STAGES rows are under way at any time.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const TADD* __restrict__ add,

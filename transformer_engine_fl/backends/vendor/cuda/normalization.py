@@ -42,6 +42,7 @@ from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_so
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     SHARED_PER_BLOCK,
     Tile,
+    exchange_bytes,
     require_clusters,
     team_tile,
     warp_tile,
@@ -186,18 +187,6 @@ def stages(tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits
     return min(MOST_STAGES, depth)
 
 
-def exchange_bytes(tile: Tile, values: int, size: int) -> int:
-    """Shared memory of a block in which the warps of a row exchange what they have summed up.
-
-    Args:
-        tile: how the row is spread.
-        values: how many numbers that are.
-        size: bytes of an element of the input.
-    """
-    warps = max(1, tile.lanes // 32) * tile.cluster
-    return 2 * values * warps * max(4, size) if warps > 1 else 0
-
-
 # -------------------------------------------------------------------------------- plans
 
 
@@ -210,7 +199,7 @@ class Cast(NamedTuple):
 
     Attributes:
         recipe: how that is cast; None if it is not written at all.
-        amax: whether each row's amax is left.
+        amax: whether the amax of each row, or of the rows of a group, is left.
     """
 
     recipe: Recipe | None
@@ -448,10 +437,10 @@ def backward_sources(
     return kernels, tile
 
 
-def _runs(kernel: _launch.Kernel) -> bool:
-    """Whether the device has room for one of its clusters."""
+def _runs(source: tuple[Specialisation, _launch.Geometry], device: int) -> bool:
+    """Whether the device has room for one of the kernel's clusters."""
     try:
-        return kernel.resident_groups() > 0
+        return _launch.load(*source, device).resident_groups() > 0
     except _launch.LaunchError:
         return False
 
@@ -474,10 +463,10 @@ class Backward:
         limits = _launch.limits(device)
         for most_blocks in (MOST_CLUSTER, 8):
             sources, self._tile = backward_sources(key, limits, most_blocks)
-            self._kernels = [_launch.load(*source, device) for source in sources]
             # Not every device has 16 multiprocessors that can form a cluster.
-            if sources[0][1].cluster <= 8 or _runs(self._kernels[0]):
+            if sources[0][1].cluster <= 8 or _runs(sources[0], device):
                 break
+        self._kernels = [_launch.load(*source, device) for source in sources]
         self._total = SumOfGroups(key.columns, math_dtype(key.x), key.gamma, device)
         self._columns = key.columns
         self._share = 1.0 / key.columns

@@ -27,7 +27,7 @@ using namespace te_fl;
 
 #ifdef KERNEL_dequantize
 
-// `columns` counts values; rows of codes lie `stride` bytes apart.
+// Rows of codes lie `stride` bytes apart.
 extern "C" __global__ void __launch_bounds__(256)
     dequantize(const unsigned char* __restrict__ data,
                const StoredScale<SCALES>::type* __restrict__ scale_inv,

@@ -37,6 +37,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
     SHARED_PER_BLOCK,
     Team,
     Tile,
+    exchange_bytes,
     require_clusters,
     team_tile,
     warp_tile,
@@ -103,7 +104,9 @@ def row_tile(columns: int, sizes: tuple[int, ...], device: _launch.Limits) -> Ti
         or team_tile(vectors, vec, usual, teams)
         or team_tile(vectors, vec, 8, teams[-1:])
     )
-    if tile is None or _shared_bytes(tile, sizes) > device.shared_per_block:
+    if tile is None:
+        return None
+    if _shared_bytes(tile, sizes) + _exchanged(tile, sizes) > device.shared_per_block:
         return None
     if max(sizes) > 2:
         return tile
@@ -114,11 +117,20 @@ def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
     """STAGES, or what shared memory has room for."""
     blocks = max(1, RESIDENT // tile.threads)
     room = device.shared_per_multiprocessor // blocks - SHARED_PER_BLOCK
-    return max(1, min(STAGES, min(room, device.shared_per_block) // _shared_bytes(tile, sizes)))
+    room = min(room, device.shared_per_block) - _exchanged(tile, sizes)
+    return max(1, min(STAGES, room // _shared_bytes(tile, sizes)))
 
 
 def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
+    """Of a row that is kept."""
     return tile.threads * tile.held * sum(sizes)
+
+
+def _exchanged(tile: Tile, sizes: tuple[int, ...]) -> int:
+    """Bytes in which warps exchange the largest score and the sum, or a backward its sum."""
+    forward = len(sizes) == 1
+    counters = 16 if forward and tile.cluster > 1 else 0
+    return exchange_bytes(tile, 2 if forward else 1, sizes[0]) + counters
 
 
 # -------------------------------------------------------------------------------- plans
@@ -214,7 +226,7 @@ def representative_sources(
     """Kernels of every kind, type and shape that the operators ask for, on such a device."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     keys = []
-    for columns in (1, 129, 1024, 2052, 4096, 8192, 32768, 262144, 2**21):
+    for columns in (1, 129, 1024, 2052, 4096, 8192, 32768, 151_936, 262144, 2**21):
         vec = vector_width(columns, 2)
         keys += [Key(columns, vec, low, dy) for dy in (None, low)]
     for columns in (96, 4096, 2**21):
@@ -222,7 +234,7 @@ def representative_sources(
         keys += [Key(columns, 8, low, None, False, step, step == 1) for step in (0, 1)]
     for x, dy in ((full, full), (full, low), (half, full), (double, half)):
         vec = 16 // SIZES[x]
-        for columns in (512, 262144):
+        for columns in (512, 200_000, 262144):
             keys += [Key(columns, vec, x), Key(columns, vec, x, dy), Key(columns, 1, x, dy)]
     for key in keys:
         yield source(key, device)[:2]
