@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.flagos.tuning import lookup
 from transformer_engine_fl.core.errors import RegistrationError
 
@@ -119,6 +118,8 @@ class Choice(Generic[T]):
         self._answers.clear()
         for plans in self._plans:
             plans.clear()
+        from transformer_engine_fl.backends import _repeats  # it loads torch
+
         _repeats.forget()
 
     @contextlib.contextmanager
