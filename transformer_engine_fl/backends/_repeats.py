@@ -34,10 +34,21 @@ from transformer_engine_fl.backends._arguments import PLAIN
 from transformer_engine_fl.core.locks import ForkSafeLock
 from transformer_engine_fl.core.policy import get_environment
 
-__all__ = ["CALLS_BEFORE", "Address", "UnrepeatableError", "active", "forget", "note", "repeating"]
+__all__ = [
+    "CALLS_BEFORE",
+    "LEAST_ADDRESS",
+    "Address",
+    "UnrepeatableError",
+    "active",
+    "forget",
+    "note",
+    "repeating",
+]
 
 CALLS_BEFORE = 8
 """Calls like each other before one of them is watched; a power of two."""
+LEAST_ADDRESS = 2**32
+"""Numbers of kernels may be addresses from here on; what has such is not repeated."""
 _MOST_AT_HAND = 4
 _MOST_WATCHED = 64
 _MOST_KINDS = 256

@@ -291,16 +291,13 @@ def _scratch_memory(device: torch.device) -> Iterator[None]:
         _allocation._allocator.reset(before)
 
 
-_LEAST_ADDRESS = 2**32
-
-
 def _may_be_address(number: Any) -> bool:
     """Whether a kernel's number might be an address, as it is or as ``_numbers`` writes it."""
     if isinstance(number, tuple):
         return any(map(_may_be_address, number))
     if isinstance(number, float):
         return False
-    return bool(min(abs(number), abs(number - 2**60) >> 1) >= _LEAST_ADDRESS)
+    return bool(min(abs(number), abs(number - 2**60) >> 1) >= _repeats.LEAST_ADDRESS)
 
 
 def _alignment(pointers: list[int]) -> object:

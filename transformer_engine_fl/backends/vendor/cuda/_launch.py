@@ -106,7 +106,6 @@ _LARGE_CLUSTERS: Final = 14  # of more blocks than every device of the architect
 _CLUSTER_DIMENSION: Final = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 _CAPTURE_MODE_RELAXED: Final = 2
-_LEAST_ADDRESS: Final = 2**32
 
 
 class _Attribute(ctypes.Structure):
@@ -214,7 +213,7 @@ class Kernel:
         """
         kinds = self._geometry.arguments
         if any(
-            kind != "P" and type(it) is not float and not abs(it) < _LEAST_ADDRESS
+            kind != "P" and type(it) is not float and not abs(it) < _repeats.LEAST_ADDRESS
             for kind, it in zip(kinds, values, strict=True)
         ):
             raise _repeats.UnrepeatableError("numbers that may be addresses")
@@ -252,9 +251,8 @@ class Kernel:
             pack(ready[0], 0, *addresses)
             ready[1].stream = stream(device)
             code = launch(ready[2], function, ready[3], None)
-            if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
-                _bind_context(device)
-                code = launch(ready[2], function, ready[3], None)
+            if code == _INVALID_CONTEXT:
+                code = self._launch_bound(ready[4])
             give(ready)
             if code:
                 raise LaunchError(code, f"the launch of {self.name}")
@@ -294,15 +292,20 @@ class Kernel:
         code = self._launch(
             prepared.config_address, self._address, prepared.parameters_address, None
         )
-        if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
-            _bind_context(self.device)
-            code = self._launch(
-                prepared.config_address, self._address, prepared.parameters_address, None
-            )
+        if code == _INVALID_CONTEXT:
+            code = self._launch_bound(prepared)
         self._idle.append(prepared)
         if code:
             raise LaunchError(code, f"the launch of {self.name}")
         return None
+
+    def _launch_bound(self, prepared: _Prepared) -> int:
+        """Launch in a thread that has not used CUDA yet; gives the driver's answer."""
+        _bind_context(self.device)
+        code: int = self._launch(
+            prepared.config_address, self._address, prepared.parameters_address, None
+        )
+        return code
 
     @property
     def cluster(self) -> int:

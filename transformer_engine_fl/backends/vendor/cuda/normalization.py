@@ -148,11 +148,11 @@ def backward_tile(
     vec = vector_width(columns, x_size)
     vectors = columns // vec
     most = (8 if x_size == 8 else 16) // vec  # gradients of gamma that a thread can accumulate
+    teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
     tile = warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8)
     if tile is None and clusters and x_size == 2 and vec == 8:
         tile = team_tile(vectors, vec, 1, LAYER_BACKWARD_SINGLE) if centred else None
         if tile is None:
-            teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
             tile = team_tile(vectors, vec, most, teams)
         if tile is None:
             wide = tuple(team for team in WIDE_BACKWARD_TEAMS if team[1] <= most_blocks)
@@ -160,7 +160,6 @@ def backward_tile(
         if tile is not None and (tile.lanes >= 512 or (centred and tile.vecs == 1)):
             return with_blocks(tile, 1024) if other_size == 2 else tile
     elif tile is None:
-        teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
         tile = team_tile(vectors, vec, most, teams if clusters else BACKWARD_TEAMS_NO_CLUSTERS)
     if tile is None or x_size != 2 or other_size != 2:
         return tile

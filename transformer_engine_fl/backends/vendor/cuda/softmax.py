@@ -185,10 +185,9 @@ def source(
         geometry = _launch.Geometry(WIDE_LANES, arguments)
     else:
         defines |= tile.defines(key.columns)
-        depth = 1
+        looped = key.dy is None and key.columns >= LOOPED_FROM
+        depth = stages(tile, sizes, device) if looped else 1
         if key.dy is None:
-            looped = key.columns >= LOOPED_FROM
-            depth = stages(tile, sizes, device) if looped else 1
             defines |= {"LOOPED": int(looped), "STAGES": depth}
         geometry = _launch.Geometry(
             tile.threads, arguments, depth * _shared_bytes(tile, sizes), tile.cluster, carveout=100
@@ -205,11 +204,11 @@ class Plan:
         found, geometry, tile = source(key, _launch.limits(device))
         self._kernel = _launch.load(found, geometry, device)
         self._rows, self._cluster = (tile.rows, tile.cluster) if tile else (1, 1)
-        self._most = MOST_ROWS
-        if self._cluster > 1:
-            groups = require_clusters(self._kernel, key.columns)
-        if dict(found.defines).get("LOOPED"):
-            self._most = groups if self._cluster > 1 else self._kernel.resident_groups()
+        looped = dict(found.defines).get("LOOPED")
+        resident = MOST_ROWS
+        if self._cluster > 1 or looped:
+            resident = require_clusters(self._kernel, key.columns)
+        self._most = resident if looped else MOST_ROWS
 
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments."""
