@@ -75,7 +75,10 @@ def main() -> None:
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="all, unless named")
     parser.add_argument("--jobs", type=int, default=1, help="share the cases among so many")
     wanted = parser.parse_args()
-    chosen = [it for it in packages() if not wanted.packages or it.name in wanted.packages]
+    here = {it.name: it for it in packages()}
+    if unknown := sorted(set(wanted.packages) - set(here)):
+        parser.error(f"no package here: {', '.join(unknown)}; there are: {', '.join(here)}")
+    chosen = [here[name] for name in wanted.packages or here]
     sys.exit(max((certify(it, wanted.jobs) for it in chosen), default=0))
 
 
