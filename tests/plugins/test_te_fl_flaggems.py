@@ -15,7 +15,8 @@ def test_its_page_names_each_operator_and_each_reason(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(PLUGIN / "src")
     import te_fl_flaggems
 
-    served, _, left_out = (PLUGIN / "README.md").read_text().partition("## What it does not serve")
+    served, _, rest = (PLUGIN / "README.md").read_text().partition("\n## What it does not serve\n")
+    left_out = rest.partition("\n## ")[0]  # the scorecard below has tables of its own
     for name in te_fl_flaggems.OPERATORS:
         assert f"`{name}`" in served, name
     reasons = dict(te_fl_flaggems.UNSUPPORTED)
