@@ -16,7 +16,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Json", "as_json", "console", "print_json", "progress_bar", "reasons", "table"]
+__all__ = [
+    "Json",
+    "as_json",
+    "console",
+    "long_table",
+    "print_json",
+    "progress_bar",
+    "reasons",
+    "table",
+]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
@@ -97,6 +106,28 @@ def table(
         made.add_row(*row)
     made.show_header = any(headings)
     return made
+
+
+def long_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain table of hundreds of rows that fits the terminal's width.
+
+    A first cell for which the terminal has no room has a line of its own, above its row.
+    :func:`table` looks at each cell in several passes: a tenth of a second at 400 rows.
+
+    Args:
+        headings: of the columns.
+        rows: their cells, of one line.
+    """
+    first, *widths = (max(map(len, column)) for column in zip(headings, *rows, strict=True))
+    room = console().width - sum(2 + width for width in widths)
+    lines = []
+    for name, *cells in (headings, *rows):
+        if len(name) > room:
+            lines.append(name)
+            name = ""
+        row = (name.ljust(min(first, room)), *map(str.ljust, cells, widths))
+        lines.append("  ".join(row).rstrip())
+    return "\n".join(lines)
 
 
 def reasons(affected: Mapping[tuple[str, str], Collection[str]], operators: int) -> Iterator[str]:

@@ -6,12 +6,12 @@ and not loaded. ``--probe`` loads them and asks the devices.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
-from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
+from transformer_engine_fl.cli._output import Json, console, long_table, print_json, reasons
 from transformer_engine_fl.core.discovery import find_sources
 from transformer_engine_fl.core.manager import OpManager
 from transformer_engine_fl.core.registry import Entry
@@ -99,26 +99,24 @@ def _sources(manager: OpManager) -> list[dict[str, Any]]:
 def _show(document: dict[str, Any]) -> None:
     out = console()
     headings = ("operator", "implementation", "kind", "vendor", "priority", "available")
-    rows = [_row(operator) for operator in document["operators"]]
-    out.print(table(headings, rows, numbers=("priority",), wrapped=("operator",)))
+    rows = [row for operator in document["operators"] for row in _rows(operator)]
+    typer.echo(long_table(headings, rows))
     for line in (*_reasons(document), *_plugins(document)):
         out.print(line)
     if not document["probed"]:
         out.print("available: not asked; `te-fl list --probe` loads plugins and asks the devices")
 
 
-def _row(operator: dict[str, Any]) -> tuple[str | Text, ...]:
-    """One row, with a line for each implementation: cells are what a table spends time on."""
-    answers = {None: ("?", ""), True: ("yes", "green"), False: ("no", "yellow")}
-    found = operator["implementations"]
-    if not found:
-        return operator["name"], "none", "", "", "", ""
-    columns = (
-        "\n".join(str(it[field] or "") for it in found)
-        for field in ("impl_id", "kind", "vendor", "priority")
-    )
-    available = Text("\n").join(Text(*answers[it["available"]]) for it in found)
-    return operator["name"], *columns, available
+def _rows(operator: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """A row for each implementation; the first names the operator."""
+    answers = {None: "?", True: "yes", False: "no"}
+    name = operator["name"]
+    for it in operator["implementations"]:
+        said = (str(it[field] or "") for field in ("impl_id", "kind", "vendor", "priority"))
+        yield name, *said, answers[it["available"]]
+        name = ""
+    if not operator["implementations"]:
+        yield name, "none", "", "", "", ""
 
 
 def _reasons(document: dict[str, Any]) -> list[str]:
