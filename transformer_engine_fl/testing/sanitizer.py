@@ -200,7 +200,7 @@ class Process:
         return taken
 
     def last_words(self) -> str:
-        """The last lines of its output."""
+        """The last lines of its output, of the tool's those that begin a report."""
         return " | ".join(self._last) or "it said nothing"
 
     def _lines(self) -> Iterator[str]:
@@ -209,10 +209,11 @@ class Process:
             if line.startswith(ANNOUNCED):
                 yield line.removeprefix(ANNOUNCED)
                 continue
-            if line.strip():
-                self._last.append(line.strip())
-            if found := _LINE.search(line.rstrip()):
+            found = _LINE.search(line.rstrip())
+            if found:
                 self._take(found[1])
+            elif line.strip():
+                self._last.append(line.strip())
 
     def _take(self, line: str) -> None:
         """Keep a line of the tool's: the first one of a report is not indented."""
@@ -227,6 +228,7 @@ class Process:
         if self._is_report:
             self._merge()
             self._reports.append(Told(self.call, [line]))
+            self._last.append(line)
             self.reported = True
 
     def _merge(self) -> None:
