@@ -21,6 +21,9 @@ __all__ = ["ANNOUNCED", "main"]
 ANNOUNCED: Final = "te-fl: "
 """What a line of this process begins with; any other is a kernel's, a library's, the tool's."""
 
+_LONGEST: Final = 600
+"""Characters of a message: a line is written at once, whoever else writes to the pipe."""
+
 _PAUSE: Final = 0.01
 """Seconds after a call on a device: the tool's lines come by way of another process."""
 
@@ -50,9 +53,9 @@ def _make(
         try:
             run.only_called(poisoned=poisoned)
         except Declined as declined:
-            outcome = {"declined": str(declined)}
+            outcome = {"declined": str(declined)[:_LONGEST]}
         except Exception as error:  # noqa: BLE001  # whatever it is, it is told
-            outcome = {"failed": f"{type(error).__name__}: {error}"}
+            outcome = {"failed": f"{type(error).__name__}: {error}"[:_LONGEST]}
         if device != "cpu":
             time.sleep(_PAUSE)
         _announce(**outcome)
