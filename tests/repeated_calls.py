@@ -77,7 +77,9 @@ def _renewed(tensor: Tensor, seed: int, shift: int, apart: int) -> Tensor:
         whole = values.contiguous().view(-1)
         bits = whole.view(torch.uint8) if tensor.itemsize == 1 else whole
         values = bits[order].view(tensor.dtype).view(tensor.shape)
-    made.copy_(values)
+    # What an expanded dimension holds is written once.
+    once = tuple(slice(None) if stride else slice(1) for stride in strides)
+    made[once].copy_(values[once])
     return made.requires_grad_() if tensor.requires_grad else made
 
 

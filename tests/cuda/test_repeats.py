@@ -20,6 +20,7 @@ import repeated_calls
 import torch
 from torch import Tensor
 
+import transformer_engine_fl as te
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends.vendor.cuda import (
@@ -215,6 +216,7 @@ def test_errors_are_the_operators_own() -> None:
         ("quantization", "quantize"),
         ("rope", "fused_qkv_rope_forward"),
         ("moe", "moe_permute_mask_fwd"),
+        ("dropout", "dropout_bwd"),
         ("router", "fused_moe_aux_loss_fwd"),
     ],
 )
@@ -229,6 +231,31 @@ def test_every_call_of_a_row_does_what_the_ordinary_way_does(family: str, name: 
         other = repeated_calls.renewed(sample, seed, shift=shift, apart=apart)
         assert repeated_calls.is_repeat(operator, other) is not bool(shift or apart)
         repeated_calls.check_same(operator, other)
+
+
+NEVER_REPEATED = {
+    "dropout_fwd",  # a seed, another one each time
+    "fused_attn_fwd",
+    "fused_attn_bwd",
+    "fused_linear_cross_entropy_fwd",  # torch's matrix products
+    "fused_linear_cross_entropy_bwd",
+    "multi_tensor_quantize",  # lists of tensors
+}
+
+
+def test_operators_are_repeated_if_and_only_if_they_write_none_of_their_arguments() -> None:
+    pytest.importorskip("triton")
+    registry = te.OpRegistry()
+    te.OpManager(registry, plugins=False).ensure_initialized()
+    seen = 0
+    for name, contract in registry.contracts.items():
+        for entry in registry.entries(name):
+            if entry.impl.impl_id in ("default.flagos", "vendor.cuda"):
+                assert entry.load() is None
+                wanted = not contract.mutates and name not in NEVER_REPEATED
+                assert hasattr(entry.fn, "calls") is wanted, (entry.impl.impl_id, name)
+                seen += wanted
+    assert seen
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
