@@ -10,6 +10,7 @@ import importlib
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,12 @@ def emulated() -> Iterator[None]:
 def _rows(rows: int = 3, columns: int = 64, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((rows, columns), generator=generator)
+
+
+def _nested(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():  # of a prototype
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([x, x])
 
 
 def _repeated(call: Callable[[], Any]) -> None:
@@ -99,6 +106,9 @@ def test_outputs_are_new_at_each_call() -> None:
         lambda x, gamma: (torch.zeros(193)[1:].view(3, 64), gamma, 1e-5, False, None),
         lambda x, gamma: (x.to("meta"), gamma, 1e-5, False, None),
         lambda x, gamma: (None, gamma, 1e-5, False, None),
+        lambda x, gamma: (_nested(x), gamma, 1e-5, False, None),
+        lambda x, gamma: (x.to_sparse(), gamma, 1e-5, False, None),
+        lambda x, gamma: (x.to_mkldnn(), gamma, 1e-5, False, None),
     ],
     ids=[
         "fewer rows",
@@ -114,6 +124,9 @@ def test_outputs_are_new_at_each_call() -> None:
         "unaligned",
         "another device",
         "no tensor",
+        "nested",
+        "sparse",
+        "of a layout of its own",
     ],
 )
 def test_another_call_goes_the_ordinary_way(other: Callable[..., Any]) -> None:
