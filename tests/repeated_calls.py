@@ -36,7 +36,9 @@ class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def renewed(sample: Sample, seed: int, *, shift: int = 0, apart: int = 0) -> Sample:
+def renewed(
+    sample: Sample, seed: int, *, shift: int = 0, apart: int = 0, offset: int = 0
+) -> Sample:
     """The call with other values in other memory.
 
     What is no floating point number may say where to read, and stays as it is.
@@ -46,12 +48,15 @@ def renewed(sample: Sample, seed: int, *, shift: int = 0, apart: int = 0) -> Sam
         seed: of the order in which the values come.
         shift: elements by which each tensor lies behind where it was allocated.
         apart: elements by which the rows of matrices are farther apart.
+        offset: bytes by which each tensor lies farther behind.
     """
 
     def new(value: Any) -> Any:
         if isinstance(value, list | tuple) and any(isinstance(it, Tensor) for it in value):
             return type(value)(map(new, value))
-        return _renewed(value, seed, shift, apart) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return _renewed(value, seed, shift + offset // value.itemsize, apart)
 
     kwargs = {name: new(value) for name, value in sample.kwargs.items()}
     return Sample(sample.label, tuple(map(new, sample.args)), kwargs)
@@ -72,7 +77,9 @@ def _renewed(tensor: Tensor, seed: int, shift: int, apart: int) -> Tensor:
         whole = values.contiguous().view(-1)
         bits = whole.view(torch.uint8) if tensor.itemsize == 1 else whole
         values = bits[order].view(tensor.dtype).view(tensor.shape)
-    made.copy_(values)
+    # What an expanded dimension holds is written once.
+    once = tuple(slice(None) if stride else slice(1) for stride in strides)
+    made[once].copy_(values[once])
     return made.requires_grad_() if tensor.requires_grad else made
 
 
@@ -146,7 +153,12 @@ def repeat(operator: Operator, sample: Sample) -> None:
 
 
 def check(operator: Operator, sample: Sample) -> None:
-    """Hold every call of a row, each on values of its own, to the ordinary way."""
+    """Hold every call of a row, each on values of its own, to the ordinary way.
+
+    Their memory is as aligned as a call that is repeated needs it, the last ones' no more.
+    """
     _repeats.forget()
-    for seed in range(_repeats.CALLS_BEFORE + 3):
+    for seed in range(_repeats.CALLS_BEFORE + 2):
         check_same(operator, renewed(sample, seed))
+    for seed, offset in enumerate((16, 48), _repeats.CALLS_BEFORE + 2):
+        check_same(operator, renewed(sample, seed, offset=offset))

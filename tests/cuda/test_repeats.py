@@ -7,7 +7,10 @@ import ctypes
 import dataclasses
 import gc
 import importlib
+import subprocess
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +21,17 @@ import repeated_calls
 import torch
 from torch import Tensor
 
+import transformer_engine_fl as te
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends import _repeats
-from transformer_engine_fl.backends.vendor.cuda import _launch, moe, normalization, quantization
+from transformer_engine_fl.backends.vendor.cuda import (
+    _arguments,
+    _launch,
+    moe,
+    normalization,
+    padding,
+    quantization,
+)
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.core.policy import get_environment
@@ -41,6 +52,12 @@ def emulated() -> Iterator[None]:
 def _rows(rows: int = 3, columns: int = 64, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((rows, columns), generator=generator)
+
+
+def _nested(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():  # of a prototype
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([x, x])
 
 
 def _repeated(call: Callable[[], Any]) -> None:
@@ -89,6 +106,9 @@ def test_outputs_are_new_at_each_call() -> None:
         lambda x, gamma: (torch.zeros(193)[1:].view(3, 64), gamma, 1e-5, False, None),
         lambda x, gamma: (x.to("meta"), gamma, 1e-5, False, None),
         lambda x, gamma: (None, gamma, 1e-5, False, None),
+        lambda x, gamma: (_nested(x), gamma, 1e-5, False, None),
+        lambda x, gamma: (x.to_sparse(), gamma, 1e-5, False, None),
+        lambda x, gamma: (x.to_mkldnn(), gamma, 1e-5, False, None),
     ],
     ids=[
         "fewer rows",
@@ -104,6 +124,9 @@ def test_outputs_are_new_at_each_call() -> None:
         "unaligned",
         "another device",
         "no tensor",
+        "nested",
+        "sparse",
+        "of a layout of its own",
     ],
 )
 def test_another_call_goes_the_ordinary_way(other: Callable[..., Any]) -> None:
@@ -124,6 +147,22 @@ def test_arguments_that_share_memory_are_not_taken_for_others() -> None:
     x, gamma = _rows(), torch.ones(64)
     _repeated(lambda: normalization.rmsnorm_bwd(x, x, torch.ones(3), gamma))
     assert not _is_repeat(normalization.rmsnorm_bwd, x, _rows(seed=3), torch.ones(3), gamma, False)
+
+
+def test_an_address_is_not_taken_for_that_of_an_argument_in_the_same_memory() -> None:
+    memory = _rows(4)
+    # Each has a storage of its own, which torch cannot see to be the same memory.
+    gamma = torch.from_dlpack(memory[2])
+    _repeated(lambda: normalization.rmsnorm_fwd(memory, gamma))
+    assert normalization.rmsnorm_fwd.calls.last is _repeats._never  # type: ignore[attr-defined]
+
+
+def test_arguments_may_lie_side_by_side_in_one_storage() -> None:
+    memory = _rows(4)
+    _repeated(lambda: normalization.rmsnorm_fwd(memory[:3], memory[3]))
+    x, gamma = _rows(seed=2), _rows(1, 64, 3)[0]
+    assert _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
+    repeated_calls.check_same(normalization.rmsnorm_fwd, Sample("", (x, gamma)))
 
 
 def test_several_kinds_of_calls_are_at_hand() -> None:
@@ -190,6 +229,7 @@ def test_errors_are_the_operators_own() -> None:
         ("quantization", "quantize"),
         ("rope", "fused_qkv_rope_forward"),
         ("moe", "moe_permute_mask_fwd"),
+        ("dropout", "dropout_bwd"),
         ("router", "fused_moe_aux_loss_fwd"),
     ],
 )
@@ -204,6 +244,31 @@ def test_every_call_of_a_row_does_what_the_ordinary_way_does(family: str, name: 
         other = repeated_calls.renewed(sample, seed, shift=shift, apart=apart)
         assert repeated_calls.is_repeat(operator, other) is not bool(shift or apart)
         repeated_calls.check_same(operator, other)
+
+
+NEVER_REPEATED = {
+    "dropout_fwd",  # a seed, another one each time
+    "fused_attn_fwd",
+    "fused_attn_bwd",
+    "fused_linear_cross_entropy_fwd",  # torch's matrix products
+    "fused_linear_cross_entropy_bwd",
+    "multi_tensor_quantize",  # lists of tensors
+}
+
+
+def test_operators_are_repeated_if_and_only_if_they_write_none_of_their_arguments() -> None:
+    pytest.importorskip("triton")
+    registry = te.OpRegistry()
+    te.OpManager(registry, plugins=False).ensure_initialized()
+    seen = 0
+    for name, contract in registry.contracts.items():
+        for entry in registry.entries(name):
+            if entry.impl.impl_id in ("default.flagos", "vendor.cuda"):
+                assert entry.load() is None
+                wanted = not contract.mutates and name not in NEVER_REPEATED
+                assert hasattr(entry.fn, "calls") is wanted, (entry.impl.impl_id, name)
+                seen += wanted
+    assert seen
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -252,6 +317,57 @@ def test_calls_forgotten_while_one_is_watched_stay_forgotten(
     monkeypatch.setattr(_repeats, "note", forgetful)
     _repeated(lambda: normalization.rmsnorm_fwd(x, gamma))
     assert not _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
+
+
+@pytest.mark.parametrize("member", ["_at_hand", "last"])
+def test_calls_forgotten_while_one_is_remembered_stay_forgotten(member: str) -> None:
+    class Interrupted(_repeats._Calls):
+        """Another thread forgets every call right before one is remembered."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == member and value not in ((), _repeats._never):
+                self.forget()
+            super().__setattr__(name, value)
+
+    operator, gamma = normalization.rmsnorm_fwd, torch.ones(64)
+    calls: Any = operator.calls  # type: ignore[attr-defined]
+    calls.__class__ = Interrupted
+    try:
+        _repeated(lambda: operator(_rows(), gamma))
+    finally:
+        calls.__class__ = _repeats._Calls
+    assert not _is_repeat(operator, _rows(), gamma, 1e-5, False, None)
+    assert calls._at_hand == ()
+
+
+def test_calls_forgotten_while_an_older_one_is_repeated_stay_forgotten() -> None:
+    forgetting = False
+
+    def start(*addresses: int) -> None:
+        if forgetting:  # as another thread may
+            _repeats.forget()
+
+    @_repeats.repeating
+    def operator(input: Tensor) -> Tensor:
+        output = torch.empty((4,), device=input.device)
+        _repeats.note(start, _repeats.Address(input.data_ptr()))
+        return output
+
+    for size in (4, 8):
+        _repeated(lambda size=size: operator(torch.zeros(size)))
+    forgetting = True
+    operator(torch.zeros(4))
+    assert not _is_repeat(operator, torch.zeros(4))
+    assert not _is_repeat(operator, torch.zeros(8))
+
+
+def test_a_full_memory_of_plans_forgets_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, gamma = _rows(), torch.ones(64)
+    _repeated(lambda: normalization.rmsnorm_fwd(x, gamma))
+    monkeypatch.setattr(_arguments, "_MOST_PLANS", 1)
+    normalization.rmsnorm_fwd(_rows(3, 32), torch.ones(32))
+    assert len(normalization._forwards) == 1
+    assert _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
 
 
 def test_nobody_waits_for_a_thread_that_watches() -> None:
@@ -360,6 +476,45 @@ def test_parameters_may_have_any_name() -> None:
     assert operator(x, 3, [1, 2], plain=0.5).tolist() == [3.5] * 3
     for other in [(x, 2, [1, 2], 0.5), (x, 3, (1, 2), 0.5), (x, 3, [True, 2], 0.5), (x, 3, [1, 2])]:
         assert not _is_repeat(operator, *other[:3], other[3] if len(other) > 3 else 0.0)
+
+
+def test_items_of_a_list_that_are_no_numbers_are_not_compared() -> None:
+    x = _rows(6, 16)
+
+    def call(rows: list[Any]) -> Tensor:
+        return padding.fused_multi_row_padding(x, row_list=rows, padded_row_list=[4, 4])
+
+    _repeated(lambda: call([2, 4]))
+    assert _is_repeat(padding.fused_multi_row_padding, x, [2, 4], [4, 4])
+    with pytest.raises(ArgumentError):
+        call([torch.ones(2), 4])
+
+
+FIRST_CALLS = """
+import gc, sys, weakref
+import torch
+from transformer_engine_fl.backends import _repeats
+
+@_repeats.repeating
+def operator(input):
+    output = torch.empty((4,), device=input.device)
+    _repeats.note(lambda *addresses: None, _repeats.Address(input.data_ptr()))
+    return output
+
+gc.disable()
+x = torch.zeros(4)
+for _ in range(_repeats.CALLS_BEFORE):
+    operator(x)
+assert operator.calls.last is not _repeats._never, operator.calls.refusal
+held = weakref.ref(x)
+del x
+assert held() is None, "what was watched is kept"
+assert "torch._dynamo" not in sys.modules, "torch's compiler was imported"
+"""
+
+
+def test_the_first_call_that_is_watched_in_a_process_leaves_nothing_behind() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_CALLS], check=True)
 
 
 def test_a_variable_switches_repeating_off(monkeypatch: pytest.MonkeyPatch) -> None:

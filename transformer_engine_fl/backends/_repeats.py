@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 import os
 import threading
@@ -126,6 +127,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps: list[tuple[Any, ...]] = []
         self.refusal: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True makes torch import its compiler in the first call that is watched, which takes
+        # more than a second, and keeps what that call held until garbage is collected.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -159,7 +166,11 @@ _FILLS = frozenset({_ATEN.zero_.default, _ATEN.fill_.Scalar})
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether what it gives is the memory of its argument, and nothing is written."""
+    """Whether what it gives is the memory of its argument, and nothing is written.
+
+    In inference mode torch shows composites whole, some of which copy where they must: what
+    is launched on a copy, or returned, is then refused for its address.
+    """
     schema = func._schema
     aliases = [it.alias_info for it in schema.returns]
     written = [it.alias_info for it in schema.arguments]
@@ -223,20 +234,22 @@ class _Writer:
         if not self.given:
             raise UnrepeatableError("no tensors")
         self.device = self.given[0][1].device
-        # Where a tensor's memory begins -> its name; each argument has memory of its own.
+        # What an address within these bounds belongs to: (first, end, name, tensor).
         self.owners: list[tuple[int, int, str, Tensor]] = []
-        storages = set()
         for name, tensor in self.given:
-            storage = tensor.untyped_storage()
             if (
                 tensor.device != self.device
                 or not tensor.numel()
                 or tensor.data_ptr() & _ALIGNMENT_MASK
-                or storage.data_ptr() in storages
             ):
                 raise UnrepeatableError(f"the memory of {name!r}")
-            storages.add(storage.data_ptr())
             self._own(name, tensor)
+        # Of arguments that overlap, nobody could say whose an address is. To share a storage
+        # is no sign of it: neither do all who share one overlap, nor the other way round.
+        self.owners.sort(key=lambda owner: owner[:2])
+        for (_, end, name, _), (start, _, other, _) in itertools.pairwise(self.owners):
+            if start < end:
+                raise UnrepeatableError(f"the memory that {name!r} and {other!r} share")
 
     def constant(self, value: Any) -> str:
         name = f"_c{len(self.namespace)}"
@@ -245,8 +258,9 @@ class _Writer:
 
     def _own(self, name: str, tensor: Tensor) -> None:
         start = tensor.data_ptr()
-        storage = tensor.untyped_storage()
-        self.owners.append((start, storage.data_ptr() + storage.nbytes(), name, tensor))
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in steps)
+        self.owners.append((start, start + extent * tensor.element_size(), name, tensor))
 
     def _argument(self, name: str, value: Any) -> None:
         kind = type(value)
@@ -260,9 +274,10 @@ class _Writer:
             if value == 0 and kind is float:
                 self.tests.append(f"{name}.hex() == {value.hex()!r}")
         elif kind in (list, tuple) and all(type(it) is int for it in value):
+            # What the items are comes first: a tensor among them must not be compared.
             self.tests.append(f"_type({name}) is {self.constant(kind)}")
-            self.tests.append(f"{name} == {self.constant(kind(value))}")
             self.tests.append(f"_all([_type(_it) is {self.constant(int)} for _it in {name}])")
+            self.tests.append(f"{name} == {self.constant(kind(value))}")
         else:
             raise UnrepeatableError(f"a {kind.__name__} as {name!r}")
 
@@ -366,6 +381,14 @@ class _Writer:
         given, bits = ", ".join(names), " | ".join(f"_a{name}" for name in names)
         lines = [
             f"def again({', '.join(self.parameters)}):",
+            # torch's look at a nested tensor without strides ends the process. To ask each
+            # tensor takes half as long as the look itself, so the one that says what the
+            # call is about is asked; one behind it differs from what the contract takes.
+            "    try:",
+            f"        if {names[0]}.is_nested:",
+            "            return _MISS",
+            "    except AttributeError:",
+            "        return _MISS",
             f"    if not ({' and '.join([f'_check({given})', *self.tests])}):",
             "        return _MISS",
             *(f"    _a{name} = {name}.data_ptr()" for name in names),
@@ -402,21 +425,25 @@ class _Calls:
         self.forget()
 
     def forget(self) -> None:
-        # First, so that a call that is being watched right now is not remembered.
+        # First these two, in this order: by the one a thread that watches sees that it must
+        # take back what it remembered, by the other one that repeats an older call.
         self._times_forgotten += 1
+        self._at_hand: tuple[Callable[..., Any], ...] = ()
         self.last: Callable[..., Any] = _never
         self.refusal: str | None = None
-        self._at_hand: tuple[Callable[..., Any], ...] = ()
         self._seen: dict[Any, int] = {}
         self._watched = 0
         self._looks = 0
 
     def other(self, *arguments: Any) -> Any:
         """A call that is not like the last one."""
-        for again in self._at_hand:
+        at_hand = self._at_hand
+        for again in at_hand:
             found = again(*arguments)
             if found is not _MISS:
                 self.last = again
+                if self._at_hand is not at_hand:  # forgotten meanwhile, maybe
+                    self.last = _never
                 return found
         if self._watched < _MOST_WATCHED and self._looks < _MOST_LOOKS and active is None:
             self._looks += 1
@@ -470,6 +497,8 @@ class _Calls:
             else:
                 self._at_hand = (again, *self._at_hand[: _MOST_AT_HAND - 1])
                 self.last = again
+            if times_forgotten != self._times_forgotten:
+                self.forget()
         return result
 
 

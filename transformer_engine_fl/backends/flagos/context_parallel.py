@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     Written,
@@ -365,6 +366,7 @@ def _by_sequence(lse: Tensor) -> Tensor:
     return lse if lse.dim() == 3 else lse.unsqueeze(0)
 
 
+@repeating
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     """``thd_read_half_tensor`` of the contract."""
     contract = contracts.thd_read_half_tensor
@@ -519,6 +521,7 @@ def thd_second_half_lse_correction(
     written.finish()
 
 
+@repeating
 def thd_read_second_half_lse(
     lse: Tensor, cu_seqlens: Tensor, second_half_lse_seqlen: int, *, lse_packed: bool = False
 ) -> Tensor:
@@ -533,6 +536,7 @@ def thd_read_second_half_lse(
     return output
 
 
+@repeating
 def thd_get_partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
 ) -> Tensor:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     check_fresh,
@@ -275,6 +276,7 @@ def dropout_fwd(
     return output, mask
 
 
+@repeating
 def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -> Tensor:
     """``dropout_bwd`` of the contract."""
     contracts.dropout_bwd.check(grad_output, mask, dropout_probability)

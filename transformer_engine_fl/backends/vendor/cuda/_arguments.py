@@ -203,7 +203,7 @@ class Plans(dict[tuple[Any, ...], T]):
             plan = self.get(key)
             if plan is None:
                 if len(self) >= _MOST_PLANS:
-                    self.clear()
+                    super().clear()  # they come again as they were, and so do calls
                 plan = self[key] = make()
             return plan
 

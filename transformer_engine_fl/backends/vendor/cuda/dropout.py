@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._allocation import allocator
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     NAMES,
@@ -159,6 +160,7 @@ def dropout_fwd(
     return output, mask
 
 
+@repeating
 def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -> Tensor:
     """``dropout_bwd`` of the contract."""
     op, probability = contracts.dropout_bwd, dropout_probability
