@@ -207,8 +207,7 @@ def _register_function(plugin: Any, source: Source) -> Register:
         function: Register = plugin
         return function
     raise PluginError(
-        f"{source.name}: has neither register(registry) nor te_fl_register(registry)"
-        f"{_slip(plugin)}"
+        f"{source.name}: has neither register(registry) nor te_fl_register(registry){_slip(plugin)}"
     )
 
 
