@@ -127,6 +127,12 @@ def test_text_fits_a_narrow_terminal_and_is_not_cut(te_fl, arguments):
     assert "reference.torch" in ran.out
 
 
+def test_no_column_is_lost_on_a_terminal_that_is_too_narrow(te_fl):
+    ran = te_fl("explain", "rmsnorm_fwd", TE_FL_PREFER="reference", COLUMNS="30")
+    (row,) = (line for line in ran.out.splitlines() if line.startswith("serves"))
+    assert row.split()[:5] == ["serves", "reference.torch", "reference", "50", "choice"]
+
+
 @pytest.mark.parametrize("arguments", [("list",), ("explain", "rmsnorm_fwd"), ("doctor",)])
 def test_log_lines_stay_out_of_the_document(te_fl_process, arguments):
     ran = te_fl_process(*arguments, "--json", TEFL_LOG_LEVEL="DEBUG")

@@ -28,6 +28,9 @@ __all__ = [
     "table",
 ]
 
+NARROWEST = 60
+"""So many columns the widest table needs to keep each of its own."""
+
 FEW = 8
 """So many operators are named in a line; of more, it is said how many they are."""
 
@@ -35,8 +38,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is: reasons and names may contain brackets."""
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    """A console that prints text as it is: reasons and names may contain brackets.
+
+    Results are never laid out for fewer than ``NARROWEST`` columns: a table that has no room
+    loses whole columns, where a terminal that is narrower wraps lines.
+    """
+    made = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not stderr and made.width < NARROWEST:
+        made.width = NARROWEST
+    return made
 
 
 def print_json(document: Any) -> None:

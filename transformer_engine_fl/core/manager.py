@@ -493,8 +493,8 @@ def _unknown(op_name: str, names: Collection[str], known: int) -> str:
         close = suggestion(op_name, (name for name in names if "::" not in name))
         return f"unknown operator {op_name!r}{close} ({known} are known; `te-fl list` shows them)"
     beside = [name.removeprefix(f"{space}::") for name in names if name.startswith(f"{space}::")]
-    close = nearest(rest, beside)
-    hint = f"; did you mean {f'{space}::{close}'!r}?" if close else ""
+    there = nearest(rest, beside)
+    hint = f"; did you mean {f'{space}::{there}'!r}?" if there else ""
     return (
         f"unknown operator {op_name!r}{hint} ({len(beside)} are known in {space!r}; another is "
         "once an implementation of it is registered)"
