@@ -381,7 +381,7 @@ class OpManager:
             contracts = self.registry.contracts
             known = {*self.registry.list_operators(), *contracts}
             aliases = {alias for it in contracts.values() for alias in it.aliases}
-            raise UnknownOperatorError(_unknown(op_name, known | aliases, len(known)))
+            raise UnknownOperatorError(_unknown(op_name, known, aliases))
         return name
 
     def _agreed_signature(self, name: str) -> inspect.Signature:
@@ -480,19 +480,22 @@ class OpManager:
 _NO_TABLE = Table()
 
 
-def _unknown(op_name: str, names: Collection[str], known: int) -> str:
+def _unknown(op_name: str, known: Collection[str], aliases: Collection[str]) -> str:
     """What to say of an operator that there is not.
 
     Args:
         op_name: as it was asked for.
-        names: every name and alias.
-        known: how many operators there are.
+        known: every operator's name, those of namespaces among them.
+        aliases: other names of them.
     """
     space, double, rest = op_name.rpartition("::")
     if not double:
-        close = suggestion(op_name, (name for name in names if "::" not in name))
-        return f"unknown operator {op_name!r}{close} ({known} are known; `te-fl list` shows them)"
-    beside = [name.removeprefix(f"{space}::") for name in names if name.startswith(f"{space}::")]
+        own = [name for name in known if "::" not in name]
+        close = suggestion(op_name, (*own, *aliases))
+        return (
+            f"unknown operator {op_name!r}{close} ({len(own)} are known; `te-fl list` shows them)"
+        )
+    beside = [name.removeprefix(f"{space}::") for name in known if name.startswith(f"{space}::")]
     there = nearest(rest, beside)
     hint = f"; did you mean {f'{space}::{there}'!r}?" if there else ""
     return (
