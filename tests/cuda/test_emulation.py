@@ -92,6 +92,33 @@ FAULTS = {
     ),
 }
 
+# A cluster of two, each block with a counter of what the other one sends to it.
+COUNTED = (
+    "using Counter = unsigned long long; __shared__ Counter counter; __shared__ float sent;"
+    "if (i == 0) prepare_arrivals(&counter, 1); cluster_arrive(); cluster_wait();"
+    "const int other = 1 - cluster_rank();"
+)
+FAULTS |= {
+    "more is expected than another block sends": (
+        COUNTED + "if (i == 0) { expect_bytes(&counter, 8); send(&sent, other, 1.0f, &counter); }"
+        "wait_for(&counter, 0);",
+        "wait for ever, the first at bytes from the cluster",
+    ),
+    "another block is sent to that hears nothing": (
+        COUNTED + "if (i == 0) send(&sent, other, 1.0f, &counter);",
+        "sent to blocks that had ended",
+    ),
+    "another block is sent to that waits for something else": (
+        COUNTED + "if (cluster_rank()) return; if (i == 0) { expect_bytes(&counter, 4);"
+        "send(&sent, other, 1.0f, &counter); } wait_for(&counter, 0);",
+        "block 1, which has ended|sent to block 1 came too late",
+    ),
+    "turns of another block's counter overlap": (
+        COUNTED + "if (i == 0) { expect_bytes(&counter, 8); expect_bytes(&counter, 8); }",
+        "a turn that has begun",
+    ),
+}
+
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_the_launch(fault: str, run: Run) -> None:
@@ -152,6 +179,27 @@ def test_each_block_has_its_own_memory_and_each_cluster_its_own_blocks(run: Run)
         "if (i == 0) out[blockIdx.x] = int(sum[0] * 10 + sum[1]);"
     )
     assert run(body, blocks=4, cluster=2)[:4] == [12, 12, 34, 34]
+
+
+def test_what_is_sent_is_there_only_when_all_of_it_was_waited_for(run: Run) -> None:
+    send = COUNTED + (
+        "if (i == 0) { expect_bytes(&counter, 4);"
+        "send(&sent, other, float(blockIdx.x + 1), &counter); }"
+    )
+    late = "const bool there = sent == sent; wait_for(&counter, 0);"
+    write = "if (i == 0) { out[2 * blockIdx.x] = there; out[2 * blockIdx.x + 1] = int(sent); }"
+    assert run(send + late + write, blocks=2, cluster=2)[:4] == [0, 2, 0, 1]
+    # In turns, before the bytes or behind them.
+    turns = COUNTED + (
+        "int sum = 0;"
+        "for (int turn = 0; turn < 5; ++turn) {"
+        "  if (i == 63) send(&sent, other, float(turn + blockIdx.x), &counter);"
+        "  if (i == 0) expect_bytes(&counter, 4);"
+        "  wait_for(&counter, turn % 2); sum = sum * 10 + int(sent);"
+        "  cluster_arrive(); cluster_wait();"
+        "} if (i == 0) out[blockIdx.x] = sum;"
+    )
+    assert run(turns, blocks=2, cluster=2)[:2] == [12345, 1234]
 
 
 def test_lanes_exchange_as_the_guide_says(run: Run) -> None:

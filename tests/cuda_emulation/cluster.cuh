@@ -13,18 +13,21 @@ inline void store_remote(T* own, int rank, T value) {
   *reinterpret_cast<T*>(emulation::in_block(own, rank)) = value;
 }
 
-// Where the set counts bytes, the blocks of a cluster wait for each other.
-inline void prepare_arrivals(unsigned long long*, int) {}
-inline void expect_bytes(unsigned long long*, int) {}
-
-template <typename T>
-inline void send(T* own, int rank, T value, unsigned long long*) {
-  store_remote(own, rank, value);
+inline void prepare_arrivals(unsigned long long* counters, int count) {
+  for (int i = 0; i < count; ++i) emulation::prepare_counter(counters + i);
 }
 
-inline void wait_for(unsigned long long*, unsigned) {
-  emulation::arrive_at_cluster();
-  emulation::wait_for_cluster();
+inline void expect_bytes(unsigned long long* counter, int bytes) {
+  emulation::expect(counter, bytes);
+}
+
+template <typename T>
+inline void send(T* own, int rank, T value, unsigned long long* counter) {
+  emulation::send_later(own, rank, &value, sizeof value, counter);
+}
+
+inline void wait_for(unsigned long long* counter, unsigned turn) {
+  emulation::wait_for_turn(counter, turn);
 }
 
 inline void release_dependents() {}

@@ -79,6 +79,28 @@ struct Block {
   unsigned char* end() { return memory + bytes - kFenceBytes; }
 };
 
+// In eight bytes of a block's shared memory.
+struct Counter {
+  static constexpr int kArrival = 1 << 24;  // more than the bytes of any turn
+  unsigned turns;                           // that are complete
+  int missing;                              // of this one: bytes, or the arrival too
+
+  void change(int by) {
+    missing += by;
+    if (missing) return;
+    missing = kArrival;
+    ++turns;
+  }
+};
+
+struct Sent {
+  unsigned rank;
+  unsigned char* to;
+  Counter* counter;
+  unsigned bytes;
+  unsigned char value[8];
+};
+
 struct Launch {
   void (*entry)(void**);
   void** arguments;
@@ -93,6 +115,7 @@ char error[1024];
 unsigned cluster_arrived, cluster_generation, cluster_size;
 unsigned cluster_left;  // threads that have returned; in arrivals until the phase ends
 bool waited_for_predecessor;
+std::deque<Sent> under_way;
 
 Block& block() { return *running->block; }
 
@@ -206,7 +229,21 @@ void tell_deadlock(unsigned count) {
   fail("%u threads wait for ever, the first at %s; %u have returned", waiting, what, returned);
 }
 
+// Half of what is under way, so that some threads go on while others still wait.
+void deliver(bool backwards) {
+  for (size_t left = under_way.size() / 2; under_way.size() > left;) {
+    const Sent it = backwards ? under_way.back() : under_way.front();
+    if (backwards) under_way.pop_back();
+    else under_way.pop_front();
+    const Block& block = blocks[it.rank];
+    if (block.returned == block.threads) fail("what was sent to block %u came too late", it.rank);
+    memcpy(it.to, it.value, it.bytes);
+    it.counter->change(-static_cast<int>(it.bytes));
+  }
+}
+
 void run_cluster(unsigned count, bool backwards) {
+  under_way.clear();
   cluster_arrived = cluster_generation = cluster_left = 0;
   cluster_size = count;
   for (unsigned returned = 0; returned < count;) {
@@ -219,8 +256,11 @@ void run_cluster(unsigned count, bool backwards) {
       moved = true;
       returned += thread.returned;
     }
-    if (!moved) tell_deadlock(count);
+    if (moved) continue;
+    if (under_way.empty()) tell_deadlock(count);
+    deliver(backwards);
   }
+  if (!under_way.empty()) fail("%zu values were sent to blocks that had ended", under_way.size());
   for (Block& block : blocks) check_fences(block);
 }
 
@@ -358,6 +398,27 @@ unsigned char* in_block(void* own, unsigned rank) {
     fail("%p is not in shared memory", own);
   }
   return other.shared() + at;
+}
+
+void prepare_counter(void* counter) {
+  *static_cast<Counter*>(counter) = {0, Counter::kArrival};
+}
+
+void expect(void* counter, unsigned bytes) {
+  Counter& own = *static_cast<Counter*>(counter);
+  if (own.missing < Counter::kArrival / 2) fail("a turn that has begun, or no counter");
+  own.change(static_cast<int>(bytes) - Counter::kArrival);
+}
+
+void send_later(void* own, unsigned rank, const void* value, unsigned bytes, void* counter) {
+  under_way.push_back({rank, in_block(own, rank),
+                       reinterpret_cast<Counter*>(in_block(counter, rank)), bytes, {}});
+  memcpy(under_way.back().value, value, bytes);
+}
+
+void wait_for_turn(void* counter, unsigned parity) {
+  const Counter& own = *static_cast<Counter*>(counter);
+  while ((own.turns & 1) == parity) wait_while(own.turns, own.turns, "bytes from the cluster");
 }
 
 void copy_later(void* to, const void* from, unsigned bytes, unsigned filled) {

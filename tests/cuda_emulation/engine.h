@@ -53,6 +53,14 @@ unsigned char* in_block(void* own, unsigned rank);
 // From an address as asynchronous copies and PTX have it.
 inline unsigned char* shared_at(unsigned address) { return shared_memory() + address; }
 
+// Counters of the bytes that blocks of a cluster send each other: an mbarrier for one
+// arrival, which says how many bytes its turn has.
+void prepare_counter(void* counter);
+void expect(void* counter, unsigned bytes);
+// What is sent is not there before threads have to wait for it; nor is all of it at once.
+void send_later(void* own, unsigned rank, const void* value, unsigned bytes, void* counter);
+void wait_for_turn(void* counter, unsigned parity);
+
 // A copy that is not made before the thread waits for it.
 void copy_later(void* to, const void* from, unsigned bytes, unsigned filled);
 void commit_copies();

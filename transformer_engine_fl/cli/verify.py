@@ -1,4 +1,8 @@
-"""``te-fl verify IMPL_ID``: the conformance kit without pytest, and a scorecard of the result."""
+"""``te-fl verify IMPL_ID``: the conformance kit without pytest, and a scorecard of the result.
+
+``--sanitize TOOL`` makes the same calls under compute-sanitizer instead; ``_sanitize`` shows
+what it found.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from transformer_engine_fl.cli import _sanitize
 from transformer_engine_fl.cli._output import (
     Json,
     as_json,
@@ -65,6 +70,22 @@ def verify(
             "--jobs", "-j", metavar="N", min=1, help="Share the cases among so many processes."
         ),
     ] = 1,
+    sanitize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOOL",
+            help="Instead of comparing values, make each call under NVIDIA's compute-sanitizer: "
+            "memcheck, racecheck, synccheck or initcheck.",
+        ),
+    ] = None,
+    stop_after: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="With --sanitize: end then, and tell what is known.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -91,15 +112,44 @@ def verify(
     scorecard-IMPL_ID.json and scorecard-IMPL_ID.md have the operators covered, the largest
     errors, and each failure with the command that reproduces it alone. The exit code is 1
     if a case fails. In pytest: pytest --te-fl-impl IMPL_ID.
+
+    With --sanitize the calls whose values would be compared are made on a CUDA device,
+    and the exit code is 1 if the tool reports an error; nothing is written.
     """
     # Threads that wait must not spin: beside other work on the machine each call would stall.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if sanitize is not None and (output is not None or readme is not None):
+        raise ConfigurationError("--sanitize writes no scorecard: leave out --output and --readme")
+    if stop_after is not None and sanitize is None:
+        raise ConfigurationError("--stop-after is for --sanitize")
     if readme is not None:
         _halves(readme)  # what is wrong with it is said before the work
     wanted = output is not None or not (case or json or readme)
     if wanted:
         _check_folder(output or Path())
     from transformer_engine_fl import testing
+
+    if sanitize is not None:
+        with progress_bar(impl_id, hidden=quiet) as tell, ended_together():
+            report = testing.sanitize(
+                impl_id,
+                sanitize,
+                operators=op or None,
+                dtypes=dtype or None,
+                on=device or ("cuda",),
+                only=case or None,
+                every=every,
+                jobs=jobs,
+                stop_after=stop_after,
+                progress=lambda done, total, operator, found: tell(
+                    done, total, f"{found} found  {operator}" if found else operator
+                ),
+            )
+        if json:
+            print_json(report.to_dict())
+        else:
+            _sanitize.show(console(), report, quiet=quiet)
+        raise typer.Exit(0 if report.passed else 1)
 
     with progress_bar(impl_id, hidden=quiet) as tell, ended_together():
         card = testing.verify(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformer_engine_fl.testing.comparison import Worst, compare
     from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
     from transformer_engine_fl.testing.running import verify
+    from transformer_engine_fl.testing.sanitizing import sanitize
     from transformer_engine_fl.testing.scorecard import Scorecard
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "cases",
     "compare",
     "devices",
+    "sanitize",
     "verify",
 ]
 
@@ -54,6 +56,7 @@ _HOMES = {
     "cases": "case",
     "compare": "comparison",
     "devices": "case",
+    "sanitize": "sanitizing",
     "verify": "running",
 }
 

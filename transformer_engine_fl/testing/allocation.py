@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FENCE", "PATTERN", "Guarded"]
+__all__ = ["FENCE", "PATTERN", "Guarded", "extent"]
 
 FENCE: Final = 256
 """Bytes on either side; a multiple of every alignment that kernels ask for."""
@@ -23,10 +23,15 @@ PATTERN: Final = 0xA5
 
 
 class Guarded(TorchFunctionMode):
-    """Poisons and fences what is allocated uninitialised inside the block."""
+    """Poisons and fences what is allocated uninitialised inside the block.
 
-    def __init__(self) -> None:
+    Args:
+        fence: its width in bytes; 0 where something else sees what lies outside.
+    """
+
+    def __init__(self, fence: int = FENCE) -> None:
         super().__init__()
+        self._fence = fence
         self._fences: list[tuple[Tensor, int]] = []
 
     def __torch_function__(
@@ -39,30 +44,32 @@ class Guarded(TorchFunctionMode):
         return result
 
     def _fenced(self, wanted: Tensor) -> Tensor:
-        size = wanted.element_size()
+        fence = self._fence
         with torch._C.DisableTorchFunctionSubclass():
-            extent = (
-                1 + sum((n - 1) * s for n, s in zip(wanted.shape, wanted.stride(), strict=True))
-                if wanted.numel()
-                else 0
-            )
-            raw = torch.full(
-                (2 * FENCE + extent * size,), PATTERN, dtype=torch.uint8, device=wanted.device
-            )
-            inside = raw[FENCE : FENCE + extent * size].view(wanted.dtype)
+            size = extent(wanted) * wanted.element_size()
+            raw = torch.full((2 * fence + size,), PATTERN, dtype=torch.uint8, device=wanted.device)
+            inside = raw[fence : fence + size].view(wanted.dtype)
             if inside.is_floating_point() and inside.numel():
                 inside.fill_(float("nan"))
-            self._fences.append((raw, extent * size))
+            self._fences.append((raw, size))
             return inside.as_strided(wanted.shape, wanted.stride(), inside.storage_offset())
 
     def broken(self) -> str | None:
         """What was written outside an allocation, or None."""
         for raw, size in self._fences:
-            for side, fence in (("before", raw[:FENCE]), ("after", raw[FENCE + size :])):
+            end = self._fence + size
+            for side, fence in (("before", raw[: self._fence]), ("after", raw[end:])):
                 wrong = int((fence != PATTERN).sum())
                 if wrong:
                     return f"{wrong} bytes were written {side} a buffer of {size} bytes"
         return None
+
+
+def extent(tensor: Tensor) -> int:
+    """How many elements lie from its first to its last, those between them included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 _ALLOCATORS: Final = frozenset(

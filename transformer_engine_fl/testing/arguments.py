@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.core.contract import Between, Contract, Sample
-from transformer_engine_fl.testing.allocation import FENCE, PATTERN
+from transformer_engine_fl.testing.allocation import FENCE, PATTERN, extent
 
 __all__ = [
     "as_tuple",
@@ -18,6 +18,7 @@ __all__ = [
     "changed",
     "clone",
     "copy_into",
+    "cropped",
     "flipped",
     "leaves",
     "memory",
@@ -100,6 +101,18 @@ def _clone(tensor: Tensor) -> Tensor:
     storage = torch.cat([fence, held, fence]).untyped_storage()
     offset = tensor.storage_offset() + FENCE // tensor.element_size()
     return base.set_(storage, offset, tensor.shape, tensor.stride())
+
+
+def cropped(value: Any) -> Any:
+    """A copy as :func:`clone` makes one, but its memory ends where each tensor does."""
+    return transformed(value, _cropped)
+
+
+def _cropped(tensor: Tensor) -> Tensor:
+    end = (tensor.storage_offset() + extent(tensor)) * tensor.element_size()
+    storage = memory(tensor)[:end].clone().untyped_storage()
+    base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return base.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def bits(value: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from transformer_engine_fl.testing.machine import device_types, usable_device
 from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
 from transformer_engine_fl.testing.refusals import refused_calls
 
-__all__ = ["Case", "cases", "devices"]
+__all__ = ["Case", "calls", "cases", "devices"]
 
 _MANY_ROWS = 512
 """How many rows the widest sample is repeated to on a GPU: more than it has processors."""
@@ -126,6 +126,18 @@ def cases(
     if only is None:
         return (case for it in here for case in _of_entry(*it, device, wanted))
     return iter([case for name in only for case in _named(name, here, device, wanted)])
+
+
+def calls(impl_id: str, operator: str, dtype: str, device: str) -> Iterator[tuple[str, Run]]:
+    """Each sample of an operator's dtype as a call of its own, in the default manager.
+
+    Named as the case is that compares its values. Errors are those of :func:`cases`.
+    """
+    here, _ = _asked(impl_id, (operator,), (dtype,), device, None)
+    for entry, contract in here:
+        for sample in contract.samples(dtype, device):
+            name = f"{_label(entry, contract, dtype)}/values/{sample.label}"
+            yield name, Run(entry, contract, dtype, sample)
 
 
 def dtypes_of(

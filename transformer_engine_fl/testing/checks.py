@@ -26,6 +26,7 @@ from transformer_engine_fl.testing.arguments import (
     changed,
     clone,
     copy_into,
+    cropped,
     leaves,
     memory,
     rows_of,
@@ -184,6 +185,20 @@ class Run:
                 f"not with an ArgumentError: {error}"
             ) from error
         raise self.error(f"takes {self.sample.label}")
+
+    def only_called(self, *, poisoned: bool = True) -> Outcome:
+        """The call is made and done; what it did, a tool watches that sees every access.
+
+        Each tensor's memory ends where it does, and that of outputs is poisoned: without a
+        fence, in which the tool would see nothing wrong.
+        """
+        args, kwargs = cropped((self.sample.args, self.sample.kwargs))
+        with Guarded(fence=0) if poisoned else contextlib.nullcontext():
+            values = self.serve(Sample(self.sample.label, args, kwargs))
+        for device in {it.device for it in tensors((args, kwargs, values))}:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        return PASSED
 
     # ------------------------------------------------------------------- what they share
 

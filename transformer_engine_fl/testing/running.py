@@ -24,7 +24,7 @@ from transformer_engine_fl.testing.case import Case, cases, devices, dtypes_of
 from transformer_engine_fl.testing.outcome import ConformanceError
 from transformer_engine_fl.testing.scorecard import Failure, Row, Scorecard
 
-__all__ = ["verify"]
+__all__ = ["reproduction", "verify"]
 
 PACKAGES = ("torch", "triton")
 
@@ -202,14 +202,14 @@ def _failure(case: Case, device: str, error: ConformanceError) -> Failure:
         device,
         said=str(error).removeprefix(f"{case.name}: ").removeprefix(f"{case.name} "),
         traceback="".join(traceback.format_exception(cause)) if cause and raised else None,
-        reproduce=_reproduction(case, device),
+        reproduce=reproduction(case.impl_id, case.name, device),
     )
 
 
-def _reproduction(case: Case, device: str) -> str:
-    """The command that runs a case alone."""
+def reproduction(impl_id: str, case: str, device: str, *options: str) -> str:
+    """The command that runs a case alone, with more options if there are some."""
     set_here = [f"{name}={os.environ[name]}" for name in REPEATED_VARIABLES if name in os.environ]
-    command = ("te-fl", "verify", case.impl_id, "--device", device, "--case", case.name)
+    command = ("te-fl", "verify", impl_id, *options, "--device", device, "--case", case)
     return shlex.join([*set_here, *command])
 
 

@@ -14,6 +14,7 @@ from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.core.errors import NotSupportedError
 
 __all__ = [
+    "COUNTER_BYTES",
     "SHARED_PER_BLOCK",
     "Team",
     "Tile",
@@ -26,6 +27,9 @@ __all__ = [
 
 SHARED_PER_BLOCK: Final = 1024
 """Bytes of shared memory that the system takes for each block."""
+
+COUNTER_BYTES: Final = 16
+"""Shared memory of a block that counts what other blocks tell it (``include/exchange.cuh``)."""
 
 Team = tuple[int, int]
 """(threads of a block that share a row, blocks that share it)."""

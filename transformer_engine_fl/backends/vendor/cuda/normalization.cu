@@ -21,6 +21,7 @@
 //   FULL                 1 if the row fills all of those vectors
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   STAGES               rows under way from global to shared memory (backward, forward_stream)
+//   TOLD                 1 to exchange sums without a barrier of the cluster (the same)
 //   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
 //   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory (backward)
 //   SHARED_DBETA         1 to keep dbeta in shared memory, not in registers (backward)
@@ -103,7 +104,8 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
 
 // What is reduced to a row's statistics: the sum of squares, or what Moments says.
 constexpr int kStatistics = !CENTRED ? 1 : FULL ? 2 : 3;
-using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A>;
+template <bool Told>
+using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A, Told>;
 
 // A thread's part of them, from its vectors of a row in shared memory.
 __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, int columns,
@@ -264,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long row =
       static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
   const bool active = Row::in_rows(row, rows);
-  Statistics over_row;
+  Statistics<false> over_row;
 
   // The row waits in shared memory: it is read from there as often as it is needed, and
   // takes no registers between. So more blocks fit, and more rows are under way.
@@ -390,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long group = blockIdx.x / CLUSTER;
   const long long groups = gridDim.x / CLUSTER;
-  Statistics over_row;
+  Statistics<TOLD> over_row;
 
   auto ask = [&](long long row, unsigned char* slots) {
 #pragma unroll
@@ -600,7 +602,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
   const long long step = static_cast<long long>(groups) * ROWS;
-  RowReduction<LANES, CLUSTER, kSums, A> over_row;
+  RowReduction<LANES, CLUSTER, kSums, A, TOLD> over_row;
 
   auto ask = [&](long long row, unsigned char* slots) {
 #pragma unroll

@@ -40,6 +40,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
+    COUNTER_BYTES,
     SHARED_PER_BLOCK,
     Tile,
     exchange_bytes,
@@ -170,20 +171,41 @@ def backward_tile(
     return with_blocks(tile, 768 if centred or tile.lanes < 512 else 1024)
 
 
-def stages(tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits) -> int:
-    """How many rows may be under way in shared memory; 0 if not even one fits.
+class UnderWay(NamedTuple):
+    """How a kernel that goes from row to row works on several at a time.
+
+    Attributes:
+        stages: rows under way in shared memory; 0 if not even one fits.
+        told: whether the blocks of a cluster tell each other sums without a barrier, which
+            would wait for the row that is being written (``include/exchange.cuh``).
+    """
+
+    stages: int
+    told: bool
+
+
+def under_way(
+    tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits, most: int = MOST_STAGES
+) -> UnderWay:
+    """How many rows may be under way; what their exchange costs must not make them fewer.
 
     Args:
         tile: how the row is spread.
         stage_bytes: a block's share of a row.
         kept_bytes: what else the block keeps in shared memory.
         device: where it runs.
+        most: rows that gain something.
     """
     shared = device.shared_per_multiprocessor // tile.blocks - SHARED_PER_BLOCK
-    depth = (min(shared, device.shared_per_block) - kept_bytes) // stage_bytes
-    if depth < 1:  # fewer blocks per multiprocessor then
-        depth = max(0, min(1, (device.shared_per_block - kept_bytes) // stage_bytes))
-    return min(MOST_STAGES, depth)
+
+    def depth(kept: int) -> int:
+        fitting = (min(shared, device.shared_per_block) - kept) // stage_bytes
+        if fitting < 1:  # fewer blocks per multiprocessor then
+            fitting = max(0, min(1, (device.shared_per_block - kept) // stage_bytes))
+        return min(most, fitting)
+
+    found = depth(kept_bytes)
+    return UnderWay(found, tile.cluster > 1 and depth(kept_bytes + COUNTER_BYTES) == found)
 
 
 # -------------------------------------------------------------------------------- plans
@@ -252,7 +274,7 @@ class ForwardKey:
             values *= 2
         return exchange_bytes(tile, values, SIZES[self.x])
 
-    def stream(self, device: _launch.Limits) -> tuple[Tile, int] | None:
+    def stream(self, device: _launch.Limits) -> tuple[Tile, UnderWay] | None:
         """How long rows are spread, and how many are under way; None for other rows."""
         if not device.has_clusters:
             return None
@@ -267,8 +289,8 @@ class ForwardKey:
         if tile is None:
             return None
         stage_bytes = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
-        depth = stages(tile, stage_bytes, self.exchanged(tile), device)
-        return (tile, min(STREAM_STAGES, depth)) if depth > 1 else None
+        found = under_way(tile, stage_bytes, self.exchanged(tile), device, STREAM_STAGES)
+        return (tile, found) if found.stages > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,9 +336,10 @@ def forward_source(
     held = tile.held
     shared = held * SIZES[key.x] * (1 + key.added)
     if found := key.stream(device):
-        main = {**defines, **tile.defines(key.columns), "STAGES": found[1]}
+        depth, told = found[1]
+        main = {**defines, **tile.defines(key.columns), "STAGES": depth, "TOLD": int(told)}
         geometry = _launch.Geometry(
-            tile.threads, arguments, found[1] * tile.threads * shared, tile.cluster, carveout=100
+            tile.threads, arguments, depth * tile.threads * shared, tile.cluster, carveout=100
         )
         return _source("forward_stream", main), geometry, tile.rows, tile.cluster
     parameters = held * (SIZES[key.weight] + (SIZES[key.bias] if key.centred else 0))
@@ -398,20 +421,22 @@ def backward_sources(
         stage_bytes, gamma_bytes = held * (size + SIZES[key.dy] + add_size), held * SIZES[key.gamma]
         # Out of the registers of a cluster of 512 threads a block, of which two then fit on a
         # multiprocessor, and of 1,024. Of 4 blocks of 512 the compiler spills registers.
-        shared_dbeta = key.centred and tile.vec == 8 and tile.lanes * tile.cluster > 2048
-        # Where shared memory is short, gamma is kept in registers.
-        hold_gamma = shared_dbeta or tile.threads > 512
+        long = tile.vec == 8 and tile.lanes * tile.cluster > 2048
+        shared_dbeta = key.centred and long
+        # Where shared memory is short, gamma is kept in registers if there are some left.
+        hold_gamma = tile.threads > 512 or (long and (key.centred or key.add is None))
         if hold_gamma:
             gamma_bytes = 0
         if shared_dbeta:
             gamma_bytes = held * max(4, size)
         kept = gamma_bytes + exchange_bytes(tile, outputs, size)
-        depth = stages(tile, stage_bytes, kept, device)
+        depth, told = under_way(tile, stage_bytes, kept, device)
     if tile is not None and depth:
         main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
         # One sum behind one block's barrier is not worth a row less under way.
         overlap = depth > 2 and (tile.cluster > 1 or key.centred)
         main |= {
+            "TOLD": int(told),
             "SHARED_DBETA": int(shared_dbeta),
             "OVERLAP": int(overlap),
             "HOLD_GAMMA": int(hold_gamma),

@@ -34,6 +34,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
+    COUNTER_BYTES,
     SHARED_PER_BLOCK,
     Team,
     Tile,
@@ -129,7 +130,7 @@ def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
 def _exchanged(tile: Tile, sizes: tuple[int, ...]) -> int:
     """Bytes in which warps exchange the largest score and the sum, or a backward its sum."""
     forward = len(sizes) == 1
-    counters = 16 if forward and tile.cluster > 1 else 0
+    counters = COUNTER_BYTES if forward and tile.cluster > 1 else 0
     return exchange_bytes(tile, 2 if forward else 1, sizes[0]) + counters
 
 

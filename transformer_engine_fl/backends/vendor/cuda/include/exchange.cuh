@@ -12,11 +12,11 @@ namespace te_fl {
 
 // Call from all threads of all blocks, one object for all that a kernel tells, of K values of
 // each warp at a time. Each lane gets kOwn of those of all warps, the same ones whichever
-// warp it is in.
+// warp it is in; with fewer than 32 warps several lanes get the same.
 template <int Warps, int Cluster, int K, typename A>
 class Exchange {
   static constexpr int kSlots = Warps * Cluster;
-  static_assert(Cluster == 1 || kSlots % 32 == 0, "every lane gets as many");
+  static_assert(kSlots < 32 ? 32 % kSlots == 0 : kSlots % 32 == 0, "every lane gets as many");
 
  public:
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
@@ -31,38 +31,56 @@ class Exchange {
     }
   }
 
+  // One turn. All of it at once, or in two halves, so that something can be done meanwhile:
+  // who tells must hear before it tells again, and before it returns.
+  __device__ __forceinline__ void operator()(const A (&value)[K], A (&heard)[kOwn][K]) {
+    tell(value);
+    hear(heard);
+  }
+
   // Two sets of slots in turn: who writes a set again has heard the other set from every
   // warp, which told it only after it had read this one.
-  __device__ __forceinline__ void operator()(const A (&value)[K], A (&heard)[kOwn][K]) {
-    __shared__ A slots[2][K][kSlots];
-    if (turns_ == 0) cluster_wait();
-    const unsigned set = turns_ & 1, phase = turns_ >> 1 & 1;
-    ++turns_;
+  __device__ __forceinline__ void tell(const A (&value)[K]) {
+    if (!joined_) cluster_wait();
+    joined_ = true;
+    const unsigned set = turn_ & 1;
     const int lane = threadIdx.x % 32;
     const int own = cluster_rank() * Warps + static_cast<int>(threadIdx.x) / 32;
     if (threadIdx.x == 0) expect_bytes(arrivals() + set, kSlots * K * sizeof(A));
     if (lane < Cluster) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        send(&slots[set][k][own], lane, value[k], arrivals() + set);
+        send(&slots()[set][k][own], lane, value[k], arrivals() + set);
       }
     }
-    wait_for(arrivals() + set, phase);
+  }
+
+  __device__ __forceinline__ void hear(A (&heard)[kOwn][K]) {
+    const unsigned set = turn_ & 1;
+    wait_for(arrivals() + set, turn_ >> 1 & 1);
+    ++turn_;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
-      for (int k = 0; k < K; ++k) heard[i][k] = slots[set][k][i * 32 + lane];
+      for (int k = 0; k < K; ++k) heard[i][k] = slots()[set][k][i * 32 + lane % kSlots];
     }
   }
 
  private:
   using Counter = unsigned long long;
+  using Slots = A[2][K][kSlots];
   static __device__ __forceinline__ Counter* arrivals() {
     __shared__ Counter counts[2];
     return counts;
   }
+  static __device__ __forceinline__ Slots& slots() {
+    __shared__ Slots told;
+    return told;
+  }
 
-  unsigned turns_ = 0;
+  unsigned turn_ = 0;
+  bool joined_ = false;
 };
 
 }  // namespace te_fl

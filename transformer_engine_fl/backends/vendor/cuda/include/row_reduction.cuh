@@ -2,13 +2,15 @@
 //
 // A row belongs to Lanes threads of each of Cluster blocks. Up to 32 lanes exchange by
 // shuffles alone; more meet in shared memory behind one barrier; with a cluster each
-// warp's result is written to every block of it, behind one barrier of the cluster. The
-// order of operations depends on Lanes and Cluster only, and every thread gets the same
-// bits.
+// warp's result is written to every block of it, behind one barrier of the cluster or, if
+// they are Told, as exchange.cuh has it. The barrier is the faster one of two as long as a
+// kernel has stored nothing. The order of operations depends on Lanes and Cluster only, and
+// every thread gets the same bits.
 
 #pragma once
 
 #include "cluster.cuh"
+#include "exchange.cuh"
 #include "numeric.cuh"
 
 namespace te_fl {
@@ -62,19 +64,21 @@ struct Moments {
 
 // Call from all threads of the block, one object for all reductions of a kernel. K values
 // travel together.
-template <int Lanes, int Cluster, int K, typename A>
+template <int Lanes, int Cluster, int K, typename A, bool Told = false>
 class RowReduction {
   static_assert((Lanes & (Lanes - 1)) == 0, "lanes are halved");
   static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
   static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
   static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
   static constexpr int kSlots = kWarps * Cluster;
+  static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
+  static constexpr bool kTold = Told && Cluster > 1;
 
  public:
   // The other blocks may only be written to once they run; the wait for that is left
   // to the first reduction, behind the first loads.
   __device__ __forceinline__ RowReduction() {
-    if constexpr (Cluster > 1) cluster_arrive();
+    if constexpr (Cluster > 1 && !kTold) cluster_arrive();
   }
 
   __device__ __forceinline__ void sum(A (&value)[K]) { reduce<Sum>(value); }
@@ -92,7 +96,9 @@ class RowReduction {
   template <typename Operation>
   __device__ __forceinline__ void begin(A (&value)[K]) {
     halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
-    if constexpr (kSlots > 1) {
+    if constexpr (kTold) {
+      exchange_.tell(value);
+    } else if constexpr (kSlots > 1) {
       A(&slots)[2][K][kSlots] = exchanged<Operation>();
       const int lane = threadIdx.x % 32;
       const int warp = threadIdx.x / 32;
@@ -116,13 +122,29 @@ class RowReduction {
   template <typename Operation>
   __device__ __forceinline__ void end(A (&value)[K]) {
     if constexpr (kSlots > 1) {
-      const A(&slots)[2][K][kSlots] = exchanged<Operation>();
-      const int lane = threadIdx.x % 32;
-      if constexpr (Cluster > 1) cluster_wait();
-      else __syncthreads();
-      gather<Operation, (kSlots < 32 ? 1 : kSlots / 32)>(value, slots[turn_], lane % kSlots);
+      A heard[kOwn][K];
+      if constexpr (kTold) {
+        exchange_.hear(heard);
+      } else {
+        if constexpr (Cluster > 1) cluster_wait();
+        else __syncthreads();
+        const A(&slots)[K][kSlots] = exchanged<Operation>()[turn_];
+        turn_ ^= 1;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+          for (int k = 0; k < K; ++k) heard[i][k] = slots[k][i * 32 + threadIdx.x % 32 % kSlots];
+        }
+      }
+      // By halves: only parts of one size are merged.
+#pragma unroll
+      for (int apart = 1; apart < kOwn; apart *= 2) {
+#pragma unroll
+        for (int i = 0; i < kOwn; i += 2 * apart) Operation::merge(heard[i], heard[i + apart]);
+      }
+#pragma unroll
+      for (int k = 0; k < K; ++k) value[k] = heard[0][k];
       halve<Operation, (kSlots < 32 ? kSlots : 32)>(value);
-      turn_ ^= 1;
     }
   }
 
@@ -133,21 +155,6 @@ class RowReduction {
   static __device__ __forceinline__ A (&exchanged())[2][K][kSlots] {
     __shared__ A slots[2][K][kSlots];
     return slots;
-  }
-
-  // Every 32nd slot from `at`, by halves: only parts of one size are merged.
-  template <typename Operation, int Count>
-  static __device__ __forceinline__ void gather(A (&value)[K], const A (&slots)[K][kSlots],
-                                                int at) {
-    if constexpr (Count == 1) {
-#pragma unroll
-      for (int k = 0; k < K; ++k) value[k] = slots[k][at];
-    } else {
-      A other[K];
-      gather<Operation, Count / 2>(value, slots, at);
-      gather<Operation, Count / 2>(other, slots, at + 16 * Count);
-      Operation::merge(value, other);
-    }
   }
 
   template <typename Operation, int Width>
@@ -163,6 +170,7 @@ class RowReduction {
 
   int turn_ = 0;
   bool joined_ = false;
+  Exchange<kWarps, (kTold ? Cluster : 1), K, A> exchange_;
 };
 
 }  // namespace te_fl
