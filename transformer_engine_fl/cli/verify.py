@@ -124,7 +124,7 @@ def verify(
         raise ConfigurationError("--stop-after is for --sanitize")
     if readme is not None:
         _halves(readme)  # what is wrong with it is said before the work
-    wanted = output is not None or not (case or json or readme)
+    wanted = output is not None or not (case or json or readme or sanitize)
     if wanted:
         _check_folder(output or Path())
     from transformer_engine_fl import testing
