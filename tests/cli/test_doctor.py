@@ -76,8 +76,42 @@ def test_slips_are_warnings(te_fl):
     assert ran.code == 0
     assert ran.document["healthy"]
     said = " ".join(it["what"] for it in ran.document["findings"])
-    assert "TE_FL_PREFFER is not one of ours; did you mean TE_FL_PREFER?" in said
+    assert "TE_FL_PREFFER is not one of ours; did you mean 'TE_FL_PREFER'?" in said
     assert "did you mean 'nvidia'?" in said
+
+
+def test_a_slip_is_told_once_beside_a_malformed_variable(te_fl):
+    ran = te_fl("doctor", "--json", TE_FL_PREFFER="flagos", TE_FL_STRICT="maybe")
+    said = [it["what"] for it in ran.document["findings"] if "TE_FL_PREFFER" in it["what"]]
+    assert len(said) == 1
+
+
+def test_a_tuning_path_that_names_nothing_is_broken(te_fl, tmp_path):
+    ran = te_fl("doctor", "--json", TE_FL_TUNING_PATH=str(tmp_path / "nowhere"))
+    assert ran.code == 1
+    assert "TE_FL_TUNING_PATH: there is no file and no folder" in _broken(ran)[0]["what"]
+    assert te_fl("doctor", "--json", TE_FL_TUNING_PATH=str(tmp_path)).code == 0
+
+
+def test_an_implementation_of_a_misspelt_operator_is_a_warning(te_fl, install):
+    install(
+        "from transformer_engine_fl import OpImpl\n\n\n"
+        "def register(registry):\n"
+        "    for name in ('rmsnorm_fw', 'zeta_scale'):\n"
+        "        fn = lambda input: input\n"
+        "        registry.register_impl(OpImpl(name, 'vendor.acme', 'vendor', fn, vendor='acme'))\n"
+    )
+    ran = te_fl("doctor", "--json")
+    assert ran.code == 0
+    (said,) = (it["what"] for it in ran.document["findings"])
+    assert said.startswith("vendor.acme: registered for 'rmsnorm_fw'")
+    assert said.endswith("did you mean 'rmsnorm_fwd'?")
+
+
+def test_operators_are_told_by_who_serves_them(te_fl):
+    ran = te_fl("doctor", TE_FL_PREFER="reference", TE_FL_PER_OP="gelu=vendor:nobody")
+    lines = [" ".join(line.split()) for line in ran.out.splitlines()]
+    assert {"nothing 1 gelu", "reference.torch 141 all others"} <= {*lines}
 
 
 def test_broken_plugin_is_shown_with_its_traceback_and_harms_no_other(te_fl, install):

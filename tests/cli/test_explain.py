@@ -67,6 +67,14 @@ def test_mistake_is_one_message(te_fl, arguments, said):
     assert ran.err.count("\n") == 1
 
 
+def test_a_device_that_no_implementation_names_is_noted(te_fl):
+    ran = te_fl("explain", "rmsnorm_fwd", "--device", "cdua")
+    assert ran.code == 0
+    assert "no implementation names the device 'cdua'" in ran.err
+    assert "did you mean 'cuda'?" in ran.err
+    assert te_fl("explain", "rmsnorm_fwd", "--device", "cuda").err == ""
+
+
 @pytest.mark.parametrize("command", ["list", "explain", "demo"])
 def test_malformed_environment_is_one_message(te_fl, command):
     arguments = ("rmsnorm_fwd",) if command == "explain" else ()

@@ -64,6 +64,17 @@ def test_json_has_every_operator_and_what_there_is_to_know_of_its_implementation
     assert reference["available"] is None  # nobody was asked
 
 
+def test_a_reason_that_holds_for_a_whole_set_names_no_operator(te_fl):
+    ran = te_fl("list", "--probe", TE_FL_SKIP_CUDA="1", COLUMNS="120")
+    assert "\nvendor.cuda is not available: switched off by TE_FL_SKIP_CUDA\n" in ran.out
+
+
+def test_the_version_is_that_of_the_package(te_fl):
+    from transformer_engine_fl import __version__
+
+    assert te_fl("--version").out == f"te-fl {__version__}\n"
+
+
 def test_best_priority_comes_first(te_fl):
     for operator in te_fl("list", "--json").document["operators"]:
         priorities = [it["priority"] for it in operator["implementations"]]
@@ -114,6 +125,12 @@ def test_text_fits_a_narrow_terminal_and_is_not_cut(te_fl, arguments):
     assert max(map(len, ran.out.splitlines())) <= 80
     assert "…" not in ran.out
     assert "reference.torch" in ran.out
+
+
+def test_no_column_is_lost_on_a_terminal_that_is_too_narrow(te_fl):
+    ran = te_fl("explain", "rmsnorm_fwd", TE_FL_PREFER="reference", COLUMNS="30")
+    (row,) = (line for line in ran.out.splitlines() if line.startswith("serves"))
+    assert row.split()[:5] == ["serves", "reference.torch", "reference", "50", "choice"]
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("explain", "rmsnorm_fwd"), ("doctor",)])

@@ -44,6 +44,7 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(te_fl, monkeypatch):
         (["--shapes", "0x4096"], "'0x4096' is no shape"),
         (["--shapes", "8x8,"], "'' is no shape"),
         (["--op", "cross_entropy_fwd", "--shapes", "8x8x8"], "which has rows x vocabulary"),
+        (["--shapes", "8x8"], "--op names the operators it is for"),
         (["--dtype", "bfloat"], "did you mean 'bfloat16'?"),
         (["--check", "--output", "nowhere"], "there is no file and no folder nowhere"),
     ],

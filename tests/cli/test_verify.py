@@ -158,7 +158,8 @@ def test_declined_samples_are_counted_with_their_reason(te_fl, install, folder):
             ("vendor.acme", "--case", "rmsnorm_fwd/vendor.acme/float32/values/typicl"),
             "did you mean 'rmsnorm_fwd/vendor.acme/float32/values/typical'?",
         ),
-        (("vendor.acme", "--op", "rmsnorm_fwd", "--output", "/dev/null/x"), "--output: "),
+        (("vendor.acme", "--case", "typical"), "operator/impl_id/dtype/what/sample"),
+        (("vendor.acme", "--output", "/dev/null/x"), "--output: /dev/null is no folder"),
     ],
 )
 def test_mistake_is_one_message(te_fl, acme, folder, arguments, said):
@@ -250,6 +251,32 @@ def test_a_process_that_is_ended_is_told(te_fl, install, folder):
     ran = te_fl("verify", "vendor.acme", "--op", "silu", "--dtype", "float32", "--jobs", "2")
     assert ran.code == 1
     assert "a process that ran cases of vendor.acme was ended; not done: silu" in ran.err
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_set_of_which_nothing_would_be_asked_does_not_pass(te_fl, install, folder, jobs):
+    install(RAISING.replace("fn=silu", "fn=silu, supported_dtypes={'float8_e5m2'}"))
+    ran = te_fl("verify", "vendor.acme", "--jobs", jobs)
+    assert ran.code == 2
+    assert "takes no dtype that would be tested (bfloat16, float16, float32, float64)" in ran.err
+    assert "its supported_dtypes are float8_e5m2" in ran.err
+    assert list(folder.iterdir()) == []
+
+
+def test_many_operators_that_a_set_lacks_are_counted(te_fl, acme, folder):
+    ran = te_fl("verify", "vendor.acme", "--dtype", "float32", "--every", "50")
+    (line,) = (it for it in ran.out.splitlines() if it.startswith("not implemented: "))
+    missing = json.loads((folder / "scorecard-vendor.acme.json").read_text())["missing"]
+    assert line == f"not implemented: {len(missing)} of {len(missing) + 2} operators"
+
+
+def test_long_names_of_operators_are_not_broken_in_a_narrow_terminal(te_fl, folder):
+    name = "fused_amax_and_scale_update_after_reduction"
+    ran = te_fl("verify", "reference.torch", "--op", name, "--every", "50", COLUMNS="80")
+    above, row = ran.out.splitlines()[1:3]
+    assert above == name
+    assert row.split()[0] == "cpu"
+    assert max(map(len, ran.out.splitlines())) <= 80
 
 
 def test_an_operator_without_a_contract_is_named_with_the_nearest_that_has_one(te_fl, install):

@@ -227,6 +227,10 @@ BROKEN = {
     "breaks when imported": ("raise OSError('libacme.so')", "OSError: libacme.so"),
     "is no Python": ("def register(", "SyntaxError"),
     "has no register": ("x = 1", "PluginError: .* has neither register"),
+    "misspells register": (
+        "def registre(registry): ...\n",
+        "has neither register.*; is its 'registre' meant to be that",
+    ),
     "another API version": (
         GOOD + f"TE_FL_PLUGIN_API = {PLUGIN_API + 1}\n",
         f"PluginError: .* written for plugin API {PLUGIN_API + 1}, this is {PLUGIN_API}",

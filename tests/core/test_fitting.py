@@ -140,7 +140,7 @@ def test_a_misfit_is_refused_at_registration_with_both_signatures(
         registered(fn)
     text = str(caught.value)
     assert text.startswith("blend/mine: the signature does not fit the contract: ")
-    assert "\n  contract       (x: 'Any', y: 'Any', alpha: 'float' = 0.5" in text
+    assert "\n  contract       (x: Any, y: Any, alpha: float = 0.5" in text
     assert "\n  implementation (" in text
 
 
@@ -152,7 +152,7 @@ def test_a_required_keyword_is_no_misfit_of_a_keyword(fn: Callable[..., Any]) ->
 def test_a_callable_that_does_not_tell_its_signature_is_refused() -> None:
     with pytest.raises(SignatureMismatchError, match="no readable signature; wrap it") as caught:
         registered(torch.add)
-    assert "contract       (x: 'Any'" in str(caught.value)
+    assert "contract       (x: Any" in str(caught.value)
 
 
 def test_without_a_contract_any_signature_is_taken() -> None:
@@ -180,7 +180,7 @@ def test_a_misfit_named_by_a_string_is_a_rejection_with_both_signatures(late_mod
     assert manager.call("blend", 1, 2) == "other"
     verdict = manager.explain("blend").verdicts[0]
     assert (verdict.impl.impl_id, verdict.accepted, verdict.cause) == ("mine", False, "available")
-    for part in ("does not fit the contract", "contract       (x: 'Any'", "implementation (x, z)"):
+    for part in ("does not fit the contract", "contract       (x: Any", "implementation (x, z)"):
         assert part in verdict.reason
     with with_strict_mode(), pytest.raises(StrictModeError, match="does not fit the contract"):
         manager.call("blend", 1, 2)

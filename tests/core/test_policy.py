@@ -172,6 +172,11 @@ def test_a_malformed_value_is_named_with_what_is_valid(
         assert message.endswith(f"did you mean {nearest}?")
 
 
+def test_a_vendor_where_a_switch_is_meant_is_told_the_variable_for_it() -> None:
+    with pytest.raises(ConfigurationError, match="for one vendor: TE_FL_PREFER=vendor:nvidia"):
+        parse_environment({"TE_FL_PREFER_VENDOR": "nvidia"})
+
+
 def test_a_malformed_variable_is_refused_even_where_another_outranks_it() -> None:
     with pytest.raises(ConfigurationError, match="TE_FL_PREFER_VENDOR"):
         parse_environment({"TE_FL_PREFER": "flagos", "TE_FL_PREFER_VENDOR": "maybe"})

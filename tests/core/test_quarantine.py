@@ -87,7 +87,7 @@ def test_there_is_one_warning_and_it_says_who_failed_why_and_who_served(
         arrive(manager, "scale", route)(ones())
     said = [it.getMessage() for it in caplog.records if it.levelno == logging.WARNING]
     assert len(said) == 1
-    for part in ("scale", "impl.0", "KernelError: unwell", "quarantine", "impl.1"):
+    for part in ("scale", "impl.0", "KernelError: unwell", "reset_quarantine()", "impl.1"):
         assert part in said[0]
 
 

@@ -154,6 +154,28 @@ def test_an_unknown_operator_is_told_the_nearest(ask: str, asked: str, nearest: 
         getattr(manager, ask)(asked)
 
 
+@pytest.mark.parametrize("ask", ["call", "plan", "explain"])
+def test_an_operator_that_is_not_named_by_text_is_refused(ask: str) -> None:
+    manager = make_manager(impl("first"))
+    with pytest.raises(UnknownOperatorError, match=r"named by text.*; got Contract"):
+        getattr(manager, ask)(next(iter(manager.registry.contracts.values())))
+
+
+def test_an_unknown_operator_of_a_namespace_is_told_the_nearest_there() -> None:
+    manager = make_manager(impl("first"), impl("mine", op_name="aten::tanh", fn=identity))
+    with pytest.raises(
+        UnknownOperatorError, match=r"did you mean 'aten::tanh'.*1 are known in 'at"
+    ):
+        manager.call("aten::tahn")
+    with pytest.raises(UnknownOperatorError, match=r"unknown operator 'aten::scale' \("):
+        manager.call("aten::scale")  # that of no namespace is not what is meant
+    known = len(manager.registry.contracts)
+    with pytest.raises(
+        UnknownOperatorError, match=rf"'scael'; .* \({known} are known; `te-fl list`"
+    ):
+        manager.call("scael")  # the list shows none of a namespace
+
+
 def test_an_operator_with_a_contract_and_no_implementation_is_known() -> None:
     manager = make_manager()
     assert manager.resolve_candidates("scale") == ()
@@ -236,6 +258,11 @@ def test_each_manager_has_its_own_quarantine_and_tensors_over_a_shared_registry(
         ({"is_available": True}, "is_available must be callable"),
         ({"supported_dtypes": "float32"}, "supported_dtypes must be a collection"),
         ({"devices": "cuda"}, "devices must be a collection"),
+        ({"supported_dtypes": {"float32", "bf16"}}, "'bf16' is not.*did you mean 'bfloat16'"),
+        ({"supported_dtypes": {"bfloat61"}}, "'bfloat61' is not.*did you mean 'bfloat16'"),
+        ({"supported_dtypes": {"half"}}, "'half' is not.*did you mean 'float16'"),
+        ({"devices": {"cuda:0"}}, "'cuda:0' is not a device type"),
+        ({"devices": {"CPU"}}, "'CPU' is not a device type"),
         ({"impl_id": "two words"}, "impl_id must be a name"),
         ({"op_name": "rms norm"}, "op_name must be a name"),
     ],
@@ -253,6 +280,14 @@ def test_dtypes_may_be_given_as_torch_dtypes() -> None:
 
     described = impl("mine", supported_dtypes=[torch.bfloat16, "torch.float16", "float32"])
     assert described.supported_dtypes == {"bfloat16", "float16", "float32"}
+
+
+def test_every_dtype_of_torch_may_be_claimed() -> None:
+    import torch
+
+    dtypes = [it for it in vars(torch).values() if isinstance(it, torch.dtype)]
+    described = impl("mine", supported_dtypes=dtypes)
+    assert described.supported_dtypes == {str(it).removeprefix("torch.") for it in dtypes}
 
 
 def test_a_registration_of_a_new_operator_needs_no_contract(registry: OpRegistry) -> None:

@@ -8,9 +8,11 @@ setting).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from transformer_engine_fl import __version__
 from transformer_engine_fl.cli import doctor, explain, listing, verify
 from transformer_engine_fl.cli._output import console
 from transformer_engine_fl.cli.demo import command as demo
@@ -28,6 +30,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"te-fl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("list")(listing.list_operators)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)

@@ -21,18 +21,32 @@ __all__ = [
     "as_json",
     "console",
     "long_table",
+    "named",
     "print_json",
     "progress_bar",
     "reasons",
     "table",
 ]
 
+NARROWEST = 60
+"""So many columns the widest table needs to keep each of its own."""
+
+FEW = 8
+"""So many operators are named in a line; of more, it is said how many they are."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is: reasons and names may contain brackets."""
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    """A console that prints text as it is: reasons and names may contain brackets.
+
+    Results are never laid out for fewer than ``NARROWEST`` columns: a table that has no room
+    loses whole columns, where a terminal that is narrower wraps lines.
+    """
+    made = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not stderr and made.width < NARROWEST:
+        made.width = NARROWEST
+    return made
 
 
 def print_json(document: Any) -> None:
@@ -108,7 +122,9 @@ def table(
     return made
 
 
-def long_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def long_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()
+) -> str:
     """A plain table of hundreds of rows that fits the terminal's width.
 
     A first cell for which the terminal has no room has a line of its own, above its row.
@@ -117,26 +133,38 @@ def long_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     Args:
         headings: of the columns.
         rows: their cells, of one line.
+        numbers: headings of the columns to align at the right; not the first.
     """
     first, *widths = (max(map(len, column)) for column in zip(headings, *rows, strict=True))
     room = console().width - sum(2 + width for width in widths)
+    sides = [">" if heading in numbers else "<" for heading in headings[1:]]
     lines = []
     for name, *cells in (headings, *rows):
         if len(name) > room:
             lines.append(name)
             name = ""
-        row = (name.ljust(min(first, room)), *map(str.ljust, cells, widths))
-        lines.append("  ".join(row).rstrip())
+        aligned = (
+            f"{it:{side}{width}}" for it, side, width in zip(cells, sides, widths, strict=True)
+        )
+        lines.append("  ".join((name.ljust(min(first, room)), *aligned)).rstrip())
     return "\n".join(lines)
 
 
-def reasons(affected: Mapping[tuple[str, str], Collection[str]], operators: int) -> Iterator[str]:
+def named(names: Collection[str], whole: int) -> str:
+    """Which operators, in words: by name where they are few, otherwise how many of how many."""
+    return ", ".join(names) if len(names) <= FEW else f"{len(names)} of {whole} operators"
+
+
+def reasons(
+    affected: Mapping[tuple[str, str], Collection[str]], implemented: Mapping[str, int]
+) -> Iterator[str]:
     """A line for each reason why implementations are not available.
 
     Args:
         affected: (impl id, reason) -> the operators it holds for.
-        operators: how many there are in all.
+        implemented: impl id -> how many operators it implements.
     """
     for (impl_id, reason), names in affected.items():
-        where = "" if len(names) == operators else f" for {', '.join(names)}"
+        whole = implemented[impl_id]
+        where = "" if len(names) == whole else f" for {named(names, whole)}"
         yield f"{impl_id} is not available{where}: {reason}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
-from transformer_engine_fl.cli._output import table
+from transformer_engine_fl.cli._output import long_table
 
 if TYPE_CHECKING:
     from transformer_engine_fl.testing.sanitizing import Finding, Report
@@ -28,7 +29,7 @@ def show(out: Console, report: Report, *, quiet: bool) -> None:
                 sums[place] += getattr(row, what)
         rows = [(*names, *map(str, sums)) for names, sums in groups.items()]
         headings = ("operator", "device", *columns)
-        out.print(table(headings, rows, numbers=columns, wrapped=("operator",)))
+        typer.echo(long_table(headings, rows, numbers=columns))
     for finding in report.findings[:SHOWN_FINDINGS]:
         _show_finding(out, finding)
     if len(report.findings) > SHOWN_FINDINGS:

@@ -7,10 +7,13 @@ a finding, and the rest is shown as if that setting were not there.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,12 +21,13 @@ from rich.console import Console
 from rich.text import Text
 
 from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
-from transformer_engine_fl.core.errors import ConfigurationError, nearest
+from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.core.policy import (
     VARIABLES,
     effective_policy,
+    get_environment,
     parse_environment,
     reset_global_policy,
 )
@@ -67,6 +71,7 @@ def examine() -> Report:
             "operators": _operators(manager, findings),
             "quarantine": _quarantine(manager),
         }
+        _tuning(findings)
     for message in warnings:
         findings.heard(message)
     broken = any(it["severity"] == "broken" for it in findings.found)
@@ -172,13 +177,19 @@ def _policy(manager: OpManager, findings: _Findings) -> dict[str, Any]:
         findings.warning(message)
     for name in os.environ:
         if name.startswith(("TE_FL_", "TEFL_")) and name not in VARIABLES:
-            close = nearest(name, VARIABLES)
-            hint = f"; did you mean {close}?" if close else ""
+            hint = suggestion(name, VARIABLES)  # worded as when it is read, so that it is said once
             findings.warning(f"environment variable {name} is not one of ours{hint}")
     return {
         field: {"value": value, "origin": effective.origins[field]}
         for field, value in effective.policy.to_dict().items()
     }
+
+
+def _tuning(findings: _Findings) -> None:
+    """Whether ``TE_FL_TUNING_PATH`` names something: the first launch would raise otherwise."""
+    named = get_environment().tuning_path
+    if named is not None and not Path(named).expanduser().exists():
+        findings.broken(f"TE_FL_TUNING_PATH: there is no file and no folder {named!r}")
 
 
 def _sources(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
@@ -203,7 +214,8 @@ def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
     operators = []
     for name in manager.registry.list_operators():
         unavailable: dict[str, str] = {}
-        for entry in manager.registry.entries(name):
+        entries = manager.registry.entries(name)
+        for entry in entries:
             impl_id, missing = entry.impl.impl_id, entry.unavailable()
             problem = entry.load() if missing is None else missing
             if problem is not None:
@@ -215,10 +227,29 @@ def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
         if decision.selected is None:
             findings.broken(f"nothing serves {name!r} on this machine", str(decision))
         serving = decision.selected.impl_id if decision.selected else None
-        operators.append({"name": name, "serving": serving, "unavailable": unavailable})
+        operators.append(
+            {
+                "name": name,
+                "serving": serving,
+                "implemented_by": [entry.impl.impl_id for entry in entries],
+                "unavailable": unavailable,
+            }
+        )
+        if not manager.registry.contracts.get(name) and (meant := _slip(name, manager)):
+            findings.warning(
+                f"{', '.join(it.impl.impl_id for it in entries)}: registered for {name!r}, an "
+                f"operator without a contract; did you mean {meant!r}?"
+            )
     for fault, names in faults.items():
         findings.broken(fault, f"for {', '.join(names)}")
     return operators
+
+
+def _slip(name: str, manager: OpManager) -> str | None:
+    """The operator that is most likely meant by a name that has no contract."""
+    contracts = manager.registry.contracts
+    close = difflib.get_close_matches(name, contracts, n=1, cutoff=0.85)
+    return close[0] if close else None
 
 
 _PROBE_RAISED = "is_available() raised"
@@ -291,16 +322,29 @@ def _show_sources(out: Console, sources: list[dict[str, Any]]) -> None:
 
 
 def _show_operators(out: Console, operators: list[dict[str, Any]]) -> None:
-    serving: list[tuple[str | Text, ...]] = [
-        (it["name"], it["serving"] or Text("nothing", "red")) for it in operators
-    ]
-    out.print(table(("operator", "served here by"), serving))
+    serving: dict[str | None, list[str]] = {}
     affected: dict[tuple[str, str], list[str]] = {}
+    implemented: Counter[str] = Counter()
     for it in operators:
+        serving.setdefault(it["serving"], []).append(it["name"])
+        implemented.update(it["implemented_by"])
         for impl_id, reason in it["unavailable"].items():
             affected.setdefault((impl_id, reason), []).append(it["name"])
-    for line in reasons(affected, len(operators)):
+    rows: list[tuple[str | Text, ...]] = [
+        (impl_id or Text("nothing", "red"), str(len(names)), _which(names, len(operators)))
+        for impl_id, names in sorted(serving.items(), key=lambda it: len(it[1]))
+    ]
+    headings = ("served here by", "operators", "")
+    out.print(table(headings, rows, numbers=headings[1:2], wrapped=headings[2:]))
+    for line in reasons(affected, implemented):
         out.print(line)
+
+
+def _which(names: list[str], whole: int) -> str:
+    """The operators by name, unless they are most of all."""
+    if len(names) == whole:
+        return "all"
+    return ", ".join(names) if len(names) <= whole // 2 else "all others"
 
 
 def _show_findings(out: Console, findings: list[dict[str, Any]]) -> None:

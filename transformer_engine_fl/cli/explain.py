@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from transformer_engine_fl.cli._output import Json, console, print_json, table
-from transformer_engine_fl.core.errors import ConfigurationError
+from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.core.selection import Decision
 from transformer_engine_fl.core.types import parse_arch
@@ -42,6 +42,8 @@ def explain(
         print_json(decision.to_dict())
     else:
         _show(decision)
+        if device is not None and (hint := _unknown_device(manager, device)):
+            console(stderr=True).print(hint, soft_wrap=True)
     raise typer.Exit(0 if decision.selected else 1)
 
 
@@ -71,6 +73,21 @@ def _decide(
     if device_type is None:
         raise ConfigurationError(f"--device: {device!r} is no device type; examples: cuda, cpu")
     return manager.explain_for(op, device=device_type[1], arch=arch, dtype=dtype)
+
+
+def _unknown_device(manager: OpManager, device: str) -> str | None:
+    """What to say of a device type that no implementation names: most likely a slip."""
+    named = {"cpu"}
+    for op_name in manager.registry.list_operators():
+        for impl in manager.registry.get_implementations(op_name):
+            named.update(impl.devices or ())
+    kind = device.partition(":")[0]
+    if kind in named:
+        return None
+    return (
+        f"note: no implementation names the device {kind!r}; they name "
+        f"{', '.join(sorted(named))}{suggestion(kind, named)}"
+    )
 
 
 _MARKS = {"*": ("serves", "bold green"), "+": ("next", ""), "-": ("no", "yellow")}

@@ -6,6 +6,7 @@ and not loaded. ``--probe`` loads them and asks the devices.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -122,11 +123,13 @@ def _rows(operator: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _reasons(document: dict[str, Any]) -> list[str]:
     """Why implementations are not available, each reason once."""
     affected: dict[tuple[str, str], list[str]] = {}
+    implemented: Counter[str] = Counter()
     for operator in document["operators"]:
+        implemented.update(it["impl_id"] for it in operator["implementations"])
         for it in operator["implementations"]:
             if it["reason"]:
                 affected.setdefault((it["impl_id"], it["reason"]), []).append(operator["name"])
-    return list(reasons(affected, len(document["operators"])))
+    return list(reasons(affected, implemented))
 
 
 def _plugins(document: dict[str, Any]) -> list[str]:

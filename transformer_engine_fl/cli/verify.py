@@ -20,9 +20,10 @@ from transformer_engine_fl.cli._output import (
     Json,
     as_json,
     console,
+    long_table,
+    named,
     print_json,
     progress_bar,
-    table,
 )
 from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.core.errors import ConfigurationError
@@ -123,6 +124,9 @@ def verify(
         raise ConfigurationError("--stop-after is for --sanitize")
     if readme is not None:
         _halves(readme)  # what is wrong with it is said before the work
+    wanted = output is not None or not (case or json or readme or sanitize)
+    if wanted:
+        _check_folder(output or Path())
     from transformer_engine_fl import testing
 
     if sanitize is not None:
@@ -160,7 +164,6 @@ def verify(
                 done, total, f"{failed} failed  {operator}" if failed else operator
             ),
         )
-    wanted = output is not None or not (case or json or readme)
     written = _write(card, output or Path()) if wanted else []
     if readme is not None:
         written.append(_fill_in(card, readme))
@@ -171,6 +174,19 @@ def verify(
         for path in written:
             console(stderr=True).print(f"written: {path}", soft_wrap=True)
     raise typer.Exit(0 if card.passed else 1)
+
+
+def _check_folder(folder: Path) -> None:
+    """Whether the folder of the scorecard is there or can be made; the work may take an hour.
+
+    Raises:
+        ConfigurationError: nothing can be written there.
+    """
+    there = next(it for it in (folder.absolute(), *folder.absolute().parents) if it.exists())
+    if not there.is_dir():
+        raise ConfigurationError(f"--output: {there} is no folder")
+    if not os.access(there, os.W_OK):
+        raise ConfigurationError(f"--output: {there} cannot be written to")
 
 
 def _write(card: Scorecard, folder: Path) -> list[Path]:
@@ -224,13 +240,14 @@ def _show(out: Console, card: Scorecard, *, quiet: bool, traced: bool) -> None:
     if not quiet:
         headings = ("operator", "device", "passed", "declined", "failed", "ulps", "relative")
         rows = [_cells(operator, device, rows) for (operator, device), rows in _grouped(card)]
-        out.print(table(headings, rows, numbers=headings[2:], wrapped=("operator",)))
+        typer.echo(long_table(headings, rows, numbers=headings[2:]))
     for failure in card.failures[:SHOWN_FAILURES]:
         _show_failure(out, failure, traced=traced)
     if len(card.failures) > SHOWN_FAILURES:
         out.print(f"and {len(card.failures) - SHOWN_FAILURES} more")
     if card.missing and not quiet:
-        out.print(f"not implemented: {', '.join(card.missing)}")
+        whole = len(card.missing) + len(card.operators)
+        out.print(f"not implemented: {named(card.missing, whole)}")
     out.print(Text(card.verdict(), "green" if card.passed else "bold red"))
 
 
@@ -242,15 +259,14 @@ def _grouped(card: Scorecard) -> Iterator[tuple[tuple[str, str], list[Row]]]:
     yield from groups.items()
 
 
-def _cells(operator: str, device: str, rows: list[Row]) -> tuple[str | Text, ...]:
+def _cells(operator: str, device: str, rows: list[Row]) -> tuple[str, ...]:
     passed, declined, failed = (
         sum(getattr(row, what) for row in rows) for what in ("passed", "declined", "failed")
     )
     worst = [row.worst for row in rows if row.worst]
     ulps = f"{max(it.ulps for it in worst):.3g}" if worst else "-"
     relative = f"{max(it.relative for it in worst):.2g}" if worst else "-"
-    wrong = Text(str(failed), "red" if failed else "")
-    return operator, device, str(passed), str(declined), wrong, ulps, relative
+    return operator, device, str(passed), str(declined), str(failed), ulps, relative
 
 
 def _show_failure(out: Console, failure: Failure, *, traced: bool) -> None:

@@ -200,7 +200,7 @@ class Contract(Generic[P, R]):
         return load_attribute, (f"{self._shape_rule.__module__}:{self.name}",)
 
     def __repr__(self) -> str:
-        return f"<contract {self.name}{self.signature}>"
+        return f"<contract {self.name}{shown(self.signature)}>"
 
     def tolerance_for(self, *dtypes: str) -> Tolerance:
         """The error allowed where these dtypes meet: that of the coarsest.
@@ -249,7 +249,7 @@ class Contract(Generic[P, R]):
         return self._shape_rule(*args, **kwargs)
 
     def _binding_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError:
-        expected = f"{self.name}{self.signature}"
+        expected = f"{self.name}{shown(self.signature)}"
         names = list(self.signature.parameters)
         for given in kwargs:
             if given not in names:
@@ -366,13 +366,13 @@ def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
     if found is None:
         raise SignatureMismatchError(
             f"{label}: the callable has no readable signature; wrap it in a function "
-            f"with the operator's own:\n  contract       {expected}"
+            f"with the operator's own:\n  contract       {shown(expected)}"
         )
     reason = _misfit(expected, found)
     if reason:
         raise SignatureMismatchError(
             f"{label}: the signature does not fit the contract: {reason}\n"
-            f"  contract       {expected}\n  implementation {found}"
+            f"  contract       {shown(expected)}\n  implementation {shown(found)}"
         )
     return Fit(
         {
@@ -390,6 +390,26 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(fn)
     except (TypeError, ValueError):
         return None
+
+
+class _Bare(str):
+    """An annotation that is shown as it is written, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def shown(signature: inspect.Signature) -> str:
+    """A signature as its source has it: annotations that are text are not quoted."""
+
+    def bare(annotation: object) -> object:
+        return _Bare(annotation) if isinstance(annotation, str) else annotation
+
+    parameters = [
+        it.replace(annotation=bare(it.annotation)) for it in signature.parameters.values()
+    ]
+    returns = bare(signature.return_annotation)
+    return str(signature.replace(parameters=parameters, return_annotation=returns))
 
 
 def _misfit(expected: inspect.Signature, found: inspect.Signature) -> str | None:

@@ -15,11 +15,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from transformer_engine_fl.core.blame import said
-from transformer_engine_fl.core.errors import PluginError
+from transformer_engine_fl.core.errors import PluginError, nearest
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.policy import get_environment
@@ -206,4 +206,14 @@ def _register_function(plugin: Any, source: Source) -> Register:
     if callable(plugin):
         function: Register = plugin
         return function
-    raise PluginError(f"{source.name}: has neither register(registry) nor te_fl_register(registry)")
+    raise PluginError(
+        f"{source.name}: has neither register(registry) nor te_fl_register(registry){_slip(plugin)}"
+    )
+
+
+def _slip(plugin: Any) -> str:
+    """What to say of a function of a module that may be meant to register."""
+    own = (it for it in getattr(plugin, "__dict__", {}).values() if isinstance(it, FunctionType))
+    names = [it.__name__ for it in own if it.__module__ == getattr(plugin, "__name__", None)]
+    close = nearest("register", names)
+    return f"; is its {close!r} meant to be that?" if close else ""

@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from transformer_engine_fl.core import contract as contracts
@@ -24,6 +24,7 @@ from transformer_engine_fl.core.errors import (
     ConfigurationError,
     NoImplementationError,
     UnknownOperatorError,
+    nearest,
     suggestion,
 )
 from transformer_engine_fl.core.late import load_attribute
@@ -371,15 +372,16 @@ class OpManager:
         return Plan(self, name, self.registry.contracts.get(name), entries, effective)
 
     def _known(self, op_name: str) -> str:
+        if not isinstance(op_name, str):
+            raise UnknownOperatorError(
+                f"an operator is named by text, such as 'rmsnorm_fwd'; got {type(op_name).__name__}"
+            )
         name = self.registry.canonical(op_name)
         if not self.registry.entries(name) and name not in self.registry.contracts:
             contracts = self.registry.contracts
             known = {*self.registry.list_operators(), *contracts}
             aliases = {alias for it in contracts.values() for alias in it.aliases}
-            raise UnknownOperatorError(
-                f"unknown operator {op_name!r}{suggestion(op_name, known | aliases)} "
-                f"({len(known)} are known; `te-fl list` shows them)"
-            )
+            raise UnknownOperatorError(_unknown(op_name, known, aliases))
         return name
 
     def _agreed_signature(self, name: str) -> inspect.Signature:
@@ -476,6 +478,30 @@ class OpManager:
 
 
 _NO_TABLE = Table()
+
+
+def _unknown(op_name: str, known: Collection[str], aliases: Collection[str]) -> str:
+    """What to say of an operator that there is not.
+
+    Args:
+        op_name: as it was asked for.
+        known: every operator's name, those of namespaces among them.
+        aliases: other names of them.
+    """
+    space, double, rest = op_name.rpartition("::")
+    if not double:
+        own = [name for name in known if "::" not in name]
+        close = suggestion(op_name, (*own, *aliases))
+        return (
+            f"unknown operator {op_name!r}{close} ({len(own)} are known; `te-fl list` shows them)"
+        )
+    beside = [name.removeprefix(f"{space}::") for name in known if name.startswith(f"{space}::")]
+    there = nearest(rest, beside)
+    hint = f"; did you mean {f'{space}::{there}'!r}?" if there else ""
+    return (
+        f"unknown operator {op_name!r}{hint} ({len(beside)} are known in {space!r}; another is "
+        "once an implementation of it is registered)"
+    )
 
 
 def manager_named(name: str) -> OpManager:

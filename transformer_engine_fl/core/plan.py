@@ -407,7 +407,8 @@ class Plan:
             said = reasons[failed.impl_id][1].removeprefix("failed: ")
             self._set_aside(failed, said, args, kwargs)
             logger.warning(
-                "Op %r: %r failed (%s) and is in quarantine for such tensors; %r served",
+                "Op %r: %r failed (%s) and is in quarantine for such tensors until "
+                "reset_quarantine(); %r served",
                 self._op_name,
                 failed.impl_id,
                 said,

@@ -334,9 +334,12 @@ def _switch(given: Mapping[str, str], variable: str) -> bool:
     text = given[variable].lower()
     if text in _ON + _OFF:
         return text in _ON
+    hint = suggestion(text, _ON + _OFF)
+    if not hint and variable == "TE_FL_PREFER_VENDOR" and re.fullmatch(NAME, text):
+        hint = f"; for one vendor: TE_FL_PREFER=vendor:{text}"
     raise ConfigurationError(
         f"{variable}: {given[variable]!r} is not a switch; "
-        f"valid: {'/'.join(_ON)} or {'/'.join(_OFF)}{suggestion(text, _ON + _OFF)}"
+        f"valid: {'/'.join(_ON)} or {'/'.join(_OFF)}{hint}"
     )
 
 

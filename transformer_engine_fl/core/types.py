@@ -61,6 +61,29 @@ TRAITS: Final = frozenset({"deterministic", "batch_invariant", "graph_safe", "tr
 reference kind always is).
 """
 
+_DTYPE: Final = (
+    r"bool|bfloat16|float(16|32|64)|complex(32|64|128)|u?int([1-8]|16|32|64)|qu?int\w+"
+    r"|float[468]_\w+|bits\w+"
+)
+"""What torch calls its dtypes, with room for those to come; ``bf16`` and ``half`` are not names."""
+
+_USUAL_DTYPES: Final = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "double": "float64",
+    "fp8": "float8_e4m3fn",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+}
+"""How else they are called, and what is meant."""
+
 _KINDS: Final = tuple(kind.value for kind in BackendImplKind)
 
 
@@ -154,6 +177,7 @@ class OpImpl:
                 f"{self.label}: min_arch {self.min_arch!r} is no architecture name; "
                 "examples: 'sm_90', 'gfx942'"
             )
+        self._check_tensors()
         unknown = sorted(set(self.traits) - TRAITS)
         if unknown:
             raise RegistrationError(
@@ -165,6 +189,24 @@ class OpImpl:
         for name in ("supports", "is_available"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise RegistrationError(f"{self.label}: {name} must be callable")
+
+    def _check_tensors(self) -> None:
+        """Whether what it says of tensors can ever be said of one."""
+        for name in sorted(self.supported_dtypes or ()):
+            if not re.fullmatch(_DTYPE, name):
+                meant = _USUAL_DTYPES.get(name.lower())
+                names = dict.fromkeys(_USUAL_DTYPES.values())
+                hint = f"; did you mean {meant!r}?" if meant else suggestion(name, names)
+                raise RegistrationError(
+                    f"{self.label}: supported_dtypes: {name!r} is not torch's name of a dtype; "
+                    f"examples: {', '.join(names)}{hint}"
+                )
+        for name in sorted(self.devices or ()):
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+                raise RegistrationError(
+                    f"{self.label}: devices: {name!r} is not a device type, which is in small "
+                    "letters and has no index; examples: cpu, cuda, npu"
+                )
 
     @property
     def label(self) -> str:

@@ -214,6 +214,13 @@ def _asked(
                 f"dtypes: {dtype!r} is in no contract of {impl_id!r}; "
                 f"they have {', '.join(known)}{suggestion(dtype, known)}"
             )
+    if not any(_takes(entry, dtype, wanted) for entry, it in here for dtype in it.dtypes):
+        claimed = {name for entry, _ in here for name in entry.impl.supported_dtypes or ()}
+        asked = known if wanted is None else sorted(wanted)
+        raise ConfigurationError(
+            f"{impl_id!r} takes no dtype that would be tested ({', '.join(asked)}): its "
+            f"supported_dtypes are {', '.join(sorted(claimed)) or 'none'}"
+        )
     return here, wanted
 
 
@@ -267,7 +274,8 @@ def _named(name: str, here: Found, device: str, wanted: frozenset[str] | None) -
     if not matching:
         operator = [it for it in here if it[1].name == name.partition("/")[0]]
         near = [case.name for it in operator for case in _of_entry(*it, device, wanted)]
-        raise ConfigurationError(f"no case is named {name!r}{suggestion(name, near)}")
+        form = "operator/impl_id/dtype/what/sample, * for anything"
+        raise ConfigurationError(f"no case is named {name!r} ({form}){suggestion(name, near)}")
     yield from matching
 
 

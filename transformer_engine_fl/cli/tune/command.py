@@ -146,9 +146,10 @@ def _check_question(
     for calls in wanted:
         for shape in shapes:
             if len(shape) != len(calls.shapes[0]):
+                more = "; --op names the operators it is for" if len(wanted) > 1 else ""
                 raise ConfigurationError(
                     f"--shapes: {'x'.join(map(str, shape))} is no shape of {calls.op}, "
-                    f"which has {calls.axes}"
+                    f"which has {calls.axes}{more}"
                 )
         for name in dtypes:
             known = CATALOGUE[calls.op].dtypes
