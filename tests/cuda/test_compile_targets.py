@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from cuda_binaries import own_shared_bytes
 
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _compile
@@ -56,20 +57,6 @@ BENCHMARKED = dict(_benchmarked())
 
 def _sources(family: str, device: Limits) -> Sources:
     return dict(FAMILIES[family].representative_sources(device))
-
-
-def own_shared_bytes(code: bytes) -> int:
-    """What a compiled kernel declares of shared memory, without what a launch asks for."""
-    (table,) = struct.unpack_from("<Q", code, 0x28)
-    size, count, names = struct.unpack_from("<HHH", code, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", code, table + size * i) for i in range(count)]
-    start = sections[names][4]
-    found = 0
-    for name, *_, length in sections:
-        text = code[start + name : code.index(b"\0", start + name)]
-        if text.startswith(b".nv.shared.") and b"reserved" not in text:
-            found += length
-    return found
 
 
 @pytest.mark.usefixtures("compiler", "cache")

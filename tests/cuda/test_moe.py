@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _compile, moe
-from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 
 
 @pytest.mark.parametrize("least", [32, 512])
@@ -55,6 +55,13 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
     with pytest.raises(ArgumentError) as raised:
         getattr(moe, op)(*args)
     assert raised.value.argument == named
+
+
+def test_a_row_of_more_accesses_than_kernels_count_is_declined() -> None:
+    row = torch.empty((1, moe.MOST_COLUMNS + 1), dtype=torch.uint8)  # which nobody reads
+    with pytest.raises(NotSupportedError, match="accesses of a row"):
+        moe._in_units("moe_permute_fwd", row)
+    assert moe._in_units("moe_permute_fwd", row[:, :-1])[2] <= moe.MOST_COLUMNS
 
 
 # ------------------------------------------------------------------ on a device, or as on one

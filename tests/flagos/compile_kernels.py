@@ -25,7 +25,10 @@ TARGETS = {
     "sm_90": ("cuda", 90, 32, 232_448),
     "sm_100": ("cuda", 100, 32, 232_448),
     "gfx942": ("hip", "gfx942", 64, 65_536),
+    # With little shared memory: for what would use nearly all of it.
+    "sm_120": ("cuda", 120, 32, 101_376),
 }
+USUAL = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 class Recorder:

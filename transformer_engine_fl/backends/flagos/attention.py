@@ -183,11 +183,15 @@ _CHOICES = {way: _choice(way) for way in _TILES}
 def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
     """About how much shared memory a program uses."""
     width: int = it.constants["BLOCK"]
-    both: int = width + it.constants["V_BLOCK"]
+    v_width: int = it.constants["V_BLOCK"]
+    both = width + v_width
     own, other = (tile.columns, tile.rows) if way == "keys" else (tile.rows, tile.columns)
     held = own * (width if way == "forward" else both)
     if not _launch.limits(it.q.device).capability:
         held = 0  # elsewhere than in CUDA, that is kept in registers
+    if tile.stages == 1 and held:
+        copies = max(keys * width + values * v_width for keys, values in _copies(it, way))
+        return _OTHER_BYTES + it.q.itemsize * (held + other * copies)
     scores = tile.rows * tile.columns
     bytes_of_bias = 0 if it.bias is None else it.bias.itemsize
     moved = 0 if way == "forward" else scores
@@ -196,6 +200,30 @@ def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
         + it.q.itemsize * (held + tile.stages * other * both + moved)
         + tile.stages * scores * bytes_of_bias
     )
+
+
+def _copies(it: _Call, way: str) -> tuple[tuple[int, int], ...]:
+    """How often the other side's rows are in shared memory at once, in a single stage.
+
+    Each product then has its own copy of what it reads, as it lies or turned. Pairs, of rows
+    of queries or keys and of those of values or gradients, for each moment that may be the
+    worst; as Triton 3.7 was seen to compile for compute capability 8.0, 8.6, 9.0 and 12.0.
+    """
+    return (_COPIES_OF_FLOAT32 if it.q.itemsize == 4 else _COPIES)[way]
+
+
+_COPIES = {
+    "forward": ((1, 1),),
+    "queries": ((1, 1), (2, 0)),
+    "keys": ((2, 0), (1, 2)),
+    "bias": ((1, 1),),
+}
+_COPIES_OF_FLOAT32 = {  # which is multiplied in parts
+    "forward": ((1, 1), (2, 0)),
+    "queries": ((2, 1), (1, 2)),
+    "keys": ((2, 1), (1, 3)),
+    "bias": ((1, 1),),
+}
 
 
 def _tile(it: _Call, way: str) -> _Tile:

@@ -318,12 +318,13 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _in_units(x: Tensor) -> tuple[Tensor, int, int, int]:
+def _in_units(op: str, x: Tensor) -> tuple[Tensor, int, int, int]:
     """Rows to be moved as they are: (those, bytes of an access, accesses of a row, of a step)."""
     x, step = by_rows(x)
     size = x.itemsize
     width, step = x.shape[1] * size, step * size
     unit = math.gcd(width, step, x.data_ptr(), 16)
+    check_size(op, "accesses of a row", width // unit, MOST_COLUMNS)
     return x, unit, width // unit, step // unit
 
 
@@ -372,9 +373,9 @@ def _collected(
     return y
 
 
-def _zero_unused(dx: Tensor, pairs: _Map, owner: Tensor) -> None:
+def _zero_unused(op: str, dx: Tensor, pairs: _Map, owner: Tensor) -> None:
     """Fill the rows of ``dx`` that no pair has; ``owner`` has the pairs of the others."""
-    _, unit, units, _ = _in_units(dx)
+    _, unit, units, _ = _in_units(op, dx)
     have = dx.shape[0]
     _kernels.of(dx, zeroing, unit, pairs.mask)(
         have,
@@ -391,7 +392,7 @@ def _zero_unused(dx: Tensor, pairs: _Map, owner: Tensor) -> None:
 
 def _spread(op: str, dy: Tensor, pairs: _Map, dx: Tensor) -> None:
     """Each token into its rows, and zeros elsewhere."""
-    dy, unit, units, step = _in_units(dy)
+    dy, unit, units, step = _in_units(op, dy)
     have = dx.shape[0]
     owner = fresh(op, pairs.entries, (have,))
     _kernels.of(dy, spreading, unit, units, pairs.mask)(
@@ -407,7 +408,7 @@ def _spread(op: str, dy: Tensor, pairs: _Map, dx: Tensor) -> None:
         step,
         *pairs.steps,
     )
-    _zero_unused(dx, pairs, owner)
+    _zero_unused(op, dx, pairs, owner)
 
 
 def _spread_weighted(
@@ -439,7 +440,7 @@ def _spread_weighted(
         *pairs.steps,
         *probs.stride(),
     )
-    _zero_unused(dx, pairs, owner)
+    _zero_unused(op, dx, pairs, owner)
 
 
 # ---------------------------------------------------------------------------- operators
@@ -463,7 +464,7 @@ def moe_permute_fwd(
     row_id_map = fresh(op, indices, (topk, tokens), torch.int32)
     if not tokens:
         return output.zero_(), row_id_map
-    x, unit, units, step = _in_units(input)
+    x, unit, units, step = _in_units(op, input)
     each, groups = groups_of(pairs, 2 * COUNT_THREADS)
     places = fresh(op, row_id_map, (pairs, 2))
     counts = fresh(op, row_id_map, (BUCKETS, groups, 2))
@@ -596,7 +597,7 @@ def moe_permute_mask_fwd(
         if permuted is not None:
             permuted.zero_()
         return output.zero_(), permuted, row_id_map
-    x, unit, units, step = _in_units(input)
+    x, unit, units, step = _in_units(op, input)
     each, groups = groups_of(tokens, 32)
     ranks = fresh(op, row_id_map, (tokens, experts))
     counts = fresh(op, row_id_map, (experts + 1, groups, 2))
