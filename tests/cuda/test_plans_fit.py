@@ -29,6 +29,7 @@ from transformer_engine_fl.backends.vendor.cuda import (
 from transformer_engine_fl.backends.vendor.cuda._arguments import vector_width
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation, architecture
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
+from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES
 from transformer_engine_fl.core.errors import NotSupportedError
 
 # Multiprocessors, and shared memory of a block and of a multiprocessor.
@@ -149,11 +150,12 @@ def declared(source: Specialisation) -> int:
 
     if kernel in {("normalization", "forward"), ("normalization", "forward_stream")}:
         values = 1 if not macros["CENTRED"] else 2 if macros["FULL"] else 3
-        return exchange(values) * (1 + macros["AMAX"])
+        told = COUNTER_BYTES if macros.get("TOLD") else 0
+        return exchange(values) * (1 + macros["AMAX"]) + told
     if kernel == ("normalization", "backward"):
-        return exchange(1 + macros["CENTRED"])
+        return exchange(1 + macros["CENTRED"]) + (COUNTER_BYTES if macros["TOLD"] else 0)
     if kernel == ("softmax", "forward"):
-        return exchange(2) + (16 if macros["CLUSTER"] > 1 else 0)
+        return exchange(2) + (COUNTER_BYTES if macros["CLUSTER"] > 1 else 0)
     if kernel == ("softmax", "backward"):
         return exchange(1)
     if kernel == ("router", "choose"):
