@@ -274,8 +274,8 @@ def _values(rows: list[Report], report: Report) -> str:
     )
     return _paragraph(
         "Values against float64 in the same run, the worst error as a multiple of what the "
-        f"contract allows: {said}. "
-        f"Above 1, so that the contract is not kept: {outside or 'nobody'}."
+        f"contract allowed: {said}. "
+        f"Above 1, so that it was not kept: {outside or 'nobody'}."
     )
 
 

@@ -199,7 +199,9 @@ def _operator(contract: Contract[..., Any], sets: Sets) -> Iterator[str]:
         for impl_id, operators in sets.items()
         if contract.name in operators
     }
-    yield _row("dtype", "rtol", "atol", *(f"`{impl_id}`" for impl_id in those))
+    by_row = any(it.by_row for it in contract.tolerance.values())
+    bounds = ("rtol", "atol, by row" if by_row else "atol")
+    yield _row("dtype", *bounds, *(f"`{impl_id}`" for impl_id in those))
     yield _row("---", "---:", "---:", *["---"] * len(those))
     for dtype, tolerance in contract.tolerance.items():
         bounds = (f"{tolerance.rtol:.3g}", f"{tolerance.atol:.3g}")

@@ -734,6 +734,21 @@ def test_the_bound_scales_with_the_values() -> None:
         assert testing.compare(result, expected, tolerance).ratio == pytest.approx(0.5)
 
 
+def test_the_bound_of_a_large_row_scales_with_it_where_rows_differ() -> None:
+    expected = torch.tensor([[8.0, -8.0], [1.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    whole = expected.square().mean().sqrt()
+    for row, scale in ((0, 8.0), (1, float(whole)), (2, float(whole))):
+        result = expected.clone()
+        result[row] += 0.0005 * scale
+        by_row = te.Tolerance(rtol=0.0, atol=1e-3, by_row=True)
+        assert testing.compare(result, expected, by_row).ratio == pytest.approx(0.5)
+        ratio = testing.compare(result, expected, te.Tolerance(rtol=0.0, atol=1e-3)).ratio
+        assert ratio == pytest.approx(0.5 * scale / float(whole))
+    gone = torch.full((2, 2), float("nan"), dtype=torch.float64)
+    assert testing.compare(gone.float(), gone, by_row).ratio == 0
+    assert testing.compare(expected[0, 0], expected[0, 0], by_row).ratio == 0
+
+
 def test_integers_and_flags_must_be_equal() -> None:
     generous = te.Tolerance(rtol=1.0, atol=1.0)
     expected = torch.tensor([1, 0, 255], dtype=torch.float64)

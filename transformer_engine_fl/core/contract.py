@@ -46,11 +46,14 @@ class Tolerance:
     """How far a result may be from the float64 value.
 
     ``|result - expected| <= rtol * |expected| + atol * r`` where r is the root mean
-    square of the expected tensor, so that the bound scales with the values.
+    square of the expected tensor, so that the bound scales with the values. With ``by_row``
+    it is that of the element's last dimension where that is larger: for operators whose rows
+    differ in size, and whose rounding goes with the row's.
     """
 
     rtol: float
     atol: float
+    by_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,9 @@ class Contract(Generic[P, R]):
             dtypes: names; of the dispatch tensor and of the output, say.
         """
         met = [self.tolerance[dtype] for dtype in dtypes if dtype in self.tolerance]
-        return Tolerance(max(it.rtol for it in met), max(it.atol for it in met))
+        return Tolerance(
+            max(it.rtol for it in met), max(it.atol for it in met), any(it.by_row for it in met)
+        )
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The call's arguments by name, defaults filled in.

@@ -67,24 +67,34 @@ def compare(result: Tensor, expected: Tensor | Between, tolerance: Tolerance) ->
         return _exactly(result.detach(), expected.detach().to(result.device))
     got = result.detach().to(torch.float64).flatten()
     want = expected.detach().to(got).flatten()
-    finite = want.isfinite()
-    scale = want[finite].square().mean().sqrt().item() if bool(finite.any()) else 0.0
+    scale = _root_mean_square(want).item()
+    scales = want.new_tensor(scale)
+    if tolerance.by_row and expected.dim():
+        rows = _root_mean_square(want.view(-1, expected.shape[-1]))
+        scales = rows.clamp_min(scale).expand(-1, expected.shape[-1]).flatten()
     same = (got == want) | (got.isnan() & want.isnan())
     error = torch.where(same, 0.0, (got - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    allowed = tolerance.rtol * want.abs() + tolerance.atol * scale
+    allowed = tolerance.rtol * want.abs() + tolerance.atol * scales
     ratio = torch.where(same, 0.0, error / allowed.clamp_min(torch.finfo(torch.float64).tiny))
     # What is not finite now: NaN or infinity was expected, and is not there, or the reverse.
     ratio = ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)
     place = int(ratio.argmax())
-    small = tolerance.atol / tolerance.rtol * scale if tolerance.rtol else 0.0
+    small = tolerance.atol / tolerance.rtol * scales if tolerance.rtol else want.new_zeros(())
     return Worst(
         ratio=float(ratio[place]),
         relative=float(error.max()) / scale if scale else float(error.max()),
-        ulps=float((error / ulp(want.abs().clamp_min(small), result.dtype)).max()),
+        ulps=float((error / ulp(want.abs().maximum(small), result.dtype)).max()),
         index=place,
         got=float(got[place]),
         expected=float(want[place]),
     )
+
+
+def _root_mean_square(values: Tensor) -> Tensor:
+    """Of what is finite in each row, as a column; 0 where nothing is."""
+    finite = values.isfinite()
+    squares = torch.where(finite, values, 0.0).square().sum(-1, keepdim=True)
+    return (squares / finite.sum(-1, keepdim=True).clamp_min(1)).sqrt()
 
 
 def _exactly(result: Tensor, expected: Tensor) -> Worst:
