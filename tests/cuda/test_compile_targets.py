@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import re
@@ -18,7 +19,12 @@ from cuda_binaries import own_shared_bytes
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _compile
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
-from transformer_engine_fl.backends.vendor.cuda.normalization import ForwardKey, forward_source
+from transformer_engine_fl.backends.vendor.cuda.normalization import (
+    BackwardKey,
+    ForwardKey,
+    backward_sources,
+    forward_source,
+)
 
 # Multiprocessors, and shared memory of a block and of a multiprocessor.
 TARGETS = {
@@ -199,6 +205,34 @@ def test_a_sum_that_is_read_again_is_written_whole_and_first(
     assert read
     assert "STG.E.128.STRONG" in before
     assert not re.search(r"\bSTG\.E ", before)
+
+
+@pytest.mark.usefixtures("compiler", "cache")
+def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(
+    disassembler: Path, tmp_path: Path
+) -> None:
+    """A barrier of the cluster is a fence for all that was stored before it."""
+    file = tmp_path / "kernel.cubin"
+    same = (torch.bfloat16,) * 4
+    forward = ForwardKey(131_072, 8, *same, True, False)
+    added = ForwardKey(65_536, 8, *same, False, False, added=True)
+    backward = BackwardKey(65_536, 8, *same[:3], False, False)
+    sources = [forward_source(key, HOPPER)[0] for key in (forward, added)]
+    sources.append(backward_sources(backward, HOPPER)[0][0][0])
+    for source in sources:
+        defines = dict(source.defines)
+        assert defines["TOLD"], source
+        fences = {}
+        for told in (0, 1):
+            other = dataclasses.replace(source, defines=tuple({**defines, "TOLD": told}.items()))
+            file.write_bytes(_compile.cubin(other, "sm_90a"))
+            code = subprocess.check_output([disassembler, "--dump-sass", file], text=True)
+            start, there, rest = code.partition("UCGABAR_WAIT")  # until all blocks run
+            assert "MEMBAR" in start, source
+            assert there, source
+            fences[told] = rest.count("MEMBAR")
+        assert fences[0] > 0, source
+        assert fences[1] == 0, source
 
 
 def _all_of_16_bytes(source: _compile.Specialisation) -> tuple[int, int]:
