@@ -1,12 +1,24 @@
-"""What a compiled kernel of the CUDA C++ set says of itself, read without a device."""
+"""GPUs that need not be there: what they have, and what kernels compiled for them say."""
 
 from __future__ import annotations
 
 import struct
 
+from transformer_engine_fl.backends.vendor.cuda._launch import Limits
 from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK
 
-__all__ = ["own_shared_bytes"]
+__all__ = ["DEVICES", "own_shared_bytes"]
+
+# Multiprocessors, and shared memory of a block and of a multiprocessor.
+DEVICES = {
+    "sm_80": Limits(8, 0, 108, 166_912, 167_936),
+    "sm_86": Limits(8, 6, 84, 101_376, 102_400),
+    "sm_89": Limits(8, 9, 128, 101_376, 102_400),
+    "sm_90": Limits(9, 0, 132, 232_448, 233_472),
+    "sm_100": Limits(10, 0, 148, 232_448, 233_472),
+    "sm_120": Limits(12, 0, 170, 101_376, 102_400),
+}
+"""Of each generation one."""
 
 
 def own_shared_bytes(code: bytes) -> int:

@@ -8,13 +8,13 @@ import importlib.util
 import re
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from cuda_binaries import own_shared_bytes
+from cuda_binaries import DEVICES, own_shared_bytes
 
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _compile
@@ -26,12 +26,11 @@ from transformer_engine_fl.backends.vendor.cuda.normalization import (
     forward_source,
 )
 
-# Multiprocessors, and shared memory of a block and of a multiprocessor.
 TARGETS = {
-    "sm_80": Limits(8, 0, 108, 166_912, 167_936),
-    "sm_90a": Limits(9, 0, 132, 232_448, 233_472),
-    "sm_100a": Limits(10, 0, 148, 232_448, 233_472),
-    "sm_120a": Limits(12, 0, 170, 101_376, 102_400),
+    "sm_80": DEVICES["sm_80"],
+    "sm_90a": DEVICES["sm_90"],
+    "sm_100a": DEVICES["sm_100"],
+    "sm_120a": DEVICES["sm_120"],
 }
 HOPPER = TARGETS["sm_90a"]
 MOST_PARAMETER_BYTES = 4096
@@ -99,13 +98,23 @@ def test_every_family_of_kernels_says_which_shapes_are_benchmarked() -> None:
     assert set(BENCHMARKED) == set(FAMILIES)
 
 
+Dump = Callable[[_compile.Specialisation, str], str]
+
+
 @pytest.fixture
-def disassembler() -> Path:
+def dump(tmp_path: Path) -> Dump:
+    """Compiles a kernel for Hopper and gives what the disassembler says of it."""
     triton = pytest.importorskip("triton", reason="its wheel has the disassembler")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         pytest.skip("this triton has no cuobjdump")
-    return tool
+    file = tmp_path / "kernel.cubin"
+
+    def said(source: _compile.Specialisation, what: str) -> str:
+        file.write_bytes(_compile.cubin(source, "sm_90a"))
+        return subprocess.check_output([tool, f"--dump-{what}", file], text=True)
+
+    return said
 
 
 _PARAMETER = re.compile(r"Ordinal : (\S+)\s+Offset\s+: (\S+)\s+Size\s+: (\S+)")
@@ -113,18 +122,14 @@ _PARAMETER = re.compile(r"Ordinal : (\S+)\s+Offset\s+: (\S+)\s+Size\s+: (\S+)")
 
 @pytest.mark.usefixtures("compiler", "cache")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_launch_packs_what_the_kernel_takes(
-    family: str, disassembler: Path, tmp_path: Path
-) -> None:
+def test_a_launch_packs_what_the_kernel_takes(family: str, dump: Dump) -> None:
     """One of each kernel: the driver copies each parameter from its place, in its size."""
-    file = tmp_path / "kernel.cubin"
     kinds = {
         (source.source, source.kernel, geometry.arguments): source
         for source, geometry in _sources(family, HOPPER).items()
     }
     for (_, _, arguments), source in kinds.items():
-        file.write_bytes(_compile.cubin(source, "sm_90a"))
-        described = subprocess.check_output([disassembler, "--dump-elf", file], text=True)
+        described = dump(source, "elf")
         found = sorted(
             tuple(int(number, 16) for number in parameter)
             for parameter in _PARAMETER.findall(described)
@@ -144,27 +149,19 @@ def test_a_launch_packs_what_the_kernel_takes(
 
 @pytest.mark.usefixtures("compiler", "cache")
 @pytest.mark.parametrize("family", BENCHMARKED)
-def test_no_kernel_of_the_benchmarked_shapes_spills_registers(
-    family: str, disassembler: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "kernel.cubin"
+def test_no_kernel_of_the_benchmarked_shapes_spills_registers(family: str, dump: Dump) -> None:
     for source in dict.fromkeys(BENCHMARKED[family].sources(HOPPER)):
-        file.write_bytes(_compile.cubin(source, "sm_90a"))
-        usage = subprocess.check_output([disassembler, "--dump-resource-usage", file], text=True)
+        usage = dump(source, "resource-usage")
         assert re.search(r"STACK:0 .*LOCAL:0 ", usage), (source, usage)
 
 
 @pytest.mark.usefixtures("compiler", "cache")
 @pytest.mark.parametrize("family", BENCHMARKED)
-def test_data_of_the_benchmarked_shapes_moves_in_16_byte_accesses(
-    family: str, disassembler: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "kernel.cubin"
+def test_data_of_the_benchmarked_shapes_moves_in_16_byte_accesses(family: str, dump: Dump) -> None:
     for source in dict.fromkeys(BENCHMARKED[family].sources(HOPPER)):
         if source.source in ("row_maps", "sums"):  # few bytes
             continue
-        file.write_bytes(_compile.cubin(source, "sm_90a"))
-        code = subprocess.check_output([disassembler, "--dump-sass", file], text=True)
+        code = dump(source, "sass")
         copies = re.findall(r"\bLDGSTS\S*", code)
         assert all(copy.endswith(".128") for copy in copies), (source, copies)
         reads, writes = getattr(BENCHMARKED[family], "bits", _all_of_16_bytes)(source)
@@ -175,14 +172,12 @@ def test_data_of_the_benchmarked_shapes_moves_in_16_byte_accesses(
 @pytest.mark.usefixtures("compiler", "cache")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_kernel_before_writes_is_neither_read_nor_overwritten_early(
-    family: str, disassembler: Path, tmp_path: Path
+    family: str, dump: Dump
 ) -> None:
-    file = tmp_path / "kernel.cubin"
     for source, geometry in _sources(family, HOPPER).items():
         if not geometry.dependent:
             continue
-        file.write_bytes(_compile.cubin(source, "sm_90a"))
-        code = subprocess.check_output([disassembler, "--dump-sass", file], text=True)
+        code = dump(source, "sass")
         before, wait, _ = code.partition("ACQBULK")
         assert wait, source
         assert not re.search(r"\b(STG|ATOMG|RED)\b", before), source
@@ -192,15 +187,11 @@ def test_what_the_kernel_before_writes_is_neither_read_nor_overwritten_early(
 
 
 @pytest.mark.usefixtures("compiler", "cache")
-def test_a_sum_that_is_read_again_is_written_whole_and_first(
-    disassembler: Path, tmp_path: Path
-) -> None:
+def test_a_sum_that_is_read_again_is_written_whole_and_first(dump: Dump) -> None:
     key = ForwardKey(2**21, 8, *(torch.bfloat16,) * 4, False, False, added=True)
     source = forward_source(key, HOPPER)[0]
     assert source.kernel == "forward_wide"
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(_compile.cubin(source, "sm_90a"))
-    code = subprocess.check_output([disassembler, "--dump-sass", file], text=True)
+    code = dump(source, "sass")
     before, read, _ = code.partition("LDG.E.128.STRONG")
     assert read
     assert "STG.E.128.STRONG" in before
@@ -208,11 +199,8 @@ def test_a_sum_that_is_read_again_is_written_whole_and_first(
 
 
 @pytest.mark.usefixtures("compiler", "cache")
-def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(
-    disassembler: Path, tmp_path: Path
-) -> None:
+def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -> None:
     """A barrier of the cluster is a fence for all that was stored before it."""
-    file = tmp_path / "kernel.cubin"
     same = (torch.bfloat16,) * 4
     forward = ForwardKey(131_072, 8, *same, True, False)
     added = ForwardKey(65_536, 8, *same, False, False, added=True)
@@ -225,8 +213,7 @@ def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(
         fences = {}
         for told in (0, 1):
             other = dataclasses.replace(source, defines=tuple({**defines, "TOLD": told}.items()))
-            file.write_bytes(_compile.cubin(other, "sm_90a"))
-            code = subprocess.check_output([disassembler, "--dump-sass", file], text=True)
+            code = dump(other, "sass")
             start, there, rest = code.partition("UCGABAR_WAIT")  # until all blocks run
             assert "MEMBAR" in start, source
             assert there, source

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_binaries import own_shared_bytes
+from cuda_binaries import DEVICES, own_shared_bytes
 
 from transformer_engine_fl.backends.vendor.cuda import (
     _casting,
@@ -32,15 +32,6 @@ from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
 from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES
 from transformer_engine_fl.core.errors import NotSupportedError
 
-# Multiprocessors, and shared memory of a block and of a multiprocessor.
-DEVICES = {
-    "sm_80": Limits(8, 0, 108, 166_912, 167_936),
-    "sm_86": Limits(8, 6, 84, 101_376, 102_400),
-    "sm_89": Limits(8, 9, 128, 101_376, 102_400),
-    "sm_90": Limits(9, 0, 132, 232_448, 233_472),
-    "sm_100": Limits(10, 0, 148, 232_448, 233_472),
-    "sm_120": Limits(12, 0, 170, 101_376, 102_400),
-}
 COMPILED = ("sm_80", "sm_86", "sm_90", "sm_120")
 """Of those with as much shared memory one that has clusters and one that has none."""
 MOST_THREADS = 1024

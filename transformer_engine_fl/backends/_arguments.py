@@ -30,6 +30,7 @@ __all__ = [
     "check_integers",
     "check_numbers",
     "check_size",
+    "extent",
     "fresh",
     "is_vector",
     "keep",
@@ -114,6 +115,14 @@ class Written:
             self._memory.copy_(self.dense)
         elif not self._memory.is_inference():
             torch.autograd.graph.increment_version(self._memory)
+
+
+def extent(tensor: Tensor) -> int:
+    """How many elements lie from its first to its last, those between them included."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def address_of(op: str, tensor: Tensor) -> int:

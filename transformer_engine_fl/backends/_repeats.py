@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine_fl.backends import _allocation
-from transformer_engine_fl.backends._arguments import PLAIN
+from transformer_engine_fl.backends._arguments import PLAIN, extent
 from transformer_engine_fl.core.locks import ForkSafeLock
 from transformer_engine_fl.core.policy import get_environment
 
@@ -258,9 +258,7 @@ class _Writer:
 
     def _own(self, name: str, tensor: Tensor) -> None:
         start = tensor.data_ptr()
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum((size - 1) * stride for size, stride in steps)
-        self.owners.append((start, start + extent * tensor.element_size(), name, tensor))
+        self.owners.append((start, start + extent(tensor) * tensor.element_size(), name, tensor))
 
     def _argument(self, name: str, value: Any) -> None:
         kind = type(value)

@@ -7,6 +7,7 @@ ranks them (selection) and who calls them (manager) are elsewhere.
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -61,11 +62,15 @@ TRAITS: Final = frozenset({"deterministic", "batch_invariant", "graph_safe", "tr
 reference kind always is).
 """
 
-_DTYPE: Final = (
-    r"bool|bfloat16|float(16|32|64)|complex(32|64|128)|u?int([1-8]|16|32|64)|qu?int\w+"
-    r"|float[468]_\w+|bits\w+"
+# Every implementation is asked when it registers, and a set's are all alike: hence the caches.
+_is_dtype: Final = functools.cache(
+    re.compile(
+        r"bool|bfloat16|float(16|32|64)|complex(32|64|128)|u?int([1-8]|16|32|64)|qu?int\w+"
+        r"|float[468]_\w+|bits\w+"
+    ).fullmatch
 )
 """What torch calls its dtypes, with room for those to come; ``bf16`` and ``half`` are not names."""
+_is_device: Final = functools.cache(re.compile(r"[a-z][a-z0-9_]*").fullmatch)
 
 _USUAL_DTYPES: Final = {
     "bf16": "bfloat16",
@@ -193,7 +198,7 @@ class OpImpl:
     def _check_tensors(self) -> None:
         """Whether what it says of tensors can ever be said of one."""
         for name in sorted(self.supported_dtypes or ()):
-            if not re.fullmatch(_DTYPE, name):
+            if not _is_dtype(name):
                 meant = _USUAL_DTYPES.get(name.lower())
                 names = dict.fromkeys(_USUAL_DTYPES.values())
                 hint = f"; did you mean {meant!r}?" if meant else suggestion(name, names)
@@ -202,7 +207,7 @@ class OpImpl:
                     f"examples: {', '.join(names)}{hint}"
                 )
         for name in sorted(self.devices or ()):
-            if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            if not _is_device(name):
                 raise RegistrationError(
                     f"{self.label}: devices: {name!r} is not a device type, which is in small "
                     "letters and has no index; examples: cpu, cuda, npu"

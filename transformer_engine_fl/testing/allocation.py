@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["FENCE", "PATTERN", "Guarded", "extent"]
+from transformer_engine_fl.backends._arguments import extent
+
+__all__ = ["FENCE", "PATTERN", "Guarded"]
 
 FENCE: Final = 256
 """Bytes on either side; a multiple of every alignment that kernels ask for."""
@@ -63,13 +65,6 @@ class Guarded(TorchFunctionMode):
                 if wrong:
                     return f"{wrong} bytes were written {side} a buffer of {size} bytes"
         return None
-
-
-def extent(tensor: Tensor) -> int:
-    """How many elements lie from its first to its last, those between them included."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 _ALLOCATORS: Final = frozenset(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.backends._arguments import extent
 from transformer_engine_fl.core.contract import Between, Contract, Sample
-from transformer_engine_fl.testing.allocation import FENCE, PATTERN, extent
+from transformer_engine_fl.testing.allocation import FENCE, PATTERN
 
 __all__ = [
     "as_tuple",

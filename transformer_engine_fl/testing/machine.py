@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
+import os
 import platform
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformer_engine_fl
 from transformer_engine_fl.core.errors import ConfigurationError
@@ -13,7 +15,39 @@ from transformer_engine_fl.core.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_types", "devices", "torch_build", "usable_device", "versions"]
+__all__ = [
+    "Circumstances",
+    "circumstances",
+    "device_types",
+    "devices",
+    "threads_each",
+    "torch_build",
+    "usable_device",
+    "versions",
+]
+
+
+class Circumstances(NamedTuple):
+    """What a report says of how it was obtained: when, in UTC, with what, and on what."""
+
+    date: str
+    versions: dict[str, str | None]
+    devices: list[dict[str, Any]]
+
+
+def circumstances(packages: Iterable[str], places: Iterable[str]) -> Circumstances:
+    """Those of now: the versions of these packages, the devices of these names' types."""
+    kinds = {place.partition(":")[0] for place in places}
+    return Circumstances(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=versions(packages) | {"torch built for": torch_build()},
+        devices=[it for it in devices() if it["device"].partition(":")[0] in kinds],
+    )
+
+
+def threads_each(processes: int) -> int:
+    """How many threads a process has that shares the processor with others."""
+    return max(1, (os.cpu_count() or 1) // processes)
 
 
 def device_types() -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import importlib.metadata
 import multiprocessing
@@ -24,7 +23,7 @@ from transformer_engine_fl.testing.case import Case, cases, devices, dtypes_of
 from transformer_engine_fl.testing.outcome import ConformanceError
 from transformer_engine_fl.testing.scorecard import Failure, Row, Scorecard
 
-__all__ = ["reproduction", "verify"]
+__all__ = ["check_counts", "reproduction", "verify"]
 
 PACKAGES = ("torch", "triton")
 
@@ -76,8 +75,7 @@ def verify(
             ``manager`` or ``only``, or a number below 1.
         TeFlError: one of several processes was ended.
     """
-    if every < 1 or jobs < 1:
-        raise ConfigurationError(f"every and jobs are at least 1; given: {every} and {jobs}")
+    check_counts(every, jobs)
     if jobs > 1 and (manager is not None or only is not None):
         raise ConfigurationError(
             "jobs: only 1 with cases asked for by name or a manager of your own"
@@ -106,21 +104,30 @@ def verify(
         rows, failures = _run(found, manager, progress)
     whole = operators is None and only is None
     covered = {row.operator for row in rows}
-    kinds = {place.partition(":")[0] for place in places}
+    here = machine.circumstances(PACKAGES, places)
     return Scorecard(
         impl_id=impl_id,
         source=_source(impl_id, manager),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=here.date,
         seconds=time.perf_counter() - start,
         every=every,
-        versions=machine.versions(PACKAGES)
-        | {"torch built for": machine.torch_build()}
+        versions=here.versions
         | {name: os.environ[name] for name in DECIDING if name in os.environ},
-        devices=[it for it in machine.devices() if it["device"].partition(":")[0] in kinds],
+        devices=here.devices,
         rows=tuple(rows),
         failures=tuple(failures),
         missing=tuple(sorted(set(manager.registry.contracts) - covered)) if whole else None,
     )
+
+
+def check_counts(every: int, jobs: int) -> None:
+    """Refuse to run one case in fewer than one, or in no process.
+
+    Raises:
+        ConfigurationError: a number is below 1.
+    """
+    if every < 1 or jobs < 1:
+        raise ConfigurationError(f"every and jobs are at least 1; given: {every} and {jobs}")
 
 
 def _each(every: int, found: Iterable[Case]) -> Iterator[Case]:
@@ -181,7 +188,7 @@ def _shared(impl_id: str, parts: list[_Part], every: int, jobs: int, progress: P
 
 
 def _start(jobs: int) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    torch.set_num_threads(machine.threads_each(jobs))
 
 
 def _part(impl_id: str, part: _Part, every: int) -> Results:

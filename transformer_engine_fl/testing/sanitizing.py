@@ -9,8 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import datetime
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +19,7 @@ from typing import Any, Final
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError
 from transformer_engine_fl.testing import machine
 from transformer_engine_fl.testing.case import cases, dtypes_of
-from transformer_engine_fl.testing.running import PACKAGES, Progress, reproduction
+from transformer_engine_fl.testing.running import PACKAGES, Progress, check_counts, reproduction
 from transformer_engine_fl.testing.sanitizer import (
     PROGRAM,
     TOOLS,
@@ -189,8 +187,7 @@ def sanitize(
     """
     if tool not in TOOLS:
         raise ConfigurationError(f"compute-sanitizer: {tool!r} is none of {', '.join(TOOLS)}")
-    if every < 1 or jobs < 1:
-        raise ConfigurationError(f"every and jobs are at least 1; given: {every} and {jobs}")
+    check_counts(every, jobs)
     program = find()
     start = time.perf_counter()
     asked = None if operators is None else tuple(operators)
@@ -208,17 +205,16 @@ def sanitize(
         row = rows[operator, device, dtype]
         row.errors += kind == "error"
         row.warnings += kind == "warning"
-    kinds = {part.device.partition(":")[0] for part in parts}
+    here = machine.circumstances(PACKAGES, {part.device for part in parts})
     order = ("error", "failed", "warning")
     return Report(
         impl_id=impl_id,
         tool=tool,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=here.date,
         seconds=round(time.perf_counter() - start, 3),
         every=every,
-        versions=machine.versions(PACKAGES)
-        | {"torch built for": machine.torch_build(), PROGRAM: version(program)},
-        devices=[it for it in machine.devices() if it["device"].partition(":")[0] in kinds],
+        versions=here.versions | {PROGRAM: version(program)},
+        devices=here.devices,
         rows=tuple(rows.values()),
         findings=tuple(sorted(run.findings.values(), key=lambda it: order.index(it.kind))),
         unfinished=tuple(sorted(f"{it.operator}/{it.dtype}" for it in run.left)),
@@ -317,7 +313,7 @@ class _Running:
         with self._lock:
             if self.stopped:
                 return None
-            threads = max(1, (os.cpu_count() or 1) // self.jobs)
+            threads = machine.threads_each(self.jobs)
             self._processes.append(Process(self.program, self.tool, threads))
             return self._processes[-1]
 

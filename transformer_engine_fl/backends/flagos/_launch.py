@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import _allocation
 
 from transformer_engine_fl.backends import _repeats
+from transformer_engine_fl.backends._arguments import extent
 from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
@@ -499,9 +500,7 @@ def _bfloat16_in_float32(tensors: tuple[Tensor | None, ...]) -> Iterator[list[Te
     pairs = []
     for place, tensor in enumerate(tensors):
         if tensor is not None and tensor.dtype == torch.bfloat16 and tensor.numel():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            extent = 1 + sum((size - 1) * stride for size, stride in steps)
-            memory = tensor.detach().as_strided((extent,), (1,))
+            memory = tensor.detach().as_strided((extent(tensor),), (1,))
             stand_ins[place] = wide = memory.float()
             pairs.append((memory, wide, wide.clone()))
     yield stand_ins
