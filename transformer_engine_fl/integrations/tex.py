@@ -217,7 +217,8 @@ def _layernorm_fwd(op_name: str, function: Function, named: Named) -> Function:
     ) -> tuple[Tensor, Tensor, Tensor]:
         CATALOGUE[op_name].check(input, weight, bias, eps, zero_centered_gamma=zero_centered_gamma)
         x, gamma = _plain(op_name, input=input, weight=weight)
-        beta = None if bias is None else _plain(op_name, bias=bias)[0]
+        # The function's bias is optional; what it calls compares its shape with the weight's.
+        beta = torch.zeros_like(gamma) if bias is None else _plain(op_name, bias=bias)[0]
         _one_dtype(op_name, input=x, weight=gamma, bias=beta)
         with torch.no_grad(), _on(x):
             output, mu, rsigma = function(
@@ -253,31 +254,70 @@ def _layernorm_bwd(op_name: str, function: Function, named: Named) -> Function:
 # ------------------------------------------------------------------------------- softmax
 
 
-def _scores(op_name: str, scores: Tensor, dimensions: int, fewest: int) -> None:
-    """Decline the scores that the fused softmax does not take."""
+def _scores(op_name: str, scores: Tensor, *, by_eights: bool = True) -> None:
+    """Decline the scores that no form of the fused softmax takes."""
     keys = scores.shape[-1]
     wrong = None
-    if scores.ndim != dimensions:
-        wrong = f"{dimensions} dimensions are taken, not {scores.ndim}"
-    elif scores.dtype not in _HALVES:
+    if scores.dtype not in _HALVES:
         wrong = f"half precision is taken, not {scores.dtype}"
-    elif keys > _LONGEST or (dimensions == 4 and keys % 8):
+    elif keys > _LONGEST or (by_eights and keys % 8):
         wrong = f"at most {_LONGEST} keys are taken, by eights; there are {keys}"
-    elif scores.shape[-2] < fewest:
-        wrong = f"at least {fewest} queries are taken"
     if wrong is not None:
         raise NotSupportedError(f"{op_name}: {wrong}")
 
 
-def _softmax(dimensions: int, fewest: int) -> Callable[[str, Function, Named], Function]:
+def _block(keys: int) -> int:
+    """Rows that a block of the fused softmax takes.
+
+    Its kernels serve whole blocks: of what is over, a forward refuses the call and a backward
+    leaves the result unwritten (``common/fused_softmax``, where the grids are computed).
+    """
+    padded = 1 << (keys - 1).bit_length()
+    return 128 // min(padded, 32) * (2 if padded <= 128 else 1)
+
+
+def _rows_of_scores(op_name: str, scores: Tensor) -> Tensor:
+    """``[1, 1, rows, keys]``, if those are whole blocks."""
+    _scores(op_name, scores)
+    rows = scores.view(1, 1, -1, scores.shape[-1])
+    block = _block(rows.shape[3])
+    if rows.shape[2] % block:
+        raise NotSupportedError(
+            f"{op_name}: rows of {rows.shape[3]} keys are taken by {block}; there are "
+            f"{rows.shape[2]}"
+        )
+    return rows
+
+
+def _heads(op_name: str, scores: Tensor) -> Tensor:
+    """``[batches, heads, queries, keys]``, if they are that."""
+    _scores(op_name, scores)
+    if scores.ndim != 4:
+        raise NotSupportedError(f"{op_name}: 4 dimensions are taken, not {scores.ndim}")
+    return scores
+
+
+def _squares(op_name: str, scores: Tensor) -> Tensor:
+    """``[batches, queries, keys]``, with batches of zeros that make whole blocks of them."""
+    keys = scores.shape[-1]
+    _scores(op_name, scores, by_eights=keys > 64)  # shorter rows are read one by one
+    squares = scores.view(-1, keys, keys)
+    over = -len(squares) % _block(keys)
+    return torch.cat([squares, squares.new_zeros(over, keys, keys)]) if over else squares
+
+
+Taken = Callable[[str, Tensor], Tensor]
+"""Dense scores as a function takes them, or a decline."""
+
+
+def _softmax(taken: Taken) -> Callable[[str, Function, Named], Function]:
     def make(op_name: str, function: Function, named: Named) -> Function:
         def forward(input: Tensor, scale: float = 1.0) -> Tensor:
             CATALOGUE[op_name].check(input, scale)
             (input,) = _plain(op_name, input=input)
-            _scores(op_name, input, dimensions, fewest)
             with torch.no_grad(), _on(input):
-                output: Tensor = function(input, scale)
-            return output
+                output: Tensor = function(taken(op_name, input), scale)
+            return output.view(-1)[: input.numel()].view(input.shape)
 
         return forward
 
@@ -288,29 +328,32 @@ def _masked_softmax(op_name: str, function: Function, named: Named) -> Function:
     def forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
         CATALOGUE[op_name].check(input, mask, scale)
         input, mask = _plain(op_name, input=input, mask=mask)
-        _scores(op_name, input, 4, 2)
-        wanted = (input.shape[-2], input.shape[-1])
-        if mask.ndim != 4 or mask.shape[1] != 1 or tuple(mask.shape[2:]) != wanted:
-            raise NotSupportedError(f"{op_name}: a mask [b or 1, 1, sq, sk] is taken")
+        of_all_heads = mask.ndim == 4 and mask.shape[1:] == (1, *input.shape[2:])
+        if of_all_heads and input.shape[2] % _block(input.shape[3]) == 0:
+            scores = _heads(op_name, input)
+        else:  # a mask of its own for each row
+            scores = _rows_of_scores(op_name, input)
+            mask = mask.expand(input.shape).reshape(scores.shape)
+        hides = mask if mask.dtype == torch.bool else mask != 0
         with torch.no_grad(), _on(input):
-            output: Tensor = function(input, mask.to(torch.uint8), scale)
-        return output
+            output: Tensor = function(scores, hides.view(torch.uint8), scale)
+        return output.view(input.shape)
 
     return forward
 
 
-def _softmax_backward(dimensions: int) -> Callable[[str, Function, Named], Function]:
+def _softmax_backward(taken: Taken) -> Callable[[str, Function, Named], Function]:
     def make(op_name: str, function: Function, named: Named) -> Function:
         def backward(output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0) -> Tensor:
             CATALOGUE[op_name].check(output_grad, softmax_output, scale)
             given = {"output_grad": output_grad, "softmax_output": softmax_output}
             grad, output = _plain(op_name, **given)
-            _scores(op_name, output, dimensions, 1)
             _one_dtype(op_name, output_grad=grad, softmax_output=output)
             with torch.no_grad(), _on(output):
-                # The gradient is written over what the function is given.
-                result: Tensor = function(grad.clone(), output, scale)
-            return result
+                scores = taken(op_name, output)
+                # Some releases write the gradient over what the function is given.
+                result: Tensor = function(taken(op_name, grad.clone()), scores, scale)
+            return result.view(-1)[: output.numel()].view(output.shape)
 
         return backward
 
@@ -325,6 +368,7 @@ _ACTIVATIONS: Final = (
 )
 _NORM: Final = ("eps", "ln_out", "quantizer", "otype", "sm_margin", "zero_centered_gamma")
 _LAST: Final = ("sm_margin", "zero_centered_gamma")
+_SCORES: Final = ("input", "scale")
 _PAIR: Final = ("output_grad", "softmax_output", "scale")
 
 ADAPTERS: Final = {
@@ -335,13 +379,13 @@ ADAPTERS: Final = {
     "rmsnorm_bwd_add": Adapter(("dz", "x", "add", "rsigma", "gamma", *_LAST), _rmsnorm_bwd_add),
     "layernorm_fwd": Adapter(("input", "weight", "bias", *_NORM), _layernorm_fwd),
     "layernorm_bwd": Adapter(("dy", "x", "mu", "rsigma", "gamma", *_LAST), _layernorm_bwd),
-    "scaled_softmax_forward": Adapter(("input", "scale"), _softmax(4, 2)),
-    "scaled_softmax_backward": Adapter(_PAIR, _softmax_backward(4)),
+    "scaled_softmax_forward": Adapter(_SCORES, _softmax(_rows_of_scores)),
+    "scaled_softmax_backward": Adapter(_PAIR, _softmax_backward(_rows_of_scores)),
     "scaled_masked_softmax_forward": Adapter(("input", "mask", "scale"), _masked_softmax),
-    "scaled_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(4)),
-    "scaled_upper_triang_masked_softmax_forward": Adapter(("input", "scale"), _softmax(3, 1)),
-    "scaled_upper_triang_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(3)),
-    "scaled_aligned_causal_masked_softmax_forward": Adapter(("input", "scale"), _softmax(4, 1)),
-    "scaled_aligned_causal_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(4)),
+    "scaled_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(_rows_of_scores)),
+    "scaled_upper_triang_masked_softmax_forward": Adapter(_SCORES, _softmax(_squares)),
+    "scaled_upper_triang_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(_squares)),
+    "scaled_aligned_causal_masked_softmax_forward": Adapter(_SCORES, _softmax(_heads)),
+    "scaled_aligned_causal_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(_heads)),
 }
 """By the operator that is served."""

@@ -26,6 +26,9 @@ from transformer_engine_fl import (
 )
 from transformer_engine_fl.integrations.tex import ADAPTERS
 
+BLOCKS = ((1, 256), (2, 128), (4, 64), (8, 32), (16, 16), (128, 8), (16384, 4))
+"""Up to so many keys a block of the fused softmax takes so many rows."""
+
 Calls = list[tuple[str, tuple[Any, ...]]]
 
 
@@ -57,6 +60,7 @@ def stand_in(calls: Calls) -> ModuleType:
         return [output, None, rsigma]
 
     def layernorm_fwd(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+        assert bias is not None  # "Gamma and Beta must have the same shape."
         return norm_fwd("layernorm_fwd", input, (weight, bias), rest)
 
     def norm_bwd(name: str) -> Any:
@@ -85,11 +89,32 @@ def stand_in(calls: Calls) -> ModuleType:
         return backward
 
     def softmax(name: str) -> Any:
+        triangular, aligned = "upper_triang" in name, "aligned" in name
+
+        def check(scores: Tensor) -> None:
+            assert scores.dtype in (torch.float16, torch.bfloat16)
+            assert scores.ndim == (3 if triangular else 4)
+            keys = scores.shape[-1]
+            if keys > 64 or not triangular:
+                assert keys % 8 == 0
+            if not aligned:
+                counted = len(scores) if triangular else scores.shape[2]
+                block = next(rows for longest, rows in BLOCKS if keys <= longest)
+                if counted % block:
+                    raise RuntimeError("Unsupported shape.")
+
         def forward(input: Tensor, *rest: Any) -> Tensor:
-            assert input.dtype in (torch.float16, torch.bfloat16)
+            check(input)
+            if len(rest) == 2:
+                mask, scale = rest
+                assert mask.dtype == torch.uint8
+                assert mask.shape[0] in (1, input.shape[0])
+                assert mask.shape[1:] == (1, *input.shape[2:])
+                rest = (mask == 1, scale)  # another number hides nothing
             return exact(name, input, *rest).to(input.dtype)
 
         def backward(output_grad: Tensor, softmax_output: Tensor, scale: float) -> Tensor:
+            check(softmax_output)
             result = exact(name, output_grad, softmax_output, scale).to(softmax_output.dtype)
             return output_grad.copy_(result)  # over what it was given, as the kernels do
 
@@ -172,14 +197,40 @@ def test_values_are_the_contracts_or_the_call_is_declined(
 
 def test_the_typical_sample_of_each_operator_is_served(calls: Calls) -> None:
     for name in OPERATORS:
-        served = 0
-        for sample in ops.CATALOGUE[name].samples("bfloat16", "cpu"):
-            try:
-                getattr(operators, name)(*sample.args, **sample.kwargs)
-            except (NotSupportedError, TypeError):
-                continue
-            served += 1
-        assert served, name
+        typical = next(iter(ops.CATALOGUE[name].samples("bfloat16", "cpu")))
+        getattr(operators, name)(*typical.args, **typical.kwargs)
+
+
+def test_squares_are_made_whole_blocks_of_batches(calls: Calls) -> None:
+    scores = torch.randn(2, 3, 40, 40).half()
+    output = operators.scaled_upper_triang_masked_softmax_forward(scores)
+    assert output.shape == scores.shape
+    assert calls[-1][1][0].shape == (8, 40, 40)
+    operators.scaled_upper_triang_masked_softmax_backward(scores, output)
+    assert [it.shape for it in calls[-1][1][:2]] == [(8, 40, 40)] * 2
+
+
+def test_a_mask_of_all_heads_is_passed_as_it_is(calls: Calls) -> None:
+    scores, mask = torch.randn(2, 3, 16, 16).half(), torch.rand(2, 1, 16, 16) < 0.3
+    operators.scaled_masked_softmax_forward(scores, mask)
+    given = calls[-1][1]
+    assert (given[0].shape, given[1].shape) == (scores.shape, mask.shape)
+    operators.scaled_masked_softmax_forward(scores, mask.expand(scores.shape).clone())
+    assert [it.shape for it in calls[-1][1][:2]] == [(1, 1, 96, 16)] * 2
+
+
+def test_what_is_wrong_on_a_device_is_not_registered() -> None:
+    registry = OpRegistry()
+    te_fl_transformer_engine.register(registry)
+    dtypes = {
+        name: registry.get_implementation(name, IMPL_ID).supported_dtypes
+        for name in ("dgelu", "dglu", "gelu")
+    }
+    assert dtypes == {
+        "dgelu": {"float16"},
+        "dglu": {"bfloat16", "float16"},
+        "gelu": {"float32", "bfloat16", "float16"},
+    }
 
 
 def test_a_norm_is_called_by_rows_with_the_modules_own_dtype(calls: Calls) -> None:
@@ -201,12 +252,22 @@ def test_a_norm_is_called_by_rows_with_the_modules_own_dtype(calls: Calls) -> No
         ("rmsnorm_fwd", (torch.ones(2, 8).bfloat16(), torch.ones(8)), "weight is torch.float32"),
         ("scaled_softmax_forward", (torch.ones(1, 1, 2, 8),), "half precision is taken"),
         ("scaled_softmax_forward", (torch.ones(1, 1, 2, 9).half(),), "by eights"),
-        ("scaled_softmax_forward", (torch.ones(2, 8).half(),), "4 dimensions are taken"),
-        ("scaled_softmax_forward", (torch.ones(1, 1, 1, 8).half(),), "at least 2 queries"),
+        ("scaled_softmax_forward", (torch.ones(2, 15, 8).half(),), "taken by 32; there are 30"),
+        ("scaled_softmax_backward", (torch.ones(2, 7, 64).half(),) * 2, "by 8; there are 14"),
         (
             "scaled_masked_softmax_forward",
-            (torch.ones(1, 2, 2, 8).half(), torch.zeros(1, 2, 2, 8).bool()),
-            "a mask",
+            (torch.ones(3, 301, 304).half(), torch.zeros(301, 304).bool()),
+            "by 4; there are 903",
+        ),
+        (
+            "scaled_upper_triang_masked_softmax_forward",
+            (torch.ones(4, 65, 65).half(),),
+            "by eights; there are 65",
+        ),
+        (
+            "scaled_aligned_causal_masked_softmax_forward",
+            (torch.ones(4, 64, 64).half(),),
+            "4 dimensions are taken",
         ),
     ],
 )
