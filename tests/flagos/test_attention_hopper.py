@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from flagos.test_attention import check_both
+from flagos.test_attention import check, check_both
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos import attention as flagos
+from transformer_engine_fl.ops import attention as contracts
+from transformer_engine_fl.testing import compare
 
 hopper = pytest.importorskip("transformer_engine_fl.backends.flagos._attention_hopper")
 CAUSAL = {"attn_mask_type": "causal"}
@@ -148,7 +150,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])
-@pytest.mark.parametrize("lengths", [(128, 128), (300, 417), (417, 130), (7, 1000), (64, 1)])
+@pytest.mark.parametrize("lengths", [(128, 128), (300, 417), (417, 130), (7, 1000), (64, 2)])
 @pytest.mark.parametrize("width", [64, 128])
 def test_values_on_hopper(
     width: int, lengths: tuple[int, int], mask: str, on_hopper: list[str]
@@ -160,6 +162,21 @@ def test_values_on_hopper(
         )
         check_both(q, k, v, attn_mask_type=mask, qkv_format=qkv_format)
     assert on_hopper == ["forward", "backward"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_single_key_has_all_the_weight_on_hopper(width: int, on_hopper: list[str]) -> None:
+    q, k, v = tokens(sq=64, skv=1, width=width, device="cuda")
+    out, lse = check("fused_attn_fwd", q, k, v)
+    assert out is not None
+    grad = torch.randn_like(out)
+    dq, dk, dv, *_ = flagos.fused_attn_bwd(grad, q, k, v, out, lse)
+    # Whatever the scores are: of their gradients is left what does not cancel in float32.
+    assert max(dq.abs().max(), dk.abs().max()) < 1e-4
+    expected = contracts.fused_attn_bwd.oracle(grad, q, k, v, out, lse)[2]
+    assert compare(dv, expected, contracts.fused_attn_bwd.tolerance["bfloat16"]).ratio <= 1
+    assert on_hopper == ["forward", "backward"]
 
 
 @pytest.mark.gpu

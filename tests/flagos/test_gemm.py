@@ -364,10 +364,11 @@ def hopper_and_portable(
         tiles = {
             kind: tuple(it for it in given[kind] if it.specialize == specialize) for kind in given
         }
-        monkeypatch.setattr(flagos, "_TILES", tiles)
-        monkeypatch.setattr(flagos, "_PLANS", {})
         copies, options = clone(args), clone(kwargs)
-        found = getattr(flagos, op)(*copies, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(flagos, "_TILES", tiles)
+            patch.setattr(flagos, "_PLANS", {})
+            found = getattr(flagos, op)(*copies, **options)
         return [it for it in (*found, *tensors(options.get("accumulate_into"))) if it is not None]
 
     check(op, *args, **kwargs)
