@@ -282,7 +282,7 @@ def test_gamma_and_beta_of_longer_rows_are_not_in_shared_memory(
 
 @pytest.mark.parametrize(
     ("columns", "gamma", "dbeta"),
-    [(4096, 0, 0), (8192, 1, 0), (16384, 0, 0), (32768, 0, 0), (65536, 1, 1), (131072, 1, 1)],
+    [(8192, 1, 0), (16384, 0, 0), (32768, 0, 0), (131072, 1, 1)],
 )
 def test_where_a_backward_keeps_gamma_and_dbeta(columns: int, gamma: int, dbeta: int) -> None:
     low = torch.bfloat16
@@ -290,6 +290,131 @@ def test_where_a_backward_keeps_gamma_and_dbeta(columns: int, gamma: int, dbeta:
     ((source, _),) = normalization.backward_sources(key, HOPPER)[0]
     defines = dict(source.defines)
     assert (defines["HOLD_GAMMA"], defines["SHARED_DBETA"]) == (gamma, dbeta)
+
+
+def backward_kernel(
+    columns: int,
+    centred: bool,
+    *,
+    added: bool = False,
+    other: torch.dtype = torch.bfloat16,
+    limits: _launch.Limits = HOPPER,
+) -> tuple[str, dict[str, Any]]:
+    """The first kernel of a backward of bfloat16 rows and its macros."""
+    low = torch.bfloat16
+    add = other if added else None
+    key = normalization.BackwardKey(columns, 8, low, other, low, centred, False, add)
+    source = normalization.backward_sources(key, limits)[0][0][0]
+    return source.kernel, dict(source.defines)
+
+
+@pytest.mark.parametrize(
+    ("columns", "centred", "turn"),
+    [
+        (2048, False, None),
+        (2056, False, 1),
+        (8192, False, 1),
+        (8200, False, None),
+        (768, True, None),
+        (776, True, 4),
+        (1024, True, 4),
+        (1032, True, None),
+        (4096, True, 2),
+        (4104, True, None),
+        (32768, True, None),
+        (65536, True, 1),
+        (65544, True, None),
+    ],
+)
+def test_which_rows_a_backward_keeps_in_registers(
+    columns: int, centred: bool, turn: int | None
+) -> None:
+    kernel, defines = backward_kernel(columns, centred)
+    assert (kernel == "backward_registers") == (turn is not None)
+    assert defines.get("TURN") == turn
+    if turn is not None:
+        held = defines["VECS"] * defines["VEC"] * defines["LANES"] * defines["CLUSTER"]
+        assert held >= columns
+        assert defines["LANES"] * defines["BLOCKS"] == 512  # 128 registers for each thread
+        assert defines["TOLD"] == (defines["CLUSTER"] > 1)
+        assert backward_kernel(columns, centred, other=torch.float32)[0] == "backward"
+        assert backward_kernel(columns, centred, limits=ADA)[0] != "backward_registers"
+
+
+@pytest.mark.parametrize(
+    ("columns", "late", "stages", "told"),
+    [(32768, 0, 2, 0), (65536, 1, 3, 0), (131072, 1, 3, 1), (262144, 0, 2, 0)],
+)
+def test_what_a_backward_adds_to_wide_rows_leaves_room_for_a_third(
+    columns: int, late: int, stages: int, told: int
+) -> None:
+    _, defines = backward_kernel(columns, False, added=True)
+    assert (defines["LATE_ADD"], defines["STAGES"], defines["TOLD"]) == (late, stages, told)
+    assert defines["OVERLAP"] == (stages > 2)
+
+
+@pytest.mark.parametrize(
+    ("backward", "centred", "told"),
+    [
+        (False, False, {65536, 131072, 262144}),
+        (False, True, {65536, 131072}),
+        (True, False, {131072, 262144}),
+        (True, True, {32768, 65536}),
+    ],
+)
+def test_which_clusters_exchange_without_a_barrier(
+    backward: bool, centred: bool, told: set[int]
+) -> None:
+    low = torch.bfloat16
+    found = set()
+    for columns in (32768, 65536, 131072, 262144):
+        if backward:
+            defines = backward_kernel(columns, centred)[1]
+        else:
+            key = normalization.ForwardKey(columns, 8, low, low, low, low, centred, False)
+            defines = dict(normalization.forward_source(key, HOPPER)[0].defines)
+        if defines.get("TOLD"):
+            found.add(columns)
+    assert found == told
+
+
+@pytest.mark.parametrize(
+    ("centred", "added", "team"),
+    [(False, False, (1024, 1)), (False, True, (256, 4)), (True, False, (512, 4))],
+)
+def test_only_a_root_mean_square_alone_gives_a_block_32768_columns(
+    centred: bool, added: bool, team: tuple[int, int]
+) -> None:
+    low = torch.bfloat16
+    key = normalization.ForwardKey(32768, 8, low, low, low, low, centred, False, added)
+    tile = key.tile(HOPPER)
+    assert tile is not None
+    assert (tile.lanes, tile.cluster) == team
+
+
+class Unloaded:
+    """In place of a kernel, on a device without room for clusters of 16 blocks."""
+
+    def __init__(self, source: object, geometry: _launch.Geometry, device: int) -> None:
+        self.cluster = geometry.cluster
+
+    def resident_groups(self) -> int:
+        return 0 if self.cluster > 8 else 4
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_where_16_blocks_form_no_cluster_others_serve(
+    added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = torch.bfloat16
+    monkeypatch.setattr(_launch, "load", Unloaded)
+    monkeypatch.setattr(_launch, "limits", lambda device: HOPPER)
+    key = normalization.ForwardKey(262144, 8, low, low, low, low, False, False, added)
+    assert normalization.forward_source(key, HOPPER)[3] == (16 if added else 8)
+    assert normalization.Forward(key, 0).cluster == 8
+    back = normalization.BackwardKey(262144, 8, low, low, low, False, False, low if added else None)
+    kernels = normalization.Backward(back, 0)._kernels
+    assert {kernel.cluster for kernel in kernels} == {1}  # rows are read again
 
 
 def test_a_backward_without_large_clusters_has_another_kernel() -> None:
@@ -314,11 +439,24 @@ def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_groups")
-@pytest.mark.parametrize("columns", [4104, 8192, 12008, 20008, 33000])
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("columns", [1000, 4000, 4104, 8192, 12008, 20008, 33000])
+@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_bwd_add"])
 def test_groups_with_several_rows(op: str, columns: int, device: str) -> None:
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(7, columns, generator=generator).to(torch.bfloat16).to(device)
+    args = call_for(op, x)
+    assert_close(op, serve(op)(*args), getattr(ops, op).oracle(*args), "bfloat16")
+
+
+@pytest.mark.usefixtures("few_groups")
+@pytest.mark.parametrize(
+    ("op", "columns"), [("rmsnorm_fwd_add", 131_080), ("rmsnorm_bwd_add", 66_000)]
+)
+def test_groups_with_several_wide_rows_and_something_to_add(
+    op: str, columns: int, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(5, columns, generator=generator).to(torch.bfloat16).to(device)
     args = call_for(op, x)
     assert_close(op, serve(op)(*args), getattr(ops, op).oracle(*args), "bfloat16")
 
@@ -383,11 +521,13 @@ def call_for(op: str, x: Tensor, seed: int = 0) -> tuple[Any, ...]:
     mu = wide.mean(-1)
     if op == "rmsnorm_fwd":
         return x, gamma
+    if op == "rmsnorm_fwd_add":
+        return x, dy, gamma
     if op == "layernorm_fwd":
         return x, gamma, beta
-    if op == "rmsnorm_bwd":
-        rsigma = (wide.square().mean(-1) + 1e-5).rsqrt()
-        return dy, x, rsigma.to(kind).flatten(), gamma
+    if op.startswith("rmsnorm_bwd"):
+        rsigma = (wide.square().mean(-1) + 1e-5).rsqrt().to(kind).flatten()
+        return (dy, x, normal(*x.shape), rsigma, gamma) if "add" in op else (dy, x, rsigma, gamma)
     rsigma = ((wide - mu.unsqueeze(-1)).square().mean(-1) + 1e-5).rsqrt()
     return dy, x, mu.to(kind).flatten(), rsigma.to(kind).flatten(), gamma
 

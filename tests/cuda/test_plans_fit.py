@@ -35,7 +35,7 @@ from transformer_engine_fl.core.errors import NotSupportedError
 COMPILED = ("sm_80", "sm_86", "sm_90", "sm_120")
 """Of those with as much shared memory one that has clusters and one that has none."""
 MOST_THREADS = 1024
-LARGE_CLUSTERS = {("normalization", "backward")}
+LARGE_CLUSTERS = {("normalization", "backward"), ("normalization", "forward_stream")}
 """Which try again with 8 blocks where a device has no room for 16."""
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (LOW, FULL, DOUBLE)
@@ -72,7 +72,8 @@ def normalizations(device: Limits) -> Iterator[Plan]:
                 width = cast.recipe.width
                 if columns % 16 or (tile and width // tile.vec > 32 and tile.lanes >= 32):
                     continue  # cast by the kernels of casts
-            yield normalization.forward_source(key, device)[:2]
+            for blocks in (16, 8) if added and cast is None else (16,):
+                yield normalization.forward_source(key, device, blocks)[:2]
         for dy, gamma, add in (
             (LOW, LOW, None),
             (x, x, x),
@@ -145,6 +146,9 @@ def declared(source: Specialisation) -> int:
         return exchange(values) * (1 + macros["AMAX"]) + told
     if kernel == ("normalization", "backward"):
         return exchange(1 + macros["CENTRED"]) + (COUNTER_BYTES if macros["TOLD"] else 0)
+    if kernel == ("normalization", "backward_registers"):
+        told = COUNTER_BYTES if macros["TOLD"] else 0
+        return exchange(macros["TURN"] * (1 + macros["CENTRED"])) + told
     if kernel == ("softmax", "forward"):
         return exchange(2) + (COUNTER_BYTES if macros["CLUSTER"] > 1 else 0)
     if kernel == ("softmax", "backward"):
@@ -186,8 +190,8 @@ def test_every_plan_is_within_the_limits_of_its_device(name: str) -> None:
         ("router", "choose"),
         ("casting", "cast_tiles"),
     }
-    stream = {("normalization", "forward_stream")} if device.has_clusters else set()
-    assert kernels == dynamic | stream
+    persistent = {("normalization", "forward_stream"), ("normalization", "backward_registers")}
+    assert kernels == (dynamic | persistent if device.has_clusters else dynamic)
 
 
 @pytest.mark.usefixtures("compiler", "cache")

@@ -22,7 +22,7 @@ def _shape(columns: int) -> tuple[int, int]:
 
     Few columns leave few blocks, so those are large; many columns take wider loads.
     """
-    return (4, 256) if columns % 4 == 0 and columns >= 8192 else (1, 1024)
+    return (4, 256) if columns % 4 == 0 and columns > 8192 else (1, 1024)
 
 
 def sum_source(

@@ -20,17 +20,21 @@
 //   CLUSTER              blocks that share a row
 //   FULL                 1 if the row fills all of those vectors
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
-//   STAGES               rows under way from global to shared memory (backward, forward_stream)
+//   STAGES               rows, or turns, under way from global to shared memory (backward,
+//                        backward_registers, forward_stream)
 //   TOLD                 1 to exchange sums without a barrier of the cluster (the same)
+//   TURN                 rows that a block takes at a time (backward_registers)
+//   LATE_ADD             1 to read what is added to registers when it is needed (backward)
 //   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
 //   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory (backward)
 //   SHARED_DBETA         1 to keep dbeta in shared memory, not in registers (backward)
 //   BLOCKS               blocks that must fit on a multiprocessor; bounds the registers
 //
 // `forward`, `forward_stream` and `backward` keep a row in shared memory, so that it is read
-// once. Rows that do not fit are served by `forward_wide`, and by `backward_rows` with
-// `backward_columns`, which read them again from the L2 cache. The partial gradients of gamma
-// and beta that `backward` and `backward_columns` leave are added up by sums.cu.
+// once; in `backward_registers` only the rows to come are there. Rows that do not fit are
+// served by `forward_wide`, and by `backward_rows` with `backward_columns`, which read them
+// again from the L2 cache. The partial gradients of gamma and beta that backwards leave are
+// added up by sums.cu.
 //
 // `share` is 1 / columns: a division in the kernel would cost a call and registers.
 //
@@ -49,7 +53,8 @@ namespace {
 
 using A = Accumulator<TX>::type;
 
-#if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_backward)
+#if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_backward) || \
+    defined(KERNEL_backward_registers)
 
 using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
 template <typename T>
@@ -177,7 +182,7 @@ __device__ __forceinline__ void normalize(const Vec<TX, VEC>& row, A mean, A sca
 
 #endif
 
-#if defined(KERNEL_backward) || defined(KERNEL_backward_rows)
+#if defined(KERNEL_backward) || defined(KERNEL_backward_rows) || defined(KERNEL_backward_registers)
 
 constexpr int kSums = CENTRED ? 2 : 1;
 
@@ -185,12 +190,12 @@ constexpr int kSums = CENTRED ? 2 : 1;
 struct Terms {
   A dy[VEC], xhat[VEC], u[VEC];
 
+  Terms() = default;
   __device__ __forceinline__ Terms(const Vec<TX, VEC>& row, const Vec<TDY, VEC>& gradient,
-                                   A mean, A scale, const Vec<TW, VEC>& gamma) {
-    A x[VEC], g[VEC];
+                                   A mean, A scale, const A (&g)[VEC]) {
+    A x[VEC];
     decode(row, x);
     decode(gradient, dy);
-    decode_gamma(gamma, g);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
       xhat[i] = (x[i] - mean) * scale;
@@ -584,6 +589,42 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #endif  // KERNEL_forward_wide
 
+#if defined(KERNEL_backward) || defined(KERNEL_backward_registers)
+
+// A row in shared memory: x, the gradient of its output and, if WithAdded, what is added to
+// the gradient of x.
+template <bool WithAdded>
+struct Operands {
+  static constexpr int kGradientAt = Slots<TX>::kBytes;
+  static constexpr int kAddedAt = kGradientAt + Slots<TDY>::kBytes;
+  static constexpr int kBytes = kAddedAt + (WithAdded ? Slots<TADD>::kBytes : 0);
+
+  static __device__ __forceinline__ void ask(unsigned char* slots, const TX* x, const TDY* dy,
+                                             const TADD* add, bool valid_row, int rank,
+                                             int columns) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      const bool valid = valid_row && Row::in_row(column, columns);
+      Slots<TX>::fill<true>(slots, v, x + column, valid);
+      Slots<TDY>::fill<true>(slots + kGradientAt, v, dy + column, valid);
+      if constexpr (WithAdded) Slots<TADD>::fill<true>(slots + kAddedAt, v, add + column, valid);
+    }
+  }
+};
+
+// A thread's sums of its columns, to the place of its group.
+__device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target, int rank,
+                                           int columns) {
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    if (Row::in_row(column, columns)) store(target + column, encode<A>(sums[v]));
+  }
+}
+
+#endif
+
 #ifdef KERNEL_backward
 
 // A persistent grid: each group of blocks takes every so-many-th row, keeps the
@@ -594,8 +635,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
              const A* __restrict__ mu, const A* __restrict__ rsigma, const TW* __restrict__ gamma,
              TX* __restrict__ dx, A* __restrict__ partial, long long rows, long long dy_stride,
              long long x_stride, long long add_stride, int columns, A share) {
-  constexpr int kAddedAt = Slots<TX>::kBytes + Slots<TDY>::kBytes;
-  constexpr int kStageBytes = kAddedAt + (ADDED ? Slots<TADD>::kBytes : 0);
+  using Kept = Operands<ADDED && !LATE_ADD>;
+  constexpr int kStageBytes = Kept::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
 
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -605,16 +646,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   RowReduction<LANES, CLUSTER, kSums, A, TOLD> over_row;
 
   auto ask = [&](long long row, unsigned char* slots) {
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const int column = Row::first_column(v, rank);
-      const bool valid = row < rows && Row::in_row(column, columns);
-      Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
-      Slots<TDY>::fill<true>(slots + Slots<TX>::kBytes, v, dy + row * dy_stride + column, valid);
-      if constexpr (ADDED) {
-        Slots<TADD>::fill<true>(slots + kAddedAt, v, add + row * add_stride + column, valid);
-      }
-    }
+    Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
+              rank, columns);
     commit_copies();
   };
 
@@ -655,8 +688,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // A vector of the row in these slots. It is read from there once for the sums and again
   // for dx: with the sums of dgamma and dbeta it would not fit into the registers.
   auto terms = [&](unsigned char* slots, int v, A scale, A mean) {
-    return Terms(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Slots<TX>::kBytes, v), mean,
-                 scale, HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(own_gamma, v));
+    A g[VEC];
+    decode_gamma(HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(own_gamma, v), g);
+    return Terms(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Kept::kGradientAt, v), mean,
+                 scale, g);
   };
   A sums[kSums];
   auto begin = [&](unsigned char* slots, A scale, A mean) {
@@ -702,6 +737,18 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       begin(slots, scale, mean);
       ask_statistics(row + step);
     }
+    // Under way while the next row is added up; in shared memory it would take the place of
+    // one of the rows that are to come.
+    Vec<TADD, VEC> late[VECS];
+    if constexpr (ADDED && LATE_ADD) {
+#pragma unroll
+      for (int v = 0; v < VECS; ++v) {
+        const int column = Row::first_column(v, rank);
+        late[v] = zeros<TADD, VEC>();
+        if (!Row::in_rows(row, rows) || !Row::in_row(column, columns)) continue;
+        late[v] = load<ACCESS, VEC>(add + row * add_stride + column);
+      }
+    }
     over_row.template end<Sum>(sums);
     const A product = sums[0] * share;
     const A value = CENTRED ? sums[kSums - 1] * share : A(0);
@@ -719,7 +766,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       const int column = Row::first_column(v, rank);
       if (!Row::in_rows(row, rows) || !Row::in_row(column, columns)) continue;
       Vec<TADD, VEC> added = zeros<TADD, VEC>();
-      if constexpr (ADDED) added = Slots<TADD>::read(slots + kAddedAt, v);
+      if constexpr (ADDED && LATE_ADD) added = late[v];
+      else if constexpr (ADDED) added = Slots<TADD>::read(slots + Kept::kAddedAt, v);
       store(dx + row * columns + column,
             terms(slots, v, own_scale, own_mean).dx(own_scale, product, value, added));
     }
@@ -731,11 +779,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   auto write = [&](const A(&sums)[VECS][VEC], int which) {
     A* target = partial + (static_cast<long long>(which) * groups + group) * columns;
     if constexpr (ROWS == 1) {
-#pragma unroll
-      for (int v = 0; v < VECS; ++v) {
-        const int column = Row::first_column(v, rank);
-        if (Row::in_row(column, columns)) store(target + column, encode<A>(sums[v]));
-      }
+      write_sums(sums, target, rank, columns);
     } else {
       // Each of the ROWS teams has sums for the same columns; the ring is free by now,
       // and one stage of it is never smaller than these sums.
@@ -770,6 +814,125 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #endif  // KERNEL_backward
 
+#ifdef KERNEL_backward_registers
+
+// As `backward`, but what the gradient of a row is made of stays in registers until it is
+// written, so that the row's place in shared memory is free before the threads of the row wait
+// for each other. Blocks are few and threads have many registers. Of short rows a block takes
+// TURN at a time, behind one barrier.
+extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
+    backward_registers(const TDY* __restrict__ dy, const TX* __restrict__ x,
+                       const TADD* __restrict__ add, const A* __restrict__ mu,
+                       const A* __restrict__ rsigma, const TW* __restrict__ gamma,
+                       TX* __restrict__ dx, A* __restrict__ partial, long long rows,
+                       long long dy_stride, long long x_stride, long long add_stride,
+                       int columns, A share) {
+  static_assert(ROWS == 1, "a block has one row, or part of it, at a time");
+  using Kept = Operands<ADDED>;
+  constexpr int kStageBytes = TURN * Kept::kBytes;
+  extern __shared__ __align__(16) unsigned char ring[];
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int group = blockIdx.x / CLUSTER;
+  const int groups = gridDim.x / CLUSTER;
+  const long long step = static_cast<long long>(groups) * TURN;
+  const long long first_base = static_cast<long long>(group) * TURN;
+  RowReduction<LANES, CLUSTER, TURN * kSums, A, TOLD> over_rows;
+
+  auto ask = [&](long long base, unsigned char* slots) {
+#pragma unroll
+    for (int t = 0; t < TURN; ++t) {
+      const long long row = base + t;
+      Kept::ask(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
+                add + row * add_stride, row < rows, rank, columns);
+    }
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage) {
+    ask(first_base + stage * step, ring + stage * kStageBytes);
+  }
+
+  A own_gamma[VECS][VEC];
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    Vec<TW, VEC> stored = zeros<TW, VEC>();
+    if (Row::in_row(column, columns)) stored = load<ACCESS, VEC>(gamma + column);
+    decode_gamma(stored, own_gamma[v]);
+  }
+  A dgamma[VECS][VEC] = {};
+  A dbeta[VECS][VEC] = {};
+  A next_scale[TURN], next_mean[TURN];
+  auto ask_statistics = [&](long long base) {
+#pragma unroll
+    for (int t = 0; t < TURN; ++t) {
+      next_scale[t] = base + t < rows ? rsigma[base + t] : A(0);
+      next_mean[t] = CENTRED && base + t < rows ? mu[base + t] : A(0);
+    }
+  };
+  ask_statistics(first_base);
+
+  int stage = 0;
+#pragma unroll 1
+  for (long long base = first_base; base < rows; base += step) {
+    unsigned char* slots = ring + stage * kStageBytes;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    Terms parts[TURN][VECS];
+    Vec<TADD, VEC> added[TURN][VECS];
+    A scale[TURN];
+    A sums[TURN * kSums] = {};
+    wait_copies<STAGES - 1>();
+#pragma unroll
+    for (int t = 0; t < TURN; ++t) {
+      unsigned char* own = slots + t * Kept::kBytes;
+      scale[t] = next_scale[t];
+      A found[kSums] = {};
+#pragma unroll
+      for (int v = 0; v < VECS; ++v) {
+        const Terms part(Slots<TX>::read(own, v), Slots<TDY>::read(own + Kept::kGradientAt, v),
+                         next_mean[t], scale[t], own_gamma[v]);
+        added[t][v] = zeros<TADD, VEC>();
+        if constexpr (ADDED) added[t][v] = Slots<TADD>::read(own + Kept::kAddedAt, v);
+        parts[t][v] = part;
+        part.add_to(found);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          dgamma[v][i] += part.dy[i] * part.xhat[i];
+          if constexpr (CENTRED) dbeta[v][i] += part.dy[i];
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) sums[t * kSums + k] = found[k];
+    }
+    over_rows.begin<Sum>(sums);
+    ask_statistics(base + step);
+    ask(base + STAGES * step, slots);
+    over_rows.end<Sum>(sums);
+#pragma unroll
+    for (int t = 0; t < TURN; ++t) {
+      const A product = sums[t * kSums] * share;
+      const A value = CENTRED ? sums[t * kSums + kSums - 1] * share : A(0);
+#pragma unroll
+      for (int v = 0; v < VECS; ++v) {
+        const int column = Row::first_column(v, rank);
+        if ((TURN > 1 && base + t >= rows) || !Row::in_row(column, columns)) continue;
+        store(dx + (base + t) * columns + column,
+              parts[t][v].dx(scale[t], product, value, added[t][v]));
+      }
+    }
+  }
+
+  release_dependents();
+  wait_copies<0>();
+  A* target = partial + static_cast<long long>(group) * columns;
+  write_sums(dgamma, target, rank, columns);
+  if constexpr (CENTRED) {
+    write_sums(dbeta, target + static_cast<long long>(groups) * columns, rank, columns);
+  }
+}
+
+#endif  // KERNEL_backward_registers
+
 #ifdef KERNEL_backward_rows
 
 // dx of rows of any width, one block per row.
@@ -785,9 +948,10 @@ extern "C" __global__ void __launch_bounds__(LANES)
     const A scale = rsigma[row];
     const A mean = CENTRED ? mu[row] : A(0);
     auto terms = [&](int column) {
+      A g[VEC];
+      decode_gamma(load<ACCESS, VEC>(gamma + column), g);
       return Terms(load<ACCESS, VEC>(x + row * x_stride + column),
-                   load<ACCESS, VEC>(dy + row * dy_stride + column), mean, scale,
-                   load<ACCESS, VEC>(gamma + column));
+                   load<ACCESS, VEC>(dy + row * dy_stride + column), mean, scale, g);
     };
     A sums[kSums] = {};
 #pragma unroll 2

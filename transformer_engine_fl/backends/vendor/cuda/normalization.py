@@ -42,6 +42,7 @@ from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_so
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
     SHARED_PER_BLOCK,
+    Team,
     Tile,
     exchange_bytes,
     require_clusters,
@@ -71,6 +72,8 @@ __all__ = [
 # the row serves. Rows within a warp come before these, rows beyond go to the wide kernels.
 FORWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (256, 4), (256, 8), (512, 8), (1024, 8))
 FORWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1), (1024, 1))
+# Of a root mean square alone, of which little else needs the registers and the shared memory.
+FORWARD_TEAMS_LARGE_BLOCK: Final = ((128, 1), (256, 1), (512, 1), (1024, 1), *FORWARD_TEAMS[4:])
 RMS_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (512, 2), (512, 4), (512, 8))
 LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8), (512, 8))
 # With one vector for each thread: dgamma and dbeta leave no registers for two, and a cluster
@@ -78,9 +81,13 @@ LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8),
 LAYER_BACKWARD_SINGLE: Final = ((256, 1), (512, 1), (1024, 1))
 WIDE_BACKWARD_TEAMS: Final = ((1024, 8), (1024, 16))
 MOST_CLUSTER: Final = 16
+# To try in turn: not every device has 16 multiprocessors that can form a cluster.
+LARGEST_CLUSTERS: Final = (MOST_CLUSTER, 8)
 BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
 # Of long rows, where a group of blocks keeps gamma and beta in registers from row to row.
 STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
+# Of rows twice as long, where a residual leaves a cluster of 8 room for two of them.
+LARGE_STREAM_TEAM: Final = (1024, 16)
 # Rows of more vectors go that way: a cast gains first, gamma alone last. With gamma and beta
 # 8,192 and 32,768 columns of half precision were measured; the limit between them is where
 # one block no longer holds the row.
@@ -95,9 +102,49 @@ STREAM_STAGES: Final = 4
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
 MOST_STAGES: Final = 6
+# Vectors of the rows in whose kernels the blocks of a cluster tell each other sums without a
+# barrier (``include/exchange.cuh``), as measured with rows of half precision. Elsewhere it took
+# up to an eighth longer, or nothing was measured.
+TOLD_RMS_FORWARD: Final = range(4097, MOST_COLUMNS)
+TOLD_LAYER_FORWARD: Final = range(4097, 16385)
+TOLD_RMS_BACKWARD: Final = range(8193, MOST_COLUMNS)
+TOLD_LAYER_BACKWARD: Final = range(1025, 4097)
 
 
-def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> Tile | None:
+class InRegisters(NamedTuple):
+    """Rows of half precision that a backward keeps in registers (``backward_registers``).
+
+    Attributes:
+        centred: whether there is a mean to subtract.
+        columns: how wide the rows are.
+        team: (threads of a block that share a row, blocks that share it).
+        turn: rows that a block takes at a time.
+        stages: turns under way, at most.
+    """
+
+    centred: bool
+    columns: range
+    team: Team
+    turn: int
+    stages: int
+
+
+# As measured with 4,096 and 8,192, and with 1,024, 4,096 and 65,536 columns; each range is as
+# far as the same team has its threads at work.
+IN_REGISTERS: Final = (
+    InRegisters(False, range(2049, 4097), (256, 1), 1, 6),
+    InRegisters(False, range(4097, 8193), (512, 1), 1, 3),
+    InRegisters(True, range(769, 1025), (128, 1), 4, 3),
+    InRegisters(True, range(2049, 4097), (512, 1), 2, 6),
+    InRegisters(True, range(32769, 65537), (512, 8), 1, 6),
+)
+# Threads of a multiprocessor, each with 128 registers, that do so.
+IN_REGISTERS_THREADS: Final = 512
+
+
+def forward_tile(
+    columns: int, x_size: int, other_size: int, clusters: bool, large_block: bool = False
+) -> Tile | None:
     """The tile of a forward; None if the row has to be read more than once.
 
     Args:
@@ -105,12 +152,14 @@ def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> 
         x_size: bytes of an element of the input.
         other_size: bytes of the widest element of the others.
         clusters: whether the device has thread block clusters.
+        large_block: whether a block of 1,024 threads comes before them.
     """
+    teams = FORWARD_TEAMS_LARGE_BLOCK if large_block else FORWARD_TEAMS
     vec = vector_width(columns, x_size)
     vectors = columns // vec
     most = 4 if vec * x_size == 16 else 8
     tile = warp_tile(vectors, vec, most) or team_tile(
-        vectors, vec, most, FORWARD_TEAMS if clusters else FORWARD_TEAMS_NO_CLUSTERS
+        vectors, vec, most, teams if clusters else FORWARD_TEAMS_NO_CLUSTERS
     )
     if tile is None or x_size != 2 or other_size != 2:
         return tile
@@ -118,18 +167,25 @@ def forward_tile(columns: int, x_size: int, other_size: int, clusters: bool) -> 
 
 
 def stream_tile(
-    columns: int, x_size: int, other_size: int, longer: int, resident: int = 1024
+    columns: int,
+    x_size: int,
+    other_size: int,
+    longer: int,
+    resident: int = 1024,
+    large_cluster: bool = False,
 ) -> Tile | None:
     """The tile of a forward that keeps the parameters; None if the row is not long enough.
 
     The same arguments as :func:`forward_tile`, of a device with clusters, how many vectors
-    the row must be longer than, and the threads of a multiprocessor that share its registers.
+    the row must be longer than, the threads of a multiprocessor that share its registers, and
+    whether 16 blocks may share the longest.
     """
     vec = vector_width(columns, x_size)
     vectors = columns // vec
     if vectors <= longer or vec * x_size != 16 or x_size == 8 or other_size > x_size:
         return None
-    tile = team_tile(vectors, vec, 2, STREAM_TEAMS) or team_tile(vectors, vec, 4, ((1024, 8),))
+    teams = (*STREAM_TEAMS, LARGE_STREAM_TEAM) if large_cluster else STREAM_TEAMS
+    tile = team_tile(vectors, vec, 2, teams) or team_tile(vectors, vec, 4, ((1024, 8),))
     return None if tile is None else with_blocks(tile, resident)
 
 
@@ -177,7 +233,7 @@ class UnderWay(NamedTuple):
     Attributes:
         stages: rows under way in shared memory; 0 if not even one fits.
         told: whether the blocks of a cluster tell each other sums without a barrier, which
-            would wait for the row that is being written (``include/exchange.cuh``).
+            would wait for the row that is being written.
     """
 
     stages: int
@@ -185,7 +241,12 @@ class UnderWay(NamedTuple):
 
 
 def under_way(
-    tile: Tile, stage_bytes: int, kept_bytes: int, device: _launch.Limits, most: int = MOST_STAGES
+    tile: Tile,
+    stage_bytes: int,
+    kept_bytes: int,
+    device: _launch.Limits,
+    most: int,
+    tell: bool,
 ) -> UnderWay:
     """How many rows may be under way; what their exchange costs must not make them fewer.
 
@@ -195,6 +256,7 @@ def under_way(
         kept_bytes: what else the block keeps in shared memory.
         device: where it runs.
         most: rows that gain something.
+        tell: whether telling sums gains something.
     """
     shared = device.shared_per_multiprocessor // tile.blocks - SHARED_PER_BLOCK
 
@@ -205,7 +267,8 @@ def under_way(
         return min(most, fitting)
 
     found = depth(kept_bytes)
-    return UnderWay(found, tile.cluster > 1 and depth(kept_bytes + COUNTER_BYTES) == found)
+    tell = tell and tile.cluster > 1
+    return UnderWay(found, tell and depth(kept_bytes + COUNTER_BYTES) == found)
 
 
 # -------------------------------------------------------------------------------- plans
@@ -213,6 +276,10 @@ def under_way(
 
 def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
     return Specialisation("normalization", kernel, tuple(defines.items()))
+
+
+Planned = tuple[Specialisation, _launch.Geometry]
+"""A kernel and how it is launched."""
 
 
 class Cast(NamedTuple):
@@ -254,12 +321,16 @@ class ForwardKey:
     added: bool = False
     cast: Cast | None = None
 
-    def tile(self, device: _launch.Limits) -> Tile | None:
-        """How its rows are spread; None if they have to be read more than once."""
-        if found := self.stream(device):
+    def tile(self, device: _launch.Limits, most_blocks: int = MOST_CLUSTER) -> Tile | None:
+        """How its rows are spread; None if they have to be read more than once.
+
+        ``most_blocks``: the most blocks of a cluster.
+        """
+        if found := self.stream(device, most_blocks):
             return found[0]
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
-        tile = forward_tile(self.columns, SIZES[self.x], others, device.has_clusters)
+        alone = not self.centred and not self.added and self.cast is None
+        tile = forward_tile(self.columns, SIZES[self.x], others, device.has_clusters, alone)
         if tile is None:
             return None
         if self.cast is not None and self.added and tile.blocks > 1:
@@ -274,7 +345,9 @@ class ForwardKey:
             values *= 2
         return exchange_bytes(tile, values, SIZES[self.x])
 
-    def stream(self, device: _launch.Limits) -> tuple[Tile, UnderWay] | None:
+    def stream(
+        self, device: _launch.Limits, most_blocks: int = MOST_CLUSTER
+    ) -> tuple[Tile, UnderWay] | None:
         """How long rows are spread, and how many are under way; None for other rows."""
         if not device.has_clusters:
             return None
@@ -285,11 +358,16 @@ class ForwardKey:
             longer = STREAM_VECTORS_CAST
             if self.centred and self.cast.defines().get("KIND") == "e2m1":
                 resident = 512  # registers for beta and for making codes of four bits
-        tile = stream_tile(self.columns, SIZES[self.x], others, longer, resident)
+        large = self.added and self.cast is None and most_blocks >= LARGE_STREAM_TEAM[1]
+        tile = stream_tile(self.columns, SIZES[self.x], others, longer, resident, large)
         if tile is None:
             return None
         stage_bytes = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
-        found = under_way(tile, stage_bytes, self.exchanged(tile), device, STREAM_STAGES)
+        tell = self.columns // tile.vec in (
+            TOLD_LAYER_FORWARD if self.centred else TOLD_RMS_FORWARD
+        )
+        kept = self.exchanged(tile)
+        found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, tell)
         return (tile, found) if found.stages > 1 else None
 
 
@@ -309,12 +387,43 @@ class BackwardKey:
     zero_centred: bool
     add: torch.dtype | None = None
 
+    @property
+    def add_size(self) -> int:
+        """Bytes of an element of what is added."""
+        return 0 if self.add is None else SIZES[self.add]
+
+    @property
+    def other_size(self) -> int:
+        """Bytes of the widest element of all but the input."""
+        return max(SIZES[self.dy], SIZES[self.gamma], self.add_size)
+
+    @property
+    def sums(self) -> int:
+        """How many sums over a row its gradient needs."""
+        return 2 if self.centred else 1
+
+    def row_bytes(self, tile: Tile) -> int:
+        """Shared memory of a block's share of a row."""
+        return tile.threads * tile.held * (SIZES[self.x] + SIZES[self.dy] + self.add_size)
+
+    def defines(self) -> dict[str, str | int]:
+        """As macros."""
+        return {
+            "TX": NAMES[self.x],
+            "TDY": NAMES[self.dy],
+            "TW": NAMES[self.gamma],
+            "TADD": NAMES[self.add or self.x],
+            "CENTRED": int(self.centred),
+            "ADDED": int(self.add is not None),
+            "ACCESS": self.access,
+        }
+
 
 def forward_source(
-    key: ForwardKey, device: _launch.Limits
+    key: ForwardKey, device: _launch.Limits, most_blocks: int = MOST_CLUSTER
 ) -> tuple[Specialisation, _launch.Geometry, int, int]:
     """The kernel of a forward, with the rows and the blocks of a group (one per row set)."""
-    tile = key.tile(device)
+    tile = key.tile(device, most_blocks)
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
         "TY": NAMES[key.output] if key.cast is None else "unsigned char",
@@ -335,7 +444,7 @@ def forward_source(
         return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
     held = tile.held
     shared = held * SIZES[key.x] * (1 + key.added)
-    if found := key.stream(device):
+    if found := key.stream(device, most_blocks):
         depth, told = found[1]
         main = {**defines, **tile.defines(key.columns), "STAGES": depth, "TOLD": int(told)}
         geometry = _launch.Geometry(
@@ -359,13 +468,26 @@ def forward_source(
     return _source("forward", main), geometry, tile.rows, tile.cluster
 
 
+def _runs(source: Planned, device: int) -> bool:
+    """Whether the device has room for one of the kernel's clusters."""
+    try:
+        return _launch.load(*source, device).resident_groups() > 0
+    except _launch.LaunchError:
+        return False
+
+
 class Forward:
     """A forward's kernel on a device."""
 
     __slots__ = ("_resident", "cluster", "kernel", "rows", "share")
 
     def __init__(self, key: ForwardKey, device: int) -> None:
-        source, geometry, self.rows, self.cluster = forward_source(key, _launch.limits(device))
+        for most_blocks in LARGEST_CLUSTERS:
+            source, geometry, self.rows, self.cluster = forward_source(
+                key, _launch.limits(device), most_blocks
+            )
+            if self.cluster <= LARGEST_CLUSTERS[-1] or _runs((source, geometry), device):
+                break
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
         self._resident = 0
@@ -395,84 +517,103 @@ def forward_of(key: ForwardKey, device: int) -> Forward:
     return _forwards.get(plan_key) or _forwards.made(plan_key, lambda: Forward(key, device))
 
 
+def _backward_geometry(key: BackwardKey, tile: Tile, shared_bytes: int) -> _launch.Geometry:
+    arguments = "PPPPPPPPqqqqi" + real(key.x)
+    return _launch.Geometry(tile.threads, arguments, shared_bytes, tile.cluster, carveout=100)
+
+
+def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Tile] | None:
+    """The kernel of rows that are kept in registers, and their tile; None for other rows."""
+    size = SIZES[key.x]
+    vec = vector_width(key.columns, size)
+    if not device.has_clusters or vec < 8 or size != 2 or key.other_size != 2:
+        return None
+    for found in IN_REGISTERS:
+        if found.centred == key.centred and key.columns in found.columns:
+            break
+    else:
+        return None
+    lanes, cluster = found.team
+    tile = Tile(vec, -(-key.columns // (vec * lanes * cluster)), lanes, cluster=cluster)
+    tile = with_blocks(tile, IN_REGISTERS_THREADS)
+    stage_bytes = found.turn * key.row_bytes(tile)
+    kept = exchange_bytes(tile, found.turn * key.sums, size)
+    depth, told = under_way(tile, stage_bytes, kept, device, found.stages, True)
+    if not depth:
+        return None
+    main = {**key.defines(), "ZERO_CENTRED": int(key.zero_centred), **tile.defines(key.columns)}
+    main |= {"STAGES": depth, "TOLD": int(told), "TURN": found.turn}
+    geometry = _backward_geometry(key, tile, depth * stage_bytes)
+    return (_source("backward_registers", main), geometry), tile
+
+
+def shared_source(
+    key: BackwardKey, device: _launch.Limits, most_blocks: int
+) -> tuple[Planned, Tile] | None:
+    """The kernel of rows that are kept in shared memory, and their tile; None if none fits."""
+    size = SIZES[key.x]
+    tile = backward_tile(
+        key.columns, size, key.other_size, key.centred, device.has_clusters, most_blocks
+    )
+    if tile is None:
+        return None
+    held = tile.threads * tile.held
+    # Out of the registers of a cluster of 512 threads a block, of which two then fit on a
+    # multiprocessor, and of 1,024. Of 4 blocks of 512 the compiler spills registers.
+    long = tile.vec == 8 and tile.lanes * tile.cluster > 2048
+    shared_dbeta = key.centred and long
+    # With what is added in shared memory too there would be a row less under way.
+    late_add = key.add is not None and long and key.other_size == 2 and tile.cluster <= 8
+    # Where shared memory is short, gamma is kept in registers if there are some left.
+    hold_gamma = shared_dbeta or (tile.threads > 512 and not late_add)
+    stage_bytes = key.row_bytes(tile) - late_add * held * key.add_size
+    gamma_bytes = 0 if hold_gamma else held * SIZES[key.gamma]
+    if shared_dbeta:
+        gamma_bytes = held * max(4, size)
+    tell = key.columns // tile.vec in (TOLD_LAYER_BACKWARD if key.centred else TOLD_RMS_BACKWARD)
+    kept = gamma_bytes + exchange_bytes(tile, key.sums, size)
+    depth, told = under_way(tile, stage_bytes, kept, device, MOST_STAGES, tell)
+    if not depth:
+        return None
+    # One sum behind one block's barrier is not worth a row less under way.
+    overlap = depth > 2 and (tile.cluster > 1 or key.centred)
+    main = {**key.defines(), "ZERO_CENTRED": int(key.zero_centred), **tile.defines(key.columns)}
+    main |= {
+        "STAGES": depth,
+        "TOLD": int(told and overlap),  # without overlap it takes half as long again
+        "SHARED_DBETA": int(shared_dbeta),
+        "OVERLAP": int(overlap),
+        "LATE_ADD": int(late_add),
+        "HOLD_GAMMA": int(hold_gamma),
+    }
+    geometry = _backward_geometry(key, tile, depth * stage_bytes + gamma_bytes)
+    return (_source("backward", main), geometry), tile
+
+
 def backward_sources(
     key: BackwardKey, device: _launch.Limits, most_blocks: int = MOST_CLUSTER
-) -> tuple[list[tuple[Specialisation, _launch.Geometry]], Tile | None]:
+) -> tuple[list[Planned], Tile | None]:
     """The kernels that read the rows, in their order; the tile unless the row is too wide."""
-    size = SIZES[key.x]
-    add_size = SIZES[key.add] if key.add is not None else 0
-    others = max(SIZES[key.dy], SIZES[key.gamma], add_size)
-    tile = backward_tile(key.columns, size, others, key.centred, device.has_clusters, most_blocks)
-    defines: dict[str, str | int] = {
-        "TX": NAMES[key.x],
-        "TDY": NAMES[key.dy],
-        "TW": NAMES[key.gamma],
-        "TADD": NAMES[key.add or key.x],
-        "CENTRED": int(key.centred),
-        "ADDED": int(key.add is not None),
-        "ACCESS": key.access,
-    }
-    zero_centred = {"ZERO_CENTRED": int(key.zero_centred)}
-    outputs = 2 if key.centred else 1
-    own = real(key.x)
-    depth = 0
-    if tile is not None:
-        held = tile.threads * tile.held
-        stage_bytes, gamma_bytes = held * (size + SIZES[key.dy] + add_size), held * SIZES[key.gamma]
-        # Out of the registers of a cluster of 512 threads a block, of which two then fit on a
-        # multiprocessor, and of 1,024. Of 4 blocks of 512 the compiler spills registers.
-        long = tile.vec == 8 and tile.lanes * tile.cluster > 2048
-        shared_dbeta = key.centred and long
-        # Where shared memory is short, gamma is kept in registers if there are some left.
-        hold_gamma = tile.threads > 512 or (long and (key.centred or key.add is None))
-        if hold_gamma:
-            gamma_bytes = 0
-        if shared_dbeta:
-            gamma_bytes = held * max(4, size)
-        kept = gamma_bytes + exchange_bytes(tile, outputs, size)
-        depth, told = under_way(tile, stage_bytes, kept, device)
-    if tile is not None and depth:
-        main = {**defines, **zero_centred, **tile.defines(key.columns), "STAGES": depth}
-        # One sum behind one block's barrier is not worth a row less under way.
-        overlap = depth > 2 and (tile.cluster > 1 or key.centred)
-        main |= {
-            "TOLD": int(told),
-            "SHARED_DBETA": int(shared_dbeta),
-            "OVERLAP": int(overlap),
-            "HOLD_GAMMA": int(hold_gamma),
-        }
-        shared = depth * stage_bytes + gamma_bytes
-        geometry = _launch.Geometry(
-            tile.threads, "PPPPPPPPqqqqi" + own, shared, tile.cluster, carveout=100
-        )
-        kernels = [(_source("backward", main), geometry)]
-    else:
-        tile = None
-        defines["VEC"] = vector_width(key.columns, size)
-        rows = {**defines, **zero_centred, "LANES": WIDE_LANES}
-        columns = {**defines, "LANES": COLUMN_LANES}
-        kernels = [
-            (
-                _source("backward_rows", rows),
-                _launch.Geometry(WIDE_LANES, "PPPPPPPqqqqi" + own),
-            ),
-            (_source("backward_columns", columns), _launch.Geometry(COLUMN_LANES, "PPPPPqqqi")),
-        ]
-    return kernels, tile
-
-
-def _runs(source: tuple[Specialisation, _launch.Geometry], device: int) -> bool:
-    """Whether the device has room for one of the kernel's clusters."""
-    try:
-        return _launch.load(*source, device).resident_groups() > 0
-    except _launch.LaunchError:
-        return False
+    found = registers_source(key, device) or shared_source(key, device, most_blocks)
+    if found is not None:
+        return [found[0]], found[1]
+    columns = {**key.defines(), "VEC": vector_width(key.columns, SIZES[key.x])}
+    rows = {**columns, "ZERO_CENTRED": int(key.zero_centred), "LANES": WIDE_LANES}
+    columns["LANES"] = COLUMN_LANES
+    return [
+        (
+            _source("backward_rows", rows),
+            _launch.Geometry(WIDE_LANES, "PPPPPPPqqqqi" + real(key.x)),
+        ),
+        (_source("backward_columns", columns), _launch.Geometry(COLUMN_LANES, "PPPPPqqqi")),
+    ], None
 
 
 class Backward:
     """A backward's kernels on a device."""
 
     __slots__ = (
+        "_at_once",
         "_columns",
         "_kernels",
         "_resident",
@@ -485,10 +626,9 @@ class Backward:
 
     def __init__(self, key: BackwardKey, device: int) -> None:
         limits = _launch.limits(device)
-        for most_blocks in (MOST_CLUSTER, 8):
+        for most_blocks in LARGEST_CLUSTERS:
             sources, self._tile = backward_sources(key, limits, most_blocks)
-            # Not every device has 16 multiprocessors that can form a cluster.
-            if sources[0][1].cluster <= 8 or _runs(sources[0], device):
+            if sources[0][1].cluster <= LARGEST_CLUSTERS[-1] or _runs(sources[0], device):
                 break
         self._kernels = [_launch.load(*source, device) for source in sources]
         self._total = SumOfGroups(key.columns, math_dtype(key.x), key.gamma, device)
@@ -496,15 +636,16 @@ class Backward:
         self._share = 1.0 / key.columns
         self._vec = vector_width(key.columns, SIZES[key.x])
         self._wide_blocks = limits.multiprocessors
-        self._resident = 0
+        self._resident = self._at_once = 0
         if self._tile is not None:
+            self._at_once = self._tile.rows * int(dict(sources[0][0].defines).get("TURN", 1))
             self._resident = require_clusters(self._kernels[0], key.columns)
 
     def groups(self, rows: int) -> int:
         """How many partial sums of each parameter's gradient there will be."""
         if self._tile is not None:
             # No more groups than finish together: each costs a partial sum.
-            teams = -(-rows // self._tile.rows)
+            teams = -(-rows // self._at_once)
             turns = -(-teams // self._resident)
             return -(-teams // turns)
         column_blocks = -(-self._columns // (COLUMN_LANES * self._vec))
@@ -560,7 +701,7 @@ def representative_sources(
 
     For compiling ahead, and for the test that each of them compiles.
     """
-    widths = (1, 129, 1024, 2052, 4096, 8192, 32768, 262144, 2**21)
+    widths = (1, 129, 1024, 2052, 4096, 8192, 32768, 65536, 262144, 2**21)
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     dtypes = {width: [(low, low, low)] for width in widths}
     dtypes[4096] += [(full, full, full), (low, full, full), (full, low, low), (half, half, half)]
