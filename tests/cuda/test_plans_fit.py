@@ -29,13 +29,17 @@ from transformer_engine_fl.backends.vendor.cuda import (
 from transformer_engine_fl.backends.vendor.cuda._arguments import vector_width
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation, architecture
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
-from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES
+from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES, LARGEST_CLUSTERS
 from transformer_engine_fl.core.errors import NotSupportedError
 
 COMPILED = ("sm_80", "sm_86", "sm_90", "sm_120")
 """Of those with as much shared memory one that has clusters and one that has none."""
 MOST_THREADS = 1024
-LARGE_CLUSTERS = {("normalization", "backward"), ("normalization", "forward_stream")}
+LARGE_CLUSTERS = {
+    ("normalization", "backward"),
+    ("normalization", "forward_stream"),
+    ("softmax", "backward"),
+}
 """Which try again with 8 blocks where a device has no room for 16."""
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (LOW, FULL, DOUBLE)
@@ -89,7 +93,8 @@ def normalizations(device: Limits) -> Iterator[Plan]:
 def softmaxes(device: Limits) -> Iterator[Plan]:
     for columns, x, dy in itertools.product(WIDTHS, DTYPES, (None, *DTYPES)):
         key = softmax.Key(columns, vector_width(columns, x.itemsize), x, dy)
-        yield softmax.source(key, device)[:2]
+        for blocks in LARGEST_CLUSTERS:
+            yield softmax.source(key, device, blocks)[:2]
 
 
 def routers(device: Limits) -> Iterator[Plan]:

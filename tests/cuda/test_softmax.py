@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.vendor.cuda import softmax
-from transformer_engine_fl.backends.vendor.cuda._launch import Limits
+from transformer_engine_fl.backends.vendor.cuda import _launch, softmax
+from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
+from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK
 from transformer_engine_fl.core.errors import ArgumentError
 
 AMPERE = Limits(8, 0, 108, 166_912, 167_936)
 HOPPER = Limits(9, 0, 132, 232_448, 233_472)
+SMALL = Limits(12, 0, 170, 101_376, 102_400)
 WIDTHS = (1, 7, 129, 1024, 1536, 2052, 4096, 5003, 8192, 20001, 32768, 65536, 262144, 262152)
 
 
@@ -32,6 +36,37 @@ def test_a_tile_covers_its_row_and_fits_a_block(
     kept = tile.threads * tile.held * sum(sizes)
     assert kept + softmax._exchanged(tile, sizes) <= device.shared_per_block
     assert tile.cluster == 1 or device.has_clusters
+
+
+def test_blocks_that_share_a_gradients_row_have_room_for_three_on_a_multiprocessor() -> None:
+    for columns in (65536, 131072, 262144):
+        tile = softmax.row_tile(columns, (2, 2), HOPPER)
+        assert tile is not None
+        assert (tile.cluster, tile.blocks) == (columns // 16384, 3)
+        kept = softmax._shared_bytes(tile, (2, 2)) + softmax._exchanged(tile, (2, 2))
+        assert 3 * (kept + SHARED_PER_BLOCK) <= HOPPER.shared_per_multiprocessor
+
+
+def test_a_block_without_room_for_a_gradients_row_shares_it() -> None:
+    sizes = ((HOPPER, (2, 2), 1), (HOPPER, (2, 8), 2), (SMALL, (2, 2), 2))
+    for device, bytes_of_each, blocks in sizes:
+        tile = softmax.row_tile(32768, bytes_of_each, device)
+        assert tile is not None
+        assert tile.cluster == blocks
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_device_without_room_for_16_blocks_has_clusters_of_8(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(found: object, geometry: Geometry, device: int) -> SimpleNamespace:
+        groups = room if geometry.cluster > 8 else 7
+        return SimpleNamespace(cluster=geometry.cluster, resident_groups=lambda: groups)
+
+    monkeypatch.setattr(_launch, "limits", lambda device: HOPPER)
+    monkeypatch.setattr(_launch, "load", load)
+    plan = softmax.Plan(softmax.Key(262144, 8, torch.bfloat16, torch.bfloat16), 0)
+    assert plan._cluster == (16 if room else 8)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])

@@ -143,6 +143,8 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
                 "products": len(re.findall(r"wgmma\.mma_async", ptx)),
                 # one 2-byte element at a time
                 "narrow accesses": len(re.findall(r"(?:ld|st)\.global(?!\S*\.v4)\S*\.b16", ptx)),
+                # one byte at a time
+                "byte loads": len(re.findall(r"ld\.global(?!\S*\.v)\S*\.b8", ptx)),
             }
         )
     missing = [

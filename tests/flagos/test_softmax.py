@@ -55,6 +55,14 @@ def test_a_row_in_pieces(name: str, dtype: torch.dtype, pieces: bool, device: st
     check(f"{name}_backward", torch.randn(shape).to(scores), output)
 
 
+@pytest.mark.parametrize("wider", [0, 1, 4, 8])
+def test_a_mask_of_whatever_strides(wider: int, device: str) -> None:
+    scores = torch.randn(2, 3, 5, 64, device=device).to(torch.bfloat16)
+    mask = torch.rand(2, 1, 5, 64 + wider, device=device) > 0.5
+    check("scaled_masked_softmax_forward", scores, mask[..., :64])
+    check("scaled_masked_softmax_forward", scores, mask[..., wider:])
+
+
 def test_pieces_far_below_the_highest_score_give_zeros(pieces: bool, device: str) -> None:
     scores = torch.full((1, 100 if pieces else 70001), -3e38, device=device)
     scores[0, 40] = 3e38

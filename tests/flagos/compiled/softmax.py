@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transformer_engine_fl.backends.flagos import softmax as flagos
@@ -23,3 +25,8 @@ def launch() -> None:
             mask = (scores != 0,) if name == "scaled_masked_softmax" else ()
             getattr(flagos, f"{name}_forward")(scores, *mask)
             getattr(flagos, f"{name}_backward")(scores, scores)
+
+
+def check(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        assert case["byte loads"] == 0, case  # of a mask, as many bytes at once as scores

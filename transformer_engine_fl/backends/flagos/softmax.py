@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from transformer_engine_fl.backends._repeats import repeating
+from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     by_rows,
@@ -30,7 +31,6 @@ from transformer_engine_fl.backends.flagos._rows import (
     Cut,
     SharedRows,
     WholeRows,
-    cut,
     cut_choice,
     heard,
     tell,
@@ -40,6 +40,7 @@ from transformer_engine_fl.ops import softmax as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 if TYPE_CHECKING:
+    from transformer_engine_fl.backends.flagos.tuning import Choice
     from transformer_engine_fl.core.contract import Contract
 
 __all__ = [
@@ -57,7 +58,25 @@ __all__ = [
 #
 # ``columns`` and the row strides count units of UNIT elements. Row r is query
 # r % queries; with a mask, of head (r // queries) % heads. ``ahead`` is how many keys the
-# first query of a causal form sees. A mask has bytes, not 0 where a key is hidden.
+# first query of a causal form sees. A mask has bytes, not 0 where a key is hidden; its
+# strides over batches, heads and queries count units of MASK_UNIT bytes. EXACT: the columns
+# of a row fill its tile or its pieces, so none is looked at. PTX: it can be written inline.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exp(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
+    """e to the power of ``x``, which is not above 0."""
+    if PTX and x.dtype == tl.float32:
+        # Triton's own takes several instructions to keep powers below the normal numbers,
+        # which vanish beside the 1 of the highest score.
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 t;
+            mul.f32 t, $1, 0f3FB8AA3B;
+            ex2.approx.ftz.f32 $0, t; }""",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.exp(x)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -72,6 +91,18 @@ def _bound(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _within(column: tl.tensor, columns: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
+    """Which columns are those of a row."""
+    return tl.full(column.shape, True, tl.int1) if EXACT else column < columns
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _existing(row: tl.tensor, rows: tl.tensor) -> tl.tensor:
+    """Which rows of a tile there are: at least one."""
+    return tl.full(row.shape, True, tl.int1) if row.shape[0] == 1 else row < rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _loaded(
     x_ptr: tl.tensor,
     start: tl.tensor,
@@ -80,9 +111,10 @@ def _loaded(
     columns: tl.tensor,
     bound: tl.tensor,
     CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr,
 ) -> tl.tensor:
     """The values at these columns, 0 beyond the bound, though some of those are read."""
-    wanted = exists & (column < columns)
+    wanted = exists & _within(column, columns, EXACT)
     if CAUSAL:
         # Rounded up to whole vectors, so that it is loaded in such.
         wanted = wanted & (column < (bound + 15) // 16 * 16)
@@ -109,19 +141,22 @@ def _scores(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The scaled scores at these columns, minus infinity where hidden; EXACT: all exist."""
+    """The scaled scores at these columns, minus infinity where hidden."""
     bound = _bound(row, columns, queries, ahead, CAUSAL)
     start = row.to(tl.int64)
-    x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL)
-    visible = column < bound
+    x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL, EXACT)
+    visible = column < bound if CAUSAL else _within(column, columns, EXACT)
     if mask_ptr is not None:
         group = row // queries
         where = (group // heads).to(tl.int64) * mask_batch
         where += (group % heads).to(tl.int64) * mask_head
         where += (row % queries).to(tl.int64) * mask_query
         hidden = tl.load(
-            mask_ptr + where + column * MASK_STEP, mask=exists & (column < columns), other=1
+            mask_ptr + where * MASK_UNIT + column * MASK_STEP,
+            mask=exists & _within(column, columns, EXACT),
+            other=1,
         )
         visible = visible & (hidden == 0)
     scores = x.to(ACC) * tl.full((), scale, ACC)
@@ -150,26 +185,29 @@ def _forward_tile(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
+    PTX: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """ROWS rows; EXACT: they fill a tile's width."""
+    """ROWS rows."""
     column = tl.arange(0, BLOCK)[None, :]
     row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
+    exists = _existing(row, rows)
     scores = _scores(
-        x_ptr, mask_ptr, row, column, row < rows, columns, stride, queries, heads,
-        ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
+        x_ptr, mask_ptr, row, column, exists, columns, stride, queries, heads, ahead,
+        mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
     )  # fmt: skip
     highest = tl.max(scores, axis=1)[:, None]
     if CAUSAL or mask_ptr is not None:
         # Where nothing is visible there is nothing to take off, and nothing to divide by.
         highest = tl.where(highest == float("-inf"), 0, highest)
-    weights = tl.exp(scores - highest)
+    weights = _exp(scores - highest, PTX)
     total = tl.sum(weights, axis=1)[:, None]
     y = weights * (1 / tl.where(total == 0, 1, total))
     out = y_ptr + row.to(tl.int64) * columns + column
     y = y.to(y_ptr.dtype.element_ty)
-    tl.store(out, y, mask=(row < rows) & (column < columns))
+    tl.store(out, y, mask=exists & _within(column, columns, EXACT))
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -197,6 +235,8 @@ def _forward_rows(
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
     EXACT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
+    PTX: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -214,14 +254,14 @@ def _forward_rows(
         ):
             _forward_tile(
                 x_ptr, mask_ptr, y_ptr, tile, rows, columns, stride, queries, heads, ahead,
-                mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, ROWS,
-                BLOCK,
+                mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
+                PTX, ROWS, BLOCK,
             )  # fmt: skip
     else:
         _forward_tile(
             x_ptr, mask_ptr, y_ptr, tl.program_id(0), rows, columns, stride, queries, heads,
             ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
-            ROWS, BLOCK,
+            MASK_UNIT, PTX, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -232,6 +272,7 @@ def _weights(
     row: tl.tensor,
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
+    PTX: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of this piece, the powers with the highest score taken off, and that score.
 
@@ -239,7 +280,7 @@ def _weights(
     """
     highest = tl.max(scores, axis=0)
     taken = tl.where(highest == float("-inf"), 0, highest)
-    weights = tl.exp(scores - taken)
+    weights = _exp(scores - taken, PTX)
     if STEP != "rest":
         tell(shares_ptr, row, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
     return weights, highest
@@ -274,6 +315,8 @@ def _forward_shared(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
+    PTX: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
     """A piece of BLOCK columns of one row after the other; see ``_rows``."""
@@ -284,9 +327,9 @@ def _forward_shared(
     row = tl.program_id(1)  # there are no more groups than rows
     scores = _scores(
         x_ptr, mask_ptr, row, column, True, columns, stride, queries, heads, ahead,
-        mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
+        mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
     )  # fmt: skip
-    weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), PIECES, STEP)
+    weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), PIECES, STEP, PTX)
     for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int32)
         start = row.to(tl.int64)
@@ -294,19 +337,68 @@ def _forward_shared(
         scores = _scores(
             x_ptr, mask_ptr, following, column, following < rows, columns, stride, queries,
             heads, ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
+            MASK_UNIT,
         )  # fmt: skip
         place = following.to(tl.int64)
-        weights_next, highest_next = _weights(scores, shares_ptr, place, PIECES, STEP)
+        weights_next, highest_next = _weights(scores, shares_ptr, place, PIECES, STEP, PTX)
         if STEP != "sums":
             maxima, totals = heard(shares_ptr, start, float("-inf"), PIECES, 2, STEP)
             most = tl.max(maxima, axis=0)
             most = tl.where(most == float("-inf"), 0, most)
-            total = tl.sum(totals * tl.exp(maxima - most), axis=0)
+            total = tl.sum(totals * _exp(maxima - most, PTX), axis=0)
             # Nothing where this piece has nothing visible.
-            y = weights * (tl.exp(highest - most) / tl.where(total == 0, 1, total))
+            y = weights * (_exp(highest - most, PTX) / tl.where(total == 0, 1, total))
             out = y_ptr + start * columns + column
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=column < columns)
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=_within(column, columns, EXACT))
         weights, highest = weights_next, highest_next
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _as_stored(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
+    """``x``, of which the compiler does not keep a wider form over a wait."""
+    if PTX and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        )
+    else:
+        return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward_tile(
+    dy_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    tile: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    dy_stride: tl.tensor,
+    y_stride: tl.tensor,
+    queries: tl.tensor,
+    ahead: tl.tensor,
+    scale: tl.tensor,
+    CAUSAL: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+    PTX: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """ROWS rows."""
+    column = tl.arange(0, BLOCK)[None, :]
+    row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
+    exists = _existing(row, rows)
+    bound = _bound(row, columns, queries, ahead, CAUSAL)
+    start = row.to(tl.int64)
+    y = _loaded(y_ptr, start * y_stride, column, exists, columns, bound, CAUSAL, EXACT)
+    dy = _loaded(dy_ptr, start * dy_stride, column, exists, columns, bound, CAUSAL, EXACT)
+    along = tl.sum(y.to(ACC) * dy.to(ACC), axis=1)[:, None]
+    y = _as_stored(y, PTX).to(ACC)
+    dy = _as_stored(dy, PTX).to(ACC)
+    dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
+    out = dx_ptr + start * columns + column
+    within = exists & _within(column, columns, EXACT)
+    tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=within)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -326,31 +418,30 @@ def _backward_rows(
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
+    EXACT: tl.constexpr,
+    PTX: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    LOOPED: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, in tiles of ROWS."""
+    """Rows that fit into registers, in tiles of ROWS: LOOPED, or a program for each."""
     columns = columns * UNIT
     dy_stride = dy_stride * UNIT
     y_stride = y_stride * UNIT
-    column = tl.arange(0, BLOCK)[None, :]
-    for tile in tl.range(
-        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
-    ):
-        row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
-        exists = row < rows
-        bound = _bound(row, columns, queries, ahead, CAUSAL)
-        start = row.to(tl.int64)
-        y = _loaded(y_ptr, start * y_stride, column, exists, columns, bound, CAUSAL)
-        dy = _loaded(dy_ptr, start * dy_stride, column, exists, columns, bound, CAUSAL)
-        y = y.to(ACC)
-        dy = dy.to(ACC)
-        along = tl.sum(y * dy, axis=1)[:, None]
-        dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
-        dx = dx.to(dx_ptr.dtype.element_ty)
-        out = dx_ptr + start * columns + column
-        tl.store(out, dx, mask=exists & (column < columns))
+    if LOOPED:
+        for tile in tl.range(
+            tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+        ):
+            _backward_tile(
+                dy_ptr, y_ptr, dx_ptr, tile, rows, columns, dy_stride, y_stride, queries, ahead,
+                scale, CAUSAL, ACC, EXACT, PTX, ROWS, BLOCK,
+            )  # fmt: skip
+    else:
+        _backward_tile(
+            dy_ptr, y_ptr, dx_ptr, tl.program_id(0), rows, columns, dy_stride, y_stride, queries,
+            ahead, scale, CAUSAL, ACC, EXACT, PTX, ROWS, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -374,6 +465,8 @@ def _backward_shared(
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+    PTX: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
     """A piece of BLOCK columns of one row after the other; see ``_rows``."""
@@ -385,8 +478,8 @@ def _backward_shared(
     row = tl.program_id(1)  # there are no more groups than rows
     start = row.to(tl.int64)
     bound = _bound(row, columns, queries, ahead, CAUSAL)
-    y = _loaded(y_ptr, start * y_stride, column, True, columns, bound, CAUSAL)
-    dy = _loaded(dy_ptr, start * dy_stride, column, True, columns, bound, CAUSAL)
+    y = _loaded(y_ptr, start * y_stride, column, True, columns, bound, CAUSAL, EXACT)
+    dy = _loaded(dy_ptr, start * dy_stride, column, True, columns, bound, CAUSAL, EXACT)
     if STEP != "rest":
         along = tl.sum(y.to(ACC) * dy.to(ACC), axis=0)
         tell(shares_ptr, start, along, along, PIECES, 1, STEP)
@@ -396,8 +489,10 @@ def _backward_shared(
         following = row.to(tl.int64)
         bound = _bound(row, columns, queries, ahead, CAUSAL)
         exists = row < rows
-        y_next = _loaded(y_ptr, following * y_stride, column, exists, columns, bound, CAUSAL)
-        dy_next = _loaded(dy_ptr, following * dy_stride, column, exists, columns, bound, CAUSAL)
+        y_next = _loaded(y_ptr, following * y_stride, column, exists, columns, bound, CAUSAL, EXACT)
+        dy_next = _loaded(
+            dy_ptr, following * dy_stride, column, exists, columns, bound, CAUSAL, EXACT
+        )
         if STEP != "rest":
             along = tl.sum(y_next.to(ACC) * dy_next.to(ACC), axis=0)
             tell(shares_ptr, following, along, along, PIECES, 1, STEP)
@@ -406,8 +501,9 @@ def _backward_shared(
             along = tl.sum(products, axis=0)
             dx = y.to(ACC) * (dy.to(ACC) - along) * tl.full((), scale, ACC) + 0.0
             out = dx_ptr + start * columns + column
-            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=column < columns)
-        y, dy = y_next, dy_next
+            within = _within(column, columns, EXACT)
+            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=within)
+        y, dy = _as_stored(y_next, PTX), _as_stored(dy_next, PTX)
 
 
 # -------------------------------------------------------------------------------- plans
@@ -420,7 +516,8 @@ _FORWARD = cut_choice(
     "softmax_fwd",
     _PLANS,
     {
-        2048: Cut(threads=128, width=2048),
+        1024: Cut(threads=128, width=2048),
+        2048: Cut(threads=64, width=2048),
         4096: Cut(threads=256, width=4096),
         8192: Cut(threads=512, width=8192),
         16384: Cut(threads=1024, width=16384),
@@ -436,6 +533,7 @@ _BACKWARD = cut_choice(
     _PLANS,
     {
         1024: Cut(threads=128, width=1024),
+        2048: Cut(threads=64, width=2048),
         4096: Cut(threads=128, width=4096),
         8192: Cut(threads=256, width=8192),
         16384: Cut(threads=512, width=16384),
@@ -447,17 +545,35 @@ _BACKWARD = cut_choice(
 )
 
 
-def _forward_plan(
-    device: torch.device, columns: int, dtype: torch.dtype, **constants: Any
+def _plan(
+    choice: Choice[Cut],
+    kernels: tuple[Any, Any],
+    device: torch.device,
+    columns: int,
+    sums: int,
+    dtype: torch.dtype,
+    column_bytes: int,
+    **constants: Any,
 ) -> WholeRows | SharedRows:
-    """The kernel of whole rows or that of rows in pieces, as is chosen for the columns."""
-    way = _FORWARD(device, columns, dtype.itemsize)
-    acc, column_bytes = math_dtype(dtype), dtype.itemsize + (constants["MASK_STEP"] is not None)
+    """The kernel of whole rows or that of rows in pieces, as is chosen for the columns.
+
+    Args:
+        choice: of how rows are cut.
+        kernels: of whole rows, and of rows in pieces.
+        device: where it runs.
+        columns: of a row.
+        sums: that a row has.
+        dtype: of the scores, or of the output.
+        column_bytes: that are read of a row, per column.
+        constants: for either kernel.
+    """
+    way, acc = choice(device, columns, dtype.itemsize), math_dtype(dtype)
+    constants |= {"ACC": _TRITON_TYPES[acc], "PTX": _launch.has_ptx()}
     if way.shared:
-        return SharedRows(_forward_shared, device, way, columns, 2, acc, column_bytes, **constants)
+        return SharedRows(kernels[1], device, way, columns, sums, acc, column_bytes, **constants)
     looped = way.programs > 0
     return WholeRows(
-        _forward_rows, device, way, columns, acc, column_bytes, LOOPED=looped, **constants
+        kernels[0], device, way, columns, acc, column_bytes, LOOPED=looped, **constants
     )
 
 
@@ -504,18 +620,24 @@ def _forward(
     if mask is not None:
         mask, strides = _laid_over(plain(name, "mask", mask), shape)
     mask_step = None if mask is None else mask.stride(-1)
+    # As many as a thread has scores in an access, so that it has both side by side.
+    mask_unit = math.gcd(*strides, 16 // input.itemsize)
     unit = math.gcd(columns, step, WIDEST_UNIT)
-    key = ("forward", input.dtype, mask_step, columns, causal, unit, input.device)
+    key = ("forward", input.dtype, mask_step, mask_unit, columns, causal, unit, input.device)
     plan = _PLANS.get(key) or keep(
         _PLANS,
         key,
-        _forward_plan(
+        _plan(
+            _FORWARD,
+            (_forward_rows, _forward_shared),
             input.device,
             columns,
+            2,
             input.dtype,
+            input.itemsize + (mask_step is not None),
             MASK_STEP=mask_step,
+            MASK_UNIT=mask_unit,
             CAUSAL=causal,
-            ACC=_TRITON_TYPES[math_dtype(input.dtype)],
             UNIT=unit,
         ),
     )
@@ -523,7 +645,16 @@ def _forward(
     plan(
         rows,
         (input, mask, output),
-        (rows, columns // unit, step // unit, queries, heads, ahead, *strides, factor),
+        (
+            rows,
+            columns // unit,
+            step // unit,
+            queries,
+            heads,
+            ahead,
+            *(stride // mask_unit for stride in strides),
+            factor,
+        ),
     )
     return output
 
@@ -555,17 +686,15 @@ def _backward(
     plan = _PLANS.get(key) or keep(
         _PLANS,
         key,
-        cut(
+        _plan(
             _BACKWARD,
             (_backward_rows, _backward_shared),
             y.device,
             columns,
             1,
-            math_dtype(y.dtype),
-            y.dtype.itemsize,
-            y.dtype.itemsize + dy.dtype.itemsize,
+            y.dtype,
+            y.itemsize + dy.itemsize,
             CAUSAL=causal,
-            ACC=_TRITON_TYPES[math_dtype(y.dtype)],
             UNIT=unit,
         ),
     )

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from transformer_engine_fl.backends.vendor.cuda import _launch
+from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.core.errors import NotSupportedError
 
 __all__ = [
     "COUNTER_BYTES",
+    "LARGEST_CLUSTERS",
     "SHARED_PER_BLOCK",
     "Team",
     "Tile",
     "exchange_bytes",
     "require_clusters",
+    "runs_clusters",
     "team_tile",
     "warp_tile",
     "with_blocks",
@@ -30,6 +33,9 @@ SHARED_PER_BLOCK: Final = 1024
 
 COUNTER_BYTES: Final = 16
 """Shared memory of a block that counts what other blocks tell it (``include/exchange.cuh``)."""
+
+LARGEST_CLUSTERS: Final = (16, 8)
+"""Blocks of the largest cluster: of most devices, and of every one that has clusters."""
 
 Team = tuple[int, int]
 """(threads of a block that share a row, blocks that share it)."""
@@ -116,6 +122,16 @@ def exchange_bytes(tile: Tile, values: int, size: int) -> int:
     """
     warps = max(1, tile.lanes // 32) * tile.cluster
     return 2 * values * warps * max(4, size) if warps > 1 else 0
+
+
+def runs_clusters(source: Specialisation, geometry: _launch.Geometry, device: int) -> bool:
+    """Whether a device has room for a kernel's clusters, if they are not of the usual size."""
+    if geometry.cluster <= LARGEST_CLUSTERS[-1]:
+        return True
+    try:
+        return _launch.load(source, geometry, device).resident_groups() > 0
+    except _launch.LaunchError:
+        return False
 
 
 def require_clusters(kernel: _launch.Kernel, columns: int) -> int:

@@ -41,11 +41,13 @@ from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
+    LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
     Team,
     Tile,
     exchange_bytes,
     require_clusters,
+    runs_clusters,
     team_tile,
     warp_tile,
     with_blocks,
@@ -80,9 +82,6 @@ LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8),
 # costs more than the barrier of a large block.
 LAYER_BACKWARD_SINGLE: Final = ((256, 1), (512, 1), (1024, 1))
 WIDE_BACKWARD_TEAMS: Final = ((1024, 8), (1024, 16))
-MOST_CLUSTER: Final = 16
-# To try in turn: not every device has 16 multiprocessors that can form a cluster.
-LARGEST_CLUSTERS: Final = (MOST_CLUSTER, 8)
 BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
 # Of long rows, where a group of blocks keeps gamma and beta in registers from row to row.
 STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
@@ -195,7 +194,7 @@ def backward_tile(
     other_size: int,
     centred: bool,
     clusters: bool,
-    most_blocks: int = MOST_CLUSTER,
+    most_blocks: int = LARGEST_CLUSTERS[0],
 ) -> Tile | None:
     """The tile of a backward; None if the row has to be read more than once.
 
@@ -321,7 +320,7 @@ class ForwardKey:
     added: bool = False
     cast: Cast | None = None
 
-    def tile(self, device: _launch.Limits, most_blocks: int = MOST_CLUSTER) -> Tile | None:
+    def tile(self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]) -> Tile | None:
         """How its rows are spread; None if they have to be read more than once.
 
         ``most_blocks``: the most blocks of a cluster.
@@ -346,7 +345,7 @@ class ForwardKey:
         return exchange_bytes(tile, values, SIZES[self.x])
 
     def stream(
-        self, device: _launch.Limits, most_blocks: int = MOST_CLUSTER
+        self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
     ) -> tuple[Tile, UnderWay] | None:
         """How long rows are spread, and how many are under way; None for other rows."""
         if not device.has_clusters:
@@ -420,7 +419,7 @@ class BackwardKey:
 
 
 def forward_source(
-    key: ForwardKey, device: _launch.Limits, most_blocks: int = MOST_CLUSTER
+    key: ForwardKey, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
 ) -> tuple[Specialisation, _launch.Geometry, int, int]:
     """The kernel of a forward, with the rows and the blocks of a group (one per row set)."""
     tile = key.tile(device, most_blocks)
@@ -468,14 +467,6 @@ def forward_source(
     return _source("forward", main), geometry, tile.rows, tile.cluster
 
 
-def _runs(source: Planned, device: int) -> bool:
-    """Whether the device has room for one of the kernel's clusters."""
-    try:
-        return _launch.load(*source, device).resident_groups() > 0
-    except _launch.LaunchError:
-        return False
-
-
 class Forward:
     """A forward's kernel on a device."""
 
@@ -486,7 +477,7 @@ class Forward:
             source, geometry, self.rows, self.cluster = forward_source(
                 key, _launch.limits(device), most_blocks
             )
-            if self.cluster <= LARGEST_CLUSTERS[-1] or _runs((source, geometry), device):
+            if runs_clusters(source, geometry, device):
                 break
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
@@ -591,7 +582,7 @@ def shared_source(
 
 
 def backward_sources(
-    key: BackwardKey, device: _launch.Limits, most_blocks: int = MOST_CLUSTER
+    key: BackwardKey, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
 ) -> tuple[list[Planned], Tile | None]:
     """The kernels that read the rows, in their order; the tile unless the row is too wide."""
     found = registers_source(key, device) or shared_source(key, device, most_blocks)
@@ -628,7 +619,7 @@ class Backward:
         limits = _launch.limits(device)
         for most_blocks in LARGEST_CLUSTERS:
             sources, self._tile = backward_sources(key, limits, most_blocks)
-            if sources[0][1].cluster <= LARGEST_CLUSTERS[-1] or _runs(sources[0], device):
+            if runs_clusters(*sources[0], device):
                 break
         self._kernels = [_launch.load(*source, device) for source in sources]
         self._total = SumOfGroups(key.columns, math_dtype(key.x), key.gamma, device)

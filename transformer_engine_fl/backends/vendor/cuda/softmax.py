@@ -35,11 +35,13 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
+    LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
     Team,
     Tile,
     exchange_bytes,
     require_clusters,
+    runs_clusters,
     team_tile,
     warp_tile,
     with_blocks,
@@ -64,7 +66,13 @@ __all__ = [
 
 TEAMS: Final[tuple[Team, ...]] = ((128, 1), (256, 1), (512, 1), (1024, 1))
 FORWARD_CLUSTERS: Final[tuple[Team, ...]] = ((512, 4), (512, 8), (1024, 8))
-BACKWARD_CLUSTERS: Final[tuple[Team, ...]] = ((512, 2), *FORWARD_CLUSTERS)
+BACKWARD_CLUSTERS: Final[tuple[Team, ...]] = (
+    (512, 2),
+    (512, 4),
+    (512, 8),
+    (512, 16),
+    (1024, 8),
+)
 USUAL: Final = 4
 """Vectors of a thread, where they are whole."""
 WARP_VECTORS: Final = 8
@@ -72,6 +80,8 @@ WARP_VECTORS: Final = 8
 WIDE_LANES: Final = 1024
 RESIDENT: Final = 1024
 """Threads of a multiprocessor; leaves each the registers for what it holds of a row."""
+BACKWARD_RESIDENT: Final = 1536
+"""The same where blocks of a backward share a row: it waits in shared memory meanwhile."""
 HELD: Final = 32
 """Elements of a thread for which those registers suffice; half as many threads hold more."""
 LOOPED_FROM: Final = 2**14 + 1
@@ -85,13 +95,19 @@ STAGES: Final = 2
 MOST_ROWS: Final = 2**31 - 2**14
 
 
-def row_tile(columns: int, sizes: tuple[int, ...], device: _launch.Limits) -> Tile | None:
+def row_tile(
+    columns: int,
+    sizes: tuple[int, ...],
+    device: _launch.Limits,
+    most_blocks: int = LARGEST_CLUSTERS[0],
+) -> Tile | None:
     """The tile of rows that are read once; None if a row does not fit on the chip.
 
     Args:
         columns: of a row.
         sizes: bytes of an element of each tensor that is kept, the scores or output first.
         device: where it runs.
+        most_blocks: that may share a row.
     """
     vec = vector_width(columns, sizes[0])
     vectors = columns // vec
@@ -99,19 +115,18 @@ def row_tile(columns: int, sizes: tuple[int, ...], device: _launch.Limits) -> Ti
     usual = USUAL if whole else 8
     teams = TEAMS
     if device.has_clusters:
-        teams = TEAMS + FORWARD_CLUSTERS if forward else TEAMS[:3] + BACKWARD_CLUSTERS
-    tile = (
-        warp_tile(vectors, vec, WARP_VECTORS if forward else usual)
-        or team_tile(vectors, vec, usual, teams)
-        or team_tile(vectors, vec, 8, teams[-1:])
-    )
+        clusters = FORWARD_CLUSTERS if forward else BACKWARD_CLUSTERS
+        teams += tuple(team for team in clusters if team[1] <= most_blocks)
+    tiles = [warp_tile(vectors, vec, WARP_VECTORS if forward else usual)]
+    tiles += [team_tile(vectors, vec, usual, (team,)) for team in teams]
+    tiles += [team_tile(vectors, vec, 8, teams[-1:])]
+    tile = next((it for it in tiles if it and _fits(it, sizes, device)), None)
     if tile is None:
-        return None
-    if _shared_bytes(tile, sizes) + _exchanged(tile, sizes) > device.shared_per_block:
         return None
     if max(sizes) > 2:
         return tile
-    return with_blocks(tile, RESIDENT if tile.held <= HELD else RESIDENT // 2)
+    resident = RESIDENT if forward or tile.cluster == 1 else BACKWARD_RESIDENT
+    return with_blocks(tile, resident if tile.held <= HELD else resident // 2)
 
 
 def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
@@ -120,6 +135,11 @@ def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
     room = device.shared_per_multiprocessor // blocks - SHARED_PER_BLOCK
     room = min(room, device.shared_per_block) - _exchanged(tile, sizes)
     return max(1, min(STAGES, room // _shared_bytes(tile, sizes)))
+
+
+def _fits(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> bool:
+    """Whether a block has the shared memory for its part of a row."""
+    return _shared_bytes(tile, sizes) + _exchanged(tile, sizes) <= device.shared_per_block
 
 
 def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
@@ -161,7 +181,7 @@ class Key:
 
 
 def source(
-    key: Key, device: _launch.Limits
+    key: Key, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
 ) -> tuple[Specialisation, _launch.Geometry, Tile | None]:
     """The kernel, and its tile unless the row is too wide for one."""
     defines: dict[str, str | int] = {
@@ -179,7 +199,7 @@ def source(
         kernel, arguments = "backward", "PPPqqqiiid"
         defines["TDY"] = NAMES[key.dy]
         sizes += (SIZES[key.dy],)
-    tile = row_tile(key.columns, sizes, device)
+    tile = row_tile(key.columns, sizes, device, most_blocks)
     if tile is None:
         kernel += "_wide"
         defines |= {"VEC": vector_width(key.columns, sizes[0]), "LANES": WIDE_LANES}
@@ -202,7 +222,11 @@ class Plan:
     __slots__ = ("_cluster", "_kernel", "_most", "_rows")
 
     def __init__(self, key: Key, device: int) -> None:
-        found, geometry, tile = source(key, _launch.limits(device))
+        limits = _launch.limits(device)
+        for most_blocks in LARGEST_CLUSTERS:
+            found, geometry, tile = source(key, limits, most_blocks)
+            if runs_clusters(found, geometry, device):
+                break
         self._kernel = _launch.load(found, geometry, device)
         self._rows, self._cluster = (tile.rows, tile.cluster) if tile else (1, 1)
         looped = dict(found.defines).get("LOOPED")
