@@ -155,3 +155,20 @@ def test_a_linear_layer_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -
         grad = torch.linspace(-1, 1, 21).to(device)
         call = (grad, input, weight, target, lse, bias)
         check("fused_linear_cross_entropy_bwd", *call, **options)
+
+
+def test_the_gradient_of_a_narrow_weight_is_summed_whole_and_rounded_by_its_product(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cublas, multiply, seen = torch.backends.cuda.matmul, torch.mm, []
+
+    def watched(left: Tensor, right: Tensor, *, out: Tensor, **how: Any) -> Tensor:
+        seen.append((out.dtype, out.shape[0], cublas.allow_bf16_reduced_precision_reduction))
+        return multiply(left, right, out=out, **how)
+
+    input, weight = (torch.ones(rows, 24, dtype=LOW, device=device) for rows in (5, 40))
+    target, row = torch.arange(5, device=device), torch.ones(5, device=device)
+    monkeypatch.setattr(torch, "mm", watched)
+    loss.fused_linear_cross_entropy_bwd(row, input, weight, target, row)
+    of_weight = [(dtype, switch) for dtype, rows, switch in seen if rows == 40]
+    assert of_weight == [(LOW, False)]

@@ -141,6 +141,8 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
                 "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*0x10", ptx)),
                 "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
                 "products": len(re.findall(r"wgmma\.mma_async", ptx)),
+                # for the launch before
+                "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
                 # one 2-byte element at a time
                 "narrow accesses": len(re.findall(r"(?:ld|st)\.global(?!\S*\.v4)\S*\.b16", ptx)),
                 # one byte at a time

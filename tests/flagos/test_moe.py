@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _row_maps
 from transformer_engine_fl.backends.flagos import moe as flagos
+from transformer_engine_fl.backends.flagos._tiles import Tile
 from transformer_engine_fl.ops import moe as contracts
 from transformer_engine_fl.testing.allocation import Guarded
 from transformer_engine_fl.testing.arguments import as_tuple
@@ -74,6 +75,30 @@ def test_tiles_of_pairs_and_what_is_left_of_them(tokens: int, device: str) -> No
     check("moe_permute_fwd", numbers(tokens, 1, device=device), indices)
 
 
+@pytest.mark.parametrize("topk", [1, 5, 16, 17])
+def test_wide_tokens_of_several_pairs(topk: int, device: str) -> None:
+    indices = torch.rand(9, 40, generator=torch.Generator().manual_seed(topk)).topk(topk).indices
+    x = numbers(9, 5000, device=device)
+    for rows in (7, 9 * topk + 3):
+        check("moe_permute_fwd", x, indices.to(device), rows)
+
+
+def test_tokens_that_are_copied_first_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    launches: list[bool] = []
+    monkeypatch.setattr(flagos, "follows", lambda device: True)
+    monkeypatch.setattr(
+        flagos, "launch_rows", lambda *call, FOLLOWS, **how: launches.append(FOLLOWS)
+    )
+    x, indices = numbers(6, 8, device=device), torch.zeros(6, 2, dtype=torch.int32, device=device)
+    routed = torch.zeros(6, 3, dtype=torch.bool, device=device)
+    for tokens in (x, x.t().contiguous().t()):
+        flagos.moe_permute_fwd(tokens, indices)
+        flagos.moe_permute_mask_fwd(tokens, routed, num_out_tokens=4)
+    assert launches == [True, True, False, False]
+
+
 # ------------------------------------------------------------------------- maps of groups
 
 GROUPINGS = {
@@ -100,6 +125,18 @@ def test_groups_of_tiles_of_pairs(which: str, device: str) -> None:
     chosen = torch.randint(4, (139, 3), generator=torch.Generator().manual_seed(5))
     indices = torch.tensor(SPREAD[which])[chosen].to(device)
     check("moe_permute_fwd", numbers(139, 2, device=device), indices, 400)
+
+
+@pytest.mark.usefixtures("grouping")
+@pytest.mark.parametrize("which", SPREAD)
+def test_groups_of_tiles_of_pairs_that_programs_of_their_tokens_place(
+    which: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(_row_maps, "_PAIRS", 8)
+    monkeypatch.setattr(flagos, "_SPREAD_TILE", lambda device, itemsize: Tile(128, 2))
+    chosen = torch.randint(4, (25, 3), generator=torch.Generator().manual_seed(5))
+    indices = torch.tensor(SPREAD[which])[chosen].to(device)
+    check("moe_permute_fwd", numbers(25, 2, device=device), indices, 70)
 
 
 @pytest.mark.usefixtures("grouping")

@@ -17,8 +17,9 @@ from transformer_engine_fl.ops._dtypes import math_dtype
 
 __all__ = ["LinearCrossEntropy", "Options", "Rows", "options_of", "vector_of"]
 
-# How many logits the linear forms hold at a time, and of how many words at least.
-_LOGITS = {"forward": 2**26, "backward": 2**26}
+# How many logits the linear forms hold at a time, and of how many words at least. What the
+# kernels read of them is still in a large GPU's L2, or part of it.
+_LOGITS = {"forward": 2**23, "backward": 2**25}
 _FEWEST_WORDS = 256
 _WHOLE = 16  # divides the distance of their rows
 
@@ -229,21 +230,33 @@ class _Backward(Protocol):
         """Write the gradients of logits ``step`` apart, maybe in their place."""
 
 
+class _Product(Protocol):
+    def __call__(self, op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """Write a product of narrow matrices, summed in float32 and rounded once, to ``out``."""
+
+
 class LinearCrossEntropy:
     """The linear forms over a set's kernels.
 
     Args:
         memory_of: how the set takes a tensor.
         run_forward, run_merge, run_backward: its kernels.
+        product: how it multiplies narrow matrices into one of their dtype.
     """
 
     def __init__(
-        self, memory_of: _Memory, run_forward: _Forward, run_merge: _Merge, run_backward: _Backward
+        self,
+        memory_of: _Memory,
+        run_forward: _Forward,
+        run_merge: _Merge,
+        run_backward: _Backward,
+        product: _Product,
     ) -> None:
         self._memory_of = memory_of
         self._run_forward = run_forward
         self._run_merge = run_merge
         self._run_backward = run_backward
+        self._product = product
 
     def _linear(
         self, op: str, way: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
@@ -373,9 +386,12 @@ class LinearCrossEntropy:
             else:
                 _multiply(d, layer.weight[words], along)
             part = grad_weight[words]
-            summed = _as_summed(part, wide)
-            _multiply(d.t(), layer.input, summed)
-            _finish(part, summed, scale)
+            if dtype != wide and scale is None:
+                self._product(op, d.t(), layer.input, part)
+            else:
+                summed = _as_summed(part, wide)
+                _multiply(d.t(), layer.input, summed)
+                _finish(part, summed, scale)
             if grad_bias is not None:
                 _finish(grad_bias[words], d.sum(0, dtype=wide), scale)
         _finish(grad_input, total, scale)

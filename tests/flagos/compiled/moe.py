@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transformer_engine_fl.backends.flagos import moe as flagos
@@ -37,3 +39,13 @@ def launch() -> None:
         routed = torch.zeros(tokens, 64, dtype=torch.bool)
         flagos.moe_permute_mask_fwd(x, routed, num_out_tokens=12)
         flagos.moe_permute_mask_fwd(x, routed[:, ::2], num_out_tokens=12)
+
+
+def check(cases: list[dict[str, Any]]) -> None:
+    """All but an operator's first kernel wait for the one before, once."""
+    first = {"_count_indices", "_count_mask"}
+    last = {"_place_indices", "_place_mask", "_add_up"}
+    for case in cases:
+        if case["kernel"] in first | last:
+            assert case["waits"] == (case["kernel"] in last), case
+    assert {case["waits"] for case in cases if case["kernel"] == "_spread"} == {0, 1}

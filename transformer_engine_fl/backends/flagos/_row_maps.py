@@ -11,12 +11,14 @@ The rows are moved elsewhere, by such a map.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
@@ -26,9 +28,53 @@ from transformer_engine_fl.backends.flagos._arguments import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
-__all__ = ["place_by_index", "place_by_mask"]
+__all__ = [
+    "Placing",
+    "following",
+    "follows",
+    "place_by_index",
+    "place_by_mask",
+    "place_pairs",
+    "wait_for_last",
+]
+
+# ------------------------------------------------------------------- dependent launches
+#
+# FOLLOWS: a kernel may be started while the one before it is finishing (a programmatic
+# dependent launch), whose results it waits for itself. An operator's first kernel is launched
+# the ordinary way, so that all that was before it has ended; each of the others waits, so that
+# what waits for it has waited for all.
+
+_FOLLOWS_FROM = 90  # the compute capability
+
+
+def follows(device: torch.device) -> bool:
+    """Whether there are such launches on the device."""
+    return _launch.has_ptx() and _launch.limits(device).capability >= _FOLLOWS_FROM
+
+
+def following(follows: bool) -> dict[str, Any]:
+    """The constant and the options of a launch that may be one of them."""
+    return {"FOLLOWS": follows, "options": {"launch_pdl": True} if follows else {}}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def let_follow(FOLLOWS: tl.constexpr) -> None:
+    """The next kernel may start as soon as all programs of this one have."""
+    if FOLLOWS:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_for_last(FOLLOWS: tl.constexpr) -> None:
+    """Wait until the kernel before has ended."""
+    if FOLLOWS:
+        tl.extra.cuda.gdc_wait()
+
 
 # ----------------------------------------------------------------------------- counting
 #
@@ -78,12 +124,14 @@ def _count_indices(
     PAIRS: tl.constexpr,
     BUCKETS: tl.constexpr,
     GROUPS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """The line of a group, its pairs' buckets, and the extremes of what shares a bucket.
 
     ``extremes`` are the lowest and highest negative numbers, and those of the large ones,
     each for GROUPS groups.
     """
+    let_follow(FOLLOWS)
     group = tl.program_id(0)
     bucket_of = tl.arange(0, BUCKETS)
     total = tl.zeros((BUCKETS,), tl.int32)
@@ -133,8 +181,10 @@ def _count_mask(
     DENSE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """The line of a group; its last entry is how many pairs the group has."""
+    let_follow(FOLLOWS)
     group = tl.program_id(0)
     experts = width * UNIT
     counts_ptr += group.to(tl.int64) * (experts + 1)
@@ -190,8 +240,11 @@ def _add_up(
     width: tl.int32,
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """Where each group's pairs begin; after the last expert's, how many pairs there are."""
+    let_follow(FOLLOWS)
+    wait_for_last(FOLLOWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.arange(0, GROUPS)
     some = (group < groups)[:, None] & (column < width)[None, :]
@@ -243,6 +296,38 @@ def _is_odd(extremes_ptr: tl.tensor, groups: tl.tensor, GROUPS: tl.constexpr) ->
     return tl.max((lowest < highest).to(tl.int32), axis=0) > 0
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_rows(
+    indices_ptr: tl.tensor,
+    extremes_ptr: tl.tensor,
+    map_ptr: tl.tensor,
+    pair: tl.tensor,
+    exists: tl.tensor,
+    row: tl.tensor,
+    pairs: tl.tensor,
+    topk: tl.tensor,
+    groups: tl.tensor,
+    have: tl.tensor,
+    index_token: tl.tensor,
+    index_slot: tl.tensor,
+    GROUPS: tl.constexpr,
+    BESIDE: tl.constexpr,
+) -> None:
+    """Write the entries of pairs whose rows these are if no bucket that is shared is odd."""
+    if _is_odd(extremes_ptr, groups, GROUPS):  # which is seldom, and not waited for before
+        expert = _expert(indices_ptr, pair, exists, topk, index_token, index_slot)[None, :]
+        found = tl.zeros((BESIDE, pair.shape[0]), tl.int32)
+        for first in tl.range(0, pairs, BESIDE):
+            other = first + tl.arange(0, BESIDE)
+            its = _expert(indices_ptr, other, other < pairs, topk, index_token, index_slot)
+            its = its[:, None]
+            before = (its == expert) & (other[:, None] < pair[None, :])
+            found += ((other < pairs)[:, None] & ((its < expert) | before)).to(tl.int32)
+        row = tl.sum(found, axis=0)
+    entry = (pair % topk).to(tl.int64) * (pairs // topk) + pair // topk
+    tl.store(map_ptr + entry, tl.where(row < have, row, -1), mask=exists)
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "pairs", "topk", "each", "groups", "have", "index_token", "index_slot",
@@ -268,8 +353,11 @@ def _place_indices(
     BESIDE: tl.constexpr,
     SUMMED: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """The entries of a tile's pairs, of which those of ``have`` or more are dropped."""
+    let_follow(FOLLOWS)
+    wait_for_last(FOLLOWS)
     tile = tl.program_id(0)
     within = tl.arange(0, PAIRS)
     beside = tl.arange(0, BESIDE)
@@ -287,18 +375,59 @@ def _place_indices(
         before = (its == bucket[None, :]) & ((first + beside)[:, None] < within[None, :])
         found += before.to(tl.int32)
     row += tl.sum(found, axis=0)
-    if _is_odd(extremes_ptr, groups, GROUPS):  # which is seldom, and not waited for before
-        expert = _expert(indices_ptr, pair, exists, topk, index_token, index_slot)[None, :]
-        found = tl.zeros((BESIDE, PAIRS), tl.int32)
-        for first in tl.range(0, pairs, BESIDE):
-            other = first + beside
-            its = _expert(indices_ptr, other, other < pairs, topk, index_token, index_slot)
-            its = its[:, None]
-            before = (its == expert) & (other[:, None] < pair[None, :])
-            found += ((other < pairs)[:, None] & ((its < expert) | before)).to(tl.int32)
-        row = tl.sum(found, axis=0)
-    entry = (pair % topk).to(tl.int64) * (pairs // topk) + pair // topk
-    tl.store(map_ptr + entry, tl.where(row < have, row, -1), mask=exists)
+    _store_rows(
+        indices_ptr, extremes_ptr, map_ptr, pair, exists, row, pairs, topk, groups, have,
+        index_token, index_slot, GROUPS, BESIDE,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def place_pairs(
+    indices_ptr: tl.tensor,
+    buckets_ptr: tl.tensor,
+    earlier_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    extremes_ptr: tl.tensor,
+    map_ptr: tl.tensor,
+    pair: tl.tensor,
+    exists: tl.tensor,
+    pairs: tl.tensor,
+    topk: tl.tensor,
+    each: tl.tensor,
+    groups: tl.tensor,
+    have: tl.tensor,
+    index_token: tl.tensor,
+    index_slot: tl.tensor,
+    PAIRS: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    BESIDE: tl.constexpr,
+) -> None:
+    """The entries of a few pairs, as ``_place_indices`` makes those of a tile's.
+
+    In memory when it ends, for the same program.
+    """
+    tile = pair // PAIRS
+    group = tile // each
+    bucket = tl.load(buckets_ptr + pair, mask=exists, other=0)
+    if SUMMED:
+        row = tl.load(counts_ptr + group.to(tl.int64) * BUCKETS + bucket, mask=exists, other=0)
+    else:
+        other = tl.arange(0, GROUPS)[:, None]
+        where = other * BUCKETS + (other < group[None, :]).to(tl.int32) + bucket[None, :]
+        some = (other < groups) & exists[None, :]
+        row = tl.sum(tl.load(counts_ptr + where, mask=some, other=0), axis=0)
+    if earlier_ptr is not None:
+        row += tl.load(earlier_ptr + tile.to(tl.int64) * BUCKETS + bucket, mask=exists, other=0)
+    beside = (tile * PAIRS)[None, :] + tl.arange(0, PAIRS)[:, None]
+    its = tl.load(buckets_ptr + beside, mask=exists[None, :], other=0)
+    row += tl.sum(((its == bucket[None, :]) & (beside < pair[None, :])).to(tl.int32), axis=0)
+    _store_rows(
+        indices_ptr, extremes_ptr, map_ptr, pair, exists, row, pairs, topk, groups, have,
+        index_token, index_slot, GROUPS, BESIDE,
+    )  # fmt: skip
+    tl.debug_barrier()  # other threads read them
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -331,12 +460,15 @@ def _place_mask(
     FILL: tl.constexpr,
     SUMMED: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """The lines of a tile's tokens, the probs of their rows, and how many pairs there are.
 
     The lines are filled with -1 from end to end, and then the few entries of pairs are
     written. Experts are gone through from the last block, so rows come in descending order.
     """
+    let_follow(FOLLOWS)
+    wait_for_last(FOLLOWS)
     tile = tl.program_id(0)
     within = tl.arange(0, TOKENS)
     token = tile * TOKENS + within
@@ -440,13 +572,34 @@ class _Groups:
                 threads=_ADD_THREADS,
                 GROUPS=self.room,
                 COLUMNS=_COLUMNS,
+                **following(follows(begins.device)),
             )
             launch((-(-width // _COLUMNS), 1), (self.counts, begins), (self.number, width))
             self.counts = begins
 
 
-def place_by_index(op: str, indices: Tensor, row_id_map: Tensor, have: int) -> None:
-    """Fill the map of indices, of which there are some, with rows below ``have``."""
+class Placing(NamedTuple):
+    """What a kernel is given that places pairs itself; by default, of one that does not.
+
+    Attributes:
+        tensors, numbers, constants: as :func:`place_pairs` has them.
+    """
+
+    tensors: tuple[Tensor | None, ...] = (None,) * 5
+    numbers: tuple[int, ...] = (0,) * 6
+    constants: Mapping[str, Any] = MappingProxyType(
+        {"PAIRS": 0, "BUCKETS": 0, "GROUPS": 0, "SUMMED": False, "BESIDE": 0}
+    )
+
+
+def place_by_index(
+    op: str, indices: Tensor, row_id_map: Tensor, have: int, later: bool = False
+) -> Placing | None:
+    """Fill the map of indices, of which there are some, with rows below ``have``.
+
+    Returns:
+        what is needed for that, if it is to be done ``later``.
+    """
     pairs, topk = indices.numel(), indices.shape[1]
     check_size(op, "pairs", pairs)
     tiles = -(-pairs // _PAIRS)
@@ -455,28 +608,36 @@ def place_by_index(op: str, indices: Tensor, row_id_map: Tensor, have: int) -> N
     extremes = fresh(op, row_id_map, (4, groups.room), torch.int64)
     how: dict[str, Any] = {"PAIRS": _PAIRS, "BUCKETS": _BUCKETS, "GROUPS": groups.room}
     kinds = (indices.dtype, *groups.kinds)
-    count = launch_of(_count_indices, indices.device, kinds, threads=_COUNT_THREADS, **how)
+    after = follows(indices.device)
+    count = launch_of(
+        _count_indices, indices.device, kinds, threads=_COUNT_THREADS, **how, FOLLOWS=after
+    )
     count(
         (groups.number, 1),
         (indices, buckets, groups.earlier, groups.counts, extremes),
         (pairs, topk, tiles, groups.tiles, *indices.stride()),
     )
     groups.sum_up()
+    how |= {"SUMMED": groups.summed, "BESIDE": _BESIDE}
+    known = (indices, buckets, groups.earlier, groups.counts, extremes)
+    if later:
+        numbers = (pairs, topk, groups.tiles, groups.number, *indices.stride())
+        return Placing(known, numbers, how)
     put = launch_of(
         _place_indices,
         indices.device,
         kinds,
         threads=_PLACE_THREADS,
         **how,
-        BESIDE=_BESIDE,
-        SUMMED=groups.summed,
         AT_ONCE=_AT_ONCE // _PAIRS,
+        **following(after),
     )
     put(
         (tiles, 1),
-        (indices, buckets, groups.earlier, groups.counts, extremes, row_id_map),
+        (*known, row_id_map),
         (pairs, topk, groups.tiles, groups.number, have, *indices.stride()),
     )
+    return None
 
 
 def place_by_mask(
@@ -504,7 +665,10 @@ def place_by_mask(
     tiles = -(-tokens // of_tile)
     groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1, few=_FEW_OF_MASKS)
     steps = (step // unit, expert_step)
-    count = launch_of(_count_mask, routed.device, groups.kinds, threads=_MASK_THREADS, **how)
+    after = follows(routed.device)
+    count = launch_of(
+        _count_mask, routed.device, groups.kinds, threads=_MASK_THREADS, **how, FOLLOWS=after
+    )
     count(
         (groups.number, 1),
         (routed, groups.earlier, groups.counts),
@@ -520,6 +684,7 @@ def place_by_mask(
         FILL=_FILL,
         SUMMED=groups.summed,
         AT_ONCE=max(1, _AT_ONCE // 2 // block),
+        **following(after),
     )
     total = fresh(op, row_id_map, (1,))
     probs_steps = (0, 0) if probs is None else probs.stride()

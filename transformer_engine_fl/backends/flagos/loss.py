@@ -45,6 +45,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._tiles import Tile
+from transformer_engine_fl.backends.flagos.gemm import generic_gemm
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -857,6 +858,10 @@ def cross_entropy_bwd(
     return grad_input
 
 
-_linear = LinearCrossEntropy(_memory_of, _run_forward, _run_merge, _run_backward)
+def _product(op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
+    generic_gemm(right, left, transa=False, accumulate_into=out, beta=0.0)
+
+
+_linear = LinearCrossEntropy(_memory_of, _run_forward, _run_merge, _run_backward, _product)
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd
 fused_linear_cross_entropy_bwd = _linear.fused_linear_cross_entropy_bwd

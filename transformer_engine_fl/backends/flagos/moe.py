@@ -29,10 +29,21 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._row_maps import (
+    Placing,
+    following,
+    follows,
     place_by_index,
     place_by_mask,
+    place_pairs,
+    wait_for_last,
 )
-from transformer_engine_fl.backends.flagos._sequences import launch_rows, piece, place, raw
+from transformer_engine_fl.backends.flagos._sequences import (
+    launch_rows,
+    piece,
+    place,
+    raw,
+    tile_of,
+)
 from transformer_engine_fl.backends.flagos._tiles import Tile, tile_choice
 from transformer_engine_fl.ops import moe as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -141,8 +152,8 @@ def _zero_rows(
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "rows", "slots", "have", "map_token", "map_slot", "end", "heads", "width",
-        "x_row", "y_row",
+        "rows", "slots", "have", "map_token", "map_slot", "end", "pairs", "topk", "each",
+        "groups", "index_token", "index_slot", "heads", "width", "x_row", "y_row",
     ]
 )  # fmt: skip
 def _spread(
@@ -151,18 +162,36 @@ def _spread(
     map_ptr: tl.tensor,
     used_ptr: tl.tensor,
     end_ptr: tl.tensor,
+    indices_ptr: tl.tensor,
+    buckets_ptr: tl.tensor,
+    earlier_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    extremes_ptr: tl.tensor,
     rows: tl.int32,
     slots: tl.int32,
     have: tl.int32,
     map_token: tl.int64,
     map_slot: tl.int64,
     end: tl.int64,
+    pairs: tl.int32,
+    topk: tl.int32,
+    each: tl.int32,
+    groups: tl.int32,
+    index_token: tl.int64,
+    index_slot: tl.int64,
     heads: tl.int32,
     width: tl.int32,
     x_row: tl.int64,
     y_row: tl.int64,
     MASK: tl.constexpr,
     SPAN: tl.constexpr,
+    PLACED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    BESIDE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
     UNIT: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -170,13 +199,23 @@ def _spread(
 ) -> None:
     """Each token into its rows, and zeros as ``_zero_rows`` does.
 
-    ``end`` is the end of the rows with tokens, or where ``end_ptr`` has it.
+    ``end`` is the end of the rows with tokens, or where ``end_ptr`` has it. FOLLOWS: see
+    ``_row_maps``; the kernel before did not write the tokens. PLACED: at least as many as a
+    token's pairs, if programs of one token make their entries of the map; else 0.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < rows
     head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
     x_place = place(token.to(tl.int64) * x_row, head * 0, column, UNIT)
     x = tl.load(x_ptr + x_place, mask=exists[:, None, None] & inside)
+    wait_for_last(FOLLOWS)
+    if PLACED > 0:
+        own = tl.arange(0, PLACED)
+        place_pairs(
+            indices_ptr, buckets_ptr, earlier_ptr, counts_ptr, extremes_ptr, map_ptr,
+            tl.program_id(0) * topk + own, own < topk, pairs, topk, each, groups, have,
+            index_token, index_slot, PAIRS, BUCKETS, GROUPS, SUMMED, BESIDE,
+        )  # fmt: skip
     count, most = _pairs(map_ptr, token, exists, slots, map_token, map_slot, MASK)
     for at in tl.range(0, most):
         row, _, known = _pair(map_ptr, token, at, count, slots, have, map_token, map_slot, MASK)
@@ -356,6 +395,8 @@ def _spread_weighted(
 
 _MARK_TOKENS, _MARK_THREADS = 128, 128
 _SPAN = 32
+# Pairs whose entries of the map a program makes that moves their token.
+_MOST_PLACED = 16
 _SPREAD_TILE = tile_choice("moe_spread", {}, Tile(128, 8192), in_bytes=True)
 _SUM_TILE = tile_choice("moe_sum", {}, Tile(256, 8192), in_bytes=True)
 _WEIGHTED_SUM_TILE = tile_choice("moe_weighted_sum", {}, Tile(128, 8192), in_bytes=True)
@@ -406,6 +447,13 @@ def _map(op: str, row_id_map: Tensor, mask: bool) -> _Map:
     return _Map(entries, tokens, slots, (entries.stride(1), entries.stride(0)), mask)
 
 
+def _places_itself(x: Tensor, topk: int) -> bool:
+    """Whether a program that moves a token makes its entries of the map: only if it has one."""
+    _, elements = _SPREAD_TILE(x.device, x.itemsize)
+    tile = tile_of(1, x.shape[1], x.itemsize, elements * x.itemsize)
+    return x.shape[1] > 0 and tile.tokens == 1 and topk <= _MOST_PLACED
+
+
 def _spread_rows(
     op: str,
     x: Tensor,
@@ -415,21 +463,31 @@ def _spread_rows(
     used: Tensor | None = None,
     end: int = 0,
     end_of: Tensor | None = None,
+    placed: bool = False,
+    placing: Placing | None = None,
 ) -> None:
-    """Fill ``y`` with the tokens ``x``, and zeros where ``used``, or ``end``, says so."""
+    """Fill ``y`` with the tokens ``x``, and zeros where ``used``, or ``end``, says so.
+
+    ``placed``: the launch before is of those that make the map. ``placing``: what is left of
+    that is done on the way.
+    """
     if not y.numel():
         return
     if not pairs.tokens:
         y.zero_()
         return
-    x, step = by_rows(raw(x))
+    given = raw(x)
+    x, step = by_rows(given)
+    # If it was copied, the copy is the launch before.
+    after = placed and x is given and follows(x.device)
     columns = x.shape[1]
     threads, elements = _SPREAD_TILE(x.device, x.itemsize)
+    of_map = placing or Placing()
     launch_rows(
         op,
         _spread,
-        (x, raw(y), pairs.entries, used, end_of),
-        (pairs.slots, y.shape[0], *pairs.steps, end),
+        (x, raw(y), pairs.entries, used, end_of, *of_map.tensors),
+        (pairs.slots, y.shape[0], *pairs.steps, end, *of_map.numbers),
         (columns, step, columns),
         rows=pairs.tokens,
         heads=1,
@@ -437,6 +495,9 @@ def _spread_rows(
         tile_bytes=elements * x.itemsize,
         MASK=pairs.mask,
         SPAN=_SPAN,
+        PLACED=0 if placing is None else triton.next_power_of_2(pairs.slots),
+        **of_map.constants,
+        **following(after),
     )
 
 
@@ -529,9 +590,12 @@ def moe_permute_fwd(
     check_size(op, "rows", have)
     output = fresh(op, input, (have, input.shape[1]))
     row_id_map = fresh(op, indices, (topk, tokens), torch.int32)
+    placing = None
     if tokens:
-        place_by_index(op, indices, row_id_map, have)
-    _spread_rows(op, input, output, _map(op, row_id_map, False), end=tokens * topk)
+        later = have > 0 and _places_itself(input, topk)
+        placing = place_by_index(op, indices, row_id_map, have, later)
+    pairs, end = _map(op, row_id_map, False), tokens * topk
+    _spread_rows(op, input, output, pairs, end=end, placed=True, placing=placing)
     return output, row_id_map
 
 
@@ -632,7 +696,7 @@ def moe_permute_mask_fwd(
         return output, permuted, row_id_map
     total = place_by_mask(op, routing_map, row_id_map, bits, permuted_bits, num_out_tokens)
     pairs = _map(op, row_id_map, True)
-    _spread_rows(op, input, output, pairs, end_of=total)
+    _spread_rows(op, input, output, pairs, end_of=total, placed=True)
     return output, permuted, row_id_map
 
 

@@ -31,7 +31,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
-__all__ = ["generic_gemm", "te_general_grouped_gemm"]
+__all__ = ["generic_gemm", "products", "te_general_grouped_gemm"]
 
 _FLOAT8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NARROW: Final = (torch.bfloat16, torch.float16)
@@ -92,7 +92,7 @@ def _uses_tf32() -> bool:
     return bool(_float32_precision("cuda", "matmul") == "tf32")
 
 
-def _products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+def products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
     """The block in which products of ``dtype`` are queued."""
     if dtype == torch.float32 and _uses_tf32():
         _refuse(op, "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)")
@@ -348,7 +348,7 @@ def generic_gemm(
         check_fresh(name, D)
     else:
         out = _place(name, into)
-    with _products(name, b.dtype):
+    with products(name, b.dtype):
         _multiply(
             name,
             out,
@@ -467,7 +467,7 @@ def te_general_grouped_gemm(
         )
         _refuse(name, reason)
         _check_memory(name, lefts[i], rights[i].t())  # before anything is written
-    with _products(name, b[0].dtype):
+    with products(name, b[0].dtype):
         for place, left, right, added, scale in zip(
             places, lefts, rights, biases, scales, strict=True
         ):

@@ -43,6 +43,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     plain,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda.gemm import products
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
@@ -648,8 +649,13 @@ def _memory_of(op: str, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _product(op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
+    with products(op, left.dtype):
+        torch.mm(left, right, out=out)
+
+
 _linear = LinearCrossEntropy(
-    _memory_of, _run_forward, _run_merge, partial(_run_backward, owned=True)
+    _memory_of, _run_forward, _run_merge, partial(_run_backward, owned=True), _product
 )
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd
 fused_linear_cross_entropy_bwd = _linear.fused_linear_cross_entropy_bwd
