@@ -50,7 +50,8 @@ from transformer_engine_fl.backends.flagos._narrow import (
     inverse_of,
     microscale,
     narrowed,
-    nibble,
+    nibble_pair,
+    nibble_word,
     scale_of,
     size_of,
 )
@@ -265,8 +266,8 @@ def store_rows(
     else:
         y = values * shared
     if KIND == "e2m1":
-        low, high = tl.split(tl.reshape(nibble(y, LEAVES_NAN), (ROWS, COLUMNS // 2, 2)))
-        code = (low | (high << 4)).to(tl.uint8)
+        low, high = tl.split(tl.reshape(y, (ROWS, COLUMNS // 2, 2)))
+        code = nibble_pair(low, high, LEAVES_NAN).to(tl.uint8)
         column = tl.arange(0, COLUMNS // 2)
         first_column = first_column // 2
         columns = columns // 2
@@ -318,11 +319,10 @@ def _store_halves(
     scale_inv_ptr += first_row * across + first_column // WIDTH
     where = scale_inv_ptr + (row * across)[:, None] + block[None, :]
     tl.store(where, inverse, mask=exists & (block * WIDTH < width)[None, :])
-    shift = (tl.arange(0, _HALF) * 4)[None, None, :]
     words = ()
     for half in tl.static_range(2):
         y = tl.reshape(values[half], (ROWS, BLOCKS, _HALF)) * scale[:, :, None]
-        words += (tl.sum(nibble(y, LEAVES_NAN) << shift, axis=2),)
+        words += (nibble_word(y, LEAVES_NAN),)
     codes = tl.reshape(tl.join(words[0], words[1]), (ROWS, 2 * BLOCKS))
     word = tl.arange(0, 2 * BLOCKS)
     data_ptr += first_row * (columns // _HALF) + first_column // _HALF

@@ -37,7 +37,8 @@ __all__ = [
     "inverse_of",
     "microscale",
     "narrowed",
-    "nibble",
+    "nibble_pair",
+    "nibble_word",
     "power_of_byte",
     "quotient",
     "rounded",
@@ -61,7 +62,7 @@ _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 _INFINITE = tl.constexpr(0x7F800000)
 _SIZE = tl.constexpr(0x7FFFFFFF)  # a float32 without its sign
-_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23
+_OCTAVE = tl.constexpr(8388608.0)  # 2 ** 23
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -136,28 +137,27 @@ def _code(y: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def nibble(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
-    """The e2m1 code of float32 values, as an int32.
+def _nibble(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
+    """The e2m1 code of float32 values with the other bit 2, as an int32.
 
     Before it is rounded, the code of a magnitude is the least of three lines: its double up
-    to 2, from there 2 more than it, and from 4 on 4 more than its half. Rounding keeps their
-    order and what is even, so each is rounded, once, by being added to a number whose last
-    bit counts 1; the least is the code. Where there are instructions that clamp to 0 and 1,
-    less work gives the same: 3, plus twice the lesser of the magnitude and 2, minus twice what
-    its half lacks to 2, minus what it lacks to 3. No more than one of these is not whole, and
-    the others added behind it are even. NaN lacks nothing; a product that is NaN has no sign.
+    to 2, from there 2 more than it, and from 4 on 4 more than its half; it is 7 at most, and
+    that for NaN. Just below 2 ** 23 the last bit of a float32 counts a half, and from there
+    on 1: so one addition to 2 ** 23 - 2 rounds to the first two lines at once, and the bits of
+    the sum count codes, from 4 on. The third line is the half added to 2 ** 23; where there
+    are instructions that clamp to 0 and 1, it and the bound are 2 ** 23 + 3 less what the
+    half lacks to 3. Rounding keeps the order of the lines, and what is even. NaN lacks
+    nothing; a product that is NaN has no sign.
     """
     if LEAVES_NAN:
         return tl.inline_asm_elementwise(
-            """{ .reg .f32 size, a, b, c; .reg .b32 bits, sign;
+            """{ .reg .f32 size, a, b; .reg .b32 bits, sign;
             abs.f32 size, $1;
-            min.f32 a, size, 0f40000000;
-            fma.rn.sat.f32 b, size, 0fBF000000, 0f40000000;
-            fma.rn.sat.f32 c, size, 0fBF000000, 0f40400000;
-            sub.rn.f32 c, 0f4B400003, c;
-            fma.rn.f32 c, b, 0fC0000000, c;
-            fma.rn.f32 c, a, 0f40000000, c;
-            mov.b32 bits, c;
+            fma.rn.sat.f32 b, size, 0fBF000000, 0f40400000;
+            add.rn.f32 a, size, 0f4AFFFFFC;
+            sub.rn.f32 b, 0f4B000003, b;
+            min.f32 a, a, b;
+            mov.b32 bits, a;
             mov.b32 sign, $1;
             shr.u32 sign, sign, 28;
             lop3.b32 $0, bits, 7, sign, 0xE2; }""",
@@ -165,11 +165,22 @@ def nibble(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
         )  # fmt: skip
     else:
         y = tl.where(y < 6.0, y, 6.0)
-        size = tl.abs(y)
-        twice = tl.minimum(size * 2 + _TO_INTEGER, size + (_TO_INTEGER + 2))
-        least = tl.minimum(twice, size * 0.5 + (_TO_INTEGER + 4))
-        code = tl.minimum(least, _TO_INTEGER + 7).to(tl.int32, bitcast=True) & 7
-        return code | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
+        size = tl.minimum(tl.abs(y), 6.0)
+        least = tl.minimum(size + (_OCTAVE - 2), size * 0.5 + _OCTAVE)
+        return (least.to(tl.int32, bitcast=True) & 7) | ((y.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def nibble_pair(a: tl.tensor, b: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
+    """The e2m1 codes of two tensors side by side, as an int32."""
+    return (_nibble(a, LEAVES_NAN) | (_nibble(b, LEAVES_NAN) << 4)) ^ 0x44
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def nibble_word(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
+    """The e2m1 codes of eight values along the last of three dimensions, in one int32."""
+    shift = (tl.arange(0, 8) * 4)[None, None, :]
+    return tl.sum(_nibble(y, LEAVES_NAN) << shift, axis=2) ^ 0x44444444
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -210,7 +221,7 @@ def encoded(y: tl.tensor, KIND: tl.constexpr, CAST: tl.constexpr) -> tl.tensor:
 def encoded_pair(a: tl.tensor, b: tl.tensor, KIND: tl.constexpr, CAST: tl.constexpr) -> tl.tensor:
     """The codes of two tensors side by side: an int16, or for e2m1 a byte."""
     if KIND == "e2m1":
-        return (nibble(a, CAST) | (nibble(b, CAST) << 4)).to(tl.uint8)
+        return nibble_pair(a, b, CAST).to(tl.uint8)
     elif not CAST:
         return (_code(a, KIND) | (_code(b, KIND) << 8)).to(tl.int16)
     elif KIND == "e4m3":
@@ -236,8 +247,7 @@ def encoded_quad(
 ) -> tl.tensor:
     """The codes of four tensors side by side: an int32, or for e2m1 an int16."""
     if KIND == "e2m1":
-        low = nibble(a, CAST) | (nibble(b, CAST) << 4)
-        return (low | (nibble(c, CAST) << 8) | (nibble(d, CAST) << 12)).to(tl.int16)
+        return (nibble_pair(a, b, CAST) | (nibble_pair(c, d, CAST) << 8)).to(tl.int16)
     elif not CAST:
         low = _code(a, KIND) | (_code(b, KIND) << 8)
         return low | (_code(c, KIND) << 16) | (_code(d, KIND) << 24)

@@ -281,6 +281,13 @@ __device__ __forceinline__ int owner_of(const int* owner, int row, int rows) {
 
 #ifdef KERNEL_cast_rows
 
+// Of a row, whether it exists or not: a block that adds up columns goes on by many at a time.
+#if SUMS
+using Number = long long;
+#else
+using Number = int;
+#endif
+
 // Tiles of ROWS rows below each other, cast along their rows: blocks of threads are counted
 // along the columns first, and `shares` of them go down. Only a block that adds up columns
 // has more of them than AHEAD.
@@ -310,20 +317,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   // AHEAD rows of a thread are under way at once.
   Piece pieces[AHEAD];
   int groups[AHEAD];
-  const auto row_of = [&](long long base, int i) { return base + i * ROWS + team; };
-  const long long step = static_cast<long long>(shares) * (AHEAD * ROWS);
+  const auto row_of = [&](Number base, int i) { return base + i * ROWS + team; };
+  const Number step = static_cast<Number>(shares) * (AHEAD * ROWS);
   // What adds up columns asks for a row before it makes the one before it.
   constexpr bool pipelined = SUMS && WHOLE && !OWNED;
   static_assert(!pipelined || AHEAD == 1, "one row of a thread is asked for");
   Share<kPiece> next;
-  const auto is_inside = [&](long long row) {
+  const auto is_inside = [&](Number row) {
     return row < rows && share < shares && column < static_cast<int>(width);
   };
-  const auto ask = [&](long long base) {
-    const long long row = row_of(base, 0);
+  const auto ask = [&](Number base) {
+    const Number row = row_of(base, 0);
     if (is_inside(row)) Piece::ask(in, static_cast<int>(row), column, next);
   };
-  const auto read = [&](long long base) {
+  const auto read = [&](Number base) {
     if constexpr (pipelined) {
       const Share<kPiece> present = next;
       ask(base + step);
@@ -333,13 +340,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-      const long long row = row_of(base, i);
+      const Number row = row_of(base, i);
       const bool exists = row < rows && share < shares;
       groups[i] = exists ? owner_of(owner, static_cast<int>(row), rows) : -1;
       pieces[i].read(in, static_cast<int>(row), column, exists && (!OWNED || groups[i] >= 0));
     }
   };
-  long long base = static_cast<long long>(share) * (AHEAD * ROWS);
+  Number base = static_cast<Number>(share) * (AHEAD * ROWS);
   if constexpr (pipelined) ask(base);
   read(base);
   const float shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, nullptr,
@@ -357,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       Stored inverse;
       out.scales_of(amaxes, scales, inverse);
       const int own = threadIdx.x % kLanes;
-      const long long row = row_of(base, own);
+      const Number row = row_of(base, own);
       // Of a block that the row cuts off, this lane may have no column.
       if (own < AHEAD && row < rows && column - own * kPiece < columns) {
         out.put_inverse(inverse, static_cast<int>(row), column);
@@ -365,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-      const long long row = row_of(base, i);
+      const Number row = row_of(base, i);
       const float scale_of_row = OWNED && groups[i] >= 0 && scale ? scale[groups[i]] : shared;
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
@@ -432,6 +439,9 @@ using Value = float;
 #endif
 
 static_assert(LANES * kPiece == kSide, "a tile is as wide as the lanes' columns");
+
+// What is stored of the scales of one column's blocks, all of them in the tile.
+using Inverses = Stored[kSide / (WIDTH > 0 ? WIDTH : 1)];
 
 // A tile of 128x128, cast along its rows, as a block, and along its columns.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
@@ -567,10 +577,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       // A thread has 32 rows of two columns.
       constexpr int kRun = 32;
       constexpr int kBlocks = WIDTH < kRun ? kRun / (WIDTH > 0 ? WIDTH : 1) : 1;
-      constexpr int kPerColumn = kSide / (WIDTH > 0 ? WIDTH : 1);
+      constexpr int kPerColumn = sizeof(Inverses) / sizeof(Stored);
       constexpr int kBlockRows = kRun / kBlocks;
       static_assert(kThreads * 2 * kRun == kSide * kSide, "threads have all of a tile");
-      __shared__ Stored inverses[kSide][kPerColumn];
+      __shared__ __align__(8) Inverses inverses[kSide];
       const int pair = threadIdx.x % (kSide / 2);
       const int run = threadIdx.x / (kSide / 2);
       float scales[kBlocks][2];
@@ -636,13 +646,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       __syncthreads();
       drain_turned<kThreads, kBytes, 1, STORE_T, INSIDE>(tile, data_t, first_column, columns,
                                                          first_byte, byte_rows);
-      const int down = (rows + WIDTH - 1) / (WIDTH > 0 ? WIDTH : 1);
-      for (int at = threadIdx.x; at < kSide * kPerColumn; at += kThreads) {
-        const int own = first_column + at / kPerColumn;
-        const int place = first_row / (WIDTH > 0 ? WIDTH : 1) + at % kPerColumn;
-        if (INSIDE || (own < columns && place < down)) {
-          scale_inv_t[static_cast<long long>(own) * down + place] =
-              inverses[at / kPerColumn][at % kPerColumn];
+      constexpr int width = WIDTH > 0 ? WIDTH : 1;
+      const int down = (rows + width - 1) / width;
+      if constexpr (INSIDE) {  // those of a column by one access: 4 or 8 bytes
+        if (threadIdx.x < kSide) {
+          Stored* to = scale_inv_t + static_cast<long long>(first_column + threadIdx.x) * down +
+                       first_row / width;
+          store_bytes<sizeof(Inverses), sizeof(Inverses)>(
+              reinterpret_cast<unsigned char*>(to),
+              reinterpret_cast<const unsigned*>(inverses[threadIdx.x]));
+        }
+      } else {
+        for (int at = threadIdx.x; at < kSide * kPerColumn; at += kThreads) {
+          const int own = first_column + at / kPerColumn;
+          const int place = first_row / width + at % kPerColumn;
+          if (own < columns && place < down) {
+            scale_inv_t[static_cast<long long>(own) * down + place] =
+                inverses[at / kPerColumn][at % kPerColumn];
+          }
         }
       }
     }

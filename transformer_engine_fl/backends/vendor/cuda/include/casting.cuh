@@ -52,8 +52,8 @@ struct RowCast {
   }
 
   __device__ __forceinline__ void put_inverse(Stored inverse, int row, int column) const {
-    constexpr int width = Width > 0 ? Width : 1;
-    const int across = (columns + width - 1) / width;
+    constexpr unsigned width = Width > 0 ? Width : 1;
+    const unsigned across = (columns + width - 1) / width;
     scale_inv[static_cast<long long>(row) * across + column / width] = inverse;
   }
 
@@ -87,7 +87,8 @@ struct RowCast {
   __device__ __forceinline__ Codes<Kind, N> put_codes(const float (&values)[N], int row, int column,
                                                       bool inside, float scale) const {
     const Codes<Kind, N> codes = narrow<Kind>(values, scale);
-    unsigned char* to = data + (static_cast<long long>(row) * columns + column) / (8 / Kind::kBits);
+    const unsigned long long at = static_cast<long long>(row) * columns + column;
+    unsigned char* to = data + at / (8 / Kind::kBits);
     if (inside) {
       if (Whole || Inside || column + N <= columns) {
         store_bytes<Codes<Kind, N>::kBytes, Access>(to, codes.words);

@@ -54,28 +54,28 @@ __device__ __forceinline__ unsigned float8_code(float y) {
 
 // Codes of e2m1, the first in the lowest bits.
 //
-// Of a magnitude y the code is 2y up to 2, from there y + 2, and from 4 on y / 2 + 4. So it is
-// 3, plus twice the lesser of y and 2, minus twice what y / 2 lacks to 2, minus what it lacks
-// to 3, each of these between 0 and 1. They are added to a number whose last bit counts 1; no
-// more than one of them is not whole, so that is rounded once, and the others behind it are
-// even, which keeps ties as they are. NaN lacks nothing: its code is 7.
+// Of a magnitude y the code is 2y up to 2, from there y + 2, and from 4 on y / 2 + 4, but no
+// more than 7. Just below 2^23 the last bit of a float32 counts a half, and from there on 1: so
+// one addition to 2^23 - 2 rounds to the first two lines at once, and the bits of the sum count
+// codes. The third line and the bound are 3 less what y / 2 lacks to 3, between 0 and 1, added
+// to 2^23. Each is rounded once, to nearest even, and the bits of 2^23 - 2 are even too. The
+// lesser of the two is the code; of NaN the second, which lacks nothing.
 template <int N, typename Value>
 __device__ __forceinline__ unsigned e2m1_codes(const Value& value) {
-  constexpr float magic = 12582912.0f;  // 1.5 * 2^23
-  constexpr unsigned bits = 0x4b400000u;
-  unsigned sizes = 0, signs = 0, magics = 0;
+  constexpr float octave = 8388608.0f;  // 2^23
+  constexpr unsigned start = 0x4afffffcu;  // the bits of 2^23 - 2
+  unsigned sizes = 0, signs = 0, starts = 0;
 #pragma unroll
   for (int i = N - 1; i >= 0; --i) {
     const float y = value(i);
     const float size = fabsf(y);
-    float sum = magic + 3.0f - __saturatef(fmaf(size, -0.5f, 3.0f));
-    sum = fmaf(__saturatef(fmaf(size, -0.5f, 2.0f)), -2.0f, sum);
-    sum = fmaf(fminf(size, 2.0f), 2.0f, sum);
+    const float third = octave + 3.0f - __saturatef(fmaf(size, -0.5f, 3.0f));
+    const float sum = fminf(size + (octave - 2.0f), third);
     sizes = sizes * 16 + __float_as_uint(sum);
-    magics = magics * 16 + bits;
+    starts = starts * 16 + start;
     signs = __funnelshift_l(__float_as_uint(y), signs, 4);
   }
-  return (sizes - magics) | (signs & 0x88888888u);
+  return (sizes - starts) | (signs & 0x88888888u);
 }
 
 // Four codes of eight bits, the first in the lowest byte.

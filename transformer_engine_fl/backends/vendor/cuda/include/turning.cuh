@@ -99,25 +99,41 @@ __device__ __forceinline__ void turn_bytes(unsigned char* tile) {
 }
 
 // Writes the turned tile to rows of `bytes` bytes, `Access` at a time, as far as they go.
-// Inside: all of it does.
+// Inside: all of it does, and a thread's chunks lie equally far apart.
 template <int Threads, int Bytes, int Shift, int Access, bool Inside = false>
 __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char* to,
                                              int first_column, int columns, int first_byte,
                                              int bytes) {
   constexpr int kChunks = Bytes / 16;
+  if constexpr (Inside) {
+    constexpr int kColumns = Threads / kChunks;  // that are written at once
+    static_assert(128 % kColumns == 0 && (kColumns >> Shift) % kChunks == 0,
+                  "chunks of the columns that follow are shifted as these are");
+    const int column = threadIdx.x / kChunks;
+    const int place = threadIdx.x % kChunks;
+    const unsigned char* from = turned_chunk<Bytes, Shift>(tile, column, place);
+    to += static_cast<long long>(first_column + column) * bytes + first_byte + place * 16;
 #pragma unroll
-  for (int at = threadIdx.x; at < 128 * kChunks; at += Threads) {
-    const int column = at / kChunks;
-    const int byte = first_byte + at % kChunks * 16;
-    if (!Inside && (first_column + column >= columns || byte >= bytes)) continue;
-    const uint4 chunk =
-        *reinterpret_cast<const uint4*>(turned_chunk<Bytes, Shift>(tile, column, at % kChunks));
-    const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-    unsigned char* target = to + static_cast<long long>(first_column + column) * bytes + byte;
-    if (Inside || byte + 16 <= bytes) {
-      store_bytes<16, Access>(target, words);
-    } else {
-      store_some_bytes<16>(target, words, bytes - byte);
+    for (int i = 0; i < 128 / kColumns; ++i) {
+      const uint4 chunk = *reinterpret_cast<const uint4*>(from + i * kColumns * Bytes);
+      const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+      store_bytes<16, Access>(to, words);
+      to += static_cast<long long>(kColumns) * bytes;
+    }
+  } else {
+    for (int at = threadIdx.x; at < 128 * kChunks; at += Threads) {
+      const int column = at / kChunks;
+      const int byte = first_byte + at % kChunks * 16;
+      if (first_column + column >= columns || byte >= bytes) continue;
+      const uint4 chunk =
+          *reinterpret_cast<const uint4*>(turned_chunk<Bytes, Shift>(tile, column, at % kChunks));
+      const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+      unsigned char* target = to + static_cast<long long>(first_column + column) * bytes + byte;
+      if (byte + 16 <= bytes) {
+        store_bytes<16, Access>(target, words);
+      } else {
+        store_some_bytes<16>(target, words, bytes - byte);
+      }
     }
   }
 }
