@@ -19,7 +19,7 @@ __all__ = ["LinearCrossEntropy", "Options", "Rows", "options_of", "vector_of"]
 
 # How many logits the linear forms hold at a time, and of how many words at least. What the
 # kernels read of them is still in a large GPU's L2, or part of it.
-_LOGITS = {"forward": 2**23, "backward": 2**25}
+_LOGITS = {"forward": 2**22, "backward": 2**25}
 _FEWEST_WORDS = 256
 _WHOLE = 16  # divides the distance of their rows
 
