@@ -203,7 +203,7 @@ def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -
     """A barrier of the cluster is a fence for all that was stored before it."""
     same = (torch.bfloat16,) * 4
     forward = ForwardKey(131_072, 8, *same, True, False)
-    added = ForwardKey(65_536, 8, *same, False, False, added=True)
+    added = ForwardKey(131_072, 8, *same, False, False, added=True)
     backward = BackwardKey(131_072, 8, *same[:3], False, False)
     in_registers = BackwardKey(65_536, 8, *same[:3], True, False)
     sources = [forward_source(key, HOPPER)[0] for key in (forward, added)]

@@ -70,16 +70,18 @@ def test_norms_with_a_given_scale_leave_the_amax(format: str, device: str) -> No
         )
 
 
-@pytest.mark.parametrize("format", ["per_tensor", "mxfp8"])
+@pytest.mark.parametrize(
+    ("format", "columns"), [("per_tensor", 4128), ("mxfp8", 4128), ("mxfp8", 8224)]
+)
 def test_groups_with_several_long_rows_leave_one_amax_each(
-    format: str, device: str, monkeypatch: pytest.MonkeyPatch
+    format: str, columns: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
     monkeypatch.setattr(normalization, "_forwards", Plans())
     scale = torch.tensor([3.0], device=device) if format == "per_tensor" else None
-    weight = values(4128, device=device)
+    weight = values(columns, device=device)
     for rows in (1, 5):
-        x = values(rows, 4128, device=device)
+        x = values(rows, columns, device=device)
         check_outputs("rmsnorm_fwd_quantize", x, weight, scale=scale, format=format)
         check_outputs("layernorm_fwd_quantize", x, weight, weight, scale=scale, format=format)
 

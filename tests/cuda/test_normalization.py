@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.vendor.cuda import _launch, normalization
+from transformer_engine_fl.backends.vendor.cuda import _casting, _launch, normalization
 from transformer_engine_fl.backends.vendor.cuda._arguments import Plans, access_width, dense_rows
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.ops._formats import FORMATS
 from transformer_engine_fl.ops.normalization import statistics_dtype
 
 OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
@@ -319,7 +320,8 @@ def backward_kernel(
         (776, True, 4),
         (1024, True, 4),
         (1032, True, None),
-        (4096, True, 2),
+        (2056, True, 4),
+        (4096, True, 4),
         (4104, True, None),
         (32768, True, None),
         (65536, True, 1),
@@ -379,17 +381,56 @@ def test_which_clusters_exchange_without_a_barrier(
 
 
 @pytest.mark.parametrize(
-    ("centred", "added", "team"),
-    [(False, False, (1024, 1)), (False, True, (256, 4)), (True, False, (512, 4))],
+    ("centred", "added", "limits", "team"),
+    [
+        (False, False, HOPPER, (1024, 1)),
+        (False, True, HOPPER, (1024, 1)),
+        (True, False, HOPPER, (512, 4)),
+        (False, False, BLACKWELL, (1024, 1)),
+        (False, True, BLACKWELL, (256, 4)),  # whose shared memory holds no two such rows
+    ],
 )
-def test_only_a_root_mean_square_alone_gives_a_block_32768_columns(
-    centred: bool, added: bool, team: tuple[int, int]
+def test_only_a_root_mean_square_gives_a_block_32768_columns(
+    centred: bool, added: bool, limits: _launch.Limits, team: tuple[int, int]
 ) -> None:
     low = torch.bfloat16
     key = normalization.ForwardKey(32768, 8, low, low, low, low, centred, False, added)
-    tile = key.tile(HOPPER)
+    tile = key.tile(limits)
     assert tile is not None
     assert (tile.lanes, tile.cluster) == team
+
+
+@pytest.mark.parametrize(("columns", "streamed"), [(65536, False), (65544, True)])
+def test_a_residual_leaves_65536_columns_to_a_group(columns: int, streamed: bool) -> None:
+    low = torch.bfloat16
+    key = normalization.ForwardKey(columns, 8, low, low, low, low, False, False, True)
+    kernel = normalization.forward_source(key, HOPPER)[0].kernel
+    assert (kernel == "forward_stream") == streamed
+
+
+@pytest.mark.parametrize(
+    ("format", "columns", "centred", "added", "dtype", "streamed"),
+    [
+        ("mxfp8", 8192, False, False, torch.bfloat16, False),
+        ("mxfp8", 8224, False, False, torch.bfloat16, True),
+        ("mxfp8", 8192, True, False, torch.bfloat16, True),
+        ("mxfp8", 8192, False, True, torch.bfloat16, True),
+        ("mxfp8", 4096, False, False, torch.float32, True),
+        ("nvfp4", 8192, False, False, torch.bfloat16, True),
+        ("per_tensor", 8192, False, False, torch.bfloat16, True),
+    ],
+)
+def test_of_casts_mxfp8_alone_leaves_8192_columns_to_a_block(
+    format: str, columns: int, centred: bool, added: bool, dtype: torch.dtype, streamed: bool
+) -> None:
+    (recipe, *_) = (
+        it for it in _casting.recipes() if it.form is FORMATS[format] and not it.columnwise
+    )
+    cast = normalization.Cast(recipe, recipe.form.by_tensor)
+    same = (dtype,) * 4
+    key = normalization.ForwardKey(columns, 8, *same, centred, False, added, cast)
+    kernel = normalization.forward_source(key, HOPPER)[0].kernel
+    assert (kernel == "forward_stream") == streamed
 
 
 class Unloaded:
@@ -446,6 +487,25 @@ def test_groups_with_several_rows(op: str, columns: int, device: str) -> None:
     x = torch.randn(7, columns, generator=generator).to(torch.bfloat16).to(device)
     args = call_for(op, x)
     assert_close(op, serve(op)(*args), getattr(ops, op).oracle(*args), "bfloat16")
+
+
+@pytest.mark.usefixtures("few_groups")
+@pytest.mark.parametrize("columns", [1000, 4000])
+def test_groups_with_more_turns_than_are_under_way(columns: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(27, columns, generator=generator).to(torch.bfloat16).to(device)
+    args = call_for("layernorm_bwd", x)
+    expected = ops.layernorm_bwd.oracle(*args)
+    assert_close("layernorm_bwd", serve("layernorm_bwd")(*args), expected, "bfloat16")
+
+
+@pytest.mark.parametrize("columns", [32_760, 65_528])
+def test_a_residual_in_a_large_block_and_in_a_cluster(columns: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(2, columns, generator=generator).to(torch.bfloat16).to(device)
+    args = call_for("rmsnorm_fwd_add", x)
+    expected = ops.rmsnorm_fwd_add.oracle(*args)
+    assert_close("rmsnorm_fwd_add", serve("rmsnorm_fwd_add")(*args), expected, "bfloat16")
 
 
 @pytest.mark.usefixtures("few_groups")

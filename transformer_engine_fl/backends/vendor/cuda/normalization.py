@@ -74,7 +74,7 @@ __all__ = [
 # the row serves. Rows within a warp come before these, rows beyond go to the wide kernels.
 FORWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (256, 4), (256, 8), (512, 8), (1024, 8))
 FORWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1), (1024, 1))
-# Of a root mean square alone, of which little else needs the registers and the shared memory.
+# Of a root mean square without a cast, of which little else needs the registers.
 FORWARD_TEAMS_LARGE_BLOCK: Final = ((128, 1), (256, 1), (512, 1), (1024, 1), *FORWARD_TEAMS[4:])
 RMS_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (512, 1), (512, 2), (512, 4), (512, 8))
 LAYER_BACKWARD_TEAMS: Final = ((128, 1), (256, 1), (256, 2), (256, 4), (256, 8), (512, 8))
@@ -87,12 +87,15 @@ BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
 STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
 # Of rows twice as long, where a residual leaves a cluster of 8 room for two of them.
 LARGE_STREAM_TEAM: Final = (1024, 16)
-# Rows of more vectors go that way: a cast gains first, gamma alone last. With gamma and beta
+# Rows of more vectors go that way: a cast gains first, a residual last. With gamma and beta
 # 8,192 and 32,768 columns of half precision were measured; the limit between them is where
-# one block no longer holds the row.
+# one block no longer holds the row. Of mxfp8 8,192 columns were, gamma alone; four vectors a
+# thread are as far as the same block holds the row.
 STREAM_VECTORS: Final = 2048
 STREAM_VECTORS_CAST: Final = 512
+STREAM_VECTORS_MXFP8: Final = 1024
 STREAM_VECTORS_GAMMA_ALONE: Final = 4096
+STREAM_VECTORS_ADDED: Final = 8192
 # Of rows of more bytes within a block, gamma and beta stay in L1 until the sums are there: in
 # shared memory they would leave L1 too small to keep them for the next block. Measured on
 # compute capability 9.0; devices without clusters are left as they were.
@@ -134,7 +137,7 @@ IN_REGISTERS: Final = (
     InRegisters(False, range(2049, 4097), (256, 1), 1, 6),
     InRegisters(False, range(4097, 8193), (512, 1), 1, 3),
     InRegisters(True, range(769, 1025), (128, 1), 4, 3),
-    InRegisters(True, range(2049, 4097), (512, 1), 2, 6),
+    InRegisters(True, range(2049, 4097), (512, 1), 4, 3),
     InRegisters(True, range(32769, 65537), (512, 8), 1, 6),
 )
 # Threads of a multiprocessor, each with 128 registers, that do so.
@@ -327,9 +330,16 @@ class ForwardKey:
         """
         if found := self.stream(device, most_blocks):
             return found[0]
+        tile = None
+        if not self.centred and self.cast is None:
+            tile = self._row_tile(device, large_block=True)
+        return tile or self._row_tile(device)
+
+    def _row_tile(self, device: _launch.Limits, large_block: bool = False) -> Tile | None:
+        """How rows are spread of which a group has one; None if the device has no room."""
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
-        alone = not self.centred and not self.added and self.cast is None
-        tile = forward_tile(self.columns, SIZES[self.x], others, device.has_clusters, alone)
+        clusters = device.has_clusters
+        tile = forward_tile(self.columns, SIZES[self.x], others, clusters, large_block)
         if tile is None:
             return None
         if self.cast is not None and self.added and tile.blocks > 1:
@@ -351,12 +361,18 @@ class ForwardKey:
         if not device.has_clusters:
             return None
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
-        longer = STREAM_VECTORS if self.centred else STREAM_VECTORS_GAMMA_ALONE
+        longer = STREAM_VECTORS_ADDED if self.added else STREAM_VECTORS_GAMMA_ALONE
+        if self.centred:
+            longer = STREAM_VECTORS
         resident = 1024
         if self.cast is not None:
             longer = STREAM_VECTORS_CAST
-            if self.centred and self.cast.defines().get("KIND") == "e2m1":
+            casting = self.cast.defines()
+            if self.centred and casting.get("KIND") == "e2m1":
                 resident = 512  # registers for beta and for making codes of four bits
+            alone = not self.centred and not self.added and SIZES[self.x] == 2
+            if alone and casting.get("SCALES") == "e8m0":
+                longer = STREAM_VECTORS_MXFP8
         large = self.added and self.cast is None and most_blocks >= LARGE_STREAM_TEAM[1]
         tile = stream_tile(self.columns, SIZES[self.x], others, longer, resident, large)
         if tile is None:
