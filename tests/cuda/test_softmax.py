@@ -33,18 +33,25 @@ def test_a_tile_covers_its_row_and_fits_a_block(
     assert columns % tile.vec == 0
     assert tile.held * tile.lanes * tile.cluster >= columns
     assert tile.threads <= 1024
-    kept = tile.threads * tile.held * sum(sizes)
+    kept = softmax._shared_bytes(tile, sizes)
     assert kept + softmax._exchanged(tile, sizes) <= device.shared_per_block
     assert tile.cluster == 1 or device.has_clusters
 
 
-def test_blocks_that_share_a_gradients_row_have_room_for_three_on_a_multiprocessor() -> None:
-    for columns in (65536, 131072, 262144):
-        tile = softmax.row_tile(columns, (2, 2), HOPPER)
-        assert tile is not None
-        assert (tile.cluster, tile.blocks) == (columns // 16384, 3)
-        kept = softmax._shared_bytes(tile, (2, 2)) + softmax._exchanged(tile, (2, 2))
-        assert 3 * (kept + SHARED_PER_BLOCK) <= HOPPER.shared_per_multiprocessor
+@pytest.mark.parametrize(
+    ("columns", "cluster", "blocks", "in_registers"),
+    [(65536, 4, 3, False), (131072, 4, 2, True), (151_936, 8, 2, True), (262144, 8, 2, True)],
+)
+def test_blocks_that_share_a_gradients_row_fit_a_multiprocessor_together(
+    columns: int, cluster: int, blocks: int, in_registers: bool
+) -> None:
+    sizes = (2, 2)
+    tile = softmax.row_tile(columns, sizes, HOPPER)
+    assert tile is not None
+    assert (tile.cluster, tile.blocks) == (cluster, blocks)
+    assert softmax.in_registers(tile, sizes) == in_registers
+    kept = softmax._shared_bytes(tile, sizes) + softmax._exchanged(tile, sizes)
+    assert blocks * (kept + SHARED_PER_BLOCK) <= HOPPER.shared_per_multiprocessor
 
 
 def test_a_block_without_room_for_a_gradients_row_shares_it() -> None:
@@ -65,7 +72,7 @@ def test_a_device_without_room_for_16_blocks_has_clusters_of_8(
 
     monkeypatch.setattr(_launch, "limits", lambda device: HOPPER)
     monkeypatch.setattr(_launch, "load", load)
-    plan = softmax.Plan(softmax.Key(262144, 8, torch.bfloat16, torch.bfloat16), 0)
+    plan = softmax.Plan(softmax.Key(131072, 4, torch.float32, torch.float32), 0)
     assert plan._cluster == (16 if room else 8)
 
 
@@ -172,3 +179,18 @@ def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, de
     assert not assert_served("scaled_masked_softmax_forward", x, hidden, 0.5)[0].any()
     assert_served("scaled_aligned_causal_masked_softmax_forward", x)
     assert_served("scaled_softmax_backward", x.nan_to_num(neginf=1.0), y, 0.5)
+
+
+@pytest.mark.parametrize("columns", [100_008, 131_072])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_gradients_of_rows_that_are_partly_in_registers(
+    columns: int, skip: int, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(10)
+    dy, y = (
+        torch.randn(3, columns + 8, generator=generator).to(device, torch.bfloat16)
+        for _ in range(2)
+    )
+    dy, y = (it[:, skip : columns + skip] for it in (dy, y.softmax(-1)))
+    assert_served("scaled_softmax_backward", dy, y, 0.5)
+    assert_served("scaled_aligned_causal_masked_softmax_backward", dy, y, 0.5)

@@ -11,6 +11,7 @@
 //   VEC, ACCESS  elements per vector, and in one access
 //   VECS, LANES, ROWS, CLUSTER, FULL  how a row is spread over threads: see rows.cuh
 //   LOOPED       1 if a group of threads has several rows, one after the other; forward
+//   IN_REGISTERS 1 if a thread keeps its last vectors in registers; backward
 //   STAGES       rows of such a group that are under way to shared memory at once
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
 //
@@ -331,29 +332,37 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
              long long rows, long long dy_stride, long long y_stride, int columns, int queries,
              int ahead, double factor) {
   extern __shared__ __align__(16) unsigned char kept[];
-  unsigned char* kept_dy = kept + Slots<TX>::kBytes;
+  constexpr int kShared = VECS - IN_REGISTERS;  // of a thread's vectors, the first
+  unsigned char* kept_dy = kept + Slots<TX>::kBytes / VECS * kShared;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long row =
       static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
   const bool active = Row::in_rows(row, rows);
   const int bound = bound_of(row, columns, queries, ahead);
   RowReduction<LANES, CLUSTER, 1, A> over_row;
+  Vec<TX, VEC> last_y = zeros<TX, VEC>();
+  Vec<TDY, VEC> last_dy = zeros<TDY, VEC>();
 
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     const bool valid = active && Row::in_row(column, columns) && (!CAUSAL || column < bound);
-    Slots<TX>::fill<true>(kept, v, y + row * y_stride + column, valid);
-    Slots<TDY>::fill<true>(kept_dy, v, dy + row * dy_stride + column, valid);
+    if (v < kShared) {
+      Slots<TX>::fill<true>(kept, v, y + row * y_stride + column, valid);
+      Slots<TDY>::fill<true>(kept_dy, v, dy + row * dy_stride + column, valid);
+    } else if (valid) {
+      last_y = load<ACCESS, VEC>(y + row * y_stride + column);
+      last_dy = load<ACCESS, VEC>(dy + row * dy_stride + column);
+    }
   }
   commit_copies();
   wait_copies<0>();
+  auto y_of = [&](int v) { return v < kShared ? Slots<TX>::read(kept, v) : last_y; };
+  auto dy_of = [&](int v) { return v < kShared ? Slots<TDY>::read(kept_dy, v) : last_dy; };
 
   A along[1] = {0};
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    along[0] += products_of(Slots<TX>::read(kept, v), Slots<TDY>::read(kept_dy, v));
-  }
+  for (int v = 0; v < VECS; ++v) along[0] += products_of(y_of(v), dy_of(v));
   over_row.sum(along);
 
   if (!active) return;
@@ -362,8 +371,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     if (!Row::in_row(column, columns)) continue;
-    store(target + column, gradient(Slots<TX>::read(kept, v), Slots<TDY>::read(kept_dy, v),
-                                    along[0], static_cast<A>(factor)));
+    store(target + column,
+          gradient(y_of(v), dy_of(v), along[0], static_cast<A>(factor)));
   }
 }
 

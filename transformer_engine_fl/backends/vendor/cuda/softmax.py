@@ -73,6 +73,12 @@ BACKWARD_CLUSTERS: Final[tuple[Team, ...]] = (
     (512, 16),
     (1024, 8),
 )
+LONG_TEAMS: Final[tuple[Team, ...]] = ((512, 4), (512, 8))
+"""Teams of a backward in half precision that hold up to 8 vectors a thread.
+
+Of more than HELD elements the last vectors of both tensors are in registers: what is left in
+shared memory has room for a second block on a multiprocessor.
+"""
 USUAL: Final = 4
 """Vectors of a thread, where they are whole."""
 WARP_VECTORS: Final = 8
@@ -83,7 +89,7 @@ RESIDENT: Final = 1024
 BACKWARD_RESIDENT: Final = 1536
 """The same where blocks of a backward share a row: it waits in shared memory meanwhile."""
 HELD: Final = 32
-"""Elements of a thread for which those registers suffice; half as many threads hold more."""
+"""Elements of a thread for which those registers suffice; fewer threads hold more."""
 LOOPED_FROM: Final = 2**14 + 1
 """Columns from which there are no more groups of a forward than run at once.
 
@@ -118,15 +124,23 @@ def row_tile(
         clusters = FORWARD_CLUSTERS if forward else BACKWARD_CLUSTERS
         teams += tuple(team for team in clusters if team[1] <= most_blocks)
     tiles = [warp_tile(vectors, vec, WARP_VECTORS if forward else usual)]
-    tiles += [team_tile(vectors, vec, usual, (team,)) for team in teams]
+    long = LONG_TEAMS if sizes == (2, 2) else ()
+    tiles += [team_tile(vectors, vec, 8 if team in long else usual, (team,)) for team in teams]
     tiles += [team_tile(vectors, vec, 8, teams[-1:])]
     tile = next((it for it in tiles if it and _fits(it, sizes, device)), None)
     if tile is None:
         return None
     if max(sizes) > 2:
         return tile
-    resident = RESIDENT if forward or tile.cluster == 1 else BACKWARD_RESIDENT
-    return with_blocks(tile, resident if tile.held <= HELD else resident // 2)
+    if forward or tile.cluster == 1:
+        return with_blocks(tile, RESIDENT if tile.held <= HELD else RESIDENT // 2)
+    return with_blocks(tile, BACKWARD_RESIDENT if tile.held <= HELD else RESIDENT)
+
+
+def in_registers(tile: Tile, sizes: tuple[int, ...]) -> bool:
+    """Whether threads keep their last vectors of both tensors in registers."""
+    team = tile.lanes, tile.cluster
+    return sizes == (2, 2) and team in LONG_TEAMS and tile.held > HELD
 
 
 def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
@@ -143,8 +157,9 @@ def _fits(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> bool:
 
 
 def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
-    """Of a row that is kept."""
-    return tile.threads * tile.held * sum(sizes)
+    """Of a row that is kept there."""
+    vectors = tile.vecs - in_registers(tile, sizes)
+    return tile.threads * tile.vec * vectors * sum(sizes)
 
 
 def _exchanged(tile: Tile, sizes: tuple[int, ...]) -> int:
@@ -210,6 +225,8 @@ def source(
         depth = stages(tile, sizes, device) if looped else 1
         if key.dy is None:
             defines |= {"LOOPED": int(looped), "STAGES": depth}
+        else:
+            defines["IN_REGISTERS"] = int(in_registers(tile, sizes))
         geometry = _launch.Geometry(
             tile.threads, arguments, depth * _shared_bytes(tile, sizes), tile.cluster, carveout=100
         )
