@@ -170,6 +170,12 @@ def test_the_operations_are_those_counted_by_hand(
     assert workload.unit == "TFLOP/s"
 
 
+def test_values_are_held_to_what_the_contract_allows() -> None:
+    for name in ("fused_attn_bwd causal", "rmsnorm_fwd"):
+        (contract,) = WORKLOADS[name].contracts
+        assert WORKLOADS[name].tolerance("bfloat16") == contract.tolerance_for("bfloat16")
+
+
 def test_an_operator_is_chosen_with_every_workload_it_has() -> None:
     assert {it.name for it in chosen(["generic_gemm"], [])} >= {
         "generic_gemm",

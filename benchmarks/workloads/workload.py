@@ -166,8 +166,7 @@ class Workload:
 
     def tolerance(self, *dtypes: str) -> Tolerance:
         """The error that the coarsest of the contracts allows."""
-        met = [it.tolerance_for(*dtypes) for it in self.contracts]
-        return Tolerance(max(it.rtol for it in met), max(it.atol for it in met))
+        return Tolerance.coarsest(it.tolerance_for(*dtypes) for it in self.contracts)
 
 
 def size(value: Any) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
@@ -54,6 +54,14 @@ class Tolerance:
     rtol: float
     atol: float
     by_row: bool = False
+
+    @classmethod
+    def coarsest(cls, met: Iterable[Tolerance]) -> Tolerance:
+        """What allows an error that any of these, at least one, allows."""
+        met = list(met)
+        return cls(
+            max(it.rtol for it in met), max(it.atol for it in met), any(it.by_row for it in met)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +219,8 @@ class Contract(Generic[P, R]):
         Args:
             dtypes: names; of the dispatch tensor and of the output, say.
         """
-        met = [self.tolerance[dtype] for dtype in dtypes if dtype in self.tolerance]
-        return Tolerance(
-            max(it.rtol for it in met), max(it.atol for it in met), any(it.by_row for it in met)
+        return Tolerance.coarsest(
+            self.tolerance[dtype] for dtype in dtypes if dtype in self.tolerance
         )
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -17,19 +17,25 @@ if TYPE_CHECKING:
 __all__ = ["SumOfGroups", "sum_source"]
 
 
-def _shape(columns: int) -> tuple[int, int]:
+def _shape(columns: int, results: int) -> tuple[int, int]:
     """(columns per thread, threads per block).
 
-    Few columns leave few blocks, so those are large; many columns take wider loads.
+    Few columns leave few blocks, so those are large; many columns take wider loads. Of 8,192
+    the sums of two parameters are enough of them.
     """
-    return (4, 256) if columns % 4 == 0 and columns > 8192 else (1, 1024)
+    many = columns > 8192 or (columns == 8192 and results > 1)
+    return (4, 256) if columns % 4 == 0 and many else (1, 1024)
 
 
 def sum_source(
-    columns: int, sums: torch.dtype, result: torch.dtype, device: _launch.Limits
+    columns: int,
+    sums: torch.dtype,
+    result: torch.dtype,
+    device: _launch.Limits,
+    results: int = 1,
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that adds up partial sums of ``sums`` and gives them as ``result``."""
-    vec, threads = _shape(columns)
+    vec, threads = _shape(columns, results)
     defines: dict[str, str | int] = {
         "TS": NAMES[sums],
         "TW": NAMES[result],
@@ -49,11 +55,18 @@ class SumOfGroups:
 
     __slots__ = ("_blocks", "_columns", "_kernel")
 
-    def __init__(self, columns: int, sums: torch.dtype, result: torch.dtype, device: int) -> None:
-        source, geometry = sum_source(columns, sums, result, _launch.limits(device))
+    def __init__(
+        self,
+        columns: int,
+        sums: torch.dtype,
+        result: torch.dtype,
+        device: int,
+        results: int = 1,
+    ) -> None:
+        source, geometry = sum_source(columns, sums, result, _launch.limits(device), results)
         self._kernel = _launch.load(source, geometry, device)
         self._columns = columns
-        self._blocks = -(-columns // (32 * _shape(columns)[0]))
+        self._blocks = -(-columns // (32 * _shape(columns, results)[0]))
 
     def __call__(self, partial: int, first: int, second: int, groups: int) -> None:
         """Launch.

@@ -638,7 +638,9 @@ class Backward:
             if runs_clusters(*sources[0], device):
                 break
         self._kernels = [_launch.load(*source, device) for source in sources]
-        self._total = SumOfGroups(key.columns, math_dtype(key.x), key.gamma, device)
+        self._total = SumOfGroups(
+            key.columns, math_dtype(key.x), key.gamma, device, results=1 + key.centred
+        )
         self._columns = key.columns
         self._share = 1.0 / key.columns
         self._vec = vector_width(key.columns, SIZES[key.x])
