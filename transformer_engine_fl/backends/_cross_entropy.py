@@ -14,6 +14,7 @@ from torch import Tensor
 from transformer_engine_fl.backends._arguments import check_numbers, fresh
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
+from transformer_engine_fl.ops._rounding import power_of_two
 
 __all__ = ["LinearCrossEntropy", "Options", "Rows", "options_of", "vector_of"]
 
@@ -163,7 +164,7 @@ def _scale(rows: Rows, options: Options) -> Tensor:
         largest = largest + (2 * options.z * rows.lse * rows.grad_loss).abs()
     counts = largest.isfinite() & (rows.target != options.ignore)
     exponent = torch.frexp(torch.where(counts, largest, 0).amax()).exponent
-    return torch.ldexp(torch.ones_like(largest[0]), (12 - exponent).clamp(-100, 100))
+    return power_of_two((12 - exponent).clamp(-100, 100), largest.dtype)
 
 
 def _as_summed(output: Tensor, dtype: torch.dtype) -> Tensor:

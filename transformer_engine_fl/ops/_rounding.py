@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from transformer_engine_fl.ops._formats import LARGEST
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = [
@@ -34,6 +35,12 @@ NARROW = {
 }
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
+_BITS = {
+    # an integer of its size, the bias of the exponent, bits of the mantissa
+    "float32": ("int32", 127, 23),
+    "float64": ("int64", 1023, 52),
+}
+
 LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 
 
@@ -42,11 +49,23 @@ def float32(value: Tensor) -> Tensor:
     return value.float().double()
 
 
-def power_of_two(exponent: Tensor) -> Tensor:
-    """``2 ** exponent``, exactly."""
+def power_of_two(exponent: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``2 ** exponent``, exactly, of whole numbers; in float64 or float32.
+
+    What ``torch.ldexp`` is for. With tensors on a device that is not the current one, that
+    launches its kernel on the current one (https://github.com/pytorch/pytorch/issues/189567).
+    """
     import torch
 
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent)
+    dtype = dtype or torch.float64
+    whole, bias, mantissa = _BITS[str(dtype).removeprefix("torch.")]
+    exponent = exponent.to(getattr(torch, whole))
+
+    def normal(part: Tensor) -> Tensor:
+        return ((part.clamp(1 - bias, bias) + bias) << mantissa).view(dtype)
+
+    half = exponent >> 1  # of a subnormal number both factors are normal
+    return normal(half) * normal(exponent - half)
 
 
 def nearest(value: Tensor, dtype: str) -> Tensor:

@@ -29,6 +29,7 @@ from transformer_engine_fl.core.contract import Sample, Tolerance, contract
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
+from transformer_engine_fl.ops._rounding import power_of_two
 from transformer_engine_fl.ops._samples import normal
 
 if TYPE_CHECKING:
@@ -636,7 +637,7 @@ def _compute_scale_oracle(
         usable = (raised != 0) & raised.isfinite()
         scale = torch.where(usable, max_fp8 / raised, 1.0).float().double().clamp(max=largest)
         if force_pow_2_scales:
-            scale = torch.ldexp(torch.ones_like(scale), scale.frexp().exponent - 1)
+            scale = power_of_two(scale.frexp().exponent - 1)
         found.append(scale)
     return found, [1 / it for it in found]
 

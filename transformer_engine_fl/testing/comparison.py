@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.core.contract import Between, Tolerance
+from transformer_engine_fl.ops._rounding import power_of_two
 
 __all__ = ["Worst", "compare", "ulp"]
 
@@ -130,4 +131,4 @@ def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The spacing of ``dtype`` at each value."""
     info = torch.finfo(dtype) if dtype.is_floating_point else torch.finfo(torch.float64)
     exponent = torch.frexp(values.abs().clamp_min(info.tiny)).exponent - 1
-    return torch.ldexp(torch.full_like(values, info.eps), exponent)
+    return info.eps * power_of_two(exponent, values.dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.ops._dtypes import math_dtype
+from transformer_engine_fl.ops._rounding import power_of_two
 from transformer_engine_fl.ops.optimizer import MX_MAX
 
 __all__ = [
@@ -596,7 +597,7 @@ def multi_tensor_compute_scale_and_scale_inv(
         factor = factor.clamp(max=torch.finfo(torch.float32).max)
         if force_pow_2_scales:
             _, exponent = torch.frexp(factor)
-            factor = torch.ldexp(torch.ones_like(factor), exponent - 1)
+            factor = power_of_two(exponent - 1, factor.dtype)
         writer.write(scale, factor)
         writer.write(scale_inv, factor.reciprocal())
 
