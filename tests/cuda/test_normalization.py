@@ -471,6 +471,14 @@ def test_a_backward_without_large_clusters_has_another_kernel() -> None:
 # ------------------------------------------------------------------------- on a device
 
 
+def assert_right(op: str, rows: int, columns: int, device: str) -> None:
+    """Hold an operator to its contract on random rows of bfloat16."""
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(rows, columns, generator=generator).to(torch.bfloat16).to(device)
+    args = call_for(op, x)
+    assert_close(op, serve(op)(*args), getattr(ops, op).oracle(*args), "bfloat16")
+
+
 @pytest.fixture
 def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little room on the device that each group of blocks has several rows."""
@@ -483,29 +491,18 @@ def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("columns", [1000, 4000, 4104, 8192, 12008, 20008, 33000])
 @pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_bwd_add"])
 def test_groups_with_several_rows(op: str, columns: int, device: str) -> None:
-    generator = torch.Generator().manual_seed(columns)
-    x = torch.randn(7, columns, generator=generator).to(torch.bfloat16).to(device)
-    args = call_for(op, x)
-    assert_close(op, serve(op)(*args), getattr(ops, op).oracle(*args), "bfloat16")
+    assert_right(op, 7, columns, device)
 
 
 @pytest.mark.usefixtures("few_groups")
 @pytest.mark.parametrize("columns", [1000, 4000])
 def test_groups_with_more_turns_than_are_under_way(columns: int, device: str) -> None:
-    generator = torch.Generator().manual_seed(columns)
-    x = torch.randn(27, columns, generator=generator).to(torch.bfloat16).to(device)
-    args = call_for("layernorm_bwd", x)
-    expected = ops.layernorm_bwd.oracle(*args)
-    assert_close("layernorm_bwd", serve("layernorm_bwd")(*args), expected, "bfloat16")
+    assert_right("layernorm_bwd", 27, columns, device)
 
 
 @pytest.mark.parametrize("columns", [32_760, 65_528])
 def test_a_residual_in_a_large_block_and_in_a_cluster(columns: int, device: str) -> None:
-    generator = torch.Generator().manual_seed(columns)
-    x = torch.randn(2, columns, generator=generator).to(torch.bfloat16).to(device)
-    args = call_for("rmsnorm_fwd_add", x)
-    expected = ops.rmsnorm_fwd_add.oracle(*args)
-    assert_close("rmsnorm_fwd_add", serve("rmsnorm_fwd_add")(*args), expected, "bfloat16")
+    assert_right("rmsnorm_fwd_add", 2, columns, device)
 
 
 @pytest.mark.usefixtures("few_groups")
@@ -515,10 +512,7 @@ def test_a_residual_in_a_large_block_and_in_a_cluster(columns: int, device: str)
 def test_groups_with_several_wide_rows_and_something_to_add(
     op: str, columns: int, device: str
 ) -> None:
-    generator = torch.Generator().manual_seed(columns)
-    x = torch.randn(5, columns, generator=generator).to(torch.bfloat16).to(device)
-    args = call_for(op, x)
-    assert_close(op, serve(op)(*args), getattr(ops, op).oracle(*args), "bfloat16")
+    assert_right(op, 5, columns, device)
 
 
 @pytest.mark.parametrize("columns", [8, 1000, 1024, 4104, 8192, 20000])
