@@ -412,10 +412,28 @@ def cut(
     dtype: torch.dtype,
     itemsize: int,
     column_bytes: int,
+    *,
+    tells_looped: bool = False,
     **constants: Any,
 ) -> WholeRows | SharedRows:
-    """The kernel of whole rows or that of rows in pieces, as is chosen for the columns."""
+    """The kernel of whole rows or that of rows in pieces, as is chosen for the columns.
+
+    Args:
+        choice: of how rows are cut.
+        kernels: of whole rows, and of rows in pieces.
+        device: where it runs.
+        columns: of a row.
+        sums: that a row has.
+        dtype: of the sums.
+        itemsize: bytes of an element by which is chosen.
+        column_bytes: that are read of a row, per column.
+        tells_looped: whether the kernel of whole rows has LOOPED, which says that a program has
+            several tiles.
+        constants: for either kernel.
+    """
     way = choice(device, columns, itemsize)
     if not way.shared:
+        if tells_looped:
+            constants["LOOPED"] = way.programs > 0
         return WholeRows(kernels[0], device, way, columns, dtype, column_bytes, **constants)
     return SharedRows(kernels[1], device, way, columns, sums, dtype, column_bytes, **constants)

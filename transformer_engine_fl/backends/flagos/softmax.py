@@ -31,6 +31,7 @@ from transformer_engine_fl.backends.flagos._rows import (
     Cut,
     SharedRows,
     WholeRows,
+    cut,
     cut_choice,
     heard,
     tell,
@@ -555,26 +556,13 @@ def _plan(
     column_bytes: int,
     **constants: Any,
 ) -> WholeRows | SharedRows:
-    """The kernel of whole rows or that of rows in pieces, as is chosen for the columns.
-
-    Args:
-        choice: of how rows are cut.
-        kernels: of whole rows, and of rows in pieces.
-        device: where it runs.
-        columns: of a row.
-        sums: that a row has.
-        dtype: of the scores, or of the output.
-        column_bytes: that are read of a row, per column.
-        constants: for either kernel.
-    """
-    way, acc = choice(device, columns, dtype.itemsize), math_dtype(dtype)
+    """As ``cut`` has it; ``dtype`` is that of the scores, or of the output."""
+    acc = math_dtype(dtype)
     constants |= {"ACC": _TRITON_TYPES[acc], "PTX": _launch.has_ptx()}
-    if way.shared:
-        return SharedRows(kernels[1], device, way, columns, sums, acc, column_bytes, **constants)
-    looped = way.programs > 0
-    return WholeRows(
-        kernels[0], device, way, columns, acc, column_bytes, LOOPED=looped, **constants
-    )
+    return cut(
+        choice, kernels, device, columns, sums, acc, dtype.itemsize, column_bytes,
+        tells_looped=True, **constants,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- operators

@@ -524,9 +524,14 @@ def forward_of(key: ForwardKey, device: int) -> Forward:
     return _forwards.get(plan_key) or _forwards.made(plan_key, lambda: Forward(key, device))
 
 
-def _backward_geometry(key: BackwardKey, tile: Tile, shared_bytes: int) -> _launch.Geometry:
+def _planned(
+    kernel: str, key: BackwardKey, tile: Tile, shared_bytes: int, own: dict[str, str | int]
+) -> Planned:
+    """A backward's kernel that spreads rows by a tile, with macros of its own."""
+    defines = {**key.defines(), "ZERO_CENTRED": int(key.zero_centred), **tile.defines(key.columns)}
     arguments = "PPPPPPPPqqqqi" + real(key.x)
-    return _launch.Geometry(tile.threads, arguments, shared_bytes, tile.cluster, carveout=100)
+    geometry = _launch.Geometry(tile.threads, arguments, shared_bytes, tile.cluster, carveout=100)
+    return _source(kernel, {**defines, **own}), geometry
 
 
 def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Tile] | None:
@@ -535,10 +540,9 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     vec = vector_width(key.columns, size)
     if not device.has_clusters or vec < 8 or size != 2 or key.other_size != 2:
         return None
-    for found in IN_REGISTERS:
-        if found.centred == key.centred and key.columns in found.columns:
-            break
-    else:
+    rows = (it for it in IN_REGISTERS if it.centred == key.centred and key.columns in it.columns)
+    found = next(rows, None)
+    if found is None:
         return None
     lanes, cluster = found.team
     tile = Tile(vec, -(-key.columns // (vec * lanes * cluster)), lanes, cluster=cluster)
@@ -548,10 +552,8 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     depth, told = under_way(tile, stage_bytes, kept, device, found.stages, True)
     if not depth:
         return None
-    main = {**key.defines(), "ZERO_CENTRED": int(key.zero_centred), **tile.defines(key.columns)}
-    main |= {"STAGES": depth, "TOLD": int(told), "TURN": found.turn}
-    geometry = _backward_geometry(key, tile, depth * stage_bytes)
-    return (_source("backward_registers", main), geometry), tile
+    own: dict[str, str | int] = {"STAGES": depth, "TOLD": int(told), "TURN": found.turn}
+    return _planned("backward_registers", key, tile, depth * stage_bytes, own), tile
 
 
 def shared_source(
@@ -584,8 +586,7 @@ def shared_source(
         return None
     # One sum behind one block's barrier is not worth a row less under way.
     overlap = depth > 2 and (tile.cluster > 1 or key.centred)
-    main = {**key.defines(), "ZERO_CENTRED": int(key.zero_centred), **tile.defines(key.columns)}
-    main |= {
+    own: dict[str, str | int] = {
         "STAGES": depth,
         "TOLD": int(told and overlap),  # without overlap it takes half as long again
         "SHARED_DBETA": int(shared_dbeta),
@@ -593,8 +594,7 @@ def shared_source(
         "LATE_ADD": int(late_add),
         "HOLD_GAMMA": int(hold_gamma),
     }
-    geometry = _backward_geometry(key, tile, depth * stage_bytes + gamma_bytes)
-    return (_source("backward", main), geometry), tile
+    return _planned("backward", key, tile, depth * stage_bytes + gamma_bytes, own), tile
 
 
 def backward_sources(
@@ -723,7 +723,7 @@ def representative_sources(
                 yield forward_source(forward, device)[:2]
                 backward = BackwardKey(columns, access, x, other, weight, centred, False)
                 yield from backward_sources(backward, device)[0]
-                yield sum_source(columns, math_dtype(x), weight, device)
+                yield sum_source(columns, math_dtype(x), weight, device, 1 + centred)
             added = ForwardKey(columns, access, x, weight, weight, other, False, False, True)
             yield forward_source(added, device)[:2]
             added_back = BackwardKey(columns, access, x, other, weight, False, False, weight)
