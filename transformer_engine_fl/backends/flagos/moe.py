@@ -449,9 +449,10 @@ def _map(op: str, row_id_map: Tensor, mask: bool) -> _Map:
 
 def _places_itself(x: Tensor, topk: int) -> bool:
     """Whether a program that moves a token makes its entries of the map: only if it has one."""
+    if not x.shape[1] or topk > _MOST_PLACED:
+        return False
     _, elements = _SPREAD_TILE(x.device, x.itemsize)
-    tile = tile_of(1, x.shape[1], x.itemsize, elements * x.itemsize)
-    return x.shape[1] > 0 and tile.tokens == 1 and topk <= _MOST_PLACED
+    return tile_of(1, x.shape[1], x.itemsize, elements * x.itemsize).tokens == 1
 
 
 def _spread_rows(
