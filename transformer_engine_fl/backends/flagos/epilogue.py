@@ -298,14 +298,14 @@ class _Norm(NamedTuple):
     def of(cls, op: str, base: str, given: Mapping[str, Any]) -> _Norm:
         """The arguments of the operator ``base``, as its check has passed them."""
         check_numbers(op, given["eps"])
-        x, x_stride = _by_rows(op, "input", given["input"])
+        x, x_stride = by_rows(plain(op, "input", given["input"]))
         shape = tuple(given["input"].shape)
         rows = (math.prod(shape[:-1]),)
         check_size(op, "rows", rows[0])
         check_size(op, "columns", shape[-1])
         residual, residual_stride, total = None, 0, None
         if "residual" in given:
-            residual, residual_stride = _by_rows(op, "residual", given["residual"])
+            residual, residual_stride = by_rows(plain(op, "residual", given["residual"]))
             total = fresh(op, x, shape)
         bias = given.get("bias")
         return cls(
@@ -387,12 +387,6 @@ def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> _Plan:
 # ------------------------------------------------------------------------------ operators
 
 
-def _by_rows(op: str, name: str, tensor: Tensor) -> tuple[Tensor, int]:
-    """The plain tensor with dense columns, and the distance of its rows."""
-    tensor = plain(op, name, tensor)
-    return by_rows(tensor) if tensor.numel() else (tensor, tensor.shape[-1])
-
-
 def _activation(
     epilogue: Epilogue, recipe: Recipe, given: Mapping[str, Any], scale: Tensor | None
 ) -> tuple[Any, ...]:
@@ -401,10 +395,10 @@ def _activation(
     of = ACTIVATIONS[base.name]
     limit, alpha = given.get("limit", 0.0), given.get("alpha", 0.0)
     check_numbers(recipe.op, limit, alpha)
-    x, x_stride = _by_rows(recipe.op, base.dispatch_on, given[base.dispatch_on])
+    x, x_stride = by_rows(plain(recipe.op, base.dispatch_on, given[base.dispatch_on]))
     grad, grad_stride = None, 0
     if of.backward:
-        grad, grad_stride = _by_rows(recipe.op, "grad", given["grad"])
+        grad, grad_stride = by_rows(plain(recipe.op, "grad", given["grad"]))
     source = Source(
         of.kind,
         tuple(epilogue.shape(given)),

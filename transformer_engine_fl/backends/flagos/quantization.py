@@ -31,6 +31,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     block_of,
     by_rows,
     check_fresh,
+    check_numbers,
     check_size,
     keep,
     launch_of,
@@ -363,21 +364,10 @@ def _start(
     launch_of(kernel, device, dtypes, threads=threads, **constants)((programs, 1), tensors, numbers)
 
 
-def _by_rows(op: str, name: str, tensor: Tensor) -> tuple[Tensor, int]:
-    """The plain tensor with dense columns, and the distance of its rows."""
-    tensor = plain(op, name, tensor)
-    return by_rows(tensor) if tensor.numel() else (tensor, tensor.shape[-1])
-
-
 def _source(op: str, input: Tensor) -> Source:
     """What is cast is the tensor itself."""
-    x, stride = _by_rows(op, "input", input)
+    x, stride = by_rows(plain(op, "input", input))
     return Source("identity", tuple(input.shape), x, stride)
-
-
-def _no_numbers(op: str, *values: Any) -> None:
-    if not all(isinstance(value, int | float) for value in values):
-        raise NotSupportedError(f"{op}: its options are no numbers yet")
 
 
 # ------------------------------------------------------------------------------ operators
@@ -437,7 +427,7 @@ def split_quantize(
     op = "split_quantize"
     options = options_of(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
     contracts.split_quantize.check(input, split_sections, scales, **options)
-    _no_numbers(op, *split_sections)
+    check_numbers(op, *split_sections)
     parts = parts_of(plain(op, "input", input), split_sections)
     return _each(Recipe.of(op, **options), parts, scales)
 
@@ -503,7 +493,7 @@ def dequantize(
         data, scale_inv, global_scale_inv, format=format, out_dtype=out_dtype
     )
     form = FORMATS[format]
-    data, stride = _by_rows(op, "data", data)
+    data, stride = by_rows(plain(op, "data", data))
     factors = plain(op, "scale_inv", scale_inv).contiguous()
     if global_scale_inv is not None:
         global_scale_inv = plain(op, "global_scale_inv", global_scale_inv)
@@ -563,7 +553,7 @@ def fp8_transpose(data: Tensor) -> Tensor:
     """``fp8_transpose`` of the contract."""
     op = "fp8_transpose"
     contracts.fp8_transpose.check(data)
-    x, stride = _by_rows(op, "data", data)
+    x, stride = by_rows(plain(op, "data", data))
     rows, columns = matrix_shape(x.shape)
     output = torch.empty((columns, rows), dtype=x.dtype, device=x.device)
     check_fresh(op, output)
@@ -676,7 +666,7 @@ def fused_amax_and_scale_update_after_reduction(
         dtype=dtype,
         margin=margin,
     )
-    _no_numbers(op, margin)
+    check_numbers(op, margin)
     name = str(dtype or torch.float8_e4m3fn).removeprefix("torch.")
     numerator = LARGEST[name] * 2.0**-margin
     reduced = plain(op, "amax_reduction_buffer", amax_reduction_buffer).contiguous()
@@ -718,7 +708,7 @@ def fp8_block_scaling_compute_partial_amax(
     """``fp8_block_scaling_compute_partial_amax`` of the contract."""
     op = "fp8_block_scaling_compute_partial_amax"
     contracts.fp8_block_scaling_compute_partial_amax.check(input, h, w, start_offset, block_len)
-    _no_numbers(op, h, w, start_offset, block_len)
+    check_numbers(op, h, w, start_offset, block_len)
     x = plain(op, "input", input).contiguous()
     amax = torch.empty(blocks_of(h, w, block_len), dtype=torch.float32, device=x.device)
     check_fresh(op, amax)
@@ -742,7 +732,7 @@ def fp8_block_scaling_partial_cast(
     contracts.fp8_block_scaling_partial_cast.check(
         input, scale, h, w, start_offset, block_len, dtype=dtype
     )
-    _no_numbers(op, h, w, start_offset, block_len)
+    check_numbers(op, h, w, start_offset, block_len)
     kind = dtype or torch.float8_e4m3fn
     x = plain(op, "input", input).contiguous()
     scale = plain(op, "scale", scale).contiguous()

@@ -24,7 +24,6 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     NAMES,
     Plans,
     access_width,
-    by_rows,
     check_fresh,
     check_size,
     plain,
@@ -47,7 +46,6 @@ __all__ = [
     "pointer",
     "representative_sources",
     "rows_ahead",
-    "rows_of",
     "write_largest",
 ]
 
@@ -424,12 +422,6 @@ def as_float32(value: float) -> float:
 def pointer(tensor: Tensor | None) -> int:
     """The address of its memory; 0 if there is none."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def rows_of(op: str, name: str, tensor: Tensor) -> tuple[Tensor, int]:
-    """The plain tensor with dense columns, and the distance of its rows."""
-    tensor = plain(op, name, tensor)
-    return by_rows(tensor) if tensor.numel() else (tensor, tensor.shape[-1])
 
 
 def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:

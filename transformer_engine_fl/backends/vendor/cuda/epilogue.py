@@ -22,6 +22,7 @@ from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
     access_width,
+    by_rows,
     check_numbers,
     check_size,
     fresh,
@@ -41,7 +42,6 @@ from transformer_engine_fl.backends.vendor.cuda._casting import (
     dense_scale,
     pointer,
     recipes,
-    rows_of,
     write_largest,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -69,10 +69,10 @@ def _activation(
     of = OPERATORS[base.name]
     limit, alpha = given.get("limit", 0.0), given.get("alpha", 0.0)
     check_numbers(recipe.op, limit, alpha)
-    x, x_stride = rows_of(recipe.op, base.dispatch_on, given[base.dispatch_on])
+    x, x_stride = by_rows(plain(recipe.op, base.dispatch_on, given[base.dispatch_on]))
     grad, grad_stride = None, 0
     if of.backward:
-        grad, grad_stride = rows_of(recipe.op, "grad", given["grad"])
+        grad, grad_stride = by_rows(plain(recipe.op, "grad", given["grad"]))
     source = Source(
         of.kind,
         tuple(epilogue.shape(given)),
@@ -123,14 +123,14 @@ class _Norm(NamedTuple):
     def of(cls, op: str, base: str, given: Mapping[str, Any]) -> _Norm:
         """The arguments of the operator ``base``, as its check has passed them."""
         check_numbers(op, given["eps"])
-        x, x_stride = rows_of(op, "input", given["input"])
+        x, x_stride = by_rows(plain(op, "input", given["input"]))
         shape = tuple(given["input"].shape)
         rows = (math.prod(shape[:-1]),)
         check_size(op, "rows", rows[0], MOST)
         check_size(op, "columns", shape[-1], MOST_COLUMNS)
         residual, residual_stride, total = None, 0, None
         if "residual" in given:
-            residual, residual_stride = rows_of(op, "residual", given["residual"])
+            residual, residual_stride = by_rows(plain(op, "residual", given["residual"]))
             total = fresh(op, x, shape)
         bias = given.get("bias")
         return cls(

@@ -26,6 +26,7 @@ from transformer_engine_fl.backends.vendor.cuda import _casting, _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     NAMES,
     Plans,
+    by_rows,
     check_fresh,
     check_numbers,
     check_size,
@@ -40,7 +41,6 @@ from transformer_engine_fl.backends.vendor.cuda._casting import (
     cast,
     cast_with_sums,
     pointer,
-    rows_of,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -172,7 +172,7 @@ def representative_sources(
 
 def _of(op: str, input: Tensor) -> Source:
     """What is cast is the tensor itself."""
-    x, stride = rows_of(op, "input", input)
+    x, stride = by_rows(plain(op, "input", input))
     return Source("identity", tuple(input.shape), x, stride)
 
 
@@ -301,7 +301,7 @@ def dequantize(
     )
     form = FORMATS[format]
     packed = form.values_per_byte
-    data, stride = rows_of(op, "data", data)
+    data, stride = by_rows(plain(op, "data", data))
     factors = plain(op, "scale_inv", scale_inv).contiguous()
     if global_scale_inv is not None:
         global_scale_inv = plain(op, "global_scale_inv", global_scale_inv)
@@ -347,7 +347,7 @@ def fp8_transpose(data: Tensor) -> Tensor:
     """``fp8_transpose`` of the contract."""
     op = "fp8_transpose"
     contracts.fp8_transpose.check(data)
-    x, stride = rows_of(op, "data", data)
+    x, stride = by_rows(plain(op, "data", data))
     rows, columns = matrix_shape(x.shape)
     output = fresh(op, x, (columns, rows))
     _turn(op, x, stride, output, rows, columns, 1)
