@@ -57,6 +57,7 @@ __all__ = [
     "no_memory",
     "on_device",
     "plain",
+    "pointer",
     "real",
     "refusal",
     "vector_width",
@@ -157,6 +158,11 @@ def dense_rows(value: Tensor) -> tuple[Tensor, int]:
 
 
 # -------------------------------------------------------------- how memory is accessed
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """The address of its memory; 0 if there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def vector_width(columns: int, size: int) -> int:

@@ -27,6 +27,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     check_fresh,
     check_size,
     plain,
+    pointer,
     vector_width,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -43,7 +44,6 @@ __all__ = [
     "cast",
     "cast_with_sums",
     "dense_scale",
-    "pointer",
     "representative_sources",
     "rows_ahead",
     "write_largest",
@@ -364,10 +364,6 @@ def own_rows_source(
     return _source("own_rows", defines), _launch.Geometry(256, "P" * 8 + "iiiff")
 
 
-def _loaded(source: tuple[Specialisation, _launch.Geometry], device: int) -> _launch.Kernel:
-    return _launch.load(*source, device)
-
-
 _kernels: Plans[_launch.Kernel] = Plans()
 _totals: Plans[SumOfGroups] = Plans()
 
@@ -417,11 +413,6 @@ def as_float32(value: float) -> float:
     except OverflowError:
         return math.copysign(_INFINITY, value)
     return value
-
-
-def pointer(tensor: Tensor | None) -> int:
-    """The address of its memory; 0 if there is none."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:
@@ -670,7 +661,7 @@ class _Run(NamedTuple):
         )
         plan_key = (device, make, found)
         return _kernels.get(plan_key) or _kernels.made(
-            plan_key, lambda: _loaded(make(found, _launch.limits(device)), device)
+            plan_key, lambda: _launch.load(*make(found, _launch.limits(device)), device)
         )
 
     def _check(self, matrix: Matrix, blocks: int) -> None:

@@ -27,6 +27,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     check_size,
     fresh,
     plain,
+    pointer,
     vector_width,
 )
 from transformer_engine_fl.backends.vendor.cuda._casting import (
@@ -40,7 +41,6 @@ from transformer_engine_fl.backends.vendor.cuda._casting import (
     cast_source,
     cast_with_sums,
     dense_scale,
-    pointer,
     recipes,
     write_largest,
 )

@@ -41,6 +41,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     is_plain,
     on_device,
     plain,
+    pointer,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda.gemm import products
@@ -266,10 +267,6 @@ def representative_sources(
 # --------------------------------------------------------------------------- on logits
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _run_forward(
     op: str,
     logits: Tensor,
@@ -304,10 +301,10 @@ def _run_forward(
         op,
         rows,
         parts[0][0],
-        _address(bias),
+        pointer(bias),
         target.data_ptr(),
-        _address(stats if statistics else loss),
-        _address(lse),
+        pointer(stats if statistics else loss),
+        pointer(lse),
         rows,
         step,
         columns,
@@ -393,8 +390,8 @@ def _run_backward(
         op,
         count,
         parts[0][0],
-        _address(bias),
-        *map(_address, rows),
+        pointer(bias),
+        *map(pointer, rows),
         out.data_ptr(),
         count,
         columns,

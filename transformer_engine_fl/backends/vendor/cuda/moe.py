@@ -27,6 +27,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     check_size,
     fresh,
     plain,
+    pointer,
     vector_width,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -314,10 +315,6 @@ def _map(op: str, row_id_map: Tensor, mask: bool) -> _Map:
     return _Map(entries, tokens, slots, (entries.stride(1), entries.stride(0)), mask)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _in_units(op: str, x: Tensor) -> tuple[Tensor, int, int, int]:
     """Rows to be moved as they are: (those, bytes of an access, accesses of a row, of a step)."""
     x, step = by_rows(x)
@@ -359,9 +356,9 @@ def _collected(
         x.data_ptr(),
         y.data_ptr(),
         pairs.entries.data_ptr(),
-        _address(probs),
-        _address(moved),
-        _address(to),
+        pointer(probs),
+        pointer(moved),
+        pointer(to),
         pairs.tokens,
         pairs.slots,
         x.shape[0],
@@ -620,8 +617,8 @@ def moe_permute_mask_fwd(
         counts.data_ptr(),
         routed.data_ptr(),
         row_id_map.data_ptr(),
-        _address(probs),
-        _address(permuted),
+        pointer(probs),
+        pointer(permuted),
         tokens,
         experts,
         have,

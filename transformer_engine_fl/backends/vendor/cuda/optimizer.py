@@ -15,7 +15,13 @@ from torch import Tensor
 from transformer_engine_fl.backends._lists import ALIGNMENT, Demand, Group, Listing, Tiles
 from transformer_engine_fl.backends._optimizer import Cut, ListOperators
 from transformer_engine_fl.backends.vendor.cuda import _launch
-from transformer_engine_fl.backends.vendor.cuda._arguments import NAMES, Plans, plain, refusal
+from transformer_engine_fl.backends.vendor.cuda._arguments import (
+    NAMES,
+    Plans,
+    plain,
+    pointer,
+    refusal,
+)
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._numbers import numbers_on_device, numbers_sources
 
@@ -244,10 +250,6 @@ def _cut(name: str) -> Cut:
     return lambda device, elements, itemsize: TILES[name]
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 class _Operators(ListOperators):
     """The operators over these kernels."""
 
@@ -271,7 +273,7 @@ class _Operators(ListOperators):
             fields = len(demand.names) + demand.slots
             found = source(name, kinds, fields, vec, group.tiles, **constants)
             kernel = _kernels.made(key, lambda: _launch.load(*found, device))
-        addresses = map(_address, (group.table, *others))
+        addresses = map(pointer, (group.table, *others))
         kernel.launch(group.chunks, 1, *addresses, group.rows, *numbers)
 
     def _finish_norms(
@@ -288,7 +290,7 @@ class _Operators(ListOperators):
             key, lambda: _launch.load(*norms_source(norm.dtype, _launch.limits(device)), device)
         )
         blocks = 1 if norms is None else 1 + norms.numel()
-        addresses = map(_address, (sums, slots, norm, norms, flag))
+        addresses = map(pointer, (sums, slots, norm, norms, flag))
         kernel.launch(blocks, 1, *addresses, sums.numel())
 
 

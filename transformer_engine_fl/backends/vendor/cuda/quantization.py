@@ -33,6 +33,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     fresh,
     is_plain,
     plain,
+    pointer,
 )
 from transformer_engine_fl.backends.vendor.cuda._casting import (
     MOST,
@@ -40,7 +41,6 @@ from transformer_engine_fl.backends.vendor.cuda._casting import (
     amax_of_all,
     cast,
     cast_with_sums,
-    pointer,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -135,11 +135,7 @@ def update_source(of_all: bool) -> tuple[Specialisation, _launch.Geometry]:
 
 def _kernel(make: Any, device: int, *how: Any) -> _launch.Kernel:
     key = (make, device, *how)
-    return _kernels.get(key) or _kernels.made(key, lambda: _loaded(make(*how), device))
-
-
-def _loaded(source: tuple[Specialisation, _launch.Geometry], device: int) -> _launch.Kernel:
-    return _launch.load(*source, device)
+    return _kernels.get(key) or _kernels.made(key, lambda: _launch.load(*make(*how), device))
 
 
 def representative_sources(

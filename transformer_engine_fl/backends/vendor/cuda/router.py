@@ -23,6 +23,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     check_size,
     fresh,
     plain,
+    pointer,
     vector_width,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -335,7 +336,7 @@ def _chosen(
     kernel(
         rows,
         logits.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
+        pointer(bias),
         probs.data_ptr(),
         routing_map.data_ptr(),
         scores.data_ptr(),
@@ -390,7 +391,7 @@ def _logits_gradient(
     kernel(
         rows,
         grad.data_ptr(),
-        0 if routing_map is None else routing_map.data_ptr(),
+        pointer(routing_map),
         scores.data_ptr(),
         dx.data_ptr(),
         rows,
