@@ -86,6 +86,18 @@ class Taking:
         """The tensor, plain and with a dense last dimension, copied if need be."""
         return _with_dense_columns(self.plain(op, name, tensor))
 
+    def addressed(self, op: str, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, plain; a decline of one that has no address, before anything runs."""
+        tensor = self.plain(op, name, tensor)
+        address_of(op, tensor)
+        return tensor
+
+    def in_place(self, op: str, name: str, tensor: Tensor) -> Tensor:
+        """The tensor, plain, to be written where it is."""
+        if tensor.is_neg():
+            raise NotSupportedError(f"{op}: {name!r} is negated lazily; a kernel would write it so")
+        return self.plain(op, name, tensor)
+
 
 def _unwrapped(tensor: Tensor) -> Tensor:
     return (tensor if type(tensor) in PLAIN else tensor.as_subclass(torch.Tensor)).detach()
@@ -113,7 +125,7 @@ class Written:
         """What has been written goes where it belongs; autograd is told of it."""
         if self.dense.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.dense)
-        elif not self._memory.is_inference():
+        else:
             torch.autograd.graph.increment_version(self._memory)
 
 

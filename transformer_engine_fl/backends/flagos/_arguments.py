@@ -41,6 +41,7 @@ __all__ = [
     "WIDEST_UNIT",
     "Written",
     "address_of",
+    "addressed",
     "block_of",
     "by_rows",
     "check_fresh",
@@ -49,6 +50,7 @@ __all__ = [
     "check_size",
     "dense",
     "fresh",
+    "in_place",
     "is_block",
     "is_vector",
     "keep",
@@ -68,6 +70,8 @@ _LAUNCHES: dict[object, _launch.Launch] = {}
 _taking = _arguments.Taking(_launch.unsupported_device)
 plain = _taking.plain
 dense = _taking.dense
+addressed = _taking.addressed
+in_place = _taking.in_place
 
 
 class Written(_arguments.Written):

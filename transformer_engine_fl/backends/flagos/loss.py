@@ -33,6 +33,7 @@ from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     address_of,
+    addressed,
     block_of,
     by_rows,
     check_numbers,
@@ -41,7 +42,6 @@ from transformer_engine_fl.backends.flagos._arguments import (
     is_block,
     keep,
     listed,
-    plain,
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._tiles import Tile
@@ -721,13 +721,6 @@ def _run_backward(
 # ---------------------------------------------------------------------------- operators
 
 
-def _memory_of(op: str, name: str, tensor: Tensor) -> Tensor:
-    """The same memory as a plain tensor, or a decline if there is no such memory."""
-    tensor = plain(op, name, tensor)
-    _lies_at(op, tensor)
-    return tensor
-
-
 @repeating
 def cross_entropy_fwd(
     input: Tensor,
@@ -749,7 +742,7 @@ def cross_entropy_fwd(
         softcap=softcap,
     )
     options = options_of(op, label_smoothing, ignore_index, z_loss, softcap)
-    input, target = _memory_of(op, "input", input), _memory_of(op, "target", target)
+    input, target = addressed(op, "input", input), addressed(op, "target", target)
     shape, dtype = tuple(target.shape), math_dtype(input.dtype)
     loss, lse = (fresh(op, input, shape, dtype) for _ in range(2))
     if target.numel():
@@ -774,7 +767,7 @@ def cross_entropy_partial_fwd(
     )
     options = options_of(op, ignore_index=ignore_index, softcap=softcap)
     check_numbers(op, vocab_start)
-    input, target = _memory_of(op, "input", input), _memory_of(op, "target", target)
+    input, target = addressed(op, "input", input), addressed(op, "target", target)
     stats = fresh(op, input, (*target.shape, 4), math_dtype(input.dtype))
     if target.numel():
         logits, step = by_rows(input)
@@ -805,7 +798,7 @@ def cross_entropy_merge(
     )
     options = options_of(op, label_smoothing, ignore_index, z_loss)
     check_numbers(op, vocab_size)
-    stats, target = _memory_of(op, "stats", stats), _memory_of(op, "target", target)
+    stats, target = addressed(op, "stats", stats), addressed(op, "target", target)
     loss, lse = (fresh(op, stats, tuple(target.shape), stats.dtype) for _ in range(2))
     if target.numel():
         _run_merge(op, stats.contiguous(), vector_of(target), loss, lse, vocab_size, options)
@@ -846,7 +839,7 @@ def cross_entropy_bwd(
     words = vocab_start + input.shape[-1] if vocab_size is None else vocab_size
     check_numbers(op, vocab_start, words)
     words = min(words, _LAST)
-    input = _memory_of(op, "input", input)
+    input = addressed(op, "input", input)
     rows = _linear.rows_of(op, target, grad_loss, lse, grad_lse)
     grad_input = fresh(op, input, tuple(input.shape), input.dtype)
     if target.numel():
@@ -862,6 +855,6 @@ def _product(op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
     generic_gemm(right, left, transa=False, accumulate_into=out, beta=0.0)
 
 
-_linear = LinearCrossEntropy(_memory_of, _run_forward, _run_merge, _run_backward, _product)
+_linear = LinearCrossEntropy(addressed, _run_forward, _run_merge, _run_backward, _product)
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd
 fused_linear_cross_entropy_bwd = _linear.fused_linear_cross_entropy_bwd

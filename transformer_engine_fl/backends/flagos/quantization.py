@@ -33,6 +33,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_fresh,
     check_numbers,
     check_size,
+    in_place,
     keep,
     launch_of,
     plain,
@@ -61,7 +62,6 @@ from transformer_engine_fl.backends.flagos._tiles import (
     tile_choice,
 )
 from transformer_engine_fl.backends.flagos.tuning import Choice
-from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import quantization as contracts
 from transformer_engine_fl.ops._formats import FORMATS, LARGEST
 from transformer_engine_fl.ops.quantization import blocks_of, matrix_shape, parts_of
@@ -670,8 +670,8 @@ def fused_amax_and_scale_update_after_reduction(
     name = str(dtype or torch.float8_e4m3fn).removeprefix("torch.")
     numerator = LARGEST[name] * 2.0**-margin
     reduced = plain(op, "amax_reduction_buffer", amax_reduction_buffer).contiguous()
-    histories = [_written(op, f"amax_histories[{i}]", it) for i, it in enumerate(amax_histories)]
-    factors = [_written(op, f"scales[{i}]", it) for i, it in enumerate(scales)]
+    histories = [in_place(op, f"amax_histories[{i}]", it) for i, it in enumerate(amax_histories)]
+    factors = [in_place(op, f"scales[{i}]", it) for i, it in enumerate(scales)]
     buffers = parts_of(reduced, [it.shape[0] for it in factors])
     for buffer, history, scale in zip(buffers, histories, factors, strict=True):
         length, columns = history.shape
@@ -689,16 +689,7 @@ def fused_amax_and_scale_update_after_reduction(
         numbers = (length, columns, *history.stride(), scale.stride(0), numerator)
         tensors = (buffer, history, scale)
         _start(_update, scale.device, _UPDATE_THREADS, constants, programs, tensors, numbers)
-    for tensor in (*histories, *factors):
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-
-
-def _written(op: str, name: str, tensor: Tensor) -> Tensor:
-    """The same memory as a plain tensor, to be written."""
-    if tensor.is_neg():
-        raise NotSupportedError(f"{op}: {name!r} is negated lazily; a kernel would write it so")
-    return plain(op, name, tensor)
+    torch.autograd.graph.increment_version((*histories, *factors))
 
 
 @repeating

@@ -43,6 +43,7 @@ __all__ = [
     "Written",
     "access_width",
     "address_of",
+    "addressed",
     "by_rows",
     "check_fresh",
     "check_integers",
@@ -52,6 +53,7 @@ __all__ = [
     "dense",
     "dense_rows",
     "fresh",
+    "in_place",
     "is_number",
     "is_plain",
     "no_memory",
@@ -96,6 +98,8 @@ def refusal(device: torch.device) -> str | None:
 _taking = _arguments.Taking(refusal)
 plain = _taking.plain
 dense = _taking.dense
+addressed = _taking.addressed
+in_place = _taking.in_place
 
 
 class Written(_arguments.Written):

@@ -33,6 +33,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     Plans,
     access_width,
     address_of,
+    addressed,
     check_size,
     decline,
     dense_rows,
@@ -639,20 +640,13 @@ def _rows(op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Ten
 # ---------------------------------------------------------------------- of linear layers
 
 
-def _memory_of(op: str, name: str, tensor: Tensor) -> Tensor:
-    """The same memory as a plain tensor, or a decline if there is no such memory."""
-    tensor = plain(op, name, tensor)
-    address_of(op, tensor)
-    return tensor
-
-
 def _product(op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
     with products(op, left.dtype):
         torch.mm(left, right, out=out)
 
 
 _linear = LinearCrossEntropy(
-    _memory_of, _run_forward, _run_merge, partial(_run_backward, owned=True), _product
+    addressed, _run_forward, _run_merge, partial(_run_backward, owned=True), _product
 )
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd
 fused_linear_cross_entropy_bwd = _linear.fused_linear_cross_entropy_bwd

@@ -31,6 +31,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     check_numbers,
     check_size,
     fresh,
+    in_place,
     is_plain,
     plain,
     pointer,
@@ -43,7 +44,6 @@ from transformer_engine_fl.backends.vendor.cuda._casting import (
     cast_with_sums,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
-from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import quantization as contracts
 from transformer_engine_fl.ops._formats import FORMATS, LARGEST
 from transformer_engine_fl.ops.quantization import blocks_of, matrix_shape, parts_of
@@ -434,8 +434,8 @@ def fused_amax_and_scale_update_after_reduction(
     name = str(dtype or torch.float8_e4m3fn).removeprefix("torch.")
     numerator = _casting.as_float32(LARGEST[name] * 2.0**-margin)
     reduced = plain(op, "amax_reduction_buffer", amax_reduction_buffer).contiguous()
-    histories = [_written(op, f"amax_histories[{i}]", it) for i, it in enumerate(amax_histories)]
-    factors = [_written(op, f"scales[{i}]", it) for i, it in enumerate(scales)]
+    histories = [in_place(op, f"amax_histories[{i}]", it) for i, it in enumerate(amax_histories)]
+    factors = [in_place(op, f"scales[{i}]", it) for i, it in enumerate(scales)]
     buffers = parts_of(reduced, [it.shape[0] for it in factors])
     of_all = amax_compute_algo == "max"
     for buffer, history, scale in zip(buffers, histories, factors, strict=True):
@@ -452,16 +452,7 @@ def fused_amax_and_scale_update_after_reduction(
             scale.stride(0),
             numerator,
         )
-    for tensor in (*histories, *factors):
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-
-
-def _written(op: str, name: str, tensor: Tensor) -> Tensor:
-    """The same memory as a plain tensor, to be written."""
-    if tensor.is_neg():
-        raise NotSupportedError(f"{op}: {name!r} is negated lazily; a kernel would write it so")
-    return plain(op, name, tensor)
+    torch.autograd.graph.increment_version((*histories, *factors))
 
 
 @repeating
