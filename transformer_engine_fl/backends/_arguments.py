@@ -34,6 +34,7 @@ __all__ = [
     "fresh",
     "is_vector",
     "keep",
+    "laid_over",
 ]
 
 T = TypeVar("T")
@@ -167,6 +168,17 @@ def _row_distance(tensor: Tensor) -> int | None:
         distance = stride if distance is None else distance
         extent = size * stride
     return columns if distance is None else distance
+
+
+def laid_over(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int]]:
+    """The mask as bytes, and its strides over batch, head and query, for scores of ``shape``."""
+    mask = mask.expand(shape)
+    if len(shape) > 4 or mask.stride(-1) not in (0, 1):
+        mask = mask.contiguous()
+    if len(shape) > 4:
+        mask = mask.flatten(0, -4)
+    batch, head, query = (0,) * (4 - mask.dim()) + mask.stride()[:-1]
+    return mask.view(torch.uint8), (batch, head, query)
 
 
 def check_size(op: str, name: str, size: int, most: int) -> None:

@@ -25,6 +25,7 @@ from transformer_engine_fl.backends._arguments import (
     fresh,
     is_vector,
     keep,
+    laid_over,
 )
 from transformer_engine_fl.backends.flagos import _launch
 
@@ -54,6 +55,7 @@ __all__ = [
     "is_block",
     "is_vector",
     "keep",
+    "laid_over",
     "launch_of",
     "listed",
     "plain",

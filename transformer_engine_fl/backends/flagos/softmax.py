@@ -25,6 +25,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_fresh,
     check_size,
     keep,
+    laid_over,
     plain,
 )
 from transformer_engine_fl.backends.flagos._rows import (
@@ -574,17 +575,6 @@ def _factor(op: Contract[..., Any], scale: float) -> float:
     return float(scale)
 
 
-def _laid_over(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int]]:
-    """The mask as bytes, and its strides over batch, head and query, for scores of ``shape``."""
-    mask = mask.expand(shape)
-    if len(shape) > 4 or mask.stride(-1) not in (0, 1):
-        mask = mask.contiguous()
-    if len(shape) > 4:
-        mask = mask.flatten(0, -4)
-    batch, head, query = (0,) * (4 - mask.dim()) + mask.stride()[:-1]
-    return mask.view(torch.uint8), (batch, head, query)
-
-
 def _forward(
     op: Contract[..., Any], input: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> Tensor:
@@ -606,7 +596,7 @@ def _forward(
     check_size(name, "rows", rows)
     strides = (0, 0, 0)
     if mask is not None:
-        mask, strides = _laid_over(plain(name, "mask", mask), shape)
+        mask, strides = laid_over(plain(name, "mask", mask), shape)
     mask_step = None if mask is None else mask.stride(-1)
     # As many as a thread has scores in an access, so that it has both side by side.
     mask_unit = math.gcd(*strides, 16 // input.itemsize)

@@ -25,6 +25,7 @@ from transformer_engine_fl.backends._arguments import (
     check_numbers,
     check_size,
     fresh,
+    laid_over,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
@@ -56,6 +57,7 @@ __all__ = [
     "in_place",
     "is_number",
     "is_plain",
+    "laid_over",
     "no_memory",
     "on_device",
     "plain",

@@ -28,6 +28,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     fresh,
     is_number,
     is_plain,
+    laid_over,
     on_device,
     plain,
     vector_width,
@@ -295,17 +296,6 @@ def _accepts(*tensors: Tensor) -> bool:
     )
 
 
-def _laid_over(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, int]]:
-    """The mask as bytes, and its strides over batch, head and query, for scores of ``shape``."""
-    mask = mask.expand(shape)
-    if len(shape) > 4 or mask.stride(-1) not in (0, 1):
-        mask = mask.contiguous()
-    if len(shape) > 4:
-        mask = mask.flatten(0, -4)
-    batch, head, query = (0,) * (4 - mask.dim()) + mask.stride()[:-1]
-    return mask.view(torch.uint8), (batch, head, query)
-
-
 def _sizes(op: str, x: Tensor) -> tuple[int, int, int, int]:
     """(rows, columns, queries, heads)."""
     columns = x.shape[-1]
@@ -339,7 +329,7 @@ def _forward(
     size = SIZES[input.dtype]
     vec = vector_width(columns, size)
     if mask is not None:
-        mask, strides = _laid_over(plain(name, "mask", mask), input.shape)
+        mask, strides = laid_over(plain(name, "mask", mask), input.shape)
         mask_step, mask_address = mask.stride(-1) if columns > 1 else 1, mask.data_ptr()
         mask_access = mask_step == 1 and not any(at % vec for at in (mask_address, *strides))
     input, stride = dense_rows(input)
