@@ -12,14 +12,26 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._arguments import check_fresh
+from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops._formats import FORMATS, LARGEST, Format
 from transformer_engine_fl.ops.quantization import GLOBAL_LARGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["KINDS", "Lists", "Quantized", "Recipe", "in_lists", "options_of", "outputs_of"]
+    from transformer_engine_fl.ops.epilogue import Epilogue
+
+__all__ = [
+    "KINDS",
+    "Lists",
+    "Quantized",
+    "Recipe",
+    "in_lists",
+    "options_of",
+    "outputs_of",
+    "quantizing",
+]
 
 Quantized = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -143,3 +155,27 @@ def outputs_of(recipe: Recipe, like: Tensor, shape: Sequence[int], groups: int) 
         empty((columns, rows // packed), recipe.dtype) if recipe.columnwise else None,
         scales(columns, rows) if recipe.columnwise else None,
     )
+
+
+def quantizing(epilogue: Epilogue, calculate: Callable[..., Any]) -> Callable[..., Any]:
+    """The quantised operator, which checks its arguments and then calculates.
+
+    Args:
+        epilogue: what it is.
+        calculate: gives its outputs from the epilogue, the recipe, the base operator's
+            arguments by name, and the scale that is given or None.
+    """
+    contract = epilogue.contract
+
+    def operator(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = contract.check(*args, **kwargs)
+        arguments, scale, options = epilogue.divided(given)
+        outputs: tuple[Any, ...] = calculate(
+            epilogue, Recipe.of(contract.name, **options), arguments, scale
+        )
+        return outputs
+
+    operator.__name__ = operator.__qualname__ = contract.name
+    operator.__signature__ = contract.signature  # type: ignore[attr-defined]
+    operator.__doc__ = f"``{contract.name}`` of the contract."
+    return repeating(operator)

@@ -11,7 +11,7 @@ has seen, and the cast normalizes what it reads. Nothing between the two is writ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of
-from transformer_engine_fl.backends._repeats import repeating
+from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of, quantizing
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     MOST,
@@ -50,8 +49,6 @@ from transformer_engine_fl.backends.flagos._narrow import amax_of, constants_of,
 from transformer_engine_fl.backends.flagos._rows import Cut
 from transformer_engine_fl.backends.flagos.activation import ACTIVATIONS
 from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
-
-Operator = Callable[..., Any]
 
 # -------------------------------------------------------------------------------- kernels
 #
@@ -472,27 +469,9 @@ def _norm(
     return *quantized, *norm.statistics
 
 
-def _quantizing(epilogue: Epilogue, calculate: Operator) -> Operator:
-    """The operator that checks its arguments and then calculates."""
-    contract = epilogue.contract
-
-    def operator(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = contract.check(*args, **kwargs)
-        arguments, scale, options = epilogue.divided(given)
-        outputs: tuple[Any, ...] = calculate(
-            epilogue, Recipe.of(contract.name, **options), arguments, scale
-        )
-        return outputs
-
-    operator.__name__ = operator.__qualname__ = contract.name
-    operator.__signature__ = contract.signature  # type: ignore[attr-defined]
-    operator.__doc__ = f"``{contract.name}`` of the contract."
-    return repeating(operator)
-
-
 _CALCULATE = {"activation": _activation, "normalization": _norm}
 
 globals().update(
-    (name, _quantizing(epilogue, _CALCULATE[epilogue.base.family]))
+    (name, quantizing(epilogue, _CALCULATE[epilogue.base.family]))
     for name, epilogue in EPILOGUES.items()
 )

@@ -64,6 +64,7 @@ __all__ = [
     "pointer",
     "real",
     "refusal",
+    "refuse",
     "vector_width",
 ]
 
@@ -146,6 +147,12 @@ def decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
                 f"vendor.cuda: {op.name} runs on CUDA devices, not on {tensor.device}"
             )
     raise NotSupportedError(f"vendor.cuda: {op.name} does not take these arguments: {arguments}")
+
+
+def refuse(op: str, reason: str | None) -> None:
+    """Decline for a reason, if there is one."""
+    if reason is not None:
+        raise NotSupportedError(f"vendor.cuda: {op}: {reason}")
 
 
 def no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedError:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, plain
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, plain, refuse
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
@@ -93,11 +92,6 @@ def _in_order(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1
 
 
-def _refuse(op: str, reason: str | None) -> None:
-    if reason is not None:
-        raise NotSupportedError(f"vendor.cuda: {op}: {reason}")
-
-
 # ---------------------------------------------------------------------------- operators
 
 _TO_HEADS: Final = {"bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}
@@ -130,9 +124,9 @@ def _checked(op: Any, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> l
             )
         }
         q, k, v = plains[1:4] if name == "fused_attn_bwd" else plains
-        _refuse(name, _declined(q, k, v, bias, **looked_at))
+        refuse(name, _declined(q, k, v, bias, **looked_at))
         if not all(map(_in_order, (q, k, v))):
-            _refuse(name, "torch's plans of cuDNN want heads in rows, tokens in order")
+            refuse(name, "torch's plans of cuDNN want heads in rows, tokens in order")
         _known.add(call)
     return plains
 

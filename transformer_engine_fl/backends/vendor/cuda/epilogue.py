@@ -10,14 +10,13 @@ cast normalizes what it reads. Nothing between the two is written but those.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of
-from transformer_engine_fl.backends._repeats import repeating
+from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of, quantizing
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -54,9 +53,6 @@ from transformer_engine_fl.backends.vendor.cuda.normalization import (
     forward_source,
 )
 from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
-
-Operator = Callable[..., Any]
-
 
 # -------------------------------------------------------------------------- activations
 
@@ -271,28 +267,10 @@ def _norm(
 # ---------------------------------------------------------------------------- operators
 
 
-def _quantizing(epilogue: Epilogue, calculate: Operator) -> Operator:
-    """The operator that checks its arguments and then calculates."""
-    contract = epilogue.contract
-
-    def operator(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = contract.check(*args, **kwargs)
-        arguments, scale, options = epilogue.divided(given)
-        outputs: tuple[Any, ...] = calculate(
-            epilogue, Recipe.of(contract.name, **options), arguments, scale
-        )
-        return outputs
-
-    operator.__name__ = operator.__qualname__ = contract.name
-    operator.__signature__ = contract.signature  # type: ignore[attr-defined]
-    operator.__doc__ = f"``{contract.name}`` of the contract."
-    return repeating(operator)
-
-
 _CALCULATE = {"activation": _activation, "normalization": _norm}
 
 globals().update(
-    (name, _quantizing(epilogue, _CALCULATE[epilogue.base.family]))
+    (name, quantizing(epilogue, _CALCULATE[epilogue.base.family]))
     for name, epilogue in EPILOGUES.items()
 )
 

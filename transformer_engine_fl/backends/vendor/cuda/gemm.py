@@ -27,6 +27,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     check_fresh,
     fresh,
     plain,
+    refuse,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
@@ -95,9 +96,9 @@ def _uses_tf32() -> bool:
 def products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
     """The block in which products of ``dtype`` are queued."""
     if dtype == torch.float32 and _uses_tf32():
-        _refuse(op, "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)")
+        refuse(op, "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)")
     if dtype == torch.float16 and _sums_in_float16():
-        _refuse(op, "torch sums up in float16 (torch.backends.cuda.matmul)")
+        refuse(op, "torch sums up in float16 (torch.backends.cuda.matmul)")
     return _WHOLE_SUMS.get(dtype, _AS_THEY_ARE)
 
 
@@ -186,11 +187,6 @@ def _float8_declined(
     if bias is not None and (result == torch.float32 or bias.dtype != result):
         return f"the bias of a product in {result} cannot be {bias.dtype}"
     return None
-
-
-def _refuse(op: str, reason: str | None) -> None:
-    if reason is not None:
-        raise NotSupportedError(f"vendor.cuda: {op}: {reason}")
 
 
 # --------------------------------------------------------------------------- one product
@@ -336,7 +332,7 @@ def generic_gemm(
             accumulated=into is not None,
             scales=scales,
         )
-        _refuse(name, reason)
+        refuse(name, reason)
         _known.add(call)
     rows_of_a, rows_of_b = _matrix(a), _matrix(b)
     left = rows_of_b.t() if transb else rows_of_b
@@ -465,7 +461,7 @@ def te_general_grouped_gemm(
             accumulated=D is None,
             scales=scales[i],
         )
-        _refuse(name, reason)
+        refuse(name, reason)
         _check_memory(name, lefts[i], rights[i].t())  # before anything is written
     with products(name, b[0].dtype):
         for place, left, right, added, scale in zip(
