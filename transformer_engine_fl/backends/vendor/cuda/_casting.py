@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -637,7 +637,7 @@ class _Run(NamedTuple):
         matrix: Matrix,
         lanes: int,
         rows: int,
-        make: Any,
+        make: Callable[..., tuple[Specialisation, _launch.Geometry]],
         inside: bool = False,
         ahead: int = 1,
     ) -> _launch.Kernel:

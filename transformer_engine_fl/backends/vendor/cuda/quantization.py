@@ -7,7 +7,7 @@ The arithmetic is that at the head of ``ops/quantization.py``, to the bit. What 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -133,7 +133,9 @@ def update_source(of_all: bool) -> tuple[Specialisation, _launch.Geometry]:
     return _source("update", OF_ALL=int(of_all)), _launch.Geometry(THREADS, "PPPiqqqf")
 
 
-def _kernel(make: Any, device: int, *how: Any) -> _launch.Kernel:
+def _kernel(
+    make: Callable[..., tuple[Specialisation, _launch.Geometry]], device: int, *how: Any
+) -> _launch.Kernel:
     key = (make, device, *how)
     return _kernels.get(key) or _kernels.made(key, lambda: _launch.load(*make(*how), device))
 
