@@ -86,13 +86,13 @@ def _check_tokens(op: str, name: str, value: Any, dtypes: tuple[str, ...]) -> Te
     return tensor
 
 
-def _check_lse(op: str, name: str, value: Any, lse_packed: Any, sequences: int) -> Tensor:
+def _check_lse(op: str, value: Any, lse_packed: Any, sequences: int) -> Tensor:
     check.is_flag(op, "lse_packed", lse_packed)
-    lse = check.is_tensor(op, name, value, dtypes=LSE_DTYPES)
-    check.has_axes(op, name, lse, "[h, t]" if lse_packed else "[b, h, s]")
+    lse = check.is_tensor(op, "lse", value, dtypes=LSE_DTYPES)
+    check.has_axes(op, "lse", lse, "[h, t]" if lse_packed else "[b, h, s]")
     if not lse_packed:
         shape = (sequences, *lse.shape[1:])
-        check.has_shape(op, name, lse, shape, "the sequences of 'cu_seqlens'")
+        check.has_shape(op, "lse", lse, shape, "the sequences of 'cu_seqlens'")
     return lse
 
 
@@ -118,7 +118,7 @@ def _check_lse_correction(
     op: str, lse: Any, lse_per_step: Any, cu_seqlens: Any, lse_packed: Any
 ) -> None:
     sequences = check.is_cu_seqlens(op, "cu_seqlens", cu_seqlens)
-    merged = _check_lse(op, "lse", lse, lse_packed, sequences)
+    merged = _check_lse(op, lse, lse_packed, sequences)
     check.is_writable(op, "lse", merged)
     _check_step(op, lse_per_step, merged, merged.shape[-1] // 2)
     given = {"lse": lse, "lse_per_step": lse_per_step, "cu_seqlens": cu_seqlens}
@@ -129,7 +129,7 @@ def _check_read_lse(
     op: str, lse: Any, cu_seqlens: Any, second_half_lse_seqlen: Any, lse_packed: Any
 ) -> None:
     sequences = check.is_cu_seqlens(op, "cu_seqlens", cu_seqlens)
-    merged = _check_lse(op, "lse", lse, lse_packed, sequences)
+    merged = _check_lse(op, lse, lse_packed, sequences)
     least = merged.shape[-1] // 2
     check.is_integer(op, "second_half_lse_seqlen", second_half_lse_seqlen, at_least=least)
     check.same_device(op, "lse", {"lse": lse, "cu_seqlens": cu_seqlens})
@@ -156,7 +156,7 @@ def _check_out_correction(
     part, why = (total // 2, "half of 'out'") if only_second_half else (total, "as 'out'")
     check.has_shape(op, "out_per_step", step, (part, heads, width), why)
     sequences = check.is_cu_seqlens(op, "cu_seqlens", cu_seqlens)
-    merged = _check_lse(op, "lse", lse, lse_packed, sequences)
+    merged = _check_lse(op, lse, lse_packed, sequences)
     shape = (heads, total) if lse_packed else (sequences, heads, merged.shape[-1])
     check.has_shape(op, "lse", merged, shape, "the heads and tokens of 'out'")
     longest = merged.shape[-1]

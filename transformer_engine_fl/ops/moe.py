@@ -374,19 +374,19 @@ _TOKENS = {
 }
 
 
-def _indices(tokens: int, topk: int, experts: int, device: str, seed: int = 70) -> Tensor:
+def _indices(tokens: int, topk: int, experts: int, device: str) -> Tensor:
     """Different experts for each token, as a router chooses them."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(70)
     chosen = torch.rand((tokens, experts), generator=generator).argsort(-1)[:, :topk]
     return chosen.to(device, torch.int32)
 
 
-def _routing_map(tokens: int, topk: int, experts: int, device: str, seed: int = 70) -> Tensor:
+def _routing_map(tokens: int, topk: int, experts: int, device: str) -> Tensor:
     import torch
 
-    chosen = _indices(tokens, topk, experts, device, seed).long()
+    chosen = _indices(tokens, topk, experts, device).long()
     routed = torch.zeros((tokens, experts), dtype=torch.bool, device=device)
     return routed.scatter(1, chosen, True)
 

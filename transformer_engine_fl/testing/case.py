@@ -141,18 +141,13 @@ def calls(impl_id: str, operator: str, dtype: str, device: str) -> Iterator[tupl
 
 
 def dtypes_of(
-    impl_id: str,
-    *,
-    operators: Iterable[str] | None = None,
-    dtypes: Iterable[str] | None = None,
-    device: str = "cpu",
-    manager: OpManager | None = None,
+    impl_id: str, *, operators: Iterable[str] | None, dtypes: Iterable[str] | None, device: str
 ) -> Iterator[tuple[str, str]]:
-    """Each operator with each dtype that :func:`cases` has cases of.
+    """Each operator with each dtype that :func:`cases` has cases of in the default manager.
 
     Arguments and errors are those of :func:`cases`.
     """
-    here, wanted = _asked(impl_id, operators, dtypes, device, manager)
+    here, wanted = _asked(impl_id, operators, dtypes, device, None)
     for entry, contract in here:
         for dtype in contract.dtypes:
             if _takes(entry, dtype, wanted):

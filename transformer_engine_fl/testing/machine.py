@@ -35,12 +35,12 @@ class Circumstances(NamedTuple):
     devices: list[dict[str, Any]]
 
 
-def circumstances(packages: Iterable[str], places: Iterable[str]) -> Circumstances:
-    """Those of now: the versions of these packages, the devices of these names' types."""
+def circumstances(places: Iterable[str]) -> Circumstances:
+    """Those of now, with the devices of these names' types."""
     kinds = {place.partition(":")[0] for place in places}
     return Circumstances(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions=versions(packages) | {"torch built for": torch_build()},
+        versions=versions(("torch", "triton")) | {"torch built for": torch_build()},
         devices=[it for it in devices() if it["device"].partition(":")[0] in kinds],
     )
 

@@ -25,8 +25,6 @@ from transformer_engine_fl.testing.scorecard import Failure, Row, Scorecard
 
 __all__ = ["check_counts", "reproduction", "verify"]
 
-PACKAGES = ("torch", "triton")
-
 DECIDING = ("TRITON_INTERPRET",)
 """What decides how kernels run."""
 
@@ -104,7 +102,7 @@ def verify(
         rows, failures = _run(found, manager, progress)
     whole = operators is None and only is None
     covered = {row.operator for row in rows}
-    here = machine.circumstances(PACKAGES, places)
+    here = machine.circumstances(places)
     return Scorecard(
         impl_id=impl_id,
         source=_source(impl_id, manager),

@@ -19,7 +19,7 @@ from typing import Any, Final
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError
 from transformer_engine_fl.testing import machine
 from transformer_engine_fl.testing.case import cases, dtypes_of
-from transformer_engine_fl.testing.running import PACKAGES, Progress, check_counts, reproduction
+from transformer_engine_fl.testing.running import Progress, check_counts, reproduction
 from transformer_engine_fl.testing.sanitizer import (
     PROGRAM,
     TOOLS,
@@ -205,7 +205,7 @@ def sanitize(
         row = rows[operator, device, dtype]
         row.errors += kind == "error"
         row.warnings += kind == "warning"
-    here = machine.circumstances(PACKAGES, {part.device for part in parts})
+    here = machine.circumstances({part.device for part in parts})
     order = ("error", "failed", "warning")
     return Report(
         impl_id=impl_id,

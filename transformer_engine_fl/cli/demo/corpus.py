@@ -40,13 +40,13 @@ class Corpus:
         return _windows(self.held_out, range(0, step * rows, step), context)
 
 
-def load_corpus(folder: Path | None = None) -> Corpus:
-    """Read the ``.py`` files of a folder (the standard library's unless given).
+def load_corpus() -> Corpus:
+    """Read the ``.py`` files of the standard library's folder.
 
     Raises:
         TeFlError: there is not enough text there.
     """
-    folder = folder or Path(sysconfig.get_path("stdlib"))
+    folder = Path(sysconfig.get_path("stdlib"))
     sources = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     held_out = b"\n".join(sources[::_HELD_OUT_EVERY])
     del sources[::_HELD_OUT_EVERY]
