@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
-from transformer_engine_fl import testing
 from transformer_engine_fl.backends.vendor.cuda import loss
 from transformer_engine_fl.core.errors import ArgumentError
-from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
+
+check = checking(loss)
 
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IGNORED = 3
@@ -59,22 +60,6 @@ def test_wrong_arguments_are_named(
 
 
 # ------------------------------------------------------------------ on a device, or as on one
-
-
-def check(op: str, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-    """The results on fenced memory, which must be those of the contract."""
-    contract = getattr(contracts, op)
-    with testing.Guarded() as memory:
-        found = getattr(loss, op)(*args, **options)
-    assert memory.broken() is None
-    expected = contract.oracle(*args, **options)
-    dtype = contract.bind(*args, **options)[contract.dispatch_on].dtype
-    found, expected = (it if isinstance(it, tuple) else (it,) for it in (found, expected))
-    for one, right in zip(found, expected, strict=True):
-        if right is not None:
-            worst = testing.compare(one, right, contract.tolerance[str(dtype)[6:]])
-            assert worst.ratio <= 1, worst
-    return tuple(found)
 
 
 def made(rows: int, columns: int, device: str, dtype: torch.dtype = LOW) -> tuple[Tensor, Tensor]:

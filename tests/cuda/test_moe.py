@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
-from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _compile, moe
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+
+check = checking(moe)
 
 
 @pytest.mark.parametrize("least", [32, 512])
@@ -72,19 +73,6 @@ def values(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-def assert_served(op: str, *args: Any, **kwargs: Any) -> Any:
-    """The results, which must be those of the contract."""
-    contract = getattr(ops, op)
-    found = getattr(moe, op)(*args, **kwargs)
-    expected = contract.oracle(*args, **kwargs)
-    if isinstance(found, Tensor):
-        found, expected = (found,), (expected,)
-    for result, wanted in zip(found, expected, strict=True):
-        if result is not None:
-            torch.testing.assert_close(result.double(), wanted, rtol=2e-6, atol=1e-5)
-    return found if len(found) > 1 else found[0]
-
-
 def choices(tokens: int, topk: int, experts: int) -> Tensor:
     generator = torch.Generator().manual_seed(experts)
     return torch.randint(0, experts, (tokens, topk), generator=generator)
@@ -97,11 +85,11 @@ def test_groups_that_are_counted_in_several_turns(
     monkeypatch.setattr(moe, "MOST_GROUPS", most)
     indices = choices(900, 3, 11).to(device)
     x = values(900, 4, device=device)
-    assert_served("moe_permute_fwd", x, indices, 2000)
+    check("moe_permute_fwd", x, indices, 2000)
     routed = torch.zeros(900, 70, dtype=torch.bool, device=device)
     routed.scatter_(1, (indices * 7).clamp(max=69), True)
     probs = values(900, 70, device=device)
-    assert_served("moe_permute_mask_fwd", x, routed, probs, num_out_tokens=2000)
+    check("moe_permute_mask_fwd", x, routed, probs, num_out_tokens=2000)
 
 
 def test_experts_of_any_number(device: str) -> None:
@@ -109,31 +97,29 @@ def test_experts_of_any_number(device: str) -> None:
     x = values(300, 4, device=device)
     for some in (numbers, numbers[2:], numbers[:7], numbers[[2, 3, 8]]):
         indices = some[choices(300, 2, len(some))].to(device)
-        assert_served("moe_permute_fwd", x, indices)
+        check("moe_permute_fwd", x, indices)
 
 
 @pytest.mark.parametrize("topk", [33, 100])
 def test_tokens_of_more_experts_than_a_team_has_threads(topk: int, device: str) -> None:
     x = values(7, 8, device=device)
     indices = torch.stack([torch.randperm(120)[:topk] for _ in range(7)]).to(device)
-    y, row_id_map = assert_served("moe_permute_fwd", x, indices, 6 * topk)
+    y, row_id_map = check("moe_permute_fwd", x, indices, 6 * topk)
     probs = values(7, topk, device=device)
-    assert_served("moe_unpermute_fwd", y, row_id_map, probs)
+    check("moe_unpermute_fwd", y, row_id_map, probs)
     have = y.shape[0] + 3
-    assert_served("moe_unpermute_bwd", x, row_id_map, num_rows=have)
+    check("moe_unpermute_bwd", x, row_id_map, num_rows=have)
     wider = values(have, 8, device=device)
-    assert_served("moe_unpermute_bwd", x, row_id_map, wider, probs, num_rows=have)
+    check("moe_unpermute_bwd", x, row_id_map, wider, probs, num_rows=have)
 
     routed = torch.zeros(7, 120, dtype=torch.bool, device=device).scatter(1, indices, True)
     probs = values(7, 120, device=device)
     have = 5 * topk
-    y, moved, row_id_map = assert_served(
-        "moe_permute_mask_fwd", x, routed, probs, num_out_tokens=have
-    )
-    assert_served("moe_permute_mask_bwd", y, row_id_map, moved)
-    assert_served("moe_unpermute_mask_fwd", y, row_id_map, probs)
-    assert_served("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=have)
-    assert_served("moe_unpermute_mask_bwd", x, row_id_map, num_rows=have)
+    y, moved, row_id_map = check("moe_permute_mask_fwd", x, routed, probs, num_out_tokens=have)
+    check("moe_permute_mask_bwd", y, row_id_map, moved)
+    check("moe_unpermute_mask_fwd", y, row_id_map, probs)
+    check("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=have)
+    check("moe_unpermute_mask_bwd", x, row_id_map, num_rows=have)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 5])
@@ -141,47 +127,45 @@ def test_pairs_that_do_not_fill_a_round(topk: int, device: str) -> None:
     x = values(6, 24, device=device)
     indices = torch.stack([torch.randperm(8)[:topk] for _ in range(6)]).to(device)
     have = 6 * topk - 2  # two pairs have no row
-    y, row_id_map = assert_served("moe_permute_fwd", x, indices, have)
-    assert_served("moe_permute_bwd", y, row_id_map)
+    y, row_id_map = check("moe_permute_fwd", x, indices, have)
+    check("moe_permute_bwd", y, row_id_map)
     probs = values(6, topk, device=device)
-    assert_served("moe_unpermute_fwd", y, row_id_map, probs)
-    assert_served("moe_unpermute_bwd", x, row_id_map, y, probs, num_rows=have)
+    check("moe_unpermute_fwd", y, row_id_map, probs)
+    check("moe_unpermute_bwd", x, row_id_map, y, probs, num_rows=have)
 
     routed = torch.zeros(6, 8, dtype=torch.bool, device=device).scatter(1, indices, True)
     routed[2] = False  # a token of no expert among others
     routed[4] = True
     probs = values(6, 8, device=device)
     have = int(routed.sum()) - 2
-    y, moved, row_id_map = assert_served(
-        "moe_permute_mask_fwd", x, routed, probs, num_out_tokens=have
-    )
-    assert_served("moe_permute_mask_bwd", y, row_id_map, moved)
-    assert_served("moe_unpermute_mask_fwd", y, row_id_map, probs)
-    assert_served("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=have)
+    y, moved, row_id_map = check("moe_permute_mask_fwd", x, routed, probs, num_out_tokens=have)
+    check("moe_permute_mask_bwd", y, row_id_map, moved)
+    check("moe_unpermute_mask_fwd", y, row_id_map, probs)
+    check("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=have)
 
 
 @pytest.mark.parametrize("columns", [4500, 9004])
 def test_rows_that_a_team_goes_over_several_times(columns: int, device: str) -> None:
     x = values(3, columns, device=device)
     indices = choices(3, 2, 4).to(device)
-    y, row_id_map = assert_served("moe_permute_fwd", x, indices)
+    y, row_id_map = check("moe_permute_fwd", x, indices)
     probs = values(3, 2, device=device)
-    assert_served("moe_unpermute_fwd", y, row_id_map, probs)
-    assert_served("moe_unpermute_bwd", x, row_id_map, num_rows=8)
+    check("moe_unpermute_fwd", y, row_id_map, probs)
+    check("moe_unpermute_bwd", x, row_id_map, num_rows=8)
     wider = values(8, columns, device=device)
-    assert_served("moe_unpermute_bwd", x, row_id_map, wider, probs, num_rows=8)
+    check("moe_unpermute_bwd", x, row_id_map, wider, probs, num_rows=8)
     routed = torch.ones(3, 4, dtype=torch.bool, device=device)
     probs = values(3, 4, device=device)
-    y, _, row_id_map = assert_served("moe_permute_mask_fwd", x, routed, num_out_tokens=11)
-    assert_served("moe_unpermute_mask_fwd", y, row_id_map, probs)
-    assert_served("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=11)
+    y, _, row_id_map = check("moe_permute_mask_fwd", x, routed, num_out_tokens=11)
+    check("moe_unpermute_mask_fwd", y, row_id_map, probs)
+    check("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=11)
 
 
 def test_many_rows_without_a_pair_are_zero(device: str) -> None:
     x = values(2, 8, device=device)
     row_id_map = torch.tensor([[150, 3]], dtype=torch.int32, device=device)
     for _ in range(2):  # the second time with what the first one left in memory
-        assert_served("moe_unpermute_bwd", x, row_id_map, num_rows=300)
+        check("moe_unpermute_bwd", x, row_id_map, num_rows=300)
 
 
 def test_no_row_is_touched_that_a_map_only_claims_to_have(device: str) -> None:

@@ -6,29 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 from wild_offsets import assert_nothing_outside_is_read
 
-from transformer_engine_fl import testing
 from transformer_engine_fl.backends.vendor.cuda import rope
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
-from transformer_engine_fl.ops import rope as contracts
+
+check = checking(rope)
 
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
-
-
-def check(op: str, *args: Any, **kwargs: Any) -> None:
-    """The values of the contract, on fenced memory."""
-    contract = getattr(contracts, op)
-    expected = contract.oracle(*args, **kwargs)
-    with testing.Guarded() as memory:
-        found = getattr(rope, op)(*args, **kwargs)
-    assert memory.broken() is None
-    if isinstance(found, Tensor):
-        found, expected = (found,), (expected,)
-    for one, right in zip(found, expected, strict=True):
-        worst = testing.compare(one, right, contract.tolerance[str(one.dtype)[6:]])
-        assert worst.ratio <= 1, worst
 
 
 def tokens(*shape: int, device: str, dtype: torch.dtype = LOW) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
-from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import router
 from transformer_engine_fl.backends.vendor.cuda._launch import Limits
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+
+check = checking(router)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -66,21 +66,6 @@ def values(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-def assert_served(op: str, *args: Any, **kwargs: Any) -> Any:
-    """The results, which must be those of the contract."""
-    contract = getattr(ops, op)
-    found = getattr(router, op)(*args, **kwargs)
-    expected = contract.oracle(*args, **kwargs)
-    if isinstance(found, Tensor):
-        found, expected = (found,), (expected,)
-    for result, wanted in zip(found, expected, strict=True):
-        rounded = 2**-8 if result.dtype == torch.bfloat16 else 4e-6
-        torch.testing.assert_close(
-            result.double(), wanted.double(), rtol=rounded, atol=4e-6, equal_nan=True
-        )
-    return found if len(found) > 1 else found[0]
-
-
 # In float64, in which the contract's own choice is made: scores of so many experts are near
 # each other.
 @pytest.mark.parametrize("experts", [160, 512, 600, 2051, 8192])
@@ -88,11 +73,11 @@ def assert_served(op: str, *args: Any, **kwargs: Any) -> Any:
 def test_rows_of_many_experts(experts: int, function: str, device: str) -> None:
     x = values(3, experts, device=device, dtype=torch.float64)
     named = {"score_function": function}
-    _, routed, scores = assert_served("fused_topk_with_score_function_fwd", x, 9, **named)
+    _, routed, scores = check("fused_topk_with_score_function_fwd", x, 9, **named)
     grad = values(3, experts, device=device, dtype=torch.float64)
-    assert_served("fused_topk_with_score_function_bwd", grad, routed, scores, 9, **named)
-    scores = assert_served("fused_score_for_moe_aux_loss_fwd", x, 9, **named)[2]
-    assert_served("fused_score_for_moe_aux_loss_bwd", grad, scores, 9, **named)
+    check("fused_topk_with_score_function_bwd", grad, routed, scores, 9, **named)
+    scores = check("fused_score_for_moe_aux_loss_fwd", x, 9, **named)[2]
+    check("fused_score_for_moe_aux_loss_bwd", grad, scores, 9, **named)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +102,7 @@ def test_groups_of_every_size(
     x = x[order].view(2, experts)
     if dtype == torch.bfloat16:  # whose equal numbers are equal to the contract as well
         x = x.to(dtype)
-    assert_served(
+    check(
         "fused_topk_with_score_function_fwd",
         x.to(device, dtype),
         topk,
@@ -150,8 +135,8 @@ def test_losses_of_many_tokens_and_experts(rows: int, device: str) -> None:
     for experts in (6, 128, 1300):
         probs = values(rows, experts, device=device).softmax(-1)
         counts = torch.arange(experts, dtype=torch.int32, device=device)
-        loss, constant = assert_served("fused_moe_aux_loss_fwd", probs, counts, rows, 2, 0.5)
-        assert_served("fused_moe_aux_loss_bwd", loss, constant, counts, rows)
+        loss, constant = check("fused_moe_aux_loss_fwd", probs, counts, rows, 2, 0.5)
+        check("fused_moe_aux_loss_bwd", loss, constant, counts, rows)
 
 
 def test_more_experts_than_registers_hold_are_declined(device: str) -> None:

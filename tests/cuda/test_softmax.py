@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
-from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _launch, softmax
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
 from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK
 from transformer_engine_fl.core.errors import ArgumentError
+
+check = checking(softmax)
 
 AMPERE = Limits(8, 0, 108, 166_912, 167_936)
 HOPPER = Limits(9, 0, 132, 232_448, 233_472)
@@ -107,16 +109,6 @@ def values(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return (3 * torch.randn(*shape, generator=generator, device="cuda")).to(dtype)
 
 
-def assert_served(op: str, *args: object) -> Tensor:
-    contract = getattr(ops, op)
-    found: Tensor = getattr(softmax, op)(*args)
-    expected = contract.oracle(*args)
-    by = contract.tolerance[str(found.dtype)[6:]]
-    allowed = by.rtol * expected.abs() + by.atol * expected.square().mean().sqrt()
-    assert bool(((found.double() - expected).abs() <= allowed).all())
-    return found
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("columns", WIDTHS)
@@ -126,11 +118,11 @@ def test_values_of_every_width(columns: int, dtype: torch.dtype) -> None:
     for skip in (0, 1):  # aligned memory and not
         x = values(rows, columns + 8, dtype=dtype, seed=1)[:, skip : columns + skip]
         mask = values(rows, columns, dtype=torch.float32, seed=2) > 1
-        y = assert_served("scaled_softmax_forward", x, 0.5)
-        assert_served("scaled_masked_softmax_forward", x, mask, 0.5)
-        assert_served("scaled_aligned_causal_masked_softmax_forward", x)
+        y = check("scaled_softmax_forward", x, 0.5)
+        check("scaled_masked_softmax_forward", x, mask, 0.5)
+        check("scaled_aligned_causal_masked_softmax_forward", x)
         dy = values(rows, columns + 8, dtype=dtype, seed=3)[:, skip : columns + skip]
-        assert_served("scaled_softmax_backward", dy, y, 0.5)
+        check("scaled_softmax_backward", dy, y, 0.5)
 
 
 @pytest.mark.gpu
@@ -172,13 +164,13 @@ def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, de
     generator = torch.Generator().manual_seed(9)
     x = (3 * torch.randn(rows, columns, generator=generator)).to(device, dtype)
     x[1].view(-1, 256)[::2] = float("-inf")  # all that some warps have
-    y = assert_served("scaled_softmax_forward", x, 0.5)
+    y = check("scaled_softmax_forward", x, 0.5)
     assert torch.equal(softmax.scaled_softmax_forward(x[2:4], 0.5), y[2:4])
     hidden = torch.rand(rows, columns, generator=generator).to(device) > 0.5
     hidden[0] = True
-    assert not assert_served("scaled_masked_softmax_forward", x, hidden, 0.5)[0].any()
-    assert_served("scaled_aligned_causal_masked_softmax_forward", x)
-    assert_served("scaled_softmax_backward", x.nan_to_num(neginf=1.0), y, 0.5)
+    assert not check("scaled_masked_softmax_forward", x, hidden, 0.5)[0].any()
+    check("scaled_aligned_causal_masked_softmax_forward", x)
+    check("scaled_softmax_backward", x.nan_to_num(neginf=1.0), y, 0.5)
 
 
 @pytest.mark.parametrize("columns", [100_008, 131_072])
@@ -192,5 +184,5 @@ def test_gradients_of_rows_that_are_partly_in_registers(
         for _ in range(2)
     )
     dy, y = (it[:, skip : columns + skip] for it in (dy, y.softmax(-1)))
-    assert_served("scaled_softmax_backward", dy, y, 0.5)
-    assert_served("scaled_aligned_causal_masked_softmax_backward", dy, y, 0.5)
+    check("scaled_softmax_backward", dy, y, 0.5)
+    check("scaled_aligned_causal_masked_softmax_backward", dy, y, 0.5)

@@ -18,3 +18,9 @@ def device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1 (make test sets it in its second run)")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same numbers in whatever order tests run."""
+    torch.manual_seed(0)

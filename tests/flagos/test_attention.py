@@ -6,34 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
-from transformer_engine_fl import testing
 from transformer_engine_fl.backends.flagos import attention as flagos
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import attention as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.testing.allocation import Guarded
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
-def check(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    contract = getattr(contracts, op)
-    expected = contract.oracle(*args, **kwargs)
-    with Guarded() as allocations:
-        found = getattr(flagos, op)(*args, **kwargs)
-    assert allocations.broken() is None
-    tolerance = contract.tolerance[str(args[0].dtype).removeprefix("torch.")]
-    for place, (one, right) in enumerate(zip(found, expected, strict=True)):
-        assert (one is None) == (right is None)
-        if one is not None:
-            worst = testing.compare(one, right, tolerance)
-            assert worst.ratio <= 1, f"output {place}: {worst}"
-    return tuple(found)
+check = checking(flagos)
 
 
 def check_both(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> None:

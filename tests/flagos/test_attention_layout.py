@@ -7,25 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import attention_layout as flagos
 from transformer_engine_fl.ops import attention_layout as contracts
 from transformer_engine_fl.testing.allocation import Guarded
 
+check = checking(flagos)
+
 WILD = (-(2**31), -5, 3, 2**31 - 1, 0, 7, 2**30)
 """What no index should be; differences of these do not even fit into 32 bits."""
-
-
-def check(op: str, *args: Any, **kwargs: Any) -> Tensor:
-    """The values of the contract, on fenced memory."""
-    expected = getattr(contracts, op).oracle(*args, **kwargs)
-    with Guarded() as allocations:
-        found = getattr(flagos, op)(*args, **kwargs)
-    assert allocations.broken() is None
-    assert found.is_contiguous()
-    assert torch.equal(found.double(), expected)
-    return found
 
 
 def surrounded(tensor: Tensor) -> Tensor:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
-from transformer_engine_fl import testing
 from transformer_engine_fl.backends.flagos import context_parallel as flagos
-from transformer_engine_fl.ops import context_parallel as contracts
 from transformer_engine_fl.testing.allocation import Guarded
+
+check = checking(flagos)
 
 WILD = (-(2**31), -6, 4, 2**31 - 2, 0, 8, 2**30)
 
@@ -29,19 +29,6 @@ def surrounded(tensor: Tensor) -> Tensor:
     """The same values between NaN, which no output may show."""
     whole = torch.full((tensor.numel() + 2048,), torch.nan, dtype=tensor.dtype)
     return whole.to(tensor.device)[1024:-1024].view(tensor.shape).copy_(tensor)
-
-
-def check(op: str, *args: Any, **kwargs: Any) -> None:
-    """The values of the contract; of what is written if nothing is returned."""
-    contract = getattr(contracts, op)
-    expected = contract.oracle(*args, **kwargs)
-    with Guarded() as allocations:
-        found = getattr(flagos, op)(*args, **kwargs)
-    assert allocations.broken() is None
-    found = args[0] if found is None else found
-    dtype = str(found.dtype).removeprefix("torch.")
-    worst = testing.compare(found, expected, contract.tolerance[dtype])
-    assert worst.ratio <= 1, worst
 
 
 LENGTHS = [4, 0, 6, 2]

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _casting
 from transformer_engine_fl.backends.flagos import epilogue as flagos
-from transformer_engine_fl.core.contract import Between
 from transformer_engine_fl.ops._formats import FORMATS
-from transformer_engine_fl.ops.epilogue import EPILOGUES
+
+check = checking(flagos)
 
 NORMS = ("rmsnorm_fwd_quantize", "rmsnorm_fwd_add_quantize", "layernorm_fwd_quantize")
 
@@ -30,29 +31,6 @@ def inputs(op: str, rows: int, columns: int, device: str) -> tuple[Tensor, ...]:
     return (x, weight, weight) if op == "layernorm_fwd_quantize" else (x, weight)
 
 
-def check_values(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Run ``op``, hold every output against the contract and return them."""
-    contract = EPILOGUES[op].contract
-    found: tuple[Tensor | None, ...] = getattr(flagos, op)(*args, **kwargs)
-    right = contract.oracle(*args, **kwargs)
-    dtype = str(contract.bind(*args, **kwargs)[contract.dispatch_on].dtype)
-    tolerance = contract.tolerance[dtype.removeprefix("torch.")]
-    for place, (output, expected) in enumerate(zip(found, right, strict=True)):
-        if output is None:
-            assert expected is None
-        elif isinstance(expected, Between):
-            values = output.double() if expected.values is None else expected.values(output)
-            values = values.double().reshape(expected.low.shape)
-            unknown = expected.low.isnan() & values.isnan()
-            inside = (values >= expected.low) & (values <= expected.high)
-            assert (inside | unknown).all(), f"output {place} is out of bounds"
-        else:
-            scale = expected.square().mean().sqrt()
-            limit = tolerance.rtol * expected.abs() + tolerance.atol * scale
-            assert ((output.double() - expected).abs() <= limit).all(), f"output {place}"
-    return found
-
-
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row is too wide for registers."""
@@ -67,7 +45,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("op", NORMS)
 def test_rows_too_wide_for_registers(op: str, form: str, columnwise: bool, device: str) -> None:
-    check_values(op, *inputs(op, 6, 1000, device), format=form, columnwise=columnwise)
+    check(op, *inputs(op, 6, 1000, device), format=form, columnwise=columnwise)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -75,21 +53,21 @@ def test_rows_too_wide_for_registers(op: str, form: str, columnwise: bool, devic
 def test_wide_rows_with_a_given_scale(form: str, device: str) -> None:
     scale = torch.tensor([3.0], device=device)
     for op in NORMS:
-        check_values(op, *inputs(op, 5, 514, device), scale=scale, format=form)
+        check(op, *inputs(op, 5, 514, device), scale=scale, format=form)
 
 
 @pytest.mark.parametrize("columns", [1, 15, 33, 129, 1000, 2049])
 def test_rows_that_end_within_a_block(columns: int, device: str) -> None:
     for op in NORMS:
         for form in ("per_tensor", "block_1x128", "mxfp8"):
-            check_values(op, *inputs(op, 7, columns, device), format=form)
+            check(op, *inputs(op, 7, columns, device), format=form)
 
 
 def test_programs_with_several_tiles_find_the_amax_of_all(device: str) -> None:
     x, weight = inputs("rmsnorm_fwd_quantize", 4000, 24, device)
     x[0, 3] = x[3999, 5] = 16.0
-    found = check_values("rmsnorm_fwd_quantize", x, weight)
-    given = check_values("rmsnorm_fwd_quantize", x, weight, scale=torch.ones(1, device=device))
+    found = check("rmsnorm_fwd_quantize", x, weight)
+    given = check("rmsnorm_fwd_quantize", x, weight, scale=torch.ones(1, device=device))
     assert found[2] is not None
     assert given[2] is not None
     assert found[2].equal(given[2])
@@ -100,10 +78,10 @@ def test_rows_far_apart_are_read_where_they_lie(columnwise: bool, device: str) -
     wide = numbers(8, 3 * 72, device=device)
     x, residual, weight = wide[:, :72], wide[:, 100:172], numbers(72, device=device)
     options = {"format": "mxfp8", "columnwise": columnwise}
-    check_values("rmsnorm_fwd_add_quantize", x, residual, weight, **options)
-    check_values("swiglu_quantize", x, **options)
-    check_values("dbias_dgelu_quantize", residual, x, **options)
-    check_values("dswiglu_quantize", residual[:, :36], x, **options)
+    check("rmsnorm_fwd_add_quantize", x, residual, weight, **options)
+    check("swiglu_quantize", x, **options)
+    check("dbias_dgelu_quantize", residual, x, **options)
+    check("dswiglu_quantize", residual[:, :36], x, **options)
 
 
 @pytest.mark.parametrize("op", ["gelu_quantize", "swiglu_quantize", "dbias_dsilu_quantize"])
@@ -112,7 +90,7 @@ def test_activations_of_more_rows_than_a_tile(op: str, rows: int, device: str) -
     x = numbers(rows, 300, device=device)
     args = (x.flip(0), x) if op.startswith("d") else (x,)
     for form in FORMATS:
-        check_values(op, *args, format=form)
+        check(op, *args, format=form)
 
 
 @pytest.mark.parametrize("op", ["dbias_dgelu_quantize", "dswiglu_quantize"])
@@ -124,9 +102,9 @@ def test_programs_with_several_tiles_sum_and_cast_all_of_them(
     x = numbers(600, 256, device=device)
     grad = x[:, :128].flip(0) if op == "dswiglu_quantize" else x.flip(0)
     grad[0, 3] = grad[599, 5] = 16.0
-    check_values(op, grad, x, format=form)
+    check(op, grad, x, format=form)
     if FORMATS[form].by_tensor:
-        check_values(op, grad, x, scale=torch.ones(1, device=device), format=form)
+        check(op, grad, x, scale=torch.ones(1, device=device), format=form)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -147,7 +125,7 @@ def test_the_sum_is_normalized_as_it_is_rounded(device: str) -> None:
     residual = torch.full_like(x, 2.0**-9)  # half a unit in the last place is rounded to even
     residual[:, ::2] = 2.0**-8 + 2.0**-9
     weight = torch.ones(64, dtype=torch.bfloat16, device=device)
-    found = check_values("rmsnorm_fwd_add_quantize", x, residual, weight, format="mxfp8")
+    found = check("rmsnorm_fwd_add_quantize", x, residual, weight, format="mxfp8")
     assert found[6] is not None
     assert found[6].equal(x + residual)
 
@@ -160,6 +138,4 @@ def test_what_a_program_has_seen_is_not_looked_for_again(
 
     monkeypatch.setattr(_casting, "_amaxes", look)
     for form in ("per_tensor", "nvfp4"):
-        check_values(
-            "rmsnorm_fwd_quantize", *inputs("rmsnorm_fwd_quantize", 6, 64, device), format=form
-        )
+        check("rmsnorm_fwd_quantize", *inputs("rmsnorm_fwd_quantize", 6, 64, device), format=form)

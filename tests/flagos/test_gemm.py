@@ -7,42 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.flagos import _launch, _numbers
 from transformer_engine_fl.backends.flagos import gemm as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
-from transformer_engine_fl.testing import compare
 from transformer_engine_fl.testing.arguments import clone, tensors
+
+check = checking(flagos)
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 TRANSPOSES = tuple(itertools.product((True, False), repeat=2))
 SCALES = tuple(itertools.product(("whole", "rows", "squares", "exponents"), repeat=2))
 # More tiles than programs, more rows of tiles than are taken together, and a rest of each.
 MANY = (333, 200, 72)
-
-
-def check(op: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Run ``op`` and hold every output, and what is written, against the contract."""
-    contract = ops.CATALOGUE[op]
-    args, kwargs = clone(args), clone(kwargs)
-    right = contract.oracle(*args, **kwargs)
-    kinds = contract.shapes(*args, **kwargs)
-    found = getattr(flagos, op)(*args, **kwargs)
-    for output, kind in zip(found, kinds, strict=True):
-        assert (output is None) == (kind is None)
-        if output is not None:
-            assert (output.shape, output.dtype) == (kind.shape, kind.dtype)
-            assert output.is_contiguous()
-    values = (*found, kwargs.get("accumulate_into"))
-    dispatch = next(tensors(args[1])).dtype
-    pairs = zip(values, right, strict=True)
-    for value, expected in ((a, b) for one, two in pairs for a, b in each(one, two)):
-        names = [str(dtype).removeprefix("torch.") for dtype in (dispatch, value.dtype)]
-        worst = compare(value, expected, contract.tolerance_for(*names))
-        assert worst.ratio <= 1, worst
-    return tuple(found)
 
 
 def each(value: Any, other: Any) -> zip[tuple[Tensor, Tensor]]:

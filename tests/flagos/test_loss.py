@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,44 +18,13 @@ from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.testing import compare
 
+check = checking(flagos)
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "everything": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 8.0, "ignore_index": 3},
 }
 IGNORED = 3
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is full of NaN, so what a kernel leaves out shows."""
-
-    def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
-            return allocate(*args, **kwargs).fill_(float("nan"))
-
-        return allocate_and_fill
-
-    torch.manual_seed(0)
-    monkeypatch.setattr(torch, "empty", poison(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
-
-
-def check_values(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Run ``op`` and hold every output against the contract; returns the outputs."""
-    contract = getattr(contracts, op)
-    found = getattr(flagos, op)(*args, **kwargs)
-    right = contract.oracle(*args, **kwargs)
-    found, right = (it if isinstance(it, tuple) else (it,) for it in (found, right))
-    dispatch = contract.bind(*args, **kwargs)[contract.dispatch_on]
-    allowed = contract.tolerance[str(dispatch.dtype).removeprefix("torch.")]
-    for place, (output, expected) in enumerate(zip(found, right, strict=True)):
-        if expected is None:
-            assert output is None
-            continue
-        assert output.is_contiguous()
-        worst = compare(output, expected, allowed)
-        assert worst.ratio <= 1, f"output {place}: {worst}"
-    return tuple(found)
 
 
 def targets_of(logits: Tensor) -> Tensor:
@@ -70,10 +40,10 @@ def check_logits(logits: Tensor, *calls: dict[str, Any]) -> None:
     kind = math_dtype(logits.dtype)
     grads = torch.randn(2, len(logits), dtype=kind, device=logits.device)
     for options in calls:
-        _, lse = check_values("cross_entropy_fwd", logits, target, **options)
-        check_values("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
+        _, lse = check("cross_entropy_fwd", logits, target, **options)
+        check("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
     shard = {"vocab_start": 1, "ignore_index": IGNORED}
-    check_values("cross_entropy_partial_fwd", logits, target, **shard)
+    check("cross_entropy_partial_fwd", logits, target, **shard)
 
 
 # ------------------------------------------------------------------------------- values
@@ -111,7 +81,7 @@ def test_gradients_of_rows_that_begin_anywhere_in_a_vector(
     columns, step = place
     logits = torch.randn(10, step).to(device, dtype)[:, :columns]
     lse = logits.to(math_dtype(dtype)).logsumexp(-1)
-    check_values("cross_entropy_bwd", torch.randn_like(lse), logits, targets_of(logits), lse)
+    check("cross_entropy_bwd", torch.randn_like(lse), logits, targets_of(logits), lse)
 
 
 @pytest.mark.parametrize("columns", [60, 5001])
@@ -120,7 +90,7 @@ def test_rows_that_are_ignored_are_not_looked_at(columns: int, device: str) -> N
     target = torch.tensor([1, -100, 3, -100, 5], device=device)
     logits[target == -100] = torch.nan
     ones = torch.full((5,), torch.inf, device=device).masked_fill(target != -100, 1)
-    loss, lse = check_values("cross_entropy_fwd", logits, target)
+    loss, lse = check("cross_entropy_fwd", logits, target)
     gradient = flagos.cross_entropy_bwd(ones, logits, target, lse * ones, ones)
     assert torch.equal(gradient[target == -100], torch.zeros(2, columns, device=device))
     assert gradient.isfinite().all()
@@ -206,10 +176,10 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_linear_layers_in_parts(options: str, dtype: torch.dtype, device: str) -> None:
     input, weight, target, bias = linear_call(dtype, device)
     given = OPTIONS[options]
-    _, lse = check_values("fused_linear_cross_entropy_fwd", input, weight, target, bias, **given)
+    _, lse = check("fused_linear_cross_entropy_fwd", input, weight, target, bias, **given)
     grads = torch.randn(2, 21, device=device)
     call = (grads[0], input, weight, target, lse, bias, grads[1])
-    check_values("fused_linear_cross_entropy_bwd", *call, **given)
+    check("fused_linear_cross_entropy_bwd", *call, **given)
 
 
 class Largest(TorchDispatchMode):
@@ -259,8 +229,8 @@ def test_matrix_products_are_widened_by_torch_where_it_can(
     monkeypatch.setattr(_cross_entropy, "_WIDENS", {})
     monkeypatch.setattr(_cross_entropy, "_ADDS", {})
     input, weight, target, _ = linear_call(torch.bfloat16, device)
-    _, lse = check_values("fused_linear_cross_entropy_fwd", input, weight, target)
-    check_values("fused_linear_cross_entropy_bwd", lse, input, weight, target, lse)
+    _, lse = check("fused_linear_cross_entropy_fwd", input, weight, target)
+    check("fused_linear_cross_entropy_bwd", lse, input, weight, target, lse)
     assert set(calls) == {(torch.bfloat16, torch.float32)}
 
 
@@ -270,7 +240,7 @@ def test_the_scale_of_float16_gradients_is_not_that_of_ignored_rows(device: str)
     grad = torch.full((21,), 2.0**-9, device=device)
     grad[target == IGNORED] = torch.inf
     call = (grad, input, weight, target, lse, bias)
-    check_values("fused_linear_cross_entropy_bwd", *call, ignore_index=IGNORED)
+    check("fused_linear_cross_entropy_bwd", *call, ignore_index=IGNORED)
 
 
 # ---------------------------------------------------------------------------- arguments

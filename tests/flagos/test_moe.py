@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _row_maps
 from transformer_engine_fl.backends.flagos import moe as flagos
 from transformer_engine_fl.backends.flagos._tiles import Tile
-from transformer_engine_fl.ops import moe as contracts
 from transformer_engine_fl.testing.allocation import Guarded
 from transformer_engine_fl.testing.arguments import as_tuple
 
+check = checking(flagos)
+
 WILD = (-(2**31), -5, 3, 2**31 - 1, 0, 7, 2**30, 1)
 """What no entry of a map should be."""
-
-
-def check(op: str, *args: Any, tolerance: float = 0.0, **kwargs: Any) -> tuple[Any, ...]:
-    """The values of the contract, on fenced memory."""
-    expected = as_tuple(getattr(contracts, op).oracle(*args, **kwargs))
-    with Guarded() as allocations:
-        found = as_tuple(getattr(flagos, op)(*args, **kwargs))
-    assert allocations.broken() is None
-    for mine, right in zip(found, expected, strict=True):
-        if right is None:
-            assert mine is None
-            continue
-        assert mine.is_contiguous()
-        torch.testing.assert_close(mine.double(), right.double(), rtol=tolerance, atol=tolerance)
-    return found
 
 
 def numbers(*shape: int, device: str, seed: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from against_contract import checking
 from torch import Tensor
 
 from transformer_engine_fl.backends import _repeats
@@ -15,6 +16,8 @@ from transformer_engine_fl.backends.flagos import _arguments, _launch
 from transformer_engine_fl.backends.flagos import normalization as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import normalization as contracts
+
+check = checking(flagos)
 
 OPERATORS = (
     "rmsnorm_fwd",
@@ -24,47 +27,6 @@ OPERATORS = (
     "layernorm_fwd",
     "layernorm_bwd",
 )
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory is full of NaN, so what a kernel leaves out shows."""
-
-    def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
-            return allocate(*args, **kwargs).fill_(float("nan"))
-
-        return allocate_and_fill
-
-    monkeypatch.setattr(torch, "empty", poison(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
-
-
-def check_values(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Run ``op`` and hold every output against the contract; returns the outputs."""
-    contract = getattr(contracts, op)
-    found = getattr(flagos, op)(*args, **kwargs)
-    right = contract.oracle(*args, **kwargs)
-    kinds = contract.shapes(*args, **kwargs)
-    dispatch = contract.bind(*args, **kwargs)[contract.dispatch_on]
-    for place, (output, expected, kind) in enumerate(zip(found, right, kinds, strict=True)):
-        assert (output.shape, output.dtype, output.device) == (
-            kind.shape,
-            kind.dtype,
-            kind.device,
-        )
-        assert output.is_contiguous()
-        assert not output.requires_grad
-        # An output of a coarser dtype than the input's is as exact as that dtype.
-        names = {str(dtype).removeprefix("torch.") for dtype in (dispatch.dtype, output.dtype)}
-        allowed = max((contract.tolerance[name] for name in names), key=lambda one: one.rtol)
-        if expected.numel():
-            scale = expected.square().mean().sqrt()
-            limit = allowed.rtol * expected.abs() + allowed.atol * scale
-            excess = (output.double() - expected).abs() - limit
-            worst = excess.nan_to_num(float("inf")).max().item()
-            assert worst <= 0, f"output {place} is {worst:.3g} beyond the tolerance"
-    return tuple(found)
 
 
 def backward_inputs(x: Tensor, gamma: Tensor, centred: bool) -> tuple[Tensor, ...]:
@@ -83,7 +45,7 @@ def backward_inputs(x: Tensor, gamma: Tensor, centred: bool) -> tuple[Tensor, ..
 def test_every_sample_of_the_contract(op: str, dtype: str, device: str) -> None:
     for sample in getattr(contracts, op).samples(dtype, device):
         try:
-            check_values(op, *sample.args, **sample.kwargs)
+            check(op, *sample.args, **sample.kwargs)
         except AssertionError as error:
             raise AssertionError(f"{sample.label}: {error}") from None
 
@@ -93,10 +55,10 @@ def test_every_sample_of_the_contract(op: str, dtype: str, device: str) -> None:
 def test_rows_of_every_width_forward(columns: int, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(3, columns).to(device, dtype)
     weight, bias = torch.randn(2, columns).to(device, dtype)
-    check_values("rmsnorm_fwd", x, weight)
-    check_values("layernorm_fwd", x, weight, bias)
+    check("rmsnorm_fwd", x, weight)
+    check("layernorm_fwd", x, weight, bias)
     if columns in (9000, 40008):
-        check_values("rmsnorm_fwd_add", x, torch.randn(3, columns).to(x), weight)
+        check("rmsnorm_fwd_add", x, torch.randn(3, columns).to(x), weight)
 
 
 # All but the first are shared by several programs, the last by most.
@@ -115,9 +77,9 @@ def test_rows_of_every_width_backward(columns: int, dtype: torch.dtype, device: 
     x = torch.randn(3, columns).to(device, dtype)
     gamma = torch.randn(columns).to(device, dtype)
     for op, centred in (("rmsnorm_bwd", False), ("layernorm_bwd", True)):
-        check_values(op, *backward_inputs(x, gamma, centred), zero_centered_gamma=True)
+        check(op, *backward_inputs(x, gamma, centred), zero_centered_gamma=True)
     dz, _, *others = backward_inputs(x, gamma, False)
-    check_values("rmsnorm_bwd_add", dz, x, torch.randn(x.shape).to(x), *others)
+    check("rmsnorm_bwd_add", dz, x, torch.randn(x.shape).to(x), *others)
 
 
 @pytest.mark.parametrize("columns", [100, 40008])
@@ -125,7 +87,7 @@ def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
     """As a difference of mean squares it would be off by some per cent."""
     x = (torch.randn(2, columns) + 1000).to(device, torch.float16)
     ones = torch.ones(columns, dtype=torch.float16, device=device)
-    check_values("layernorm_fwd", x, ones, ones)
+    check("layernorm_fwd", x, ones, ones)
 
 
 @pytest.mark.parametrize("columns", [64, 1000, 5003, 9000, 40008])
@@ -167,8 +129,8 @@ def test_rows_that_lie_apart_are_not_copied(label: str, device: str) -> None:
     x = strided_inputs()[label].to(device)
     assert _arguments.by_rows(x)[0] is x
     weight = torch.randn(72, device=device)
-    check_values("rmsnorm_fwd", x, weight)
-    check_values("rmsnorm_bwd", *backward_inputs(x, weight, False))
+    check("rmsnorm_fwd", x, weight)
+    check("rmsnorm_bwd", *backward_inputs(x, weight, False))
 
 
 def test_what_is_added_may_lie_otherwise(device: str) -> None:
@@ -176,15 +138,15 @@ def test_what_is_added_may_lie_otherwise(device: str) -> None:
     for other in strided_inputs().values():
         added = other.to(device).reshape(-1, 72)
         rows = x[: len(added)]
-        check_values("rmsnorm_fwd_add", rows, added, weight)
-        check_values("rmsnorm_fwd_add", added, rows, weight)
+        check("rmsnorm_fwd_add", rows, added, weight)
+        check("rmsnorm_fwd_add", added, rows, weight)
         dz, _, rsigma, _ = backward_inputs(rows, weight, False)
-        check_values("rmsnorm_bwd_add", dz, rows, added, rsigma, weight)
+        check("rmsnorm_bwd_add", dz, rows, added, rsigma, weight)
 
 
 def test_rows_at_no_single_distance_are_copied(device: str) -> None:
     x = torch.randn(3, 4, 80, device=device)[:, :3, :64]
-    check_values("rmsnorm_fwd", x, torch.randn(64, device=device))
+    check("rmsnorm_fwd", x, torch.randn(64, device=device))
 
 
 def test_a_lazily_negated_tensor_is_taken_at_its_value(device: str) -> None:
@@ -192,14 +154,14 @@ def test_a_lazily_negated_tensor_is_taken_at_its_value(device: str) -> None:
     assert x.is_neg()
     assert x.is_contiguous()
     one = torch.ones(1, device=device)
-    check_values("rmsnorm_fwd", x, one)
-    check_values("rmsnorm_fwd", one.view(1, 1), x.view(1))
+    check("rmsnorm_fwd", x, one)
+    check("rmsnorm_fwd", one.view(1, 1), x.view(1))
 
 
 def test_parameters_and_inputs_that_want_gradients_are_plain_tensors(device: str) -> None:
     x = torch.randn(4, 64, device=device, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(64, device=device))
-    check_values("layernorm_fwd", x, weight, weight)
+    check("layernorm_fwd", x, weight, weight)
 
     class Labelled(Tensor):
         pass

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import padding as flagos
-from transformer_engine_fl.ops import padding as contracts
-from transformer_engine_fl.testing.allocation import Guarded
+
+_check = checking(flagos)
 
 
 def check(op: str, input: Tensor, rows: list[int], padded: list[int]) -> Tensor:
-    """The values of the contract, on fenced memory."""
-    lists = {"row_list": rows, "padded_row_list": padded}
-    expected = getattr(contracts, op).oracle(input, **lists)
-    with Guarded() as allocations:
-        found: Tensor = getattr(flagos, op)(input, **lists)
-    assert allocations.broken() is None
-    assert found.is_contiguous()
-    assert torch.equal(found.double(), expected)
+    found: Tensor = _check(op, input, row_list=rows, padded_row_list=padded)
     return found
 
 

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from against_contract import checking
 from torch import Tensor
 from wild_offsets import assert_nothing_outside_is_read
 
-from transformer_engine_fl import testing
 from transformer_engine_fl.backends.flagos import rope as flagos
-from transformer_engine_fl.ops import rope as contracts
-from transformer_engine_fl.testing.allocation import Guarded
+
+check = checking(flagos)
 
 LARGEST = flagos._LARGEST_ANGLE.value
-
-
-def check(op: str, *args: Any, **kwargs: Any) -> None:
-    contract = getattr(contracts, op)
-    expected = contract.oracle(*args, **kwargs)
-    with Guarded() as allocations:
-        found = getattr(flagos, op)(*args, **kwargs)
-    assert allocations.broken() is None
-    if isinstance(found, Tensor):
-        found, expected = (found,), (expected,)
-    for one, right in zip(found, expected, strict=True):
-        dtype = str(one.dtype).removeprefix("torch.")
-        worst = testing.compare(one, right, contract.tolerance[dtype])
-        assert worst.ratio <= 1, worst
 
 
 def tokens(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from against_contract import checking
 
 from transformer_engine_fl.backends.flagos import softmax as flagos
 from transformer_engine_fl.backends.flagos._rows import Cut
 from transformer_engine_fl.ops import softmax as contracts
+
+check = checking(flagos)
 
 NAMES = (
     "scaled_softmax",
@@ -28,15 +30,6 @@ def pieces(request: pytest.FixtureRequest) -> Iterator[bool]:
     cut = Cut(threads=32, width=request.param, programs=7, shared=True)
     with flagos._FORWARD.trial(cut), flagos._BACKWARD.trial(cut):
         yield True
-
-
-def check(name: str, *args: Tensor) -> Tensor:
-    contract, right = getattr(contracts, name), getattr(contracts, name).oracle(*args)
-    found: Tensor = getattr(flagos, name)(*args)
-    allowed = contract.tolerance[str(args[0].dtype).removeprefix("torch.")]
-    limit = allowed.rtol * right.abs() + allowed.atol * right.square().mean().sqrt()
-    assert ((found.double() - right).abs() <= limit).all()
-    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

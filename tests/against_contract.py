@@ -1,0 +1,40 @@
+"""Calls that a test makes of a set's operators, held to the contracts as the kit holds samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from transformer_engine_fl import BackendImplKind, OpImpl
+from transformer_engine_fl.core.contract import Sample
+from transformer_engine_fl.core.registry import Entry
+from transformer_engine_fl.ops import CATALOGUE
+from transformer_engine_fl.testing import Guarded
+from transformer_engine_fl.testing.arguments import clone, tensors
+from transformer_engine_fl.testing.checks import Run
+
+
+def checking(module: ModuleType) -> Callable[..., Any]:
+    """A function that calls an operator of a module and checks what it returns and writes.
+
+    It takes the operator's name and arguments and returns the operator's outputs, a single
+    one as it is. What is allocated meanwhile is poisoned and fenced.
+    """
+
+    def check(op: str, /, *args: Any, **kwargs: Any) -> Any:
+        contract = CATALOGUE[op]
+        impl = OpImpl(op, "tested", BackendImplKind.REFERENCE, getattr(module, op))
+        dispatch = next(tensors(contract.bind(*args, **kwargs)[contract.dispatch_on]))
+        dtype = str(dispatch.dtype).removeprefix("torch.")
+        before = Sample("a test's call", clone(args), clone(kwargs))
+        run = Run(Entry(impl, module.__name__, contract), contract, dtype, before)
+        with Guarded() as allocations:
+            values = run.serve(Sample(before.label, args, kwargs))
+        outside = allocations.broken()
+        assert outside is None, outside
+        run.check_values(values)
+        outputs = values[: run.outputs]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    return check
