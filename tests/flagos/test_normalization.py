@@ -40,7 +40,8 @@ def backward_inputs(x: Tensor, gamma: Tensor, centred: bool) -> tuple[Tensor, ..
 # ------------------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("dtype", contracts.DTYPES)
+# Of the other dtypes the conformance tests run every sample in the interpreter too.
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize("op", OPERATORS)
 def test_every_sample_of_the_contract(op: str, dtype: str, device: str) -> None:
     for sample in getattr(contracts, op).samples(dtype, device):
