@@ -155,3 +155,12 @@ OUT_OF_SCOPE: dict[str, str] = {
 }
 
 ALL = frozenset(name for section in LISTED.values() for name in section)
+
+EPILOGUES_OF_EACH_KIND = (
+    "rmsnorm_fwd_quantize",
+    "rmsnorm_fwd_add_quantize",
+    "swiglu_quantize",
+    "dbias_dgelu_quantize",
+)
+"""Where kernels run slowly the others are held to less: all are made of what activations, norms
+and casts are tested with."""

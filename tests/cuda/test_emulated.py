@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import cuda_emulation
 import pytest
+from operator_names import EPILOGUES_OF_EACH_KIND
 
 from transformer_engine_fl import testing
 from transformer_engine_fl.backends.vendor import cuda
@@ -21,13 +22,6 @@ from transformer_engine_fl.ops.epilogue import EPILOGUES
 
 LEFT_OUT = ("float16", "float64")
 """Formats whose code is that of the others; a GPU's run has them."""
-WHOLE = (
-    "rmsnorm_fwd_quantize",
-    "rmsnorm_fwd_add_quantize",
-    "swiglu_quantize",
-    "dbias_dgelu_quantize",
-)
-"""Of the quantised epilogues, which are made of what activations and casts are tested with."""
 ALL = bool(os.environ.get("TE_FL_EMULATE_ALL"))
 """Test the other ones too, which takes many minutes."""
 MISSING = cuda_emulation.missing()
@@ -52,7 +46,7 @@ def _tests() -> Iterator[object]:
     kinds = defaultdict(list)
     for case in testing.cases("vendor.cuda", manager=_manager()):
         # The index by which kernels tell devices apart is the same of these and the CPU's.
-        if not ALL and case.operator in EPILOGUES and case.operator not in WHOLE:
+        if not ALL and case.operator in EPILOGUES and case.operator not in EPILOGUES_OF_EACH_KIND:
             continue
         if case.dtype not in LEFT_OUT and "/a tensor on meta" not in case.name:
             kinds["/".join(case.name.split("/")[:4])].append(case)
