@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.backends._lists import MOST_LAYOUTS, MOST_TABLES
 from transformer_engine_fl.backends.flagos import _arguments, _launch, _lists, _numbers
 from transformer_engine_fl.backends.flagos import optimizer as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
@@ -214,17 +215,17 @@ def test_a_second_call_on_the_same_tensors_writes_no_table(
 
 def test_gradients_may_be_elsewhere_in_each_step(device: str) -> None:
     grads, *others = adam_lists([5, CHUNK + 1], device)
-    steps = [[it.clone() for it in grads] for _ in range(_lists.MOST_TABLES + 2)]
+    steps = [[it.clone() for it in grads] for _ in range(MOST_TABLES + 2)]
     for step, elsewhere in enumerate([*steps, *steps], 1):
         check_values("multi_tensor_adam", elsewhere, *others, 0.1, step)
     (layout,) = _lists.LAYOUTS.values()
-    assert len(layout._tables) <= _lists.MOST_TABLES
+    assert len(layout._tables) <= MOST_TABLES
 
 
 def test_what_is_kept_is_bounded(device: str) -> None:
-    for size in range(1, _lists.MOST_LAYOUTS + 3):
+    for size in range(1, MOST_LAYOUTS + 3):
         flagos.multi_tensor_l2norm([torch.ones(size, device=device)])
-    assert len(_lists.LAYOUTS) <= _lists.MOST_LAYOUTS
+    assert len(_lists.LAYOUTS) <= MOST_LAYOUTS
 
 
 def test_a_captured_call_has_tables_of_its_own(

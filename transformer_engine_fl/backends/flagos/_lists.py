@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from transformer_engine_fl.backends._lists import (
     ALIGNMENT,
-    MOST_LAYOUTS,
-    MOST_TABLES,
     Demand,
     Group,
     Listing,
@@ -22,8 +20,6 @@ __all__ = [
     "ALIGNMENT",
     "LAYOUTS",
     "LISTING",
-    "MOST_LAYOUTS",
-    "MOST_TABLES",
     "Demand",
     "Group",
     "Tiles",

@@ -31,8 +31,6 @@ __all__ = [
     "Specialisation",
     "architecture",
     "cache_directory",
-    "cache_entries",
-    "clear_cache",
     "cubin",
     "header_directory",
     "missing",
@@ -212,19 +210,6 @@ def cache_directory() -> Path:
     """The folder of compiled kernels; it need not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "transformer_engine_fl" / "cuda"
-
-
-def cache_entries() -> list[Path]:
-    """The compiled kernels in the cache."""
-    return sorted(cache_directory().glob(f"*{_SUFFIX}"))
-
-
-def clear_cache() -> int:
-    """Delete every compiled kernel; returns how many there were."""
-    entries = cache_entries()
-    for entry in entries:
-        entry.unlink(missing_ok=True)
-    return len(entries)
 
 
 def _entry_name(
