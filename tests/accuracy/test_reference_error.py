@@ -55,7 +55,9 @@ DTYPES = {
 def excess(op_name: str, dtype: str, composition: Composition) -> list[str]:
     """In which outputs the reference is worse than the composition, and by how much."""
     found = []
-    for (place, _), (ours, torchs) in measured(op_name, dtype, composition).items():
+    pairs = measured(op_name, dtype, composition)
+    assert any(ours.count for ours, _ in pairs.values()), "nothing is compared"
+    for (place, _), (ours, torchs) in pairs.items():
         if ours.rms > torchs.rms + RMS_ALLOWANCE:
             found.append(f"output {place}: rms {ours.rms:.4f} ulps, torch's {torchs.rms:.4f}")
         factor = LARGEST_OF_SUMS if torchs.dtype == torch.float32 else 1.0
@@ -73,12 +75,6 @@ def excess(op_name: str, dtype: str, composition: Composition) -> list[str]:
 )
 def test_the_reference_is_no_worse_than_torchs_composition(op_name: str, dtype: str) -> None:
     assert excess(op_name, dtype, COMPOSITIONS[op_name]) == []
-
-
-@pytest.mark.parametrize("op_name", COMPOSITIONS)
-def test_a_composition_is_compared_with_something(op_name: str) -> None:
-    found = measured(op_name, DTYPES[op_name][0], COMPOSITIONS[op_name])
-    assert sum(ours.count for ours, _ in found.values()) > 0
 
 
 @pytest.mark.parametrize("op_name", [name for name in EXACT if name in ops.CATALOGUE])

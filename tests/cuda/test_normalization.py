@@ -29,8 +29,8 @@ def serve(op: str) -> Callable[..., tuple[Tensor, ...]]:
     return function
 
 
-def first_sample(op: str) -> Sample:
-    samples: Iterator[Sample] = iter(getattr(ops, op).samples("bfloat16", "cpu"))
+def first_sample(op: str, device: str = "cpu") -> Sample:
+    samples: Iterator[Sample] = iter(getattr(ops, op).samples("bfloat16", device))
     return next(samples)
 
 

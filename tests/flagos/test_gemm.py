@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -296,15 +297,15 @@ def test_large_products_with_every_epilogue(transa: bool, transb: bool, device: 
         check("generic_gemm", A, B, accumulate_into=total, **options)
 
 
+def one_and_grouped(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    grouped, *_ = flagos.te_general_grouped_gemm([A] * 4, [B], [100, 0, 24, 900])
+    return flagos.generic_gemm(A, B)[0], grouped
+
+
 @pytest.mark.gpu
 def test_direct_and_ordinary_launches_give_the_same_bytes(device: str) -> None:
     A, B = operands("bfloat16", device, sizes=(1024, 2048, 512))
-    splits = [100, 0, 24, 900]
-
-    def run() -> tuple[Any, Any]:
-        one = flagos.generic_gemm(A, B)[0]
-        return one, flagos.te_general_grouped_gemm([A] * 4, [B], splits)[0]
-
+    run = functools.partial(one_and_grouped, A, B)
     run()
     direct = run()
     with _launch.ordinary_launches():
@@ -315,12 +316,7 @@ def test_direct_and_ordinary_launches_give_the_same_bytes(device: str) -> None:
 @pytest.mark.gpu
 def test_a_graph_replays_products_and_the_table_of_groups(device: str) -> None:
     A, B = operands("bfloat16", device, sizes=(1024, 2048, 512))
-    splits = [100, 0, 24, 900]
-
-    def run() -> tuple[Any, Any]:
-        one = flagos.generic_gemm(A, B)[0]
-        return one, flagos.te_general_grouped_gemm([A] * 4, [B], splits)[0]
-
+    run = functools.partial(one_and_grouped, A, B)
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
