@@ -26,6 +26,10 @@ _LOST = (
     "hardware stack error",
     "invalid program counter",
     "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "invalid access of peer gpu memory",
+    "not supported on global/shared address space",
+    "the launch timed out and was terminated",
     "device is lost",
     # The same as the CUDA driver names them.
     "cuda_error_illegal_address",
@@ -35,7 +39,11 @@ _LOST = (
     "cuda_error_illegal_instruction",
     "cuda_error_hardware_stack_error",
     "cuda_error_invalid_pc",
+    "cuda_error_invalid_address_space",
+    "cuda_error_launch_timeout",
+    "cuda_error_contained",
     "cuda_error_ecc_uncorrectable",
+    "cuda_error_nvlink_uncorrectable",
     "cuda_error_device_unavailable",
 )
 
