@@ -298,6 +298,43 @@ def test_predicates_and_missing_options_decide_in_compiled_code_too() -> None:
         torch.testing.assert_close(program(x, w, False), x * 2)
 
 
+def test_what_declines_in_eager_code_declines_in_compiled_code() -> None:
+    def breaks(*args: Any, **kwargs: Any) -> bool | str:
+        raise ValueError("only for tokens")
+
+    def short(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        return input * 5, input.new_ones(input.shape[:-1])
+
+    registry = te.get_default_manager().registry
+    for name, supports in (("breaks", breaks), ("short", None)):
+        registry.register_impl(
+            te.OpImpl(
+                "rmsnorm_fwd",
+                name,
+                "vendor",
+                short,
+                vendor=name,
+                devices=["cpu"],
+                supports=supports,
+            )
+        )
+    manager = te.get_default_manager()
+
+    def program(x: Tensor, w: Tensor, centred: Any) -> Tensor:
+        result: Tensor = manager.call("rmsnorm_fwd", x, w, zero_centered_gamma=centred)[0]
+        return result
+
+    compiled = torch.compile(program, fullgraph=True, backend="eager")
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:breaks", "vendor:doubler"]}):
+        for run in (program, compiled):
+            torch.testing.assert_close(run(x, w, False), x * 2)
+    with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:short", "reference"]}):
+        for run in (program, compiled):
+            with pytest.raises(Exception, match=r"'zero_centered_gamma'(, '| is )int 0"):
+                run(x, w, 0)
+
+
 def test_wrong_arguments_are_named_while_compiling() -> None:
     compiled = torch.compile(by_call(), fullgraph=True, backend="aot_eager")
     with te.with_preference("reference"), pytest.raises(Exception, match="'weight'"):

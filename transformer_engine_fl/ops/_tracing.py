@@ -94,9 +94,12 @@ def _first_tensor(value: Any) -> Any:
 def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
     for name, place, default in target.missing:
         value = args[place] if place < len(args) else kwargs.get(name, default)
-        if value is not default and value != default:
+        if value is not default and not (type(value) is type(default) and value == default):
             return False
-    return target.supports is None or target.supports(*args, **kwargs) is True
+    try:
+        return target.supports is None or target.supports(*args, **kwargs) is True
+    except Exception:  # noqa: BLE001 - somebody's code; in eager code too it is no answer
+        return False
 
 
 def _run(target: _Target, args: Args, kwargs: Kwargs) -> Any:
