@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from transformer_engine_fl.ops._tensors import first_tensor
 
 __all__ = ["as_output", "as_written", "over_rows"]
 
@@ -23,21 +25,13 @@ def as_written(operator: Operator) -> Operator:
     @functools.wraps(operator)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch._C._is_any_autocast_enabled():
-            tensor = _first_tensor([*args, *kwargs.values()])
+            tensor = first_tensor([*args, *kwargs.values()])
             if tensor is not None and torch.amp.is_autocast_available(tensor.device.type):
                 with torch.autocast(tensor.device.type, enabled=False):
                     return operator(*args, **kwargs)
         return operator(*args, **kwargs)
 
     return torch.no_grad()(run)  # type: ignore[return-value]
-
-
-def _first_tensor(values: Iterable[Any]) -> Tensor | None:
-    for value in values:
-        found = _first_tensor(value) if isinstance(value, list | tuple) else value
-        if isinstance(found, Tensor):
-            return found
-    return None
 
 
 def as_output(value: Tensor, dtype: torch.dtype) -> Tensor:
