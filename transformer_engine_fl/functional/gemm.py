@@ -150,7 +150,11 @@ class _GroupedLinear(torch.autograd.Function):
         if of_input:
             dx, _, _ = ctx.gemm(weights, [grad], ctx.m_splits, transa=False)
         if of_weights:
-            options = _wgrad(of_biases, ctx.main_grads)
+            into = ctx.main_grads and [
+                it if used else torch.empty_like(it)  # of a frozen weight: for nobody
+                for it, used in zip(ctx.main_grads, wanted, strict=False)
+            ]
+            options = _wgrad(of_biases, into)
             dw, db, _ = ctx.gemm([input], [grad], ctx.m_splits, **options)
         elif of_biases:
             db = [_sum_of_rows(it) for it in torch.split(grad, ctx.m_splits)]
