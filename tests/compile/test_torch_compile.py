@@ -270,6 +270,40 @@ def test_a_kernel_without_a_contract_is_passed_over_in_compiled_code() -> None:
     torch.testing.assert_close(compiled(torch.ones(3)), torch.full((3,), 2.0))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda operator, x: operator(3, x),
+        lambda operator, x: operator(n=3, x=x),
+        lambda operator, x: operator(3, [None, x]),
+    ],
+    ids=["behind a number", "by keyword", "in a list"],
+)
+def test_an_operator_without_a_contract_goes_by_its_first_tensor(
+    call: Callable[..., Tensor],
+) -> None:
+    def scaled(n: int, x: Any) -> Tensor:
+        tensor: Tensor = x[1] if isinstance(x, list) else x
+        return tensor * n
+
+    registry = te.OpRegistry({})
+    registry.register_impl(
+        te.OpImpl(
+            "scaled", "own", "vendor", scaled, vendor="own", devices=["cpu"], traits=["traceable"]
+        )
+    )
+    registry.register_impl(te.OpImpl("scaled", "plain", "reference", lambda n, x: scaled(n, x) * 0))
+    manager = te.OpManager(registry, builtins=False, plugins=False)
+
+    def program(x: Tensor) -> Tensor:
+        return call(lambda *args, **kwargs: manager.call("scaled", *args, **kwargs), x)
+
+    x = torch.ones(3)
+    compiled = torch.compile(program, fullgraph=True, backend="eager")
+    torch.testing.assert_close(program(x), x * 3)
+    torch.testing.assert_close(compiled(x), x * 3)
+
+
 def test_predicates_and_missing_options_decide_in_compiled_code_too() -> None:
     def only_small(input: Tensor, *args: Any, **kwargs: Any) -> bool | str:
         return True if input.shape[0] < 5 else "more than four rows"
@@ -296,6 +330,43 @@ def test_predicates_and_missing_options_decide_in_compiled_code_too() -> None:
         torch.testing.assert_close(program(x, w, True), x * 2)
         x = torch.randn(6, 8)
         torch.testing.assert_close(program(x, w, False), x * 2)
+
+
+def test_what_declines_in_eager_code_declines_in_compiled_code() -> None:
+    def breaks(*args: Any, **kwargs: Any) -> bool | str:
+        raise ValueError("only for tokens")
+
+    def short(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        return input * 5, input.new_ones(input.shape[:-1])
+
+    registry = te.get_default_manager().registry
+    for name, supports in (("breaks", breaks), ("short", None)):
+        registry.register_impl(
+            te.OpImpl(
+                "rmsnorm_fwd",
+                name,
+                "vendor",
+                short,
+                vendor=name,
+                devices=["cpu"],
+                supports=supports,
+            )
+        )
+    manager = te.get_default_manager()
+
+    def program(x: Tensor, w: Tensor, centred: Any) -> Tensor:
+        result: Tensor = manager.call("rmsnorm_fwd", x, w, zero_centered_gamma=centred)[0]
+        return result
+
+    compiled = torch.compile(program, fullgraph=True, backend="eager")
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:breaks", "vendor:doubler"]}):
+        for run in (program, compiled):
+            torch.testing.assert_close(run(x, w, False), x * 2)
+    with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:short", "reference"]}):
+        for run in (program, compiled):
+            with pytest.raises(Exception, match=r"'zero_centered_gamma'(, '| is )int 0"):
+                run(x, w, 0)
 
 
 def test_wrong_arguments_are_named_while_compiling() -> None:

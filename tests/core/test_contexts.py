@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -174,6 +175,26 @@ def test_tables_of_plans_are_bounded_however_many_blocks_there_are(manager: OpMa
         with with_denied_vendors("acme", f"other{number}"):
             assert manager.call("scale", None) == "default.flagos"
     assert 1 <= len(manager._scoped) <= 64
+
+
+def test_a_generator_ends_its_own_block_wherever_it_is_ended(manager: OpManager) -> None:
+    def suspended() -> Iterator[None]:
+        with with_preference("reference"):
+            yield
+
+    generator = suspended()
+    next(generator)
+    with with_preference("vendor"), with_denied_vendors("acme"):
+        generator.close()
+        assert manager.call("scale", None) == "vendor.zeta"
+    assert active_scope() is ROOT
+
+    generator = suspended()
+    contextvars.copy_context().run(next, generator)
+    with with_preference("vendor"):
+        generator.close()  # in a context that never entered it
+        assert manager.call("scale", None) == "vendor.acme"
+    assert active_scope() is ROOT
 
 
 # ------------------------------------------------------------------------------- threads

@@ -131,6 +131,15 @@ TABLE = [
     Row("out of host memory", MemoryError, MemoryError),
     Row("out of memory in words", cuda_error("out of memory"), RuntimeError),
     Row("device lost", cuda_error("an illegal memory access was encountered"), RuntimeError),
+    *(
+        Row(f"device lost, {text.split()[0]}", cuda_error(text), RuntimeError)
+        for text in (
+            "the launch timed out and was terminated",
+            "operation not supported on global/shared address space",
+            "uncorrectable NVLink error detected during the execution",
+            "Invalid access of peer GPU memory over nvlink or a hardware error",
+        )
+    ),
     Row("device assert", cuda_error("device-side assert triggered"), RuntimeError),
     Row(
         "device lost and wrong arguments",

@@ -63,6 +63,19 @@ def test_a_contract_is_one_object_however_it_travels() -> None:
     assert pickle.loads(pickle.dumps(ops.rmsnorm_fwd)) is ops.rmsnorm_fwd
 
 
+def test_a_copied_module_dispatches_through_the_same_manager() -> None:
+    registry = te.OpRegistry({})
+    registry.register_impl(te.OpImpl("work", "first", "reference", lambda x: "first"))
+    module = torch.nn.Module()
+    module.manager = te.OpManager(registry, builtins=False, plugins=False)
+    module.work = module.manager.bind("work")
+    copies = [copy.copy(module), copy.deepcopy(module)]
+    registry.register_impl(te.OpImpl("work", "second", "flagos", lambda x: "second"))
+    for it in copies:
+        assert it.work(torch.ones(2)) == it.manager.call("work", torch.ones(2)) == "second"
+    assert copy.copy(module.manager) is module.manager
+
+
 def test_an_error_keeps_its_words_when_it_leaves_the_process() -> None:
     with te.policy_context(per_op_order={"work": ["vendor:nobody"]}):
         with pytest.raises(te.NoImplementationError) as raised:

@@ -178,6 +178,12 @@ def test_nothing_is_added_for_a_weight_that_is_frozen() -> None:
         x, [weight.detach()], [5], [bias], main_grads=[main_grad]
     ).sum().backward()
     assert not main_grad.any()
+    others = torch.zeros(6, 4).double()
+    functional.grouped_linear(
+        x, [weight.detach(), weight], [2, 3], main_grads=[main_grad, others]
+    ).sum().backward()
+    assert not main_grad.any()
+    torch.testing.assert_close(others, x.detach()[2:].sum(0).expand(6, 4))
 
 
 @pytest.mark.parametrize("grouped", [False, True])

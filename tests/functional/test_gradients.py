@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -164,10 +165,30 @@ def test_out_dtype_is_the_dtype_of_the_output_and_gradients_keep_their_own() -> 
     assert x.grad.dtype == torch.bfloat16
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        functional.rms_norm,
+        lambda x, weight: functional.linear(x, weight[None]),
+        lambda x, weight: functional.grouped_linear(x, [weight[None]], [len(x)]),
+    ],
+    ids=["a contract's backward", "linear", "grouped linear"],
+)
+@pytest.mark.parametrize("squared", [False, True], ids=["constant grad", "grad with a gradient"])
+def test_a_second_derivative_is_refused_rather_than_wrong(
+    function: Callable[..., Tensor], squared: bool
+) -> None:
     x, weight = leaves(2)
-    (gradient,) = torch.autograd.grad(
-        functional.rms_norm(x, weight).square().sum(), x, create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    output = function(x, weight)
+    loss = (output.square() if squared else output).sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         gradient.sum().backward()
+
+
+def test_a_graph_of_gradients_may_be_made_of_what_is_checkpointed() -> None:
+    x, weight = leaves(2)
+    (expected,) = torch.autograd.grad(functional.rms_norm(x, weight).sum(), x)
+    output = checkpoint(functional.rms_norm, x, weight, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    torch.testing.assert_close(gradient.detach(), expected)

@@ -121,6 +121,12 @@ class OpManager:
         self.registry.subscribe(self)
         subscribe(self)
 
+    def __copy__(self) -> OpManager:
+        return self
+
+    def __deepcopy__(self, memo: object) -> OpManager:
+        return self  # as its handles do: a copied module goes on with both
+
     # ------------------------------------------------------------------ the hot path
 
     @in_compiled_code(traced_call)

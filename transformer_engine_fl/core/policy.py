@@ -401,12 +401,13 @@ class Scope:
     trace a ``ContextVar``, but it can read, and guard, a property implemented in C.
     """
 
-    __slots__ = ("__weakref__", "_children", "key", "overlay", "parent")
+    __slots__ = ("__weakref__", "_children", "block", "key", "overlay", "parent")
 
-    def __init__(self, parent: Scope | None, overlay: SelectionPolicy) -> None:
+    def __init__(self, parent: Scope | None, block: SelectionPolicy) -> None:
         self.parent = parent
-        self.overlay = overlay
-        self.key = overlay.key if parent is not None else ""
+        self.block = block
+        self.overlay: SelectionPolicy = block if parent is None else block.over(parent.overlay)
+        self.key = self.overlay.key if parent is not None else ""
         self._children: weakref.WeakValueDictionary[str, Scope] = weakref.WeakValueDictionary()
 
     def child(self, block: SelectionPolicy) -> Scope:
@@ -415,8 +416,21 @@ class Scope:
             key = block.key
             found = self._children.get(key)
             if found is None:
-                found = self._children[key] = Scope(self, block.over(self.overlay))
+                found = self._children[key] = Scope(self, block)
             return found
+
+    def without(self, block: SelectionPolicy) -> Scope:
+        """The scope after the innermost block that says this has ended.
+
+        That is its own block, but where a generator was suspended within one: its block is
+        in force at the caller's meanwhile, and ends inside whatever was entered since, or in
+        a context that never entered it.
+        """
+        if self.parent is None:
+            return self
+        if self.block == block:
+            return self.parent
+        return self.parent.without(block).child(self.block)
 
     active: property
 
@@ -471,7 +485,7 @@ class policy_context:  # noqa: N801 - used like the functions of contextlib
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _scope.set(_scope.get().parent or ROOT)
+        _scope.set(_scope.get().without(self.policy))
 
 
 def with_preference(prefer: str) -> policy_context:

@@ -9,12 +9,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.ops import CATALOGUE
 
-__all__ = ["apply"]
+__all__ = ["Gradients", "apply", "first_derivative"]
+
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """Decorate the backward of a function that has no second derivative.
+
+    Who differentiates the gradients gets an error. torch's ``once_differentiable`` sees to it
+    only where what came into the backward has a gradient; that of what was saved would be
+    taken for zero.
+
+    Args:
+        backward: takes the context, which has an ``op_name``, what was saved and the gradients
+            of the outputs. What was saved is asked for here, because checkpointing gives it
+            out a single time.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *grads: Tensor) -> Gradients:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = backward(ctx, saved, *grads)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return gradients
+        if not any(it is not None and it.requires_grad for it in (*grads, *saved)):
+            return gradients
+        refuse = torch._C._functions.DelayedError(
+            f"{ctx.op_name}: its gradients cannot be differentiated again: the operators have no "
+            "second derivative",
+            len(gradients),
+        )
+        fresh: Any = [it if it is None else it.detach().requires_grad_() for it in gradients]
+        refused: Gradients = refuse(*fresh)
+        return refused
+
+    return once
 
 
 class _Differentiable(torch.autograd.Function):
@@ -64,19 +100,12 @@ class _Differentiable(torch.autograd.Function):
         return returned
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor | None, ...] = _Differentiable.once(ctx, *grads)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _not_twice(ctx, gradients)
-        return gradients
-
-    @staticmethod
-    @once_differentiable
-    def once(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @first_derivative
+    def backward(ctx: Any, saved: Gradients, *grads: Tensor) -> Gradients:
         backward = CATALOGUE[ctx.op_name].backward
         assert backward is not None
         given = dict(zip(ctx.grads, grads, strict=False))
-        given |= dict(zip(backward.saves, ctx.saved_tensors, strict=True))
+        given |= dict(zip(backward.saves, saved, strict=True))
         args, keywords = _arranged(backward.op, given)
         gradients = _as_tuple(ctx.run(*args, **keywords, **ctx.options))
         returned: list[Tensor | None] = [None] * ctx.count
@@ -87,26 +116,6 @@ class _Differentiable(torch.autograd.Function):
                     before = returned[place]
                     returned[place] = gradient if before is None else before + gradient
         return None, None, None, None, None, *returned
-
-
-def _not_twice(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients; who differentiates them gets an error.
-
-    torch's ``once_differentiable`` sees to it only where what came into the backward has a
-    gradient. That of what was saved would be taken for zero.
-    """
-    if any(it is not None and it.requires_grad for it in gradients):
-        return gradients
-    if not any(it is not None and it.requires_grad for it in ctx.saved_tensors):
-        return gradients
-    refuse = torch._C._functions.DelayedError(
-        f"{ctx.op_name}: its gradients cannot be differentiated again: the operators have no "
-        "second derivative",
-        len(gradients),
-    )
-    fresh: Any = [it if it is None else it.detach().requires_grad_() for it in gradients]
-    refused: tuple[Tensor | None, ...] = refuse(*fresh)
-    return refused
 
 
 def apply(

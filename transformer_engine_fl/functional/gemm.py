@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.core.manager import get_default_manager
+from transformer_engine_fl.functional._differentiable import Gradients, first_derivative
 
 __all__ = ["grouped_linear", "linear"]
 
@@ -99,9 +99,9 @@ class _Linear(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, pre_gelu = ctx.saved_tensors
+    @first_derivative
+    def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
+        input, weight, pre_gelu = saved
         _, _, of_input, of_weight, of_bias = ctx.needs_input_grad
         grad = _before_gelu(ctx, grad, pre_gelu)
         dx = dw = db = None
@@ -139,9 +139,9 @@ class _GroupedLinear(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pre_gelu, input, *weights = ctx.saved_tensors
+    @first_derivative
+    def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
+        pre_gelu, input, *weights = saved
         groups = len(ctx.m_splits)
         of_input, *wanted = ctx.needs_input_grad[3:]
         of_weights, of_biases = any(wanted[:groups]), any(wanted[groups:])
@@ -150,7 +150,11 @@ class _GroupedLinear(torch.autograd.Function):
         if of_input:
             dx, _, _ = ctx.gemm(weights, [grad], ctx.m_splits, transa=False)
         if of_weights:
-            options = _wgrad(of_biases, ctx.main_grads)
+            into = ctx.main_grads and [
+                it if used else torch.empty_like(it)  # of a frozen weight: for nobody
+                for it, used in zip(ctx.main_grads, wanted, strict=False)
+            ]
+            options = _wgrad(of_biases, into)
             dw, db, _ = ctx.gemm([input], [grad], ctx.m_splits, **options)
         elif of_biases:
             db = [_sum_of_rows(it) for it in torch.split(grad, ctx.m_splits)]
@@ -166,6 +170,7 @@ def _forward(
     """The output and the input of GELU; fixes who runs the backward."""
     manager = get_default_manager()
     output, _, pre_gelu = manager.call(op_name, *tensors, **options)
+    ctx.op_name = op_name
     ctx.gemm = manager.pin(op_name)
     ctx.dgelu = manager.pin("dgelu") if "gelu" in options else None
     return output, pre_gelu

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack, overlo
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.core.manager import get_default_manager
-from transformer_engine_fl.functional._differentiable import apply
+from transformer_engine_fl.functional._differentiable import Gradients, apply, first_derivative
 from transformer_engine_fl.ops import _checks as check
 
 if TYPE_CHECKING:
@@ -243,12 +242,13 @@ class _VocabularyParallel(torch.autograd.Function):
             z_loss=options["z_loss"],
         )
         ctx.save_for_backward(input, target, lse)
+        ctx.op_name = "cross_entropy_partial_fwd"
         ctx.run = manager.pin("cross_entropy_bwd")
         ctx.options = {**options, "vocab_start": vocab_start, "vocab_size": vocab_size}
         return loss, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = ctx.run(grad_loss, *ctx.saved_tensors, grad_lse, **ctx.options)
+    @first_derivative
+    def backward(ctx: Any, saved: Gradients, grad_loss: Tensor, grad_lse: Tensor) -> Gradients:
+        gradient = ctx.run(grad_loss, *saved, grad_lse, **ctx.options)
         return gradient, None, None, None, None, None

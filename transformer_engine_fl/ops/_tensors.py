@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
-__all__ = ["TorchTensors", "facts_of"]
+__all__ = ["TorchTensors", "facts_of", "first_tensor"]
 
 # What torch says when a device is gone or its context is beyond use. Errors of these
 # kinds stick: every later call on the device fails as well.
@@ -26,6 +26,10 @@ _LOST = (
     "hardware stack error",
     "invalid program counter",
     "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "invalid access of peer gpu memory",
+    "not supported on global/shared address space",
+    "the launch timed out and was terminated",
     "device is lost",
     # The same as the CUDA driver names them.
     "cuda_error_illegal_address",
@@ -35,7 +39,11 @@ _LOST = (
     "cuda_error_illegal_instruction",
     "cuda_error_hardware_stack_error",
     "cuda_error_invalid_pc",
+    "cuda_error_invalid_address_space",
+    "cuda_error_launch_timeout",
+    "cuda_error_contained",
     "cuda_error_ecc_uncorrectable",
+    "cuda_error_nvlink_uncorrectable",
     "cuda_error_device_unavailable",
 )
 
@@ -99,6 +107,15 @@ def facts_of(
         fake=fake,
         judged=ALL_FACTS,
     )
+
+
+def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor among the values and in the lists among them; None if there is none."""
+    for value in values:
+        found = first_tensor(value) if isinstance(value, list | tuple) else value
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
 
 
 def _unusual(value: torch.Tensor) -> str | None:

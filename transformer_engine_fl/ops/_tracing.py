@@ -25,7 +25,7 @@ from transformer_engine_fl.core.policy import ROOT, policy_state
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tracing import constant
 from transformer_engine_fl.ops import _library
-from transformer_engine_fl.ops._tensors import facts_of
+from transformer_engine_fl.ops._tensors import facts_of, first_tensor
 
 __all__ = ["traced_call"]
 
@@ -66,7 +66,10 @@ _TARGETS: Final = _Targets()
 def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
     """What ``manager.call(op_name, *args, **kwargs)`` is in compiled code."""
     place, name = _dispatch_on(manager.name, op_name)
-    tensor = _first_tensor(args[place] if place < len(args) else kwargs.get(name))
+    given = (*args, *kwargs.values())
+    if name:  # otherwise it has no contract to say which
+        given = (args[place] if place < len(args) else kwargs.get(name),)
+    tensor = first_tensor(given)
     device, dtype = (tensor.device, tensor.dtype) if tensor is not None else (None, None)
     for target_name in _choose(
         manager.name, op_name, ROOT.active.key, policy_state.key, manager.epoch, device, dtype
@@ -80,23 +83,15 @@ def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
     raise NotSupportedError(f"{op_name}: no implementation takes these arguments")
 
 
-def _first_tensor(value: Any) -> Any:
-    """The tensor by which the implementation is chosen, None where a list holds none."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            found = _first_tensor(item)
-            if found is not None:
-                return found
-        return None
-    return value
-
-
 def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
     for name, place, default in target.missing:
         value = args[place] if place < len(args) else kwargs.get(name, default)
-        if value is not default and value != default:
+        if value is not default and not (type(value) is type(default) and value == default):
             return False
-    return target.supports is None or target.supports(*args, **kwargs) is True
+    try:
+        return target.supports is None or target.supports(*args, **kwargs) is True
+    except Exception:  # noqa: BLE001 - somebody's code; in eager code too it is no answer
+        return False
 
 
 def _run(target: _Target, args: Args, kwargs: Kwargs) -> Any:

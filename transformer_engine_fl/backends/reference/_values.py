@@ -1,14 +1,37 @@
-"""What the families of the reference set do alike with the values they return."""
+"""What the families of the reference set do alike: how they run, and what they return."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-__all__ = ["as_output", "over_rows"]
+from transformer_engine_fl.ops._tensors import first_tensor
+
+__all__ = ["as_output", "as_written", "over_rows"]
+
+Operator = TypeVar("Operator", bound=Callable[..., Any])
+
+
+def as_written(operator: Operator) -> Operator:
+    """Decorate an operator: autograd records nothing of it, and autocast changes no dtype.
+
+    The dtypes in which a definition computes are part of it, and so is that of its output.
+    """
+
+    @functools.wraps(operator)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            tensor = first_tensor([*args, *kwargs.values()])
+            if tensor is not None and torch.amp.is_autocast_available(tensor.device.type):
+                with torch.autocast(tensor.device.type, enabled=False):
+                    return operator(*args, **kwargs)
+        return operator(*args, **kwargs)
+
+    return torch.no_grad()(run)  # type: ignore[return-value]
 
 
 def as_output(value: Tensor, dtype: torch.dtype) -> Tensor:

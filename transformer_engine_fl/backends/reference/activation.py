@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.reference._values import as_output, over_rows
+from transformer_engine_fl.backends.reference._values import as_output, as_written, over_rows
 from transformer_engine_fl.core.contract import Contract
 from transformer_engine_fl.ops._dtypes import math_dtype
 
@@ -128,12 +128,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _implementing(contract: Contract[..., Any]) -> Callable[[Function], Function]:
-    """Give the function its operator's name and first line, and keep gradients out of it."""
+    """Give the function its operator's name and first line, and run it as it is written."""
 
     def decorate(function: Function) -> Function:
         function.__name__ = function.__qualname__ = contract.name
         function.__doc__ = (contract.__doc__ or "").partition("\n")[0]
-        return torch.no_grad()(function)
+        return as_written(function)
 
     return decorate
 
@@ -223,7 +223,7 @@ dsreglu = _gated_backward(ops.dsreglu, SRELU)
 dswiglu = _gated_backward(ops.dswiglu, SILU)
 
 
-@torch.no_grad()
+@as_written
 def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     """Gated swish of clamped values, the gate moved up by one."""
     ops.clamped_swiglu.check(input, limit, alpha)
@@ -232,7 +232,7 @@ def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> T
     return as_output(_scaled_swish(alpha).value(a.clamp(max=limit)) * gate, input.dtype)
 
 
-@torch.no_grad()
+@as_written
 def clamped_dswiglu(
     grad: Tensor, fwd_input: Tensor, limit: float = 7.0, alpha: float = 1.702
 ) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.reference._values import as_output
+from transformer_engine_fl.backends.reference._values import as_output, as_written
 from transformer_engine_fl.backends.reference.dropout import words_of_blocks
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops.attention import CAUSAL, TOP_LEFT, extents
@@ -206,7 +206,7 @@ def _factors(
     return kept.to(dtype) * (1 / (1 - probability) if probability < 1 else 0.0)
 
 
-@torch.no_grad()
+@as_written
 def fused_attn_fwd(
     q: Tensor,
     k: Tensor,
@@ -264,7 +264,7 @@ def fused_attn_fwd(
     return as_output(out, q.dtype), lse.contiguous()
 
 
-@torch.no_grad()
+@as_written
 def fused_attn_bwd(
     dout: Tensor,
     q: Tensor,

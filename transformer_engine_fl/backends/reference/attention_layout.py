@@ -7,6 +7,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.reference._sequences import Packed, Padded, as_bytes, rows_at
+from transformer_engine_fl.backends.reference._values import as_written
 
 __all__ = [
     "convert_bshd_to_thd",
@@ -17,7 +18,7 @@ __all__ = [
 ]
 
 
-@torch.no_grad()
+@as_written
 def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     """Queries, keys and values, batch first."""
     ops.fa_prepare_fwd.check(qkv)
@@ -25,14 +26,14 @@ def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     return torch.stack(parts).contiguous()
 
 
-@torch.no_grad()
+@as_written
 def fa_prepare_bwd(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> Tensor:
     """Their gradients together, sequence first."""
     ops.fa_prepare_bwd.check(q_grad, k_grad, v_grad)
     return torch.cat([it.transpose(0, 1) for it in (q_grad, k_grad, v_grad)], -1).contiguous()
 
 
-@torch.no_grad()
+@as_written
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) -> Tensor:
     """Each sequence in a row of its own."""
     ops.convert_thd_to_bshd.check(tensor, cu_seqlens, max_seq_len)
@@ -43,7 +44,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) ->
     return found.view(offsets.shape[0] - 1, max_seq_len, *tensor.shape[1:])
 
 
-@torch.no_grad()
+@as_written
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -> Tensor:
     """Sequences one after another."""
     ops.convert_bshd_to_thd.check(tensor, cu_seqlens, total_tokens)
@@ -53,7 +54,7 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -
     return rows_at(tensor.flatten(0, 1), torch.where(wanted.inside, rows, -1))
 
 
-@torch.no_grad()
+@as_written
 def copy_to_kv_cache(
     new_k: Tensor,
     new_v: Tensor,

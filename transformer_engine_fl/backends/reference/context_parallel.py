@@ -7,6 +7,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.reference._sequences import Packed, Padded, has_row, rows_at
+from transformer_engine_fl.backends.reference._values import as_written
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 __all__ = [
@@ -37,7 +38,7 @@ def _by_head(values: Tensor, sequences: int, lse_packed: bool) -> Tensor:
     return values.view(sequences, rows // sequences, heads).transpose(1, 2)
 
 
-@torch.no_grad()
+@as_written
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     """One half of every sequence."""
     ops.thd_read_half_tensor.check(tensor, cu_seqlens, half_idx)
@@ -49,7 +50,7 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
     return rows_at(tensor.movedim(-3, 0), rows).movedim(0, -3).contiguous()
 
 
-@torch.no_grad()
+@as_written
 def thd_second_half_lse_correction(
     lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, *, lse_packed: bool = False
 ) -> None:
@@ -65,7 +66,7 @@ def thd_second_half_lse_correction(
     lse.copy_(_by_head(after, lse.shape[0], lse_packed))
 
 
-@torch.no_grad()
+@as_written
 def thd_read_second_half_lse(
     lse: Tensor, cu_seqlens: Tensor, second_half_lse_seqlen: int, *, lse_packed: bool = False
 ) -> Tensor:
@@ -80,7 +81,7 @@ def thd_read_second_half_lse(
     return _by_head(found, lse.shape[0], lse_packed).contiguous()
 
 
-@torch.no_grad()
+@as_written
 def thd_out_correction(
     out: Tensor,
     out_per_step: Tensor,
@@ -124,7 +125,7 @@ def thd_out_correction(
     out.copy_(torch.where(changed, after, out))
 
 
-@torch.no_grad()
+@as_written
 def thd_grad_correction(
     grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, *, first_half: str, second_half: str
 ) -> None:
@@ -152,7 +153,7 @@ def thd_grad_correction(
             before.copy_(torch.where(changed, copied if change == "copy" else added, before))
 
 
-@torch.no_grad()
+@as_written
 def thd_get_partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
 ) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends.reference._values import as_written
 
 __all__ = ["dropout_bwd", "dropout_fwd", "philox", "words_of_blocks"]
 
@@ -64,7 +65,7 @@ def _scaled(tensor: Tensor, kept: Tensor, probability: float) -> Tensor:
     return scaled.to(tensor.dtype)
 
 
-@torch.no_grad()
+@as_written
 def dropout_fwd(
     input: Tensor, dropout_probability: float, *, seed: int, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,7 @@ def dropout_fwd(
     return _scaled(input, kept, dropout_probability), _pack(kept)
 
 
-@torch.no_grad()
+@as_written
 def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -> Tensor:
     """Gradient of dropout."""
     ops.dropout_bwd.check(grad_output, mask, dropout_probability)

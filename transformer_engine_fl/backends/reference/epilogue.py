@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends.reference import activation, normalization
+from transformer_engine_fl.backends.reference._values import as_written
 from transformer_engine_fl.backends.reference.quantization import Recipe
 from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
 
@@ -18,7 +19,7 @@ Operator = Callable[..., Any]
 def _quantizing(epilogue: Epilogue, calculate: Operator) -> Operator:
     """The operator that casts what ``calculate`` returns in float32."""
 
-    @torch.no_grad()
+    @as_written
     def operator(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         given = epilogue.contract.check(*args, **kwargs)
         arguments, scale, options = epilogue.divided(given)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.reference._values import as_output
+from transformer_engine_fl.backends.reference._values import as_output, as_written
 from transformer_engine_fl.backends.reference.activation import GELU
 from transformer_engine_fl.ops._dtypes import math_dtype
 
@@ -63,7 +63,7 @@ def _finished(z: Tensor, gelu: bool, gelu_input: Tensor | None) -> Tensor:
     return GELU.value(z) if gelu else z
 
 
-@torch.no_grad()
+@as_written
 def generic_gemm(
     A: Tensor,
     B: Tensor,
@@ -114,7 +114,7 @@ def generic_gemm(
     )
 
 
-@torch.no_grad()
+@as_written
 def te_general_grouped_gemm(
     A: list[Tensor],
     B: list[Tensor],

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.reference._values import as_output
+from transformer_engine_fl.backends.reference._values import as_output, as_written
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 __all__ = [
@@ -105,7 +105,7 @@ def _gradient(
     return gradient.masked_fill_((target == ignore_index).unsqueeze(-1), 0)
 
 
-@torch.no_grad()
+@as_written
 def cross_entropy_fwd(
     input: Tensor,
     target: Tensor,
@@ -128,7 +128,7 @@ def cross_entropy_fwd(
     return _merge(stats, target, input.shape[-1], label_smoothing, ignore_index, z_loss)
 
 
-@torch.no_grad()
+@as_written
 def cross_entropy_bwd(
     grad_loss: Tensor,
     input: Tensor,
@@ -174,7 +174,7 @@ def cross_entropy_bwd(
     return as_output(gradient, input.dtype)
 
 
-@torch.no_grad()
+@as_written
 def cross_entropy_partial_fwd(
     input: Tensor,
     target: Tensor,
@@ -190,7 +190,7 @@ def cross_entropy_partial_fwd(
     return _partial(input, target, vocab_start, ignore_index, softcap)
 
 
-@torch.no_grad()
+@as_written
 def cross_entropy_merge(
     stats: Tensor,
     target: Tensor,
@@ -217,7 +217,7 @@ def _chunk_rows(input: Tensor, weight: Tensor) -> int:
     return max(1, input.numel() // weight.shape[0])
 
 
-@torch.no_grad()
+@as_written
 def fused_linear_cross_entropy_fwd(
     input: Tensor,
     weight: Tensor,
@@ -253,7 +253,7 @@ def fused_linear_cross_entropy_fwd(
     return loss, lse
 
 
-@torch.no_grad()
+@as_written
 def fused_linear_cross_entropy_bwd(
     grad_loss: Tensor,
     input: Tensor,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends.reference._values import as_written
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops.moe import rows_of_indices
 
@@ -123,7 +124,7 @@ def _sum_gradients(
     return (grad_rows * weights).to(grad_output.dtype), grad_probs.to(math_dtype(probs.dtype))
 
 
-@torch.no_grad()
+@as_written
 def moe_permute_fwd(
     input: Tensor, indices: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor]:
@@ -136,21 +137,21 @@ def moe_permute_fwd(
     return pairs.to_rows(input), pairs.rows.t().to(torch.int32).contiguous()
 
 
-@torch.no_grad()
+@as_written
 def moe_permute_bwd(grad_output: Tensor, row_id_map: Tensor) -> Tensor:
     """Its gradient."""
     ops.moe_permute_bwd.check(grad_output, row_id_map)
     return _sum(grad_output, _by_index(row_id_map, grad_output.shape[0]), None)
 
 
-@torch.no_grad()
+@as_written
 def moe_unpermute_fwd(input: Tensor, row_id_map: Tensor, probs: Tensor | None = None) -> Tensor:
     """Sums the rows of each token."""
     ops.moe_unpermute_fwd.check(input, row_id_map, probs)
     return _sum(input, _by_index(row_id_map, input.shape[0]), probs)
 
 
-@torch.no_grad()
+@as_written
 def moe_unpermute_bwd(
     grad_output: Tensor,
     row_id_map: Tensor,
@@ -164,7 +165,7 @@ def moe_unpermute_bwd(
     return _sum_gradients(grad_output, _by_index(row_id_map, num_rows), input, probs)
 
 
-@torch.no_grad()
+@as_written
 def moe_permute_mask_fwd(
     input: Tensor, routing_map: Tensor, probs: Tensor | None = None, *, num_out_tokens: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -181,7 +182,7 @@ def moe_permute_mask_fwd(
     return pairs.to_rows(input), permuted_probs, row_id_map.to(torch.int32)
 
 
-@torch.no_grad()
+@as_written
 def moe_permute_mask_bwd(
     grad_output: Tensor, row_id_map: Tensor, grad_permuted_probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -194,7 +195,7 @@ def moe_permute_mask_bwd(
     return grad_input, pairs.from_rows_of_pairs(grad_permuted_probs)
 
 
-@torch.no_grad()
+@as_written
 def moe_unpermute_mask_fwd(
     input: Tensor, row_id_map: Tensor, probs: Tensor | None = None
 ) -> Tensor:
@@ -203,7 +204,7 @@ def moe_unpermute_mask_fwd(
     return _sum(input, _by_mask(row_id_map, input.shape[0]), probs)
 
 
-@torch.no_grad()
+@as_written
 def moe_unpermute_mask_bwd(
     grad_output: Tensor,
     row_id_map: Tensor,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.reference._values import as_output, over_rows
+from transformer_engine_fl.backends.reference._values import as_output, as_written, over_rows
 from transformer_engine_fl.ops.normalization import statistics_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = [
     "layernorm_bwd",
@@ -24,7 +27,7 @@ def _gamma(weight: Tensor, zero_centered: bool, dtype: torch.dtype) -> Tensor:
     return gamma + 1 if zero_centered else gamma
 
 
-@torch.no_grad()
+@as_written
 def rmsnorm_fwd(
     input: Tensor,
     weight: Tensor,
@@ -41,7 +44,7 @@ def rmsnorm_fwd(
     return as_output(output, out_dtype or input.dtype), rsigma
 
 
-@torch.no_grad()
+@as_written
 def rmsnorm_fwd_add(
     input: Tensor,
     residual: Tensor,
@@ -60,7 +63,7 @@ def rmsnorm_fwd_add(
     return as_output(output, out_dtype or input.dtype), total, rsigma
 
 
-@torch.no_grad()
+@as_written
 def rmsnorm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -75,7 +78,7 @@ def rmsnorm_bwd(
     return as_output(dx, x.dtype), dgamma
 
 
-@torch.no_grad()
+@as_written
 def rmsnorm_bwd_add(
     dz: Tensor,
     x: Tensor,
@@ -91,7 +94,7 @@ def rmsnorm_bwd_add(
     return as_output(dx + add.to(dx.dtype), x.dtype), dgamma
 
 
-@torch.no_grad()
+@as_written
 def layernorm_fwd(
     input: Tensor,
     weight: Tensor,
@@ -115,7 +118,7 @@ def layernorm_fwd(
     return as_output(output, out_dtype or input.dtype), mu.flatten(), rsigma.flatten()
 
 
-@torch.no_grad()
+@as_written
 def layernorm_bwd(
     dy: Tensor,
     x: Tensor,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends.reference._values import as_written
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops._rounding import power_of_two
 from transformer_engine_fl.ops.optimizer import MX_MAX
@@ -86,7 +87,7 @@ def _scale(
         output.copy_(x * _number(scale, x))
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_scale(
     inputs: list[Tensor],
     outputs: list[Tensor],
@@ -99,7 +100,7 @@ def multi_tensor_scale(
     _scale(inputs, outputs, scale, noop_flag)
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_scale_tensor(
     inputs: list[Tensor],
     outputs: list[Tensor],
@@ -131,7 +132,7 @@ def _norms(
     return norm, sums.sqrt() if per_tensor else None
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_l2norm(
     inputs: list[Tensor], *, per_tensor: bool = False, noop_flag: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -141,7 +142,7 @@ def multi_tensor_l2norm(
     return _norms(inputs, 1.0, per_tensor, noop_flag, device)
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_unscale_l2norm(
     inputs: list[Tensor],
     inv_scale: Tensor,
@@ -232,7 +233,7 @@ class _Adam:
                 writer.write(param, value)
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_adam(
     grads: list[Tensor],
     params: list[Tensor],
@@ -280,7 +281,7 @@ def multi_tensor_adam(
     adam.step_all(writer, params, master_params, grads, exp_avgs, exp_avg_sqs)
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_adam_capturable(
     grads: list[Tensor],
     params: list[Tensor],
@@ -329,7 +330,7 @@ def multi_tensor_adam_capturable(
     adam.step_all(writer, params, None, grads, exp_avgs, exp_avg_sqs)
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_adam_capturable_master(
     grads: list[Tensor],
     params: list[Tensor],
@@ -396,7 +397,7 @@ def _split(master: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_adam_param_remainder(
     grads: list[Tensor],
     params: list[Tensor],
@@ -449,7 +450,7 @@ def multi_tensor_adam_param_remainder(
         writer.write(remainder, rest)
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_adam_fp8(
     grads: list[Tensor],
     params: list[Tensor],
@@ -514,7 +515,7 @@ def multi_tensor_adam_fp8(
 # ---------------------------------------------------------------------------------- SGD
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_sgd(
     grads: list[Tensor],
     params: list[Tensor],
@@ -567,7 +568,7 @@ def multi_tensor_sgd(
 # ------------------------------------------------------------------------------- scales
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_compute_scale_and_scale_inv(
     amaxes: list[Tensor],
     scales: list[Tensor],
@@ -602,7 +603,7 @@ def multi_tensor_compute_scale_and_scale_inv(
         writer.write(scale_inv, factor.reciprocal())
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_compute_scale_inv_e8m0(
     amaxes: list[Tensor], scale_invs: list[Tensor], *, noop_flag: Tensor | None = None
 ) -> None:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends.reference._values import as_written
 
 __all__ = ["fused_multi_row_padding", "fused_multi_row_unpadding"]
 
 
-@torch.no_grad()
+@as_written
 def fused_multi_row_padding(
     input: Tensor, *, row_list: Sequence[int], padded_row_list: Sequence[int]
 ) -> Tensor:
@@ -24,7 +25,7 @@ def fused_multi_row_padding(
     return torch.cat(parts)
 
 
-@torch.no_grad()
+@as_written
 def fused_multi_row_unpadding(
     input: Tensor, *, row_list: Sequence[int], padded_row_list: Sequence[int]
 ) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.reference._values import over_rows
+from transformer_engine_fl.backends.reference._values import as_written, over_rows
 from transformer_engine_fl.ops._formats import FORMATS, LARGEST, Format
 from transformer_engine_fl.ops.quantization import GLOBAL_LARGEST, blocks_of, matrix_shape, parts_of
 
@@ -234,7 +234,7 @@ def _transposed(matrix: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------- operators
 
 
-@torch.no_grad()
+@as_written
 def quantize(
     input: Tensor,
     scale: Tensor | None = None,
@@ -251,7 +251,7 @@ def quantize(
     return recipe(input, scale)
 
 
-@torch.no_grad()
+@as_written
 def bgrad_quantize(
     input: Tensor,
     scale: Tensor | None = None,
@@ -268,7 +268,7 @@ def bgrad_quantize(
     return over_rows(input.float()).to(input.dtype), *recipe(input, scale)
 
 
-@torch.no_grad()
+@as_written
 def split_quantize(
     input: Tensor,
     split_sections: Sequence[int],
@@ -286,7 +286,7 @@ def split_quantize(
     return recipe.each(parts_of(input, split_sections), scales)
 
 
-@torch.no_grad()
+@as_written
 def group_quantize(
     input: Tensor,
     group_sizes: Tensor,
@@ -310,7 +310,7 @@ def group_quantize(
     return recipe(torch.where(inside, input, 0), scale, owner.repeat_interleave(rows), groups)
 
 
-@torch.no_grad()
+@as_written
 def multi_tensor_quantize(
     inputs: list[Tensor],
     scales: list[Tensor] | None = None,
@@ -327,7 +327,7 @@ def multi_tensor_quantize(
     return recipe.each(inputs, scales)
 
 
-@torch.no_grad()
+@as_written
 def dequantize(
     data: Tensor,
     scale_inv: Tensor,
@@ -351,28 +351,28 @@ def dequantize(
     return values.view(shape).to(out_dtype or torch.float32)
 
 
-@torch.no_grad()
+@as_written
 def compute_amax(input: Tensor) -> Tensor:
     """The largest magnitude."""
     ops.compute_amax.check(input)
     return F.pad(_magnitudes(input).flatten(), (0, 1)).amax().float().view(1)
 
 
-@torch.no_grad()
+@as_written
 def fp8_transpose(data: Tensor) -> Tensor:
     """The transposed matrix."""
     ops.fp8_transpose.check(data)
     return _transposed(data.reshape(matrix_shape(data.shape)))
 
 
-@torch.no_grad()
+@as_written
 def swap_first_dims(input: Tensor) -> Tensor:
     """The first two dimensions swapped."""
     ops.swap_first_dims.check(input)
     return input.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
-@torch.no_grad()
+@as_written
 def fused_amax_and_scale_update_after_reduction(
     amax_reduction_buffer: Tensor,
     amax_histories: list[Tensor],
@@ -414,7 +414,7 @@ def _block_of_each(
     return place // w // block_len, place % w // block_len
 
 
-@torch.no_grad()
+@as_written
 def fp8_block_scaling_compute_partial_amax(
     input: Tensor, h: int, w: int, start_offset: int, block_len: int = 128
 ) -> Tensor:
@@ -426,7 +426,7 @@ def fp8_block_scaling_compute_partial_amax(
     return amax.view(down, across)
 
 
-@torch.no_grad()
+@as_written
 def fp8_block_scaling_partial_cast(
     input: Tensor,
     scale: Tensor,

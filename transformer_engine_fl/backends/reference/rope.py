@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.reference._sequences import Packed
+from transformer_engine_fl.backends.reference._values import as_written
 
 __all__ = [
     "fused_qkv_rope_backward",
@@ -107,7 +108,7 @@ def _turn(
     return torch.cat([turned.to(tokens.dtype), tokens[..., width:]], -1)
 
 
-@torch.no_grad()
+@as_written
 def fused_rope_forward(
     input: Tensor,
     freqs: Tensor,
@@ -134,7 +135,7 @@ def fused_rope_forward(
     return _turn(input, freqs, places, interleaved, back=False)
 
 
-@torch.no_grad()
+@as_written
 def fused_rope_backward(
     output_grads: Tensor,
     freqs: Tensor,
@@ -161,7 +162,7 @@ def fused_rope_backward(
     return _turn(output_grads, freqs, places, interleaved, back=True)
 
 
-@torch.no_grad()
+@as_written
 def fused_qkv_rope_forward(
     qkv_input: Tensor,
     q_freqs: Tensor,
@@ -199,7 +200,7 @@ def fused_qkv_rope_forward(
     )
 
 
-@torch.no_grad()
+@as_written
 def fused_qkv_rope_backward(
     q_grad: Tensor,
     k_grad: Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.reference._values import as_output
+from transformer_engine_fl.backends.reference._values import as_output, as_written
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops.router import EPSILON
 
@@ -71,7 +71,7 @@ def _gradient(
     return grad * _slope(scores, score_function)
 
 
-@torch.no_grad()
+@as_written
 def fused_topk_with_score_function_fwd(
     logits: Tensor,
     topk: int,
@@ -108,7 +108,7 @@ def fused_topk_with_score_function_fwd(
     return as_output(probs * scaling_factor, logits.dtype), routing_map, scores
 
 
-@torch.no_grad()
+@as_written
 def fused_topk_with_score_function_bwd(
     grad_probs: Tensor,
     routing_map: Tensor,
@@ -138,7 +138,7 @@ def fused_topk_with_score_function_bwd(
     return as_output(gradient, grad_probs.dtype)
 
 
-@torch.no_grad()
+@as_written
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, *, score_function: str = "softmax"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +153,7 @@ def fused_score_for_moe_aux_loss_fwd(
     return as_output(scores, logits.dtype), routing_map, intermediate
 
 
-@torch.no_grad()
+@as_written
 def fused_score_for_moe_aux_loss_bwd(
     grad_scores: Tensor, intermediate: Tensor, topk: int, *, score_function: str = "softmax"
 ) -> Tensor:
@@ -166,7 +166,7 @@ def fused_score_for_moe_aux_loss_bwd(
     return as_output(_gradient(grad, scores, scores, topk, score_function), grad_scores.dtype)
 
 
-@torch.no_grad()
+@as_written
 def fused_moe_aux_loss_fwd(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int, topk: int, coeff: float
 ) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ def fused_moe_aux_loss_fwd(
     return (loads * const).to(probs.dtype), loads.new_full((), const)
 
 
-@torch.no_grad()
+@as_written
 def fused_moe_aux_loss_bwd(
     grad_aux_loss: Tensor, const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int
 ) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.reference._values import as_output
+from transformer_engine_fl.backends.reference._values import as_output, as_written
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 __all__ = [
@@ -44,14 +44,14 @@ def _future(input: Tensor) -> Tensor:
     return everywhere.triu(keys - queries + 1)
 
 
-@torch.no_grad()
+@as_written
 def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """Softmax of scaled scores."""
     ops.scaled_softmax_forward.check(input, scale)
     return _softmax(input, scale)
 
 
-@torch.no_grad()
+@as_written
 def scaled_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -60,14 +60,14 @@ def scaled_softmax_backward(
     return _gradient(output_grad, softmax_output, scale)
 
 
-@torch.no_grad()
+@as_written
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
     """Softmax of the scaled scores that a mask leaves visible."""
     ops.scaled_masked_softmax_forward.check(input, mask, scale)
     return _softmax(input, scale, mask.to(torch.bool))
 
 
-@torch.no_grad()
+@as_written
 def scaled_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -76,14 +76,14 @@ def scaled_masked_softmax_backward(
     return _gradient(output_grad, softmax_output, scale)
 
 
-@torch.no_grad()
+@as_written
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """Causal softmax of square scores."""
     ops.scaled_upper_triang_masked_softmax_forward.check(input, scale)
     return _softmax(input, scale, _future(input))
 
 
-@torch.no_grad()
+@as_written
 def scaled_upper_triang_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
@@ -92,14 +92,14 @@ def scaled_upper_triang_masked_softmax_backward(
     return _gradient(output_grad, softmax_output, scale)
 
 
-@torch.no_grad()
+@as_written
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """Causal softmax, the last query aligned with the last key."""
     ops.scaled_aligned_causal_masked_softmax_forward.check(input, scale)
     return _softmax(input, scale, _future(input))
 
 
-@torch.no_grad()
+@as_written
 def scaled_aligned_causal_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
