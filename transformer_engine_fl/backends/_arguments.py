@@ -34,6 +34,7 @@ __all__ = [
     "fresh",
     "is_vector",
     "keep",
+    "tell_autograd",
 ]
 
 T = TypeVar("T")
@@ -113,8 +114,15 @@ class Written:
         """What has been written goes where it belongs; autograd is told of it."""
         if self.dense.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.dense)
-        elif not self._memory.is_inference():
-            torch.autograd.graph.increment_version(self._memory)
+        else:
+            tell_autograd(self._memory)
+
+
+def tell_autograd(*written: Tensor) -> None:
+    """What autograd has kept of these for a backward pass is no longer there."""
+    for tensor in written:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def extent(tensor: Tensor) -> int:

@@ -25,6 +25,7 @@ from transformer_engine_fl.backends._arguments import (
     fresh,
     is_vector,
     keep,
+    tell_autograd,
 )
 from transformer_engine_fl.backends.flagos import _launch
 
@@ -56,6 +57,7 @@ __all__ = [
     "listed",
     "plain",
     "rows_of_tile",
+    "tell_autograd",
 ]
 
 MOST = 2**31 - 2**14

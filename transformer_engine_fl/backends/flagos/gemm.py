@@ -30,6 +30,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_size,
     keep,
     plain,
+    tell_autograd,
 )
 from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
 from transformer_engine_fl.backends.flagos._products import (
@@ -875,6 +876,8 @@ def generic_gemm(
         return D, sums, pre_gelu
     if address_of(op, D) != address_of(op, accumulate_into):
         accumulate_into.detach().copy_(D.reshape(accumulate_into.shape))
+    else:
+        tell_autograd(accumulate_into)
     return None, sums, pre_gelu
 
 
@@ -1116,6 +1119,8 @@ def te_general_grouped_gemm(
         parts = torch.split(D, [it.shape[0] for it in accumulate_into])
         for place, part in zip(accumulate_into, parts, strict=True):
             place.detach().copy_(part)
+    else:
+        tell_autograd(*accumulate_into)
     return None, sums, pre_gelu
 
 

@@ -36,6 +36,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     launch_of,
     plain,
     rows_of_tile,
+    tell_autograd,
 )
 from transformer_engine_fl.backends.flagos._casting import (
     Source,
@@ -699,9 +700,7 @@ def fused_amax_and_scale_update_after_reduction(
         numbers = (length, columns, *history.stride(), scale.stride(0), numerator)
         tensors = (buffer, history, scale)
         _start(_update, scale.device, _UPDATE_THREADS, constants, programs, tensors, numbers)
-    for tensor in (*histories, *factors):
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    tell_autograd(*histories, *factors)
 
 
 def _written(op: str, name: str, tensor: Tensor) -> Tensor:
