@@ -150,6 +150,16 @@ def test_keys_hidden_by_a_bias_before_those_that_are_seen(device: str) -> None:
     check_both(q, k, v, bias)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off_by_one"])
+@pytest.mark.parametrize("mask", ["no_mask", "causal"])
+def test_a_query_that_is_nan_shows(mask: str, softmax_type: str, device: str) -> None:
+    """A maximum passes its scores over, but a query without a highest score may see keys."""
+    q, k, v = tokens(device)
+    q[:, 3] = torch.nan
+    check("fused_attn_fwd", q, k, v, attn_mask_type=mask, softmax_type=softmax_type)
+
+
 def test_a_window_wider_than_an_int32(device: str) -> None:
     q, k, v = tokens(device)
     options = {"window_size_left": 2**40, "window_size_right": 2**31 - 1}

@@ -180,6 +180,14 @@ def test_a_single_key_has_all_the_weight_on_hopper(width: int, on_hopper: list[s
 
 
 @pytest.mark.gpu
+def test_a_query_that_is_nan_shows_on_hopper(on_hopper: list[str]) -> None:
+    q, k, v = tokens(device="cuda")
+    q[:, 3] = torch.nan
+    check("fused_attn_fwd", q, k, v, **CAUSAL)
+    assert on_hopper == ["forward"]
+
+
+@pytest.mark.gpu
 def test_more_tiles_than_multiprocessors_on_hopper(on_hopper: list[str]) -> None:
     q, k, v = tokens(b=3, sq=1100, skv=1300, heads=12, groups=3, device="cuda")
     check_both(q, k, v, **CAUSAL)

@@ -284,6 +284,24 @@ def test_rows_do_not_depend_on_the_tile_that_they_are_in(dtype: str, device: str
         assert torch.equal(some, whole)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2], ids=["plain", "one target", "two targets"])
+def test_autograd_is_told_what_is_accumulated_into(
+    count: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    A, B = operands("float32", device, sizes=(8, 16, 24))
+    into = [torch.zeros(8 // (count or 1), 16, device=device) for _ in range(count or 1)]
+    weight = torch.ones(16, device=device, requires_grad=True)
+    saved = (into[0] * weight).sum()
+    # Not by the interpreter, which writes by torch's own operators.
+    monkeypatch.setattr(_launch.Launch, "__call__", lambda *_: None)
+    if count:
+        flagos.te_general_grouped_gemm([A, A], [B], [4, 4], accumulate_into=into)
+    else:
+        flagos.generic_gemm(A, B, accumulate_into=into[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("transa", "transb"), TRANSPOSES)
 def test_large_products_with_every_epilogue(transa: bool, transb: bool, device: str) -> None:

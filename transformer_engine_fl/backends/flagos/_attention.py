@@ -405,7 +405,8 @@ def forward(
                 v_ptr, v_described, column, lkv, v_token, V_WIDTH, COLUMNS, V_BLOCK, phase == 1
             )
             out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION, out_dtype=ACC)
-    nothing = (highest == float("-inf")) | (i >= lq)
+    # Not by the highest score, which passes NaN over: of a query that is NaN the total is too.
+    nothing = (total == 0) | (i >= lq)
     highest *= factor
     if SINK:
         sink = tl.full((), 0, ACC)

@@ -308,7 +308,8 @@ def _consumer(
         lse = (m * factor + gl.log2(total)) * 0.6931471805599453
         row = first_row + gl.arange(0, ROWS, rows)
         at = lse_ptr + (sequence * heads + head).to(gl.int64) * sq + row
-        gl.store(at, gl.where(total > 0, lse, float("-inf")), mask=row < sq)
+        # A total of NaN is not that of a row which sees no key.
+        gl.store(at, gl.where(total == 0, float("-inf"), lse), mask=row < sq)
     tma.store_wait(0)
 
 

@@ -875,6 +875,8 @@ def generic_gemm(
         return D, sums, pre_gelu
     if address_of(op, D) != address_of(op, accumulate_into):
         accumulate_into.detach().copy_(D.reshape(accumulate_into.shape))
+    else:
+        torch.autograd.graph.increment_version(accumulate_into)
     return None, sums, pre_gelu
 
 
@@ -1116,6 +1118,8 @@ def te_general_grouped_gemm(
         parts = torch.split(D, [it.shape[0] for it in accumulate_into])
         for place, part in zip(accumulate_into, parts, strict=True):
             place.detach().copy_(part)
+    else:
+        torch.autograd.graph.increment_version(accumulate_into)
     return None, sums, pre_gelu
 
 
