@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import subprocess
 import sys
 import threading
@@ -168,6 +169,44 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(
     assert len(compiled) == 2
     assert len(caplog.records) == 1
     assert "XDG_CACHE_HOME" in caplog.text
+
+
+@pytest.mark.usefixtures("sources")
+def test_without_a_home_kernels_are_compiled_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    compiled: list[Specialisation],
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(_compile, "_warned", threading.Event())
+    monkeypatch.setattr(logging.getLogger("TE-FL"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="TE-FL"):
+        assert cubin(FILL, ARCH) == cubin(FILL, ARCH)
+    assert len(compiled) == 2
+    assert len(caplog.records) == 1
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
+@pytest.mark.usefixtures("cache", "sources")
+def test_other_headers_of_cuda_in_the_same_place_are_another_entry(
+    tmp_path: Path, compiled: list[Specialisation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = tmp_path / "include"
+    headers.mkdir()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    for name in ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp16.hpp"):
+        (headers / name).write_text("")
+    cubin(FILL, ARCH)
+    for changed in ("cuda_fp16.h", "cuda_fp16.hpp"):
+        (headers / changed).write_text("// of the next version\n")
+        _compile._headers_digest.cache_clear()  # as in the next process
+        cubin(FILL, ARCH)
+    assert len(compiled) == 3
 
 
 @pytest.mark.usefixtures("cache")

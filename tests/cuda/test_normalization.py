@@ -514,6 +514,18 @@ def test_groups_with_several_wide_rows_and_something_to_add(
     assert_right(op, 5, columns, device)
 
 
+@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_fwd_add", "rmsnorm_bwd_add"])
+def test_lazily_negated_tensors_are_taken_at_their_values(op: str, device: str) -> None:
+    values = first_sample(op, device).args
+    expected = serve(op)(*values)
+    for place, value in enumerate(values):
+        negated = torch._neg_view(-value)
+        assert negated.is_contiguous()
+        found = serve(op)(*values[:place], negated, *values[place + 1 :])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, msg=f"argument {place}")
+
+
 @pytest.mark.parametrize("columns", [8, 1000, 1024, 4104, 8192, 20000])
 def test_a_variance_does_not_suffer_from_a_large_mean(columns: int, device: str) -> None:
     generator = torch.Generator().manual_seed(columns)

@@ -50,6 +50,7 @@ __all__ = [
     "check_integers",
     "check_numbers",
     "check_size",
+    "contiguous",
     "decline",
     "dense",
     "dense_rows",
@@ -161,6 +162,12 @@ def no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedEr
     return NotSupportedError(
         f"vendor.cuda: {op.name} needs tensors with memory of their own{reason}"
     )
+
+
+def contiguous(value: Tensor) -> Tensor:
+    """The tensor, copied only if it must be."""
+    # Lazily negated it may be contiguous, and yet its sign is kept apart.
+    return (value.resolve_neg() if value.is_neg() else value).contiguous()
 
 
 def dense_rows(value: Tensor) -> tuple[Tensor, int]:

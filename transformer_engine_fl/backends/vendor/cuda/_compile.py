@@ -41,6 +41,8 @@ INSTALL = "pip install 'transformer_engine_fl[cuda]'"
 STANDARD = "c++17"
 _MAGIC = b"TE-FL cubin 1\n"
 _SUFFIX = ".cubin"
+_HEADERS = ("cuda_bf16.h", "cuda_fp16.h")
+"""What the kernels include of CUDA's headers; each brings its ``.hpp``."""
 _DIAGNOSTIC = re.compile(r"^(?P<file>[^\n]*?)\((?P<line>\d+)\): (?:catastrophic )?error: ?", re.M)
 
 _log = logging.getLogger("TE-FL")
@@ -107,7 +109,12 @@ def cubin(specialisation: Specialisation, arch: str) -> bytes:
     """
     source = specialisation.path.read_text(encoding="utf-8")
     headers = header_directory()
-    path = cache_directory() / _entry_name(specialisation, arch, source, headers)
+    name = _entry_name(specialisation, arch, source, headers)
+    try:
+        path = cache_directory() / name
+    except RuntimeError as error:
+        _warn_once("a cache", error)
+        return _compile(specialisation, arch, source, headers)
     code = _read_entry(path)
     if code is None:
         code = _compile(specialisation, arch, source, headers)
@@ -200,14 +207,30 @@ def _header_candidates() -> Iterator[Path]:
 
 
 def _has_headers(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in ("cuda_bf16.h", "cuda_fp16.h"))
+    return all((folder / name).is_file() for name in _HEADERS)
+
+
+@functools.cache
+def _headers_digest(folder: Path) -> str:
+    """Of what the kernels include of CUDA's headers, which may be others in the same place."""
+    digest = hashlib.sha256()
+    for name in _HEADERS:
+        for part in (folder / name, (folder / name).with_suffix(".hpp")):
+            if part.is_file():
+                digest.update(part.read_bytes())
+    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------- cache
 
 
 def cache_directory() -> Path:
-    """The folder of compiled kernels; it need not exist."""
+    """The folder of compiled kernels; it need not exist.
+
+    Raises:
+        RuntimeError: nobody knows where the user's home is, as of a container's user without
+            an entry in its list of users.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "transformer_engine_fl" / "cuda"
 
@@ -217,7 +240,8 @@ def _entry_name(
 ) -> str:
     """A name that changes with anything that the machine code depends on."""
     digest = hashlib.sha256()
-    parts = [_nvrtc_version(), arch, STANDARD, str(headers), *specialisation.macros, source]
+    theirs = "" if headers is None else _headers_digest(headers)
+    parts = [_nvrtc_version(), arch, STANDARD, theirs, *specialisation.macros, source]
     for header in sorted((FOLDER / "include").glob("*.cuh")):
         parts += [header.name, header.read_text(encoding="utf-8")]
     for part in parts:
@@ -260,7 +284,7 @@ def _write_entry(path: Path, code: bytes) -> None:
 _warned = threading.Event()
 
 
-def _warn_once(folder: Path, error: OSError) -> None:
+def _warn_once(folder: Path | str, error: Exception) -> None:
     if not _warned.is_set():
         _warned.set()
         _log.warning(

@@ -20,6 +20,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     access_width,
     check_fresh,
     check_size,
+    contiguous,
     decline,
     is_number,
     is_plain,
@@ -87,10 +88,6 @@ def _is_word(value: Any) -> bool:
     return type(value) is int and 0 <= value < LIMIT
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return (tensor.resolve_neg() if tensor.is_neg() else tensor).contiguous()
-
-
 def _scale(probability: float) -> float:
     return 1 / (1 - probability) if probability < 1 else 0.0
 
@@ -149,7 +146,7 @@ def dropout_fwd(
         and _is_word(offset)
     ):
         decline(op, input, probability, seed=seed, offset=offset)
-    input = _dense(input)
+    input = contiguous(input)
     output, address, made = _like(op, input)
     size = input.numel()
     mask = allocator(input.device)((contracts.mask_bytes(size),), (1,), torch.uint8)
@@ -174,7 +171,7 @@ def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -
         and _is_probability(probability)
     ):
         decline(op, grad_output, mask, probability)
-    grad_output, mask = _dense(grad_output), mask.contiguous()
+    grad_output, mask = contiguous(grad_output), mask.contiguous()
     output, address, made = _like(op, grad_output)
     if grad_output.numel():
         pointers = (address, mask.data_ptr(), made)

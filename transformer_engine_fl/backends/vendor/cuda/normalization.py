@@ -28,6 +28,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     SIZES,
     Plans,
     access_width,
+    contiguous,
     decline,
     dense_rows,
     is_number,
@@ -786,10 +787,10 @@ def _forward(
     other = other_stride = 0
     try:
         input, stride = dense_rows(input)
-        weight = weight.contiguous()
+        weight = contiguous(weight)
         x, gamma, beta = input.data_ptr(), weight.data_ptr(), 0
         if bias is not None:
-            bias = bias.contiguous()
+            bias = contiguous(bias)
             beta = bias.data_ptr()
         if residual is not None:
             residual, other_stride = dense_rows(residual)
@@ -907,12 +908,12 @@ def _backward(
         if add is not None:
             add, add_stride = dense_rows(add)
             add_address = add.data_ptr()
-        gamma = gamma.contiguous()
-        rsigma = rsigma.contiguous()
+        gamma = contiguous(gamma)
+        rsigma = contiguous(rsigma)
         addresses = (dy.data_ptr(), x.data_ptr(), gamma.data_ptr(), rsigma.data_ptr())
         mu_address = 0
         if mu is not None:
-            mu = mu.contiguous()
+            mu = contiguous(mu)
             mu_address = mu.data_ptr()
     except RuntimeError as error:
         raise no_memory(op, error) from None
