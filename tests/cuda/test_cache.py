@@ -166,6 +166,28 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(
     assert "XDG_CACHE_HOME" in caplog.text
 
 
+@pytest.mark.usefixtures("sources")
+def test_a_user_without_a_home_has_no_cache_and_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    compiled: list[Specialisation],
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)  # a container's user that no file names
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setattr(_compile, "_warned", threading.Event())
+    monkeypatch.setattr(logging.getLogger("TE-FL"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="TE-FL"):
+        assert cubin(FILL, ARCH)
+        assert cubin(FILL, ARCH)
+    assert len(compiled) == 2
+    assert len(caplog.records) == 1
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
 @pytest.mark.usefixtures("cache")
 def test_a_compile_error_names_the_file_the_line_and_the_reason(sources: Path) -> None:
     file = sources / "kernels.cu"

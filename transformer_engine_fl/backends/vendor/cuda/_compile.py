@@ -109,7 +109,12 @@ def cubin(specialisation: Specialisation, arch: str) -> bytes:
     """
     source = specialisation.path.read_text(encoding="utf-8")
     headers = header_directory()
-    path = cache_directory() / _entry_name(specialisation, arch, source, headers)
+    try:
+        folder = cache_directory()
+    except RuntimeError as error:  # the home of a user that the machine does not know
+        _warn_once("~/.cache", error)
+        return _compile(specialisation, arch, source, headers)
+    path = folder / _entry_name(specialisation, arch, source, headers)
     code = _read_entry(path)
     if code is None:
         code = _compile(specialisation, arch, source, headers)
@@ -209,7 +214,11 @@ def _has_headers(folder: Path) -> bool:
 
 
 def cache_directory() -> Path:
-    """The folder of compiled kernels; it need not exist."""
+    """The folder of compiled kernels; it need not exist.
+
+    Raises:
+        RuntimeError: nobody knows where the user's home is.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "transformer_engine_fl" / "cuda"
 
@@ -275,7 +284,7 @@ def _write_entry(path: Path, code: bytes) -> None:
 _warned = threading.Event()
 
 
-def _warn_once(folder: Path, error: OSError) -> None:
+def _warn_once(folder: Path | str, error: Exception) -> None:
     if not _warned.is_set():
         _warned.set()
         _log.warning(
