@@ -240,18 +240,28 @@ def environment() -> dict[str, str]:
 
 
 def planned(args: argparse.Namespace) -> Iterator[tuple[Workload, Shape]]:
-    """What is to be measured, in order."""
+    """What is to be measured, in order.
+
+    Raises:
+        LookupError: there is no such workload, or it has no such shape.
+    """
     for workload in chosen(args.op, args.family):
         shapes = workload.shapes[:1] if args.quick else workload.shapes
         if args.wide:
             shapes += workload.wide
         for shape in args.shape or shapes:
+            if len(shape) != len(workload.tiny):
+                text = "x".join(map(str, shape))
+                raise LookupError(f"{text} is no shape of {workload.name}: {workload.axes}")
             yield workload, shape
 
 
 def parse_shape(text: str) -> Shape:
     """``8192x4096``."""
-    return tuple(int(number) for number in text.split("x"))
+    numbers = text.split("x")
+    if not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; example: 8192x4096")
+    return tuple(map(int, numbers))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -264,7 +274,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--dtype", default="bfloat16", help="of workloads that have none of their own")
     add("--wide", action="store_true", help="add rows of 65,536 and above")
     add("--quick", action="store_true", help="the first shape of each, without torch.compile")
-    add("--no-peers", dest="peers", action="store_false")
+    add("--no-peers", dest="peers", action="store_false", help="the sets alone")
     add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
     add("--prepare", type=int, default=0, help="first compile in so many processes")
     add("--warmup", type=int, default=20, help="milliseconds before a measurement")

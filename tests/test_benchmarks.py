@@ -202,6 +202,22 @@ def test_the_script_lists_what_it_can_measure_without_a_gpu() -> None:
 # -------------------------------------------------------------------------------- peers
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--op", "swiglo"], "did you mean 'swiglu'?"),
+        (["--op", "swiglu", "--shape", "8by64"], "'8by64' is no shape; example: 8192x4096"),
+        (["--op", "swiglu", "--shape", "8"], "8 is no shape of swiglu: rows x "),
+    ],
+)
+def test_a_question_that_is_wrong_is_refused_before_a_gpu_is_asked_for(
+    arguments: list[str], said: str
+) -> None:
+    done = run(str(BENCHMARKS / "ops.py"), *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
 def test_peers_are_of_workloads_that_exist_and_each_is_described() -> None:
     assert set(DESCRIPTIONS) == set(PEERS)
     unknown = {name for table in PEERS.values() for name in table} - set(WORKLOADS)

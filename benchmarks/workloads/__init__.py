@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from transformer_engine_fl.core.errors import suggestion
 from workloads import (
     activation,
     attention,
@@ -64,14 +65,16 @@ def chosen(operators: list[str], families: list[str]) -> list[Workload]:
             known = sorted({op for it in WORKLOADS.values() for op in it.operators})
             raise LookupError(
                 f"no workload measures {name!r}; one is added in benchmarks/workloads/. "
-                f"There are workloads of: {', '.join(known)}"
+                f"There are workloads of: {', '.join(known)}{suggestion(name, known)}"
             )
         found += own
     for name in families:
         own = [it for it in WORKLOADS.values() if it.family == name and it.standard]
         if not own:
             known = sorted({it.family for it in WORKLOADS.values()})
-            raise LookupError(f"no workload is of the family {name!r}; there are {known}")
+            raise LookupError(
+                f"no workload is of the family {name!r}; there are {known}{suggestion(name, known)}"
+            )
         found += own
     if not operators and not families:
         found = [it for it in WORKLOADS.values() if it.standard]

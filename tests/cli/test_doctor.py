@@ -93,6 +93,20 @@ def test_a_tuning_path_that_names_nothing_is_broken(te_fl, tmp_path):
     assert te_fl("doctor", "--json", TE_FL_TUNING_PATH=str(tmp_path)).code == 0
 
 
+def test_a_tuning_path_in_the_home_of_nobody_is_broken_too(te_fl):
+    ran = te_fl("doctor", "--json", TE_FL_TUNING_PATH="~no such user/tuning")
+    assert ran.code == 1
+    assert "no folder '~no such user/tuning'" in _broken(ran)[0]["what"]
+
+
+def test_who_interrupts_it_reads_for_whom_it_waited(te_fl, install):
+    install("raise KeyboardInterrupt  # as Ctrl-C does where a plugin hangs\n")
+    ran = te_fl("doctor")
+    assert (ran.code, ran.out) == (130, "")
+    assert "entry point acme (acme-kernels) was being loaded" in ran.err
+    assert "acme_kernels.py:1)" in ran.err
+
+
 def test_an_implementation_of_a_misspelt_operator_is_a_warning(te_fl, install):
     install(
         "from transformer_engine_fl import OpImpl\n\n\n"

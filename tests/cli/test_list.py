@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 
 import pytest
@@ -137,3 +138,54 @@ def test_no_column_is_lost_on_a_terminal_that_is_too_narrow(te_fl):
 def test_log_lines_stay_out_of_the_document(te_fl_process, arguments):
     ran = te_fl_process(*arguments, "--json", TEFL_LOG_LEVEL="DEBUG")
     assert json.loads(ran.out)
+
+
+LOUD = """\
+import os
+from transformer_engine_fl import OpImpl
+
+print("loaded")
+os.write(1, b"the library's own line\\n")
+
+
+def silu(input):
+    return input * input.sigmoid()
+
+
+def register(registry):
+    registry.register_impl(OpImpl("silu", "vendor.loud", "vendor", silu, vendor="loud"))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("list", "--probe"),
+        ("explain", "silu"),
+        ("verify", "vendor.loud", "--every", "20", "--jobs", "2"),
+    ],
+    ids=lambda it: it[0],
+)
+def test_what_a_plugin_prints_stays_out_of_the_document(te_fl_process, tmp_path, arguments):
+    (tmp_path / "loud_kernels.py").write_text(LOUD)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    ran = te_fl_process(*arguments, "--json", TE_FL_PLUGIN_MODULES="loud_kernels", PYTHONPATH=path)
+    assert ran.document
+    assert "loaded\n" in ran.err
+    assert "the library's own line\n" in ran.err
+
+
+FULL = """\
+import os
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+from transformer_engine_fl.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("explain", "silu", "--json")])
+def test_a_full_disk_is_one_line(te_fl_process, arguments):
+    ran = te_fl_process(*arguments, program=FULL)
+    assert ran.code == 1
+    assert ran.err.splitlines()[0].startswith("te-fl: what it writes is not whole: [Errno 28]")
+    assert "te-fl" not in "".join(ran.err.splitlines()[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +69,20 @@ def test_installing_it_is_enough_to_be_served_by_it(style: str, python: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_what_its_readme_says_to_ask_shows_it(
+    style: str, packages: dict[str, Path], python: Path
+) -> None:
+    page = (packages[style] / "README.md").read_text()
+    questions = re.findall(r"^te-fl (list|explain)\b([^#\n]*)#", page, re.M)
+    assert [command for command, _ in questions] == ["list", "explain"]
+    program = "from transformer_engine_fl.cli import main; main()"
+    for command, arguments in questions:
+        said = run(python, "-c", program, command, *arguments.split()).stdout
+        assert f"{STYLES[style]}.zeta-{style} " in said
+
+
+@pytest.mark.slow
 def test_its_verification_writes_its_readme(
     packages: dict[str, Path], python: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +131,17 @@ def test_it_says_what_it_has_written_and_what_is_next(te_fl, tmp_path: Path) -> 
     assert f"written: {tmp_path}/te_fl_zeta/pyproject.toml\n" in ran.out
     assert ran.out.endswith(f"\npip install -e {tmp_path}/te_fl_zeta\nte-fl verify vendor.zeta\n")
     assert "@" not in "".join(it.name for it in tmp_path.rglob("*"))
+
+
+def test_what_is_next_can_be_pasted_into_a_shell(te_fl, tmp_path: Path) -> None:
+    ran = te_fl("new-plugin", "zeta", "--output", str(tmp_path / "of vendors"))
+    (line,) = (it for it in ran.out.splitlines() if it.startswith("pip"))
+    assert shlex.split(line) == ["pip", "install", "-e", f"{tmp_path}/of vendors/te_fl_zeta"]
+
+
+def test_a_name_of_several_words_is_written_as_it_was_given(te_fl, tmp_path: Path) -> None:
+    te_fl("new-plugin", "MyChip-2", "--output", str(tmp_path))
+    assert "MyChip-2's kernels" in (tmp_path / "te_fl_mychip_2" / "README.md").read_text()
 
 
 BAD = {

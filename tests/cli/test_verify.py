@@ -178,7 +178,23 @@ def test_a_set_for_another_device_says_what_this_machine_has(te_fl):
         pytest.skip("this machine has a GPU")
     ran = te_fl("verify", "vendor.cuda")
     assert (ran.code, ran.out) == (2, "")
-    assert "'vendor.cuda' runs on cuda only; this machine has: cpu" in ran.err
+    assert "'vendor.cuda' runs on cuda only; this machine has: cpu; " in ran.err
+
+
+def test_a_set_that_does_not_run_here_is_refused_with_what_would_make_it_run(te_fl, install):
+    install(
+        "from transformer_engine_fl import OpImpl\n\n\n"
+        "def register(registry):\n"
+        "    registry.register_many(\n"
+        "        OpImpl(name, 'vendor.acme', 'vendor', lambda input: input, vendor='acme',\n"
+        "               devices=('npu',), is_available=lambda: 'buy an NPU')\n"
+        "        for name in ('silu', 'gelu')\n"
+        "    )\n"
+    )
+    ran = te_fl("verify", "vendor.acme")
+    assert ran.code == 2
+    assert "runs on npu only" in ran.err
+    assert ran.err.count("buy an NPU") == 1
 
 
 PAGE = "# Acme\n\n<!-- scorecard -->\nan older one\n<!-- end of scorecard -->\n\nThe end.\n"

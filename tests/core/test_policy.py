@@ -224,6 +224,16 @@ def test_a_policy_file_may_set_every_field(policy_file: WriteFile) -> None:
     assert environment.origins["strict"] == f"strict in {path} (TE_FL_POLICY_FILE)"
 
 
+def test_a_policy_file_may_be_named_from_the_home(
+    policy_file: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy_file("strict = true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_environment({"TE_FL_POLICY_FILE": "~/policy.toml"}).policy.strict
+    with pytest.raises(ConfigurationError, match=r"cannot read ~no such user/policy\.toml"):
+        parse_environment({"TE_FL_POLICY_FILE": "~no such user/policy.toml"})
+
+
 def test_the_environment_outranks_the_file_field_by_field(policy_file: WriteFile) -> None:
     environ = policy_file('prefer = "reference"\nstrict = true\ndeny_vendors = ["acme"]\n')
     environment = parse_environment(

@@ -7,6 +7,7 @@ setting).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -67,3 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console(stderr=True).print(f"te-fl: {error}", soft_wrap=True)
         asked_wrongly = isinstance(error, ConfigurationError | UnknownOperatorError)
         raise SystemExit(2 if asked_wrongly else 1) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        console(stderr=True).print(f"te-fl: what it writes is not whole: {error}", soft_wrap=True)
+        raise SystemExit(1) from None

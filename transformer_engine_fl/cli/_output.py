@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -34,7 +36,35 @@ NARROWEST = 60
 FEW = 8
 """So many operators are named in a line; of more, it is said how many they are."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+_others = contextlib.ExitStack()
+"""While it holds something, what anybody prints goes to stderr."""
+
+
+def _print_nothing_else(context: typer.Context, asked: bool) -> bool:
+    """Keep stdout for the document: a plugin may print, and so may a worker that loads it."""
+    if asked:
+        _others.enter_context(_to_stderr())
+        context.call_on_close(_others.close)
+    return asked
+
+
+@contextlib.contextmanager
+def _to_stderr() -> Iterator[None]:
+    """stdout as another name of stderr, for Python and for all else of these processes."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        with contextlib.suppress(OSError):  # one of the two is closed
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            os.dup2(2, 1)
+            stack.callback(os.dup2, kept, 1)
+        yield
+
+
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document instead.", callback=_print_nothing_else),
+]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -51,6 +81,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def print_json(document: Any) -> None:
     """Print the one document of a ``--json`` command."""
+    _others.close()
     typer.echo(as_json(document))
 
 

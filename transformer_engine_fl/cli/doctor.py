@@ -13,13 +13,13 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from transformer_engine_fl.backends.flagos.tuning.lookup import stated_path
 from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.log import logger
@@ -27,7 +27,6 @@ from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.core.policy import (
     VARIABLES,
     effective_policy,
-    get_environment,
     parse_environment,
     reset_global_policy,
 )
@@ -145,6 +144,10 @@ def _heard() -> Iterator[list[str]]:
     logger.addFilter(keep)
     try:
         yield warnings
+    except KeyboardInterrupt:  # there will be no report, and they may say what hung
+        for message in warnings:
+            console(stderr=True).print(message, soft_wrap=True)
+        raise
     finally:
         logger.removeFilter(keep)
 
@@ -187,9 +190,10 @@ def _policy(manager: OpManager, findings: _Findings) -> dict[str, Any]:
 
 def _tuning(findings: _Findings) -> None:
     """Whether ``TE_FL_TUNING_PATH`` names something: the first launch would raise otherwise."""
-    named = get_environment().tuning_path
-    if named is not None and not Path(named).expanduser().exists():
-        findings.broken(f"TE_FL_TUNING_PATH: there is no file and no folder {named!r}")
+    try:
+        stated_path()
+    except ConfigurationError as error:
+        findings.broken(str(error))
 
 
 def _sources(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from transformer_engine_fl.core.blame import said
+from transformer_engine_fl.core.blame import raised_at, said
 from transformer_engine_fl.core.errors import PluginError, nearest
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.log import logger
@@ -126,6 +126,15 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
             added = tuple(entry.impl.label for entry in staged.added)
             staged.state = report = SourceReport(source.name, source.origin, added)
             return report
+    except KeyboardInterrupt as error:  # of somebody who waits for it, and cannot see for whom
+        where = raised_at(error)
+        logger.warning(
+            "%s (%s) was being loaded when this was interrupted%s",
+            source.name,
+            source.origin,
+            f" (at {where})" if where else "",
+        )
+        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin's own; it is reported
         report = SourceReport(
             source.name,

@@ -312,8 +312,8 @@ def load_policy_file(path: str | Path) -> SelectionPolicy:
     from transformer_engine_fl.core.policy_file import validate
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path at all
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:  # no UTF-8, no path, nobody's home
         raise ConfigurationError(f"TE_FL_POLICY_FILE: cannot read {path}: {error}") from None
     try:
         content = tomllib.loads(text)

@@ -171,9 +171,10 @@ def devices(
     served = tuple(kind for kind in here if any(_runs_on(entry, kind) for entry, _ in found))
     if not served:
         theirs = {name for entry, _ in found for name in entry.impl.devices or ()}
+        reasons = dict.fromkeys(reason for entry, _ in found if (reason := entry.unavailable()))
         raise ConfigurationError(
             f"{impl_id!r} runs on {', '.join(sorted(theirs))} only; "
-            f"this machine has: {', '.join(here)}"
+            f"this machine has: {', '.join(here)}{''.join(f'; {it}' for it in reasons)}"
         )
     return served
 

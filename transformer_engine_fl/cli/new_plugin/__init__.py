@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -65,14 +66,15 @@ def new_plugin(
     names = {
         "module": module,
         "vendor": vendor,
-        "Vendor": re.split("[_-]", name)[0].capitalize(),
+        "Vendor": name[0].upper() + name[1:],
         "impl_id": f"{PREFIX[style]}.{vendor}",
     }
     _write(folder, dict(_files(style, names)))
     out = console()
     for path in sorted(it for it in folder.rglob("*") if it.is_file()):
         out.print(f"written: {path}", soft_wrap=True)
-    out.print(f"\npip install -e {folder}\nte-fl verify {names['impl_id']}", soft_wrap=True)
+    commands = f"\npip install -e {shlex.quote(str(folder))}\nte-fl verify {names['impl_id']}"
+    out.print(commands, soft_wrap=True)
 
 
 def _checked(name: str) -> str:

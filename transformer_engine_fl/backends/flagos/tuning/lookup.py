@@ -224,7 +224,12 @@ def by_rule(choice: Choice[T], device: torch.device, key: Key) -> T | None:
     return None if vendor is None else _by_rule_of(vendor, choice, name, key)
 
 
-def _named() -> Path | None:
+def stated_path() -> Path | None:
+    """The file or folder that TE_FL_TUNING_PATH names; None if it names none.
+
+    Raises:
+        ConfigurationError: there is no such thing.
+    """
     text = get_environment().tuning_path
     if text is None:
         return None
@@ -239,7 +244,7 @@ def _named() -> Path | None:
 
 def _folders() -> Iterator[tuple[Path, bool]]:
     """The folders with one for each vendor, but this one."""
-    named = _named()
+    named = stated_path()
     if named is not None and named.is_dir():
         yield named, True
     with contextlib.suppress(ConfigurationError):  # it need not be there, nor a home
@@ -248,7 +253,7 @@ def _folders() -> Iterator[tuple[Path, bool]]:
 
 def _of_vendor(vendor: str, folders: Sequence[Path], name: str) -> Iterator[Source]:
     """The files for a vendor's device."""
-    named = _named()
+    named = stated_path()
     if named is not None and not named.is_dir():
         yield Source(named, True)
     for level in (name, "default"):
@@ -259,7 +264,7 @@ def _of_vendor(vendor: str, folders: Sequence[Path], name: str) -> Iterator[Sour
 
 def _for_all() -> Iterator[Source]:
     """The files for every device."""
-    named = _named()
+    named = stated_path()
     if named is not None and not named.is_dir():
         yield Source(named, True)
     for folder, is_named in _folders():
@@ -274,7 +279,7 @@ def every_file() -> list[Source]:
         ConfigurationError: TE_FL_TUNING_PATH names nothing.
     """
     found: dict[Path, bool] = {}
-    named = _named()
+    named = stated_path()
     if named is not None and not named.is_dir():
         found[named] = True
     roots = [*_folders(), (_PACKAGED, False)]
