@@ -33,7 +33,7 @@ def test_healthy_installation(te_fl):
     document = ran.document
     assert set(document) == {
         *("healthy", "findings", "versions", "devices", "environment", "policy"),
-        *("sources", "operators", "quarantine"),
+        *("sources", "operators", "quarantine", "cache"),
     }
     assert (document["healthy"], document["findings"]) == (True, [])
     assert document["versions"]["torch"]
@@ -190,3 +190,36 @@ def test_warnings_of_what_has_loaded_are_findings_and_each_is_there_once(te_fl_p
     assert "tune_configs.yaml:3: softmax.0.num_wraps: unknown key" in tuning
     assert "its query command 'sleep 60' has not answered" in command
     assert "WARNING" not in ran.err
+
+
+def test_shows_the_compiled_kernels_on_disk_and_clears_them(te_fl, tmp_path):
+    folder = tmp_path / "transformer_engine_fl" / "cuda"
+    folder.mkdir(parents=True)
+    (folder / "one.cubin").write_bytes(bytes(2**20))
+    (folder / "other.cubin").write_bytes(bytes(2**19))
+    (folder / ".interrupted.tmp").write_bytes(bytes(7))
+    here = {"XDG_CACHE_HOME": str(tmp_path)}
+    shown = te_fl("doctor", "--json", **here).document["cache"]
+    kept = [{"name": "cuda", "entries": 2, "bytes": 3 * 2**19}]
+    assert shown == {"path": str(folder.parent), "folders": kept, "deleted": None}
+    assert f"cuda: kernels kept: 2, 1.5 MiB in {folder.parent}" in te_fl("doctor", **here).out
+
+    cleared = te_fl("doctor", "--json", "--clear-cache", **here)
+    assert cleared.code == 0
+    assert cleared.document["cache"] == {"path": str(folder.parent), "folders": [], "deleted": 2}
+    assert list(folder.iterdir()) == []
+    out = te_fl("doctor", "--clear-cache", **here).out
+    assert "kernels deleted: 0" in out
+    assert f"nothing is kept in {folder.parent}" in out
+
+
+def test_a_cache_that_cannot_be_is_a_warning_and_to_clear_it_a_fault(te_fl, tmp_path):
+    blocked = tmp_path / "a file, not a folder"
+    blocked.write_text("")
+    here = {"XDG_CACHE_HOME": str(blocked)}
+    ran = te_fl("doctor", "--json", **here)
+    assert ran.code == 0
+    (finding,) = ran.document["findings"]
+    assert finding["severity"] == "warning"
+    assert f"nothing can be written in {blocked}; XDG_CACHE_HOME" in finding["what"]
+    assert te_fl("doctor", "--clear-cache", **here).code == 1

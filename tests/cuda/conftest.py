@@ -26,7 +26,7 @@ def compiler() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of compiled kernels, for this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return _compile.cache_directory()
+    return _compile.CACHE.folder
 
 
 @pytest.fixture

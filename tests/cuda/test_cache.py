@@ -32,7 +32,7 @@ FILL = Specialisation("kernels", "fill", (("SCALE", 2),))
 
 
 def entries() -> list[Path]:
-    return list(_compile.cache_directory().glob("*.cubin"))
+    return list(_compile.CACHE.folder.glob("*.cubin"))
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_processes_at_once_leave_one_sound_entry(cache: Path, sources: Path) -> 
     assert sizes[0] == sizes[1]
     assert len(entries()) == 1
     assert [path for path in cache.iterdir() if path.suffix != ".cubin"] == []
-    assert _compile._read_entry(entries()[0]) is not None
+    assert _compile.CACHE.read(entries()[0].name) is not None
 
 
 @pytest.mark.usefixtures("cache", "sources")
@@ -160,7 +160,7 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(
     blocked = tmp_path / "a file, not a folder"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    monkeypatch.setattr(_compile, "_warned", threading.Event())
+    monkeypatch.setattr(_compile.CACHE, "_warned", False)
     logger = logging.getLogger("TE-FL")
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.WARNING, logger="TE-FL"):
@@ -183,7 +183,7 @@ def test_without_a_home_kernels_are_compiled_and_not_kept(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    monkeypatch.setattr(_compile, "_warned", threading.Event())
+    monkeypatch.setattr(_compile.CACHE, "_warned", False)
     monkeypatch.setattr(logging.getLogger("TE-FL"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="TE-FL"):
         assert cubin(FILL, ARCH) == cubin(FILL, ARCH)

@@ -13,12 +13,13 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from transformer_engine_fl.backends import _disk_cache
 from transformer_engine_fl.backends.flagos.tuning.lookup import stated_path
 from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
@@ -43,9 +44,19 @@ OTHER_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "TRITON_INT
 Report = dict[str, Any]
 
 
-def doctor(json: Json = False) -> None:
+def doctor(
+    json: Json = False,
+    clear_cache: Annotated[
+        bool,
+        typer.Option(
+            "--clear-cache",
+            help="First delete the compiled kernels that are kept on disk; each is compiled "
+            "again when it is next called.",
+        ),
+    ] = False,
+) -> None:
     """Check this installation. The exit code is 1 if something is broken."""
-    report = examine()
+    report = examine(clear_cache=clear_cache)
     if json:
         print_json(report)
     else:
@@ -53,7 +64,7 @@ def doctor(json: Json = False) -> None:
     raise typer.Exit(0 if report["healthy"] else 1)
 
 
-def examine() -> Report:
+def examine(*, clear_cache: bool = False) -> Report:
     """Everything the doctor has to say, as plain JSON values."""
     findings = _Findings()
     malformed = dict(_malformed())
@@ -69,6 +80,7 @@ def examine() -> Report:
             "sources": _sources(manager, findings),
             "operators": _operators(manager, findings),
             "quarantine": _quarantine(manager),
+            "cache": _cache(findings, clear_cache),
         }
         _tuning(findings)
     for message in warnings:
@@ -273,6 +285,21 @@ def _quarantine(manager: OpManager) -> list[dict[str, Any]]:
     ]
 
 
+def _cache(findings: _Findings, clear: bool) -> dict[str, Any]:
+    """What sets keep on disk, by folder; with how many entries were deleted before, if asked."""
+    report: dict[str, Any] = {"path": None, "folders": [], "deleted": None}
+    try:
+        report["path"] = str(_disk_cache.root())
+        if clear:
+            report["deleted"] = _disk_cache.clear()
+        report["folders"] = [it._asdict() for it in _disk_cache.folders()]
+        _disk_cache.check_writable()
+    except (OSError, RuntimeError) as error:
+        said = f"compiled kernels cannot be kept: {error}; XDG_CACHE_HOME chooses another folder"
+        findings.broken(said) if clear else findings.warning(said)
+    return report
+
+
 # ------------------------------------------------------------------------------ as text
 
 
@@ -303,6 +330,8 @@ def _show(report: Report) -> None:
         out.print(f"{it['op']}/{it['impl_id']} on {where}: {it['reason']}")
     if not report["quarantine"]:
         out.print("nothing (each process keeps its own; this one has met no fault)")
+    _section(out, "cache")
+    _show_cache(out, report["cache"])
     _section(out, "findings")
     _show_findings(out, report["findings"])
 
@@ -342,6 +371,17 @@ def _show_operators(out: Console, operators: list[dict[str, Any]]) -> None:
     out.print(table(headings, rows, numbers=headings[1:2], wrapped=headings[2:]))
     for line in reasons(affected, implemented):
         out.print(line)
+
+
+def _show_cache(out: Console, cache: dict[str, Any]) -> None:
+    if cache["deleted"] is not None:
+        out.print(f"kernels deleted: {cache['deleted']}")
+    for it in cache["folders"]:
+        size = f"kernels kept: {it['entries']}, {it['bytes'] / 2**20:.1f} MiB"
+        out.print(f"{it['name']}: {size} in {cache['path']}", soft_wrap=True)
+    if not cache["folders"]:
+        where = f"in {cache['path']}" if cache["path"] else "on disk"
+        out.print(f"nothing is kept {where}", soft_wrap=True)
 
 
 def _which(names: list[str], whole: int) -> str:

@@ -5,9 +5,7 @@ that make it concrete; :func:`cubin` gives its machine code for an architecture.
 device is touched here: loading and launching is ``_launch``'s, and which
 specialisation serves which call is decided beside the operators.
 
-The cache is a folder of files that can be deleted at any time. A file's name holds the
-hash of everything that its content depends on; its content is checked when it is read,
-and rebuilt if it is not what was written.
+An entry's name in the cache holds the hash of everything that the machine code depends on.
 """
 
 from __future__ import annotations
@@ -15,22 +13,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import logging
 import os
 import re
-import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformer_engine_fl.backends._disk_cache import DiskCache
 from transformer_engine_fl.core.errors import TeFlError
 
 __all__ = [
+    "CACHE",
     "KernelCompileError",
     "Specialisation",
     "architecture",
-    "cache_directory",
     "cubin",
     "header_directory",
     "missing",
@@ -39,13 +35,10 @@ __all__ = [
 FOLDER = Path(__file__).parent
 INSTALL = "pip install 'transformer_engine_fl[cuda]'"
 STANDARD = "c++17"
-_MAGIC = b"TE-FL cubin 1\n"
-_SUFFIX = ".cubin"
+CACHE = DiskCache("cuda", "compiled kernels")
 _HEADERS = ("cuda_bf16.h", "cuda_fp16.h")
 """What the kernels include of CUDA's headers; each brings its ``.hpp``."""
 _DIAGNOSTIC = re.compile(r"^(?P<file>[^\n]*?)\((?P<line>\d+)\): (?:catastrophic )?error: ?", re.M)
-
-_log = logging.getLogger("TE-FL")
 
 
 class KernelCompileError(TeFlError, RuntimeError):
@@ -110,15 +103,10 @@ def cubin(specialisation: Specialisation, arch: str) -> bytes:
     source = specialisation.path.read_text(encoding="utf-8")
     headers = header_directory()
     name = _entry_name(specialisation, arch, source, headers)
-    try:
-        path = cache_directory() / name
-    except RuntimeError as error:
-        _warn_once("a cache", error)
-        return _compile(specialisation, arch, source, headers)
-    code = _read_entry(path)
+    code = CACHE.read(name)
     if code is None:
         code = _compile(specialisation, arch, source, headers)
-        _write_entry(path, code)
+        CACHE.write(name, code)
     return code
 
 
@@ -221,18 +209,7 @@ def _headers_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------------------------- cache
-
-
-def cache_directory() -> Path:
-    """The folder of compiled kernels; it need not exist.
-
-    Raises:
-        RuntimeError: nobody knows where the user's home is, as of a container's user without
-            an entry in its list of users.
-    """
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "transformer_engine_fl" / "cuda"
+# --------------------------------------------------------------------------- the cache
 
 
 def _entry_name(
@@ -249,47 +226,4 @@ def _entry_name(
         digest.update(len(text).to_bytes(8, "little"))
         digest.update(text)
     name = f"{specialisation.source}.{specialisation.kernel}.{arch}"
-    return f"{name}.{digest.hexdigest()}{_SUFFIX}"
-
-
-def _read_entry(path: Path) -> bytes | None:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    head = len(_MAGIC) + hashlib.sha256().digest_size
-    magic, digest, code = content[: len(_MAGIC)], content[len(_MAGIC) : head], content[head:]
-    if magic != _MAGIC or hashlib.sha256(code).digest() != digest:
-        _log.info("rebuilding %s: it is damaged", path)
-        return None
-    return code
-
-
-def _write_entry(path: Path, code: bytes) -> None:
-    """Put an entry in place as a whole, whoever else writes or reads it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_MAGIC + hashlib.sha256(code).digest() + code)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        _warn_once(path.parent, error)
-
-
-_warned = threading.Event()
-
-
-def _warn_once(folder: Path | str, error: Exception) -> None:
-    if not _warned.is_set():
-        _warned.set()
-        _log.warning(
-            "compiled kernels cannot be kept in %s (%s): each process compiles its own; "
-            "XDG_CACHE_HOME chooses another folder",
-            folder,
-            error,
-        )
+    return f"{name}.{digest.hexdigest()}.cubin"

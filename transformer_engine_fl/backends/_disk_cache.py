@@ -1,0 +1,146 @@
+"""What a set makes once and could make again, kept on the user's disk: compiled kernels, say.
+
+Each set has a folder of its own in ``transformer_engine_fl`` of ``XDG_CACHE_HOME``, or of
+``~/.cache``. Its entries can be deleted at any time, by ``te-fl doctor --clear-cache`` for one:
+what is read is checked, and what is not as it was written counts as missing. Nothing about the
+disk is an error; where nothing can be kept, the first attempt warns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["DiskCache", "Folder", "check_writable", "clear", "folders", "root"]
+
+_MAGIC = b"TE-FL entry 1\n"
+_HEAD = len(_MAGIC) + hashlib.sha256().digest_size
+
+_log = logging.getLogger("TE-FL")
+
+
+class Folder(NamedTuple):
+    """What a set keeps: how many entries, of how many bytes."""
+
+    name: str
+    entries: int
+    bytes: int
+
+
+def root() -> Path:
+    """The folder of the sets' folders; it need not exist.
+
+    Raises:
+        RuntimeError: nobody knows where the user's home is, as of a container's user without
+            an entry in its list of users.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "transformer_engine_fl"
+
+
+def check_writable() -> None:
+    """Whether a process could keep something.
+
+    Raises:
+        OSError: it could not.
+        RuntimeError: as :func:`root`.
+    """
+    nearest = next(it for it in (root(), *root().parents) if it.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(f"nothing can be written in {nearest}")
+
+
+def folders() -> list[Folder]:
+    """The folders with something in them, by name.
+
+    Raises:
+        OSError: one cannot be read.
+        RuntimeError: as :func:`root`.
+    """
+    found = []
+    for path in sorted(_folders()):
+        sizes = [it.stat().st_size for it in path.iterdir() if not it.name.startswith(".")]
+        if sizes:
+            found.append(Folder(path.name, len(sizes), sum(sizes)))
+    return found
+
+
+def clear() -> int:
+    """Delete every entry, and what interrupted processes have left; says how many entries.
+
+    Raises:
+        OSError: one cannot be deleted.
+        RuntimeError: as :func:`root`.
+    """
+    deleted = 0
+    for path in _folders():
+        for entry in path.iterdir():
+            entry.unlink(missing_ok=True)
+            deleted += not entry.name.startswith(".")
+    return deleted
+
+
+def _folders() -> list[Path]:
+    return [it for it in root().iterdir() if it.is_dir()] if root().is_dir() else []
+
+
+class DiskCache:
+    """The entries of one set, by name.
+
+    Args:
+        name: of the set's folder.
+        what: the entries, as a warning calls them.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name = name
+        self._what = what
+        self._warned = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the entries are; it need not exist. Raises as :func:`root`."""
+        return root() / self._name
+
+    def read(self, name: str) -> bytes | None:
+        """An entry's content; None if there is none, or not what was written."""
+        try:
+            path = self.folder / name
+            content = path.read_bytes()
+        except (OSError, RuntimeError):
+            return None
+        if content[:_HEAD] != _head(content[_HEAD:]):
+            _log.info("making %s again: it is damaged", path)
+            return None
+        return content[_HEAD:]
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put an entry in place as a whole, whoever else writes or reads it."""
+        try:
+            folder = self.folder
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(_head(content) + content)
+                os.replace(temporary, folder / name)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except (OSError, RuntimeError) as error:
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s cannot be kept (%s): each process makes its own; "
+                    "XDG_CACHE_HOME chooses another folder",
+                    self._what,
+                    error,
+                )
+
+
+def _head(content: bytes) -> bytes:
+    return _MAGIC + hashlib.sha256(content).digest()
