@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cuda_emulation
 import pytest
 import torch
+from cuda_binaries import DEVICES
 from torch import Tensor
 
 from transformer_engine_fl import ops
@@ -512,6 +515,29 @@ def test_groups_with_several_wide_rows_and_something_to_add(
     op: str, columns: int, device: str
 ) -> None:
     assert_right(op, 5, columns, device)
+
+
+@pytest.fixture(params=["sm_86", "sm_120"])
+def another_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """One without clusters, and one with them, both of little shared memory; emulated."""
+    if reason := cuda_emulation.missing():
+        pytest.skip(reason)
+    limits = dataclasses.replace(DEVICES[request.param], multiprocessors=2)
+    monkeypatch.setattr(cuda_emulation, "LIMITS", limits)
+    monkeypatch.setattr(normalization, "_forwards", Plans())
+    monkeypatch.setattr(normalization, "_backwards", Plans())
+    with cuda_emulation.running():
+        yield "cpu"
+
+
+@pytest.mark.parametrize("columns", [8200, 33_000])
+@pytest.mark.parametrize("op", ["rmsnorm_fwd_add", "rmsnorm_bwd_add", *OPERATORS[2:]])
+def test_long_rows_where_there_is_less_room_than_on_hopper(
+    op: str, columns: int, another_device: str
+) -> None:
+    assert_right(op, 5, columns, another_device)
 
 
 @pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_fwd_add", "rmsnorm_bwd_add"])

@@ -329,12 +329,20 @@ class ForwardKey:
 
         ``most_blocks``: the most blocks of a cluster.
         """
-        if found := self.stream(device, most_blocks):
-            return found[0]
+        return self.spread(device, most_blocks)[0]
+
+    def spread(
+        self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
+    ) -> tuple[Tile | None, UnderWay | None]:
+        """The same, and how many rows are under way where a group of blocks goes from one to
+        the next.
+        """
+        if found := self._stream(device, most_blocks):
+            return found
         tile = None
         if not self.centred and self.cast is None:
             tile = self._row_tile(device, large_block=True)
-        return tile or self._row_tile(device)
+        return tile or self._row_tile(device), None
 
     def _row_tile(self, device: _launch.Limits, large_block: bool = False) -> Tile | None:
         """How rows are spread of which a group has one; None if the device has no room."""
@@ -355,9 +363,7 @@ class ForwardKey:
             values *= 2
         return exchange_bytes(tile, values, SIZES[self.x])
 
-    def stream(
-        self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
-    ) -> tuple[Tile, UnderWay] | None:
+    def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
         """How long rows are spread, and how many are under way; None for other rows."""
         if not device.has_clusters:
             return None
@@ -439,7 +445,7 @@ def forward_source(
     key: ForwardKey, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
 ) -> tuple[Specialisation, _launch.Geometry, int, int]:
     """The kernel of a forward, with the rows and the blocks of a group (one per row set)."""
-    tile = key.tile(device, most_blocks)
+    tile, way = key.spread(device, most_blocks)
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
         "TY": NAMES[key.output] if key.cast is None else "unsigned char",
@@ -460,8 +466,8 @@ def forward_source(
         return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
     held = tile.held
     shared = held * SIZES[key.x] * (1 + key.added)
-    if found := key.stream(device, most_blocks):
-        depth, told = found[1]
+    if way is not None:
+        depth, told = way
         main = {**defines, **tile.defines(key.columns), "STAGES": depth, "TOLD": int(told)}
         geometry = _launch.Geometry(
             tile.threads, arguments, depth * tile.threads * shared, tile.cluster, carveout=100
