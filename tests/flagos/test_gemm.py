@@ -195,6 +195,25 @@ def test_accumulated_groups_of_several_dtypes(device: str) -> None:
     check("te_general_grouped_gemm", [A, A], [B], splits, accumulate_into=into, beta=0.5)
 
 
+@pytest.mark.parametrize("other", [torch.float16, torch.bfloat16])
+def test_autocast_has_no_say_in_groups(other: torch.dtype, device: str) -> None:
+    dtype = "bfloat16" if other == torch.float16 else "float16"
+    A, B = operands(dtype, device, sizes=(12, 40, 32))
+    bias = [torch.randn(40, device=device, dtype=A.dtype) for _ in range(2)]
+    into = [torch.randn(it, 80, device=device, dtype=A.dtype)[:, ::2] for it in (5, 7)]
+
+    def results() -> list[Tensor]:
+        given = clone(into)
+        flagos.te_general_grouped_gemm([A, A], [B], [5, 7], accumulate_into=given)
+        output, _, _ = flagos.te_general_grouped_gemm([A, A], [B], [5, 7], bias=bias)
+        return [output, *given]
+
+    expected = results()
+    with torch.autocast(device, other):
+        found = results()
+    assert all(torch.equal(one, another) for one, another in each(found, expected))
+
+
 def test_groups_with_scales_of_two_kinds_are_declined(device: str) -> None:
     A, B = operands("float8_e4m3fn", device, sizes=(200, 130, 260))
     with pytest.raises(NotSupportedError, match="'A'"):

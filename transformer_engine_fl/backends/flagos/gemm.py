@@ -905,6 +905,12 @@ class _Together(NamedTuple):
     offsets: list[int]
 
 
+def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors' rows in one tensor; autocast refuses some dtypes where none is given for it."""
+    rows = sum(len(it) for it in tensors)
+    return torch.cat(list(tensors), out=tensors[0].new_empty((rows, *tensors[0].shape[1:])))
+
+
 def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
     first = tensors[0]
     if len(tensors) == 1:
@@ -912,7 +918,7 @@ def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
     if _launch.INTERPRETED and first.dtype == torch.bfloat16:
         # It is given float32 for the bfloat16 of a tensor, and there is nothing behind that.
         ends = itertools.accumulate((it.numel() for it in tensors), initial=0)
-        return _Together(torch.cat([it.reshape(-1) for it in tensors]), list(ends)[:-1])
+        return _Together(_end_to_end([it.reshape(-1) for it in tensors]), list(ends)[:-1])
     places = [address_of(op, it) for it in tensors]
     # Nothing is read of those without elements, which are nowhere.
     start, base = min(
@@ -985,7 +991,7 @@ def _side(
         parts = [it.scale for it in operands if it.scale is not None]
         pieces = [it._replace(operand=_with_dense_scales(it.operand)) for it in pieces]
         ends = itertools.accumulate((it.numel() for it in parts), initial=0)
-        scale, scale_places = torch.cat([it.reshape(-1) for it in parts]), list(ends)[:-1]
+        scale, scale_places = _end_to_end([it.reshape(-1) for it in parts]), list(ends)[:-1]
     return _Side(pieces, data, places, scale, scale_places)
 
 
@@ -1020,7 +1026,7 @@ def _splits_target(
             if all(it.dtype == tensors[0].dtype for it in tensors)
             else torch.float32
         )
-        whole = torch.cat([it.to(kind) for it in tensors])
+        whole = _end_to_end([it.to(kind) for it in tensors])
         dense = [(whole, whole.shape[1])]
     together = _together(op, [it for it, _ in dense])
     if len(dense) == 1:
@@ -1085,7 +1091,7 @@ def te_general_grouped_gemm(
     if bias is not None:
         given = [plain(op, "bias", it) for it in bias]
         alike = all(it.dtype == given[0].dtype for it in given)
-        biases = torch.stack(given if alike else [it.float() for it in given])
+        biases = _end_to_end(given if alike else [it.float() for it in given]).view(-1, n)
     shape = (sum(ms), n)
     d_rows = list(itertools.accumulate(ms, initial=0))[:-1]
     d_places, d_strides, copied = [it * n for it in d_rows], [n] * len(ms), False
