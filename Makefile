@@ -22,12 +22,13 @@ MINIMUM := 3, 11
 DIGEST := $(shell { cat pyproject.toml constraints.txt; pwd; echo '$(EXTRAS)'; } | cksum | cut -d' ' -f1)
 STAMP  := $(VENV)/.installed-$(DIGEST)
 
-# With PYTHON given, an environment made with another version is made anew.
+# With PYTHON given, an environment made with another version is made anew, and one that
+# does not run is an error.
 VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 ifneq ($(PYTHON),)
 WANTED := $(shell $(PYTHON) $(VERSION))
 PRESENT := $(shell $(BIN)/python $(VERSION))
-OTHER := $(filter-out $(PRESENT),$(WANTED))
+OTHER := $(if $(WANTED),$(filter-out $(PRESENT),$(WANTED)),$(PYTHON))
 endif
 
 .DEFAULT_GOAL := help

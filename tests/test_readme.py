@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from transformer_engine_fl import SelectionPolicy
 from transformer_engine_fl.core.policy import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+INTERPRETED = os.environ.get("TRITON_INTERPRET")
 RESULTS = ROOT / "benchmarks" / "results" / "dispatch_overhead.json"
 
 
@@ -41,7 +44,10 @@ def test_the_example_is_short_and_shows_who_serves(capsys: pytest.CaptureFixture
     example = _blocks("python")[0]
     assert len(example.splitlines()) <= 15
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
-    assert "'reference.torch' serves" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "'reference.torch' serves" in printed
+    if torch.version.cuda is None and not torch.cuda.is_available() and INTERPRETED is None:
+        assert f"that prints\n\n```\n{printed}```\n" in README
 
 
 def test_the_backend_of_the_readme_serves_once_it_is_registered() -> None:

@@ -254,6 +254,14 @@ BROKEN = {
         "SignatureMismatchError",
     ),
     "exits": ("raise SystemExit(3)", "SystemExit"),
+    "yields what it should register": (
+        "from core_helpers import impl\ndef register(registry):\n    yield impl('lost')\n",
+        "gave back a generator and registered nothing.* registry.register_impl",
+    ),
+    "returns what it should register": (
+        "from core_helpers import impl\ndef register(registry):\n    return [impl('lost')]\n",
+        "gave back a list and registered nothing",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from core_helpers import StubTensor, impl, make_manager, one_of_each
 
 from transformer_engine_fl import (
+    ConfigurationError,
     NoImplementationError,
     OpManager,
     SelectionPolicy,
@@ -278,3 +279,9 @@ def test_what_if_follows_the_policy() -> None:
     with policy_context(prefer="vendor:zeta"), with_strict_mode():
         decision = manager.explain_for("scale", device="cuda")
     assert [it.impl_id for it in decision.accepted] == ["vendor.zeta"]
+
+
+@pytest.mark.parametrize("arch", ["hopper", "90", (9, 0)])
+def test_what_is_no_architecture_is_refused(manager: OpManager, arch: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"no architecture name; examples: 'sm_90'"):
+        manager.explain_for("scale", device="cuda", arch=arch)

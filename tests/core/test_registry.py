@@ -251,6 +251,7 @@ def test_each_manager_has_its_own_quarantine_and_tensors_over_a_shared_registry(
         ({"fn": "no colon"}, "callable or 'module:attribute'"),
         ({"fn": 3}, "callable or 'module:attribute', got int"),
         ({"min_arch": "hopper"}, "no architecture name"),
+        ({"min_arch": (9, 0)}, "no architecture name"),
         ({"traits": {"determinstic"}}, "unknown trait.*did you mean 'deterministic'"),
         ({"priority": "high"}, "priority must be an int"),
         ({"priority": True}, "priority must be an int"),

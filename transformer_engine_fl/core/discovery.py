@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -24,6 +24,7 @@ from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.policy import get_environment
 from transformer_engine_fl.core.registry import OpRegistry
+from transformer_engine_fl.core.types import OpImpl
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -122,8 +123,14 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
     try:
         register = _register_function(source.load(), source)
         with registry.transaction(source.key) as staged:
-            register(staged)
+            returned = register(staged)
             added = tuple(entry.impl.label for entry in staged.added)
+            if not added and isinstance(returned, OpImpl | Iterable | Awaitable):
+                raise PluginError(
+                    f"{source.name}: its register(registry) gave back a "
+                    f"{type(returned).__name__} and registered nothing; hand each OpImpl to "
+                    "registry.register_impl"
+                )
             staged.state = report = SourceReport(source.name, source.origin, added)
             return report
     except KeyboardInterrupt as error:  # of somebody who waits for it, and cannot see for whom

@@ -297,8 +297,9 @@ def parse_arch(name: str) -> tuple[str, tuple[int, ...], str] | None:
     """An architecture name as (family, version, variant), comparable within one family.
 
     ``"sm_90a"`` -> ``("sm", (9, 0), "a")``; ``"gfx90a"`` -> ``("gfx9", (9, 0, 10), "")``.
-    None if the name follows neither scheme.
+    None if the name follows neither scheme, or is none: torch's ``(9, 0)``.
     """
+    name = str(name)
     if match := re.fullmatch(r"sm_?(\d+)(\d)([af]?)", name):
         return "sm", (int(match[1]), int(match[2])), match[3]
     if match := re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", name):
