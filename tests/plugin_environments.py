@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def environment(home: Path) -> Path:
     """The interpreter of a fresh environment that sees what this one has installed."""
-    venv.create(home, with_pip=True)
+    venv.create(home)  # pip is this one's
     interpreter = home / "bin" / "python"
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run(interpreter, "-c", ask).stdout.strip())

@@ -43,10 +43,11 @@ def test_the_loopback_passes_in_te_fl_verify_whose_scorecard_has_every_operator_
 
 
 def test_the_loopback_passes_in_pytest_which_has_cases_of_every_operator(vendor: Vendor) -> None:
-    ran = vendor.pytest("--te-fl-impl", "vendor.loopback", "-v", "-k", "values and typical")
+    options = ("--te-fl-dtype", "float32", "-v", "-k", "values and typical")
+    ran = vendor.pytest("--te-fl-impl", "vendor.loopback", *options)
     assert ran.code == 0, ran.out[-2000:]
     listed = {re.split("[/:]+", name)[3] for name in _ids(ran.out)}
-    assert listed == set(ops.CATALOGUE)
+    assert listed == {it.name for it in ops.CATALOGUE.values() if "float32" in it.dtypes}
 
 
 # ---------------------------------------------------------------------------- the faults

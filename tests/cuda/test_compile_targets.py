@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import re
 import struct
 import subprocess
@@ -35,6 +36,15 @@ TARGETS = {
 HOPPER = TARGETS["sm_90a"]
 MOST_PARAMETER_BYTES = 4096
 Sources = dict[_compile.Specialisation, Geometry]
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the whole run, in whichever process: several tests ask for the same kernels."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "compiled"))
 
 
 def _families() -> Iterator[tuple[str, ModuleType]]:
