@@ -387,12 +387,20 @@ class Plan:
             return wrong.with_traceback(None)
         return None
 
-    def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> None:
-        if not self._strict:
-            facts = self.facts(args, kwargs)
-            key = QuarantineKey(self._op_name, impl.impl_id, facts.device, facts.dtype)
-            self._manager.quarantine.add(key, said)
-            self._manager.plans_outdated()
+    def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> bool:
+        """Put one into quarantine; whether it is there.
+
+        Quarantine knows devices and dtypes. A fault on a sparse tensor, say, must not keep it
+        from the others.
+        """
+        tensors = self._tensors_in((args, tuple(kwargs.values())))
+        if self._strict or not all(map(self._manager.tensors.is_ordinary, tensors)):
+            return False
+        facts = self.facts(args, kwargs)
+        key = QuarantineKey(self._op_name, impl.impl_id, facts.device, facts.dtype)
+        self._manager.quarantine.add(key, said)
+        self._manager.plans_outdated()
+        return True
 
     def _served(
         self,
@@ -405,13 +413,15 @@ class Plan:
         """A candidate has served; those that failed before it are set aside."""
         for failed in faults:
             said = reasons[failed.impl_id][1].removeprefix("failed: ")
-            self._set_aside(failed, said, args, kwargs)
+            aside = self._set_aside(failed, said, args, kwargs)
             logger.warning(
-                "Op %r: %r failed (%s) and is in quarantine for such tensors until "
-                "reset_quarantine(); %r served",
+                "Op %r: %r failed (%s) and is %s; %r served",
                 self._op_name,
                 failed.impl_id,
                 said,
+                "in quarantine for such tensors until reset_quarantine()"
+                if aside
+                else "tried again next time, for not every tensor of this call is an ordinary one",
                 impl.impl_id,
             )
         self._manager.log_selection(self._op_name, impl, again=False)
