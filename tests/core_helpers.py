@@ -50,6 +50,9 @@ class StubTensors:
     def is_tensor(self, value: object) -> bool:
         return isinstance(value, StubTensor)
 
+    def is_ordinary(self, value: StubTensor) -> bool:
+        return value.unusual is None
+
     def is_fatal(self, error: Exception) -> bool:
         return isinstance(error, MemoryError)
 

@@ -369,6 +369,22 @@ def test_what_declines_in_eager_code_declines_in_compiled_code() -> None:
                 run(x, w, 0)
 
 
+def test_what_cannot_be_loaded_is_passed_over_in_compiled_code_too() -> None:
+    registry = te.OpRegistry({})
+    registry.register_many(
+        [
+            te.OpImpl("twice", "choosy", "flagos", lambda x: x * 9, supports=lambda x: "never"),
+            te.OpImpl("twice", "gone", "vendor", "nowhere.to_be_found:twice", vendor="gone"),
+            te.OpImpl("twice", "plain", "reference", lambda x: x * 2),
+        ]
+    )
+    manager = te.OpManager(registry, builtins=False, plugins=False)
+    program = lambda x: manager.call("twice", x)  # noqa: E731
+    compiled = torch.compile(program, fullgraph=True, backend="eager")
+    for run in (compiled, program):
+        torch.testing.assert_close(run(torch.ones(3)), torch.full((3,), 2.0))
+
+
 def test_wrong_arguments_are_named_while_compiling() -> None:
     compiled = torch.compile(by_call(), fullgraph=True, backend="aot_eager")
     with te.with_preference("reference"), pytest.raises(Exception, match="'weight'"):

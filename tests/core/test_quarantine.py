@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from core_faults import GUARDS, ROUTES, Kernel, KernelError, arrive, in_quarantine, world
+from torch.testing._internal.two_tensor import TwoTensor
 
 import transformer_engine_fl.core.manager as manager_module
 from transformer_engine_fl import (
     NotSupportedError,
     OpImpl,
     OpManager,
+    PartialMutationError,
     SelectionPolicy,
     policy_context,
     reset_global_policy,
@@ -89,6 +91,29 @@ def test_there_is_one_warning_and_it_says_who_failed_why_and_who_served(
     assert len(said) == 1
     for part in ("scale", "impl.0", "KernelError: unwell", "reset_quarantine()", "impl.1"):
         assert part in said[0]
+
+
+UNUSUAL: dict[str, Callable[[Callable[[torch.Tensor], Any]], Any]] = {
+    "sparse": lambda call: call(ones().to_sparse()),
+    "a subclass": lambda call: call(TwoTensor(ones(), ones())),
+    "vmap": lambda call: torch.vmap(call)(torch.ones(3, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_a_fault_on_an_unusual_tensor_sets_nobody_aside(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = world("scale", Unwell(), Kernel())
+    writing = world("scale_", Unwell())
+    UNUSUAL[kind](lambda x: manager.call("scale", x))
+    with pytest.raises(PartialMutationError):
+        UNUSUAL[kind](lambda x: writing.call("scale_", x))
+    assert not in_quarantine(manager) | in_quarantine(writing)
+    assert "'impl.0' failed" in caplog.text
+    assert "reset_quarantine" not in caplog.text
+    manager.call("scale", ones())
+    assert in_quarantine(manager)
 
 
 def test_explain_shows_it_for_such_tensors_and_only_for_them() -> None:

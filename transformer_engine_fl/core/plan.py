@@ -184,9 +184,7 @@ class Plan:
         """What to keep in the table: the implementation itself where that is safe."""
         if self._manager.monitors:
             return self._watched()
-        decision = self.explain(Facts(), None)
-        self._check_named(decision)
-        chosen = decision.selected
+        chosen = self.decide(Facts()).selected
         if chosen is None:
             return self._watched()
         entry = self._entries[chosen.impl_id]
@@ -227,9 +225,8 @@ class Plan:
     def steps(self, args: Args, kwargs: Kwargs) -> Steps:
         """The candidates for a call's kind of tensor, best first."""
         facts = self.facts(args, kwargs)
-        decision = self.explain(facts, None)
-        self._check_named(decision)
-        entries = tuple(self._entries[impl.impl_id] for impl in decision.accepted)
+        accepted = self.decide(facts).accepted
+        entries = tuple(self._entries[impl.impl_id] for impl in accepted)
         if not entries:
             return Steps(_nothing, False, facts.fake, ())
         first = entries[0]
@@ -238,21 +235,23 @@ class Plan:
             self._manager.log_selection(self._op_name, first.impl)
         return Steps(self._callable(first, facts.fake), simple, facts.fake, entries)
 
-    def _check_named(self, decision: Decision) -> None:
-        """Do not pass over a package that cannot be loaded where the policy names it.
+    def decide(self, facts: Facts) -> Decision:
+        """Judge every candidate for a dispatch.
 
         Raises:
-            PluginError: says why it cannot.
+            PluginError: a package that the policy names cannot be loaded; it is not passed over.
         """
+        decision = self.explain(facts, None)
         for verdict in decision.verdicts:
             if verdict.accepted:
-                return
+                break
             entry = self._entries[verdict.impl.impl_id]
-            meant = entry.broken and tensor_reason(entry, decision.facts) is None
+            meant = entry.broken and tensor_reason(entry, facts) is None
             if meant and verdict.cause == "available":
                 token = named_by(verdict.impl, self._op_name, entry, self._effective)
                 if token is not None:
                     raise PluginError(f"{token!r} is asked for by name: {entry.load()}")
+        return decision
 
     def _callable(self, entry: Entry, fake: bool) -> Callable[..., Any]:
         """What runs a loaded candidate; without the options that it does not take."""
@@ -387,12 +386,20 @@ class Plan:
             return wrong.with_traceback(None)
         return None
 
-    def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> None:
-        if not self._strict:
-            facts = self.facts(args, kwargs)
-            key = QuarantineKey(self._op_name, impl.impl_id, facts.device, facts.dtype)
-            self._manager.quarantine.add(key, said)
-            self._manager.plans_outdated()
+    def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> bool:
+        """Put one into quarantine; whether it is there.
+
+        Quarantine knows devices and dtypes. A fault on a sparse tensor, say, must not keep it
+        from the others.
+        """
+        tensors = self._tensors_in((args, tuple(kwargs.values())))
+        if self._strict or not all(map(self._manager.tensors.is_ordinary, tensors)):
+            return False
+        facts = self.facts(args, kwargs)
+        key = QuarantineKey(self._op_name, impl.impl_id, facts.device, facts.dtype)
+        self._manager.quarantine.add(key, said)
+        self._manager.plans_outdated()
+        return True
 
     def _served(
         self,
@@ -405,13 +412,15 @@ class Plan:
         """A candidate has served; those that failed before it are set aside."""
         for failed in faults:
             said = reasons[failed.impl_id][1].removeprefix("failed: ")
-            self._set_aside(failed, said, args, kwargs)
+            aside = self._set_aside(failed, said, args, kwargs)
             logger.warning(
-                "Op %r: %r failed (%s) and is in quarantine for such tensors until "
-                "reset_quarantine(); %r served",
+                "Op %r: %r failed (%s) and is %s; %r served",
                 self._op_name,
                 failed.impl_id,
                 said,
+                "in quarantine for such tensors until reset_quarantine()"
+                if aside
+                else "tried again next time, for not every tensor of this call is an ordinary one",
                 impl.impl_id,
             )
         self._manager.log_selection(self._op_name, impl, again=False)

@@ -63,6 +63,10 @@ class Tensors(Protocol):
         """Whether the value is a tensor."""
         ...
 
+    def is_ordinary(self, value: Any, /) -> bool:
+        """Whether a fault on this tensor is one on every tensor of its device and dtype."""
+        ...
+
     def is_fatal(self, error: Exception) -> bool:
         """Whether the device is lost or memory ran out, so that nothing else may run."""
         ...

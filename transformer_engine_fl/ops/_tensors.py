@@ -71,6 +71,17 @@ class TorchTensors:
         """Whether the value is a torch tensor."""
         return isinstance(value, torch.Tensor)
 
+    def is_ordinary(self, value: torch.Tensor) -> bool:
+        """Neither sparse nor nested, no subclass with a way of its own, in none of torch's
+        transforms: what fails on such a tensor may well serve any other.
+        """
+        return not (
+            _unusual(value)
+            or value.is_nested
+            or value.layout is not torch.strided
+            or torch._C._functorch.is_functorch_wrapped_tensor(value)
+        )
+
     def is_fatal(self, error: Exception) -> bool:
         """Out of memory, or a device error that sticks."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):

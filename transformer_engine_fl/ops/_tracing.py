@@ -146,10 +146,13 @@ def _choose(
 ) -> tuple[str, ...]:
     """Names of the targets that may serve, best first; the keys are there to be guarded."""
     plan = manager_named(manager).plan(op_name)
-    decision = plan.explain(facts_of(device, dtype), None)
+    decision = plan.decide(facts_of(device, dtype))
     names = []
     for impl in decision.accepted:
-        entry = plan.entry(impl)
+        try:
+            entry = plan.entry(impl)
+        except NoImplementationError:
+            continue  # it cannot be loaded, which the first one can
         if entry.contract is None and not impl.traceable:
             continue  # its shapes are unknown, so it can be neither traced nor stood for
         names.append(_target_name(entry))
