@@ -25,6 +25,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
     by_rows,
+    check_across,
     check_fresh,
     check_size,
     keep,
@@ -554,11 +555,12 @@ def _run_with_bias(of: _Activation, grad: Tensor, x: Tensor) -> tuple[Tensor, Te
     plan = _BIAS_PLANS.get(key) or keep(
         _BIAS_PLANS, key, _bias_plan(of, x.dtype, columns, unit, x.device)
     )
-    programs = min(-(-rows // plan.rows), plan.most)
+    programs, across = min(-(-rows // plan.rows), plan.most), -(-columns // plan.block)
+    check_across(of.contract.name, across)
     partial = torch.empty((programs, columns), dtype=plan.sums, device=x.device)
     dbias = torch.empty((columns,), dtype=given.dtype, device=x.device)
     plan.launch(
-        (programs, -(-columns // plan.block)),
+        (programs, across),
         (given, x, output, partial),
         (rows, columns // unit, grad_step // unit, x_step // unit),
     )
