@@ -453,7 +453,7 @@ def _is_dense(of: _Activation, grad: Tensor | None, x: Tensor) -> bool:
             type(x) in PLAIN
             and x.is_contiguous()
             and x.dim()
-            and x.numel() > 1  # one number may be dense and yet have its sign kept apart
+            and not x.is_neg()  # dense, it may have its sign kept apart
             and x.dtype in _FLOATS
             and not (of.gated and x.shape[-1] % 2)
             and _launch.unsupported_device(x.device) is None
@@ -463,6 +463,7 @@ def _is_dense(of: _Activation, grad: Tensor | None, x: Tensor) -> bool:
                     grad is not None
                     and type(grad) in PLAIN
                     and grad.is_contiguous()
+                    and not grad.is_neg()
                     and grad.dtype in _FLOATS
                     and grad.dim() == x.dim()
                     and grad.shape[:-1] == x.shape[:-1]
