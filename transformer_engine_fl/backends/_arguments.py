@@ -221,5 +221,6 @@ def is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
         and tensor.dim() == 1
         and tensor.numel() == size
         and tensor.is_contiguous()
+        and not tensor.is_neg()
         and tensor.device == device
     )

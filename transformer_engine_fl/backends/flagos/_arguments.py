@@ -45,6 +45,7 @@ __all__ = [
     "addressed",
     "block_of",
     "by_rows",
+    "check_across",
     "check_fresh",
     "check_integers",
     "check_numbers",
@@ -64,6 +65,7 @@ __all__ = [
 
 MOST = 2**31 - 2**14
 """Rows, and columns, that a kernel counts: with a tile beyond them, within an int32."""
+_MOST_ACROSS = 2**16 - 1  # what the second axis of a grid has
 WIDEST_UNIT = 16
 """Columns and distances are counted in units that divide them, of up to so many elements."""
 
@@ -111,6 +113,11 @@ def launch_of(
 def check_size(op: str, name: str, size: int) -> None:
     """Decline what a kernel cannot count."""
     _arguments.check_size(op, name, size, MOST)
+
+
+def check_across(op: str, programs: int) -> None:
+    """Decline more programs than the second axis of a grid has room for."""
+    _arguments.check_size(op, "programs across", programs, _MOST_ACROSS)
 
 
 # ------------------------------------------------------------------------------- tiles

@@ -19,8 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from transformer_engine_fl.backends.flagos._arguments import WIDEST_UNIT, check_size, launch_of
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.backends.flagos._arguments import (
+    WIDEST_UNIT,
+    check_across,
+    check_size,
+    launch_of,
+)
 
 __all__ = [
     "Tile",
@@ -129,7 +133,6 @@ def move(
 
 _NARROW_BYTES = 1024  # no row is cut into pieces narrower than this
 _MOST_WASTE = 9 / 8  # columns of its tiles, for one column of a row
-_MOST_PIECES = 2**16 - 1  # what the second axis of a grid has
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -226,7 +229,6 @@ def launch_rows(
         BLOCK=tile.columns,
     )
     pieces = -(-heads // tile.heads) * -(-widths[0] // tile.columns)
-    if pieces > _MOST_PIECES:
-        raise NotSupportedError(f"{op}: a token of {heads} x {widths[0]} has too many pieces")
+    check_across(op, pieces)
     grid = (-(-rows // tile.tokens), pieces)
     launch(grid, tuple(tensors), (rows, *numbers, heads, *(it // unit for it in widths)))

@@ -25,6 +25,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
     by_rows,
+    check_across,
     check_fresh,
     check_size,
     keep,
@@ -452,7 +453,7 @@ def _is_dense(of: _Activation, grad: Tensor | None, x: Tensor) -> bool:
             type(x) in PLAIN
             and x.is_contiguous()
             and x.dim()
-            and x.numel() > 1  # one number may be dense and yet have its sign kept apart
+            and not x.is_neg()  # dense, it may have its sign kept apart
             and x.dtype in _FLOATS
             and not (of.gated and x.shape[-1] % 2)
             and _launch.unsupported_device(x.device) is None
@@ -462,6 +463,7 @@ def _is_dense(of: _Activation, grad: Tensor | None, x: Tensor) -> bool:
                     grad is not None
                     and type(grad) in PLAIN
                     and grad.is_contiguous()
+                    and not grad.is_neg()
                     and grad.dtype in _FLOATS
                     and grad.dim() == x.dim()
                     and grad.shape[:-1] == x.shape[:-1]
@@ -554,11 +556,12 @@ def _run_with_bias(of: _Activation, grad: Tensor, x: Tensor) -> tuple[Tensor, Te
     plan = _BIAS_PLANS.get(key) or keep(
         _BIAS_PLANS, key, _bias_plan(of, x.dtype, columns, unit, x.device)
     )
-    programs = min(-(-rows // plan.rows), plan.most)
+    programs, across = min(-(-rows // plan.rows), plan.most), -(-columns // plan.block)
+    check_across(of.contract.name, across)
     partial = torch.empty((programs, columns), dtype=plan.sums, device=x.device)
     dbias = torch.empty((columns,), dtype=given.dtype, device=x.device)
     plan.launch(
-        (programs, -(-columns // plan.block)),
+        (programs, across),
         (given, x, output, partial),
         (rows, columns // unit, grad_step // unit, x_step // unit),
     )

@@ -16,6 +16,7 @@ from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     Written,
+    check_across,
     check_integers,
     check_size,
     dense,
@@ -515,10 +516,12 @@ def _reordered(op: str, cache: Tensor, indices: Tensor, added: Tensor, cached: T
         BLOCK=block,
     )
     programs = -(-sequences // of_program) * slots
+    across = heads * -(-width // block)
     check_size(op, "slots", programs)
+    check_across(op, across)
     distances = (width, *steps(before), *steps(cache))
     launch(
-        (programs, heads * -(-width // block)),
+        (programs, across),
         (before, cache, indices, added, cached),
         (sequences, slots, rows, heads, *(it // unit for it in distances)),
     )

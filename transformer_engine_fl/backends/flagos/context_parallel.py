@@ -17,6 +17,7 @@ from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     Written,
+    check_across,
     check_integers,
     check_size,
     dense,
@@ -492,8 +493,9 @@ def _halves_of_lse(
     outer, heads, columns = half.shape
     above, beside = _LSE_TILE
     programs = outer * -(-heads // above)
+    across = -(-columns // beside)
     check_size(op, "rows", programs)
-    check_size(op, "columns", columns)
+    check_across(op, across)
     launch = launch_of(
         _second_half_lse,
         half.device,
@@ -505,7 +507,7 @@ def _halves_of_lse(
         COLUMNS=beside,
     )
     numbers = (heads, lse.shape[-1], columns, *found, *lse.stride(), *half.stride())
-    launch((programs, -(-columns // beside)), (lse, half, offsets), numbers)
+    launch((programs, across), (lse, half, offsets), numbers)
 
 
 def thd_second_half_lse_correction(

@@ -26,6 +26,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     PLAIN,
     address_of,
     by_rows,
+    check_across,
     check_fresh,
     check_size,
     keep,
@@ -605,7 +606,7 @@ class _SumPlan(NamedTuple):
 _SUM_PLANS: dict[object, _SumPlan] = {}
 
 
-def _sums_of_rows(matrices: Sequence[_Piece], dtype: torch.dtype) -> Tensor:
+def _sums_of_rows(op: str, matrices: Sequence[_Piece], dtype: torch.dtype) -> Tensor:
     """The sum over the rows of each, ``[matrices, columns]``."""
     first = matrices[0].operand
     columns, device = first.data.shape[-1], first.data.device
@@ -633,6 +634,7 @@ def _sums_of_rows(matrices: Sequence[_Piece], dtype: torch.dtype) -> Tensor:
             BLOCK=_SUM_BLOCK,
         )
         blocks = -(-columns // _SUM_BLOCK)
+        check_across(op, blocks)
         most = max(1, _SUM_PROGRAMS * _launch.limits(device).multiprocessors // blocks)
         total = SumOfPrograms(columns, unit, device)
         plan = keep(_SUM_PLANS, key, _SumPlan(launch, total, unit, blocks, most))
@@ -864,7 +866,7 @@ def generic_gemm(
     sums = None
     if bias_grad:
         (it,) = _operands(op, "B", [B], _listed(B_scale_inv), True, False)
-        sums = _sums_of_rows([_Piece(it, 0, math.prod(B.shape[:-1]))], dtype).squeeze(0)
+        sums = _sums_of_rows(op, [_Piece(it, 0, math.prod(B.shape[:-1]))], dtype).squeeze(0)
     if launch is not None:
         launch(
             (programs, 1),
@@ -1104,7 +1106,7 @@ def te_general_grouped_gemm(
     sums = None
     if bias_grad:
         stored = _side(op, "B", B, B_scale_inv, True, m_splits, whole=False)
-        sums = _sums_of_rows(stored.pieces, dtype)
+        sums = _sums_of_rows(op, stored.pieces, dtype)
     after = _Epilogue(
         gelu,
         accumulate_into is not None and beta != 0,

@@ -651,6 +651,7 @@ def _is_alike(tensor: Tensor, other: Tensor) -> bool:
     return (
         type(tensor) in PLAIN
         and tensor.is_contiguous()
+        and not tensor.is_neg()
         and tensor.shape == other.shape
         and tensor.device == other.device
     )
@@ -712,8 +713,9 @@ def _forward(
         device = input.device
         if (
             type(input) in PLAIN
-            and columns > 1  # one number may be dense and yet have its sign kept apart
+            and columns
             and input.is_contiguous()
+            and not input.is_neg()  # dense, it may have its sign kept apart
             and (residual is None or _is_alike(residual, input))
             and (residual is None or residual.dtype == input.dtype)
             and (residual is None) is (op is not contracts.rmsnorm_fwd_add)
@@ -819,8 +821,9 @@ def _backward(
         device = x.device
         if (
             type(x) in PLAIN
-            and columns > 1  # as in the forward
+            and columns
             and x.is_contiguous()
+            and not x.is_neg()
             and _is_alike(dy, x)
             and (add is None or _is_alike(add, x))
             and (add is None) is (op is not contracts.rmsnorm_bwd_add)

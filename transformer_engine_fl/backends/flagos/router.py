@@ -23,6 +23,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
     by_rows,
+    check_across,
     check_integers,
     check_numbers,
     check_size,
@@ -688,11 +689,11 @@ def fused_moe_aux_loss_fwd(
     const = fresh(op, probs, (), math_dtype(probs.dtype))
     rows, experts = probs.shape
     check_size(op, "tokens", rows)
-    check_size(op, "experts", experts)
     probs, step = by_rows(probs)
     unit = math.gcd(experts, step, WIDEST_UNIT)
     plan = _loss_plan(_sum_loads, probs, (counts.dtype,), experts, unit)
     blocks = -(-experts // plan.columns)
+    check_across(op, blocks)
     programs = min(-(-rows // plan.rows), max(1, _LOSS_PROGRAMS // max(1, blocks)))
     left = programs * blocks
     partial = fresh(op, probs, (left,), const.dtype)
@@ -721,9 +722,9 @@ def fused_moe_aux_loss_bwd(
     if not grad_probs.numel():
         return grad_probs
     check_size(op.name, "tokens", num_rows)
-    check_size(op.name, "experts", experts)
     unit = math.gcd(experts, WIDEST_UNIT)
     plan = _loss_plan(_loss_backward, grad, (const.dtype, counts.dtype), experts, unit)
     grid = (-(-num_rows // plan.rows), -(-experts // plan.columns))
+    check_across(op.name, grid[1])
     plan.launch(grid, (grad, const, counts, grad_probs), (num_rows, experts // unit))
     return grad_probs
