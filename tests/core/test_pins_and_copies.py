@@ -103,6 +103,23 @@ def test_a_what_if_question_takes_a_device_with_an_index_and_refuses_an_unknown_
         manager.explain_for("rmsnorm_fwd", device="cuda", dtype="bf16")
 
 
+def test_undoing_a_monitor_leaves_the_same_one_that_another_has_set() -> None:
+    manager = manager_with()
+    seen: list[str] = []
+
+    def watch(op_name: str, impl: te.OpImpl) -> None:
+        seen.append(impl.impl_id)
+
+    undo, other = manager.monitor(watch), manager.monitor(watch)
+    undo()
+    undo()
+    manager.call("work", torch.ones(2))
+    assert seen == ["second"]
+    other()
+    manager.call("work", torch.ones(2))
+    assert seen == ["second"]
+
+
 def test_a_monitor_must_be_callable() -> None:
     with pytest.raises(TypeError, match="a monitor is a callable, not int"):
         te.get_default_manager().monitor(3)  # type: ignore[arg-type]

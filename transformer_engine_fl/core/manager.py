@@ -255,13 +255,14 @@ class OpManager:
         """
         if not callable(callback):
             raise TypeError(f"a monitor is a callable, not {type(callback).__name__}")
+        own = functools.partial(callback)  # two may set the same one, and undo their own
         with self._lock:
-            self._monitors = (*self._monitors, callback)
+            self._monitors = (*self._monitors, own)
         self._invalidate()
 
         def undo() -> None:
             with self._lock:
-                self._monitors = tuple(it for it in self._monitors if it is not callback)
+                self._monitors = tuple(it for it in self._monitors if it is not own)
             self._invalidate()
 
         return undo
