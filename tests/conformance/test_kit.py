@@ -635,6 +635,14 @@ def test_cases_have_unique_names_and_cover_every_operator_of_a_set() -> None:
     assert {name.split("/")[0] for name in names} == set(ops.CATALOGUE)
 
 
+def test_a_single_element_may_have_any_stride() -> None:
+    one, other = torch.tensor([1, 2, 3])[::3], torch.tensor([2, 2, 3])[::3]
+    assert one.stride() == (3,)
+    exact = te.Tolerance(0.0, 0.0)
+    assert testing.compare(one, one, exact).ratio == 0
+    assert testing.compare(one, other, exact).ratio == float("inf")
+
+
 def test_integers_bools_and_float8_compare_exactly() -> None:
     loose = te.Tolerance(1.0, 1.0)
     expected = torch.tensor([1.0, 2.0, 448.0], dtype=torch.float64)

@@ -118,7 +118,9 @@ def _cropped(tensor: Tensor) -> Tensor:
 
 def bits(value: Tensor) -> Tensor:
     """The elements' bytes, so that NaN equals itself and -0.0 differs from 0.0."""
-    return value.detach().contiguous().flatten().view(torch.uint8)
+    # A single element is contiguous whatever its stride, and torch asks for 1 to view its bytes.
+    flat = value.detach().contiguous().flatten()
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def memory(value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_engine_fl.core.contract import Between, Tolerance
 from transformer_engine_fl.ops._rounding import power_of_two
+from transformer_engine_fl.testing.arguments import bits
 
 __all__ = ["Worst", "compare", "ulp"]
 
@@ -103,7 +104,7 @@ def _exactly(result: Tensor, expected: Tensor) -> Worst:
     size = result.element_size()
     got = result.contiguous().flatten()
     want = expected.to(result.dtype).contiguous().flatten()
-    differ = (got.view(torch.uint8) != want.view(torch.uint8)).view(-1, size).any(-1)
+    differ = (bits(got) != bits(want)).view(-1, size).any(-1)
     if got.is_floating_point():
         differ &= ~(got.isnan() & want.isnan())
     return _first(differ, got, want)
