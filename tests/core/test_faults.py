@@ -34,6 +34,7 @@ from transformer_engine_fl import (
     with_preference,
     with_strict_mode,
 )
+from transformer_engine_fl.core.errors import NotStartedError
 
 EVERY_WAY = [
     pytest.param(route, guarded, id=f"{route}-{'guarded' if guarded else 'direct'}")
@@ -109,6 +110,13 @@ TABLE = [
         PartialMutationError,
         "scale_",
         in_place=True,
+        quarantined=True,
+    ),
+    Row("is broken, and says so", lambda: NotStartedError("no image"), quarantined=True),
+    Row(
+        "is broken, and says so before it writes",
+        lambda: NotStartedError("no image"),
+        op_name="scale_",
         quarantined=True,
     ),
     Row("wrong arguments", lambda: KernelError("shapes"), ArgumentError, args=wrong),

@@ -38,6 +38,11 @@ _FORMS = {
 _STATES = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 
 
+def _make(launches: list[Callable[[], None]]) -> None:
+    for launch in launches:
+        launch()
+
+
 class ListOperators:
     """The operators of a set.
 
@@ -57,7 +62,7 @@ class ListOperators:
         self._cuts = cuts
         self._refusal = refusal
 
-    def _go_through(
+    def _launch_of(
         self,
         name: str,
         demand: Demand,
@@ -65,8 +70,10 @@ class ListOperators:
         others: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
         **constants: Any,
-    ) -> None:
-        """Launch a kernel on the rows of a group.
+    ) -> Callable[[], None]:
+        """The launch of a kernel on the rows of a group, to be made when those of all are there.
+
+        What fails on the way to it has written nothing.
 
         Args:
             name: of the kernel.
@@ -106,18 +113,14 @@ class ListOperators:
         scale, flag = lists.others["scale"], lists.others["noop_flag"]
         on_device = scale if isinstance(scale, Tensor) else None
         number = 1.0 if isinstance(scale, Tensor) else float(scale)
-        for group in lists.groups:
-            x, y = group.dtypes
-            self._go_through(
-                "scale",
-                demand,
-                group,
-                (flag, on_device),
-                (number,),
-                X=x,
-                Y=y,
-                ACC=math_dtype(x),
+        launches = [
+            self._launch_of(
+                "scale", demand, group, (flag, on_device), (number,), X=x, Y=y, ACC=math_dtype(x)
             )
+            for group in lists.groups
+            for x, y in (group.dtypes,)
+        ]
+        _make(launches)
         lists.finish()
 
     def multi_tensor_scale(
@@ -177,16 +180,13 @@ class ListOperators:
         norms = None
         if lists.others["per_tensor"]:
             norms = torch.empty((len(inputs),), dtype=dtype, device=device)
-        for group in lists.groups:
-            self._go_through(
-                "squares",
-                demand,
-                group,
-                (scale, sums),
-                (),
-                X=group.dtypes[0],
-                ACC=dtype,
+        launches = [
+            self._launch_of(
+                "squares", demand, group, (scale, sums), (), X=group.dtypes[0], ACC=dtype
             )
+            for group in lists.groups
+        ]
+        _make(launches)
         # Where there is no tensor, there is no table of them either.
         self._finish_norms(sums, lists.slots, norm, norms if inputs else None, flag)
         lists.finish()
@@ -244,11 +244,12 @@ class ListOperators:
             else:
                 powers = [1 - it**step for it in (beta1, beta2)]
         numbers = (beta1, beta2, 1 - beta1, 1 - beta2, float(given["eps"]))
+        launches = []
         for group in lists.groups:
             g, p, m, _, *w = group.dtypes
             bits = torch.int16 if form == "remainder" else torch.uint8
             whole = w[0] if form in ("master", "fp8") else p
-            self._go_through(
+            launch = self._launch_of(
                 "adam",
                 demand,
                 group,
@@ -264,6 +265,8 @@ class ListOperators:
                 SHORT=beta1 < 0.5,
                 MANTISSA=_MANTISSAS.get(p),
             )
+            launches.append(launch)
+        _make(launches)
         lists.finish()
 
     def multi_tensor_adam(
@@ -504,9 +507,10 @@ class ListOperators:
             model_params=model_params,
             noop_flag=noop_flag,
         )
+        launches = []
         for group in lists.groups:
             g, p, b, *c = group.dtypes
-            self._go_through(
+            launch = self._launch_of(
                 "sgd",
                 demand,
                 group,
@@ -527,6 +531,8 @@ class ListOperators:
                 NESTEROV=nesterov,
                 DECAY_LAST=wd_after_momentum,
             )
+            launches.append(launch)
+        _make(launches)
         lists.finish()
 
     # -------------------------------------------------------------------- scales
@@ -555,15 +561,13 @@ class ListOperators:
             epsilon=epsilon,
             noop_flag=noop_flag,
         )
-        for group in lists.groups:
-            self._go_through(
-                "float_scales",
-                demand,
-                group,
-                (lists.others["noop_flag"],),
-                (float(max_fp8), float(epsilon)),
-                POWERS=force_pow_2_scales,
-            )
+        numbers = (float(max_fp8), float(epsilon))
+        flag, powers = lists.others["noop_flag"], force_pow_2_scales
+        launches = [
+            self._launch_of("float_scales", demand, group, (flag,), numbers, POWERS=powers)
+            for group in lists.groups
+        ]
+        _make(launches)
         lists.finish()
 
     def multi_tensor_compute_scale_inv_e8m0(
@@ -578,6 +582,6 @@ class ListOperators:
             scale_invs=scale_invs,
             noop_flag=noop_flag,
         )
-        for group in lists.groups:
-            self._go_through("e8m0_scales", demand, group, (lists.others["noop_flag"],), ())
+        flag = lists.others["noop_flag"]
+        _make([self._launch_of("e8m0_scales", demand, it, (flag,), ()) for it in lists.groups])
         lists.finish()

@@ -20,6 +20,7 @@ __all__ = [
     "ConfigurationError",
     "DuplicateImplError",
     "NoImplementationError",
+    "NotStartedError",
     "NotSupportedError",
     "PartialMutationError",
     "PluginError",
@@ -92,6 +93,14 @@ class NotSupportedError(TeFlError, NotImplementedError):
     """Raised by an implementation, before it touches anything: "not these arguments".
 
     Dispatch takes it as a decline, not as a fault, and tries the next candidate.
+    """
+
+
+class NotStartedError(TeFlError, RuntimeError):
+    """Raised by an implementation that is broken, before it touches anything.
+
+    A fault, unlike :class:`NotSupportedError`; but what the operator writes is as it was, so
+    the next candidate may run on it.
     """
 
 

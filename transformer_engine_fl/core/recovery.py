@@ -11,7 +11,12 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from transformer_engine_fl.core.errors import ArgumentError, ConfigurationError, NotSupportedError
+from transformer_engine_fl.core.errors import (
+    ArgumentError,
+    ConfigurationError,
+    NotStartedError,
+    NotSupportedError,
+)
 from transformer_engine_fl.core.locks import ForkSafeLock
 
 __all__ = ["Outcome", "Quarantine", "QuarantineKey", "judge"]
@@ -57,7 +62,8 @@ def judge(
         return Outcome.RAISE, None
     if isinstance(error, NotSupportedError):
         return Outcome.DECLINED, None
-    return (Outcome.HALF_WRITTEN if mutates else Outcome.FAILED), None
+    written = mutates and not isinstance(error, NotStartedError)
+    return (Outcome.HALF_WRITTEN if written else Outcome.FAILED), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ reads the flag and leaves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -704,7 +706,7 @@ def _start(
 class _Operators(ListOperators):
     """The operators over these kernels."""
 
-    def _go_through(
+    def _launch_of(
         self,
         name: str,
         demand: Demand,
@@ -712,14 +714,15 @@ class _Operators(ListOperators):
         others: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
         **constants: Any,
-    ) -> None:
+    ) -> Callable[[], None]:
         widest = max([it.itemsize for it in group.dtypes])
         tiles = group.tiles
         named = {
             constant: _KINDS[value] if isinstance(value, torch.dtype) else value
             for constant, value in constants.items()
         }
-        _start(
+        return partial(
+            _start,
             name,
             tiles.threads,
             group.chunks,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformer_engine_fl.backends._disk_cache import DiskCache
-from transformer_engine_fl.core.errors import TeFlError
+from transformer_engine_fl.core.errors import NotStartedError
 
 __all__ = [
     "CACHE",
@@ -41,8 +41,10 @@ _HEADERS = ("cuda_bf16.h", "cuda_fp16.h")
 _DIAGNOSTIC = re.compile(r"^(?P<file>[^\n]*?)\((?P<line>\d+)\): (?:catastrophic )?error: ?", re.M)
 
 
-class KernelCompileError(TeFlError, RuntimeError):
+class KernelCompileError(NotStartedError):
     """The compiler refused a .cu file.
+
+    Whoever writes an argument has loaded every kernel of the call before the first launch.
 
     Attributes:
         file, line: where the first error is; None if the compiler did not say.
@@ -56,8 +58,8 @@ class KernelCompileError(TeFlError, RuntimeError):
         self.log = log
         where = f"{self.file}:{self.line}" if found else str(specialisation.path)
         super().__init__(
-            f"{where}: kernel {specialisation.kernel!r} does not compile for {arch} "
-            f"with {' '.join(specialisation.macros)}:\n{log.strip()}"
+            f"{where}: kernel {specialisation.kernel!r} does not compile for {arch}:\n"
+            f"{log.strip()}\nwith {' '.join(specialisation.macros)}"
         )
 
 

@@ -7,6 +7,7 @@ are made of is in ``backends/_optimizer.py``, how lists become tables in ``backe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -253,7 +254,7 @@ def _cut(name: str) -> Cut:
 class _Operators(ListOperators):
     """The operators over these kernels."""
 
-    def _go_through(
+    def _launch_of(
         self,
         name: str,
         demand: Demand,
@@ -261,7 +262,7 @@ class _Operators(ListOperators):
         others: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
         **constants: Any,
-    ) -> None:
+    ) -> Callable[[], None]:
         kinds = tuple([None if it is None else it.dtype for it in others])
         device = group.table.get_device()
         constant = (group.tiles, group.aligned, group.dtypes, len(demand.names))
@@ -274,7 +275,7 @@ class _Operators(ListOperators):
             found = source(name, kinds, fields, vec, group.tiles, **constants)
             kernel = _kernels.made(key, lambda: _launch.load(*found, device))
         addresses = map(pointer, (group.table, *others))
-        kernel.launch(group.chunks, 1, *addresses, group.rows, *numbers)
+        return partial(kernel.launch, group.chunks, 1, *addresses, group.rows, *numbers)
 
     def _finish_norms(
         self,
