@@ -715,6 +715,21 @@ def test_operators_that_cannot_be_imported_are_reported_once_and_raised_for_who_
     assert len([it for it in caplog.messages if "no compiler" in it]) == 1
 
 
+def test_one_that_cannot_be_called_as_flag_gems_is_reported_with_its_line(
+    no_vendors: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = GELU.replace('def gelu(A, *, approximate="none"):', "def gelu(A, approx):")
+    load_flaggems_folder(write(no_vendors, gelu=wrong.replace("(A, approximate)", "(A, approx)")))
+    with with_preference("vendor"):
+        assert served("gelu", X) != "flaggems.zeta"
+        assert served("silu", X) == "flaggems.zeta"
+    line = wrong[: wrong.index("def gelu(")].count("\n") + 1
+    (said,) = [it for it in caplog.messages if "gelu(A, approx)" in it]
+    assert f"ops/gelu.py:{line}: gelu(A, approx) is called with (A, approximate=)" in said
+    with with_preference("vendor:zeta"), pytest.raises(PluginError, match=r"gelu\.py:\d+: gelu\("):
+        ops.gelu(X)
+
+
 def test_one_that_raises_when_it_is_called_is_set_aside_and_named(
     no_vendors: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

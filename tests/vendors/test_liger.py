@@ -324,6 +324,26 @@ def test_a_backward_with_parameters_that_liger_has_not_is_not_guessed_at(no_vend
         assert "the parameter 'turbo'" in str(get_default_manager().explain("rmsnorm_bwd", *args))
 
 
+def test_a_function_that_cannot_be_called_as_ligers_is_reported_once_with_its_line(
+    no_vendors: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = KERNELS.replace("def forward(ctx, a, b):", "def forward(ctx, ab, *, b=None):")
+    write(no_vendors, "acme_liger", impl_info("acme"), kernels=text)
+    load_liger_package("acme_liger")
+    x = torch.ones(2, 4)
+    line = text[: text.index("def forward(ctx, ab")].count("\n")  # of the decorators, the first
+    said = f"acme_liger/ops/kernels.py:{line - 1}: LigerGELUMulFunction(ab, *, b=None) is called "
+    with with_preference("vendor"):
+        for op_name, args in (("geglu", (x,)), ("dgeglu", (torch.ones(2, 2), x))):
+            assert served(op_name, *args) != "liger.acme"
+        assert served("rmsnorm_fwd", x, torch.ones(4)) == "liger.acme"
+    (warned,) = [it for it in caplog.messages if "LigerGELUMulFunction" in it]
+    assert said in warned
+    assert "with (a, b): too many positional arguments" in warned
+    with with_preference("vendor:acme"), pytest.raises(PluginError, match="is called with"):
+        ops.geglu(x)
+
+
 def test_a_device_that_is_absent_is_the_reason(no_vendors: Path) -> None:
     write(no_vendors, "far_liger", impl_info("far", ("npu",)))
     load_liger_package("far_liger")

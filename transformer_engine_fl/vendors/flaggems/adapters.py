@@ -289,46 +289,68 @@ def _generic_gemm(mm: Any) -> Callable[..., Any]:
 
 
 BRIDGES: Final[dict[str, tuple[Bridge, ...]]] = {
-    "gelu": (Bridge(("gelu",), _unit(ops.gelu, approximate="tanh")),),
+    "gelu": (Bridge(("gelu",), _unit(ops.gelu, approximate="tanh"), "A, approximate="),),
     "dgelu": (
-        Bridge(("gelu_backward",), _unit_backward(ops.dgelu, approximate="tanh")),
-        Bridge(("gelu",), _differentiated(ops.dgelu, 1, approximate="tanh"), True),
+        Bridge(
+            ("gelu_backward",), _unit_backward(ops.dgelu, approximate="tanh"), "dy, x, approximate="
+        ),
+        Bridge(
+            ("gelu",), _differentiated(ops.dgelu, 1, approximate="tanh"), "A, approximate=", True
+        ),
     ),
-    "silu": (Bridge(("silu",), _unit(ops.silu)),),
+    "silu": (Bridge(("silu",), _unit(ops.silu), "A"),),
     "dsilu": (
-        Bridge(("silu_backward",), _unit_backward(ops.dsilu)),
-        Bridge(("silu",), _differentiated(ops.dsilu, 1), True),
+        Bridge(("silu_backward",), _unit_backward(ops.dsilu), "dy, x"),
+        Bridge(("silu",), _differentiated(ops.dsilu, 1), "A", True),
     ),
-    "relu": (Bridge(("relu",), _unit(ops.relu)),),
+    "relu": (Bridge(("relu",), _unit(ops.relu), "A"),),
     "swiglu": (
-        Bridge(("swiglu",), _unit(ops.swiglu)),
-        Bridge(("silu_and_mul",), _halves(ops.swiglu)),
+        Bridge(("swiglu",), _unit(ops.swiglu), "x"),
+        Bridge(("silu_and_mul",), _halves(ops.swiglu), "A, B"),
     ),
     "dswiglu": (
-        Bridge(("dswiglu",), _unit_backward(ops.dswiglu)),
-        Bridge(("silu_and_mul",), _differentiated(ops.dswiglu, 2), True),
+        Bridge(("dswiglu",), _unit_backward(ops.dswiglu), "dy, x"),
+        Bridge(("silu_and_mul",), _differentiated(ops.dswiglu, 2), "A, B", True),
     ),
     "geglu": (
-        Bridge(("geglu",), _unit(ops.geglu)),
-        Bridge(("gelu_and_mul",), _halves(ops.geglu, "tanh")),
+        Bridge(("geglu",), _unit(ops.geglu), "x"),
+        Bridge(("gelu_and_mul",), _halves(ops.geglu, "tanh"), "A, B, approximate"),
     ),
     "dgeglu": (
-        Bridge(("dgeglu",), _unit_backward(ops.dgeglu)),
-        Bridge(("gelu_and_mul",), _differentiated(ops.dgeglu, 2, "tanh"), True),
+        Bridge(("dgeglu",), _unit_backward(ops.dgeglu), "dy, x"),
+        Bridge(
+            ("gelu_and_mul",), _differentiated(ops.dgeglu, 2, "tanh"), "A, B, approximate", True
+        ),
     ),
-    "reglu": (Bridge(("reglu",), _unit(ops.reglu)),),
-    "dreglu": (Bridge(("dreglu",), _unit_backward(ops.dreglu)),),
+    "reglu": (Bridge(("reglu",), _unit(ops.reglu), "x"),),
+    "dreglu": (Bridge(("dreglu",), _unit_backward(ops.dreglu), "dy, x"),),
     "rmsnorm_fwd": (
-        Bridge(("rms_norm_forward",), _rmsnorm_fwd),
-        Bridge(("rms_norm",), _rmsnorm_alone),
+        Bridge(("rms_norm_forward",), _rmsnorm_fwd, "x, normalized_shape, weight, eps"),
+        Bridge(("rms_norm",), _rmsnorm_alone, "x, normalized_shape, weight, eps"),
     ),
-    "rmsnorm_bwd": (Bridge(("rms_norm_backward",), _rmsnorm_bwd),),
-    "rmsnorm_fwd_add": (Bridge(("fused_add_rms_norm",), _rmsnorm_fwd_add),),
-    "layernorm_fwd": (Bridge(("layer_norm",), _layernorm_fwd),),
-    "layernorm_bwd": (Bridge(("layer_norm_backward",), _layernorm_bwd),),
-    "scaled_softmax_forward": (Bridge(("softmax",), _softmax),),
-    "scaled_softmax_backward": (Bridge(("softmax_backward",), _softmax_backward),),
-    "generic_gemm": (Bridge(("mm",), _generic_gemm),),
+    "rmsnorm_bwd": (
+        Bridge(("rms_norm_backward",), _rmsnorm_bwd, "dy, x, inv_rms, normalized_shape, weight"),
+    ),
+    "rmsnorm_fwd_add": (
+        Bridge(
+            ("fused_add_rms_norm",), _rmsnorm_fwd_add, "x, residual, normalized_shape, weight, eps"
+        ),
+    ),
+    "layernorm_fwd": (
+        Bridge(("layer_norm",), _layernorm_fwd, "input, normalized_shape, weight, bias, eps"),
+    ),
+    "layernorm_bwd": (
+        Bridge(
+            ("layer_norm_backward",),
+            _layernorm_bwd,
+            "grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask",
+        ),
+    ),
+    "scaled_softmax_forward": (Bridge(("softmax",), _softmax, "self, dim, half_to_float"),),
+    "scaled_softmax_backward": (
+        Bridge(("softmax_backward",), _softmax_backward, "grad_output, output, dim, input_dtype"),
+    ),
+    "generic_gemm": (Bridge(("mm",), _generic_gemm, "a, b"),),
 }
 """By the operator that is served: what may serve it, the best first."""
 

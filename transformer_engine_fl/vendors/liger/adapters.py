@@ -237,14 +237,16 @@ def _softmax(function: Any) -> Callable[..., Any]:
 
 
 BRIDGES: Final = {
-    "rmsnorm_fwd": Bridge(("LigerRMSNormFunction",), _rmsnorm_fwd),
+    "rmsnorm_fwd": Bridge(
+        ("LigerRMSNormFunction",), _rmsnorm_fwd, "X, W, eps, offset, casting_mode, in_place"
+    ),
     "rmsnorm_bwd": Bridge(("rms_norm_backward",), _rmsnorm_bwd),
-    "layernorm_fwd": Bridge(("LigerLayerNormFunction",), _layernorm_fwd),
+    "layernorm_fwd": Bridge(("LigerLayerNormFunction",), _layernorm_fwd, "X, W, B, eps"),
     "layernorm_bwd": Bridge(("layer_norm_backward",), _layernorm_bwd),
-    "geglu": Bridge(("LigerGELUMulFunction",), _gated(ops.geglu)),
-    "dgeglu": Bridge(("LigerGELUMulFunction",), _gated_backward(ops.dgeglu)),
-    "swiglu": Bridge(("LigerSiLUMulFunction",), _gated(ops.swiglu)),
-    "dswiglu": Bridge(("LigerSiLUMulFunction",), _gated_backward(ops.dswiglu)),
-    "scaled_softmax_forward": Bridge(("LigerSoftmaxFunction",), _softmax),
+    "geglu": Bridge(("LigerGELUMulFunction",), _gated(ops.geglu), "a, b"),
+    "dgeglu": Bridge(("LigerGELUMulFunction",), _gated_backward(ops.dgeglu), "a, b"),
+    "swiglu": Bridge(("LigerSiLUMulFunction",), _gated(ops.swiglu), "a, b"),
+    "dswiglu": Bridge(("LigerSiLUMulFunction",), _gated_backward(ops.dswiglu), "a, b"),
+    "scaled_softmax_forward": Bridge(("LigerSoftmaxFunction",), _softmax, "x"),
 }
 """By the operator that is served."""

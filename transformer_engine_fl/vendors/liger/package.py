@@ -65,6 +65,10 @@ class LigerPackage(Package):
         BETWEEN.update(file for it in modules if (file := getattr(it, "__file__", None)))
         return made
 
+    def as_function(self, exported: Any) -> Callable[..., Any]:
+        """A class is applied."""
+        return as_function(exported)
+
     def impls(self, exports: Iterable[str]) -> Iterator[OpImpl]:
         """Its implementations, by default where it is one and opt-in elsewhere.
 
@@ -116,6 +120,7 @@ def as_function(exported: Any) -> Callable[..., Any]:
     apply.__name__ = exported.__name__
     apply.__doc__ = exported.__doc__
     apply.__signature__ = signature  # type: ignore[attr-defined]
+    apply.__wrapped__ = exported.forward  # type: ignore[attr-defined]
     return apply
 
 

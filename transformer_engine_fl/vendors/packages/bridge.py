@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["Bridge"]
+from transformer_engine_fl.core.contract import signature_of
+
+__all__ = ["Bridge", "misfit"]
 
 
 class Bridge(NamedTuple):
@@ -14,9 +17,33 @@ class Bridge(NamedTuple):
     Attributes:
         needs: their names.
         make: from those, a function with the contract's signature.
+        call: what the first is called with, ``"dy, x, approximate="``; a bridge that goes by
+            its signature leaves it empty.
         differentiates: it asks for the gradients of the first, which must be said to have them.
     """
 
     needs: tuple[str, ...]
     make: Callable[..., Callable[..., Any]]
+    call: str = ""
     differentiates: bool = False
+
+
+def misfit(function: Callable[..., Any], call: str) -> str | None:
+    """Why a function cannot be called so, with its file and line; None if it can, or may."""
+    signature = signature_of(function)
+    if signature is None or not call:
+        return None
+    words = call.split(", ")
+    named = {it.removesuffix("="): None for it in words if it.endswith("=")}
+    try:
+        signature.bind(*words[: len(words) - len(named)], **named)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        return f"{_place(function)}{name}{signature} is called with ({call}): {error}"
+    return None
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """Where a function is, for the head of a message."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""

@@ -17,7 +17,7 @@ from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.types import DEFAULT_PRIORITY, BackendImplKind
-from transformer_engine_fl.vendors.packages.bridge import Bridge
+from transformer_engine_fl.vendors.packages.bridge import Bridge, misfit
 from transformer_engine_fl.vendors.packages.source import blamed
 
 __all__ = ["LOADED", "Package", "keep", "where"]
@@ -25,7 +25,8 @@ __all__ = ["LOADED", "Package", "keep", "where"]
 P = TypeVar("P", bound="Package")
 
 FAILURES: Final[dict[tuple[str, str], str]] = {}
-"""What was said of modules that could not be imported, by package and module."""
+"""What was said of modules that could not be imported and of functions that cannot be called, by
+package and what it is about."""
 
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
 """What bridged kernels are offered."""
@@ -75,9 +76,7 @@ class Package:
                 return importlib.import_module(module)
         except (Exception, SystemExit) as error:
             said = blamed(error, f"{self.name!r}: its operators cannot be imported")
-            FAILURES[self.key, module] = str(said)
-            logger.warning("%s", said)
-            raise said from error
+            raise self._reported(module, said) from error
 
     @property
     def ops(self) -> ModuleType:
@@ -107,8 +106,28 @@ class Package:
         return found
 
     def bridged(self, bridge: Bridge) -> Callable[..., Any]:
-        """The function that serves a contract."""
-        return bridge.make(*(self.exported(name) for name in bridge.needs))
+        """The function that serves a contract.
+
+        Raises:
+            PluginError: the package's cannot be called as its style has it.
+        """
+        found = [self.exported(name) for name in bridge.needs]
+        wrong = misfit(self.as_function(found[0]), bridge.call)
+        if wrong is not None:
+            raise self._reported(wrong, PluginError(f"{self.name!r}: {wrong}"))
+        return bridge.make(*found)
+
+    def as_function(self, exported: Any) -> Callable[..., Any]:
+        """What is called when an export is."""
+        function: Callable[..., Any] = exported
+        return function
+
+    def _reported(self, what: str, error: PluginError) -> PluginError:
+        """The error, of which is said once what it is about."""
+        if (self.key, what) not in FAILURES:
+            FAILURES[self.key, what] = str(error)
+            logger.warning("%s", error)
+        return error
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
