@@ -392,11 +392,44 @@ def test_what_breaks_at_the_first_call_is_named_and_the_next_serves(
     line = next(n for n, it in enumerate(file.read_text().splitlines(), 1) if "HERE" in it)
     (warned,) = [it.getMessage() for it in caplog.records if "acme.raises" in it.getMessage()]
     assert f"RuntimeError: no image (at {file}:{line})" in warned
+    for impl_id, reason in (
+        ("acme.misfit", "the signature does not"),
+        ("acme.gone", "cannot import"),
+    ):
+        (warned,) = [it.getMessage() for it in caplog.records if impl_id in it.getMessage()]
+        assert reason in warned
+        assert f"registered for 'scale' at {file}:" in warned
+    assert "acme.away" not in caplog.text, "to be absent is no fault"
     said = str(manager.explain("scale", StubTensor()))
     assert "the signature does not fit the contract" in said
     assert f"registered at  {file}:" in said
     assert f"cannot import {name}:gone: AttributeError" in said
     assert "torch sees no 'npu' device here" in said
+
+
+def test_what_a_plugin_has_broken_for_many_operators_is_told_once(
+    plugin: Plugin, modules: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = plugin("raise OSError('libacme.so')  # HERE\n")
+    name = plugin(
+        f"""
+        from transformer_engine_fl import OpImpl
+
+        def register(registry):
+            registry.register_many(
+                OpImpl(f"acme_{{n}}", "acme.late", "reference", "{kernels}:op", mutates=())
+                for n in range(3)
+            )
+            registry.register_many(
+                OpImpl(f"acme_{{n}}", "acme.plain", "reference", abs, mutates=()) for n in range(3)
+            )
+        """
+    )
+    modules(name)
+    manager = started()
+    assert [manager.call(f"acme_{n}", -1) for n in range(3)] == [1, 1, 1]
+    (warned,) = [it.getMessage() for it in caplog.records if "acme.late" in it.getMessage()]
+    assert f"OSError: libacme.so (at {tmp_path / kernels}.py:1)" in warned
 
 
 def test_a_module_that_does_not_exist_is_reported(modules: Callable[..., None]) -> None:

@@ -448,7 +448,9 @@ def test_a_pin_keeps_the_rules_when_the_global_policy_has_changed_since(guarded:
     assert (first.runs, second.runs) == (2, 1)
 
 
-def test_a_broken_availability_probe_is_a_reason_and_no_crash() -> None:
+def test_a_broken_availability_probe_is_a_reason_and_a_warning_and_no_crash(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def probe() -> bool:
         raise OSError("driver not loaded")
 
@@ -467,6 +469,8 @@ def test_a_broken_availability_probe_is_a_reason_and_no_crash() -> None:
         manager.call("scale", ones())
     assert (first.runs, second.runs) == (0, 3)
     assert asked == [1], "the machine is asked once"
+    (warned,) = [it.getMessage() for it in caplog.records]
+    assert "broken: is_available() raised OSError: driver not loaded" in warned
     verdict = manager.explain("scale").verdicts[0]
     assert verdict.cause == "available"
     assert verdict.reason.startswith(

@@ -26,6 +26,7 @@ from transformer_engine_fl.core.errors import (
 )
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
+from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.types import OpImpl
 
 __all__ = ["CATALOGUE", "Entry", "OpRegistry", "Snapshot", "StagedRegistry"]
@@ -35,6 +36,9 @@ Contracts = Mapping[str, Contract[..., Any]]
 CATALOGUE: Final = "transformer_engine_fl.ops:CATALOGUE"
 """Where the contracts are: named, not imported, because the catalogue builds on core."""
 
+
+_TOLD: Final[set[tuple[str, str]]] = set()
+"""Faults of which a warning was given: where it was registered, and what is broken."""
 
 _NEVER_ASKED: Final = ForkSafeLock()
 """For entries without a probe, which have nothing to ask."""
@@ -125,7 +129,7 @@ class Entry:
         try:
             answer = self.impl.is_available()
         except Exception as error:  # noqa: BLE001 - somebody's code; what it said is kept
-            return f"is_available() raised {said(error)}"
+            return self._told("its probe", f"is_available() raised {said(error)}")
         if answer is True:
             return ""
         return answer if isinstance(answer, str) and answer else "is_available() says no"
@@ -135,16 +139,30 @@ class Entry:
         try:
             fn = load_attribute(reference)
             if not callable(fn):
-                return f"{reference} is not callable"
+                return self._told(reference, f"{reference} is not callable")
             self._settle(fn)
         except SignatureMismatchError as error:
-            return f"{error}\n  registered at  {self.where}"
+            return self._told(reference, f"{error}\n  registered at  {self.where}")
         except PluginError as error:
             self.broken = True
             return str(error)
         except Exception as error:  # noqa: BLE001 - an import may raise anything
-            return f"cannot import {reference}: {said(error)}"
+            module = reference.partition(":")[0]
+            return self._told(module, f"cannot import {reference}: {said(error)}")
         return ""
+
+    def _told(self, what: str, problem: str) -> str:
+        """A fault, of which a warning says once for all that was registered in one place."""
+        if (self.where, what) not in _TOLD:
+            _TOLD.add((self.where, what))
+            logger.warning(
+                "%s: %s; it is passed over (registered for %r at %s)",
+                self.impl.impl_id,
+                problem,
+                self.impl.op_name,
+                self.where,
+            )
+        return problem
 
 
 @dataclass(frozen=True, slots=True)
