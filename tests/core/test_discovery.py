@@ -226,7 +226,7 @@ def test_a_plugin_may_ask_the_default_manager_while_it_registers(
 BROKEN = {
     "breaks when imported": ("raise OSError('libacme.so')", "OSError: libacme.so"),
     "is no Python": ("def register(", "SyntaxError"),
-    "has no register": ("x = 1", "PluginError: .* has neither register"),
+    "has no register": ("x = 1", r"PluginError: .*\.py: has neither register"),
     "misspells register": (
         "def registre(registry): ...\n",
         "has neither register.*; is its 'registre' meant to be that",
@@ -320,6 +320,7 @@ NAMED = {
     "a vendor without a name": HELD + "    OpImpl('scale', 'acme', 'vendor', len)  # HERE\n",
     "an unknown trait": HELD
     + "    OpImpl('scale', 'acme', 'reference', len, traits={'quick'})  # HERE\n",
+    "a register of other parameters": "x = 1\ndef register():  # HERE\n    pass\n",
     "no OpImpl": HELD + "    registry.register_impl('nonsense')  # HERE\n",
 }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["BETWEEN", "ON_BEHALF", "raised_at", "said"]
+__all__ = ["BETWEEN", "ON_BEHALF", "place_of", "raised_at", "said"]
 
 _ROOT: Final = Path(__file__).parents[1]
 ON_BEHALF: Final = (
@@ -60,6 +62,12 @@ def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
     own = [frame for frame in frames if folder and frame.filename.startswith(f"{folder}/")]
     last = (own or [frame for frame in frames if frame.filename.startswith(home)])[-1]
     return f"{last.filename}:{last.lineno}"
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """``file:line: `` of a function, for the head of a message; empty for one in C."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
 
 
 def _home(file: str) -> str:

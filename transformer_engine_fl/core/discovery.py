@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from transformer_engine_fl.core.blame import raised_at, said
+from transformer_engine_fl.core.blame import place_of, raised_at, said
+from transformer_engine_fl.core.contract import signature_of
 from transformer_engine_fl.core.errors import PluginError, nearest
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.log import logger
@@ -206,7 +207,7 @@ def _register_function(plugin: Any, source: Source) -> Register:
     """The function that registers, of a module or given itself.
 
     Raises:
-        PluginError: another API version, or nothing to call.
+        PluginError: another API version, or nothing to call with a registry.
     """
     version = _version(plugin)
     if version != PLUGIN_API:
@@ -217,14 +218,33 @@ def _register_function(plugin: Any, source: Source) -> Register:
     for name in _REGISTER_FUNCTIONS:
         register = getattr(plugin, name, None)
         if isinstance(plugin, ModuleType) and callable(register):
-            found: Register = register
-            return found
+            return _of_a_registry(register, source)
     if callable(plugin):
-        function: Register = plugin
-        return function
+        return _of_a_registry(plugin, source)
+    file = getattr(plugin, "__file__", None)
     raise PluginError(
-        f"{source.name}: has neither register(registry) nor te_fl_register(registry){_slip(plugin)}"
+        f"{source.name}: {f'{file}: ' if file else ''}has neither register(registry) nor "
+        f"te_fl_register(registry){_slip(plugin)}"
     )
+
+
+def _of_a_registry(register: Register, source: Source) -> Register:
+    """The function, if a registry is all that it wants.
+
+    Raises:
+        PluginError: it cannot be called so.
+    """
+    signature = signature_of(register)
+    try:
+        if signature is not None:
+            signature.bind(None)
+    except TypeError:
+        name = getattr(register, "__name__", type(register).__name__)
+        raise PluginError(
+            f"{source.name}: {place_of(register)}{name}{signature} is called with the registry "
+            "and nothing else"
+        ) from None
+    return register
 
 
 def _slip(plugin: Any) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from transformer_engine_fl.core.blame import place_of
 from transformer_engine_fl.core.contract import signature_of
 
 __all__ = ["Bridge", "misfit"]
@@ -39,11 +39,5 @@ def misfit(function: Callable[..., Any], call: str) -> str | None:
         signature.bind(*words[: len(words) - len(named)], **named)
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        return f"{_place(function)}{name}{signature} is called with ({call}): {error}"
+        return f"{place_of(function)}{name}{signature} is called with ({call}): {error}"
     return None
-
-
-def _place(function: Callable[..., Any]) -> str:
-    """Where a function is, for the head of a message."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
