@@ -898,6 +898,18 @@ def test_as_a_plugin_a_broken_folder_is_left_out_and_harms_no_other(
         assert served("gelu", X) == "flaggems.zeta"
 
 
+def test_a_folder_that_is_left_out_is_an_error_for_who_asks_for_its_vendor(
+    no_vendors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(no_vendors)
+    (folder / "ops" / "__init__.py").write_text("def f(:\n")
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", str(folder))
+    _again()
+    said = r"'vendor:zeta' .*ops/__init__\.py:1: SyntaxError"
+    with with_preference("vendor:zeta"), pytest.raises(PluginError, match=said):
+        get_default_manager().call("gelu", X)
+
+
 def test_what_is_neither_a_module_nor_a_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "_zeta-folder")
     with pytest.raises(

@@ -22,6 +22,7 @@ from transformer_engine_fl import (
     functional,
     get_default_manager,
     ops,
+    policy_context,
     with_denied_vendors,
     with_preference,
     with_strict_mode,
@@ -429,6 +430,44 @@ def test_named_as_a_plugin_module_it_is_picked_with_and_without_liger(
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [["liger.acme"], []]
+
+
+@pytest.mark.parametrize(
+    ("declaration", "ops_text", "said"),
+    [
+        (impl_info("Torn"), "def f(:\n", "ops/__init__.py:1: SyntaxError"),
+        (vendor_info("Torn").replace("}.ops", "}.nothing"), "def f(:\n", "SyntaxError"),
+        (impl_info("Torn").replace("}.ops", "}.nothing"), OPS, "there is no module"),
+    ],
+)
+def test_a_package_that_is_left_out_is_an_error_for_who_asks_for_its_vendor(
+    no_vendors: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    declaration: str,
+    ops_text: str,
+    said: str,
+) -> None:
+    write(no_vendors, "torn_liger", declaration, ops=ops_text)
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "torn_liger")
+    x = torch.ones(2, 4)
+    geglu = get_default_manager().bind("geglu")
+    for orders in (
+        {"prefer": "vendor:torn"},
+        {"per_op_order": {"geglu": ["vendor:torn", "reference"]}},
+    ):
+        with policy_context(**orders), pytest.raises(PluginError, match=said) as raised:
+            geglu(x)
+        assert "'vendor:torn' is asked for by name" in str(raised.value)
+    for orders in (
+        {"prefer": "vendor"},
+        {"prefer": "vendor:torn", "deny_vendors": ["torn"]},
+        {"per_op_order": {"geglu": ["reference", "vendor:torn"]}},
+    ):
+        with policy_context(**orders):
+            geglu(x)
+    (told,) = [it for it in caplog.messages if "torn" in it.lower()]
+    assert "is left out" in told
 
 
 def test_a_module_that_is_no_package_of_any_style_is_named(

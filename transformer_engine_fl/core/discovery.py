@@ -60,6 +60,7 @@ class SourceReport:
         registered: labels ``operator/impl_id`` of what it registered.
         error: why it could not be registered, and at which line; None if it could.
         traceback: the whole story of the error.
+        vendors: whom it would have brought, in lower case, where the error tells.
     """
 
     name: str
@@ -67,6 +68,7 @@ class SourceReport:
     registered: tuple[str, ...] = ()
     error: str | None = None
     traceback: str | None = None
+    vendors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
             source.origin,
             error=said(error),
             traceback="".join(traceback.format_exception(error)),
+            vendors=tuple(it.lower() for it in getattr(error, "vendors", ())),
         )
     registry.record_source(source.key, report)
     logger.warning(
@@ -158,6 +161,12 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
         report.error,
     )
     return report
+
+
+def broken_vendors(registry: OpRegistry) -> dict[str, str]:
+    """Vendors whose package is left out, in lower case, and why."""
+    reports: Iterable[SourceReport] = registry.snapshot().sources.values()
+    return {name: str(it.error) for it in reports for name in it.vendors}
 
 
 def _folders(package: str) -> Iterator[Source]:

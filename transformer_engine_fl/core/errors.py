@@ -55,7 +55,13 @@ class SignatureMismatchError(RegistrationError):
 
 
 class PluginError(TeFlError, RuntimeError):
-    """A plugin could not be loaded, or speaks another version of the plugin API."""
+    """A plugin could not be loaded, or speaks another version of the plugin API.
+
+    Attributes:
+        vendors: whom it would have brought, as far as it said so before it broke.
+    """
+
+    vendors: tuple[str, ...] = ()
 
 
 class UnknownOperatorError(TeFlError, LookupError):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformer_engine_fl.core import blame
+from transformer_engine_fl.core.discovery import broken_vendors
 from transformer_engine_fl.core.dispatch import Steps, guarded, settles_failures
 from transformer_engine_fl.core.errors import (
     AllCandidatesFailedError,
@@ -32,6 +33,7 @@ from transformer_engine_fl.core.selection import (
     options_decline,
     select,
     tensor_reason,
+    vendors_named,
 )
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 from transformer_engine_fl.core.types import OpImpl
@@ -251,6 +253,12 @@ class Plan:
                 token = named_by(verdict.impl, self._op_name, entry, self._effective)
                 if token is not None:
                     raise PluginError(f"{token!r} is asked for by name: {entry.load()}")
+        broken = broken_vendors(self._manager.registry)
+        if broken:
+            entries, chosen = tuple(self._entries.values()), decision.selected
+            for name in vendors_named(self._op_name, entries, self._effective, chosen):
+                if name in broken:
+                    raise PluginError(f"'vendor:{name}' is asked for by name: {broken[name]}")
         return decision
 
     def _callable(self, entry: Entry, fake: bool) -> Callable[..., Any]:

@@ -256,6 +256,16 @@ def named_by(impl: OpImpl, op_name: str, entry: Entry, effective: EffectivePolic
     return next((str(token) for token in named), None)
 
 
+def vendors_named(
+    op_name: str, entries: Sequence[Entry], effective: EffectivePolicy, chosen: OpImpl | None
+) -> tuple[str, ...]:
+    """The vendors that the policy names, in lower case, for who goes before the one chosen."""
+    tokens = _tokens(_order(op_name, entries, effective), effective)
+    before = tokens if chosen is None else tokens[: _place(chosen, tokens)]
+    denied = effective.policy.deny_vendors or ()
+    return tuple(it.value for it in before if it.form == "vendor" and it.value not in denied)
+
+
 def _policy_reason(
     impl: OpImpl, op_name: str, effective: EffectivePolicy, tokens: Sequence[Selector]
 ) -> Rejection | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from transformer_engine_fl.core.discovery import broken_vendors
 from transformer_engine_fl.core.errors import suggestion
 from transformer_engine_fl.core.types import Selector
 
@@ -43,7 +44,7 @@ def _known(form: str, registry: OpRegistry) -> set[str]:
         return {*operators, *registry.contracts}
     impls = (entry.impl for entries in operators.values() for entry in entries)
     if form == "vendor":
-        return {impl.vendor.lower() for impl in impls if impl.vendor}
+        return {*broken_vendors(registry), *(it.vendor.lower() for it in impls if it.vendor)}
     return {impl.impl_id for impl in impls}
 
 

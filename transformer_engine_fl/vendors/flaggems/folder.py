@@ -245,18 +245,19 @@ _FIELDS: Final = ("vendor_name", "device_name", "device_query_cmd")
 
 def _loaded(folder: str | Path) -> FlagGemsFolder:
     what = f"folder {str(folder)!r}"
+    named: tuple[str, ...] = ()
     try:
         with shim.modules():
             module = _module(folder)
         bare = _bare(folder, module)
+        named = (bare.name,)
         with shim.modules(bare):
             kernels, more = _kernels(module.__name__)
     except (Exception, SystemExit) as error:
         if isinstance(error, PluginError | RegistrationError):
             raise
-        raise blamed(
-            error, f"{what} cannot be loaded", Path(folder).expanduser().absolute()
-        ) from error
+        place = Path(folder).expanduser().absolute()
+        raise blamed(error, f"{what} cannot be loaded", place, named) from error
     for known in LOADED.of(FlagGemsFolder):
         if known.package == bare.package:
             return known

@@ -166,6 +166,7 @@ def _load(package: str | Path) -> tuple[LigerPackage, ...]:
     folder = Path(package)
     is_folder = isinstance(package, Path) or "/" in package
     what = f"package {str(package)!r}"
+    found: list[Any] = []
     try:
         with shim.modules() as registry:
             name = _module_of(folder) if is_folder else str(package)
@@ -175,7 +176,8 @@ def _load(package: str | Path) -> tuple[LigerPackage, ...]:
     except (Exception, SystemExit) as error:
         if isinstance(error, PluginError):
             raise
-        raise blamed(error, f"{what} cannot be loaded") from error
+        names = (info.name for info in found)
+        raise blamed(error, f"{what} cannot be loaded", vendors=names) from error
     if not found:
         raise PluginError(
             f"{what} declares nothing: its __init__ calls register_impl(ImplInfo(...)) or "

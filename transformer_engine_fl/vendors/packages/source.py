@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,16 +19,21 @@ from transformer_engine_fl.core.errors import PluginError, RegistrationError
 __all__ = ["blamed", "exports", "import_folder", "parsed", "stated"]
 
 
-def blamed(error: BaseException, what: str, folder: Path | None = None) -> PluginError:
+def blamed(
+    error: BaseException, what: str, folder: Path | None = None, vendors: Iterable[str] = ()
+) -> PluginError:
     """The error with the line that it came from.
 
     Args:
         error: what was raised.
         what: could not be done.
         folder: of the package.
+        vendors: whom the package has named so far.
     """
     where = raised_at(error, folder)
-    return PluginError(f"{what}: {where + ': ' if where else ''}{type(error).__name__}: {error}")
+    made = PluginError(f"{what}: {where + ': ' if where else ''}{type(error).__name__}: {error}")
+    made.vendors = tuple(vendors)
+    return made
 
 
 def import_folder(folder: Path, name: str) -> ModuleType:
