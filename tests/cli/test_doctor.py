@@ -192,6 +192,23 @@ def test_warnings_of_what_has_loaded_are_findings_and_each_is_there_once(te_fl_p
     assert "WARNING" not in ran.err
 
 
+def test_an_aten_operator_that_torch_has_not_is_a_slip(te_fl, tmp_path, monkeypatch):
+    registration = """
+from transformer_engine_fl import OpImpl
+
+
+def register(registry):
+    for name in ("aten::sillu", "aten::silu", "aten::add.Tensor"):
+        impl = OpImpl(name, "vendor.acme", "vendor", lambda self: self, vendor="acme")
+        registry.register_impl(impl)
+"""
+    (tmp_path / "acme_aten.py").write_text(registration)
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = te_fl("doctor", "--json", TE_FL_PLUGIN_MODULES="acme_aten").document["findings"]
+    said = "vendor.acme: registered for 'aten::sillu', an operator that torch does not have; "
+    assert finding["what"] == said + "did you mean 'aten::silu'?"
+
+
 def test_shows_the_compiled_kernels_on_disk_and_clears_them(te_fl, tmp_path):
     folder = tmp_path / "transformer_engine_fl" / "cuda"
     folder.mkdir(parents=True)

@@ -251,21 +251,31 @@ def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
                 "unavailable": unavailable,
             }
         )
-        if not manager.registry.contracts.get(name) and (meant := _slip(name, manager)):
-            findings.warning(
-                f"{', '.join(it.impl.impl_id for it in entries)}: registered for {name!r}, an "
-                f"operator without a contract; did you mean {meant!r}?"
-            )
+        if not manager.registry.contracts.get(name) and (slip := _slip(name, manager)):
+            impl_ids = ", ".join(it.impl.impl_id for it in entries)
+            findings.warning(f"{impl_ids}: registered for {name!r}, {slip}")
     for fault, names in faults.items():
         findings.broken(fault, f"for {', '.join(names)}")
     return operators
 
 
 def _slip(name: str, manager: OpManager) -> str | None:
-    """The operator that is most likely meant by a name that has no contract."""
-    contracts = manager.registry.contracts
-    close = difflib.get_close_matches(name, contracts, n=1, cutoff=0.85)
-    return close[0] if close else None
+    """What is most likely wrong with a name that has no contract."""
+    if name.startswith("aten::"):
+        return _no_aten(name)
+    close = difflib.get_close_matches(name, manager.registry.contracts, n=1, cutoff=0.85)
+    return f"an operator without a contract; did you mean {close[0]!r}?" if close else None
+
+
+def _no_aten(name: str) -> str | None:
+    import torch
+
+    from transformer_engine_fl.integrations.aten.routes import overload
+
+    if overload(name) is not None:
+        return None
+    known = (it for it in torch._C._dispatch_get_all_op_names() if it.startswith("aten::"))
+    return f"an operator that torch does not have{suggestion(name, known)}"
 
 
 _PROBE_RAISED = "is_available() raised"

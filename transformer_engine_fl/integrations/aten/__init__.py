@@ -275,13 +275,15 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
             if effective_policy().policy.strict:
                 raise
             result = op(*args, **kwargs)  # raises its own, if it is the call that is wrong
-            _warn(name, f"does not take ATen's arguments ({error}); torch's own served")
+            said = f"does not take ATen's arguments ({error}); torch's own served"
+            _warn(block.routes.manager, name, args, kwargs, said)
             return result
         finally:
             exclude(BELOW, False)
             exclude(ABOVE, False)
         if whole and _lost_gradient(args, kwargs, result):
-            _warn(name, "is not differentiable, as a composite must be; torch's own served")
+            said = "is not differentiable, as a composite must be; torch's own served"
+            _warn(block.routes.manager, name, args, kwargs, said)
             return redispatch(keyset & after, *args, **kwargs)
         return result
 
@@ -380,7 +382,14 @@ _warned: Final[set[tuple[str, str]]] = set()
 _MAX_WARNINGS: Final = 1024
 
 
-def _warn(name: str, said: str) -> None:
-    if (name, said) not in _warned and len(_warned) < _MAX_WARNINGS:
-        _warned.add((name, said))
-        logger.warning("%s: the implementation that was chosen %s", name, said)
+def _warn(
+    manager: OpManager, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+) -> None:
+    """Say once what is wrong with the implementation that was chosen."""
+    if (name, said) in _warned or len(_warned) >= _MAX_WARNINGS:
+        return
+    _warned.add((name, said))
+    chosen = manager.explain(name, *args, **kwargs).selected
+    entry = next((it for it in manager.registry.entries(name) if it.impl is chosen), None)
+    who = f" ({entry.impl.impl_id}, registered at {entry.where})" if entry else ""
+    logger.warning("%s: the implementation that was chosen%s %s", name, who, said)
