@@ -12,6 +12,11 @@ from plugin_environments import clean, environment
 
 GUIDE = Path(__file__).parents[2] / "docs" / "write-a-backend.md"
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.M | re.S)
+PIP = """\
+#!{python}
+import runpy
+runpy.run_module("pip", run_name="__main__")
+"""
 TE_FL = """\
 #!{python}
 from transformer_engine_fl.cli import main
@@ -28,7 +33,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))
 def test_its_commands_lead_to_a_certified_plugin(tmp_path: Path) -> None:
     interpreter = environment(tmp_path / "environment")
     programs = interpreter.parent
-    for name, text in {"te-fl": TE_FL, "pytest": PYTEST}.items():
+    for name, text in {"pip": PIP, "te-fl": TE_FL, "pytest": PYTEST}.items():
         (programs / name).write_text(text.format(python=interpreter))
         (programs / name).chmod(0o755)
     # What is installed is on this machine, its builder as well; a reader has an index.
