@@ -13,6 +13,7 @@ import transformer_engine_fl as te
 from transformer_engine_fl import ops, testing
 from transformer_engine_fl.backends.reference import normalization as reference
 from transformer_engine_fl.ops import _checks as check
+from transformer_engine_fl.testing.arguments import clone, cropped
 
 Rms = Callable[..., tuple[Tensor, Tensor]]
 
@@ -633,6 +634,15 @@ def test_cases_have_unique_names_and_cover_every_operator_of_a_set() -> None:
     names = [case.name for case in testing.cases("reference.torch")]
     assert len(set(names)) == len(names)
     assert {name.split("/")[0] for name in names} == set(ops.CATALOGUE)
+
+
+@pytest.mark.parametrize("copied", [clone, cropped])
+def test_a_copy_of_a_lazily_negated_tensor_has_its_values(copied: Callable[[Tensor], Any]) -> None:
+    tensor = torch.arange(12.0).view(3, 4)[1:, ::2]
+    negated = copied(torch._neg_view(tensor))
+    assert negated.is_neg()
+    assert negated.stride() == tensor.stride()
+    assert torch.equal(negated, -tensor)
 
 
 def test_a_single_element_may_have_any_stride() -> None:

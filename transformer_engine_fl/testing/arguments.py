@@ -96,12 +96,17 @@ def clone(value: Any) -> Any:
 def _clone(tensor: Tensor) -> Tensor:
     if tensor.device.type == "meta":
         return tensor
-    base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    held = memory(tensor)
     fence = torch.full((FENCE,), PATTERN, dtype=torch.uint8, device=tensor.device)
-    storage = torch.cat([fence, held, fence]).untyped_storage()
-    offset = tensor.storage_offset() + FENCE // tensor.element_size()
-    return base.set_(storage, offset, tensor.shape, tensor.stride())
+    raw = torch.cat([fence, memory(tensor), fence])
+    return _over(raw, FENCE // tensor.element_size(), tensor)
+
+
+def _over(raw: Tensor, offset: int, tensor: Tensor) -> Tensor:
+    """The bytes, seen as the tensor sees its own, which begin ``offset`` elements in."""
+    base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    start = tensor.storage_offset() + offset
+    made = base.set_(raw.untyped_storage(), start, tensor.shape, tensor.stride())
+    return torch._neg_view(made) if tensor.is_neg() else made
 
 
 def cropped(value: Any) -> Any:
@@ -111,9 +116,7 @@ def cropped(value: Any) -> Any:
 
 def _cropped(tensor: Tensor) -> Tensor:
     end = (tensor.storage_offset() + extent(tensor)) * tensor.element_size()
-    storage = memory(tensor)[:end].clone().untyped_storage()
-    base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return base.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return _over(memory(tensor)[:end].clone(), 0, tensor)
 
 
 def bits(value: Tensor) -> Tensor:
