@@ -9,18 +9,17 @@ disk is an error; where nothing can be kept, the first attempt warns.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from transformer_engine_fl.core.log import logger
+
 __all__ = ["DiskCache", "Folder", "check_writable", "clear", "folders", "root"]
 
 _MAGIC = b"TE-FL entry 1\n"
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
-
-_log = logging.getLogger("TE-FL")
 
 
 class Folder(NamedTuple):
@@ -114,7 +113,7 @@ class DiskCache:
         except (OSError, RuntimeError):
             return None
         if content[:_HEAD] != _head(content[_HEAD:]):
-            _log.info("making %s again: it is damaged", path)
+            logger.info("making %s again: it is damaged", path)
             return None
         return content[_HEAD:]
 
@@ -134,7 +133,7 @@ class DiskCache:
         except (OSError, RuntimeError) as error:
             if not self._warned:
                 self._warned = True
-                _log.warning(
+                logger.warning(
                     "%s cannot be kept (%s): each process makes its own; "
                     "XDG_CACHE_HOME chooses another folder",
                     self._what,

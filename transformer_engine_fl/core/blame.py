@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["BETWEEN", "ON_BEHALF", "place_of", "raised_at", "said"]
+__all__ = ["BETWEEN", "ON_BEHALF", "raised_at", "said", "signed"]
 
 _ROOT: Final = Path(__file__).parents[1]
 ON_BEHALF: Final = (
@@ -64,10 +64,11 @@ def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
     return f"{last.filename}:{last.lineno}"
 
 
-def place_of(function: Callable[..., Any]) -> str:
-    """``file:line: `` of a function, for the head of a message; empty for one in C."""
+def signed(function: Callable[..., Any], signature: inspect.Signature) -> str:
+    """``file:line: name(a, b)`` of a function; without the place of one in C."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+    where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+    return f"{where}{getattr(function, '__name__', type(function).__name__)}{signature}"
 
 
 def _home(file: str) -> str:

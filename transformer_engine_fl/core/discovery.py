@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from transformer_engine_fl.core.blame import place_of, raised_at, said
+from transformer_engine_fl.core.blame import raised_at, said, signed
 from transformer_engine_fl.core.contract import signature_of
 from transformer_engine_fl.core.errors import PluginError, nearest
 from transformer_engine_fl.core.late import load_attribute
@@ -244,15 +244,14 @@ def _of_a_registry(register: Register, source: Source) -> Register:
         PluginError: it cannot be called so.
     """
     signature = signature_of(register)
-    try:
-        if signature is not None:
+    if signature is not None:
+        try:
             signature.bind(None)
-    except TypeError:
-        name = getattr(register, "__name__", type(register).__name__)
-        raise PluginError(
-            f"{source.name}: {place_of(register)}{name}{signature} is called with the registry "
-            "and nothing else"
-        ) from None
+        except TypeError:
+            raise PluginError(
+                f"{source.name}: {signed(register, signature)} is called with the registry "
+                "and nothing else"
+            ) from None
     return register
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from transformer_engine_fl.core.blame import place_of
+from transformer_engine_fl.core.blame import signed
 from transformer_engine_fl.core.contract import signature_of
 
 __all__ = ["Bridge", "misfit"]
@@ -38,6 +38,5 @@ def misfit(function: Callable[..., Any], call: str) -> str | None:
     try:
         signature.bind(*words[: len(words) - len(named)], **named)
     except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        return f"{place_of(function)}{name}{signature} is called with ({call}): {error}"
+        return f"{signed(function, signature)} is called with ({call}): {error}"
     return None
