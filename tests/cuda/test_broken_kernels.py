@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
 
+import cuda_emulation
 import pytest
 import torch
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends import reference
-from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _launch, normalization, optimizer
 from transformer_engine_fl.backends.vendor.cuda._arguments import Plans
 from transformer_engine_fl.backends.vendor.cuda._compile import KernelCompileError, Specialisation
 from transformer_engine_fl.core.manager import OpManager
-from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.testing.arguments import clone
 
 
 def _manager() -> OpManager:
     """The set, and behind it the reference, on any device."""
-    ours, registry = OpRegistry(), OpRegistry()
-    cuda.register(ours)
-    for op in ours.list_operators():
-        for impl in ours.get_implementations(op):
-            registry.register_impl(
-                dataclasses.replace(impl, devices=None, min_arch=None, is_available=None)
-            )
+    registry = cuda_emulation.registry_for_any_device()
     reference.register(registry)
     return OpManager(registry, builtins=False, plugins=False)
 

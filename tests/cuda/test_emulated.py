@@ -5,7 +5,6 @@ A family that the set registers is tested without a word here.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,9 +14,7 @@ import pytest
 from operator_names import EPILOGUES_OF_EACH_KIND
 
 from transformer_engine_fl import testing
-from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.core.manager import OpManager
-from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.ops.epilogue import EPILOGUES
 
 LEFT_OUT = ("float16", "float64")
@@ -27,24 +24,14 @@ ALL = bool(os.environ.get("TE_FL_EMULATE_ALL"))
 MISSING = cuda_emulation.missing()
 
 
-def _manager() -> OpManager:
-    """The set as it registers itself, but for what it says of devices."""
-    registered, here = OpRegistry(), OpRegistry()
-    cuda.register(registered)
-    for op in registered.list_operators():
-        for impl in registered.get_implementations(op):
-            here.register_impl(
-                dataclasses.replace(impl, devices=None, min_arch=None, is_available=None)
-            )
-    return OpManager(here, builtins=False, plugins=False)
-
-
 def _tests() -> Iterator[object]:
     """Cases of one operator and dtype, and of one kind, are one test."""
     if MISSING:
         return
     kinds = defaultdict(list)
-    for case in testing.cases("vendor.cuda", manager=_manager()):
+    here = cuda_emulation.registry_for_any_device()
+    manager = OpManager(here, builtins=False, plugins=False)
+    for case in testing.cases("vendor.cuda", manager=manager):
         # The index by which kernels tell devices apart is the same of these and the CPU's.
         if not ALL and case.operator in EPILOGUES and case.operator not in EPILOGUES_OF_EACH_KIND:
             continue

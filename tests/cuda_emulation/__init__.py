@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -44,6 +45,7 @@ from transformer_engine_fl.backends.vendor.cuda import (
     gemm,
     optimizer,
 )
+from transformer_engine_fl.core.registry import OpRegistry
 
 __all__ = [
     "LIMITS",
@@ -52,6 +54,7 @@ __all__ = [
     "fuses",
     "missing",
     "prepare",
+    "registry_for_any_device",
     "running",
     "uses_assembly",
 ]
@@ -81,6 +84,18 @@ CHECKED = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=all")
 
 class EmulationError(AssertionError):
     """A kernel did what CUDA forbids, or does not compile for the CPU."""
+
+
+def registry_for_any_device() -> OpRegistry:
+    """The set as it registers itself, but for what it says of devices."""
+    registered, here = OpRegistry(), OpRegistry()
+    cuda.register(registered)
+    for op in registered.list_operators():
+        for impl in registered.get_implementations(op):
+            here.register_impl(
+                dataclasses.replace(impl, devices=None, min_arch=None, is_available=None)
+            )
+    return here
 
 
 def missing() -> str | None:
