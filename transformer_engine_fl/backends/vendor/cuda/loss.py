@@ -61,7 +61,7 @@ __all__ = [
 # ------------------------------------------------------------------------------- tiles
 
 DEPTH: Final = 4
-"""Vectors of a thread that are under way at once."""
+"""Vectors of a thread that are under way at once, forward and backward."""
 FEWEST_LANES: Final = 8
 """As many as a vector has elements: what makes no whole vector is one for each lane."""
 TEAMS: Final = {2**9: 128, 2**31: 256}
@@ -70,7 +70,6 @@ ROW_THREADS: Final = 256
 """Threads of a block that has several rows, and of a block backward."""
 RESIDENT: Final = {4: 1024, 8: 512}
 """Threads of a multiprocessor by the bytes of what is calculated; leaves each its registers."""
-BACKWARD_DEPTH: Final = 2
 MERGE_THREADS: Final = 128
 MOST_BLOCKS: Final = 2**31 - 1
 LAST: Final = 2**63 - 1
@@ -136,7 +135,7 @@ class BackwardKey:
     @property
     def lanes(self) -> int:
         """Threads of a block that share a row."""
-        wanted = -(-self.vectors // BACKWARD_DEPTH)
+        wanted = -(-self.vectors // DEPTH)
         return min(ROW_THREADS, 1 << (wanted - 1).bit_length())
 
 
@@ -189,7 +188,7 @@ def backward_source(key: BackwardKey) -> tuple[Specialisation, _launch.Geometry]
         "EDGES": int(key.edges),
         "VEC": 16 // min(SIZES[key.x], SIZES[key.out]),
         "ACCESS": key.access,
-        "DEPTH": min(BACKWARD_DEPTH, -(-key.vectors // key.lanes)),
+        "DEPTH": min(DEPTH, -(-key.vectors // key.lanes)),
         "LANES": key.lanes,
         "ROWS": ROW_THREADS // key.lanes,
     }
