@@ -56,6 +56,25 @@ def test_blocks_that_share_a_gradients_row_fit_a_multiprocessor_together(
     assert blocks * (kept + SHARED_PER_BLOCK) <= HOPPER.shared_per_multiprocessor
 
 
+@pytest.mark.parametrize(
+    ("columns", "sizes", "lanes", "vecs", "blocks"),
+    [
+        (4096, (2,), 128, 4, 8),
+        (4104, (2,), 512, 2, 4),
+        (8192, (2,), 512, 2, 4),
+        (8200, (2,), 512, 3, 2),
+        (8192, (2, 2), 256, 4, 4),
+        (8192, (4,), 512, 4, 1),
+    ],
+)
+def test_which_scores_a_block_spreads_over_all_threads_of_a_multiprocessor(
+    columns: int, sizes: tuple[int, ...], lanes: int, vecs: int, blocks: int
+) -> None:
+    tile = softmax.row_tile(columns, sizes, HOPPER)
+    assert tile is not None
+    assert (tile.lanes, tile.vecs, tile.blocks) == (lanes, vecs, blocks)
+
+
 def test_a_block_without_room_for_a_gradients_row_shares_it() -> None:
     sizes = ((HOPPER, (2, 2), 1), (HOPPER, (2, 8), 2), (SMALL, (2, 2), 2))
     for device, bytes_of_each, blocks in sizes:

@@ -97,6 +97,10 @@ LOOPED_FROM: Final = 2**14 + 1
 Each has several rows then, of which the next is under way while one is computed: too few of
 so wide rows are on a multiprocessor at once for them to do that for each other.
 """
+SPREAD: Final = range(4097, 8193)
+"""Columns of which each thread of a forward has two vectors instead of four."""
+SPREAD_RESIDENT: Final = 2048
+"""Threads of a multiprocessor that have them."""
 STAGES: Final = 2
 """Rows of such a group that are under way to shared memory at once."""
 MOST_ROWS: Final = 2**31 - 2**14
@@ -133,6 +137,8 @@ def row_tile(
         return None
     if max(sizes) > 2:
         return tile
+    if forward and vec == 8 and columns in SPREAD:
+        return with_blocks(team_tile(vectors, vec, 2, TEAMS) or tile, SPREAD_RESIDENT)
     if forward or tile.cluster == 1:
         return with_blocks(tile, RESIDENT if tile.held <= HELD else RESIDENT // 2)
     return with_blocks(tile, BACKWARD_RESIDENT if tile.held <= HELD else RESIDENT)
