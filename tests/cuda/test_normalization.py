@@ -419,10 +419,12 @@ def test_a_residual_leaves_65536_columns_to_a_group(columns: int, streamed: bool
         ("mxfp8", 8192, False, True, torch.bfloat16, True),
         ("mxfp8", 4096, False, False, torch.float32, True),
         ("nvfp4", 8192, False, False, torch.bfloat16, True),
-        ("per_tensor", 8192, False, False, torch.bfloat16, True),
+        ("per_tensor", 8192, False, False, torch.bfloat16, False),
+        ("per_tensor", 8208, False, False, torch.bfloat16, True),
+        ("per_tensor", 8192, True, False, torch.bfloat16, True),
     ],
 )
-def test_of_casts_mxfp8_alone_leaves_8192_columns_to_a_block(
+def test_of_casts_float8_with_gamma_alone_leaves_8192_columns_to_a_block(
     format: str, columns: int, centred: bool, added: bool, dtype: torch.dtype, streamed: bool
 ) -> None:
     (recipe, *_) = (

@@ -90,11 +90,11 @@ STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
 LARGE_STREAM_TEAM: Final = (1024, 16)
 # Rows of more vectors go that way: a cast gains first, a residual last. With gamma and beta
 # 8,192 and 32,768 columns of half precision were measured; the limit between them is where
-# one block no longer holds the row. Of mxfp8 8,192 columns were, gamma alone; four vectors a
-# thread are as far as the same block holds the row.
+# one block no longer holds the row. Of mxfp8 and of float8 with one scale 8,192 columns were,
+# gamma alone; four vectors a thread are as far as the same block holds the row.
 STREAM_VECTORS: Final = 2048
 STREAM_VECTORS_CAST: Final = 512
-STREAM_VECTORS_MXFP8: Final = 1024
+STREAM_VECTORS_FLOAT8: Final = 1024
 STREAM_VECTORS_GAMMA_ALONE: Final = 4096
 STREAM_VECTORS_ADDED: Final = 8192
 # Of rows of more bytes within a block, gamma and beta stay in L1 until the sums are there: in
@@ -378,8 +378,8 @@ class ForwardKey:
             if self.centred and casting.get("KIND") == "e2m1":
                 resident = 512  # registers for beta and for making codes of four bits
             alone = not self.centred and not self.added and SIZES[self.x] == 2
-            if alone and casting.get("SCALES") == "e8m0":
-                longer = STREAM_VECTORS_MXFP8
+            if alone and casting.get("KIND") in ("e4m3", "e5m2"):
+                longer = STREAM_VECTORS_FLOAT8
         large = self.added and self.cast is None and most_blocks >= LARGE_STREAM_TEAM[1]
         tile = stream_tile(self.columns, SIZES[self.x], others, longer, resident, large)
         if tile is None:
