@@ -51,6 +51,12 @@ that is written in place both, unless something else is said. TFLOP/s divides th
 products. The same is counted for a peer that does less. The roofs are measured in the same run.
 """
 
+TURNS = """
+Products warm the device until its clocks fall, which would favour whoever is timed first. So where
+operations are counted, the candidates take turns in {rounds} rounds, each begun by another of them,
+and the median of a candidate's rounds stands here.
+"""
+
 COPIES = """
 A launch, the first bytes' way and the last ones' cost the same microseconds whatever is moved, so
 that of small shapes nobody reaches the roof. What torch's own copy of fewer bytes reaches in the
@@ -150,6 +156,9 @@ def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
 def _operators(path: Path, report: Report) -> Iterator[str]:
     yield f"## Operators on {report['environment']['device']}\n"
     yield _paragraph(METHOD)
+    rounds = max((row.get("rounds", 1) for row in report["rows"]), default=1)
+    if rounds > 1:
+        yield _paragraph(TURNS.format(rounds=rounds))
     names = names_of(report["rows"], report)
     yield _paragraph(
         f"Versions: {_versions(report)}. The sets of this repository come first: "

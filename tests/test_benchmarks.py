@@ -274,17 +274,21 @@ def test_a_library_function_is_given_the_operators_arguments(peer: str, name: st
 # --------------------------------------------------------------------------- measurement
 
 
-def fake_median(work: Callable[[], Any], warmup: int, rep: int) -> float:
+def fake_median(work: Callable[[], Any], warmup: float, rep: float) -> float:
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) * 1e3
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, name: str, *impls: str, peers: tuple[str, ...] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    *impls: str,
+    peers: tuple[str, ...] = (),
+    timer: Callable[..., float] = fake_median,
 ) -> dict[str, Any]:
     """A row on the CPU, whose times mean nothing."""
-    monkeypatch.setattr(suite, "median_ms", fake_median)
+    monkeypatch.setattr(suite, "median_ms", timer)
     own = {peer: PEERS[peer][name] for peer in peers}
     monkeypatch.setattr(suite, "peers_of", lambda _: own)
     workload = WORKLOADS[name]
@@ -352,6 +356,67 @@ def test_each_candidate_of_an_operator_in_place_has_arguments_of_its_own(
     )
     assert len(row["results"]) == 2
     assert all(it["error_over_allowed"] <= 1 for it in row["results"].values())
+
+
+def test_candidates_take_turns_where_operations_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that gets slower with every measurement, the same work takes the same time."""
+    order: list[int] = []
+
+    def slower_each_time(work: Callable[[], Any], warmup: float, rep: float) -> float:
+        order.append(id(work))
+        assert (warmup, rep) == (20 / suite.ROUNDS, 80 / suite.ROUNDS)
+        return float(len(order))
+
+    names = "reference.torch", "torch.matmul", "torch.eager"
+    monkeypatch.setitem(PEERS["torch.eager"], "generic_gemm", PEERS["torch.matmul"]["generic_gemm"])
+    row = measured(monkeypatch, "generic_gemm", names[0], peers=names[1:], timer=slower_each_time)
+    rounds = [order[at : at + 3] for at in range(0, len(order), 3)]
+    assert len(rounds) == row["rounds"] == suite.ROUNDS > 1
+    assert all(set(it) == set(rounds[0]) for it in rounds)
+    assert {it[0] for it in rounds} == set(rounds[0])
+    assert list(row["results"]) == list(names)
+    middle = 1e3 * (len(order) + 1) / 2
+    assert all(abs(it["us"] - middle) <= 1e3 for it in row["results"].values())
+
+
+def test_who_moves_memory_is_done_with_before_the_next_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    make = suite.own_work
+
+    def noted(workload: Workload, impl_id: str, sample: Any) -> Work:
+        events.append(impl_id)
+        return make(workload, "reference.torch", sample)
+
+    def timed(work: Callable[[], Any], warmup: float, rep: float) -> float:
+        events.append("timed")
+        return 1.0
+
+    monkeypatch.setattr(suite, "own_work", noted)
+    row = measured(monkeypatch, "rmsnorm_fwd", "a", "b", timer=timed)
+    assert events == ["a", "timed", "b", "timed"]
+    assert row["rounds"] == 1
+
+
+def test_who_fails_in_a_round_is_left_out_of_those_that_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+
+    def failing_fourth(work: Callable[[], Any], warmup: float, rep: float) -> float:
+        tried.append(id(work))
+        if len(tried) == 4:
+            raise RuntimeError("out of memory")
+        return 1.0
+
+    impl, peer = "reference.torch", "torch.matmul"
+    row = measured(monkeypatch, "generic_gemm", impl, peers=(peer,), timer=failing_fourth)
+    assert row["absent"] == {"reference.torch": "RuntimeError: out of memory"}
+    assert list(row["results"]) == ["torch.matmul"]
+    assert len(tried) == 2 * suite.ROUNDS - (suite.ROUNDS - 2)
 
 
 def test_a_peer_that_is_not_installed_is_named_and_the_others_are_measured(
@@ -434,6 +499,7 @@ def test_the_page_has_a_section_for_each_family(several_families: dict[str, Any]
         assert f"results/ops_device_{family}.png" in page
     words = " ".join(page.split())
     assert "roof: matmul 1 TFLOP/s; cold L2" in words
+    assert f"the candidates take turns in {suite.ROUNDS} rounds" in words
     assert "torch.eager `swiglu` (not the bits that are asked for)" in words
     assert "- Counted in `cross_entropy fwd+bwd`: the logits read by each" in words
     assert "- torch.eager in `cross_entropy fwd+bwd`: F.cross_entropy of float32 logits" in words
