@@ -141,6 +141,8 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
                 "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*0x10", ptx)),
                 "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
                 "products": len(re.findall(r"wgmma\.mma_async", ptx)),
+                # from shared memory, by the tensor memory accelerator
+                "bulk stores": len(re.findall(r"cp\.async\.bulk\.tensor\S*\.global\.shared", ptx)),
                 # for the launch before
                 "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
                 # one 2-byte element at a time

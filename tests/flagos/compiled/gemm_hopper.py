@@ -21,6 +21,8 @@ def launch() -> None:
         {"bias": bias, "gelu": True},
         {"transa": False},
         {"accumulate_into": total, **wgrad},
+        {"accumulate_into": total, "bias": bias},
+        {"accumulate_into": total.bfloat16()},
     ):
         flagos.generic_gemm(matrix, matrix, **options)  # type: ignore[arg-type]
     flagos.te_general_grouped_gemm([matrix] * 4, [matrix], splits, bias=[bias] * 4, gelu=True)
@@ -35,8 +37,10 @@ def launch() -> None:
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    """Whole warpgroups multiply."""
+    """Whole warpgroups multiply, and what is added in float32 goes by way of shared memory."""
     products = [case for case in cases if case["kernel"].endswith("product")]
     assert {case["kernel"] for case in products} == {"product", "grouped_product"}
     for case in products:
         assert case["products"] > 0, case
+    # Each warpgroup, a quarter at a time; the one of them that adds without a bias.
+    assert sorted(case["bulk stores"] for case in products if case["bulk stores"]) == [2 * 4]

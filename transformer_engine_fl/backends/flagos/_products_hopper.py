@@ -6,6 +6,10 @@ so that one of them adds up float8's sums, or finishes a tile, while the other o
 tensor cores busy. Triton's own pipelining has every warp do the same, so these are written in
 Gluon, where that can be said.
 
+What a large product is added to in float32 takes as long to move as a good part of the
+multiplying. It comes and goes by TMA too, through the memory of the operands: after a tile's
+last step the loading warp asks for it, a quarter of the columns in each of the next four.
+
 What the numbers of a launch mean is in ``_products``, as is how scales are multiplied with.
 Terms are added in the same order as there: the bits are the same. Which products are made
 here, ``gemm`` decides; a GELU's gradient and scales of single columns are not.
@@ -19,6 +23,7 @@ import triton.language as tl  # noqa: TC002 - Gluon looks annotations up
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -138,6 +143,39 @@ def _load_terms(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _staged(
+    a_shared: gl.tensor, stage: gl.tensor, ROWS: gl.constexpr, COLUMNS: gl.constexpr
+) -> gl.tensor:
+    """A step's tile of a as the memory of a quarter of D's columns, for each half of its rows."""
+    HEIGHT: gl.constexpr = ROWS // 2
+    QUARTER: gl.constexpr = COLUMNS // 4
+    layout: gl.constexpr = _shared_layout(HEIGHT, QUARTER, True, gl.float32)
+    return a_shared.index(stage)._reinterpret(gl.float32, [2, HEIGHT, QUARTER], layout)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _load_staged(
+    d: gl.tensor, row: gl.tensor, column: gl.tensor, done: gl.tensor,
+    a_shared: gl.tensor, ready: gl.tensor, free: gl.tensor,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Ask for what a tile of D holds, in four steps that follow those of its operands."""
+    HEIGHT: gl.constexpr = ROWS // 2
+    QUARTER: gl.constexpr = COLUMNS // 4
+    for quarter in gl.static_range(4):
+        stage = done % STAGES
+        barrier = ready.index(stage)
+        mbarrier.wait(free.index(stage), (done // STAGES & 1) ^ 1)
+        mbarrier.expect(barrier, ROWS * QUARTER * 4)
+        both = _staged(a_shared, stage, ROWS, COLUMNS)
+        for half in gl.static_range(2):
+            at = [row + half * HEIGHT, column + quarter * QUARTER]
+            tma.async_copy_global_to_shared(d, at, barrier, both.index(half))
+        done += 1
+    return done
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _load_group(
     a_ptr: gl.tensor, b_ptr: gl.tensor, table_ptr: gl.tensor, tile: gl.tensor, n: gl.tensor,
     done: gl.tensor, last: gl.tensor,
@@ -186,7 +224,7 @@ def _load_all(
     GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """What the loading warp does."""
-    a, b, table_ptr = tensors
+    a, b, table_ptr, d_described = tensors
     tiles, m, n, k = numbers
     a_shared, b_shared, ready, free = shared
     programs = gl.num_programs(0)
@@ -200,6 +238,11 @@ def _load_all(
                 a, b, row * ROWS, column * COLUMNS, k, done, a_shared, b_shared, ready, free,
                 A_K_MAJOR, B_K_MAJOR, ROWS, COLUMNS, TERMS, PARTS, STAGES,
             )  # fmt: skip
+            if d_described is not None:
+                done = _load_staged(
+                    d_described, row * ROWS, column * COLUMNS, done, a_shared, ready, free,
+                    ROWS, COLUMNS, STAGES,
+                )  # fmt: skip
     else:
         # Two places for descriptors, so that there is no need to wait for the tile before.
         even = gl.to_tensor(0)
@@ -355,6 +398,51 @@ def _finish(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _halves(z: gl.tensor, LAYOUT: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
+    """The left and the right half of the columns, which move no value between threads."""
+    ROWS: gl.constexpr = z.shape[0]
+    HALF: gl.constexpr = z.shape[1] // 2
+    left, right = gl.split(gl.permute(gl.reshape(z, (ROWS, 2, HALF)), (0, 2, 1)))
+    return gl.convert_layout(left, LAYOUT), gl.convert_layout(right, LAYOUT)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _finish_staged(
+    z: gl.tensor, row: gl.tensor, column: gl.tensor, d: gl.tensor,
+    alpha: gl.tensor, beta: gl.tensor, done: gl.tensor, shared: gl.tensor,
+    WHICH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, DTYPE: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Sums added to what ``_load_staged`` brings, stored out of the same memory.
+
+    That is free for operands when its store has read it, which is waited for a quarter later.
+    """
+    a_shared, _, ready, free = shared
+    HALF: gl.constexpr = _sum_layout(COLUMNS // 2, DTYPE)
+    QUARTER: gl.constexpr = _sum_layout(COLUMNS // 4, DTYPE)
+    left, right = _halves(z, HALF)
+    first, second = _halves(left, QUARTER)
+    third, fourth = _halves(right, QUARTER)
+    quarters = (first, second, third, fourth)
+    for quarter in gl.static_range(4):
+        stage = done % STAGES
+        mbarrier.wait(ready.index(stage), done // STAGES & 1)
+        it = _staged(a_shared, stage, ROWS, COLUMNS).index(WHICH)
+        sums = quarters[quarter] * alpha
+        sums += beta * it.load(QUARTER)
+        it.store(sums)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(d, [row, column + quarter * (COLUMNS // 4)], it)
+        if quarter > 0:
+            tma.store_wait(1)
+            mbarrier.arrive(free.index((done - 1) % STAGES))
+        done += 1
+    tma.store_wait(0)
+    mbarrier.arrive(free.index((done - 1) % STAGES))
+    return done
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _multiply_all(
     tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor, shared: gl.tensor,
     WHICH: gl.constexpr, A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr,
@@ -366,7 +454,7 @@ def _multiply_all(
     STAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr,
 ) -> None:  # fmt: skip
     """What one of the two groups of warps does: half the rows of each tile."""
-    d_ptr, pre_ptr, bias_ptr, table_ptr = tensors
+    d_ptr, pre_ptr, bias_ptr, table_ptr, d_described = tensors
     tiles, m, n, k, d_stride, alpha, beta = numbers
     a_scale_ptr, a_down, a_along, b_scale_ptr, b_first, b_down, b_along = scales
     LAYOUT: gl.constexpr = _sum_layout(COLUMNS // PARTS, DTYPE)
@@ -419,10 +507,16 @@ def _multiply_all(
             z, done = _sum(
                 k, done, shared, WHICH, A_K_MAJOR, B_K_MAJOR, COLUMNS, TERMS, STAGES, LAYOUT
             )
-        _finish(
-            z, row, column, d, pre, bias, m, n, d_stride, factor, beta,
-            GELU, ACCUMULATE, PTX, LAYOUT,
-        )  # fmt: skip
+        if d_described is not None:
+            done = _finish_staged(
+                z, row, column, d_described, factor, beta, done, shared,
+                WHICH, ROWS, COLUMNS, STAGES, DTYPE,
+            )  # fmt: skip
+        else:
+            _finish(
+                z, row, column, d, pre, bias, m, n, d_stride, factor, beta,
+                GELU, ACCUMULATE, PTX, LAYOUT,
+            )  # fmt: skip
         if PARTS == 2:
             _finish(
                 right, row, column + COLUMNS // 2, d, pre, bias, m, n, d_stride, factor, beta,
@@ -482,8 +576,9 @@ def _start(
             (
                 _load_all,
                 (
-                    (a, b, tensors[3]), (tiles, m, n, k), shared, A_K_MAJOR, B_K_MAJOR, UNIT,
-                    UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES, GROUPS,
+                    (a, b, tensors[3], tensors[4]), (tiles, m, n, k), shared, A_K_MAJOR,
+                    B_K_MAJOR, UNIT, UNIT_M, UNIT_K, SUPER, ROWS, COLUMNS, TERMS, PARTS, STAGES,
+                    GROUPS,
                 ),
             ),
         ],
@@ -536,19 +631,27 @@ def product(
     STAGES: gl.constexpr,
     MULTIPLYING: gl.constexpr,
     LOADING: gl.constexpr,
+    STAGED: gl.constexpr,
 ) -> None:
-    """``product`` of ``_products``."""
+    """``product`` of ``_products``.
+
+    STAGED: what is added, to sums of 16-bit terms, is float32 that TMA can bring.
+    """
     m = m * UNIT_M
     n = n * UNIT_N
     k = k * UNIT_K
     a = _described(a_ptr, n, k, a_stride * UNIT, A_K_MAJOR, COLUMNS // PARTS, TERMS)
     b = _described(b_ptr, m, k, b_stride * UNIT, B_K_MAJOR, ROWS // 2, TERMS)
+    d_stride = d_stride * UNIT_N
     tiles = gl.cdiv(m, ROWS) * gl.cdiv(n, COLUMNS)
     zero = gl.to_tensor(0).to(gl.int64)
     _start(
         a, b,
-        (d_ptr, pre_ptr, bias_ptr, None),
-        (tiles, m, n, k, d_stride * UNIT_N, alpha, beta),
+        (
+            d_ptr, pre_ptr, bias_ptr, None,
+            _described(d_ptr, m, n, d_stride, True, ROWS // 2, COLUMNS // 4) if STAGED else None,
+        ),
+        (tiles, m, n, k, d_stride, alpha, beta),
         (
             a_scale_ptr, a_scale_row, a_scale_column,
             b_scale_ptr, zero, b_scale_row, b_scale_column,
@@ -603,7 +706,7 @@ def grouped_product(
     zero = gl.to_tensor(0).to(gl.int64)  # the table has the number
     _start(
         a_ptr, b_ptr,
-        (d_ptr, pre_ptr, bias_ptr, table_ptr),
+        (d_ptr, pre_ptr, bias_ptr, table_ptr, None),
         (tiles, n, n, n, zero, alpha, beta),
         (a_scale_ptr, zero, zero, b_scale_ptr, zero, zero, zero),
         A_K_MAJOR, A_SCALES, A_HEIGHT, B_K_MAJOR, B_SCALES, B_HEIGHT, STEPWISE, GELU,

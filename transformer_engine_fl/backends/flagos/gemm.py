@@ -517,6 +517,9 @@ def _kernel(
         kernel = hopper.grouped_product if groups else hopper.product
         options = {"maxnreg": _SPECIALIZED_REGISTERS}
         alone |= {"STAGES": tile.stages, "MULTIPLYING": _MULTIPLYING, "LOADING": _LOADING}
+        adds = after.accumulate and after.d == torch.float32
+        only = not after.gelu and after.bias is None
+        alone["STAGED"] = d_described and adds and only and way.kind == "half"
     launch = _launch.Launch(
         kernel,
         device,
