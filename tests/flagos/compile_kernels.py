@@ -145,6 +145,8 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
                 "bulk stores": len(re.findall(r"cp\.async\.bulk\.tensor\S*\.global\.shared", ptx)),
                 # for the launch before
                 "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
+                # lets the launch that follows start
+                "lets": len(re.findall(r"griddepcontrol\.launch_dependents", ptx)),
                 # one 2-byte element at a time
                 "narrow accesses": len(re.findall(r"(?:ld|st)\.global(?!\S*\.v4)\S*\.b16", ptx)),
                 # one byte at a time

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transformer_engine_fl.backends.flagos import normalization as flagos
@@ -12,6 +14,7 @@ STREAMING = {"_backward_shared", "_forward_rows", "_forward_shared"}
 SINGLE = {"_forward_shared": 9}
 FORWARD_WIDTHS = {"bfloat16": (1024, 4096, 32768, 65536), "float32": (4096, 65536)}
 BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
+PARTIAL_SUMS = (16, 24, 64, 100, 132)
 
 
 def launch() -> None:
@@ -29,3 +32,15 @@ def launch() -> None:
             flagos.rmsnorm_bwd(x, x, saved, weight)
             flagos.rmsnorm_bwd_add(x, x, x, saved, weight)
             flagos.layernorm_bwd(x, x, saved, saved, weight)
+    for rows in PARTIAL_SUMS:  # of rows that are a tile each, as many programs
+        x, saved = torch.zeros(rows, 8192, dtype=torch.bfloat16), torch.zeros(rows)
+        flagos.rmsnorm_bwd(x, x, saved, torch.zeros(8192))
+
+
+def check(cases: list[dict[str, Any]]) -> None:
+    """The sums over the programs may start early, and wait for what they add up."""
+    for case in cases:
+        adds = case["kernel"] == "_sum_programs"
+        assert case["waits"] == adds, case
+        assert case["lets"] == case["kernel"].startswith("_backward"), case
+        assert case["wide loads"] > 0 or not adds, case

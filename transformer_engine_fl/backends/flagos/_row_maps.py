@@ -18,13 +18,18 @@ import torch
 import triton
 import triton.language as tl
 
-from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     block_of,
     check_size,
     fresh,
     launch_of,
+)
+from transformer_engine_fl.backends.flagos._dependent import (
+    following,
+    follows,
+    let_follow,
+    wait_for_last,
 )
 
 if TYPE_CHECKING:
@@ -34,47 +39,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Placing",
-    "following",
-    "follows",
     "place_by_index",
     "place_by_mask",
     "place_pairs",
-    "wait_for_last",
 ]
-
-# ------------------------------------------------------------------- dependent launches
-#
-# FOLLOWS: a kernel may be started while the one before it is finishing (a programmatic
-# dependent launch), whose results it waits for itself. An operator's first kernel is launched
-# the ordinary way, so that all that was before it has ended; each of the others waits, so that
-# what waits for it has waited for all.
-
-_FOLLOWS_FROM = 90  # the compute capability
-
-
-def follows(device: torch.device) -> bool:
-    """Whether there are such launches on the device."""
-    return _launch.has_ptx() and _launch.limits(device).capability >= _FOLLOWS_FROM
-
-
-def following(follows: bool) -> dict[str, Any]:
-    """The constant and the options of a launch that may be one of them."""
-    return {"FOLLOWS": follows, "options": {"launch_pdl": True} if follows else {}}
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def let_follow(FOLLOWS: tl.constexpr) -> None:
-    """The next kernel may start as soon as all programs of this one have."""
-    if FOLLOWS:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def wait_for_last(FOLLOWS: tl.constexpr) -> None:
-    """Wait until the kernel before has ended."""
-    if FOLLOWS:
-        tl.extra.cuda.gdc_wait()
-
 
 # ----------------------------------------------------------------------------- counting
 #

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import block_of, listed
+from transformer_engine_fl.backends.flagos._arguments import listed
+from transformer_engine_fl.backends.flagos._dependent import following, follows, wait_for_last
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = ["SumOfPrograms"]
 
-# Tiles of so many programs by so many columns, by width: narrow ones give enough programs
-# where there are few columns.
-_TILES = {8192: (128, 32), 2**31: (32, 128)}
-_THREADS = 256
+# By the most partial sums that it is for: rows and columns of a tile, and threads. A thread adds
+# up about eight 16-byte vectors, all under way at once. Threads of one warp share columns before
+# several warps do: what warps add up together goes through shared memory one word at a time.
+_TILES = {
+    8: (8, 512, 128),
+    16: (16, 64, 32),
+    32: (32, 32, 32),
+    64: (64, 16, 32),
+    128: (128, 16, 64),
+    256: (256, 16, 128),
+    2**31: (512, 16, 128),
+}
 
 
 @triton.jit(do_not_specialize=["programs", "columns"])  # type: ignore[untyped-decorator]
@@ -35,6 +44,7 @@ def _sum_programs(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """The sums of ``partial`` over the programs.
 
@@ -46,6 +56,7 @@ def _sum_programs(
     inside = column < columns
     partial_ptr += tl.program_id(1).to(tl.int64) * programs * columns
     total = tl.zeros((ROWS, BLOCK), ACC)
+    wait_for_last(FOLLOWS)
     for first in tl.range(0, programs, ROWS):
         row = first + tl.arange(0, ROWS)
         total += tl.load(
@@ -66,26 +77,37 @@ def _sum_programs(
 class SumOfPrograms:
     """Adds up ``partial``, ``[results, programs, columns]``, over the programs.
 
+    Where there are such launches it may start before the kernel that is launched just before
+    it has ended, and waits for that one: it can be no operator's first kernel.
+
     Args:
         columns: of each sum.
         unit: divides the columns.
         device: where it runs.
     """
 
-    __slots__ = ("_blocks", "_launch", "_units")
+    __slots__ = ("_columns", "_device", "_launches", "_unit")
 
     def __init__(self, columns: int, unit: int, device: torch.device) -> None:
-        rows, block = listed(_TILES, block_of(columns))
-        self._launch = _launch.Launch(
-            _sum_programs, device, threads=_THREADS, UNIT=unit, ROWS=rows, BLOCK=block
-        )
-        self._blocks = -(-columns // block)
-        self._units = columns // unit
+        self._columns, self._unit, self._device = columns, unit, device
+        self._launches: dict[int, _launch.Launch] = {}  # by the rows of a tile
 
     def __call__(
         self, partial: Tensor, first: Tensor, second: Tensor | None, programs: int
     ) -> None:
         """Write the sums: ``first [columns]`` and a second one, or ``first [results, columns]``."""
         results = 2 if second is not None else first.shape[0] if first.dim() > 1 else 1
-        grid = (self._blocks, results)
-        self._launch(grid, (partial, first, second), (programs, self._units))
+        rows, block, threads = listed(_TILES, programs)
+        launch = self._launches.get(rows)
+        if launch is None:
+            launch = self._launches[rows] = _launch.Launch(
+                _sum_programs,
+                self._device,
+                threads=max(threads, _launch.limits(self._device).warp_size),
+                UNIT=self._unit,
+                ROWS=rows,
+                BLOCK=block,
+                **following(follows(self._device)),
+            )
+        grid = (-(-self._columns // block), results)
+        launch(grid, (partial, first, second), (programs, self._columns // self._unit))

@@ -28,14 +28,12 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
     rows_of_tile,
 )
+from transformer_engine_fl.backends.flagos._dependent import following, follows, wait_for_last
 from transformer_engine_fl.backends.flagos._row_maps import (
     Placing,
-    following,
-    follows,
     place_by_index,
     place_by_mask,
     place_pairs,
-    wait_for_last,
 )
 from transformer_engine_fl.backends.flagos._sequences import (
     launch_rows,

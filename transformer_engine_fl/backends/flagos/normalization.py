@@ -40,6 +40,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     keep,
     plain,
 )
+from transformer_engine_fl.backends.flagos._dependent import follows, let_follow
 from transformer_engine_fl.backends.flagos._narrow import rounded
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
@@ -291,7 +292,8 @@ def _forward_shared(
 #
 # With xhat = (x - mu) * rsigma and u = dy * gamma, a row needs mean(u * xhat), and mean(u)
 # if it was centred. ``partial`` is [1 or 2, programs, columns]: dgamma and dbeta as each
-# program summed them over its rows. What is added to dx has rows as far apart as x.
+# program summed them over its rows. What is added to dx has rows as far apart as x. FOLLOWED:
+# the sum over the programs is a dependent launch.
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
@@ -313,8 +315,10 @@ def _backward_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ) -> None:
     """Rows that fit into registers together with the sums for their parameters."""
+    let_follow(FOLLOWED)
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
     column = tl.arange(0, BLOCK)
@@ -358,6 +362,15 @@ def _backward_rows(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _gain(gamma: tl.tensor, ACC: tl.constexpr, OFFSET: tl.constexpr) -> tl.tensor:
+    """What dy is multiplied by. To add 0 would be an instruction: it makes 0 of -0."""
+    gain = gamma.to(ACC)
+    if OFFSET:
+        gain += OFFSET
+    return gain
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _tell_means(
     dy: tl.tensor,
     x: tl.tensor,
@@ -373,7 +386,7 @@ def _tell_means(
 ) -> None:
     """This piece's shares of the sums of u * xhat and of u."""
     ACC: tl.constexpr = rsigma.dtype
-    u = dy.to(ACC) * (gamma.to(ACC) + OFFSET)
+    u = dy.to(ACC) * _gain(gamma, ACC, OFFSET)
     if SUMS == 2:
         products, plain = two_sums(u * (x.to(ACC) * rsigma - mu * rsigma), u)
     else:
@@ -402,19 +415,23 @@ def _backward_shared(
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
     STEP: tl.constexpr,
+    FOLLOWED: tl.constexpr,
 ) -> None:
     """A piece of BLOCK columns of one row after the other; see ``_rows``.
 
-    The sums for the parameters of these columns stay in registers over all rows.
+    The sums for the parameters of these columns stay in registers over all rows. EXACT: the
+    pieces have no columns beyond the row's.
     """
+    let_follow(FOLLOWED)
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     SUMS: tl.constexpr = 1 if mu_ptr is None else 2
     columns = columns * UNIT
     dy_stride = dy_stride * UNIT
     x_stride = x_stride * UNIT
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    inside = tl.full((BLOCK,), True, tl.int1) if EXACT else column < columns
     groups = tl.num_programs(1)
     gamma = tl.load(gamma_ptr + column, mask=inside, other=0)
     dgamma = tl.zeros((BLOCK,), ACC)
@@ -451,7 +468,7 @@ def _backward_shared(
             products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
             xhat = x.to(ACC) * rsigma
             grad = dy.to(ACC)
-            dx = grad * (gamma.to(ACC) + OFFSET) * rsigma
+            dx = grad * _gain(gamma, ACC, OFFSET) * rsigma
             if mu_ptr is not None:
                 xhat -= mu * rsigma
                 product, constant = two_sums(products, plain)
@@ -635,6 +652,7 @@ def _plan_backward(
         bytes_read,
         OFFSET=int(offset),
         UNIT=unit,
+        FOLLOWED=follows(device),
     )
     return _BackwardPlan(run, SumOfPrograms(columns, unit, device), unit)
 
