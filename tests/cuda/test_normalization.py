@@ -284,19 +284,12 @@ def test_gamma_and_beta_of_longer_rows_are_not_in_shared_memory(
 
 
 @pytest.mark.parametrize(
-    ("columns", "weight", "gamma", "dbeta"),
-    [
-        (8192, torch.float32, 1, 0),
-        (16384, torch.bfloat16, 0, 0),
-        (32768, torch.bfloat16, 0, 0),
-        (131072, torch.bfloat16, 1, 1),
-    ],
+    ("columns", "gamma", "dbeta"),
+    [(8192, 1, 0), (16384, 0, 0), (32768, 0, 0), (131072, 1, 1)],
 )
-def test_where_a_backward_keeps_gamma_and_dbeta(
-    columns: int, weight: torch.dtype, gamma: int, dbeta: int
-) -> None:
+def test_where_a_backward_keeps_gamma_and_dbeta(columns: int, gamma: int, dbeta: int) -> None:
     low = torch.bfloat16
-    key = normalization.BackwardKey(columns, 8, low, low, weight, True, False)
+    key = normalization.BackwardKey(columns, 8, low, low, low, True, False)
     ((source, _),) = normalization.backward_sources(key, HOPPER)[0]
     defines = dict(source.defines)
     assert (defines["HOLD_GAMMA"], defines["SHARED_DBETA"]) == (gamma, dbeta)
@@ -329,10 +322,9 @@ def backward_kernel(
         (776, True, 4),
         (1024, True, 4),
         (1032, True, None),
-        (2056, True, 1),
-        (4096, True, 1),
-        (8192, True, 1),
-        (8200, True, None),
+        (2056, True, 4),
+        (4096, True, 4),
+        (4104, True, None),
         (32768, True, None),
         (65536, True, 1),
         (65544, True, None),
@@ -349,7 +341,6 @@ def test_which_rows_a_backward_keeps_in_registers(
         assert held >= columns
         assert defines["LANES"] * defines["BLOCKS"] == 512  # 128 registers for each thread
         assert defines["TOLD"] == (defines["CLUSTER"] > 1)
-        assert defines["EARLY"] == (centred and 2048 < columns <= 8192)
         assert backward_kernel(columns, centred, other=torch.float32)[0] == "backward"
         assert backward_kernel(columns, centred, limits=ADA)[0] != "backward_registers"
 
@@ -508,7 +499,7 @@ def test_groups_with_several_rows(op: str, columns: int, device: str) -> None:
 
 
 @pytest.mark.usefixtures("few_groups")
-@pytest.mark.parametrize("columns", [1000, 4000, 8192])
+@pytest.mark.parametrize("columns", [1000, 4000])
 def test_groups_with_more_turns_than_are_under_way(columns: int, device: str) -> None:
     assert_right("layernorm_bwd", 27, columns, device)
 

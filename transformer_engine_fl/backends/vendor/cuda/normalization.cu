@@ -24,7 +24,6 @@
 //                        backward_registers, forward_stream)
 //   TOLD                 1 to exchange sums without a barrier of the cluster (the same)
 //   TURN                 rows that a block takes at a time (backward_registers)
-//   EARLY                1 to ask for the next rows before sums are exchanged (the same)
 //   LATE_ADD             1 to read what is added to registers when it is needed (backward)
 //   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
 //   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory (backward)
@@ -187,14 +186,6 @@ __device__ __forceinline__ void normalize(const Vec<TX, VEC>& row, A mean, A sca
 
 constexpr int kSums = CENTRED ? 2 : 1;
 
-// Whether xhat is x * scale - mean * scale, in one operation. Rows in registers are of 16 bits:
-// what that rounds off is little beside what numbers so far from zero have been rounded by.
-#ifdef KERNEL_backward_registers
-constexpr bool kFusedMean = CENTRED && CLUSTER == 1;
-#else
-constexpr bool kFusedMean = false;
-#endif
-
 // What the gradients of one vector are made of: xhat, and u = dy * gamma.
 struct Terms {
   A dy[VEC], xhat[VEC], u[VEC];
@@ -205,10 +196,9 @@ struct Terms {
     A x[VEC];
     decode(row, x);
     decode(gradient, dy);
-    const A shift = -mean * scale;
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
-      xhat[i] = kFusedMean ? fma(x[i], scale, shift) : (x[i] - mean) * scale;
+      xhat[i] = (x[i] - mean) * scale;
       u[i] = dy[i] * g[i];
     }
   }
@@ -829,7 +819,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 // As `backward`, but what the gradient of a row is made of stays in registers until it is
 // written, so that the row's place in shared memory is free before the threads of the row wait
 // for each other. Blocks are few and threads have many registers. Of short rows a block takes
-// TURN at a time, behind one barrier. If EARLY, addresses go along with the rows too.
+// TURN at a time, behind one barrier.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     backward_registers(const TDY* __restrict__ dy, const TX* __restrict__ x,
                        const TADD* __restrict__ add, const A* __restrict__ mu,
@@ -848,26 +838,14 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   const long long first_base = static_cast<long long>(group) * TURN;
   RowReduction<LANES, CLUSTER, TURN * kSums, A, TOLD> over_rows;
 
-  if constexpr (EARLY) {
-    x += first_base * x_stride;
-    dy += first_base * dy_stride;
-    add += first_base * add_stride;
-    dx += first_base * columns;
-  }
   auto ask = [&](long long base, unsigned char* slots) {
 #pragma unroll
     for (int t = 0; t < TURN; ++t) {
       const long long row = base + t;
-      const long long at = EARLY ? t : row;  // from the addresses as they are
-      Kept::ask(slots + t * Kept::kBytes, x + at * x_stride, dy + at * dy_stride,
-                add + at * add_stride, row < rows, rank, columns);
+      Kept::ask(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
+                add + row * add_stride, row < rows, rank, columns);
     }
     commit_copies();
-    if constexpr (EARLY) {
-      x += step * x_stride;
-      dy += step * dy_stride;
-      add += step * add_stride;
-    }
   };
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
@@ -926,10 +904,9 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
       for (int k = 0; k < kSums; ++k) sums[t * kSums + k] = found[k];
     }
-    if constexpr (EARLY) ask(base + STAGES * step, slots);
     over_rows.begin<Sum>(sums);
     ask_statistics(base + step);
-    if constexpr (!EARLY) ask(base + STAGES * step, slots);
+    ask(base + STAGES * step, slots);
     over_rows.end<Sum>(sums);
 #pragma unroll
     for (int t = 0; t < TURN; ++t) {
@@ -939,11 +916,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       for (int v = 0; v < VECS; ++v) {
         const int column = Row::first_column(v, rank);
         if ((TURN > 1 && base + t >= rows) || !Row::in_row(column, columns)) continue;
-        store(dx + (EARLY ? t : base + t) * columns + column,
+        store(dx + (base + t) * columns + column,
               parts[t][v].dx(scale[t], product, value, added[t][v]));
       }
     }
-    if constexpr (EARLY) dx += step * columns;
   }
 
   release_dependents();

@@ -123,7 +123,6 @@ class InRegisters(NamedTuple):
         team: (threads of a block that share a row, blocks that share it).
         turn: rows that a block takes at a time.
         stages: turns under way, at most.
-        early: whether the next rows are asked for before the sums of these are exchanged.
     """
 
     centred: bool
@@ -131,17 +130,15 @@ class InRegisters(NamedTuple):
     team: Team
     turn: int
     stages: int
-    early: bool = False
 
 
-# As measured with 4,096 and 8,192, and with 1,024, 4,096, 8,192 and 65,536 columns; each range
-# is as far as the same team has its threads at work.
+# As measured with 4,096 and 8,192, and with 1,024, 4,096 and 65,536 columns; each range is as
+# far as the same team has its threads at work.
 IN_REGISTERS: Final = (
     InRegisters(False, range(2049, 4097), (256, 1), 1, 6),
     InRegisters(False, range(4097, 8193), (512, 1), 1, 3),
     InRegisters(True, range(769, 1025), (128, 1), 4, 3),
-    InRegisters(True, range(2049, 4097), (256, 1), 1, 6, True),
-    InRegisters(True, range(4097, 8193), (512, 1), 1, 6, True),
+    InRegisters(True, range(2049, 4097), (512, 1), 4, 3),
     InRegisters(True, range(32769, 65537), (512, 8), 1, 6),
 )
 # Threads of a multiprocessor, each with 128 registers, that do so.
@@ -563,7 +560,6 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     if not depth:
         return None
     own: dict[str, str | int] = {"STAGES": depth, "TOLD": int(told), "TURN": found.turn}
-    own["EARLY"] = int(found.early)
     return _planned("backward_registers", key, tile, depth * stage_bytes, own), tile
 
 

@@ -4,7 +4,7 @@
 // shuffles alone; more meet in shared memory behind one barrier; with a cluster each
 // warp's result is written to every block of it, behind one barrier of the cluster or, if
 // they are Told, as exchange.cuh has it. The barrier is the faster one of two as long as a
-// kernel has stored nothing. The order of operations depends on Lanes, Cluster and K only, and
+// kernel has stored nothing. The order of operations depends on Lanes and Cluster only, and
 // every thread gets the same bits.
 
 #pragma once
@@ -22,11 +22,6 @@ struct Sum {
     for (int k = 0; k < K; ++k) own[k] += other[k];
   }
 };
-
-template <typename Operation>
-constexpr bool kIsSum = false;
-template <>
-constexpr bool kIsSum<Sum> = true;
 
 // Of a NaN and a number the number, as fmax has it.
 struct Max {
@@ -78,10 +73,6 @@ class RowReduction {
   static constexpr int kSlots = kWarps * Cluster;
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
   static constexpr bool kTold = Told && Cluster > 1;
-  // Of several sums within a block a lane adds up one, so that they take few more shuffles
-  // than one sum does.
-  static constexpr bool kSpread = Cluster == 1 && Lanes > 32 && (K == 2 || K == 4 || K == 8);
-  static constexpr int kLanesOfOne = 32 / K;
 
  public:
   // The other blocks may only be written to once they run; the wait for that is left
@@ -104,14 +95,6 @@ class RowReduction {
   // wait for each other. Each begin has its end, of the same values, before the next begin.
   template <typename Operation>
   __device__ __forceinline__ void begin(A (&value)[K]) {
-    if constexpr (kSpread && kIsSum<Operation>) {
-      const A own = spread(value);
-      const int lane = threadIdx.x % 32;
-      if (lane % kLanesOfOne == 0) {
-        exchanged<Operation>()[turn_][lane / kLanesOfOne][threadIdx.x / 32] = own;
-      }
-      return;
-    }
     halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
     if constexpr (kTold) {
       exchange_.tell(value);
@@ -138,11 +121,7 @@ class RowReduction {
 
   template <typename Operation>
   __device__ __forceinline__ void end(A (&value)[K]) {
-    if constexpr (kSpread && kIsSum<Operation>) {
-      __syncthreads();
-      gather(exchanged<Operation>()[turn_], value);
-      turn_ ^= 1;
-    } else if constexpr (kSlots > 1) {
+    if constexpr (kSlots > 1) {
       A heard[kOwn][K];
       if constexpr (kTold) {
         exchange_.hear(heard);
@@ -176,46 +155,6 @@ class RowReduction {
   static __device__ __forceinline__ A (&exchanged())[2][K][kSlots] {
     __shared__ A slots[2][K][kSlots];
     return slots;
-  }
-
-  // The sum of one value over the warp: of the first in the first kLanesOfOne lanes, and so on.
-  static __device__ __forceinline__ A spread(const A (&value)[K]) {
-    const int lane = threadIdx.x % 32;
-    A own[K];
-#pragma unroll
-    for (int k = 0; k < K; ++k) own[k] = value[k];
-#pragma unroll
-    for (int kept = K / 2; kept > 0; kept /= 2) {
-      const int offset = kept * kLanesOfOne;
-      const bool upper = lane & offset;
-#pragma unroll
-      for (int k = 0; k < kept; ++k) {
-        const A sent = upper ? own[k] : own[k + kept];
-        own[k] = (upper ? own[k + kept] : own[k]) + __shfl_xor_sync(0xffffffffu, sent, offset);
-      }
-    }
-#pragma unroll
-    for (int offset = kLanesOfOne / 2; offset > 0; offset /= 2) {
-      own[0] += __shfl_xor_sync(0xffffffffu, own[0], offset);
-    }
-    return own[0];
-  }
-
-  // The sums over the warps, in all lanes.
-  static __device__ __forceinline__ void gather(const A (&slots)[K][kSlots], A (&value)[K]) {
-    constexpr int kAcross = least(kWarps, kLanesOfOne);
-    constexpr int kEach = kWarps / kAcross;
-    const int lane = threadIdx.x % 32;
-    const A* from = slots[lane / kLanesOfOne] + lane % kAcross * kEach;
-    A total = from[0];
-#pragma unroll
-    for (int i = 1; i < kEach; ++i) total += from[i];
-#pragma unroll
-    for (int offset = kAcross / 2; offset > 0; offset /= 2) {
-      total += __shfl_xor_sync(0xffffffffu, total, offset);
-    }
-#pragma unroll
-    for (int k = 0; k < K; ++k) value[k] = __shfl_sync(0xffffffffu, total, k * kLanesOfOne);
   }
 
   template <typename Operation, int Width>
