@@ -16,6 +16,7 @@ from torch import Tensor
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _casting, _launch, normalization
 from transformer_engine_fl.backends.vendor.cuda._arguments import Plans, access_width, dense_rows
+from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops._formats import FORMATS
@@ -361,7 +362,7 @@ def test_what_a_backward_adds_to_wide_rows_leaves_room_for_a_third(
     ("backward", "centred", "told"),
     [
         (False, False, {65536, 131072, 262144}),
-        (False, True, {65536, 131072}),
+        (False, True, {65536, 131072, 262144}),
         (True, False, {131072, 262144}),
         (True, True, {32768, 65536}),
     ],
@@ -400,6 +401,28 @@ def test_only_a_root_mean_square_gives_a_block_32768_columns(
     tile = key.tile(limits)
     assert tile is not None
     assert (tile.lanes, tile.cluster) == team
+
+
+@pytest.mark.parametrize(
+    ("columns", "most_blocks", "spread", "stages"),
+    [
+        (32768, 16, (512, 4, 2, 2), 4),
+        (32776, 16, (256, 8, 3, 2), 4),
+        (65536, 16, (256, 8, 4, 2), 4),
+        (131072, 16, (512, 8, 4, 1), 4),
+        (262144, 16, (512, 16, 4, 1), 4),
+        (262144, 8, (1024, 8, 4, 1), 3),
+    ],
+)
+def test_a_longer_layer_norm_gives_a_thread_more_vectors_and_registers(
+    columns: int, most_blocks: int, spread: tuple[int, ...], stages: int
+) -> None:
+    low = torch.bfloat16
+    key = normalization.ForwardKey(columns, 8, low, low, low, low, True, False)
+    tile, way = key.spread(HOPPER, most_blocks)
+    assert tile is not None
+    assert (tile.lanes, tile.cluster, tile.vecs, tile.blocks) == spread
+    assert way == (stages, columns > 32768)
 
 
 @pytest.mark.parametrize(("columns", "streamed"), [(65536, False), (65544, True)])
@@ -511,12 +534,27 @@ def test_a_residual_in_a_large_block_and_in_a_cluster(columns: int, device: str)
 
 @pytest.mark.usefixtures("few_groups")
 @pytest.mark.parametrize(
-    ("op", "columns"), [("rmsnorm_fwd_add", 131_080), ("rmsnorm_bwd_add", 66_000)]
+    ("op", "columns"),
+    [
+        ("rmsnorm_fwd_add", 131_080),
+        ("rmsnorm_bwd_add", 66_000),
+        ("layernorm_fwd", 65_536),
+        ("layernorm_fwd", 131_072),
+    ],
 )
-def test_groups_with_several_wide_rows_and_something_to_add(
-    op: str, columns: int, device: str
-) -> None:
+def test_groups_with_several_wide_rows(op: str, columns: int, device: str) -> None:
     assert_right(op, 5, columns, device)
+
+
+@pytest.mark.parametrize("groups", [1, 16, 35])
+@pytest.mark.parametrize("columns", [65_536, 65_540])
+def test_partial_sums_of_wide_rows_are_added_up(columns: int, groups: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(groups)
+    partial = torch.randn(2, groups, columns, generator=generator).to(device)
+    found = torch.full((2, columns), torch.nan, device=device)
+    total = SumOfGroups(columns, torch.float32, torch.float32, partial.get_device(), results=2)
+    total(partial.data_ptr(), found[0].data_ptr(), found[1].data_ptr(), groups)
+    torch.testing.assert_close(found.double(), partial.double().sum(1), rtol=1e-6, atol=1e-5)
 
 
 @pytest.fixture(params=["sm_86", "sm_120"])

@@ -76,7 +76,7 @@ def normalizations(device: Limits) -> Iterator[Plan]:
                 width = cast.recipe.width
                 if columns % 16 or (tile and width // tile.vec > 32 and tile.lanes >= 32):
                     continue  # cast by the kernels of casts
-            for blocks in (16, 8) if added and cast is None else (16,):
+            for blocks in (16, 8) if cast is None else (16,):
                 yield normalization.forward_source(key, device, blocks)[:2]
         for dy, gamma, add in (
             (LOW, LOW, None),

@@ -77,6 +77,7 @@ FLAGS = (
     "-fexpensive-optimizations",  # of which contraction is one
     "-w",
     "-fno-threadsafe-statics",
+    "-fno-gnu-unique",  # where a kernel's shared memory lies is no other kernel's business
     "-U_FORTIFY_SOURCE",
 )
 CHECKED = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=all")

@@ -5,10 +5,10 @@ No atomics and a fixed order, so that the same bits come each time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformer_engine_fl.backends.vendor.cuda import _launch
-from transformer_engine_fl.backends.vendor.cuda._arguments import NAMES
+from transformer_engine_fl.backends.vendor.cuda._arguments import NAMES, SIZES
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 
 if TYPE_CHECKING:
@@ -17,14 +17,34 @@ if TYPE_CHECKING:
 __all__ = ["SumOfGroups", "sum_source"]
 
 
-def _shape(columns: int, results: int) -> tuple[int, int]:
-    """(columns per thread, threads per block).
+class _Shape(NamedTuple):
+    """How columns and groups are spread over threads.
 
-    Few columns leave few blocks, so those are large; many columns take wider loads. Of 8,192
-    the sums of two parameters are enough of them.
+    Attributes:
+        vec: columns of a thread.
+        threads: of a block.
+        warps: that share out the groups of the same columns.
     """
+
+    vec: int
+    threads: int
+    warps: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return self.vec * self.threads // self.warps
+
+
+def _shape(columns: int, sums: torch.dtype, results: int) -> _Shape:
+    """Few columns leave few blocks, so those are large; many columns take wider loads. Of 8,192
+    the sums of two parameters are enough of them. Of 65,536 there are threads enough if each
+    adds up all groups by itself.
+    """
+    if columns % 4 == 0 and columns >= 65536 and SIZES[sums] == 4:
+        return _Shape(4, 128, 1)
     many = columns > 8192 or (columns == 8192 and results > 1)
-    return (4, 256) if columns % 4 == 0 and many else (1, 1024)
+    return _Shape(4, 256, 8) if columns % 4 == 0 and many else _Shape(1, 1024, 32)
 
 
 def sum_source(
@@ -35,12 +55,13 @@ def sum_source(
     results: int = 1,
 ) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that adds up partial sums of ``sums`` and gives them as ``result``."""
-    vec, threads = _shape(columns, results)
+    vec, threads, warps = _shape(columns, sums, results)
     defines: dict[str, str | int] = {
         "TS": NAMES[sums],
         "TW": NAMES[result],
         "VEC": vec,
         "LANES": threads,
+        "WARPS": warps,
     }
     geometry = _launch.Geometry(threads, "PPPii", dependent=device.has_clusters)
     return Specialisation("sums", "sum_of_groups", tuple(defines.items())), geometry
@@ -66,7 +87,7 @@ class SumOfGroups:
         source, geometry = sum_source(columns, sums, result, _launch.limits(device), results)
         self._kernel = _launch.load(source, geometry, device)
         self._columns = columns
-        self._blocks = -(-columns // (32 * _shape(columns, results)[0]))
+        self._blocks = -(-columns // _shape(columns, sums, results).columns)
 
     def __call__(self, partial: int, first: int, second: int, groups: int) -> None:
         """Launch.

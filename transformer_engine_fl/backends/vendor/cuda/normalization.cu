@@ -109,20 +109,25 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
 
 // What is reduced to a row's statistics: the sum of squares, or what Moments says.
 constexpr int kStatistics = !CENTRED ? 1 : FULL ? 2 : 3;
-template <bool Told>
+template <Telling Told>
 using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A, Told>;
 
-// A thread's part of them, from its vectors of a row in shared memory.
+// A thread's part of them, from its vectors of a row in shared memory; Held: in registers
+// between the mean and the deviations from it.
+template <bool Held>
 __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, int columns,
                                         A (&found)[kStatistics]) {
   A mean = 0;
   A count = VECS * VEC;
   A total = 0;
+  Vec<TX, VEC> held[Held ? VECS : 1];
+  auto own = [&](int v) { return Held ? held[v] : Slots<TX>::read(kept, v); };
   if constexpr (CENTRED) {
     if (!FULL) count = 0;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      total += sum_of(Slots<TX>::read(kept, v));  // zeros beyond the columns
+      if constexpr (Held) held[v] = Slots<TX>::read(kept, v);
+      total += sum_of(own(v));  // zeros beyond the columns
       if (!FULL && Row::in_row(Row::first_column(v, rank), columns)) count += VEC;
     }
     if constexpr (FULL) mean = total * (A(1) / A(VECS * VEC));
@@ -132,7 +137,7 @@ __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, in
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     if (CENTRED && !Row::in_row(Row::first_column(v, rank), columns)) continue;
-    squares += squares_of(Slots<TX>::read(kept, v), mean);
+    squares += squares_of(own(v), mean);
   }
   if constexpr (!CENTRED) {
     found[0] = squares;
@@ -185,6 +190,9 @@ __device__ __forceinline__ void normalize(const Vec<TX, VEC>& row, A mean, A sca
 #if defined(KERNEL_backward) || defined(KERNEL_backward_rows) || defined(KERNEL_backward_registers)
 
 constexpr int kSums = CENTRED ? 2 : 1;
+#ifdef TOLD
+constexpr Telling kTelling = TOLD ? kByWarps : kBehindBarrier;
+#endif
 
 // What the gradients of one vector are made of: xhat, and u = dy * gamma.
 struct Terms {
@@ -271,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long row =
       static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
   const bool active = Row::in_rows(row, rows);
-  Statistics<false> over_row;
+  Statistics<kBehindBarrier> over_row;
 
   // The row waits in shared memory: it is read from there as often as it is needed, and
   // takes no registers between. So more blocks fit, and more rows are under way.
@@ -313,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   }
 
   A found[kStatistics];
-  own_statistics(kept, rank, columns, found);
+  own_statistics<false>(kept, rank, columns, found);
   over_row.reduce<Merging>(found);
   const A mean = mean_of(found, share);
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
@@ -392,12 +400,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
                    long long residual_stride, int columns, A share, A eps CAST_PARAMETERS) {
   static_assert(ROWS == 1 && STAGES > 1, "a row of a block, the next one under way");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
-  constexpr bool kHoldsBeta = CENTRED && VECS * VEC <= 16;  // there are no registers for more
+  // There are no registers for more.
+  constexpr bool kHoldsBeta = CENTRED && VECS * VEC * LANES * BLOCKS <= 16 * 1024;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long group = blockIdx.x / CLUSTER;
   const long long groups = gridDim.x / CLUSTER;
-  Statistics<TOLD> over_row;
+  // What a layer norm's warps tell takes long to merge: they do so within a block first.
+  Statistics<(!TOLD ? kBehindBarrier : CENTRED ? kByBlocks : kByWarps)> over_row;
 
   auto ask = [&](long long row, unsigned char* slots) {
 #pragma unroll
@@ -443,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         if (Row::in_row(column, columns)) store(sum + row * columns + column, total);
       }
     }
-    own_statistics(slots, rank, columns, found);
+    own_statistics<(CENTRED && LANES * BLOCKS <= 512)>(slots, rank, columns, found);
     over_row.begin<Merging>(found);
   };
 
@@ -643,7 +653,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
   const long long step = static_cast<long long>(groups) * ROWS;
-  RowReduction<LANES, CLUSTER, kSums, A, TOLD> over_row;
+  RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row;
 
   auto ask = [&](long long row, unsigned char* slots) {
     Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
@@ -836,7 +846,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   const int groups = gridDim.x / CLUSTER;
   const long long step = static_cast<long long>(groups) * TURN;
   const long long first_base = static_cast<long long>(group) * TURN;
-  RowReduction<LANES, CLUSTER, TURN * kSums, A, TOLD> over_rows;
+  RowReduction<LANES, CLUSTER, TURN * kSums, A, kTelling> over_rows;
 
   auto ask = [&](long long base, unsigned char* slots) {
 #pragma unroll

@@ -88,6 +88,10 @@ BACKWARD_TEAMS_NO_CLUSTERS: Final = ((128, 1), (256, 1), (512, 1))
 STREAM_TEAMS: Final = ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 8))
 # Of rows twice as long, where a residual leaves a cluster of 8 room for two of them.
 LARGE_STREAM_TEAM: Final = (1024, 16)
+# Of layer norms longer than that many vectors: four of them a thread, and half as many threads,
+# which have the registers for it and for beta.
+LONG_LAYER: Final = 4096
+LONG_LAYER_TEAMS: Final = ((256, 8), (512, 8), (512, 16))
 # Rows of more vectors go that way: a cast gains first, a residual last. With gamma and beta
 # 8,192 and 32,768 columns of half precision were measured; the limit between them is where
 # one block no longer holds the row. Of mxfp8 and of float8 with one scale 8,192 columns were,
@@ -109,7 +113,7 @@ MOST_STAGES: Final = 6
 # barrier (``include/exchange.cuh``), as measured with rows of half precision. Elsewhere it took
 # up to an eighth longer, or nothing was measured.
 TOLD_RMS_FORWARD: Final = range(4097, MOST_COLUMNS)
-TOLD_LAYER_FORWARD: Final = range(4097, 16385)
+TOLD_LAYER_FORWARD: Final = range(4097, MOST_COLUMNS)
 TOLD_RMS_BACKWARD: Final = range(8193, MOST_COLUMNS)
 TOLD_LAYER_BACKWARD: Final = range(1025, 4097)
 
@@ -174,21 +178,21 @@ def stream_tile(
     x_size: int,
     other_size: int,
     longer: int,
-    resident: int = 1024,
-    large_cluster: bool = False,
+    resident: int,
+    teams: tuple[Team, ...],
+    most: int,
 ) -> Tile | None:
     """The tile of a forward that keeps the parameters; None if the row is not long enough.
 
     The same arguments as :func:`forward_tile`, of a device with clusters, how many vectors
-    the row must be longer than, the threads of a multiprocessor that share its registers, and
-    whether 16 blocks may share the longest.
+    the row must be longer than, the threads of a multiprocessor that share its registers, the
+    teams, and the vectors that a thread of theirs may hold.
     """
     vec = vector_width(columns, x_size)
     vectors = columns // vec
     if vectors <= longer or vec * x_size != 16 or x_size == 8 or other_size > x_size:
         return None
-    teams = (*STREAM_TEAMS, LARGE_STREAM_TEAM) if large_cluster else STREAM_TEAMS
-    tile = team_tile(vectors, vec, 2, teams) or team_tile(vectors, vec, 4, ((1024, 8),))
+    tile = team_tile(vectors, vec, most, teams) or team_tile(vectors, vec, 4, ((1024, 8),))
     return None if tile is None else with_blocks(tile, resident)
 
 
@@ -367,24 +371,30 @@ class ForwardKey:
         """How long rows are spread, and how many are under way; None for other rows."""
         if not device.has_clusters:
             return None
+        x_size = SIZES[self.x]
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         longer = STREAM_VECTORS_ADDED if self.added else STREAM_VECTORS_GAMMA_ALONE
         if self.centred:
             longer = STREAM_VECTORS
-        resident = 1024
+        teams: tuple[Team, ...] = STREAM_TEAMS
+        most, resident = 2, 1024
         if self.cast is not None:
             longer = STREAM_VECTORS_CAST
             casting = self.cast.defines()
             if self.centred and casting.get("KIND") == "e2m1":
                 resident = 512  # registers for beta and for making codes of four bits
-            alone = not self.centred and not self.added and SIZES[self.x] == 2
+            alone = not self.centred and not self.added and x_size == 2
             if alone and casting.get("KIND") in ("e4m3", "e5m2"):
                 longer = STREAM_VECTORS_FLOAT8
-        large = self.added and self.cast is None and most_blocks >= LARGE_STREAM_TEAM[1]
-        tile = stream_tile(self.columns, SIZES[self.x], others, longer, resident, large)
+        elif self.centred and self.columns // vector_width(self.columns, x_size) > LONG_LAYER:
+            teams, most, resident = LONG_LAYER_TEAMS, 4, 512
+        elif self.added:
+            teams = (*teams, LARGE_STREAM_TEAM)
+        teams = tuple(team for team in teams if team[1] <= most_blocks)
+        tile = stream_tile(self.columns, x_size, others, longer, resident, teams, most)
         if tile is None:
             return None
-        stage_bytes = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
+        stage_bytes = tile.threads * tile.held * x_size * (1 + self.added)
         tell = self.columns // tile.vec in (
             TOLD_LAYER_FORWARD if self.centred else TOLD_RMS_FORWARD
         )

@@ -6,7 +6,9 @@
 //   TS     type of the partial sums: float32 or float64
 //   TW     type of the results
 //   VEC    columns of a thread
-//   LANES  threads of a block: a warp covers 32 * VEC columns, the warps share out the groups
+//   LANES  threads of a block
+//   WARPS  warps that share out the groups of the same columns: all of the block, each covering
+//          32 * VEC columns; or 1, and a thread adds up all groups of its own
 //
 // Nothing is added atomically, so the same call gives the same bits.
 
@@ -22,45 +24,71 @@ using namespace te_fl;
 extern "C" __global__ void __launch_bounds__(LANES)
     sum_of_groups(const TS* partial, TW* __restrict__ result, TW* __restrict__ second, int groups,
                   int columns) {
-  constexpr int kWarps = LANES / 32;
-  __shared__ TS sums[kWarps][VEC][32];
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int column = (blockIdx.x * 32 + lane) * VEC;
+  constexpr int kLanes = LANES / WARPS;
+  const int column = (blockIdx.x * kLanes + threadIdx.x % kLanes) * VEC;
   const TS* source = partial + static_cast<long long>(blockIdx.y) * groups * columns + column;
 
   TS total[VEC] = {};
   wait_for_predecessor();
+#if WARPS == 1
+  // In shared memory: of loads into registers the compiler keeps but a few under way.
+  constexpr int kBatch = 16;
+  static_assert(sizeof(TS) * VEC == 16, "a copy for each group");
+  __shared__ __align__(16) unsigned char waiting[kBatch][LANES][16];
+#pragma unroll 1
+  for (int first = 0; first < groups; first += kBatch) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      copy_async<16, true>(waiting[i][threadIdx.x],
+                           source + static_cast<long long>(first + i) * columns,
+                           column < columns && first + i < groups);
+    }
+    commit_copies();
+    wait_copies<0>();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      TS value[VEC];  // zeros past the end
+      decode(read_chunks<TS, VEC>(waiting[i][threadIdx.x], 16), value);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) total[j] += value[j];
+    }
+  }
+#else
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   if (column < columns) {
     constexpr int kBatch = 8;  // loads under way at once, also in the last round
 #pragma unroll 1
-    for (int first = warp; first < groups; first += kBatch * kWarps) {
+    for (int first = warp; first < groups; first += kBatch * WARPS) {
       Vec<TS, VEC> batch[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         // Past the end the last group again, unused: a branch would break up the loads.
-        const int group = least(first + i * kWarps, groups - 1);
+        const int group = least(first + i * WARPS, groups - 1);
         batch[i] = load_written<VEC>(source + static_cast<long long>(group) * columns);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         TS value[VEC];
         decode(batch[i], value);
-        const bool inside = first + i * kWarps < groups;
+        const bool inside = first + i * WARPS < groups;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) total[j] += inside ? value[j] : TS(0);
       }
     }
   }
+  __shared__ TS sums[WARPS][VEC][32];
 #pragma unroll
   for (int i = 0; i < VEC; ++i) sums[warp][i][lane] = total[i];
   __syncthreads();
-  if (warp != 0 || column >= columns) return;
+  if (warp != 0) return;
 #pragma unroll
-  for (int other = 1; other < kWarps; ++other) {
+  for (int other = 1; other < WARPS; ++other) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) total[i] += sums[other][i][lane];
   }
+#endif
+  if (column >= columns) return;
   TW* target = blockIdx.y == 0 ? result : second;
   store(target + column, encode<TW>(total));
 }

@@ -10,9 +10,10 @@
 
 namespace te_fl {
 
-// Call from all threads of all blocks, one object for all that a kernel tells, of K values of
-// each warp at a time. Each lane gets kOwn of those of all warps, the same ones whichever
-// warp it is in; with fewer than 32 warps several lanes get the same.
+// Call from all threads of all blocks, one object for all that a kernel tells, of K values at
+// a time of each of a block's Warps, or with Warps = 1 of its first one. Each lane gets kOwn of
+// what all of them told, the same ones whichever warp it is in; of fewer than 32 several lanes
+// get the same.
 template <int Warps, int Cluster, int K, typename A>
 class Exchange {
   static constexpr int kSlots = Warps * Cluster;
@@ -47,7 +48,7 @@ class Exchange {
     const int lane = threadIdx.x % 32;
     const int own = cluster_rank() * Warps + static_cast<int>(threadIdx.x) / 32;
     if (threadIdx.x == 0) expect_bytes(arrivals() + set, kSlots * K * sizeof(A));
-    if (lane < Cluster) {
+    if (lane < Cluster && (Warps > 1 || threadIdx.x < 32)) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         send(&slots()[set][k][own], lane, value[k], arrivals() + set);

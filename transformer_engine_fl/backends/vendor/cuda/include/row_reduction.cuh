@@ -3,9 +3,10 @@
 // A row belongs to Lanes threads of each of Cluster blocks. Up to 32 lanes exchange by
 // shuffles alone; more meet in shared memory behind one barrier; with a cluster each
 // warp's result is written to every block of it, behind one barrier of the cluster or, if
-// they are Told, as exchange.cuh has it. The barrier is the faster one of two as long as a
-// kernel has stored nothing. The order of operations depends on Lanes and Cluster only, and
-// every thread gets the same bits.
+// it is told, as exchange.cuh has it; or a block's result is. The barrier is the faster one
+// as long as a kernel has stored nothing; a block's result has a barrier of the block more on
+// its way, and then there is less to hear for every warp. The order of operations depends on
+// Lanes, Cluster and Told only, and every thread gets the same bits.
 
 #pragma once
 
@@ -62,17 +63,22 @@ struct Moments {
   }
 };
 
+// How the blocks of a cluster come to know each other's results.
+enum Telling { kBehindBarrier, kByWarps, kByBlocks };
+
 // Call from all threads of the block, one object for all reductions of a kernel. K values
 // travel together.
-template <int Lanes, int Cluster, int K, typename A, bool Told = false>
+template <int Lanes, int Cluster, int K, typename A, Telling Told = kBehindBarrier>
 class RowReduction {
   static_assert((Lanes & (Lanes - 1)) == 0, "lanes are halved");
   static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
   static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
   static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
-  static constexpr int kSlots = kWarps * Cluster;
+  static constexpr bool kTold = Told != kBehindBarrier && Cluster > 1;
+  static constexpr bool kOfBlocks = kTold && Told == kByBlocks;
+  static constexpr int kTelling = kOfBlocks ? 1 : kWarps;  // warps of a block that do
+  static constexpr int kSlots = kTelling * Cluster;
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
-  static constexpr bool kTold = Told && Cluster > 1;
 
  public:
   // The other blocks may only be written to once they run; the wait for that is left
@@ -96,6 +102,7 @@ class RowReduction {
   template <typename Operation>
   __device__ __forceinline__ void begin(A (&value)[K]) {
     halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
+    if constexpr (kOfBlocks && kWarps > 1) merge_in_block<Operation>(value);
     if constexpr (kTold) {
       exchange_.tell(value);
     } else if constexpr (kSlots > 1) {
@@ -149,6 +156,26 @@ class RowReduction {
   }
 
  private:
+  // The result of a block, in its first warp alone. Two sets of slots in turn: who writes a
+  // set again has passed the barrier of the other set, which the first warp came to only after
+  // it had read this one.
+  template <typename Operation>
+  __device__ __forceinline__ void merge_in_block(A (&value)[K]) {
+    __shared__ A slots[2][K][kWarps];
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) slots[turn_][k][threadIdx.x / 32] = value[k];
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+#pragma unroll
+      for (int k = 0; k < K; ++k) value[k] = slots[turn_][k][lane % kWarps];
+      halve<Operation, kWarps>(value);
+    }
+    turn_ ^= 1;
+  }
+
   // Two sets of slots in turn: who writes a set again has passed the barrier of the other
   // set, so everyone has read this one.
   template <typename Operation>
@@ -170,7 +197,7 @@ class RowReduction {
 
   int turn_ = 0;
   bool joined_ = false;
-  Exchange<kWarps, (kTold ? Cluster : 1), K, A> exchange_;
+  Exchange<kTelling, (kTold ? Cluster : 1), K, A> exchange_;
 };
 
 }  // namespace te_fl
