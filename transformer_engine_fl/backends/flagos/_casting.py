@@ -10,7 +10,9 @@ Where columns are summed as well, or a gradient has two halves, a program has se
 below each other: it leaves one sum of each column, and reads what both halves need once.
 
 Of a tile that is written transposed as well, each thread handles rows by two or four, so
-that what lies side by side in the transposed tensor changes places as one number.
+that what lies side by side in the transposed tensor changes places as one number. A tile
+has a few bytes only of each row's and column's scales, and memory is written by 32: those of
+a large tensor are left aside, where what a tile has is contiguous, and a launch orders them.
 """
 
 # mypy: disable-error-code="assignment,misc,no-any-return,unreachable"
@@ -39,6 +41,12 @@ from transformer_engine_fl.backends.flagos._arguments import (
     launch_of,
     plain,
     rows_of_tile,
+)
+from transformer_engine_fl.backends.flagos._dependent import (
+    following,
+    follows,
+    let_follow,
+    wait_for_last,
 )
 from transformer_engine_fl.backends.flagos._narrow import (
     LARGEST_FLOAT32,
@@ -80,6 +88,7 @@ __all__ = [
     "in_bytes",
     "shared_scale",
     "store_rows",
+    "transpose_tile",
     "write_largest",
 ]
 
@@ -249,20 +258,25 @@ def store_rows(
     LEAVES_NAN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> None:
-    """Cast and write ``[ROWS, COLUMNS]``, in blocks of WIDTH columns or with ``shared``."""
+) -> tl.tensor:
+    """Cast and write ``[ROWS, COLUMNS]``, in blocks of WIDTH columns or with ``shared``.
+
+    Without ``scale_inv`` the inverses of the scales are returned.
+    """
     exists = (row < height)[:, None]
     row = row.to(tl.int64)
+    inverse = tl.zeros((1, 1), tl.uint8)
     if WIDTH:
         blocks = tl.reshape(values, (ROWS, COLUMNS // WIDTH, WIDTH))
         amax = amax_of(tl.max(size_of(blocks, LEAVES_NAN), axis=2), LEAVES_NAN)
         scale, inverse = _block_scales(amax, shared, epsilon, KIND, LARGEST, SCALES, POW2, CAST)
         y = tl.reshape(blocks * scale[:, :, None], (ROWS, COLUMNS))
-        across = tl.cdiv(columns, WIDTH)
-        block = tl.arange(0, COLUMNS // WIDTH)
-        scale_inv_ptr += first_row * across + first_column // WIDTH
-        where = scale_inv_ptr + (row * across)[:, None] + block[None, :]
-        tl.store(where, inverse, mask=exists & (block * WIDTH < width)[None, :])
+        if scale_inv_ptr is not None:
+            across = tl.cdiv(columns, WIDTH)
+            block = tl.arange(0, COLUMNS // WIDTH)
+            scale_inv_ptr += first_row * across + first_column // WIDTH
+            where = scale_inv_ptr + (row * across)[:, None] + block[None, :]
+            tl.store(where, inverse, mask=exists & (block * WIDTH < width)[None, :])
     else:
         y = values * shared
     if KIND == "e2m1":
@@ -278,6 +292,7 @@ def store_rows(
     data_ptr += first_row * columns + first_column
     where = data_ptr + (row * columns)[:, None] + column[None, :]
     tl.store(where, code, mask=exists & (column < width)[None, :])
+    return inverse
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -352,15 +367,16 @@ def _store_columns(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> None:
+) -> tl.tensor:
     """Cast and write the transposed of PARTS times ``[ROWS, COLUMNS]``.
 
     A unit is PARTS rows, of which each of the values has one, and one number of ``data``;
-    the tile is ``high`` of them.
+    the tile is ``high`` of them. Without ``scale_inv`` the scales' inverses are returned.
     """
     column = tl.arange(0, COLUMNS)
     inside = column < width
     scaled = ()
+    inverse = tl.zeros((1, 1), tl.uint8)
     if WIDTH:
         HEIGHT: tl.constexpr = WIDTH // PARTS
         SHAPE: tl.constexpr = (ROWS // HEIGHT, HEIGHT, COLUMNS)
@@ -372,11 +388,12 @@ def _store_columns(
         for part in tl.static_range(PARTS):
             y = tl.reshape(values[part], SHAPE) * scale[:, None, :]
             scaled += (tl.reshape(y, (ROWS, COLUMNS)),)
-        down = tl.cdiv(units, HEIGHT)
-        block = tl.arange(0, ROWS // HEIGHT)
-        scale_inv_ptr += first_column * down + first_unit // HEIGHT
-        where = scale_inv_ptr + (column.to(tl.int64) * down)[None, :] + block[:, None]
-        tl.store(where, inverse, mask=(block * HEIGHT < high)[:, None] & inside[None, :])
+        if scale_inv_ptr is not None:
+            down = tl.cdiv(units, HEIGHT)
+            block = tl.arange(0, ROWS // HEIGHT)
+            scale_inv_ptr += first_column * down + first_unit // HEIGHT
+            where = scale_inv_ptr + (column.to(tl.int64) * down)[None, :] + block[:, None]
+            tl.store(where, inverse, mask=(block * HEIGHT < high)[:, None] & inside[None, :])
     else:
         for part in tl.static_range(PARTS):
             scaled += (values[part] * shared[part],)
@@ -390,6 +407,7 @@ def _store_columns(
     data_ptr += first_column * units + first_unit
     where = data_ptr + (column.to(tl.int64) * units)[:, None] + unit[None, :]
     tl.store(where, tl.trans(code), mask=inside[:, None] & (unit < high)[None, :])
+    return inverse
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -559,6 +577,136 @@ def _cast_tiles(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["units", "columns", "x_stride", "epsilon"]
+)
+def _cast_aside(
+    x_ptr: tl.tensor,
+    data_ptr: tl.tensor,
+    aside_ptr: tl.tensor,
+    data_t_ptr: tl.tensor,
+    aside_t_ptr: tl.tensor,
+    units: tl.int32,
+    columns: tl.int64,
+    x_stride: tl.int64,
+    epsilon: tl.float64,
+    KIND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    POW2: tl.constexpr,
+    CAST: tl.constexpr,
+    LEAVES_NAN: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNIT_T: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+) -> None:
+    """A whole tile both ways, whose scales, of one byte each, are left transposed.
+
+    A unit is four rows. ``aside`` [blocks of a row, units] has the scales of four rows in one
+    number, ``aside_t`` is [blocks of a column, columns].
+    """
+    let_follow(FOLLOWS)
+    HEIGHT: tl.constexpr = WIDTH // 4
+    x_stride = x_stride * UNIT
+    columns = columns * UNIT
+    units = units * UNIT_T
+    across = (columns // COLUMNS).to(tl.int32)
+    above = tl.program_id(0) // across
+    first_column = (tl.program_id(0) - above * across).to(tl.int64) * COLUMNS
+    first_unit = above.to(tl.int64) * ROWS
+    first_row = first_unit * 4
+    column = tl.arange(0, COLUMNS)
+    unit = tl.arange(0, ROWS)
+    one = tl.full((), 1.0, tl.float32)
+    least = tl.full((), epsilon, tl.float32)
+    values = ()
+    for part in tl.static_range(4):
+        where = x_ptr + first_row * x_stride + first_column
+        where += ((unit * 4 + part).to(tl.int64) * x_stride)[:, None] + column[None, :]
+        values += (tl.load(where).to(tl.float32),)
+    of_unit = tl.zeros((ROWS, COLUMNS // WIDTH), tl.int32)
+    for part in tl.static_range(4):
+        inverse = store_rows(
+            values[part], first_row, unit * 4 + part, ROWS * 4, first_column, COLUMNS, columns,
+            one, least, data_ptr, None, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN,
+            ROWS, COLUMNS,
+        )  # fmt: skip
+        of_unit |= inverse.to(tl.int32) << (8 * part)
+    block = first_column // WIDTH + tl.arange(0, COLUMNS // WIDTH)
+    tl.store(aside_ptr + first_unit + unit[:, None] + (block * units)[None, :], of_unit)
+    inverse = _store_columns(
+        values, first_unit, ROWS, first_column, COLUMNS, units, (one,), least, data_t_ptr,
+        None, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, 4, ROWS, COLUMNS,
+    )  # fmt: skip
+    block = first_unit // HEIGHT + tl.arange(0, ROWS // HEIGHT)
+    tl.store(aside_t_ptr + first_column + column[None, :] + (block * columns)[:, None], inverse)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def transpose_tile(
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    tile: tl.tensor,
+    units: tl.tensor,
+    columns: tl.tensor,
+    stride: tl.tensor,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Transpose PARTS times ROWS rows of integers; a unit is PARTS rows, one number of ``y``."""
+    across = tl.cdiv(columns, COLUMNS)
+    unit = (tile // across) * ROWS + tl.arange(0, ROWS)
+    column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (unit < units)[:, None] & (column < columns)[None, :]
+    x_ptr += (unit * PARTS)[:, None] * stride + column[None, :]
+    packed = tl.load(x_ptr, mask=mask, other=0)
+    if PARTS > 1:
+        BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+        packed = packed.to(tl.int32) & ((1 << BITS) - 1)
+        for part in tl.static_range(1, PARTS):
+            x = tl.load(x_ptr + part * stride, mask=mask, other=0)
+            packed |= (x.to(tl.int32) & ((1 << BITS) - 1)) << (part * BITS)
+    turned = tl.trans(packed.to(y_ptr.dtype.element_ty))
+    y_ptr += column[:, None] * units + unit[None, :]
+    tl.store(y_ptr, turned, mask=(column < columns)[:, None] & (unit < units)[None, :])
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["units", "columns", "units_t", "columns_t", "programs"]
+)
+def _order_scales(
+    aside_ptr: tl.tensor,
+    scale_inv_ptr: tl.tensor,
+    aside_t_ptr: tl.tensor,
+    scale_inv_t_ptr: tl.tensor,
+    units: tl.int32,
+    columns: tl.int64,
+    units_t: tl.int32,
+    columns_t: tl.int64,
+    programs: tl.int32,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+) -> None:
+    """What ``_cast_aside`` leaves, a tile a program; ``programs`` are for those of rows."""
+    wait_for_last(FOLLOWS)
+    tile = tl.program_id(0).to(tl.int64)
+    columns = columns * UNIT
+    columns_t = columns_t * UNIT
+    if tile < programs:
+        transpose_tile(aside_ptr, scale_inv_ptr, tile, units, columns, columns, 4, ROWS, COLUMNS)
+    else:
+        tile -= programs
+        transpose_tile(
+            aside_t_ptr, scale_inv_t_ptr, tile, units_t, columns_t, columns_t, 4, ROWS, COLUMNS
+        )
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "rows", "columns", "x_stride", "grad_stride", "limit", "alpha", "epsilon"
     ]
@@ -595,12 +743,14 @@ def _cast_strips(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """Tiles below each other, cast along their rows: of one half, or the same of both.
 
     What a program sums, and the largest that it sees, stay in its registers until its last
     tile; SPLIT is "both" or empty.
     """
+    let_follow(FOLLOWS)
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
     part = columns * UNIT
@@ -688,8 +838,10 @@ def _amax_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOGETHER: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """The amax of many tiles; a thread reads TOGETHER elements as one number."""
+    let_follow(FOLLOWS)
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
     columns = columns * UNIT
@@ -730,8 +882,10 @@ def _largest(
     SHARED_LARGEST: tl.constexpr,
     POW2: tl.constexpr,
     BLOCK: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
-    """The largest of all and, where it is wanted, its scale."""
+    """The largest of all and, where it is wanted, its scale. FOLLOWS: see ``_dependent``."""
+    wait_for_last(FOLLOWS)
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, amaxes, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -834,6 +988,9 @@ _STRIP_PROGRAMS = 4
 _LARGEST_THREADS, _LARGEST_BLOCK = 1024, 16384
 _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
 _MOST_GROUPS = 4096
+# A large tensor both ways, whose blocks' scales are left aside.
+_ASIDE_FROM = 2**25  # elements: of a smaller one, the launch that orders them costs too much
+_ORDER = Block(256, 128, 128)
 
 
 class Source(NamedTuple):
@@ -1054,6 +1211,12 @@ def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]
     return rows_of_tile(elements, columns), columns
 
 
+def _square_tile(source: Source, height: int) -> Block:
+    """What a program has of a tensor whose blocks have so many rows or columns: whole ones."""
+    threads, rows, columns = _SQUARES(source.x.device, height, source.x.itemsize)
+    return Block(threads, max(rows, height), max(columns, height))
+
+
 def _plan(
     source: Source,
     recipe: Recipe,
@@ -1067,10 +1230,9 @@ def _plan(
     halved = not square and _halved(recipe) and matrix.unit == WIDEST_UNIT
     if square:
         height = 128 if recipe.square else recipe.width or 1
-        threads, rows, columns = _SQUARES(device, height, source.x.itemsize)
-        # With a scale for all of it, a tile is a block; otherwise it has whole ones.
-        rows, columns = max(rows, height), max(columns, height)
-        rows, columns = (height, height) if recipe.square else (rows, columns)
+        threads, rows, columns = _square_tile(source, height)
+        if recipe.square:  # a tile is a block
+            rows, columns = height, height
     else:
         choice = _ROWS if source.kind == "identity" else _CALCULATED_ROWS
         choice = _HALVED_ROWS if halved else choice
@@ -1100,6 +1262,25 @@ def _plan(
     return _Plan(launch, parts, rows, columns, unit_t, halved)
 
 
+def _aside_plan(source: Source, recipe: Recipe, matrix: _Matrix) -> _Plan:
+    device = source.x.device
+    threads, rows, columns = _square_tile(source, recipe.width)
+    unit_t = math.gcd(matrix.rows // 4, 4)
+    launch = _launch.Launch(
+        _cast_aside,
+        device,
+        threads=threads,
+        **recipe.constants(),
+        **constants_of(device),
+        UNIT=matrix.unit,
+        UNIT_T=unit_t,
+        ROWS=rows // 4,
+        COLUMNS=columns,
+        FOLLOWS=follows(device),
+    )
+    return _Plan(launch, 4, rows // 4, columns, unit_t, False)
+
+
 def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: bool) -> _Plan:
     device = source.x.device
     threads, rows, columns = _STRIPS(device, source.halves, source.x.itemsize)
@@ -1116,6 +1297,7 @@ def _strips_plan(source: Source, recipe: Recipe, matrix: _Matrix, backwards: boo
         ROWS=rows,
         COLUMNS=columns,
         STAGES=_STRIP_STAGES,
+        FOLLOWS=follows(device),
     )
     return _Plan(launch, 1, rows, columns, 1, False)
 
@@ -1134,6 +1316,7 @@ def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
         ROWS=rows,
         COLUMNS=columns,
         TOGETHER=min(matrix.unit, 16 // source.x.itemsize),
+        FOLLOWS=follows(device),
     )
     return _AmaxPlan(launch, rows, columns, programs * _launch.limits(device).multiprocessors)
 
@@ -1186,6 +1369,7 @@ def write_largest(
         SHARED_LARGEST=largest,
         POW2=power,
         BLOCK=_LARGEST_BLOCK,
+        **following(follows(amaxes.device)),
     )
     launch((1, 1), (amaxes, amax, scale), (amaxes.numel(), epsilon))
 
@@ -1315,6 +1499,63 @@ def _run_strips(
     return sums
 
 
+def _leaves_aside(recipe: Recipe, source: Source, matrix: _Matrix) -> bool:
+    """Whether there are blocks' scales of one byte, of many and whole tiles."""
+    rows, columns = matrix.rows, matrix.columns
+    if not recipe.columnwise or recipe.width != 32 or source.kind != "identity":
+        return False
+    if rows * columns < _ASIDE_FROM or math.gcd(rows, columns) % 128:
+        return False
+    _, tall, wide = _square_tile(source, recipe.width)
+    return not (rows % tall or columns % wide)
+
+
+def _run_aside(recipe: Recipe, source: Source, matrix: _Matrix, outputs: Quantized) -> None:
+    """Cast both ways, and order the scales afterwards."""
+    data, scale_inv, _, _, data_t, scale_inv_t = outputs
+    assert data_t is not None
+    assert scale_inv_t is not None
+    device, rows, columns = source.x.device, matrix.rows, matrix.columns
+    key = ("aside", *source.key, *recipe[1:5], matrix.unit, math.gcd(rows // 4, 4))
+    plan = _PLANS.get(key) or keep(_PLANS, key, _aside_plan(source, recipe, matrix))
+    programs = rows // (plan.rows * plan.parts) * (columns // plan.columns)
+    check_size(recipe.op, "programs", programs)
+    aside = _empty(source.x, (columns // recipe.width, rows), torch.uint8)
+    aside_t = _empty(source.x, (rows // recipe.width, columns), torch.uint8)
+    plan.launch(
+        (programs, 1),
+        (
+            source.x, in_bytes(data), aside.view(torch.int32), data_t.view(torch.int32), aside_t,
+        ),
+        (
+            rows // plan.parts // plan.unit_t, *matrix[3:5], recipe.amax_epsilon,
+        ),
+    )  # fmt: skip
+    threads, tall, wide = _ORDER
+    unit = math.gcd(rows, columns, WIDEST_UNIT)
+    launch = launch_of(
+        _order_scales,
+        device,
+        (),
+        threads=threads,
+        UNIT=unit,
+        ROWS=tall // 4,
+        COLUMNS=wide,
+        **following(follows(device)),
+    )
+    tiles = [-(-it.shape[0] // tall) * -(-it.shape[1] // wide) for it in (aside, aside_t)]
+    launch(
+        (sum(tiles), 1),
+        (
+            aside, in_bytes(scale_inv).view(torch.int32),
+            aside_t, in_bytes(scale_inv_t).view(torch.int32),
+        ),
+        (
+            aside.shape[0] // 4, rows // unit, aside_t.shape[0] // 4, columns // unit, tiles[0],
+        ),
+    )  # fmt: skip
+
+
 def _run(
     recipe: Recipe,
     source: Source,
@@ -1351,6 +1592,9 @@ def _run(
             return outputs, _run_strips(
                 recipe, source, matrix, scale, outputs, with_sums, given is None
             )
+    if owners is None and not with_sums and _leaves_aside(recipe, source, matrix):
+        _run_aside(recipe, source, matrix, outputs)
+        return outputs, None
     counted = 0 if owners is None or owners.owner is not None else owners.block
     key = (
         *source.key, *recipe[1:5], recipe.columnwise and math.gcd(matrix.rows, 16), square,

@@ -44,6 +44,7 @@ from transformer_engine_fl.backends.flagos._casting import (
     amax_of_all,
     cast,
     cast_with_sums,
+    transpose_tile,
 )
 from transformer_engine_fl.backends.flagos._narrow import (
     amax_of,
@@ -160,25 +161,10 @@ def _transpose(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One tile of PARTS times ROWS rows; a unit is PARTS rows, one number of ``y``."""
-    columns = columns * UNIT
-    units = units * UNIT_T
-    across = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0).to(tl.int64)
-    unit = (tile // across) * ROWS + tl.arange(0, ROWS)
-    column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (unit < units)[:, None] & (column < columns)[None, :]
-    x_ptr += (unit * PARTS)[:, None] * (stride * UNIT) + column[None, :]
-    packed = tl.load(x_ptr, mask=mask, other=0)
-    if PARTS > 1:
-        BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
-        packed = packed.to(tl.int32) & ((1 << BITS) - 1)
-        for part in tl.static_range(1, PARTS):
-            x = tl.load(x_ptr + part * (stride * UNIT), mask=mask, other=0)
-            packed |= (x.to(tl.int32) & ((1 << BITS) - 1)) << (part * BITS)
-    turned = tl.trans(packed.to(y_ptr.dtype.element_ty))
-    y_ptr += column[:, None] * units + unit[None, :]
-    tl.store(y_ptr, turned, mask=(column < columns)[:, None] & (unit < units)[None, :])
+    columns = columns * UNIT
+    stride = stride * UNIT
+    transpose_tile(x_ptr, y_ptr, tile, units * UNIT_T, columns, stride, PARTS, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "first", "x_first", "x_second"])  # type: ignore[untyped-decorator]
