@@ -95,6 +95,21 @@ def test_rows_that_are_under_way_together(
         assert_same_bits(found, reference.quantize(x, format=format))
 
 
+@pytest.mark.parametrize("format", ["block_1x128", "mxfp8"])
+def test_scales_that_many_tiles_leave_aside(
+    format: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_casting, "ASIDE_TILES", 1)
+    options = {"format": format, **BOTH_WAYS}
+    for rows, columns in ((128, 128), (384, 256), (128, 128 * 65), (128 * 65, 128)):
+        x = values(rows, columns).to(device)
+        x[rows - 1, columns - 1] = torch.nan
+        x[127, 17] = -1000.0
+        assert_same_bits(quantization.quantize(x, **options), reference.quantize(x, **options))
+    found = quantization.bgrad_quantize(x, **options)[1:]
+    assert_same_bits(found, reference.quantize(x, **options))
+
+
 @pytest.mark.parametrize("columns", [24, 520])
 def test_sums_over_many_rows_beside_the_cast(columns: int, device: str) -> None:
     x = values(1500, columns).to(device)

@@ -24,12 +24,14 @@
 //   AMAX       1 to leave the amax of each block of threads
 //   SUMS       1 to leave sums of columns
 //   TURNED     1 to write the transposed codes too
+//   ASIDE      1 to leave blocks' scales for turn_scales, with what a tile has of them together
 //   BACKWARDS  1 to start at the end: what was read last is the likeliest to be in L2 still
 //   DEPENDENT  1 if the scale is what the kernel before gives
 //   LANES      threads that share the columns of a block; each has 16 neighbouring ones
 //   ROWS       rows that a block works on at once
 //   AHEAD      rows of a thread that are under way at once (cast_rows), or tiles (amax_tiles)
 //   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
+//   WORD       what a row of a tile has of scales (turn_scales)
 //
 // A thread has whole blocks of e2m1, and half or an eighth of the other ones along a row. It
 // reads its 16 columns in neighbouring accesses, of which the second finds its sectors in L1.
@@ -439,9 +441,22 @@ using Value = float;
 #endif
 
 static_assert(LANES * kPiece == kSide, "a tile is as wide as the lanes' columns");
+static_assert(!ASIDE || (INSIDE && TURNED && WIDTH > 0), "whole tiles with blocks' scales");
 
-// What is stored of the scales of one column's blocks, all of them in the tile.
+// What is stored of the scales of one column's blocks, or one row's, all of them in the tile.
 using Inverses = Stored[kSide / (WIDTH > 0 ? WIDTH : 1)];
+
+// Those of all the tile's columns or rows, one after the other: `lines` is how many there are of
+// these, `line` and `place` where the tile begins and how many tiles are before it.
+__device__ __forceinline__ void put_aside(const Inverses* inverses, Stored* aside, int line,
+                                          int lines, int place) {
+  if (threadIdx.x < kSide) {
+    unsigned char* to = reinterpret_cast<unsigned char*>(aside);
+    to += (static_cast<long long>(place) * lines + line + threadIdx.x) * sizeof(Inverses);
+    store_bytes<sizeof(Inverses), sizeof(Inverses)>(
+        to, reinterpret_cast<const unsigned*>(inverses[threadIdx.x]));
+  }
+}
 
 // A tile of 128x128, cast along its rows, as a block, and along its columns.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
@@ -504,6 +519,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
   }
   float total[SUMS ? kPiece : 1] = {};
+  __shared__ __align__(8) Inverses of_rows[ASIDE ? kSide : 1];
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     Piece& piece = pieces[kept ? turn : 0];
@@ -519,8 +535,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       for (int i = 0; i < kPiece; ++i) total[SUMS ? i : 0] += values[i];
     }
     const float scale_of_row = OWNED && groups[turn] >= 0 && scale ? scale[groups[turn]] : shared;
-    const PieceCodes codes =
-        out.put<INSIDE>(values, amax, row, column, INSIDE || row < rows, scale_of_row);
+    PieceCodes codes;
+    if constexpr (ASIDE) {
+      constexpr int kLanes = WIDTH > kPiece ? WIDTH / kPiece : 1;
+      Stored inverse;
+      const float scale_of_block = block_scale<KIND, SCALES, POW2>(
+          largest_of_lanes<kLanes>(amax), scale_of_row, epsilon, inverse);
+      if (lane % kLanes == 0) of_rows[team + turn * ROWS][lane / kLanes] = inverse;
+      codes = out.put_codes<INSIDE>(values, row, column, true, scale_of_block);
+    } else {
+      codes = out.put<INSIDE>(values, amax, row, column, INSIDE || row < rows, scale_of_row);
+    }
     if constexpr (TURNED) {
       const int place = team + turn * ROWS;
       if constexpr (kSame) {
@@ -567,6 +592,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   }
   if constexpr (TURNED) {
     __syncthreads();
+    if constexpr (ASIDE) put_aside(of_rows, scale_inv, first_row, rows, before);
     const int byte_rows = rows / (8 / KIND::kBits);
     const int first_byte = first_row / (8 / KIND::kBits);
     if constexpr (kSame) {
@@ -648,7 +674,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                                                          first_byte, byte_rows);
       constexpr int width = WIDTH > 0 ? WIDTH : 1;
       const int down = (rows + width - 1) / width;
-      if constexpr (INSIDE) {  // those of a column by one access: 4 or 8 bytes
+      if constexpr (ASIDE) {
+        put_aside(inverses, scale_inv_t, first_column, columns, above);
+      } else if constexpr (INSIDE) {  // those of a column by one access: 4 or 8 bytes
         if (threadIdx.x < kSide) {
           Stored* to = scale_inv_t + static_cast<long long>(first_column + threadIdx.x) * down +
                        first_row / width;
@@ -672,6 +700,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 }
 
 #endif  // KERNEL_cast_tiles
+
+#ifdef KERNEL_turn_scales
+
+// What tiles have left aside of the scales of `rows` rows, where `across` tiles are beside each
+// other, and of `columns` columns of `down` tiles.
+extern "C" __global__ void __launch_bounds__(256)
+    turn_scales(const WORD* aside, WORD* scale_inv, const WORD* aside_t, WORD* scale_inv_t,
+                int rows, int across, int columns, int down, int blocks) {
+  wait_for_predecessor();
+  int block = blockIdx.x;
+  if (block >= blocks) {
+    block -= blocks;
+    aside = aside_t;
+    scale_inv = scale_inv_t;
+    rows = columns;
+    across = down;
+  }
+  turn_numbers<256>(aside, scale_inv, rows, across, rows, block);
+  release_dependents();
+}
+
+#endif  // KERNEL_turn_scales
 
 #ifdef KERNEL_amax_tiles
 

@@ -119,25 +119,7 @@ extern "C" __global__ void __launch_bounds__(256, 6)
 extern "C" __global__ void __launch_bounds__(256)
     turn_words(const WORD* __restrict__ x, WORD* __restrict__ y, long long stride, int rows,
                int columns) {
-  __shared__ WORD tile[64][65];
-  const int across = (columns + 63) / 64;
-  const int above = blockIdx.x / across;
-  const int first_row = above * 64;
-  const int first_column = (blockIdx.x - above * across) * 64;
-  const int lane = threadIdx.x % 64;
-#pragma unroll
-  for (int i = threadIdx.x / 64; i < 64; i += 4) {
-    if (first_row + i < rows && first_column + lane < columns) {
-      tile[i][lane] = x[(first_row + i) * stride + first_column + lane];
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = threadIdx.x / 64; i < 64; i += 4) {
-    if (first_column + i < columns && first_row + lane < rows) {
-      y[static_cast<long long>(first_column + i) * rows + first_row + lane] = tile[lane][i];
-    }
-  }
+  turn_numbers<256>(x, y, stride, rows, columns, blockIdx.x);
 }
 
 #endif  // KERNEL_turn_words

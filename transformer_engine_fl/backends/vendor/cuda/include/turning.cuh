@@ -138,4 +138,36 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
   }
 }
 
+// Tile `block` of 64x64 of a matrix of numbers, transposed.
+template <int Threads, typename Word>
+__device__ __forceinline__ void turn_numbers(const Word* x, Word* y, long long stride, int rows,
+                                             int columns, int block) {
+  __shared__ Word tile[64][65];
+  const int across = (columns + 63) / 64;
+  const int above = block / across;
+  const int first_row = above * 64;
+  const int first_column = (block - above * across) * 64;
+  const int lane = threadIdx.x % 64;
+  const int team = threadIdx.x / 64;
+  constexpr int kTeams = Threads / 64;
+  // Past the end the last ones again, unused: a branch would break up the loads.
+  const int column = first_column + lane < columns ? first_column + lane : columns - 1;
+  Word kept[64 / kTeams];
+#pragma unroll
+  for (int i = 0; i < 64 / kTeams; ++i) {
+    const int row = first_row + team + i * kTeams;
+    kept[i] = x[(row < rows ? row : rows - 1) * stride + column];
+  }
+#pragma unroll
+  for (int i = 0; i < 64 / kTeams; ++i) tile[team + i * kTeams][lane] = kept[i];
+  __syncthreads();
+  if (first_row + lane >= rows) return;
+  y += static_cast<long long>(first_column) * rows + first_row + lane;
+#pragma unroll
+  for (int i = 0; i < 64 / kTeams; ++i) {
+    const int place = team + i * kTeams;
+    if (first_column + place < columns) y[static_cast<long long>(place) * rows] = tile[lane][place];
+  }
+}
+
 }  // namespace te_fl
