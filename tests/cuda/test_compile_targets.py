@@ -215,9 +215,9 @@ def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -
     forward = ForwardKey(131_072, 8, *same, True, False)
     added = ForwardKey(131_072, 8, *same, False, False, added=True)
     backward = BackwardKey(131_072, 8, *same[:3], False, False)
-    in_registers = BackwardKey(65_536, 8, *same[:3], True, False)
+    centred = BackwardKey(32_768, 8, *same[:3], True, False)
     sources = [forward_source(key, HOPPER)[0] for key in (forward, added)]
-    sources += [backward_sources(key, HOPPER)[0][0][0] for key in (backward, in_registers)]
+    sources += [backward_sources(key, HOPPER)[0][0][0] for key in (backward, centred)]
     for source in sources:
         defines = dict(source.defines)
         assert defines["TOLD"], source

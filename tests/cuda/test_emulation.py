@@ -99,6 +99,10 @@ COUNTED = (
     "const int other = 1 - cluster_rank();"
 )
 FAULTS |= {
+    "a word that no block leaves": (
+        "wait_for_word(reinterpret_cast<unsigned*>(out) + i);",
+        "wait for ever, the first at a word of another block",
+    ),
     "more is expected than another block sends": (
         COUNTED + "if (i == 0) { expect_bytes(&counter, 8); send(&sent, other, 1.0f, &counter); }"
         "wait_for(&counter, 0);",
@@ -179,6 +183,21 @@ def test_each_block_has_its_own_memory_and_each_cluster_its_own_blocks(run: Run)
         "if (i == 0) out[blockIdx.x] = int(sum[0] * 10 + sum[1]);"
     )
     assert run(body, blocks=4, cluster=2)[:4] == [12, 12, 34, 34]
+
+
+def test_blocks_that_run_at_once_find_the_words_of_the_others(run: Run) -> None:
+    body = (
+        "unsigned* words = reinterpret_cast<unsigned*>(out) + 64;"
+        "if (i == 0) post_word(words + blockIdx.x, blockIdx.x + 1);"
+        "const unsigned heard = wait_for_word(words + i % 32 % gridDim.x);"
+        "if (blockIdx.x == 1) out[i] = heard;"
+    )
+    assert run(body, blocks=4, size=128, together=4)[:6] == [1, 2, 3, 4, 1, 2]
+
+
+def test_more_blocks_than_run_at_once_are_not_launched_together(run: Run) -> None:
+    with pytest.raises(EmulationError, match="80 blocks do not run at once"):
+        run("", blocks=80, together=2)
 
 
 def test_what_is_sent_is_there_only_when_all_of_it_was_waited_for(run: Run) -> None:

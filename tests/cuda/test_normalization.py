@@ -9,6 +9,7 @@ from typing import Any
 
 import cuda_emulation
 import pytest
+import repeated_calls
 import torch
 from cuda_binaries import DEVICES
 from torch import Tensor
@@ -291,7 +292,7 @@ def test_gamma_and_beta_of_longer_rows_are_not_in_shared_memory(
 def test_where_a_backward_keeps_gamma_and_dbeta(columns: int, gamma: int, dbeta: int) -> None:
     low = torch.bfloat16
     key = normalization.BackwardKey(columns, 8, low, low, low, True, False)
-    ((source, _),) = normalization.backward_sources(key, HOPPER)[0]
+    ((source, _),) = normalization.backward_sources(key, HOPPER, through_memory=False)[0]
     defines = dict(source.defines)
     assert (defines["HOLD_GAMMA"], defines["SHARED_DBETA"]) == (gamma, dbeta)
 
@@ -303,12 +304,14 @@ def backward_kernel(
     added: bool = False,
     other: torch.dtype = torch.bfloat16,
     limits: _launch.Limits = HOPPER,
+    through_memory: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """The first kernel of a backward of bfloat16 rows and its macros."""
     low = torch.bfloat16
     add = other if added else None
     key = normalization.BackwardKey(columns, 8, low, other, low, centred, False, add)
-    source = normalization.backward_sources(key, limits)[0][0][0]
+    sources, _ = normalization.backward_sources(key, limits, through_memory=through_memory)
+    source = sources[0][0]
     return source.kernel, dict(source.defines)
 
 
@@ -327,8 +330,7 @@ def backward_kernel(
         (4096, True, 4),
         (4104, True, None),
         (32768, True, None),
-        (65536, True, 1),
-        (65544, True, None),
+        (65536, True, None),
     ],
 )
 def test_which_rows_a_backward_keeps_in_registers(
@@ -338,12 +340,38 @@ def test_which_rows_a_backward_keeps_in_registers(
     assert (kernel == "backward_registers") == (turn is not None)
     assert defines.get("TURN") == turn
     if turn is not None:
-        held = defines["VECS"] * defines["VEC"] * defines["LANES"] * defines["CLUSTER"]
-        assert held >= columns
+        assert defines["VECS"] * defines["VEC"] * defines["LANES"] >= columns
         assert defines["LANES"] * defines["BLOCKS"] == 512  # 128 registers for each thread
-        assert defines["TOLD"] == (defines["CLUSTER"] > 1)
         assert backward_kernel(columns, centred, other=torch.float32)[0] == "backward"
         assert backward_kernel(columns, centred, limits=ADA)[0] != "backward_registers"
+
+
+WIDEST = {131_080: 128, 200_008: 128, 262144: 128}
+
+
+@pytest.mark.parametrize(
+    ("centred", "added", "blocks"),
+    [
+        (True, False, {32776: 32, 65536: 32, 65544: 64, 131072: 64, **WIDEST}),
+        (False, True, WIDEST),
+        (False, False, {}),
+    ],
+)
+def test_which_rows_are_those_of_blocks_that_exchange_through_memory(
+    centred: bool, added: bool, blocks: dict[int, int]
+) -> None:
+    found = {}
+    for columns in (32768, 32776, 65536, 65544, 131072, 131_080, 200_008, 262144, 262152):
+        options: dict[str, Any] = {"added": added, "through_memory": True}
+        kernel, defines = backward_kernel(columns, centred, **options)
+        if kernel == "backward" and defines["TOLD"] == 2:
+            found[columns] = defines["CLUSTER"]
+            assert defines["STAGES"] == (4 if added else 6)
+            assert defines["CLUSTER"] * defines["LANES"] * 16 >= columns
+        for other in ({"other": torch.float32}, {"limits": BLACKWELL}, {"limits": ADA}):
+            _, defines = backward_kernel(columns, centred, **options, **other)
+            assert defines.get("TOLD", 0) < 2
+    assert found == blocks
 
 
 @pytest.mark.parametrize(
@@ -364,7 +392,7 @@ def test_what_a_backward_adds_to_wide_rows_leaves_room_for_a_third(
         (False, False, {65536, 131072, 262144}),
         (False, True, {65536, 131072, 262144}),
         (True, False, {131072, 262144}),
-        (True, True, {32768, 65536}),
+        (True, True, {32768}),
     ],
 )
 def test_which_clusters_exchange_without_a_barrier(
@@ -461,13 +489,25 @@ def test_of_casts_float8_with_gamma_alone_leaves_8192_columns_to_a_block(
 
 
 class Unloaded:
-    """In place of a kernel, on a device without room for clusters of 16 blocks."""
+    """In place of a kernel, on a device without room for clusters of 16 blocks.
+
+    Nor has it any for more of them that run at once.
+    """
+
+    most = 8
 
     def __init__(self, source: object, geometry: _launch.Geometry, device: int) -> None:
         self.cluster = geometry.cluster
+        self.together = geometry.together
 
     def resident_groups(self) -> int:
-        return 0 if self.cluster > 8 else 4
+        return 0 if self.cluster > self.most or self.together > 1 else 4
+
+
+class Alone(Unloaded):
+    """On a device that has room for clusters, but launches nothing cooperatively."""
+
+    most = 16
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -483,6 +523,25 @@ def test_where_16_blocks_form_no_cluster_others_serve(
     back = normalization.BackwardKey(262144, 8, low, low, low, False, False, low if added else None)
     kernels = normalization.Backward(back, 0)._kernels
     assert {kernel.cluster for kernel in kernels} == {1}  # rows are read again
+    assert len(kernels) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "centred", "cluster"), [(65536, True, 8), (262144, True, 16), (262144, False, 16)]
+)
+def test_where_no_launch_is_cooperative_clusters_serve(
+    columns: int, centred: bool, cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = torch.bfloat16
+    monkeypatch.setattr(_launch, "load", Alone)
+    monkeypatch.setattr(_launch, "limits", lambda device: HOPPER)
+    key = normalization.BackwardKey(
+        columns, 8, low, low, low, centred, False, None if centred else low
+    )
+    assert normalization.backward_sources(key, HOPPER)[0][0][1].together > 1
+    plan = normalization.Backward(key, 0)
+    assert [kernel.cluster for kernel in plan._kernels] == [cluster]
+    assert not plan.words
 
 
 def test_a_backward_without_large_clusters_has_another_kernel() -> None:
@@ -490,7 +549,7 @@ def test_a_backward_without_large_clusters_has_another_kernel() -> None:
     for centred in (False, True):
         key = normalization.BackwardKey(262144, 8, low, low, low, centred, False)
         for most, cluster in ((16, 16), (8, 1)):
-            sources, tile = normalization.backward_sources(key, HOPPER, most)
+            sources, tile = normalization.backward_sources(key, HOPPER, most, False)
             assert {geometry.cluster for _, geometry in sources} == {cluster}
             assert (tile is None) == (cluster == 1)
 
@@ -544,6 +603,49 @@ def test_a_residual_in_a_large_block_and_in_a_cluster(columns: int, device: str)
 )
 def test_groups_with_several_wide_rows(op: str, columns: int, device: str) -> None:
     assert_right(op, 5, columns, device)
+
+
+@pytest.fixture
+def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """As many multiprocessors as it takes for blocks that exchange through memory; emulated."""
+    if reason := cuda_emulation.missing():
+        pytest.skip(reason)
+    limits = dataclasses.replace(cuda_emulation.LIMITS, multiprocessors=32)
+    monkeypatch.setattr(cuda_emulation, "LIMITS", limits)
+    monkeypatch.setattr(normalization, "_backwards", Plans())
+    with cuda_emulation.running():
+        yield "cpu"
+
+
+@pytest.mark.parametrize(
+    ("op", "columns", "rows", "groups"),
+    [
+        ("layernorm_bwd", 33_000, 27, 4),  # more turns than rows are under way
+        ("layernorm_bwd", 65_536, 9, 4),
+        ("layernorm_bwd", 100_000, 2, 2),
+        ("layernorm_bwd", 131_072, 5, 2),
+        ("layernorm_bwd", 262_144, 3, 1),
+        ("rmsnorm_bwd_add", 131_080, 5, 1),
+        ("rmsnorm_bwd_add", 262_144, 3, 1),
+    ],
+)
+def test_blocks_that_exchange_through_memory(
+    op: str, columns: int, rows: int, groups: int, much_room: str
+) -> None:
+    assert_right(op, rows, columns, much_room)
+    (plan,) = normalization._backwards.values()
+    assert plan.words
+    assert plan._resident == groups
+
+
+def test_each_repeated_call_exchanges_through_words_of_its_own(much_room: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 33_000, generator=generator).to(torch.bfloat16)
+    sample = Sample("", call_for("layernorm_bwd", x))
+    repeated_calls.check(normalization.layernorm_bwd, sample)
+    assert repeated_calls.is_repeat(normalization.layernorm_bwd, sample)
+    (plan,) = normalization._backwards.values()
+    assert plan.words
 
 
 @pytest.mark.parametrize("groups", [1, 16, 35])
@@ -645,7 +747,7 @@ def cuda_input(rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> Te
 
 
 WIDTHS = (1, 7, 129, 1024, 1536, 2052, 4096, 5003, 5120, 8192, 12288, 16384, 20001, 32768, 65536)
-VERY_WIDE = (131072, 262144, 262145)
+VERY_WIDE = (131072, 200_008, 262144, 262145)
 
 
 @pytest.mark.gpu
@@ -677,8 +779,8 @@ def test_a_row_does_not_depend_on_the_others(op: str, columns: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [64, 4096, 8192, 32768, 131072])
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("columns", [64, 4096, 8192, 32768, 131072, 262144])
+@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_bwd_add"])
 def test_the_same_call_gives_the_same_bits(op: str, columns: int) -> None:
     args = call_for(op, cuda_input(500, columns, torch.bfloat16))
     first = serve(op)(*args)
@@ -706,8 +808,8 @@ def test_it_runs_on_the_current_stream(op: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [320, 4096, 32768])
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("columns", [320, 4096, 32768, 262144])
+@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_bwd_add"])
 def test_it_can_be_captured_and_replayed(op: str, columns: int) -> None:
     x = cuda_input(50, columns, torch.bfloat16)
     args = [value.clone() for value in call_for(op, x)]

@@ -85,9 +85,10 @@ def normalizations(device: Limits) -> Iterator[Plan]:
             (DOUBLE, LOW, None),
             (DOUBLE, DOUBLE, DOUBLE),
         ):
-            for centred, blocks in itertools.product((False, True)[: 2 - bool(add)], (16, 8)):
+            ways = ((16, True), (16, False), (8, False))
+            for centred, way in itertools.product((False, True)[: 2 - bool(add)], ways):
                 back = normalization.BackwardKey(columns, access, x, dy, gamma, centred, False, add)
-                yield from normalization.backward_sources(back, device, blocks)[0]
+                yield from normalization.backward_sources(back, device, *way)[0]
 
 
 def softmaxes(device: Limits) -> Iterator[Plan]:
@@ -150,10 +151,11 @@ def declared(source: Specialisation) -> int:
         told = COUNTER_BYTES if macros.get("TOLD") else 0
         return exchange(values) * (1 + macros["AMAX"]) + told
     if kernel == ("normalization", "backward"):
+        if macros["TOLD"] == normalization.TOLD_THROUGH_MEMORY:
+            return 2 * exchange(1 + macros["CENTRED"], 1)  # to tell and to hear
         return exchange(1 + macros["CENTRED"]) + (COUNTER_BYTES if macros["TOLD"] else 0)
     if kernel == ("normalization", "backward_registers"):
-        told = COUNTER_BYTES if macros["TOLD"] else 0
-        return exchange(macros["TURN"] * (1 + macros["CENTRED"])) + told
+        return exchange(macros["TURN"] * (1 + macros["CENTRED"]))
     if kernel == ("softmax", "forward"):
         return exchange(2) + (COUNTER_BYTES if macros["CLUSTER"] > 1 else 0)
     if kernel == ("softmax", "backward"):
@@ -186,6 +188,7 @@ def test_every_plan_is_within_the_limits_of_its_device(name: str) -> None:
         most = 1 if not device.has_clusters else 16 if kernel in LARGE_CLUSTERS else 8
         assert 1 <= geometry.cluster <= most, source
         assert device.has_clusters or not geometry.dependent, source
+        assert geometry.cluster == 1 or geometry.together == 1, source
         assert geometry.carveout is None or 0 <= geometry.carveout <= 100, source
     dynamic = {
         ("normalization", "forward"),

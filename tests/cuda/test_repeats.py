@@ -579,6 +579,17 @@ def test_a_prepared_launch_gives_the_driver_what_an_ordinary_one_does() -> None:
     assert values == (3 << 40, 5 << 40, -5, 6, 4 << 40)
 
 
+def test_a_prepared_launch_is_as_cooperative_as_an_ordinary_one() -> None:
+    driver = _Driver()
+    kernel = _kernel(driver)
+    kernel._geometry = _launch.Geometry(128, "PPqiP", together=4)
+    kernel.launch(8, 1, 1 << 40, 0, -5, 6, 1 << 41)
+    again, addresses = kernel.prepared(8, 1, 1 << 40, 0, -5, 6, 1 << 41)
+    assert again(*addresses)
+    for _, attributes, _ in driver.launches:
+        assert {name: value[0] for name, value in attributes.items()} == {_launch._COOPERATIVE: 1}
+
+
 def test_a_prepared_launch_takes_the_stream_of_the_moment() -> None:
     driver = _Driver()
     kernel = _kernel(driver)

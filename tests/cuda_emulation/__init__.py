@@ -303,6 +303,10 @@ class Kernel:
             _repeats.note(self.launch, blocks, rows_of_blocks, *told)
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
             raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
+        if geometry.together > 1 and (
+            rows_of_blocks > 1 or blocks > self.resident_groups() * geometry.together
+        ):
+            raise EmulationError(f"{self}: {blocks} blocks do not run at once")
         # As a launch on a device packs them: refuses what does not fit.
         packed = struct.pack("@" + geometry.arguments, *values)
         held = ctypes.create_string_buffer(packed, max(1, len(packed)))
@@ -318,7 +322,7 @@ class Kernel:
                 addresses,
                 (ctypes.c_uint * 3)(blocks, rows_of_blocks, 1),
                 geometry.threads,
-                geometry.cluster,
+                blocks if geometry.together > 1 else geometry.cluster,
                 geometry.shared_bytes,
                 geometry.dependent,
                 next(_turns) % 2,
@@ -332,11 +336,14 @@ class Kernel:
         return self._geometry.cluster
 
     def resident_groups(self) -> int:
-        """How many blocks, or clusters, run at once."""
+        """How many blocks, or groups of them, run at once."""
         geometry = self._geometry
         shared = LIMITS.shared_per_multiprocessor // (geometry.shared_bytes + 1024)
         per_multiprocessor = min(MOST_BLOCKS, MOST_THREADS // geometry.threads, shared)
-        return max(1, per_multiprocessor * LIMITS.multiprocessors // geometry.cluster)
+        running = per_multiprocessor * LIMITS.multiprocessors
+        if geometry.together > 1:
+            return running // geometry.together
+        return max(1, running // geometry.cluster)
 
 
 @functools.cache

@@ -30,6 +30,19 @@ inline void wait_for(unsigned long long* counter, unsigned turn) {
   emulation::wait_for_turn(counter, turn);
 }
 
+template <typename Word>
+inline void post_word(Word* to, Word word) {
+  emulation::check_aligned(to, sizeof word);
+  *to = word;
+}
+// A word's lower half is never 0 once the word is there.
+template <typename Word>
+inline Word wait_for_word(const Word* from) {
+  emulation::check_aligned(from, sizeof *from);
+  emulation::wait_for_word(reinterpret_cast<const unsigned*>(from));
+  return *from;
+}
+
 inline void release_dependents() {}
 inline void wait_for_predecessor() { emulation::wait_for_predecessor(); }
 

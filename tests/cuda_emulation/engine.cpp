@@ -386,6 +386,10 @@ void wait_for_cluster() {
 
 void wait_for_predecessor() { waited_for_predecessor = true; }
 
+void wait_for_word(const unsigned* word) {
+  if (*word == 0) wait_while(*word, 0, "a word of another block");
+}
+
 unsigned char* shared_memory() { return block().shared(); }
 
 unsigned char* in_block(void* own, unsigned rank) {

@@ -41,6 +41,8 @@ unsigned lanes_existing();  // or have
 void arrive_at_cluster();
 void wait_for_cluster();
 void wait_for_predecessor();
+// Waits until a word is not 0 that another block of the group writes.
+void wait_for_word(const unsigned* word);
 
 // ----------------------------------------------------------------------- shared memory
 

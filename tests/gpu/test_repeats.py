@@ -93,6 +93,25 @@ def test_a_repeated_call_does_what_the_ordinary_way_does(impl: str, name: str) -
         check_threads(operator, sample)
 
 
+@pytest.mark.parametrize("columns", [65_536, 262_144])
+def test_blocks_that_exchange_through_memory_do_so_when_a_call_is_repeated(columns: int) -> None:
+    """Rows wider than any sample's, in launches that are cooperative."""
+    operator = operator_of("vendor.cuda", "layernorm_bwd")
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    rows = 40
+    values = [normal(*shape).bfloat16() for shape in ((rows, columns), (rows, columns), (columns,))]
+    sample = Sample("wide", (*values[:2], normal(rows), normal(rows).abs(), values[2]))
+    repeated_calls.check(operator, sample)
+    assert repeated_calls.is_repeat(operator, sample)
+    check_stream(operator, sample)
+    check_graph(operator, sample)
+    check_threads(operator, sample)
+
+
 def tensors(call: Sample) -> list[Tensor]:
     values = [*call.args, *call.kwargs.values()]
     return [it for it in values if isinstance(it, Tensor)]

@@ -81,6 +81,8 @@ class Geometry:
         arguments: the kernel's parameters, as ``struct`` format characters.
         shared_bytes: dynamic shared memory per block.
         cluster: blocks per cluster.
+        together: blocks that wait for each other and are no cluster; if there are several, the
+            launch is cooperative: all blocks of the grid run at once.
         dependent: may start while the kernel before it is finishing (it waits itself).
         carveout: percent of a multiprocessor's memory that should be shared memory rather
             than L1 cache; None leaves it to the driver.
@@ -92,6 +94,7 @@ class Geometry:
     cluster: int = 1
     dependent: bool = False
     carveout: int | None = None
+    together: int = 1
 
 
 # ------------------------------------------------------------------- the driver's types
@@ -103,6 +106,8 @@ _LIMITS: Final = (75, 76, 16, 97, 81)
 _MAX_DYNAMIC_SHARED_BYTES: Final = 8
 _SHARED_CARVEOUT: Final = 9
 _LARGE_CLUSTERS: Final = 14  # of more blocks than every device of the architecture can run
+_RUNS_COOPERATIVE: Final = 95  # a device attribute
+_COOPERATIVE: Final = 2
 _CLUSTER_DIMENSION: Final = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 _CAPTURE_MODE_RELAXED: Final = 2
@@ -313,10 +318,12 @@ class Kernel:
         return self._geometry.cluster
 
     def resident_groups(self) -> int:
-        """How many groups (blocks, or clusters of them) the device can run at once."""
+        """How many groups (blocks, clusters or others) the device can run at once."""
         geometry = self._geometry
         count = ctypes.c_int()
         with torch.cuda.device(self.device):
+            if geometry.together > 1 and not _device_attribute(_RUNS_COOPERATIVE, self.device):
+                return 0
             if geometry.cluster > 1:
                 prepared = _Prepared(geometry)
                 prepared.config.grid_x = geometry.cluster
@@ -334,7 +341,7 @@ class Kernel:
                 geometry.threads,
                 ctypes.c_size_t(geometry.shared_bytes),
             )
-            return count.value * limits(self.device).multiprocessors
+            return count.value * limits(self.device).multiprocessors // geometry.together
 
 
 def _told(kind: str, value: Any) -> Any:
@@ -373,11 +380,15 @@ class _Prepared:
         self.parameters = (ctypes.c_void_p * max(len(offsets), 1))(*(start + at for at in offsets))
         # As a number: to hand ctypes an array takes it longer than all the rest.
         self.parameters_address = ctypes.addressof(self.parameters)
-        self.attributes = (_Attribute * 2)()
+        self.attributes = (_Attribute * 3)()
         count = 0
         if geometry.cluster > 1:
             self.attributes[count].id = _CLUSTER_DIMENSION
             self.attributes[count].value[0:3] = (geometry.cluster, 1, 1)
+            count += 1
+        if geometry.together > 1:
+            self.attributes[count].id = _COOPERATIVE
+            self.attributes[count].value[0] = 1
             count += 1
         if geometry.dependent:
             self.attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION

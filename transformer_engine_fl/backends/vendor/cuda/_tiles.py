@@ -125,8 +125,8 @@ def exchange_bytes(tile: Tile, values: int, size: int) -> int:
 
 
 def runs_clusters(source: Specialisation, geometry: _launch.Geometry, device: int) -> bool:
-    """Whether a device has room for a kernel's clusters, if they are not of the usual size."""
-    if geometry.cluster <= LARGEST_CLUSTERS[-1]:
+    """Whether a device has room for a kernel's groups of blocks, if they are no usual clusters."""
+    if geometry.cluster <= LARGEST_CLUSTERS[-1] and geometry.together == 1:
         return True
     try:
         return _launch.load(source, geometry, device).resident_groups() > 0

@@ -17,12 +17,14 @@
 //   VECS                 vectors of a row that belong to one thread
 //   LANES                threads of a block that share a row (a power of two)
 //   ROWS                 rows that a block works on at once; 1 if LANES is above 32
-//   CLUSTER              blocks that share a row
+//   CLUSTER              blocks that share a row: a cluster, unless they tell through memory
 //   FULL                 1 if the row fills all of those vectors
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   STAGES               rows, or turns, under way from global to shared memory (backward,
 //                        backward_registers, forward_stream)
-//   TOLD                 1 to exchange sums without a barrier of the cluster (the same)
+//   TOLD                 1 to exchange sums without a barrier of the cluster (backward,
+//                        forward_stream), 2 to do so through global memory, without a cluster
+//                        (backward)
 //   TURN                 rows that a block takes at a time (backward_registers)
 //   LATE_ADD             1 to read what is added to registers when it is needed (backward)
 //   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
@@ -45,6 +47,7 @@
 #include "memory.cuh"
 #include "numeric.cuh"
 #include "row_reduction.cuh"
+#include "row_words.cuh"
 #include "rows.cuh"
 
 using namespace te_fl;
@@ -191,7 +194,8 @@ __device__ __forceinline__ void normalize(const Vec<TX, VEC>& row, A mean, A sca
 
 constexpr int kSums = CENTRED ? 2 : 1;
 #ifdef TOLD
-constexpr Telling kTelling = TOLD ? kByWarps : kBehindBarrier;
+constexpr bool kMemory = TOLD == 2;
+constexpr Telling kTelling = kMemory ? kThroughMemory : TOLD ? kByWarps : kBehindBarrier;
 #endif
 
 // What the gradients of one vector are made of: xhat, and u = dy * gamma.
@@ -637,23 +641,32 @@ __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target
 
 #ifdef KERNEL_backward
 
+#if TOLD == 2
+#define WORDS_PARAMETER , void *words
+#define WORDS(first, step) (words, first, step)
+#else
+#define WORDS_PARAMETER
+#define WORDS(first, step)
+#endif
+
 // A persistent grid: each group of blocks takes every so-many-th row, keeps the
 // gradients of gamma and beta of its rows on the chip and writes them once, to
-// partial[gamma or beta][group][column]. STAGES rows are under way at any time.
+// partial[gamma or beta][group][column]. STAGES rows are under way at any time. `words` are
+// those of row_words.cuh.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const TADD* __restrict__ add,
              const A* __restrict__ mu, const A* __restrict__ rsigma, const TW* __restrict__ gamma,
              TX* __restrict__ dx, A* __restrict__ partial, long long rows, long long dy_stride,
-             long long x_stride, long long add_stride, int columns, A share) {
+             long long x_stride, long long add_stride, int columns, A share WORDS_PARAMETER) {
   using Kept = Operands<ADDED && !LATE_ADD>;
   constexpr int kStageBytes = Kept::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
 
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int rank = kMemory ? blockIdx.x % CLUSTER : CLUSTER > 1 ? cluster_rank() : 0;
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
   const long long step = static_cast<long long>(groups) * ROWS;
-  RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row;
+  RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group, groups);
 
   auto ask = [&](long long row, unsigned char* slots) {
     Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
@@ -759,9 +772,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         late[v] = load<ACCESS, VEC>(add + row * add_stride + column);
       }
     }
-    over_row.template end<Sum>(sums);
-    const A product = sums[0] * share;
-    const A value = CENTRED ? sums[kSums - 1] * share : A(0);
+    A product, value;
+    auto end = [&] {
+      over_row.template end<Sum>(sums);
+      product = sums[0] * share;
+      value = CENTRED ? sums[kSums - 1] * share : A(0);
+    };
+    if constexpr (!kMemory) end();
     const A own_scale = scale;
     const A own_mean = mean;
     if (OVERLAP && base + step < rows) {
@@ -771,6 +788,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       ask_statistics(row + 2 * step);
       begin(ring + stage * kStageBytes, scale, mean);
     }
+    if constexpr (kMemory) end();  // words take longer to be there
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -837,16 +855,16 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                        TX* __restrict__ dx, A* __restrict__ partial, long long rows,
                        long long dy_stride, long long x_stride, long long add_stride,
                        int columns, A share) {
-  static_assert(ROWS == 1, "a block has one row, or part of it, at a time");
+  static_assert(ROWS == 1 && CLUSTER == 1, "all threads of a block share each row");
   using Kept = Operands<ADDED>;
   constexpr int kStageBytes = TURN * Kept::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const int group = blockIdx.x / CLUSTER;
-  const int groups = gridDim.x / CLUSTER;
+  constexpr int rank = 0;
+  const int group = blockIdx.x;
+  const int groups = gridDim.x;
   const long long step = static_cast<long long>(groups) * TURN;
   const long long first_base = static_cast<long long>(group) * TURN;
-  RowReduction<LANES, CLUSTER, TURN * kSums, A, kTelling> over_rows;
+  RowReduction<LANES, 1, TURN * kSums, A> over_rows;
 
   auto ask = [&](long long base, unsigned char* slots) {
 #pragma unroll

@@ -11,7 +11,7 @@ that is aligned badly, or rows that are, are read in smaller pieces by the same 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -124,29 +124,37 @@ class InRegisters(NamedTuple):
     Attributes:
         centred: whether there is a mean to subtract.
         columns: how wide the rows are.
-        team: (threads of a block that share a row, blocks that share it).
+        lanes: threads of a block, which share a row.
         turn: rows that a block takes at a time.
         stages: turns under way, at most.
     """
 
     centred: bool
     columns: range
-    team: Team
+    lanes: int
     turn: int
     stages: int
 
 
-# As measured with 4,096 and 8,192, and with 1,024, 4,096 and 65,536 columns; each range is as
-# far as the same team has its threads at work.
+# As measured with 4,096 and 8,192, and with 1,024 and 4,096 columns; each range is as far as
+# as many threads have vectors of their own.
 IN_REGISTERS: Final = (
-    InRegisters(False, range(2049, 4097), (256, 1), 1, 6),
-    InRegisters(False, range(4097, 8193), (512, 1), 1, 3),
-    InRegisters(True, range(769, 1025), (128, 1), 4, 3),
-    InRegisters(True, range(2049, 4097), (512, 1), 4, 3),
-    InRegisters(True, range(32769, 65537), (512, 8), 1, 6),
+    InRegisters(False, range(2049, 4097), 256, 1, 6),
+    InRegisters(False, range(4097, 8193), 512, 1, 3),
+    InRegisters(True, range(769, 1025), 128, 4, 3),
+    InRegisters(True, range(2049, 4097), 512, 4, 3),
 )
 # Threads of a multiprocessor, each with 128 registers, that do so.
 IN_REGISTERS_THREADS: Final = 512
+
+# Columns of the rows of half precision whose blocks are no cluster in a backward, but exchange
+# sums through global memory (``include/row_words.cuh``): of layer norms, and of root mean squares
+# with something to add. As measured with 65,536, 131,072 and 262,144; nothing else gained.
+LAYER_THROUGH_MEMORY: Final = range(32769, 262145)
+ADDED_THROUGH_MEMORY: Final = range(131073, 262145)
+# What a block has of such a row; as many blocks share it as hold it, a power of two.
+PIECE: Final = Tile(8, 2, 128, blocks=4)
+TOLD_THROUGH_MEMORY: Final = 2
 
 
 def forward_tile(
@@ -551,6 +559,40 @@ def _planned(
     return _source(kernel, {**defines, **own}), geometry
 
 
+def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Tile] | None:
+    """The kernel of rows whose blocks exchange sums through memory, and their tile; None for
+    other rows, and where there is no room.
+    """
+    rows = {(True, False): LAYER_THROUGH_MEMORY, (False, True): ADDED_THROUGH_MEMORY}
+    columns = rows.get((key.centred, key.add is not None), range(0))
+    size = SIZES[key.x]
+    others = {SIZES[key.dy], SIZES[key.gamma], key.add_size or size}
+    if not device.has_clusters or key.columns not in columns or key.columns % PIECE.vec:
+        return None
+    if {size, *others} != {2}:
+        return None
+    pieces = -(-key.columns // (PIECE.held * PIECE.threads))
+    tile = replace(PIECE, cluster=1 << (pieces - 1).bit_length())
+    if tile.cluster > tile.blocks * device.multiprocessors:
+        return None
+    stage_bytes = key.row_bytes(tile)
+    kept = 2 * exchange_bytes(PIECE, key.sums, size)  # to tell and to hear
+    depth = under_way(tile, stage_bytes, kept, device, MOST_STAGES, False).stages
+    if depth < 3:
+        return None
+    own: dict[str, str | int] = {
+        "STAGES": depth,
+        "TOLD": TOLD_THROUGH_MEMORY,
+        "SHARED_DBETA": 0,
+        "OVERLAP": 1,
+        "LATE_ADD": 0,
+        "HOLD_GAMMA": 1,
+    }
+    source, geometry = _planned("backward", key, tile, depth * stage_bytes, own)
+    arguments = geometry.arguments + "P"
+    return (source, replace(geometry, cluster=1, together=tile.cluster, arguments=arguments)), tile
+
+
 def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Tile] | None:
     """The kernel of rows that are kept in registers, and their tile; None for other rows."""
     size = SIZES[key.x]
@@ -561,15 +603,14 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     found = next(rows, None)
     if found is None:
         return None
-    lanes, cluster = found.team
-    tile = Tile(vec, -(-key.columns // (vec * lanes * cluster)), lanes, cluster=cluster)
+    tile = Tile(vec, -(-key.columns // (vec * found.lanes)), found.lanes)
     tile = with_blocks(tile, IN_REGISTERS_THREADS)
     stage_bytes = found.turn * key.row_bytes(tile)
     kept = exchange_bytes(tile, found.turn * key.sums, size)
-    depth, told = under_way(tile, stage_bytes, kept, device, found.stages, True)
+    depth = under_way(tile, stage_bytes, kept, device, found.stages, False).stages
     if not depth:
         return None
-    own: dict[str, str | int] = {"STAGES": depth, "TOLD": int(told), "TURN": found.turn}
+    own: dict[str, str | int] = {"STAGES": depth, "TURN": found.turn}
     return _planned("backward_registers", key, tile, depth * stage_bytes, own), tile
 
 
@@ -615,10 +656,18 @@ def shared_source(
 
 
 def backward_sources(
-    key: BackwardKey, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
+    key: BackwardKey,
+    device: _launch.Limits,
+    most_blocks: int = LARGEST_CLUSTERS[0],
+    through_memory: bool = True,
 ) -> tuple[list[Planned], Tile | None]:
-    """The kernels that read the rows, in their order; the tile unless the row is too wide."""
-    found = registers_source(key, device) or shared_source(key, device, most_blocks)
+    """The kernels that read the rows, in their order; the tile unless the row is too wide.
+
+    ``most_blocks``: the most blocks of a cluster. ``through_memory``: whether those that are no
+    cluster may exchange sums.
+    """
+    found = memory_source(key, device) if through_memory else None
+    found = found or registers_source(key, device) or shared_source(key, device, most_blocks)
     if found is not None:
         return [found[0]], found[1]
     columns = {**key.defines(), "VEC": vector_width(key.columns, SIZES[key.x])}
@@ -646,14 +695,18 @@ class Backward:
         "_total",
         "_vec",
         "_wide_blocks",
+        "words",
     )
 
     def __init__(self, key: BackwardKey, device: int) -> None:
         limits = _launch.limits(device)
-        for most_blocks in LARGEST_CLUSTERS:
-            sources, self._tile = backward_sources(key, limits, most_blocks)
+        ways = ((LARGEST_CLUSTERS[0], True), *((blocks, False) for blocks in LARGEST_CLUSTERS))
+        for way in ways:
+            sources, self._tile = backward_sources(key, limits, *way)
             if runs_clusters(*sources[0], device):
                 break
+        # Words of 4 bytes of a row, by which blocks exchange its sums.
+        self.words = sources[0][1].together * key.sums if sources[0][1].together > 1 else 0
         self._kernels = [_launch.load(*source, device) for source in sources]
         self._total = SumOfGroups(
             key.columns, math_dtype(key.x), key.gamma, device, results=1 + key.centred
@@ -685,6 +738,7 @@ class Backward:
         rows: int,
         strides: tuple[int, int, int],
         groups: int,
+        words: int = 0,
     ) -> None:
         """Launch.
 
@@ -695,6 +749,7 @@ class Backward:
             rows: N.
             strides: elements between rows of dy, of x and of what is added.
             groups: what :meth:`groups` says.
+            words: pointer to ``rows * self.words`` words, all 0, if there are any.
         """
         columns = self._columns
         if self._tile is not None:
@@ -707,6 +762,7 @@ class Backward:
                 *strides,
                 columns,
                 self._share,
+                *((words,) if self.words else ()),
             )
         else:
             self._kernels[0].launch(rows, 1, *pointers, rows, *strides, columns, self._share)
@@ -981,6 +1037,9 @@ def _backward(
         groups = plan.groups(rows)
         outputs = 2 if centred else 1
         partial = empty((outputs * groups * columns,), (1,), statistics)
+        words = None
+        if plan.words:
+            words = torch.zeros(rows * plan.words, dtype=torch.int32, device=place)
         plan(
             (
                 *addresses[:2],
@@ -995,6 +1054,7 @@ def _backward(
             rows,
             (dy_stride, x_stride, add_stride),
             groups,
+            0 if words is None else words.data_ptr(),
         )
     return dx, dgamma, dbeta
 

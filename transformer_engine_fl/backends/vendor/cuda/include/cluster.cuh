@@ -1,7 +1,8 @@
-// Thread block clusters and dependent launches (sm_90 and later).
+// Thread block clusters and dependent launches (sm_90 and later), and words that blocks leave
+// for each other in global memory.
 //
-// On older chips the functions compile to nothing; the host never asks for a cluster
-// or a dependent launch there.
+// On older chips the functions of the first two compile to nothing; the host never asks for a
+// cluster or a dependent launch there.
 
 #pragma once
 
@@ -124,5 +125,36 @@ __device__ __forceinline__ void release_dependents() {}
 __device__ __forceinline__ void wait_for_predecessor() {}
 
 #endif
+
+// A word says by itself that it is there, by not being 0, so nothing else needs an order. Blocks
+// that wait for each other's words must all run at once.
+__device__ __forceinline__ void post_word(unsigned* to, unsigned word) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void post_word(unsigned long long* to, unsigned long long word) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ unsigned look_at_word(const unsigned* from) {
+  unsigned word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from));
+  return word;
+}
+
+__device__ __forceinline__ unsigned long long look_at_word(const unsigned long long* from) {
+  unsigned long long word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from));
+  return word;
+}
+
+// Call from whole warps, a word for each lane: all lanes go on together, or each would find its
+// way through what follows by itself.
+template <typename Word>
+__device__ __forceinline__ Word wait_for_word(const Word* from) {
+  Word found = look_at_word(from);
+  while (!__all_sync(0xffffffffu, found != 0)) found = look_at_word(from);
+  return found;
+}
 
 }  // namespace te_fl

@@ -63,8 +63,33 @@ struct Moments {
   }
 };
 
-// How the blocks of a cluster come to know each other's results.
-enum Telling { kBehindBarrier, kByWarps, kByBlocks };
+// Over Width lanes of a warp that follow each other; each gets the result.
+template <typename Operation, int Width, typename A, int K>
+__device__ __forceinline__ void halve(A (&value)[K]) {
+#pragma unroll
+  for (int offset = Width / 2; offset > 0; offset /= 2) {
+    A other[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) other[k] = __shfl_xor_sync(0xffffffffu, value[k], offset);
+    Operation::merge(value, other);
+  }
+}
+
+// Over a thread's N parts, by halves: only parts of one size are merged.
+template <typename Operation, int N, typename A, int K>
+__device__ __forceinline__ void merge_parts(A (&parts)[N][K], A (&value)[K]) {
+#pragma unroll
+  for (int apart = 1; apart < N; apart *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2 * apart) Operation::merge(parts[i], parts[i + apart]);
+  }
+#pragma unroll
+  for (int k = 0; k < K; ++k) value[k] = parts[0][k];
+}
+
+// How the blocks that share a row come to know each other's results; the last of these is that of
+// blocks that form no cluster, which row_words.cuh has.
+enum Telling { kBehindBarrier, kByWarps, kByBlocks, kThroughMemory };
 
 // Call from all threads of the block, one object for all reductions of a kernel. K values
 // travel together.
@@ -143,14 +168,7 @@ class RowReduction {
           for (int k = 0; k < K; ++k) heard[i][k] = slots[k][i * 32 + threadIdx.x % 32 % kSlots];
         }
       }
-      // By halves: only parts of one size are merged.
-#pragma unroll
-      for (int apart = 1; apart < kOwn; apart *= 2) {
-#pragma unroll
-        for (int i = 0; i < kOwn; i += 2 * apart) Operation::merge(heard[i], heard[i + apart]);
-      }
-#pragma unroll
-      for (int k = 0; k < K; ++k) value[k] = heard[0][k];
+      merge_parts<Operation>(heard, value);
       halve<Operation, (kSlots < 32 ? kSlots : 32)>(value);
     }
   }
@@ -182,17 +200,6 @@ class RowReduction {
   static __device__ __forceinline__ A (&exchanged())[2][K][kSlots] {
     __shared__ A slots[2][K][kSlots];
     return slots;
-  }
-
-  template <typename Operation, int Width>
-  static __device__ __forceinline__ void halve(A (&value)[K]) {
-#pragma unroll
-    for (int offset = Width / 2; offset > 0; offset /= 2) {
-      A other[K];
-#pragma unroll
-      for (int k = 0; k < K; ++k) other[k] = __shfl_xor_sync(0xffffffffu, value[k], offset);
-      Operation::merge(value, other);
-    }
   }
 
   int turn_ = 0;
