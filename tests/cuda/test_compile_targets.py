@@ -157,19 +157,12 @@ def test_a_launch_packs_what_the_kernel_takes(family: str, dump: Dump) -> None:
         assert ends[-1] <= MOST_PARAMETER_BYTES, source
 
 
-# Gradients of a permutation with probs: with 1,280 threads to a multiprocessor two registers are
-# too many, and still that takes 165 microseconds where 1,024 without a spill take 167.
-STACK = {"spread_weighted": 8}
-
-
 @pytest.mark.usefixtures("compiler", "cache")
 @pytest.mark.parametrize("family", BENCHMARKED)
 def test_no_kernel_of_the_benchmarked_shapes_spills_registers(family: str, dump: Dump) -> None:
     for source in dict.fromkeys(BENCHMARKED[family].sources(HOPPER)):
         usage = dump(source, "resource-usage")
-        found = re.search(r"STACK:(\d+) .*LOCAL:0 ", usage)
-        assert found, (source, usage)
-        assert int(found[1]) <= STACK.get(source.kernel, 0), (source, usage)
+        assert re.search(r"STACK:0 .*LOCAL:0 ", usage), (source, usage)
 
 
 @pytest.mark.usefixtures("compiler", "cache")

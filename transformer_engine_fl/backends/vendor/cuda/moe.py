@@ -71,9 +71,9 @@ def groups_of(size: int, least: int) -> tuple[int, int]:
 
 # ------------------------------------------------------------------------------- tiles
 
-PAIRS: Final = 1
-"""Rows of a token under way at once where gradients meet them; with two, fewer threads are."""
-RESIDENT: Final = 1280
+PAIRS: Final = 2
+"""Rows of a token under way at once where gradients meet them; with four, too few registers."""
+RESIDENT: Final = 1024
 """Threads of a multiprocessor; leaves each the registers for the rows that are under way."""
 SUMMING: Final = 896
 """The same where rows are summed: each has four vectors of one row under way."""
