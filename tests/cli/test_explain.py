@@ -33,6 +33,16 @@ def test_answers_for_another_machine(te_fl, arch, selected):
     assert ran.document["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("op", ["rmsnorm_fwd", "aten::gelu"])
+def test_what_the_environment_switches_off_serves_on_no_machine(te_fl, op):
+    options = ("explain", op, "--device", "cuda", "--json")
+    for switch, accepted in (("1", False), ("0", True)):
+        document = te_fl(*options, TE_FL_SKIP_CUDA=switch, TE_FL_PREFER="vendor").document
+        by_id = {it["impl_id"]: it for it in document["candidates"]}
+        assert by_id["vendor.cuda"]["accepted"] is accepted
+        assert ("TE_FL_SKIP_CUDA" in by_id["vendor.cuda"]["reason"]) is not accepted
+
+
 def test_arch_alone_means_a_gpu(te_fl):
     ran = te_fl("explain", "rmsnorm_fwd", "--arch", "sm_90", "--json")
     assert ran.document["device"] == "cuda"

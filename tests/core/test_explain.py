@@ -257,6 +257,42 @@ def test_what_if_judges_by_the_machine_named_and_not_by_this_one() -> None:
     assert json.loads(decision.to_json())["arch"] == "sm_80"
 
 
+def test_what_the_environment_switches_off_serves_neither_here_nor_in_a_what_if() -> None:
+    asked: list[str] = []
+
+    def is_available() -> bool:
+        asked.append("asked")
+        return True
+
+    def switched(switch: str | None) -> OpManager:
+        off = impl("off", "flagos", is_available=is_available, switched_off=lambda: switch)
+        return make_manager(off, impl("plain"))
+
+    for decision in (
+        switched("by TE_FL_SKIP").explain("scale"),
+        switched("by TE_FL_SKIP").explain_for("scale", device="cuda"),
+    ):
+        assert decision.selected is not None
+        assert decision.selected.impl_id == "plain"
+        off = next(it for it in decision.verdicts if it.impl.impl_id == "off")
+        assert (off.cause, off.reason) == ("available", "not available: by TE_FL_SKIP")
+    assert asked == []
+    served = switched(None).explain_for("scale", device="cuda").selected
+    assert served is not None
+    assert served.impl_id == "off"
+
+
+def test_a_switch_that_fails_is_told_and_the_set_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> str:
+        raise KeyError("HOME")
+
+    manager = make_manager(impl("off", "flagos", switched_off=broken), impl("plain"))
+    for decision in (manager.explain("scale"), manager.explain_for("scale", device="cuda")):
+        assert "switched_off() raised KeyError" in decision.verdicts[0].reason
+        assert not decision.verdicts[0].accepted
+    assert caplog.text.count("switched_off() raised") == 1
+
+
 def test_what_if_leaves_open_what_is_not_named() -> None:
     manager = make_manager(
         impl("kernel", "flagos", devices={"cuda"}, supported_dtypes={"float16"}, min_arch="sm_80")

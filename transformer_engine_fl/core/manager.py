@@ -233,6 +233,8 @@ class OpManager:
     ) -> Decision:
         """The same for a machine that need not be here; its availability is assumed.
 
+        What this process's environment switches off is off there too.
+
         Raises:
             ConfigurationError: ``arch`` is no architecture name, ``dtype`` none of this operator.
         """

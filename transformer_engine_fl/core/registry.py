@@ -73,8 +73,9 @@ class Entry:
         self.broken = False
         self._fn: Callable[..., Any] | None = None
         self._fit: Fit | None = None
-        self._unavailable: str | None = None if impl.is_available else ""
-        self._asking = ForkSafeLock() if impl.is_available else _NEVER_ASKED
+        asked = bool(impl.is_available or impl.switched_off)
+        self._unavailable: str | None = None if asked else ""
+        self._asking = ForkSafeLock() if asked else _NEVER_ASKED
         if not isinstance(impl.fn, str):
             self._settle(impl.fn)
 
@@ -124,8 +125,20 @@ class Entry:
                     self._unavailable = self._load() or self._unavailable
         return None if self._fn is not None else self._unavailable
 
+    def switched_off(self) -> str | None:
+        """Why the environment wants it to serve nowhere, or None; nothing is asked of a machine."""
+        if self.impl.switched_off is None:
+            return None
+        try:
+            return self.impl.switched_off() or None
+        except Exception as error:  # noqa: BLE001 - somebody's code; what it said is kept
+            return self._told("its switch", f"switched_off() raised {said(error)}")
+
     def _ask(self) -> str:
-        assert self.impl.is_available is not None  # an invariant of ours
+        if (off := self.switched_off()) is not None:
+            return off
+        if self.impl.is_available is None:
+            return ""
         try:
             answer = self.impl.is_available()
         except Exception as error:  # noqa: BLE001 - somebody's code; what it said is kept

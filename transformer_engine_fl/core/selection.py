@@ -187,7 +187,8 @@ def select(
         facts: what is known of the dispatch tensor.
         call: the arguments, if there is a call to judge.
         quarantined: impl id -> why it is in quarantine for these facts.
-        assume_available: do not ask the machine (a what-if question).
+        assume_available: do not ask the machine (a what-if question), only the
+            environment whether it switches a candidate off.
     """
     order = _order(op_name, entries, policy)
     tokens = _tokens(order, policy)
@@ -293,7 +294,7 @@ def _capability_reason(
     entry: Entry, facts: Facts, call: Call | None, assume_available: bool
 ) -> Rejection | None:
     impl = entry.impl
-    missing = None if assume_available else entry.unavailable()
+    missing = entry.switched_off() if assume_available else entry.unavailable()
     if missing:
         return "available", f"not available: {missing}"
     rejected = tensor_reason(entry, facts)

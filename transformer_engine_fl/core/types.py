@@ -112,6 +112,8 @@ class OpImpl:
             why not. It must read no environment and no global state.
         is_available: asked once; can this machine run it at all? True, or False, or
             a string that says why not.
+        switched_off: why the environment wants it to serve nowhere, or None; asked before
+            ``is_available``, and also where a machine is asked about that is not here.
         traits: claims from :data:`TRAITS`.
         mutates: for operators without a contract: the arguments it writes. None means
             unknown, and is treated as mutating. A contract's own statement wins.
@@ -134,6 +136,7 @@ class OpImpl:
     devices: Collection[str] | None = None
     supports: Callable[..., bool | str] | None = None
     is_available: Callable[[], bool | str] | None = None
+    switched_off: Callable[[], str | None] | None = None
     traits: Collection[str] = frozenset()
     mutates: tuple[str, ...] | None = None
     opt_in: bool = False
@@ -191,7 +194,7 @@ class OpImpl:
             )
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise RegistrationError(f"{self.label}: priority must be an int, got {self.priority!r}")
-        for name in ("supports", "is_available"):
+        for name in ("supports", "is_available", "switched_off"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise RegistrationError(f"{self.label}: {name} must be callable")
 

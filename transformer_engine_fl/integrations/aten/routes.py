@@ -294,6 +294,7 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
         devices=impl.devices,
         supports=supports,
         is_available=lambda: entry.unavailable() or True,
+        switched_off=impl.switched_off,
         traits=impl.traits,
         mutates=(),
         opt_in=impl.opt_in,

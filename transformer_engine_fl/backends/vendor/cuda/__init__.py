@@ -12,7 +12,7 @@ from transformer_engine_fl.core.types import BackendImplKind
 from transformer_engine_fl.vendors.info import VendorInfo
 from transformer_engine_fl.vendors.registry import register_vendor
 
-__all__ = ["FAMILIES", "INFO", "is_available", "register"]
+__all__ = ["FAMILIES", "INFO", "is_available", "register", "switched_off"]
 
 INFO = VendorInfo("nvidia", "cuda", "nvidia-smi -L")
 
@@ -40,11 +40,14 @@ _NOT_INVARIANT = {"traits": frozenset({"deterministic", "graph_safe"})}
 
 def is_available() -> bool | str:
     """Whether a kernel can be compiled and run here; says why not."""
-    if get_environment().skip_cuda:
-        return "switched off by TE_FL_SKIP_CUDA"
     from transformer_engine_fl.backends.vendor.cuda import _compile
 
     return _compile.missing() or True
+
+
+def switched_off() -> str | None:
+    """Whether the environment wants the set nowhere."""
+    return "switched off by TE_FL_SKIP_CUDA" if get_environment().skip_cuda else None
 
 
 def register(registry: OpRegistry) -> None:
@@ -60,6 +63,7 @@ def register(registry: OpRegistry) -> None:
         devices=frozenset({INFO.device}),
         min_arch="sm_80",
         is_available=is_available,
+        switched_off=switched_off,
         traits=frozenset({"deterministic", "batch_invariant", "graph_safe"}),
         differing={
             "gemm": _NOT_INVARIANT,
