@@ -333,6 +333,9 @@ class StubKernel:
     def __init__(self, log: list[Any]) -> None:
         self.log = log
 
+    def warmup(self, *args: Any, **options: Any) -> None:
+        """Compiles it, and launches nothing."""
+
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
             self.log.append("ordinary")

@@ -30,7 +30,7 @@ from transformer_engine_fl.backends._arguments import (
 from transformer_engine_fl.backends.flagos import _launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch import Tensor
@@ -59,6 +59,7 @@ __all__ = [
     "laid_over",
     "launch_of",
     "listed",
+    "loaded_launch",
     "plain",
     "rows_of_tile",
 ]
@@ -108,6 +109,25 @@ def launch_of(
     return _LAUNCHES.get(key) or keep(
         _LAUNCHES, key, _launch.Launch(kernel, device, options=options, **how)
     )
+
+
+def loaded_launch(
+    kernel: Any,
+    device: torch.device,
+    threads: int,
+    programs: int,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    **constants: Any,
+) -> Callable[[], None]:
+    """What launches so many programs of a kernel, which has been compiled.
+
+    Raises:
+        KernelCompileError: it cannot be.
+    """
+    dtypes = tuple([None if it is None else it.dtype for it in tensors])
+    launch = launch_of(kernel, device, dtypes, threads=threads, **constants)
+    return launch.loaded((programs, 1), tensors, numbers)
 
 
 def check_size(op: str, name: str, size: int) -> None:

@@ -2,12 +2,13 @@
 
 ``kernel[grid](...)`` looks at every argument again on each call, which costs more time
 on the host than a small kernel takes on the device. A :class:`Launch` stands for one
-kernel with fixed constants and fixed argument dtypes on one device; its first call goes
-through Triton and keeps the compiled kernel, later ones start that directly: where every
-pointer is aligned, as nearly always, in a function that is generated for just that. What
-may still differ between two calls, and what the compiled code depends on, is the 16-byte
-alignment of each pointer, so that is looked at each time. Integers must be declared
-``do_not_specialize``: a kernel may assume nothing of them but what its constants say.
+kernel with fixed constants and fixed argument dtypes on one device; its first call has
+Triton compile the kernel, launches it through Triton and keeps it, later ones start that
+directly: where every pointer is aligned, as nearly always, in a function that is generated
+for just that. What may still differ between two calls, and what the compiled code depends
+on, is the 16-byte alignment of each pointer, so that is looked at each time. Integers must
+be declared ``do_not_specialize``: a kernel may assume nothing of them but what its constants
+say.
 
 Where the launcher of the installed Triton is not one that was read and understood, in
 the interpreter, and while a profiler has launch hooks set, every call is the ordinary one.
@@ -33,13 +34,14 @@ from triton.runtime import _allocation
 
 from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._arguments import extent
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
     "INTERPRETED",
+    "KernelCompileError",
     "Launch",
     "Limits",
     "has_gluon",
@@ -301,6 +303,18 @@ def _may_be_address(number: Any) -> bool:
     return bool(min(abs(number), abs(number - 2**60) >> 1) >= _repeats.LEAST_ADDRESS)
 
 
+def _pointers(tensors: tuple[Tensor | None, ...]) -> list[int]:
+    """The tensors' addresses; 0 for None.
+
+    Raises:
+        NotSupportedError: a tensor has none.
+    """
+    try:
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
+        raise NotSupportedError(f"a tensor has no memory of its own: {error}") from None
+
+
 def _alignment(pointers: list[int]) -> object:
     """Which pointers are aligned; 0 if each is."""
     bits = 0
@@ -344,6 +358,20 @@ def _again(
     return _written("again", source, ready, fixed)
 
 
+class KernelCompileError(NotStartedError):
+    """Triton cannot compile a kernel, or the device not load it.
+
+    Whoever writes an argument by more than one kernel has loaded each (:meth:`Launch.load`)
+    before the first of those launches.
+    """
+
+    def __init__(self, kernel: Any, device: torch.device, error: Exception) -> None:
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        super().__init__(
+            f"kernel {name!r} does not compile for {str(device)!r}: {type(error).__name__}: {error}"
+        )
+
+
 class Launch:
     """One kernel with its constants and the dtypes of its arguments, on one device.
 
@@ -360,7 +388,16 @@ class Launch:
         constants: its constexpr parameters.
     """
 
-    __slots__ = ("_constants", "_device", "_index", "_kernel", "_options", "_quick", "_ready")
+    __slots__ = (
+        "_constants",
+        "_device",
+        "_index",
+        "_kernel",
+        "_loaded",
+        "_options",
+        "_quick",
+        "_ready",
+    )
 
     def __init__(
         self,
@@ -385,6 +422,7 @@ class Launch:
         self._constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         # alignment of the pointers (0: each is aligned) -> what starts the compiled kernel
         self._ready: dict[object, _Started] = {}
+        self._loaded: set[object] = set()  # alignments that have been compiled for
         self._quick: Callable[..., bool] | None = None
 
     def __call__(
@@ -403,6 +441,28 @@ class Launch:
             return None
         return self._start(grid, tensors, numbers)
 
+    def load(self, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
+        """Compile the kernel for a launch with these, unless it has been; launch nothing.
+
+        Raises:
+            KernelCompileError: that cannot be done.
+            NotSupportedError: a tensor has no address.
+        """
+        alignment = _alignment(_pointers(tensors))
+        if alignment not in self._loaded:
+            with self._on_device():
+                self._load(alignment, tensors, numbers)
+
+    def loaded(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+    ) -> Callable[[], None]:
+        """The call with these, whose kernel has been compiled; raises what :meth:`load` does."""
+        self.load(tensors, numbers)
+        return functools.partial(self, grid, tensors, numbers)
+
     def prepared(
         self,
         grid: tuple[int, int],
@@ -414,7 +474,7 @@ class Launch:
         It is false where the ordinary launch must be taken. The device must be this one's,
         and the addresses aligned as now.
         """
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pointers = _pointers(tensors)
         ready = self._ready.get(_alignment(pointers))
         if any(map(_may_be_address, numbers)):
             raise _repeats.UnrepeatableError("numbers that may be addresses")
@@ -430,10 +490,7 @@ class Launch:
         numbers: tuple[Any, ...],
     ) -> None:
         """Start the kernel, whatever its pointers' alignment is."""
-        try:
-            pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
-            raise NotSupportedError(f"a tensor has no memory of its own: {error}") from None
+        pointers = _pointers(tensors)
         alignment = _alignment(pointers)
         ready = self._ready.get(alignment)
         if ready is None or not _DirectLaunches.allowed or _hooked():
@@ -475,19 +532,51 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> None:
-        if INTERPRETED:
-            # No device warns of infinities and NaN, as NumPy would.
-            with _bfloat16_in_float32(tensors) as stand_ins, numpy.errstate(all="ignore"):
-                self._kernel[grid](*stand_ins, *numbers, **self._constants, **self._options)
-            return
-        on_device = torch.get_device_module(self._device).device(self._index)
-        with on_device, _scratch_memory(self._device):
-            compiled = self._kernel[grid](*tensors, *numbers, **self._constants, **self._options)
+        with self._on_device():
+            if alignment not in self._loaded:
+                self._load(alignment, tensors, numbers)
+            compiled = self._launched(grid, tensors, numbers)
         if _DirectLaunches.allowed and isinstance(compiled, triton.compiler.CompiledKernel):
             ready = _started(compiled, tuple(self._constants.values()))
             self._ready[alignment] = ready
             if not alignment:
                 self._quick = _quick(ready, tensors, self._index)
+
+    def _launched(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+    ) -> Any:
+        """What Triton gives for a launch."""
+        options = {**self._constants, **self._options}
+        if INTERPRETED:
+            # No device warns of infinities and NaN, as NumPy would.
+            with _bfloat16_in_float32(tensors) as stand_ins, numpy.errstate(all="ignore"):
+                return self._kernel[grid](*stand_ins, *numbers, **options)
+        with _scratch_memory(self._device):
+            return self._kernel[grid](*tensors, *numbers, **options)
+
+    def _load(
+        self, alignment: object, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
+    ) -> None:
+        """Have Triton do, on the current device, all that may fail before a launch."""
+        if not INTERPRETED:
+            options = {**self._constants, **self._options}
+            try:
+                compiled = self._kernel.warmup(*tensors, *numbers, grid=(1, 1), **options)
+                if isinstance(compiled, triton.compiler.CompiledKernel):
+                    compiled.run  # noqa: B018 - loads the machine code
+            except Exception as error:  # the compiler, the assembler and the driver have their own
+                raise KernelCompileError(self._kernel, self._device, error) from error
+        self._loaded.add(alignment)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        if INTERPRETED:
+            return contextlib.nullcontext()
+        on_device: contextlib.AbstractContextManager[object]
+        on_device = torch.get_device_module(self._device).device(self._index)
+        return on_device
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     check_across,
@@ -30,6 +31,7 @@ __all__ = [
     "Tile",
     "highest_power",
     "joined",
+    "launch_of_rows",
     "launch_rows",
     "move",
     "piece",
@@ -179,7 +181,7 @@ def steps(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride if size > 1 else 0 for size, stride in pairs)
 
 
-def launch_rows(
+def launch_of_rows(
     op: str,
     kernel: Any,
     tensors: Sequence[Tensor | None],
@@ -191,8 +193,8 @@ def launch_rows(
     threads: int,
     tile_bytes: int,
     **constants: Any,
-) -> None:
-    """Start a kernel on tiles of rows.
+) -> tuple[_launch.Launch, tuple[int, int], tuple[Tensor | None, ...], tuple[int, ...]]:
+    """The launch of a kernel on tiles of rows, yet to be made: its grid, tensors and numbers.
 
     The kernel's parameters are the tensors, ``rows``, the numbers, ``heads``, the widths and
     distances in units, and its constants, the last four UNIT, TOKENS, HEADS and BLOCK.
@@ -231,4 +233,10 @@ def launch_rows(
     pieces = -(-heads // tile.heads) * -(-widths[0] // tile.columns)
     check_across(op, pieces)
     grid = (-(-rows // tile.tokens), pieces)
-    launch(grid, tuple(tensors), (rows, *numbers, heads, *(it // unit for it in widths)))
+    return launch, grid, tuple(tensors), (rows, *numbers, heads, *(it // unit for it in widths))
+
+
+def launch_rows(*arguments: Any, **options: Any) -> None:
+    """Start a kernel on tiles of rows; the arguments are those of :func:`launch_of_rows`."""
+    launch, grid, tensors, numbers = launch_of_rows(*arguments, **options)
+    launch(grid, tensors, numbers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -27,6 +28,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
 from transformer_engine_fl.backends.flagos._sequences import (
     highest_power,
     joined,
+    launch_of_rows,
     launch_rows,
     move,
     piece,
@@ -38,7 +40,7 @@ from transformer_engine_fl.backends.flagos._sequences import (
 from transformer_engine_fl.ops import attention_layout as contracts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -442,20 +444,25 @@ def copy_to_kv_cache(
     if batch_indices is not None:
         indices = plain(op, "batch_indices", batch_indices).contiguous()
     caches = Written(op, "k_cache", k_cache), Written(op, "v_cache", v_cache)
-    for cache in caches:
-        if indices is not None and cache.dense.numel():
-            _reordered(op, raw(cache.dense), indices, added, cached)
+    # All that writes is compiled before the first of it is launched.
+    launches = [
+        _reordering(op, raw(cache.dense), indices, added, cached)
+        for cache in caches
+        if indices is not None and cache.dense.numel()
+    ]
     if qkv_format == "thd":
         keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     elif qkv_format == "sbhd":
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     packed = qkv_format == "thd"
-    _appended(op, (keys, values), caches, added, cached, table, packed=packed)
+    launches += _appending(op, (keys, values), caches, added, cached, table, packed=packed)
+    for launch in launches:
+        launch()
     for cache in caches:
         cache.finish()
 
 
-def _appended(
+def _appending(
     op: str,
     new: tuple[Tensor, Tensor],
     caches: tuple[Written, Written],
@@ -464,18 +471,18 @@ def _appended(
     table: Tensor | None,
     *,
     packed: bool,
-) -> None:
-    """Put new keys and values, ``[b or 1, s or t, h, d]``, into the caches."""
+) -> list[Callable[[], None]]:
+    """What puts new keys and values, ``[b or 1, s or t, h, d]``, into the caches."""
     k_cache, v_cache = caches[0].dense, caches[1].dense
     if not (new[0].numel() or new[1].numel()) or not (k_cache.numel() or v_cache.numel()):
-        return
+        return []
     tensors = joined(*(raw(it) for it in (*new, k_cache, v_cache)))
     outer, inner, heads, k_width = tensors[0].shape
     v_width = tensors[1].shape[-1]
     sequences = added.shape[0] - 1
     listed = (0, 0, 0) if table is None else (table.shape[1], *table.stride())
     pages, page_size = k_cache.shape[:2]
-    launch_rows(
+    launch, grid, given, numbers = launch_of_rows(
         op,
         _append,
         (*tensors, added, cached, table),
@@ -492,16 +499,21 @@ def _appended(
         tile_bytes=_TILE_BYTES["append"],
         PACKED=packed,
     )
+    return [launch.loaded(grid, given, numbers)]
 
 
-def _reordered(op: str, cache: Tensor, indices: Tensor, added: Tensor, cached: Tensor) -> None:
-    """Bring the rows of a cache to those of their sequences."""
+def _reordering(
+    op: str, cache: Tensor, indices: Tensor, added: Tensor, cached: Tensor
+) -> Callable[[], None]:
+    """What brings the rows of a cache to those of their sequences."""
     sequences = indices.shape[0]
     (cache,) = joined(cache)
     rows, slots, heads, width = cache.shape
     of_program = min(triton.next_power_of_2(sequences), _MOST_IN_PLACE)
-    before = cache if sequences <= of_program else cache.clone()
-    unit = math.gcd(width, *steps(cache), *steps(before), WIDEST_UNIT)
+    in_place = sequences <= of_program
+    copy = cache if in_place else torch.empty_like(cache, device="meta")
+    distances = (width, *steps(copy), *steps(cache))
+    unit = math.gcd(*distances, WIDEST_UNIT)
     room = max(16, _REORDER_BYTES // cache.itemsize // of_program)
     block = min(triton.next_power_of_2(width), room)
     vectors = of_program * block * cache.itemsize // 16
@@ -519,9 +531,12 @@ def _reordered(op: str, cache: Tensor, indices: Tensor, added: Tensor, cached: T
     across = heads * -(-width // block)
     check_size(op, "slots", programs)
     check_across(op, across)
-    distances = (width, *steps(before), *steps(cache))
-    launch(
-        (programs, across),
-        (before, cache, indices, added, cached),
-        (sequences, slots, rows, heads, *(it // unit for it in distances)),
-    )
+    numbers = (sequences, slots, rows, heads, *(it // unit for it in distances))
+    like = cache if in_place else cache.new_empty((0,))
+    launch.load((like, cache, indices, added, cached), numbers)
+
+    def start() -> None:  # each copy is gone before the next is made
+        before = cache if in_place else cache.clone()
+        launch((programs, across), (before, cache, indices, added, cached), numbers)
+
+    return start

@@ -11,7 +11,6 @@ reads the flag and leaves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends._optimizer import ListOperators
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import launch_of
+from transformer_engine_fl.backends.flagos._arguments import loaded_launch
 from transformer_engine_fl.backends.flagos._lists import (
     ALIGNMENT,
     LISTING,
@@ -688,21 +687,6 @@ _KINDS = {
 }
 
 
-def _start(
-    name: str,
-    threads: int,
-    programs: int,
-    device: torch.device,
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    **constants: Any,
-) -> None:
-    """Launch a kernel."""
-    dtypes = tuple([None if it is None else it.dtype for it in tensors])
-    launch = launch_of(_KERNELS[name], device, dtypes, threads=threads, **constants)
-    launch((programs, 1), tensors, numbers)
-
-
 class _Operators(ListOperators):
     """The operators over these kernels."""
 
@@ -721,12 +705,11 @@ class _Operators(ListOperators):
             constant: _KINDS[value] if isinstance(value, torch.dtype) else value
             for constant, value in constants.items()
         }
-        return partial(
-            _start,
-            name,
+        return loaded_launch(
+            _KERNELS[name],
+            group.table.device,
             tiles.threads,
             group.chunks,
-            group.table.device,
             (group.table, *others),
             (group.rows, *numbers),
             **named,
@@ -749,7 +732,8 @@ class _Operators(ListOperators):
         threads, block = _NORMS
         programs = 1 if norms is None else 1 + norms.numel()
         tensors = (sums, slots, norm, norms, flag)
-        _start("norms", threads, programs, norm.device, tensors, (sums.numel(),), BLOCK=block)
+        kernel, numbers = _KERNELS["norms"], (sums.numel(),)
+        loaded_launch(kernel, norm.device, threads, programs, tensors, numbers, BLOCK=block)()
 
 
 # ---------------------------------------------------------------------------- operators

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -36,6 +36,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     in_place,
     keep,
     launch_of,
+    loaded_launch,
     plain,
     rows_of_tile,
 )
@@ -334,20 +335,6 @@ _TURN = Choice(  # of a tile, rows and columns in bytes
 )
 _SCALES = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _start(
-    kernel: Any,
-    device: torch.device,
-    threads: int,
-    constants: dict[str, Any],
-    programs: int,
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[int | float, ...],
-) -> None:
-    """Launch a kernel with its constants."""
-    dtypes = tuple([None if it is None else it.dtype for it in tensors])
-    launch_of(kernel, device, dtypes, threads=threads, **constants)((programs, 1), tensors, numbers)
 
 
 def _source(op: str, input: Tensor) -> Source:
@@ -659,6 +646,7 @@ def fused_amax_and_scale_update_after_reduction(
     histories = [in_place(op, f"amax_histories[{i}]", it) for i, it in enumerate(amax_histories)]
     factors = [in_place(op, f"scales[{i}]", it) for i, it in enumerate(scales)]
     buffers = parts_of(reduced, [it.shape[0] for it in factors])
+    launches = []
     for buffer, history, scale in zip(buffers, histories, factors, strict=True):
         length, columns = history.shape
         check_size(op, "rows", length)
@@ -666,15 +654,20 @@ def fused_amax_and_scale_update_after_reduction(
         if not columns:
             continue
         rows = min(block_of(length), _UPDATE_TILE // _UPDATE_COLUMNS)
-        constants = {
-            "OF_ALL": amax_compute_algo == "max",
-            "ROWS": rows,
-            "COLUMNS": _UPDATE_COLUMNS,
-        }
-        programs = -(-columns // _UPDATE_COLUMNS)
-        numbers = (length, columns, *history.stride(), scale.stride(0), numerator)
-        tensors = (buffer, history, scale)
-        _start(_update, scale.device, _UPDATE_THREADS, constants, programs, tensors, numbers)
+        launch = loaded_launch(
+            _update,
+            scale.device,
+            _UPDATE_THREADS,
+            -(-columns // _UPDATE_COLUMNS),
+            (buffer, history, scale),
+            (length, columns, *history.stride(), scale.stride(0), numerator),
+            OF_ALL=amax_compute_algo == "max",
+            ROWS=rows,
+            COLUMNS=_UPDATE_COLUMNS,
+        )
+        launches.append(launch)
+    for launch in launches:
+        launch()
     torch.autograd.graph.increment_version((*histories, *factors))
 
 
@@ -748,4 +741,6 @@ def _each_block(
     }
     numbers = (w // unit, start // unit, x.numel() // unit, across)
     tensors = (x, scale, out)
-    _start(_shard, x.device, _SHARD_THREADS, constants, down * across, tensors, numbers)
+    dtypes = tuple([None if it is None else it.dtype for it in tensors])
+    launch = launch_of(_shard, x.device, dtypes, threads=_SHARD_THREADS, **constants)
+    launch((down * across, 1), tensors, numbers)
