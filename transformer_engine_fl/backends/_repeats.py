@@ -379,11 +379,9 @@ class _Writer:
         given, bits = ", ".join(names), " | ".join(f"_a{name}" for name in names)
         lines = [
             f"def again({', '.join(self.parameters)}):",
-            # torch's look at a nested tensor without strides ends the process. To ask each
-            # tensor takes half as long as the look itself, so the one that says what the
-            # call is about is asked; one behind it differs from what the contract takes.
+            # torch's look at a nested tensor without strides ends the process.
             "    try:",
-            f"        if {names[0]}.is_nested:",
+            f"        if {' or '.join([f'{name}.is_nested' for name in names])}:",
             "            return _MISS",
             "    except AttributeError:",
             "        return _MISS",
