@@ -106,13 +106,29 @@ def test_another_source_header_macro_or_architecture_is_another_entry(
 
 
 @pytest.mark.usefixtures("cache", "sources")
+@pytest.mark.parametrize("what", ["_nvrtc_version", "_nvrtc_build"])
 def test_another_compiler_is_another_entry(
-    compiled: list[Specialisation], monkeypatch: pytest.MonkeyPatch
+    what: str, compiled: list[Specialisation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cubin(FILL, ARCH)
-    monkeypatch.setattr(_compile, "_nvrtc_version", lambda: "99.0")
+    monkeypatch.setattr(_compile, what, lambda: "99.0")
     cubin(FILL, ARCH)
     assert len(compiled) == 2
+
+
+def test_builds_of_the_compiler_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    name, size = _compile._nvrtc_build().split()
+    path = Path(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path).resolve()
+    assert (name, int(size)) == (path.name, path.stat().st_size)
+
+    def missing(name: str) -> None:
+        raise pathfinder.DynamicLibNotFoundError(name)
+
+    _compile._nvrtc_build.cache_clear()
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", missing)
+    assert _compile._nvrtc_build() == ""
+    _compile._nvrtc_build.cache_clear()
 
 
 @pytest.mark.usefixtures("sources")

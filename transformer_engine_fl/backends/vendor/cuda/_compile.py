@@ -173,6 +173,20 @@ def _nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
+@functools.cache
+def _nvrtc_build() -> str:
+    """What tells builds of one version of NVRTC apart; it does not say its patch version itself."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        path = load_nvidia_dynamic_lib("nvrtc").abs_path
+        # A toolkit's file has the whole version in its name, a wheel's is told by its size.
+        library = Path(path or "").resolve(strict=True)
+        return f"{library.name} {library.stat().st_size}"
+    except (ImportError, RuntimeError, OSError):  # cuda-bindings found it some other way
+        return ""
+
+
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -220,7 +234,8 @@ def _entry_name(
     """A name that changes with anything that the machine code depends on."""
     digest = hashlib.sha256()
     theirs = "" if headers is None else _headers_digest(headers)
-    parts = [_nvrtc_version(), arch, STANDARD, theirs, *specialisation.macros, source]
+    nvrtc = (_nvrtc_version(), _nvrtc_build())
+    parts = [*nvrtc, arch, STANDARD, theirs, *specialisation.macros, source]
     for header in sorted((FOLDER / "include").glob("*.cuh")):
         parts += [header.name, header.read_text(encoding="utf-8")]
     for part in parts:
