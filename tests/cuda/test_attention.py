@@ -48,6 +48,9 @@ def heads(b: int = 2, s: int = 16, h: int = 4, d: int = 16, h_kv: int = 4) -> tu
         (heads(s=1), {}, "more than one key"),
         (tuple(it.float() for it in heads()), {}, "torch.float32"),
         (tuple(it.transpose(1, 2) for it in heads()), {}, "tokens in order"),
+        ((tokens(2, 16, 4, 20)[..., :16], *heads()[1:]), {}, "aligned heads"),
+        (heads(), {"scale": -1.0}, "negative scale"),
+        (heads(), {"scale": float("nan")}, "negative scale"),
     ],
 )
 def test_what_cudnn_does_not_do_is_left_to_others(
@@ -55,6 +58,28 @@ def test_what_cudnn_does_not_do_is_left_to_others(
 ) -> None:
     with cuda_emulation.running(), pytest.raises(NotSupportedError, match=reason):
         attention.fused_attn_fwd(*args, **options)
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_tensors_that_begin_between_accesses_are_left_to_others(place: int) -> None:
+    given = list(heads())
+    with cuda_emulation.running():
+        attention.fused_attn_fwd(*given)  # a call like it is known now
+        given[place] = unaligned(given[place])
+        with pytest.raises(NotSupportedError, match="begin at multiples of 16"):
+            attention.fused_attn_fwd(*given)
+
+
+@pytest.mark.parametrize(("sq", "skv"), [(1, 128), (16, 64), (128, 192)])
+def test_lengths_whose_gradients_can_be_nan_are_left_to_others(sq: int, skv: int) -> None:
+    q, k, v = tokens(2, sq, 4, 16), tokens(2, skv, 4, 16), tokens(2, skv, 4, 16)
+    saved = q, k, v, torch.zeros_like(q), torch.zeros(2, 4, sq)
+    with cuda_emulation.running(), pytest.raises(NotSupportedError, match="can be NaN"):
+        attention.fused_attn_bwd(q, *saved)
 
 
 def test_without_cudnn_it_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

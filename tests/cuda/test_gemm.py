@@ -30,6 +30,8 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = LOW, seed: int = 0) -> 
         ({"grad": True, "gelu": True, "gelu_input": matrix(16, 32)}, "GELU"),
         ({"out_dtype": torch.float16}, "does not store products of torch.bfloat16"),
         ({"bias": torch.ones(32)}, "the bias must have the dtype"),
+        ({"bias": torch.ones(64, dtype=LOW)[::2]}, "a bias with gaps"),
+        ({"bias": torch.ones(1, dtype=LOW).expand(32)}, "a bias with gaps"),
         ({"bias": torch.ones(32), "out_dtype": FULL}, "the bias must have the dtype"),
         ({"bias": torch.ones(32, dtype=LOW), "accumulate_into": matrix(16, 32)}, "not both"),
         ({"accumulate_into": matrix(16, 32)}, "rounds a product"),
@@ -42,6 +44,15 @@ def test_what_takes_more_than_one_call_is_left_to_others(
 ) -> None:
     with cuda_emulation.running(), pytest.raises(NotSupportedError, match=reason):
         gemm.generic_gemm(matrix(32, 48), matrix(16, 48), **options)
+
+
+@pytest.mark.parametrize(("columns", "terms"), [(1, 48), (32, 1)])
+def test_a_bias_that_the_library_adds_to_a_rounded_product_is_left_to_others(
+    columns: int, terms: int
+) -> None:
+    a, b, bias = matrix(columns, terms), matrix(16, terms), torch.ones(columns, dtype=LOW)
+    with cuda_emulation.running(), pytest.raises(NotSupportedError, match="one column or one term"):
+        gemm.generic_gemm(a, b, bias=bias)
 
 
 @pytest.mark.parametrize(

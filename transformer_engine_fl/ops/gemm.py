@@ -601,6 +601,9 @@ def _options(make: _Maker) -> Iterator[Sample]:
     }
     for label, options in cases.items():
         yield make.sized(label, 16, 40, 32, **options)
+    yield make.sized("bias of one column", 16, 1, 32, bias=bias[:1])
+    yield make.sized("bias, one term", 16, 40, 1, bias=bias)
+    yield make.sized("bias, one row", 1, 40, 32, bias=bias)
 
 
 def _accumulating(make: _Maker) -> Iterator[Sample]:

@@ -26,6 +26,8 @@ _DTYPES: Final = (torch.bfloat16, torch.float16)
 _WIDEST: Final = 128
 """The widest head that every GPU of the set has both directions for."""
 _LEAST_CUDNN: Final = 90000
+_ALIGNMENT: Final = 16
+"""Bytes. cuDNN is told so by torch, whatever the addresses are, and reads what lies before them."""
 _WITH_ONE: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 """Whether torch has the logarithms as ``[b, h, s, 1]``: before 2.9 it was ``[b, h, s]``."""
 
@@ -53,6 +55,7 @@ def _declined(
     window_size_right: int,
     softmax_type: str,
     dropout_p: float,
+    scale: float | None,
 ) -> str | None:
     """Why cuDNN does not serve that; None if it does."""
     if _forward is None or _backward is None or _cudnn_version() < _LEAST_CUDNN:
@@ -65,6 +68,9 @@ def _declined(
         return "torch's call of cuDNN has neither the gradient of a bias nor offsets of softmax"
     if dropout_p:
         return "cuDNN drops other weights than the contract's generator says"
+    if scale is not None and not scale >= 0:
+        # Scores behind the last key are -inf before they are scaled, and +inf after it.
+        return "cuDNN's gradients are NaN for a negative scale"
     causal = attn_mask_type != "no_mask"
     if window_size_left != -1 or (window_size_right != -1 and not causal):
         return "torch hands no window on to cuDNN"
@@ -80,13 +86,29 @@ def _declined(
     return None
 
 
+def _gradients_declined(sq: int, skv: int, attn_mask_type: str) -> str | None:
+    """Why cuDNN's backward does not serve these lengths; None if it does.
+
+    Without a mask some of its kernels for Hopper (those of 9.20, 9.26 and 9.30 among them)
+    take what lies behind the last query or key for scores of 0, which gives NaN where a
+    logarithm of denominators is below about -88: NVIDIA/cudnn-frontend, pull request 628 and
+    issue 1072; pytorch/pytorch, issue 196678. The logarithms are not looked at here.
+    """
+    if attn_mask_type == "no_mask" and (sq == 1 or skv % 128 == 64):
+        return "without a mask, cuDNN's gradients of one query or 64, 192, ... keys can be NaN"
+    return None
+
+
 def _in_order(tensor: Tensor) -> bool:
-    """Whether its dimensions follow each other in memory, with or without space between."""
+    """Whether its dimensions follow each other in memory, each where it may be accessed.
+
+    With or without space between.
+    """
     least = 0
     for size, stride in zip(tensor.shape[::-1], tensor.stride()[::-1], strict=True):
         if size == 1:
             continue
-        if stride < max(least, 1):
+        if stride < max(least, 1) or (least and stride * tensor.element_size() % _ALIGNMENT):
             return False
         least = size * stride
     return tensor.stride(-1) == 1
@@ -121,13 +143,19 @@ def _checked(op: Any, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> l
                 "window_size_right",
                 "softmax_type",
                 "dropout_p",
+                "scale",
             )
         }
         q, k, v = plains[1:4] if name == "fused_attn_bwd" else plains
         refuse(name, _declined(q, k, v, bias, **looked_at))
         if not all(map(_in_order, (q, k, v))):
-            refuse(name, "torch's plans of cuDNN want heads in rows, tokens in order")
+            refuse(name, "torch's plans of cuDNN want aligned heads in rows, tokens in order")
+        if name == "fused_attn_bwd":
+            length, mask = options["qkv_format"].index("s"), options["attn_mask_type"]
+            refuse(name, _gradients_declined(q.shape[length], k.shape[length], mask))
         _known.add(call)
+    if any(it.data_ptr() % _ALIGNMENT for it in plains):
+        refuse(name, f"torch tells cuDNN that tensors begin at multiples of {_ALIGNMENT} bytes")
     return plains
 
 

@@ -137,6 +137,9 @@ def _declined(
         and not (out_dtype == torch.float32 and B.dtype in _NARROW)
     ):
         return f"torch does not sum up {B.dtype} and round to {out_dtype} once"
+    if bias is not None and (not bias.is_contiguous() or 1 in A.shape):
+        # torch spreads that over D, and a product that cuBLAS adds to D it rounds before.
+        return "torch leaves a bias with gaps, of one column or one term not to cuBLASLt's epilogue"
     if B.dtype in _FLOAT8:
         return _float8_declined(
             A, B, transa, transb, bias, alpha, result, accumulated or bias_grad, scales
