@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import os
@@ -216,7 +217,8 @@ def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -
     added = ForwardKey(131_072, 8, *same, False, False, added=True)
     backward = BackwardKey(131_072, 8, *same[:3], False, False)
     centred = BackwardKey(32_768, 8, *same[:3], True, False)
-    sources = [forward_source(key, HOPPER)[0] for key in (forward, added)]
+    clusters = functools.partial(forward_source, device=HOPPER, through_memory=False)
+    sources = [clusters(key)[0] for key in (forward, added)]
     sources += [backward_sources(key, HOPPER)[0][0][0] for key in (backward, centred)]
     for source in sources:
         defines = dict(source.defines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -292,8 +293,9 @@ def test_gamma_and_beta_of_longer_rows_are_not_in_shared_memory(
 def test_where_a_backward_keeps_gamma_and_dbeta(columns: int, gamma: int, dbeta: int) -> None:
     low = torch.bfloat16
     key = normalization.BackwardKey(columns, 8, low, low, low, True, False)
-    ((source, _),) = normalization.backward_sources(key, HOPPER, through_memory=False)[0]
-    defines = dict(source.defines)
+    found = normalization.shared_source(key, HOPPER, 16)
+    assert found is not None
+    defines = dict(found[0][0].defines)
     assert (defines["HOLD_GAMMA"], defines["SHARED_DBETA"]) == (gamma, dbeta)
 
 
@@ -457,8 +459,31 @@ def test_a_longer_layer_norm_gives_a_thread_more_vectors_and_registers(
 def test_a_residual_leaves_65536_columns_to_a_group(columns: int, streamed: bool) -> None:
     low = torch.bfloat16
     key = normalization.ForwardKey(columns, 8, low, low, low, low, False, False, True)
-    kernel = normalization.forward_source(key, HOPPER)[0].kernel
+    kernel = normalization.forward_source(key, HOPPER, through_memory=False)[0].kernel
     assert (kernel == "forward_stream") == streamed
+
+
+def test_which_forwards_exchange_through_memory() -> None:
+    found = {}
+    low = torch.bfloat16
+    for columns in (32768, 32776, 65536, 65540, 65544, 131072, 131_080, 262144, 262152):
+        for centred, added in itertools.product((False, True), repeat=2):
+            same = normalization.ForwardKey(
+                columns, 4, low, low, low, low, centred, False, added and not centred
+            )
+            wider = dataclasses.replace(same, output=torch.float32)
+            for key, device in ((same, HOPPER), (same, BLACKWELL), (same, ADA), (wider, HOPPER)):
+                source, geometry, _, blocks = normalization.forward_source(key, device)
+                if source.kernel != "forward_pieces":
+                    assert geometry.together == 1
+                    continue
+                assert (key, device) == (same, HOPPER)
+                assert same.added
+                assert geometry.together == blocks
+                defines = dict(source.defines)
+                assert (defines["STAGES"], defines["BLOCKS"]) == (3, 4)
+                found[columns] = blocks
+    assert found == {32776: 32, 65536: 32, 65544: 64, 131072: 64, 131_080: 128, 262144: 128}
 
 
 @pytest.mark.parametrize(
@@ -518,7 +543,8 @@ def test_where_16_blocks_form_no_cluster_others_serve(
     monkeypatch.setattr(_launch, "load", Unloaded)
     monkeypatch.setattr(_launch, "limits", lambda device: HOPPER)
     key = normalization.ForwardKey(262144, 8, low, low, low, low, False, False, added)
-    assert normalization.forward_source(key, HOPPER)[3] == (16 if added else 8)
+    without = normalization.forward_source(key, HOPPER, through_memory=False)
+    assert without[3] == (16 if added else 8)
     assert normalization.Forward(key, 0).cluster == 8
     back = normalization.BackwardKey(262144, 8, low, low, low, False, False, low if added else None)
     kernels = normalization.Backward(back, 0)._kernels
@@ -542,6 +568,19 @@ def test_where_no_launch_is_cooperative_clusters_serve(
     plan = normalization.Backward(key, 0)
     assert [kernel.cluster for kernel in plan._kernels] == [cluster]
     assert not plan.words
+
+
+@pytest.mark.parametrize(("columns", "cluster"), [(65536, 8), (131072, 8), (262144, 16)])
+def test_where_no_launch_is_cooperative_clusters_serve_a_forward(
+    columns: int, cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = torch.bfloat16
+    monkeypatch.setattr(_launch, "load", Alone)
+    monkeypatch.setattr(_launch, "limits", lambda device: HOPPER)
+    key = normalization.ForwardKey(columns, 8, low, low, low, low, False, False, True)
+    assert normalization.forward_source(key, HOPPER)[1].together > 1
+    plan = normalization.Forward(key, 0)
+    assert (plan.cluster, plan.words) == (cluster, 0)
 
 
 def test_a_backward_without_large_clusters_has_another_kernel() -> None:
@@ -586,6 +625,23 @@ def test_groups_with_more_turns_than_are_under_way(columns: int, device: str) ->
     assert_right("layernorm_bwd", 27, columns, device)
 
 
+@pytest.mark.parametrize("columns", [64, 1000, 4000, 8192, 12008, 33000])
+def test_a_row_of_one_value_says_nothing_of_gamma(columns: int, device: str) -> None:
+    x = torch.full((2, columns), 2000.0, dtype=torch.bfloat16, device=device)
+    _, dgamma, _ = serve("layernorm_bwd")(*call_for("layernorm_bwd", x))
+    assert not dgamma.any()
+
+
+@pytest.mark.usefixtures("few_groups")
+@pytest.mark.parametrize("rows", [1, 3, 27])
+@pytest.mark.parametrize("columns", [4104, 8000, 8192])
+def test_pairs_of_blocks_add_up_gradients_of_parameters(
+    rows: int, columns: int, device: str
+) -> None:
+    assert backward_kernel(columns, True)[0] == "backward_pairs"
+    assert_right("layernorm_bwd", rows, columns, device)
+
+
 @pytest.mark.parametrize("columns", [32_760, 65_528])
 def test_a_residual_in_a_large_block_and_in_a_cluster(columns: int, device: str) -> None:
     assert_right("rmsnorm_fwd_add", 2, columns, device)
@@ -612,6 +668,7 @@ def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         pytest.skip(reason)
     limits = dataclasses.replace(cuda_emulation.LIMITS, multiprocessors=32)
     monkeypatch.setattr(cuda_emulation, "LIMITS", limits)
+    monkeypatch.setattr(normalization, "_forwards", Plans())
     monkeypatch.setattr(normalization, "_backwards", Plans())
     with cuda_emulation.running():
         yield "cpu"
@@ -620,6 +677,10 @@ def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("op", "columns", "rows", "groups"),
     [
+        ("rmsnorm_fwd_add", 33_000, 41, 9),  # blocks with nothing, more turns than under way
+        ("rmsnorm_fwd_add", 65_536, 2, 9),  # fewer rows than groups
+        ("rmsnorm_fwd_add", 100_000, 5, 4),
+        ("rmsnorm_fwd_add", 262_144, 3, 2),
         ("layernorm_bwd", 33_000, 27, 4),  # more turns than rows are under way
         ("layernorm_bwd", 65_536, 9, 4),
         ("layernorm_bwd", 100_000, 2, 2),
@@ -633,18 +694,19 @@ def test_blocks_that_exchange_through_memory(
     op: str, columns: int, rows: int, groups: int, much_room: str
 ) -> None:
     assert_right(op, rows, columns, much_room)
-    (plan,) = normalization._backwards.values()
+    (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
     assert plan.words
     assert plan._resident == groups
 
 
-def test_each_repeated_call_exchanges_through_words_of_its_own(much_room: str) -> None:
+@pytest.mark.parametrize("op", ["layernorm_bwd", "rmsnorm_fwd_add"])
+def test_each_repeated_call_exchanges_through_words_of_its_own(op: str, much_room: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(5, 33_000, generator=generator).to(torch.bfloat16)
-    sample = Sample("", call_for("layernorm_bwd", x))
-    repeated_calls.check(normalization.layernorm_bwd, sample)
-    assert repeated_calls.is_repeat(normalization.layernorm_bwd, sample)
-    (plan,) = normalization._backwards.values()
+    sample = Sample("", call_for(op, x))
+    repeated_calls.check(serve(op), sample)
+    assert repeated_calls.is_repeat(serve(op), sample)
+    (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
     assert plan.words
 
 
@@ -753,7 +815,7 @@ VERY_WIDE = (131072, 200_008, 262144, 262145)
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("columns", [*WIDTHS, *VERY_WIDE])
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_fwd_add"])
 def test_values_of_every_width(op: str, columns: int) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         args = call_for(op, cuda_input(300 if columns < 10_000 else 37, columns, dtype))
@@ -780,7 +842,7 @@ def test_a_row_does_not_depend_on_the_others(op: str, columns: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [64, 4096, 8192, 32768, 131072, 262144])
-@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_bwd_add"])
+@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_fwd_add", "rmsnorm_bwd_add"])
 def test_the_same_call_gives_the_same_bits(op: str, columns: int) -> None:
     args = call_for(op, cuda_input(500, columns, torch.bfloat16))
     first = serve(op)(*args)
@@ -809,7 +871,7 @@ def test_it_runs_on_the_current_stream(op: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [320, 4096, 32768, 262144])
-@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_bwd_add"])
+@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_fwd_add", "rmsnorm_bwd_add"])
 def test_it_can_be_captured_and_replayed(op: str, columns: int) -> None:
     x = cuda_input(50, columns, torch.bfloat16)
     args = [value.clone() for value in call_for(op, x)]

@@ -41,6 +41,7 @@ LARGE_CLUSTERS = {
     ("softmax", "backward"),
 }
 """Which try again with 8 blocks where a device has no room for 16."""
+IN_REGISTERS = {("normalization", "backward_registers"), ("normalization", "backward_pairs")}
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 DTYPES = (LOW, FULL, DOUBLE)
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -76,8 +77,8 @@ def normalizations(device: Limits) -> Iterator[Plan]:
                 width = cast.recipe.width
                 if columns % 16 or (tile and width // tile.vec > 32 and tile.lanes >= 32):
                     continue  # cast by the kernels of casts
-            for blocks in (16, 8) if cast is None else (16,):
-                yield normalization.forward_source(key, device, blocks)[:2]
+            for way in normalization.WAYS if cast is None else normalization.WAYS[:1]:
+                yield normalization.forward_source(key, device, *way)[:2]
         for dy, gamma, add in (
             (LOW, LOW, None),
             (x, x, x),
@@ -85,8 +86,8 @@ def normalizations(device: Limits) -> Iterator[Plan]:
             (DOUBLE, LOW, None),
             (DOUBLE, DOUBLE, DOUBLE),
         ):
-            ways = ((16, True), (16, False), (8, False))
-            for centred, way in itertools.product((False, True)[: 2 - bool(add)], ways):
+            both = (False, True)[: 2 - bool(add)]
+            for centred, way in itertools.product(both, normalization.WAYS):
                 back = normalization.BackwardKey(columns, access, x, dy, gamma, centred, False, add)
                 yield from normalization.backward_sources(back, device, *way)[0]
 
@@ -150,12 +151,14 @@ def declared(source: Specialisation) -> int:
         values = 1 if not macros["CENTRED"] else 2 if macros["FULL"] else 3
         told = COUNTER_BYTES if macros.get("TOLD") else 0
         return exchange(values) * (1 + macros["AMAX"]) + told
+    if kernel == ("normalization", "forward_pieces"):
+        return 2 * exchange(1, 1)
     if kernel == ("normalization", "backward"):
         if macros["TOLD"] == normalization.TOLD_THROUGH_MEMORY:
             return 2 * exchange(1 + macros["CENTRED"], 1)  # to tell and to hear
         return exchange(1 + macros["CENTRED"]) + (COUNTER_BYTES if macros["TOLD"] else 0)
-    if kernel == ("normalization", "backward_registers"):
-        return exchange(macros["TURN"] * (1 + macros["CENTRED"]))
+    if kernel in IN_REGISTERS:
+        return exchange(macros.get("TURN", 1) * (1 + macros["CENTRED"]))
     if kernel == ("softmax", "forward"):
         return exchange(2) + (COUNTER_BYTES if macros["CLUSTER"] > 1 else 0)
     if kernel == ("softmax", "backward"):
@@ -198,7 +201,9 @@ def test_every_plan_is_within_the_limits_of_its_device(name: str) -> None:
         ("router", "choose"),
         ("casting", "cast_tiles"),
     }
-    persistent = {("normalization", "forward_stream"), ("normalization", "backward_registers")}
+    persistent = {("normalization", "forward_stream"), *IN_REGISTERS}
+    if device.has_clusters and device.shared_per_block > 128 * 1024:
+        persistent.add(("normalization", "forward_pieces"))
     assert kernels == (dynamic | persistent if device.has_clusters else dynamic)
 
 

@@ -21,7 +21,7 @@
 //   FULL                 1 if the row fills all of those vectors
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   STAGES               rows, or turns, under way from global to shared memory (backward,
-//                        backward_registers, forward_stream)
+//                        backward_registers, backward_pairs, forward_stream, forward_pieces)
 //   TOLD                 1 to exchange sums without a barrier of the cluster (backward,
 //                        forward_stream), 2 to do so through global memory, without a cluster
 //                        (backward)
@@ -33,10 +33,10 @@
 //   BLOCKS               blocks that must fit on a multiprocessor; bounds the registers
 //
 // `forward`, `forward_stream` and `backward` keep a row in shared memory, so that it is read
-// once; in `backward_registers` only the rows to come are there. Rows that do not fit are
-// served by `forward_wide`, and by `backward_rows` with `backward_columns`, which read them
-// again from the L2 cache. The partial gradients of gamma and beta that backwards leave are
-// added up by sums.cu.
+// once; in `forward_pieces`, `backward_registers` and `backward_pairs` only the rows to come are
+// there. Rows that do not fit are served by `forward_wide`, and by `backward_rows` with
+// `backward_columns`, which read them again from the L2 cache. The partial gradients of gamma and
+// beta that backwards leave are added up by sums.cu.
 //
 // `share` is 1 / columns: a division in the kernel would cost a call and registers.
 //
@@ -56,8 +56,8 @@ namespace {
 
 using A = Accumulator<TX>::type;
 
-#if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_backward) || \
-    defined(KERNEL_backward_registers)
+#if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_forward_pieces) || \
+    defined(KERNEL_backward) || defined(KERNEL_backward_registers) || defined(KERNEL_backward_pairs)
 
 using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
 template <typename T>
@@ -77,7 +77,8 @@ __device__ __forceinline__ void decode_gamma(const Vec<TW, VEC>& stored, A (&gam
 
 #endif
 
-#if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_forward_wide)
+#if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || \
+    defined(KERNEL_forward_pieces) || defined(KERNEL_forward_wide)
 
 __device__ __forceinline__ A sum_of(const Vec<TX, VEC>& row) {
   A x[VEC];
@@ -190,7 +191,8 @@ __device__ __forceinline__ void normalize(const Vec<TX, VEC>& row, A mean, A sca
 
 #endif
 
-#if defined(KERNEL_backward) || defined(KERNEL_backward_rows) || defined(KERNEL_backward_registers)
+#if defined(KERNEL_backward) || defined(KERNEL_backward_rows) || \
+    defined(KERNEL_backward_registers) || defined(KERNEL_backward_pairs)
 
 constexpr int kSums = CENTRED ? 2 : 1;
 #ifdef TOLD
@@ -531,6 +533,108 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #endif  // KERNEL_forward_stream
 
+#ifdef KERNEL_forward_pieces
+
+// As `forward_stream`, of a root mean square with a residual, where the blocks of a group form no
+// cluster but exchange sums through memory, in `words` as row_words.cuh has them. The sum of a row
+// and its residual waits for the words of the others in registers, and columns of a block follow
+// each other.
+extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
+    forward_pieces(const TX* __restrict__ x, const TX* __restrict__ residual,
+                   const TW* __restrict__ gamma, const TB* __restrict__ beta,
+                   TY* __restrict__ y, TX* __restrict__ sum, A* __restrict__ mu,
+                   A* __restrict__ rsigma, long long rows, long long x_stride,
+                   long long residual_stride, int columns, A share, A eps, void* words) {
+  static_assert(ROWS == 1 && ADDED && !CENTRED && CAST == 0, "nothing else gained");
+  using Piece = RowTile<VEC, VECS, ACCESS, LANES, 1, 1, FULL>;
+  constexpr int kStageBytes = 2 * Slots<TX>::kBytes;
+  extern __shared__ __align__(16) unsigned char ring[];
+  const int rank = blockIdx.x % CLUSTER;
+  const int group = blockIdx.x / CLUSTER;
+  const int groups = gridDim.x / CLUSTER;
+  RowReduction<LANES, CLUSTER, 1, A, kThroughMemory> over_row(words, group, groups);
+
+  auto first_column = [&](int v) { return Piece::first_column(rank * VECS + v, 0); };
+  auto ask = [&](long long row, unsigned char* slots) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = first_column(v);
+      const bool valid = row < rows && Piece::in_row(column, columns);
+      Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
+      Slots<TX>::fill<true>(slots + Slots<TX>::kBytes, v,
+                            residual + row * residual_stride + column, valid);
+    }
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage) {
+    ask(group + static_cast<long long>(stage) * groups, ring + stage * kStageBytes);
+  }
+  Vec<TW, VEC> own_gamma[VECS];
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    own_gamma[v] = zeros<TW, VEC>();
+    if (Piece::in_row(first_column(v), columns)) {
+      own_gamma[v] = load<ACCESS, VEC>(gamma + first_column(v));
+    }
+  }
+
+  struct Held {
+    Vec<TX, VEC> total[VECS];
+  };
+  A squares[1];
+  int stage = 0;
+  // Takes a row to registers, tells its sum of squares, and writes what it took.
+  auto take = [&](long long row, Held& held) {
+    wait_copies<STAGES - 1>();
+    unsigned char* slots = ring + stage * kStageBytes;
+    squares[0] = 0;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      held.total[v] =
+          sum_with(Slots<TX>::read(slots, v), Slots<TX>::read(slots + Slots<TX>::kBytes, v));
+      squares[0] += squares_of(held.total[v], 0);
+    }
+    over_row.template begin<Sum, true>(squares);
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = first_column(v);
+      if (Piece::in_row(column, columns)) store(sum + row * columns + column, held.total[v]);
+    }
+  };
+  // Asks for a row in the place of the one that was taken last.
+  auto refill = [&](long long row) {
+    ask(row + static_cast<long long>(STAGES) * groups, ring + stage * kStageBytes);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+  };
+
+  Held held;
+  take(group, held);
+  refill(group);
+#pragma unroll 1
+  for (long long row = group; row < rows; row += groups) {
+    const long long following = row + groups;
+    Held next = held;
+    if (following < rows) take(following, next);
+    over_row.template end<Sum>(squares);
+    const A scale = inverse_sqrt(squares[0] * share + eps);
+    if (rank == 0 && threadIdx.x == 0) rsigma[row] = scale;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const int column = first_column(v);
+      if (!Piece::in_row(column, columns)) continue;
+      A values[VEC];
+      normalize(held.total[v], 0, scale, own_gamma[v], zeros<TB, VEC>(), values);
+      store(y + row * columns + column, encode<TY>(values));
+    }
+    refill(following);
+    held = next;
+  }
+  wait_copies<0>();
+}
+
+#endif  // KERNEL_forward_pieces
+
 #ifdef KERNEL_forward_wide
 
 #if CAST == 2
@@ -603,7 +707,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #endif  // KERNEL_forward_wide
 
-#if defined(KERNEL_backward) || defined(KERNEL_backward_registers)
+#if defined(KERNEL_backward) || defined(KERNEL_backward_registers) || \
+    defined(KERNEL_backward_pairs)
 
 // A row in shared memory: x, the gradient of its output and, if WithAdded, what is added to
 // the gradient of x.
@@ -626,6 +731,22 @@ struct Operands {
     }
   }
 };
+
+#if defined(KERNEL_backward_registers) || defined(KERNEL_backward_pairs)
+
+// What a thread multiplies gradients by; 0 behind the row.
+__device__ __forceinline__ void read_gamma(const TW* __restrict__ gamma, A (&own)[VECS][VEC],
+                                           int rank, int columns) {
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    Vec<TW, VEC> stored = zeros<TW, VEC>();
+    if (Row::in_row(column, columns)) stored = load<ACCESS, VEC>(gamma + column);
+    decode_gamma(stored, own[v]);
+  }
+}
+
+#endif
 
 // A thread's sums of its columns, to the place of its group.
 __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target, int rank,
@@ -781,13 +902,18 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if constexpr (!kMemory) end();
     const A own_scale = scale;
     const A own_mean = mean;
-    if (OVERLAP && base + step < rows) {
-      wait_copies<(OVERLAP ? STAGES - 2 : 0)>();
-      scale = next_scale;
-      mean = next_mean;
-      ask_statistics(row + 2 * step);
-      begin(ring + stage * kStageBytes, scale, mean);
-    }
+    // Of a lambda the compiler orders the instructions better: layer norms through memory of
+    // 131,072 columns and more take 5 % less so.
+    auto begin_next = [&] {
+      if (OVERLAP && base + step < rows) {
+        wait_copies<(OVERLAP ? STAGES - 2 : 0)>();
+        scale = next_scale;
+        mean = next_mean;
+        ask_statistics(row + 2 * step);
+        begin(ring + stage * kStageBytes, scale, mean);
+      }
+    };
+    begin_next();
     if constexpr (kMemory) end();  // words take longer to be there
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
@@ -881,13 +1007,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   }
 
   A own_gamma[VECS][VEC];
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    Vec<TW, VEC> stored = zeros<TW, VEC>();
-    if (Row::in_row(column, columns)) stored = load<ACCESS, VEC>(gamma + column);
-    decode_gamma(stored, own_gamma[v]);
-  }
+  read_gamma(gamma, own_gamma, rank, columns);
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
   A next_scale[TURN], next_mean[TURN];
@@ -960,6 +1080,141 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 }
 
 #endif  // KERNEL_backward_registers
+
+#ifdef KERNEL_backward_pairs
+
+// As `backward_registers` with one row at a time, of layer norms. The next row is asked for as
+// soon as one is in registers, from addresses that go along with the rows. In the end the two
+// blocks of a cluster add up their gradients of gamma and beta, each half of the columns of a
+// thread, and leave one partial sum: one for each block would be twice as much to write, and to
+// read again.
+extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
+    backward_pairs(const TDY* __restrict__ dy, const TX* __restrict__ x,
+                   const TADD* __restrict__, const A* __restrict__ mu,
+                   const A* __restrict__ rsigma, const TW* __restrict__ gamma,
+                   TX* __restrict__ dx, A* __restrict__ partial, long long all_rows,
+                   long long dy_stride, long long x_stride, long long, int columns, A share) {
+  static_assert(ROWS == 1 && CLUSTER == 1, "all threads of a block share each row");
+  static_assert(CENTRED && !ADDED, "layer norms");
+  using Kept = Operands<false>;
+  constexpr int kStageBytes = Kept::kBytes;
+  constexpr int kApart = LANES * VEC;  // columns between a thread's vectors
+  extern __shared__ __align__(16) unsigned char ring[];
+  constexpr int rank = 0;
+  const int block = blockIdx.x;
+  const int blocks = gridDim.x;
+  const int rows = static_cast<int>(all_rows);  // so wide, there are never more
+  RowReduction<LANES, 1, kSums, A> over_row;
+
+  // Where the row that is asked for next begins, for this thread.
+  const int first_column = Row::first_column(0, rank);
+  const TX* next_x = x + block * x_stride + first_column;
+  const TDY* next_dy = dy + block * dy_stride + first_column;
+  auto ask = [&](int row, unsigned char* slots) {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const bool valid = row < rows && Row::in_row(Row::first_column(v, rank), columns);
+      Slots<TX>::fill<true>(slots, v, next_x + v * kApart, valid);
+      Slots<TDY>::fill<true>(slots + Kept::kGradientAt, v, next_dy + v * kApart, valid);
+    }
+    commit_copies();
+    next_x += blocks * x_stride;
+    next_dy += blocks * dy_stride;
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage) {
+    ask(block + stage * blocks, ring + stage * kStageBytes);
+  }
+
+  A own_gamma[VECS][VEC];
+  read_gamma(gamma, own_gamma, rank, columns);
+  A dgamma[VECS][VEC] = {};
+  A dbeta[VECS][VEC] = {};
+  A next_scale, next_mean;
+  auto ask_statistics = [&](int row) {
+    next_scale = row < rows ? rsigma[row] : A(0);
+    next_mean = row < rows ? mu[row] : A(0);
+  };
+  ask_statistics(block);
+
+  int stage = 0;
+  TX* target = dx + static_cast<long long>(block) * columns + first_column;
+#pragma unroll 1
+  for (int row = block; row < rows; row += blocks) {
+    unsigned char* slots = ring + stage * kStageBytes;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    wait_copies<STAGES - 1>();
+    const A scale = next_scale;
+    Vec<TX, VEC> own_x[VECS];
+    Vec<TDY, VEC> own_dy[VECS];
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      own_x[v] = Slots<TX>::read(slots, v);
+      own_dy[v] = Slots<TDY>::read(slots + Kept::kGradientAt, v);
+    }
+    ask(row + STAGES * blocks, slots);
+    Terms parts[VECS];
+    A sums[kSums] = {};
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      const Terms part(own_x[v], own_dy[v], next_mean, scale, own_gamma[v]);
+      parts[v] = part;
+      part.add_to(sums);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        dgamma[v][i] += part.dy[i] * part.xhat[i];
+        dbeta[v][i] += part.dy[i];
+      }
+    }
+    over_row.begin<Sum>(sums);
+    ask_statistics(row + blocks);
+    over_row.end<Sum>(sums);
+    const A product = sums[0] * share;
+    const A value = sums[1] * share;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      if (!Row::in_row(Row::first_column(v, rank), columns)) continue;
+      store(target + v * kApart, parts[v].dx(scale, product, value, zeros<TADD, VEC>()));
+    }
+    target += static_cast<long long>(blocks) * columns;
+  }
+
+  release_dependents();
+  wait_copies<0>();
+  // Of the 2 * VECS vectors of a thread, those of gamma first, each block gets every other one.
+  using Heard = A[2][VECS][VEC][LANES];  // the first: from which block
+  static_assert(sizeof(Heard) <= STAGES * kStageBytes, "the rows' places have room for them");
+  Heard& heard = *reinterpret_cast<Heard*>(ring);
+  const int own = cluster_rank();
+  cluster_arrive();
+  cluster_wait();  // until no block needs its rows' places any more
+#pragma unroll
+  for (int p = 0; p < 2 * VECS; ++p) {
+    const A(&part)[VEC] = p < VECS ? dgamma[p] : dbeta[p - VECS];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      store_remote(&heard[own][p / 2][i][threadIdx.x], p % 2, part[i]);
+    }
+  }
+  cluster_arrive();
+  cluster_wait();
+#pragma unroll
+  for (int k = 0; k < VECS; ++k) {
+    const int p = 2 * k + own;
+    const int column = Row::first_column(p % VECS, rank);
+    if (!Row::in_row(column, columns)) continue;
+    A total[VEC] = {};
+#pragma unroll
+    for (int other = 0; other < 2; ++other) {
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) total[i] += heard[other][k][i][threadIdx.x];
+    }
+    const long long at = p / VECS * (blocks / 2) + block / 2;
+    store(partial + at * columns + column, encode<A>(total));
+  }
+}
+
+#endif  // KERNEL_backward_pairs
 
 #ifdef KERNEL_backward_rows
 

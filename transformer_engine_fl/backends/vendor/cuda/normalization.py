@@ -119,7 +119,7 @@ TOLD_LAYER_BACKWARD: Final = range(1025, 4097)
 
 
 class InRegisters(NamedTuple):
-    """Rows of half precision that a backward keeps in registers (``backward_registers``).
+    """Rows of half precision that a backward keeps in registers.
 
     Attributes:
         centred: whether there is a mean to subtract.
@@ -127,6 +127,8 @@ class InRegisters(NamedTuple):
         lanes: threads of a block, which share a row.
         turn: rows that a block takes at a time.
         stages: turns under way, at most.
+        kernel: which one does; in ``backward_pairs`` two blocks, a cluster, add up what they have
+            of the parameters' gradients.
     """
 
     centred: bool
@@ -134,6 +136,7 @@ class InRegisters(NamedTuple):
     lanes: int
     turn: int
     stages: int
+    kernel: str = "backward_registers"
 
 
 # As measured with 4,096 and 8,192, and with 1,024 and 4,096 columns; each range is as far as
@@ -143,17 +146,21 @@ IN_REGISTERS: Final = (
     InRegisters(False, range(4097, 8193), 512, 1, 3),
     InRegisters(True, range(769, 1025), 128, 4, 3),
     InRegisters(True, range(2049, 4097), 512, 4, 3),
+    InRegisters(True, range(4097, 8193), 512, 1, 6, "backward_pairs"),
 )
 # Threads of a multiprocessor, each with 128 registers, that do so.
 IN_REGISTERS_THREADS: Final = 512
 
-# Columns of the rows of half precision whose blocks are no cluster in a backward, but exchange
-# sums through global memory (``include/row_words.cuh``): of layer norms, and of root mean squares
-# with something to add. As measured with 65,536, 131,072 and 262,144; nothing else gained.
+# Columns of the rows of half precision whose blocks are no cluster, but exchange sums through
+# global memory (``include/row_words.cuh``): in backwards of layer norms, and of root mean squares
+# with something to add, and in forwards of those. As measured with 65,536, 131,072 and 262,144;
+# nothing else gained.
 LAYER_THROUGH_MEMORY: Final = range(32769, 262145)
 ADDED_THROUGH_MEMORY: Final = range(131073, 262145)
+FORWARD_THROUGH_MEMORY: Final = range(32769, 262145)
 # What a block has of such a row; as many blocks share it as hold it, a power of two.
 PIECE: Final = Tile(8, 2, 128, blocks=4)
+FORWARD_PIECE_STAGES: Final = 3
 TOLD_THROUGH_MEMORY: Final = 2
 
 
@@ -296,6 +303,36 @@ def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
 Planned = tuple[Specialisation, _launch.Geometry]
 """A kernel and how it is launched."""
 
+WAYS: Final = ((LARGEST_CLUSTERS[0], True), *((blocks, False) for blocks in LARGEST_CLUSTERS))
+"""The most blocks of a cluster, and whether blocks that are none may exchange sums through
+memory: what a plan tries, one after the other.
+"""
+
+
+def pieces(
+    columns: int, element_bytes: int, sums: int, device: _launch.Limits, most: int
+) -> tuple[Tile, int, int] | None:
+    """How a row of half precision is spread whose blocks exchange sums through memory, how many
+    rows are under way, and the bytes of these in a block; None where there is no room.
+
+    Args:
+        columns: H.
+        element_bytes: of all that is under way, for each column.
+        sums: how many there are of a row.
+        device: where it runs.
+        most: rows under way that gain something.
+    """
+    if not device.has_clusters or columns % PIECE.vec:
+        return None
+    blocks = -(-columns // (PIECE.held * PIECE.threads))
+    tile = replace(PIECE, cluster=1 << (blocks - 1).bit_length())
+    if tile.cluster > tile.blocks * device.multiprocessors:
+        return None
+    kept = 2 * exchange_bytes(PIECE, sums, 2)  # to tell and to hear
+    stage_bytes = tile.threads * tile.held * element_bytes
+    depth = under_way(tile, stage_bytes, kept, device, most, False).stages
+    return (tile, depth, depth * stage_bytes) if depth > 2 else None
+
 
 class Cast(NamedTuple):
     """What a forward leaves in place of its output.
@@ -374,6 +411,15 @@ class ForwardKey:
         if self.cast is not None and self.cast.amax:
             values *= 2
         return exchange_bytes(tile, values, SIZES[self.x])
+
+    def pieces(self, device: _launch.Limits) -> tuple[Tile, int, int] | None:
+        """The same as :func:`pieces`; None for other rows, too."""
+        if self.centred or not self.added or self.cast is not None:
+            return None
+        sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
+        if self.columns not in FORWARD_THROUGH_MEMORY or sizes != {2}:
+            return None
+        return pieces(self.columns, 2 * SIZES[self.x], 1, device, FORWARD_PIECE_STAGES)
 
     def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
         """How long rows are spread, and how many are under way; None for other rows."""
@@ -460,9 +506,16 @@ class BackwardKey:
 
 
 def forward_source(
-    key: ForwardKey, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
+    key: ForwardKey,
+    device: _launch.Limits,
+    most_blocks: int = LARGEST_CLUSTERS[0],
+    through_memory: bool = True,
 ) -> tuple[Specialisation, _launch.Geometry, int, int]:
-    """The kernel of a forward, with the rows and the blocks of a group (one per row set)."""
+    """The kernel of a forward, with the rows and the blocks of a group (one per row set).
+
+    ``most_blocks``: the most blocks of a cluster. ``through_memory``: whether those that are no
+    cluster may exchange sums.
+    """
     tile, way = key.spread(device, most_blocks)
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
@@ -476,6 +529,13 @@ def forward_source(
         **({"CAST": 0, "AMAX": 0} if key.cast is None else key.cast.defines()),
     }
     arguments = "PPPPPPPPqqqi" + 2 * real(key.x)
+    if through_memory and (found := key.pieces(device)):
+        tile, depth, shared = found
+        geometry = _launch.Geometry(
+            tile.threads, arguments + "P", shared, carveout=100, together=tile.cluster
+        )
+        main = {**defines, **tile.defines(key.columns), "STAGES": depth}
+        return _source("forward_pieces", main), geometry, tile.rows, tile.cluster
     if key.cast is not None:
         arguments += "P" if key.cast.recipe is None else "PPPPf"
     if tile is None:
@@ -511,19 +571,21 @@ def forward_source(
 class Forward:
     """A forward's kernel on a device."""
 
-    __slots__ = ("_resident", "cluster", "kernel", "rows", "share")
+    __slots__ = ("_resident", "cluster", "kernel", "rows", "share", "words")
 
     def __init__(self, key: ForwardKey, device: int) -> None:
-        for most_blocks in LARGEST_CLUSTERS:
+        for way in WAYS:
             source, geometry, self.rows, self.cluster = forward_source(
-                key, _launch.limits(device), most_blocks
+                key, _launch.limits(device), *way
             )
             if runs_clusters(source, geometry, device):
                 break
+        # Words of 4 bytes of a row, by which blocks exchange its sums.
+        self.words = geometry.together if geometry.together > 1 else 0
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
         self._resident = 0
-        persistent = source.kernel == "forward_stream"
+        persistent = source.kernel in ("forward_stream", "forward_pieces")
         if self.cluster > 1 or persistent:
             resident = require_clusters(self.kernel, key.columns)
             self._resident = resident if persistent else 0
@@ -566,20 +628,14 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     rows = {(True, False): LAYER_THROUGH_MEMORY, (False, True): ADDED_THROUGH_MEMORY}
     columns = rows.get((key.centred, key.add is not None), range(0))
     size = SIZES[key.x]
-    others = {SIZES[key.dy], SIZES[key.gamma], key.add_size or size}
-    if not device.has_clusters or key.columns not in columns or key.columns % PIECE.vec:
+    sizes = {size, SIZES[key.dy], SIZES[key.gamma], key.add_size or size}
+    if key.columns not in columns or sizes != {2}:
         return None
-    if {size, *others} != {2}:
+    element_bytes = 2 * size + key.add_size
+    found = pieces(key.columns, element_bytes, key.sums, device, MOST_STAGES)
+    if found is None:
         return None
-    pieces = -(-key.columns // (PIECE.held * PIECE.threads))
-    tile = replace(PIECE, cluster=1 << (pieces - 1).bit_length())
-    if tile.cluster > tile.blocks * device.multiprocessors:
-        return None
-    stage_bytes = key.row_bytes(tile)
-    kept = 2 * exchange_bytes(PIECE, key.sums, size)  # to tell and to hear
-    depth = under_way(tile, stage_bytes, kept, device, MOST_STAGES, False).stages
-    if depth < 3:
-        return None
+    tile, depth, shared = found
     own: dict[str, str | int] = {
         "STAGES": depth,
         "TOLD": TOLD_THROUGH_MEMORY,
@@ -588,7 +644,7 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
         "LATE_ADD": 0,
         "HOLD_GAMMA": 1,
     }
-    source, geometry = _planned("backward", key, tile, depth * stage_bytes, own)
+    source, geometry = _planned("backward", key, tile, shared, own)
     arguments = geometry.arguments + "P"
     return (source, replace(geometry, cluster=1, together=tile.cluster, arguments=arguments)), tile
 
@@ -608,10 +664,14 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     stage_bytes = found.turn * key.row_bytes(tile)
     kept = exchange_bytes(tile, found.turn * key.sums, size)
     depth = under_way(tile, stage_bytes, kept, device, found.stages, False).stages
-    if not depth:
+    pairs = found.kernel == "backward_pairs"
+    if depth < 1 + pairs:  # in two rows' places a pair exchanges its sums
         return None
-    own: dict[str, str | int] = {"STAGES": depth, "TURN": found.turn}
-    return _planned("backward_registers", key, tile, depth * stage_bytes, own), tile
+    own: dict[str, str | int] = (
+        {"STAGES": depth} if pairs else {"STAGES": depth, "TURN": found.turn}
+    )
+    source, geometry = _planned(found.kernel, key, tile, depth * stage_bytes, own)
+    return (source, replace(geometry, cluster=1 + pairs)), tile
 
 
 def shared_source(
@@ -687,6 +747,7 @@ class Backward:
 
     __slots__ = (
         "_at_once",
+        "_blocks",
         "_columns",
         "_kernels",
         "_resident",
@@ -700,8 +761,7 @@ class Backward:
 
     def __init__(self, key: BackwardKey, device: int) -> None:
         limits = _launch.limits(device)
-        ways = ((LARGEST_CLUSTERS[0], True), *((blocks, False) for blocks in LARGEST_CLUSTERS))
-        for way in ways:
+        for way in WAYS:
             sources, self._tile = backward_sources(key, limits, *way)
             if runs_clusters(*sources[0], device):
                 break
@@ -715,9 +775,13 @@ class Backward:
         self._share = 1.0 / key.columns
         self._vec = vector_width(key.columns, SIZES[key.x])
         self._wide_blocks = limits.multiprocessors
-        self._resident = self._at_once = 0
+        self._resident = self._at_once = self._blocks = 0
         if self._tile is not None:
-            self._at_once = self._tile.rows * int(dict(sources[0][0].defines).get("TURN", 1))
+            source, geometry = sources[0]
+            # Of a group, which leaves one partial sum: a pair of blocks has a row each.
+            self._blocks = max(self._tile.cluster, geometry.cluster)
+            rows = self._tile.rows * self._blocks // self._tile.cluster
+            self._at_once = rows * int(dict(source.defines).get("TURN", 1))
             self._resident = require_clusters(self._kernels[0], key.columns)
 
     def groups(self, rows: int) -> int:
@@ -754,7 +818,7 @@ class Backward:
         columns = self._columns
         if self._tile is not None:
             self._kernels[0].launch(
-                groups * self._tile.cluster,
+                groups * self._blocks,
                 1,
                 *pointers,
                 partial,
@@ -905,6 +969,9 @@ def _forward(
     if rows:
         if type(output) is not Tensor:
             raise no_memory(op, None)
+        words = None
+        if plan.words:
+            words = torch.zeros(rows * plan.words, dtype=torch.int32, device=place)
         plan(
             rows,
             x,
@@ -921,6 +988,7 @@ def _forward(
             columns,
             plan.share,
             eps,
+            *(() if words is None else (words.data_ptr(),)),
         )
     return output, mu if total is None else total, rsigma
 

@@ -136,6 +136,15 @@ __device__ __forceinline__ void post_word(unsigned long long* to, unsigned long 
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
 
+// Does the same, as an exchange whose result nothing waits for.
+__device__ __forceinline__ void exchange_word(unsigned* to, unsigned word) {
+  unsigned before;
+  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(to), "r"(word)
+               : "memory");
+}
+
 __device__ __forceinline__ unsigned look_at_word(const unsigned* from) {
   unsigned word;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from));

@@ -45,15 +45,18 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
         hearing_(first * Blocks),
         step_(step * Blocks) {}
 
-  // Two halves, as those of other reductions; values are merged one by one.
-  template <typename Operation>
+  // Two halves, as those of other reductions; values are merged one by one. Exchanged: how a word,
+  // of one value, is posted.
+  template <typename Operation, bool Exchanged = false>
   __device__ __forceinline__ void begin(float (&value)[K]) {
     over_warps<Operation, kWarps, true>(value, turn_);
     turn_ ^= 1;
     if (threadIdx.x == 0) {
       Word word = __float_as_uint(value[0]) ^ kNoSum;
       if constexpr (K == 2) word |= Word(__float_as_uint(value[1]) ^ kNoSum) << 32;
-      post_word(words_ + (telling_ + blockIdx.x % Blocks), word);
+      Word* own = words_ + (telling_ + blockIdx.x % Blocks);
+      if constexpr (Exchanged) exchange_word(own, word);
+      else post_word(own, word);
     }
     telling_ += step_;
   }
