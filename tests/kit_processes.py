@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TE_FL = "from transformer_engine_fl.cli import main; main()"
+TE_FL = ("-m", "transformer_engine_fl")
 
 
 @dataclass(frozen=True)
@@ -69,4 +69,4 @@ class Vendor:
 
     def te_fl(self, *arguments: str, plugin: str = "kit_loopback") -> Ran:
         """Run te-fl there."""
-        return self.run(sys.executable, "-c", TE_FL, *arguments, plugin=plugin)
+        return self.run(sys.executable, *TE_FL, *arguments, plugin=plugin)

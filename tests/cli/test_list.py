@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -74,6 +76,15 @@ def test_the_version_is_that_of_the_package(te_fl):
     from transformer_engine_fl import __version__
 
     assert te_fl("--version").out == f"te-fl {__version__}\n"
+
+
+def test_where_no_script_is_on_the_path_python_runs_it():
+    asked = [sys.executable, "-m", "transformer_engine_fl", "list", "--json"]
+    done = subprocess.run(asked, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)
+    wrong = subprocess.run([*asked[:3], "lst"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("Usage: te-fl ")
 
 
 def test_best_priority_comes_first(te_fl):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit_processes import TE_FL
 from plugin_environments import environment, install, run, run_own_tests
 
 from transformer_engine_fl.cli import verify
@@ -34,10 +35,9 @@ print(served[0])
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A package in each style, as its own process wrote it."""
     folder = tmp_path_factory.mktemp("packages") / "of" / "vendors"
-    program = "from transformer_engine_fl.cli import main; main()"
     for style in STYLES:
         arguments = ("new-plugin", f"Zeta-{style}", "--style", style, "--output", str(folder))
-        subprocess.run([sys.executable, "-c", program, *arguments], check=True)
+        subprocess.run([sys.executable, *TE_FL, *arguments], check=True)
     return {style: folder / f"te_fl_zeta_{style}" for style in STYLES}
 
 
@@ -76,9 +76,8 @@ def test_what_its_readme_says_to_ask_shows_it(
     page = (packages[style] / "README.md").read_text()
     questions = re.findall(r"^te-fl (list|explain)\b([^#\n]*)#", page, re.M)
     assert [command for command, _ in questions] == ["list", "explain"]
-    program = "from transformer_engine_fl.cli import main; main()"
     for command, arguments in questions:
-        said = run(python, "-c", program, command, *arguments.split()).stdout
+        said = run(python, *TE_FL, command, *arguments.split()).stdout
         assert f"{STYLES[style]}.zeta-{style} " in said
 
 
@@ -89,8 +88,7 @@ def test_its_verification_writes_its_readme(
     page = tmp_path / "README.md"
     page.write_text((packages["set"] / "README.md").read_text())
     narrow = ("--op", "rmsnorm_fwd", "--dtype", "float32", "--readme", str(page))
-    program = "from transformer_engine_fl.cli import main; main()"
-    run(python, "-c", program, "verify", "vendor.zeta-set", *narrow)
+    run(python, *TE_FL, "verify", "vendor.zeta-set", *narrow)
     assert "**vendor.zeta-set: all " in page.read_text()
 
 
