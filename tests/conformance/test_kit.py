@@ -623,6 +623,18 @@ def test_verify_gathers_what_fails_and_goes_on() -> None:
     assert card.source == "registered by the program"
 
 
+def test_an_error_without_a_text_is_a_failure_like_any_other() -> None:
+    class SpeechlessError(Exception):
+        def __str__(self) -> str:
+            return str(self.args[7])
+
+    def check() -> testing.Outcome:
+        raise SpeechlessError
+
+    with pytest.raises(testing.ConformanceError, match="raised SpeechlessError, whose str"):
+        testing.Case("scale/broken/float32/values/typical", check).run()
+
+
 def test_the_largest_errors_of_several_outputs_are_kept() -> None:
     one = testing.Worst(0.5, relative=0.1, ulps=7.0, index=3, got=1.0, expected=2.0)
     two = testing.Worst(0.9, relative=0.01, ulps=2.0, index=5, got=4.0, expected=3.0)

@@ -67,6 +67,17 @@ def declined() -> Exception:
     return NotSupportedError("only even lengths")
 
 
+class SpeechlessError(KernelError):
+    """Raises where it is asked what it says, as one whose ``str()`` expects what is not there."""
+
+    def __str__(self) -> str:
+        return str(self.args[7])
+
+
+class SpeechlessDeclineError(NotSupportedError, SpeechlessError):
+    pass
+
+
 @dataclass(frozen=True)
 class Row:
     """One fault, and what the design says of it.
@@ -96,6 +107,16 @@ def wrong() -> tuple[Any, ...]:
 TABLE = [
     Row("raises before touching", lambda: KernelError("no image"), quarantined=True),
     Row("TypeError of its own", lambda: TypeError("bad"), quarantined=True),
+    Row("an error without a text", SpeechlessError, quarantined=True),
+    Row(
+        "an error without a text, in place",
+        SpeechlessError,
+        PartialMutationError,
+        "scale_",
+        in_place=True,
+        quarantined=True,
+    ),
+    Row("an argument error in other words", lambda: ArgumentError("odd"), quarantined=True),
     Row("no kernel for the device", cuda_error("no kernel image is available"), quarantined=True),
     Row(
         "raises before touching what it may write",
@@ -164,6 +185,7 @@ TABLE = [
     ),
     Row("says not these arguments", declined),
     Row("says not these arguments, in place", declined, op_name="scale_"),
+    Row("says not these arguments, without a text", SpeechlessDeclineError),
 ]
 
 
@@ -508,6 +530,27 @@ def test_a_broken_predicate_declines_and_is_no_fault(
     assert verdict.cause == "supports"
     assert verdict.reason == "supports() raised KeyError: 'layout'"
     assert not in_quarantine(manager)
+
+
+def test_an_error_without_a_text_is_told_by_its_class() -> None:
+    def broken(*args: Any, **kwargs: Any) -> bool:
+        raise SpeechlessError
+
+    manager = world("scale", Kernel(SpeechlessError), is_available=lambda: True)
+    manager.registry.register_many(
+        OpImpl("scale", f"broken.{field}", "reference", Kernel(), **{field: broken})  # type: ignore[arg-type]
+        for field in ("supports", "is_available")
+    )
+    with pytest.raises(AllCandidatesFailedError) as raised:
+        manager.call("scale", ones())
+    told = "raised SpeechlessError, whose str() raised IndexError"
+    assert f"supports() {told}" in str(raised.value)
+    assert f"is_available() {told}" in str(raised.value)
+    assert "failed: SpeechlessError, whose str() raised IndexError" in str(raised.value)
+
+
+def test_an_argument_error_that_others_raise_keeps_its_words() -> None:
+    assert str(ArgumentError("odd sizes")) == "odd sizes"
 
 
 @pytest.mark.parametrize("answer", [False, None, 1, ""])

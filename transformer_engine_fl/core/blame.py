@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["BETWEEN", "ON_BEHALF", "raised_at", "said", "signed"]
+__all__ = ["BETWEEN", "ON_BEHALF", "raised_at", "said", "signed", "worded"]
 
 _ROOT: Final = Path(__file__).parents[1]
 ON_BEHALF: Final = (
@@ -34,7 +34,16 @@ def said(error: BaseException, most: int | None = None) -> str:
         most: characters of the error's own text.
     """
     where = raised_at(error)
-    return f"{type(error).__name__}: {error}"[:most] + (f" (at {where})" if where else "")
+    return worded(error)[:most] + (f" (at {where})" if where else "")
+
+
+def worded(error: BaseException) -> str:
+    """The error's class and text; the class alone is told of one whose text raises."""
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}"
+    except Exception as broken:  # noqa: BLE001 - somebody's class; what went wrong is in the text
+        return f"{kind}, whose str() raised {type(broken).__name__}"
 
 
 def raised_at(error: BaseException, folder: Path | None = None) -> str | None:

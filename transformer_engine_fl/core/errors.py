@@ -91,6 +91,8 @@ class ArgumentError(TeFlError, TypeError, ValueError):
         return str(self.args[1])
 
     def __str__(self) -> str:
+        if len(self.args) != 4:  # somebody's own, of whose words this is not to make another error
+            return super().__str__()
         op_name, argument, given, expected = self.args
         return f"{op_name}: argument {argument!r} is {given}; the contract expects {expected}"
 

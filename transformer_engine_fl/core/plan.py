@@ -351,7 +351,7 @@ class Plan:
             return wrong
         said = blame.said(error, most=_TEXT)
         if outcome is Outcome.DECLINED:
-            return "supports", f"declined: {type(error).__name__}: {error}"[:_TEXT]
+            return "supports", f"declined: {blame.worded(error)}"[:_TEXT]
         if outcome is Outcome.HALF_WRITTEN:
             half_written = self._half_written(entry.impl, said, args, kwargs)
             half_written.__cause__ = error

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.types import OpImpl, Selector, parse_arch
 
 if TYPE_CHECKING:
@@ -372,7 +373,7 @@ def ask_supports(impl: OpImpl, call: Call) -> str | None:
     try:
         answer = impl.supports(*call[0], **call[1])
     except Exception as error:  # noqa: BLE001 - somebody's code; what it said is shown
-        return f"supports() raised {type(error).__name__}: {error}"
+        return f"supports() raised {worded(error)}"
     if answer is True:
         return None
     return answer if isinstance(answer, str) and answer else f"supports() returned {answer!r}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
@@ -88,7 +89,7 @@ class TorchTensors:
             return True
         if not isinstance(error, RuntimeError):
             return False
-        text = str(error).lower()
+        text = worded(error).lower()
         no_memory = "out of memory" in text or "cuda_error_out_of_memory" in text
         return no_memory or any(phrase in text for phrase in _LOST)
 

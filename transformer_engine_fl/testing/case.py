@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.contract import Between, Contract, Sample
 from transformer_engine_fl.core.errors import (
     ArgumentError,
@@ -93,8 +94,7 @@ class Case:
                 ) from declined
             return Outcome(declined=str(declined))
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise ConformanceError(f"{self.name} raised {said}") from error
+            raise ConformanceError(f"{self.name} raised {worded(error)}") from error
 
 
 def cases(
