@@ -21,6 +21,16 @@ def test_shows_the_environment_variable_that_decided(te_fl):
     assert "policy: prefer is 'reference' (TE_FL_PREFER=reference)" in ran.out
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_stdout_has_no_letters_for_is_shown_escaped(te_fl_process, tmp_path, encoding):
+    name = {"ascii": "caf\xe9.toml", "utf-8": "caf\udce9.toml"}[encoding]
+    (tmp_path / name).write_text('prefer = "reference"')
+    settings = {"TE_FL_POLICY_FILE": str(tmp_path / name), "PYTHONIOENCODING": encoding}
+    ran = te_fl_process("explain", "rmsnorm_fwd", **settings, COLUMNS="300")
+    assert ran.code == 0, ran.err
+    assert name.encode("ascii", "backslashreplace").decode() in ran.out
+
+
 @pytest.mark.parametrize(
     ("arch", "selected"), [("sm_80", "vendor.cuda"), ("sm_75", "reference.torch")]
 )

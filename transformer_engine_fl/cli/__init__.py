@@ -8,6 +8,8 @@ setting).
 from __future__ import annotations
 
 import errno
+import io
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -62,6 +64,8 @@ app.command("demo")(demo.demo)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``te-fl``; a mistake of the user is one message and no traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path or a reason may hold any character
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr
     try:
         app(args=arguments, prog_name="te-fl")
     except TeFlError as error:
