@@ -65,7 +65,7 @@ reference kind always is).
 # Every implementation is asked when it registers, and a set's are all alike: hence the caches.
 _is_dtype: Final = functools.cache(
     re.compile(
-        r"bool|bfloat16|float(16|32|64)|complex(32|64|128)|u?int([1-8]|16|32|64)|qu?int\w+"
+        r"bool|bfloat16|float(16|32|64)|b?complex(32|64|128)|u?int([1-8]|16|32|64)|qu?int\w+"
         r"|float[468]_\w+|bits\w+"
     ).fullmatch
 )

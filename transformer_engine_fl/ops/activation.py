@@ -269,8 +269,10 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 def _clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     a, b = input.chunk(2, -1)
-    a = a.clamp(max=limit)
-    return a * (alpha * a).sigmoid() * (b.clamp(-limit, limit) + 1)
+    # What lies on a bound is not clamped: of clamp's gradient there versions of torch differ.
+    a = a.masked_fill(a > limit, limit)
+    b = b.masked_fill(b > limit, limit).masked_fill(b < -limit, -limit)
+    return a * (alpha * a).sigmoid() * (b + 1)
 
 
 def _gated(activation: Callable[[Tensor], Tensor], degree: int) -> _Activation:
