@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine_fl.backends import _allocation
 from transformer_engine_fl.backends._arguments import PLAIN, extent
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.locks import ForkSafeLock
 from transformer_engine_fl.core.policy import get_environment
 
@@ -485,7 +486,7 @@ class _Calls:
             try:
                 again = writer.write(watch.steps, result)
             except (UnrepeatableError, RuntimeError, TypeError, ValueError) as reason:
-                watch.refusal = f"{type(reason).__name__}: {reason}"
+                watch.refusal = worded(reason)
         if times_forgotten == self._times_forgotten:
             self.refusal = watch.refusal
             if again is None:

@@ -22,6 +22,7 @@ from rich.text import Text
 from transformer_engine_fl.backends import _disk_cache
 from transformer_engine_fl.backends.flagos.tuning.lookup import stated_path
 from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
@@ -111,8 +112,7 @@ class _Findings:
         try:
             return examination()
         except Exception as error:  # noqa: BLE001 - a broken driver may raise anything
-            said = f"{what}: {type(error).__name__}: {error}"
-            self.broken(said, "".join(traceback.format_exception(error)))
+            self.broken(f"{what}: {worded(error)}", "".join(traceback.format_exception(error)))
             return otherwise
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.testing.case import calls
 from transformer_engine_fl.testing.checks import Declined
 
@@ -55,7 +56,7 @@ def _make(
         except Declined as declined:
             outcome = {"declined": str(declined)[:_LONGEST]}
         except Exception as error:  # noqa: BLE001  # whatever it is, it is told
-            outcome = {"failed": f"{type(error).__name__}: {error}"[:_LONGEST]}
+            outcome = {"failed": worded(error)[:_LONGEST]}
         if device != "cpu":
             time.sleep(_PAUSE)
         _announce(**outcome)

@@ -34,6 +34,7 @@ from triton.runtime import _allocation
 
 from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._arguments import extent
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -367,9 +368,7 @@ class KernelCompileError(NotStartedError):
 
     def __init__(self, kernel: Any, device: torch.device, error: Exception) -> None:
         name = getattr(kernel, "__name__", type(kernel).__name__)
-        super().__init__(
-            f"kernel {name!r} does not compile for {str(device)!r}: {type(error).__name__}: {error}"
-        )
+        super().__init__(f"kernel {name!r} does not compile for {str(device)!r}: {worded(error)}")
 
 
 class Launch:

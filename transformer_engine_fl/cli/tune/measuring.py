@@ -19,6 +19,7 @@ import torch
 from transformer_engine_fl.backends import flagos
 from transformer_engine_fl.backends.flagos.tuning import CHOICES, Choice
 from transformer_engine_fl.backends.flagos.tuning.calls import CALLS, Calls, Shape
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import TeFlError
 from transformer_engine_fl.core.manager import get_default_manager
@@ -287,7 +288,7 @@ def _said(job: Job, error: Exception) -> str:
     Raises:
         TeFlError: nothing that follows could run either.
     """
-    line = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+    line = worded(error).partition("\n")[0][:200]
     if TorchTensors().is_fatal(error):
         raise TeFlError(f"{job}: {line}; --shapes measures smaller ones") from error
     return line

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors.packages.shim import installed, lent, standing_in, tree
@@ -70,7 +71,7 @@ def _real() -> ModuleType | None:
             if not name.startswith(f"{BACKENDS}._"):
                 del sys.modules[name]
         BROKEN.add(FLAG_GEMS)
-        said = " ".join(f"{type(error).__name__}: {error}".split())
+        said = " ".join(worded(error).split())
         logger.warning("flag_gems is installed and cannot be imported (%s): stood in for", said)
         return None
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors import detection
@@ -256,5 +257,5 @@ def _unfit(folder: FlagGemsFolder, name: str, rule: _Rule) -> str | None:
     try:
         rule.fields(_given(folder, name, rule, dict.fromkeys(rule.given.values(), 1024)))
     except Exception as error:  # noqa: BLE001 - a vendor's code; what it said is told
-        return f"{type(error).__name__}: {error}".removeprefix("_UnknownError: ")
+        return worded(error).removeprefix("_UnknownError: ")
     return None

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from transformer_engine_fl.core.blame import raised_at
+from transformer_engine_fl.core.blame import raised_at, worded
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
 
 __all__ = ["blamed", "exports", "import_folder", "parsed", "stated"]
@@ -31,7 +31,7 @@ def blamed(
         vendors: whom the package has named so far.
     """
     where = raised_at(error, folder)
-    made = PluginError(f"{what}: {where + ': ' if where else ''}{type(error).__name__}: {error}")
+    made = PluginError(f"{what}: {where + ': ' if where else ''}{worded(error)}")
     made.vendors = tuple(vendors)
     return made
 

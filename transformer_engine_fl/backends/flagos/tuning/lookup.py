@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.locks import LOADING
@@ -351,8 +352,7 @@ def _by_rule_of(vendor: Vendor, choice: Choice[T], name: str, key: Key) -> T | N
         made: T = load_attribute(f"{_FILES}:made")(choice, fields)
         return made
     except Exception as error:  # noqa: BLE001 - a vendor's code; the general rule stands in
-        said = f"{type(error).__name__}: {error}"
-        _complain((vendor.name, choice.name), f"{where} is passed over: {said}")
+        _complain((vendor.name, choice.name), f"{where} is passed over: {worded(error)}")
         return None
 
 
