@@ -57,6 +57,7 @@ __all__ = [
     "is_vector",
     "keep",
     "laid_over",
+    "launch_for",
     "launch_of",
     "listed",
     "loaded_launch",
@@ -111,6 +112,18 @@ def launch_of(
     )
 
 
+def launch_for(
+    kernel: Any,
+    device: torch.device,
+    threads: int,
+    tensors: tuple[Tensor | None, ...],
+    **constants: Any,
+) -> _launch.Launch:
+    """:func:`launch_of` by the dtypes of the tensors."""
+    dtypes = tuple([None if it is None else it.dtype for it in tensors])
+    return launch_of(kernel, device, dtypes, threads=threads, **constants)
+
+
 def loaded_launch(
     kernel: Any,
     device: torch.device,
@@ -125,8 +138,7 @@ def loaded_launch(
     Raises:
         KernelCompileError: it cannot be.
     """
-    dtypes = tuple([None if it is None else it.dtype for it in tensors])
-    launch = launch_of(kernel, device, dtypes, threads=threads, **constants)
+    launch = launch_for(kernel, device, threads, tensors, **constants)
     return launch.loaded((programs, 1), tensors, numbers)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends._optimizer import ListOperators
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import loaded_launch
+from transformer_engine_fl.backends.flagos._arguments import launch_for, loaded_launch
 from transformer_engine_fl.backends.flagos._lists import (
     ALIGNMENT,
     LISTING,
@@ -732,8 +732,8 @@ class _Operators(ListOperators):
         threads, block = _NORMS
         programs = 1 if norms is None else 1 + norms.numel()
         tensors = (sums, slots, norm, norms, flag)
-        kernel, numbers = _KERNELS["norms"], (sums.numel(),)
-        loaded_launch(kernel, norm.device, threads, programs, tensors, numbers, BLOCK=block)()
+        launch = launch_for(_KERNELS["norms"], norm.device, threads, tensors, BLOCK=block)
+        launch((programs, 1), tensors, (sums.numel(),))
 
 
 # ---------------------------------------------------------------------------- operators

@@ -35,7 +35,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_size,
     in_place,
     keep,
-    launch_of,
+    launch_for,
     loaded_launch,
     plain,
     rows_of_tile,
@@ -741,6 +741,5 @@ def _each_block(
     }
     numbers = (w // unit, start // unit, x.numel() // unit, across)
     tensors = (x, scale, out)
-    dtypes = tuple([None if it is None else it.dtype for it in tensors])
-    launch = launch_of(_shard, x.device, dtypes, threads=_SHARD_THREADS, **constants)
+    launch = launch_for(_shard, x.device, _SHARD_THREADS, tensors, **constants)
     launch((down * across, 1), tensors, numbers)
