@@ -715,3 +715,32 @@ def test_te_fl_explain_knows_aten_operators(capsys: pytest.CaptureFixture[str]) 
     assert "aten::mm" in shown
     assert "default.flagos" in shown
     assert "native.aten" in shown
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda x: torch.softmax(x, 7), id="softmax-dim"),
+        pytest.param(lambda x: F.log_softmax(x, -5), id="log_softmax-dim"),
+        pytest.param(
+            lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4).double()),
+            id="mask-dtype",
+        ),
+    ],
+)
+def test_a_call_that_torch_refuses_is_refused_in_a_block_alike(
+    call: Callable[[Tensor], Tensor],
+) -> None:
+    x = torch.randn(2, 3, 4, 4)
+    with pytest.raises((IndexError, RuntimeError)) as outside:
+        call(x)
+    with use_aten_ops(), pytest.raises((IndexError, RuntimeError)) as inside:
+        call(x)
+    assert type(inside.value) is type(outside.value)
+    assert str(inside.value) == str(outside.value)
+
+
+def test_a_mask_of_one_dimension_is_left_to_torch() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    said = str(aten.explain("scaled_dot_product_attention", x, x, x, torch.zeros(4)))
+    assert "a mask of fewer than two dimensions" in said

@@ -58,7 +58,7 @@ def _full(*tensors: Tensor) -> None:
 
 def _last(tensor: Tensor, dim: int) -> None:
     _full(tensor)
-    _need(tensor.ndim > 0 and dim % tensor.ndim == tensor.ndim - 1, "not over the last dimension")
+    _need(tensor.ndim > 0 and dim in (-1, tensor.ndim - 1), "not over the last dimension")
 
 
 # --------------------------------------------------------------------------- activations
@@ -370,6 +370,12 @@ def _attention(
     _need(enable_gqa or query.shape[1] == key.shape[1], "not one head of keys for each of queries")
     _need(not (is_causal and attn_mask is not None), "a mask, and causal as well")
     _need(dropout_p == 0 or _can_draw(query), "no random numbers while a CUDA graph is captured")
+    if attn_mask is not None:
+        _need(
+            attn_mask.dtype in (torch.bool, torch.float32, query.dtype),
+            f"a mask of {attn_mask.dtype} for queries of {query.dtype}",
+        )
+        _need(attn_mask.ndim >= 2, "a mask of fewer than two dimensions")
 
     def served(run: Run) -> Tensor:
         options: dict[str, Any] = {"attn_mask_type": "causal"} if is_causal else {}
