@@ -30,7 +30,8 @@ from transformer_engine_fl.core.errors import (
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
 from transformer_engine_fl.core.log import logger
-from transformer_engine_fl.core.plan import Monitor, Plan
+from transformer_engine_fl.core.monitors import Monitor, Watcher
+from transformer_engine_fl.core.plan import Plan
 from transformer_engine_fl.core.policy import (
     ROOT,
     EffectivePolicy,
@@ -114,7 +115,7 @@ class OpManager:
         self._table = Table()
         self._scoped: dict[Scope, Table] = {}
         self._cells: dict[str, Cell] = {}
-        self._monitors: tuple[Monitor, ...] = ()
+        self._watchers: tuple[Watcher, ...] = ()
         self._logged: dict[str, list[str]] = {}
         self._vetted: set[str] = set()
         self._warned: set[str] = set()
@@ -253,18 +254,19 @@ class OpManager:
         """Call ``callback(op_name, impl)`` after each operator served; returns the undo.
 
         While a monitor is set, dispatch takes its slow path. Compiled code dispatches
-        when it is traced, so a monitor sees nothing of it.
+        when it is traced, so a monitor sees nothing of it. What a monitor raises ends no
+        call: one warning tells of it. It is not told of operators that a monitor calls.
         """
         if not callable(callback):
             raise TypeError(f"a monitor is a callable, not {type(callback).__name__}")
-        own = functools.partial(callback)  # two may set the same one, and undo their own
+        own = Watcher(callback)  # two may set the same one, and undo their own
         with self._lock:
-            self._monitors = (*self._monitors, own)
+            self._watchers = (*self._watchers, own)
         self._invalidate()
 
         def undo() -> None:
             with self._lock:
-                self._monitors = tuple(it for it in self._monitors if it is not own)
+                self._watchers = tuple(it for it in self._watchers if it is not own)
             self._invalidate()
 
         return undo
@@ -312,9 +314,9 @@ class OpManager:
         return self._tensors
 
     @property
-    def monitors(self) -> tuple[Monitor, ...]:
-        """The callbacks set by :meth:`monitor`."""
-        return self._monitors
+    def watchers(self) -> tuple[Watcher, ...]:
+        """Those set by :meth:`monitor`."""
+        return self._watchers
 
     # -------------------------------------------------------------------- the tables
 

@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     from transformer_engine_fl.core.policy import EffectivePolicy
     from transformer_engine_fl.core.registry import Entry
 
-__all__ = ["Monitor", "Plan"]
-
-Monitor = Callable[[str, OpImpl], object]
-"""Called with the operator and the implementation after each operator served."""
+__all__ = ["Plan"]
 
 _MAX_KINDS = 256
 """Kinds of tensor (device, dtype, class) that a plan remembers."""
@@ -184,7 +181,7 @@ class Plan:
 
     def callable(self) -> Callable[..., Any]:
         """What to keep in the table: the implementation itself where that is safe."""
-        if self._manager.monitors:
+        if self._manager.watchers:
             return self._watched()
         chosen = self.decide(Facts()).selected
         if chosen is None:
@@ -432,8 +429,8 @@ class Plan:
                 impl.impl_id,
             )
         self._manager.log_selection(self._op_name, impl, again=False)
-        for monitor in self._manager.monitors:
-            monitor(self._op_name, impl)
+        for watcher in self._manager.watchers:
+            watcher.tell(self._op_name, impl)
 
     def _refusal(
         self,

@@ -1,0 +1,62 @@
+"""Monitors: who is told of each operator served, and never ends the call by it.
+
+A monitor watches; what it watches must come out as if it were not there. So its own error
+is told once and the call goes on, as with a handler of ``logging``, and operators that it
+calls are not told of, as with ``sys.settrace``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from transformer_engine_fl.core.blame import said
+from transformer_engine_fl.core.log import logger
+from transformer_engine_fl.core.types import OpImpl
+
+__all__ = ["Monitor", "Watcher"]
+
+Monitor = Callable[[str, OpImpl], object]
+"""Called with the operator and the implementation after each operator served."""
+
+
+class _Telling(threading.local):
+    """Whether a monitor runs in this thread."""
+
+    now = False
+
+
+_telling: Final = _Telling()
+
+
+class Watcher:
+    """One monitor as it was set; the same one, set twice, is two of these."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._warned = False
+
+    def tell(self, op_name: str, impl: OpImpl) -> None:
+        """Tell it, unless this is what a monitor does."""
+        if _telling.now:
+            return
+        _telling.now = True
+        try:
+            self._monitor(op_name, impl)
+        except Exception as error:  # noqa: BLE001 - a watcher's; what it watches has served
+            self._warn(op_name, impl, error)
+        finally:
+            _telling.now = False
+
+    def _warn(self, op_name: str, impl: OpImpl, error: Exception) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "a monitor failed (%s) when it was told that %r served %r; the call goes on. The "
+            "monitor is told of the next ones too; what it raises then is not shown again",
+            said(error),
+            impl.impl_id,
+            op_name,
+        )
