@@ -7,6 +7,7 @@ behind a guard or not: what happens after a failure must not depend on that.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,10 @@ ROUTES = ("call", "handle", "operator", "pin")
 
 GUARDS = (False, True)
 """Whether the first candidate says which devices it is for, so that calls are looked at."""
+
+
+LEFT = 200
+"""Frames that are left in :func:`deep`: enough for a dispatch and its recovery."""
 
 
 class KernelError(RuntimeError):
@@ -133,3 +138,20 @@ def in_quarantine(manager: OpManager) -> set[tuple[str, str, str | None, str | N
     """(operator, impl id, device, dtype) of all that is held."""
     held = manager.quarantine.held()
     return {(key.op_name, key.impl_id, key.device, key.dtype) for key in held}
+
+
+def climb(frames: int) -> bool:
+    """Uses so many frames."""
+    return climb(frames - 1) if frames else True
+
+
+def deep(run: Callable[[], Any]) -> Any:
+    """Run with only so many frames left as :data:`LEFT`."""
+    frame, depth = sys._getframe(), 1
+    while frame.f_back is not None:
+        frame, depth = frame.f_back, depth + 1
+
+    def descend(frames: int) -> Any:
+        return descend(frames - 1) if frames else run()
+
+    return descend(sys.getrecursionlimit() - depth - LEFT)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from core_faults import LEFT, deep
 from liger_packages import KERNELS, OPS, impl_info, vendor_info, write
 from who_serves import served
 
@@ -270,6 +271,21 @@ def test_ops_that_cannot_be_imported_are_reported_once_and_raised_for_who_asked_
                 manager.call("geglu", x)
             assert repr(name) in str(raised.value)
     ops.geglu(x)  # everything else is unharmed
+
+
+def test_ops_that_the_caller_left_no_stack_to_import_are_imported_later(
+    no_vendors: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(no_vendors, "acme_liger", impl_info("acme"))
+    file = no_vendors / "acme_liger" / "ops" / "__init__.py"
+    file.write_text(f"from core_faults import climb\nclimb({2 * LEFT})\n{file.read_text()}")
+    load_liger_package("acme_liger")
+    x, manager = torch.ones(2, 4), get_default_manager()
+    with with_preference("vendor:acme"):
+        with pytest.raises(RecursionError):
+            deep(lambda: manager.call("geglu", x))
+        assert served("geglu", x) == "liger.acme"
+    assert not caplog.records
 
 
 BAD = {

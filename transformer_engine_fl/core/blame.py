@@ -1,16 +1,18 @@
-"""Where an error came from: the line of somebody's code, for messages that name it."""
+"""Where an error came from: the line of somebody's code, for messages that name it, and
+whether it is that code's at all."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import inspect
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["BETWEEN", "ON_BEHALF", "raised_at", "said", "signed", "worded"]
+__all__ = ["BETWEEN", "ON_BEHALF", "out_of_stack", "raised_at", "said", "signed", "worded"]
 
 _ROOT: Final = Path(__file__).parents[1]
 ON_BEHALF: Final = (
@@ -78,6 +80,37 @@ def signed(function: Callable[..., Any], signature: inspect.Signature) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
     return f"{where}{getattr(function, '__name__', type(function).__name__)}{signature}"
+
+
+def out_of_stack(error: BaseException) -> bool:
+    """Whether what we called ran out of stack, most of which those who called us had used.
+
+    That is theirs to mend, and says nothing of what we called: one that recurses without
+    end, called by anyone, has used the most itself.
+    """
+    if not any(isinstance(it, RecursionError) for it in _behind(error)):
+        return False
+    depth, frame = 0, sys._getframe(1)
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth > sys.getrecursionlimit() // 2
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that what we called has caught and raised it for.
+
+    An error that our caller is handling meanwhile is behind it too, but came by other frames.
+    """
+    found: BaseException | None = error
+    seen: set[int] = set()  # one may be given as its own cause
+    while found is not None and id(found) not in seen:
+        yield found
+        seen.add(id(found))
+        frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
+        found = found.__cause__ or found.__context__
+        caught = None if found is None else found.__traceback__
+        if caught is None or caught.tb_frame not in frames:
+            return
 
 
 def _home(file: str) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from transformer_engine_fl.core.blame import raised_at, said, signed
+from transformer_engine_fl.core.blame import out_of_stack, raised_at, said, signed
 from transformer_engine_fl.core.contract import signature_of
 from transformer_engine_fl.core.errors import PluginError, nearest
 from transformer_engine_fl.core.late import load_attribute
@@ -145,7 +145,9 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
             f" (at {where})" if where else "",
         )
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin's own; it is reported
+    except (Exception, SystemExit) as error:
+        if out_of_stack(error):  # to be loaded where there is more of it
+            raise
         report = SourceReport(
             source.name,
             source.origin,

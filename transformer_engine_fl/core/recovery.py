@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from transformer_engine_fl.core.blame import out_of_stack
 from transformer_engine_fl.core.errors import (
     ArgumentError,
     ConfigurationError,
@@ -52,8 +53,9 @@ def judge(
     Returns:
         The outcome, and for WRONG_ARGUMENTS the error to raise.
     """
-    if is_fatal(error) or isinstance(error, ConfigurationError):
+    if is_fatal(error) or isinstance(error, ConfigurationError) or out_of_stack(error):
         # A setting that is wrong is its writer's to mend; whoever ran next would hide it.
+        # So it is with a stack that is nearly full when the call is made.
         return Outcome.RAISE, None
     wrong = check_arguments()
     if wrong is not None:

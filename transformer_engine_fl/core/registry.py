@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from transformer_engine_fl.core.blame import ON_BEHALF, said
+from transformer_engine_fl.core.blame import ON_BEHALF, out_of_stack, said
 from transformer_engine_fl.core.contract import Contract, Fit, fit, signature_of
 from transformer_engine_fl.core.errors import (
     DuplicateImplError,
@@ -131,7 +131,9 @@ class Entry:
             return None
         try:
             return self.impl.switched_off() or None
-        except Exception as error:  # noqa: BLE001 - somebody's code; what it said is kept
+        except Exception as error:
+            if out_of_stack(error):
+                raise
             return self._told("its switch", f"switched_off() raised {said(error)}")
 
     def _ask(self) -> str:
@@ -141,7 +143,9 @@ class Entry:
             return ""
         try:
             answer = self.impl.is_available()
-        except Exception as error:  # noqa: BLE001 - somebody's code; what it said is kept
+        except Exception as error:
+            if out_of_stack(error):
+                raise
             return self._told("its probe", f"is_available() raised {said(error)}")
         if answer is True:
             return ""
@@ -157,9 +161,13 @@ class Entry:
         except SignatureMismatchError as error:
             return self._told(reference, f"{error}\n  registered at  {self.where}")
         except PluginError as error:
+            if out_of_stack(error):
+                raise
             self.broken = True
             return str(error)
-        except Exception as error:  # noqa: BLE001 - an import may raise anything
+        except Exception as error:
+            if out_of_stack(error):  # to be imported where there is more of it
+                raise
             module = reference.partition(":")[0]
             return self._told(module, f"cannot import {reference}: {said(error)}")
         return ""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import out_of_stack, worded
 from transformer_engine_fl.core.types import OpImpl, Selector, parse_arch
 
 if TYPE_CHECKING:
@@ -372,7 +372,9 @@ def ask_supports(impl: OpImpl, call: Call) -> str | None:
     assert impl.supports is not None  # an invariant of ours
     try:
         answer = impl.supports(*call[0], **call[1])
-    except Exception as error:  # noqa: BLE001 - somebody's code; what it said is shown
+    except Exception as error:
+        if out_of_stack(error):
+            raise
         return f"supports() raised {worded(error)}"
     if answer is True:
         return None

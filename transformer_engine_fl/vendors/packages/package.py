@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
+from transformer_engine_fl.core.blame import out_of_stack
 from transformer_engine_fl.core.errors import PluginError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.registry import OpRegistry
@@ -75,6 +76,8 @@ class Package:
             with self.serving():
                 return importlib.import_module(module)
         except (Exception, SystemExit) as error:
+            if out_of_stack(error):
+                raise
             said = blamed(error, f"{self.name!r}: its operators cannot be imported")
             raise self._reported(module, said) from error
 
