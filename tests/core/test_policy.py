@@ -234,6 +234,19 @@ def test_a_policy_file_may_be_named_from_the_home(
         parse_environment({"TE_FL_POLICY_FILE": "~no such user/policy.toml"})
 
 
+def test_a_policy_file_may_begin_with_a_byte_order_mark(policy_file: WriteFile) -> None:
+    """Some editors write one into every file that they save as UTF-8."""
+    environ = policy_file('\N{BYTE ORDER MARK}prefer = "reference"\n')
+    assert str(parse_environment(environ).policy.prefer) == "reference"
+
+
+def test_a_policy_file_in_another_encoding_is_told_what_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text('prefer = "vendor"\n', encoding="utf-16")
+    with pytest.raises(ConfigurationError, match=r"policy\.toml: it is not in UTF-8 .*; save it"):
+        parse_environment({"TE_FL_POLICY_FILE": str(path)})
+
+
 def test_the_environment_outranks_the_file_field_by_field(policy_file: WriteFile) -> None:
     environ = policy_file('prefer = "reference"\nstrict = true\ndeny_vendors = ["acme"]\n')
     environment = parse_environment(

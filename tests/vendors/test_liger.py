@@ -532,6 +532,18 @@ def test_what_it_exports_is_read_and_imported_only_if_nothing_else_tells(
     assert ("acme_liger.ops" not in sys.modules) is lazy
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
+def test_a_source_is_read_in_the_encoding_that_python_reads_it_in(
+    no_vendors: Path, encoding: str
+) -> None:
+    write(no_vendors, "acme_liger", impl_info("acme"))
+    file = no_vendors / "acme_liger" / "ops" / "__init__.py"
+    cookie = "# coding: latin-1\n" if encoding == "latin-1" else ""
+    file.write_text(f"{cookie}# for Zürich\n{file.read_text()}", encoding=encoding)
+    (package,) = load_liger_package("acme_liger")
+    assert "LigerGELUMulFunction" in package.exports
+
+
 class Apart(torch.autograd.Function):
     """Its context is set up apart from its forward."""
 

@@ -312,8 +312,11 @@ def load_policy_file(path: str | Path) -> SelectionPolicy:
     from transformer_engine_fl.core.policy_file import validate
 
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError, RuntimeError) as error:  # no UTF-8, no path, nobody's home
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")  # editors may mark it
+    except UnicodeDecodeError as error:
+        problem = f"cannot read {path}: it is not in UTF-8 ({error}); save it in that"
+        raise ConfigurationError(f"TE_FL_POLICY_FILE: {problem}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # no path, nobody's home
         raise ConfigurationError(f"TE_FL_POLICY_FILE: cannot read {path}: {error}") from None
     try:
         content = tomllib.loads(text)

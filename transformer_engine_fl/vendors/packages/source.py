@@ -79,7 +79,7 @@ def parsed(module_path: str) -> ast.Module | None:
         raise ModuleNotFoundError(f"there is no module {module_path!r}", name=module_path)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
-    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"), spec.origin)
+    return ast.parse(Path(spec.origin).read_bytes(), spec.origin)  # Python knows its encoding
 
 
 def exports(module_path: str) -> tuple[str, ...]:
