@@ -155,6 +155,54 @@ def test_a_callable_that_does_not_tell_its_signature_is_refused() -> None:
     assert "contract       (x: Any" in str(caught.value)
 
 
+def asked_by(supports: Callable[..., Any], op_name: str = "blend") -> OpManager:
+    registry = OpRegistry(CONTRACTS)
+    fn = blend if op_name == "blend" else gather
+    registry.register_impl(OpImpl(op_name, "mine", "reference", fn, supports=supports))  # type: ignore[arg-type]
+    return OpManager(registry, builtins=False, plugins=False)
+
+
+@pytest.mark.parametrize(
+    ("supports", "reason"),
+    [
+        (lambda: True, "too many positional arguments"),
+        (lambda x: True, "too many positional arguments"),
+        (lambda x, y, z: True, "missing a required argument: 'z'"),
+        (lambda x, y, *, stages: True, "missing a required .*argument: 'stages'"),
+        (lambda *, x, y: True, "too many positional arguments"),
+    ],
+)
+def test_a_predicate_that_no_call_can_be_asked_of_is_refused_at_registration(
+    supports: Callable[..., Any], reason: str
+) -> None:
+    """It would decline every call, and only ``explain`` would say so."""
+    with pytest.raises(SignatureMismatchError, match=f"and {reason}\n") as caught:
+        asked_by(supports)
+    text = str(caught.value)
+    assert text.startswith("blend/mine: supports() is asked with the arguments of the call, ")
+    assert "\n  contract   (x: Any, y: Any, alpha: float = 0.5" in text
+    assert "\n  supports() (" in text
+
+
+@pytest.mark.parametrize(
+    ("op_name", "supports"),
+    [
+        ("blend", lambda x, y: True),
+        ("blend", lambda a, b, *options, **more: True),
+        ("blend", lambda *args, **kwargs: True),
+        ("blend", lambda x, y, alpha=0.5, beta=None, *, mode="mean", scale=1.0: True),
+        ("blend", functools.partial(lambda most, x, y: True, 3)),
+        ("gather", lambda x, index: True),
+        ("gather", lambda x, *, index: True),
+    ],
+)
+def test_a_predicate_that_the_plainest_call_can_be_asked_of_is_taken(
+    op_name: str, supports: Callable[..., Any]
+) -> None:
+    call = ((1, 2), {}) if op_name == "blend" else ((1,), {"index": 2})
+    assert asked_by(supports, op_name).call(op_name, *call[0], **call[1]) is None
+
+
 def test_without_a_contract_any_signature_is_taken() -> None:
     assert registered(lambda a, /, *b, **c: a, "acme_op").call("acme_op", 1, 2, c=3) == 1
     assert registered(math.hypot, "acme_op").call("acme_op", 3, 4) == 5.0

@@ -21,7 +21,17 @@ from transformer_engine_fl.core.errors import ArgumentError, SignatureMismatchEr
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.tracing import in_compiled_code, traced_default_call
 
-__all__ = ["Backward", "Between", "Contract", "Fit", "Sample", "Tolerance", "contract", "fit"]
+__all__ = [
+    "Backward",
+    "Between",
+    "Contract",
+    "Fit",
+    "Sample",
+    "Tolerance",
+    "check_predicate",
+    "contract",
+    "fit",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -394,6 +404,28 @@ def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
             and not (name in found.parameters and found.parameters[name].kind in _NAMED)
         }
     )
+
+
+def check_predicate(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> None:
+    """Check that a ``supports`` can be asked about the plainest call of the contract.
+
+    Options are left to it: a contract may get another one that it has never heard of.
+
+    Raises:
+        SignatureMismatchError: with both signatures.
+    """
+    found = signature_of(fn)
+    if found is None:
+        return
+    required = {name: it for name, it in expected.parameters.items() if _required(it)}
+    by_name = [name for name in required if _keyword_only(expected, name)]
+    try:
+        found.bind(*[None] * (len(required) - len(by_name)), **dict.fromkeys(by_name))
+    except TypeError as error:
+        raise SignatureMismatchError(
+            f"{label}: supports() is asked with the arguments of the call, and {error}\n"
+            f"  contract   {shown(expected)}\n  supports() {shown(found)}"
+        ) from None
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from transformer_engine_fl.core.blame import ON_BEHALF, out_of_stack, said
-from transformer_engine_fl.core.contract import Contract, Fit, fit, signature_of
+from transformer_engine_fl.core.contract import Contract, Fit, check_predicate, fit, signature_of
 from transformer_engine_fl.core.errors import (
     DuplicateImplError,
     PluginError,
@@ -80,8 +80,13 @@ class Entry:
             self._settle(impl.fn)
 
     def _settle(self, fn: Callable[..., Any]) -> None:
-        """Check the signature, then keep the callable."""
-        self._fit = fit(self.contract.signature, fn, self.impl.label) if self.contract else Fit({})
+        """Check the signatures, then keep the callable."""
+        if self.contract is not None:
+            self._fit = fit(self.contract.signature, fn, self.impl.label)
+            if self.impl.supports is not None:
+                check_predicate(self.contract.signature, self.impl.supports, self.impl.label)
+        else:
+            self._fit = Fit({})
         self._fn = fn
 
     @property
