@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 BROKEN_PROBE = """
 from transformer_engine_fl import OpImpl
 
@@ -107,19 +109,22 @@ def test_who_interrupts_it_reads_for_whom_it_waited(te_fl, install):
     assert "acme_kernels.py:1)" in ran.err
 
 
-def test_an_implementation_of_a_misspelt_operator_is_a_warning(te_fl, install):
+@pytest.mark.parametrize(
+    ("misspelt", "meant"), [("rmsnorm_fw", "rmsnorm_fwd"), ("swigul", "swiglu"), ("gleu", "gelu")]
+)
+def test_an_implementation_of_a_misspelt_operator_is_a_warning(te_fl, install, misspelt, meant):
     install(
         "from transformer_engine_fl import OpImpl\n\n\n"
         "def register(registry):\n"
-        "    for name in ('rmsnorm_fw', 'zeta_scale'):\n"
+        f"    for name in ({misspelt!r}, 'zeta_scale'):\n"
         "        fn = lambda input: input\n"
         "        registry.register_impl(OpImpl(name, 'vendor.acme', 'vendor', fn, vendor='acme'))\n"
     )
     ran = te_fl("doctor", "--json")
     assert ran.code == 0
     (said,) = (it["what"] for it in ran.document["findings"])
-    assert said.startswith("vendor.acme: registered for 'rmsnorm_fw'")
-    assert said.endswith("did you mean 'rmsnorm_fwd'?")
+    assert said.startswith(f"vendor.acme: registered for {misspelt!r}")
+    assert said.endswith(f"did you mean {meant!r}?")
 
 
 def test_operators_are_told_by_who_serves_them(te_fl):

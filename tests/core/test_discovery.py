@@ -235,11 +235,18 @@ BROKEN = {
         GOOD + f"TE_FL_PLUGIN_API = {PLUGIN_API + 1}\n",
         f"PluginError: .* written for plugin API {PLUGIN_API + 1}, this is {PLUGIN_API}",
     ),
-    "an API version that is no number": (GOOD + "TE_FL_PLUGIN_API = '1'\n", "plugin API '1'"),
+    "an API version that is no number": (
+        GOOD + "TE_FL_PLUGIN_API = '1'\n",
+        f"plugin API '1', which is no number; this is {PLUGIN_API}",
+    ),
     "raises half-way": (GOOD + "    raise KeyError('half-way')\n", "KeyError: 'half-way'"),
     "registers nonsense half-way": (
         GOOD + "    registry.register_impl('nonsense')\n",
         "RegistrationError: .* expected an OpImpl",
+    ),
+    "registers one as many": (
+        GOOD + "    registry.register_many(impl('three'))\n",
+        r"takes several implementations, got one \(scale/three\); register_impl takes one",
     ),
     "registers an id twice": (
         GOOD + "    registry.register_impl(impl('{name}.one'))\n",

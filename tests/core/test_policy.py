@@ -177,6 +177,22 @@ def test_a_vendor_where_a_switch_is_meant_is_told_the_variable_for_it() -> None:
         parse_environment({"TE_FL_PREFER_VENDOR": "nvidia"})
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "meant"),
+    [
+        ("TE_FL_PREFER", "acme", "; a vendor of that name is 'vendor:acme'"),
+        ("TE_FL_PER_OP", "a=flagos|acme", "; a vendor of that name is 'vendor:acme'"),
+        ("TE_FL_DENY_VENDORS", "nvidia,vendor:acme", "; here it is 'acme' alone"),
+    ],
+)
+def test_a_vendor_that_is_written_as_elsewhere_is_told_how_here(
+    variable: str, text: str, meant: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_environment({variable: text})
+    assert str(caught.value).endswith(meant)
+
+
 def test_a_malformed_variable_is_refused_even_where_another_outranks_it() -> None:
     with pytest.raises(ConfigurationError, match="TE_FL_PREFER_VENDOR"):
         parse_environment({"TE_FL_PREFER": "flagos", "TE_FL_PREFER_VENDOR": "maybe"})

@@ -263,7 +263,9 @@ def _slip(name: str, manager: OpManager) -> str | None:
     """What is most likely wrong with a name that has no contract."""
     if name.startswith("aten::"):
         return _no_aten(name)
-    close = difflib.get_close_matches(name, manager.registry.contracts, n=1, cutoff=0.85)
+    known = manager.registry.contracts
+    close = [it for it in known if sorted(it) == sorted(name)]  # letters in another order
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
     return f"an operator without a contract; did you mean {close[0]!r}?" if close else None
 
 

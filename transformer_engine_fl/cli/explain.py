@@ -84,9 +84,10 @@ def _unknown_device(manager: OpManager, device: str) -> str | None:
     kind = device.partition(":")[0]
     if kind in named:
         return None
+    hint = "; torch calls a GPU 'cuda'" if kind == "gpu" else suggestion(kind, named)
     return (
         f"note: no implementation names the device {kind!r}; they name "
-        f"{', '.join(sorted(named))}{suggestion(kind, named)}"
+        f"{', '.join(sorted(named))}{hint}"
     )
 
 

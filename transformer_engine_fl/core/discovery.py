@@ -221,6 +221,11 @@ def _register_function(plugin: Any, source: Source) -> Register:
         PluginError: another API version, or nothing to call with a registry.
     """
     version = _version(plugin)
+    if not isinstance(version, int):
+        raise PluginError(
+            f"{source.name}: TE_FL_PLUGIN_API states the plugin API {version!r}, "
+            f"which is no number; this is {PLUGIN_API}"
+        )
     if version != PLUGIN_API:
         raise PluginError(
             f"{source.name}: written for plugin API {version!r}, this is {PLUGIN_API}; "

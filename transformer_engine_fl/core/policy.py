@@ -168,9 +168,12 @@ def _listed(names: Any, where: str) -> tuple[Any, ...]:
 def _vendors(names: Iterable[Any], where: str) -> frozenset[str]:
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
+            head, _, rest = str(name).partition(":")
+            selector = head.strip().lower() == "vendor" and re.fullmatch(NAME, rest.strip())
+            hint = f"; here it is {rest.strip()!r} alone" if selector else ""
             raise ConfigurationError(
                 f"{where}: {name!r} is not a vendor name "
-                "(letters, digits, '_', '.', '-', '+'; a comma between names)"
+                f"(letters, digits, '_', '.', '-', '+'; a comma between names){hint}"
             )
     return frozenset(name.lower() for name in names)
 

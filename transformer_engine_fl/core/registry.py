@@ -251,6 +251,11 @@ class OpRegistry:
 
     def register_many(self, impls: Iterable[OpImpl]) -> None:
         """Register all of ``impls``, or none if one of them cannot be."""
+        if isinstance(impls, OpImpl):
+            raise RegistrationError(
+                f"register_many takes several implementations, got one ({impls.label}); "
+                "register_impl takes one"
+            )
         self._register(impls)
 
     def _register(self, impls: Iterable[OpImpl]) -> None:

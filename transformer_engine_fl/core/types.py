@@ -279,6 +279,8 @@ class Selector:
         hint = suggestion(head, ("vendor", "impl") if colon else _KINDS)
         if colon and head in ("vendor", "impl"):
             hint = f"; {rest!r} after the colon is no name"
+        elif not hint and re.fullmatch(NAME, token):
+            hint = f"; a vendor of that name is {f'vendor:{token}'!r}"
         raise ConfigurationError(
             f"{where}: {token!r} is not a selector; valid: {', '.join(_KINDS)}, "
             f"vendor:NAME, impl:ID{hint}"

@@ -229,12 +229,16 @@ def _entries(impl_id: str, operators: Iterable[str] | None, manager: OpManager) 
     manager.ensure_initialized()
     registry = manager.registry
     known = {
-        entry.impl.impl_id for name in registry.list_operators() for entry in registry.entries(name)
+        entry.impl.impl_id: (entry.impl.vendor or "").lower()
+        for name in registry.list_operators()
+        for entry in registry.entries(name)
     }
     if impl_id not in known:
+        of_vendor = [repr(it) for it, vendor in known.items() if vendor == impl_id.lower()]
+        hint = f"; vendor {impl_id!r} has {', '.join(sorted(of_vendor))}" if of_vendor else ""
         raise UnknownOperatorError(
             f"no operator has an implementation {impl_id!r}; there are: "
-            f"{', '.join(sorted(known)) or 'none'}{suggestion(impl_id, known)}"
+            f"{', '.join(sorted(known)) or 'none'}{hint or suggestion(impl_id, known)}"
         )
     theirs = {
         name: entry
