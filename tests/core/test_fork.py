@@ -6,6 +6,7 @@ import os
 import pickle
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -248,6 +249,38 @@ def test_a_child_of_a_fork_while_an_implementation_was_imported_can_call_it(
     elsewhere(lambda: manager.call("scale", X))
     wait_for(tmp_path / "begun")
     assert in_child(lambda: manager.call("scale", X)) == "late"
+
+
+class SlowToFind:
+    """A finder of modules that takes its time over one of them, and leaves it to the others."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.begun = threading.Event()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == self.name:
+            self.begun.set()
+            time.sleep(0.7)
+
+
+@pytest.mark.parametrize(
+    "use", [get_policy, reset_global_policy, lambda: set_global_policy(SelectionPolicy())]
+)
+def test_a_child_of_a_fork_while_the_reader_of_policy_files_was_imported_can_read_one(
+    use: Callable[[], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    elsewhere: Callable[[Callable[[], object]], None],
+) -> None:
+    (tmp_path / "policy.toml").write_text('prefer = "reference"')
+    monkeypatch.setenv("TE_FL_POLICY_FILE", str(tmp_path / "policy.toml"))
+    slow = SlowToFind("transformer_engine_fl.core.policy_file")
+    monkeypatch.delitem(sys.modules, slow.name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [slow, *sys.meta_path])
+    elsewhere(use)
+    assert slow.begun.wait(30)
+    assert in_child(lambda: get_policy().prefer) == "reference"
 
 
 def test_a_child_of_a_fork_while_the_machine_was_asked_can_ask_it_again(

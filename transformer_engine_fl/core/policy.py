@@ -13,6 +13,7 @@ import contextvars
 import dataclasses
 import os
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any, Final, Protocol
 
 from transformer_engine_fl.core import log
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
+from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.locks import ForkSafeLock
 from transformer_engine_fl.core.tracing import in_compiled_code, refuse_block
 from transformer_engine_fl.core.types import NAME, OP_NAME, TRAITS, BackendImplKind, Selector
@@ -46,6 +48,9 @@ __all__ = [
     "with_preference",
     "with_strict_mode",
 ]
+
+_READER: Final = "transformer_engine_fl.core.policy_file:fields_of"
+"""What reads a policy file: imported where there is one."""
 
 _EMPTY: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
@@ -310,22 +315,17 @@ def load_policy_file(path: str | Path) -> SelectionPolicy:
         ConfigurationError: the file cannot be read, is no TOML, has an unknown key or a
             value of the wrong kind; names the file and the key.
     """
-    import tomllib
-
-    from transformer_engine_fl.core.policy_file import validate
+    from transformer_engine_fl.core.policy_file import fields_of  # see _import_reader
 
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")  # editors may mark it
+        text = Path(path).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         problem = f"cannot read {path}: it is not in UTF-8 ({error}); save it in that"
         raise ConfigurationError(f"TE_FL_POLICY_FILE: {problem}") from None
     except (OSError, ValueError, RuntimeError) as error:  # no path, nobody's home
         raise ConfigurationError(f"TE_FL_POLICY_FILE: cannot read {path}: {error}") from None
-    try:
-        content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # beyond TOMLDecodeError: huge or deep values
-        raise ConfigurationError(f"TE_FL_POLICY_FILE: {path} is no TOML: {error}") from None
-    fields = validate(content, str(path))
+    # Not by the codec utf-8-sig, which would be imported late, as fields_of must not be.
+    fields = fields_of(text.removeprefix("\N{BYTE ORDER MARK}"), str(path))
     try:
         return SelectionPolicy(**fields)
     except ConfigurationError as error:
@@ -558,6 +558,17 @@ class _State:
 policy_state: Final = _State()
 
 
+def _import_reader() -> None:
+    """Import what reads a policy file, if there is one, before our lock is taken.
+
+    That is done under :data:`LOADING`, as a fork must not find it half imported; and who
+    holds :data:`LOADING` may want our lock.
+    """
+    loaded = hasattr(sys.modules.get(_READER.partition(":")[0]), "fields_of")
+    if not loaded and os.environ.get("TE_FL_POLICY_FILE", "").strip():
+        load_attribute(_READER)
+
+
 def get_environment() -> Environment:
     """The environment's settings, read at the first call.
 
@@ -566,6 +577,7 @@ def get_environment() -> Environment:
     """
     environment = policy_state.environment
     if environment is None:
+        _import_reader()
         with policy_state.lock:
             environment = policy_state.environment
             if environment is None:
@@ -600,6 +612,7 @@ def set_global_policy(policy: SelectionPolicy | None) -> SelectionPolicy | None:
     """
     if policy is not None and not isinstance(policy, SelectionPolicy):
         raise ConfigurationError(f"set_global_policy: {policy!r} is not a SelectionPolicy")
+    _import_reader()
     with policy_state.lock:
         before, policy_state.policy = policy_state.policy, policy
         policy_state.renew_key()
@@ -609,6 +622,7 @@ def set_global_policy(policy: SelectionPolicy | None) -> SelectionPolicy | None:
 
 def reset_global_policy() -> None:
     """Forget the policy set by code, and read the environment again at the next use."""
+    _import_reader()
     with policy_state.lock:
         policy_state.policy = policy_state.environment = None
         policy_state.renew_key()

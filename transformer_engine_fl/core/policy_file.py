@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictStr, ValidationError
 
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 
-__all__ = ["validate"]
+__all__ = ["fields_of"]
 
 
 class PolicyFile(BaseModel):
@@ -24,12 +25,16 @@ class PolicyFile(BaseModel):
     require: list[StrictStr] | None = None
 
 
-def validate(content: dict[str, Any], path: str) -> dict[str, Any]:
+def fields_of(text: str, path: str) -> dict[str, Any]:
     """The fields that a policy file gives, as keywords for ``SelectionPolicy``.
 
     Raises:
         ConfigurationError: names the file, the key and what it should be.
     """
+    try:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # beyond TOMLDecodeError: huge or deep values
+        raise ConfigurationError(f"TE_FL_POLICY_FILE: {path} is no TOML: {error}") from None
     try:
         return PolicyFile.model_validate(content).model_dump(exclude_none=True)
     except ValidationError as error:
