@@ -110,7 +110,8 @@ def test_who_interrupts_it_reads_for_whom_it_waited(te_fl, install):
 
 
 @pytest.mark.parametrize(
-    ("misspelt", "meant"), [("rmsnorm_fw", "rmsnorm_fwd"), ("swigul", "swiglu"), ("gleu", "gelu")]
+    ("misspelt", "meant"),
+    [("rmsnorm_fw", "rmsnorm_fwd"), ("swigul", "swiglu"), ("gleu", "gelu"), ("SwiGLU", "swiglu")],
 )
 def test_an_implementation_of_a_misspelt_operator_is_a_warning(te_fl, install, misspelt, meant):
     install(

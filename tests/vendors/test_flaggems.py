@@ -438,6 +438,7 @@ def test_a_helper_that_is_not_served_is_named(
     (said,) = [it for it in caplog.messages if "cannot be imported" in it]
     assert "'zeta'" in said
     assert "No module named 'flag_gems.ops" in said
+    assert said.endswith("; flag_gems is not installed, and what stands in for it lacks that")
 
 
 # --------------------------------------------------------------------------------- tuning

@@ -273,6 +273,43 @@ def test_ops_that_cannot_be_imported_are_reported_once_and_raised_for_who_asked_
     ops.geglu(x)  # everything else is unharmed
 
 
+@pytest.mark.parametrize(
+    ("line", "lacks"),
+    [
+        ("from liger_kernel.ops.utils import no_such_helper\n", True),
+        ("import liger_kernel.transformers.functional\n", True),
+        ("import no_such_sdk\n", False),
+        ("from torch import no_such_function\n", False),
+    ],
+)
+def test_what_the_stand_in_for_liger_lacks_is_told_apart_from_what_others_lack(
+    no_vendors: Path, caplog: pytest.LogCaptureFixture, line: str, lacks: bool
+) -> None:
+    write(no_vendors, "acme_liger", impl_info("acme"))
+    file = no_vendors / "acme_liger" / "ops" / "__init__.py"
+    file.write_text(line + file.read_text())
+    load_liger_package("acme_liger")
+    get_default_manager().call("geglu", torch.ones(2, 4))
+    (said,) = caplog.messages
+    assert (
+        said.endswith("; liger_kernel is not installed, and what stands in for it lacks that")
+        is lacks
+    )
+
+
+def test_a_name_of_ligers_in_other_letters_is_found_by_the_doctor(no_vendors: Path) -> None:
+    """It is an operator of its own, and the contract that was meant goes on without it."""
+    from transformer_engine_fl.cli.doctor import examine
+
+    texts = {"ops": OPS, "kernels": KERNELS}
+    misspelt = {it: text.replace("GELUMul", "GeluMul") for it, text in texts.items()}
+    write(no_vendors, "acme_liger", impl_info("acme"), **misspelt)
+    load_liger_package("acme_liger")
+    found = [it["what"] for it in examine()["findings"]]
+    slip = "liger.acme: registered for 'LigerGeluMulFunction', an operator without a contract"
+    assert found == [f"{slip}; did you mean 'LigerGELUMulFunction'?"]
+
+
 def test_ops_that_the_caller_left_no_stack_to_import_are_imported_later(
     no_vendors: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -263,9 +263,12 @@ def _slip(name: str, manager: OpManager) -> str | None:
     """What is most likely wrong with a name that has no contract."""
     if name.startswith("aten::"):
         return _no_aten(name)
-    known = manager.registry.contracts
-    close = [it for it in known if sorted(it) == sorted(name)]  # letters in another order
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    contracts, letters = manager.registry.contracts, sorted(name.lower())
+    entries = {it: manager.registry.entries(it) for it in manager.registry.list_operators()}
+    ours = [it for it, found in entries.items() if any(e.impl.kind == "reference" for e in found)]
+    # Letters in another order or case: also of the names of other projects that are served.
+    close = [it for it in (*contracts, *ours) if it != name and sorted(it.lower()) == letters]
+    close = close or difflib.get_close_matches(name, contracts, n=1, cutoff=0.85)
     return f"an operator without a contract; did you mean {close[0]!r}?" if close else None
 
 

@@ -12,8 +12,13 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
+from typing import Final
 
-__all__ = ["installed", "lent", "standing_in", "tree"]
+__all__ = ["installed", "lacking", "lent", "standing_in", "tree"]
+
+_OURS: Final = __name__.partition(".")[0]
+_STANDS_FOR: Final[dict[str, str]] = {}
+"""Which project a module of ours has stood for, by the module's own name."""
 
 
 def installed(root: str) -> bool:
@@ -59,6 +64,9 @@ def tree(modules: Mapping[str, ModuleType], whose: str) -> dict[str, ModuleType]
 def standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
     """Within the block these modules are imported under their names, and not beyond it."""
     before = {name: sys.modules.get(name) for name in modules}
+    for name, served in modules.items():  # one of the project itself may be among them
+        if served.__name__ == name or served.__name__.startswith(f"{_OURS}."):
+            _STANDS_FOR[served.__name__] = name.partition(".")[0]
     sys.modules.update(modules)
     try:
         yield
@@ -68,3 +76,11 @@ def standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
+
+
+def lacking(error: BaseException) -> str | None:
+    """The project whose stand-in has not what could not be imported; None of another error."""
+    name = (error.name or "") if isinstance(error, ImportError) else ""
+    root = name.partition(".")[0]
+    project = _STANDS_FOR.get(name, root if root in _STANDS_FOR.values() else "")
+    return project if project and not installed(project) else None

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from transformer_engine_fl.core.blame import raised_at, worded
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
+from transformer_engine_fl.vendors.packages.shim import lacking
 
 __all__ = ["blamed", "exports", "import_folder", "parsed", "stated"]
 
@@ -31,7 +32,9 @@ def blamed(
         vendors: whom the package has named so far.
     """
     where = raised_at(error, folder)
-    made = PluginError(f"{what}: {where + ': ' if where else ''}{worded(error)}")
+    project = lacking(error)
+    hint = f"; {project} is not installed, and what stands in for it lacks that" if project else ""
+    made = PluginError(f"{what}: {where + ': ' if where else ''}{worded(error)}{hint}")
     made.vendors = tuple(vendors)
     return made
 
