@@ -269,6 +269,36 @@ def test_a_backend_overrides_what_differs() -> None:
     assert given.extra_config == {"ub": 1}
 
 
+class Uninitialised(BackendInfo):
+    def __init__(self, info: VendorInfo) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"backend": 3}, "backend must be a BackendInfo, or a class of them; got 3"),
+        (
+            {"backend": dict},
+            "backend must be a BackendInfo, or a class of them; got <class 'dict'>",
+        ),
+        ({"backend": Uninitialised}, "a Uninitialised, has no info: its __init__ must call"),
+        (
+            {"backend": BackendInfo(VendorInfo("zeta", "faraway"))},
+            r"a BackendInfo, is of VendorInfo\(vendor='zeta'",
+        ),
+        ({"ops": [relu]}, "'acme': ops must be a mapping, operator to implementation; got list"),
+    ],
+)
+def test_what_a_vendor_gives_of_another_kind_is_refused_and_harms_no_question(
+    given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RegistrationError, match=said):
+        register_vendor(VendorInfo("acme", "faraway"), **given)
+    assert get_current_backend("faraway") is None
+    assert "acme" not in {it.vendor for it in BackendRegistry.vendors()}
+
+
 @pytest.mark.parametrize(
     ("n", "settings"),
     [(1, (1, 4)), (100, (128, 4)), (2048, (2048, 8)), (8000, (8192, 16)), (65536, (65536, 32))],

@@ -67,11 +67,17 @@ class BackendRegistry:
             fields: of every :class:`OpImpl`, where the usual ones do not fit.
 
         Raises:
-            RegistrationError: the name is taken by a vendor described otherwise.
+            RegistrationError: the name is taken by a vendor described otherwise, or what is
+                given is not of the kinds above.
         """
         if not isinstance(info, VendorInfo):
             raise RegistrationError(f"expected a VendorInfo, got {type(info).__name__}")
-        made = backend(info) if isinstance(backend, type) else backend
+        if ops is not None and not isinstance(ops, Mapping):
+            raise RegistrationError(
+                f"vendor {info.vendor!r}: ops must be a mapping, operator to implementation; "
+                f"got {type(ops).__name__}"
+            )
+        made = _made(info, backend)
         with LOADING:
             known = _BACKENDS.get(info.key)
             if known is not None and known.info != info:
@@ -235,6 +241,28 @@ def _implementations() -> list[OpImpl]:
     operators = manager.registry.snapshot().operators.values()
     entries = (entry for of_one in operators for entry in of_one)
     return [entry.impl for entry in entries if entry.impl.kind is BackendImplKind.VENDOR]
+
+
+def _made(info: VendorInfo, backend: BackendInfo | type[BackendInfo]) -> BackendInfo:
+    """The vendor's own description of its device.
+
+    Raises:
+        RegistrationError: it is none, or is another vendor's.
+    """
+    kind = backend if isinstance(backend, type) else type(backend)
+    if not issubclass(kind, BackendInfo):
+        raise RegistrationError(
+            f"vendor {info.vendor!r}: backend must be a BackendInfo, or a class of them; "
+            f"got {backend!r}"
+        )
+    made = backend(info) if isinstance(backend, type) else backend
+    found = getattr(made, "info", None)
+    if found != info:
+        said = f"is of {found}" if found else "has no info: its __init__ must call BackendInfo's"
+        raise RegistrationError(
+            f"vendor {info.vendor!r} is {info}; its backend, a {kind.__name__}, {said}"
+        )
+    return made
 
 
 def _impls(info: VendorInfo, ops: Ops, fields: Mapping[str, Any]) -> list[OpImpl]:
