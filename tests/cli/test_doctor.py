@@ -67,6 +67,11 @@ def test_every_malformed_variable_is_a_finding_and_the_rest_is_still_judged(te_f
     assert ran.document["policy"]["prefer"]["origin"] == "default"
 
 
+def test_a_malformed_variable_is_shown_among_those_that_are_set(te_fl):
+    said = te_fl("doctor", TE_FL_STRICT="maybe", TE_FL_PREFER="vendor").out
+    assert "\nTE_FL_PREFER=vendor\nTE_FL_STRICT=maybe\n" in said
+
+
 def test_environment_is_left_as_it_was(te_fl, monkeypatch):
     monkeypatch.setenv("TE_FL_PREFER", "vendro")
     te_fl("doctor")

@@ -1,7 +1,7 @@
 """``te-fl doctor``: what this installation is, what works, and what is broken and why.
 
 Finding a fault is its job, so nothing that is wrong here ends it: a malformed setting is
-a finding, and the rest is shown as if that setting were not there.
+a finding, and the rest is judged as if that setting were not there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def doctor(
 def examine(*, clear_cache: bool = False) -> Report:
     """Everything the doctor has to say, as plain JSON values."""
     findings = _Findings()
-    malformed = dict(_malformed())
+    malformed, environment = dict(_malformed()), _environment()
     for problem in malformed.values():
         findings.broken(problem, "the rest is judged as if it were not set")
     with _heard() as warnings, _unset(malformed):
@@ -76,7 +76,7 @@ def examine(*, clear_cache: bool = False) -> Report:
         report = {
             "versions": _versions(findings),
             "devices": findings.watch("the devices cannot be asked", devices, []),
-            "environment": _environment(malformed),
+            "environment": environment,
             "policy": _policy(manager, findings),
             "sources": _sources(manager, findings),
             "operators": _operators(manager, findings),
@@ -164,10 +164,10 @@ def _heard() -> Iterator[list[str]]:
         logger.removeFilter(keep)
 
 
-def _environment(malformed: dict[str, str]) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     ours = (name for name in os.environ if name.startswith(("TE_FL_", "TEFL_")))
     names = sorted({*ours, *(name for name in OTHER_VARIABLES if name in os.environ)})
-    return {name: os.environ[name] for name in names if name not in malformed}
+    return {name: os.environ[name] for name in names}
 
 
 # -------------------------------------------------------------------------- the machine
