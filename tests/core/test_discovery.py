@@ -139,6 +139,34 @@ def test_the_version_of_a_function_is_that_of_its_module(
     assert "plugin API" in str(report(manager, "entry point acme").error)
 
 
+@pytest.mark.parametrize("value", ["acme-kernels", "acme kernels:register", ":register", ""])
+def test_an_entry_point_that_names_no_module_is_left_out_alone(
+    value: str, plugin: Plugin, distribution: Callable[..., None]
+) -> None:
+    name = plugin()
+    distribution("acme-kernels", acme=value, zeta=name)
+    manager = started()
+    assert set(ids(manager)) == {f"{name}.one", f"{name}.two"}
+    said = str(report(manager, "entry point acme").error)
+    assert f"its entry point is {value!r}, and must be 'module' or 'module:function'" in said
+
+
+@pytest.mark.parametrize("metadata", [None, b"", b"\xff\xfe", b"Metadata-Version: 2.1\n"])
+def test_a_plugin_of_a_distribution_with_broken_metadata_harms_nobody(
+    metadata: bytes | None, plugin: Plugin, distribution: Callable[..., None], tmp_path: Path
+) -> None:
+    """As an installation that was interrupted leaves it."""
+    name = plugin()
+    distribution("acme-kernels", acme=name)
+    file = tmp_path / "acme-kernels-1.0.dist-info" / "METADATA"
+    file.unlink()
+    if metadata is not None:
+        file.write_bytes(metadata)
+    manager = started()
+    assert set(ids(manager)) == {f"{name}.one", f"{name}.two"}
+    assert report(manager, "entry point acme").origin == name
+
+
 def test_plugins_of_the_same_name_from_two_distributions_both_register(
     plugin: Plugin, distribution: Callable[..., None]
 ) -> None:

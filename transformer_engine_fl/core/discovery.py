@@ -96,12 +96,11 @@ def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Sou
         ours = [name for name in named if name.startswith(_OURS)]
         yield from map(_named, ours)
         for point in points:
-            distribution = point.dist.name if point.dist else point.value
-            load = point.load if point.attr else _plugin_importer(point.module)
-            yield Source(f"entry point {point.name}", distribution, load)
+            yield Source(f"entry point {point.name}", _distribution(point), _point_loader(point))
+        modules = {_module_of(point) for point in points}
         for name in named:
             # What is an entry point too is one plugin, named twice.
-            if name not in ours and all(point.module != name for point in points):
+            if name not in ours and name not in modules:
                 yield _named(name)
 
 
@@ -116,6 +115,41 @@ def find_entry_points() -> tuple[EntryPoint, ...]:
     from importlib.metadata import entry_points  # slow to load, and this is the only use
 
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
+
+
+def _distribution(point: EntryPoint) -> str:
+    """Who brings an entry point; the point itself where the distribution's metadata is broken."""
+    try:
+        return (point.dist and point.dist.name) or point.value
+    except Exception:  # noqa: BLE001 - half of an installation; what it names may yet be whole
+        return point.value
+
+
+def _module_of(point: EntryPoint) -> str | None:
+    """The module that an entry point names; None if what it says has not the form."""
+    try:
+        return point.module
+    except (AttributeError, AssertionError, ValueError):  # by the version of Python
+        return None
+
+
+def _point_loader(point: EntryPoint) -> Callable[[], Any]:
+    """Loads what an entry point names.
+
+    Raises:
+        PluginError: when it is called, if what it names has not the form.
+    """
+
+    def load() -> Any:
+        module = _module_of(point)
+        if module is None:
+            raise PluginError(
+                f"its entry point is {point.value!r}, and must be 'module' or 'module:function', "
+                "as Python spells them"
+            )
+        return point.load() if point.attr else _plugin_importer(module)()
+
+    return load
 
 
 def install(registry: OpRegistry, source: Source) -> SourceReport:
