@@ -337,6 +337,27 @@ def test_single_operators_of_a_set_may_differ_from_the_others() -> None:
     assert (forward.vendor, backward.vendor) == ("acme", "acme")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"families": ("normalisation",)}, "families: the catalogue has no 'normalisation'; did"),
+        ({"omit": ("layernorm_fw",)}, "omit: .* no 'layernorm_fw'; did you mean 'layernorm_fwd'"),
+        ({"differing": {"gem": {}}}, "differing: the catalogue has no 'gem'; did you mean 'gemm'"),
+        ({"families": "gemm"}, "families must be a collection of names, got the string 'gemm'"),
+        ({"omit": "gelu"}, "omit must be a collection of names, got the string 'gelu'"),
+    ],
+)
+def test_a_name_that_a_set_has_not_got_from_the_catalogue_is_refused(
+    given: dict[str, Any], said: str
+) -> None:
+    registry = OpRegistry()
+    with pytest.raises(RegistrationError, match=f"^acme.kernels: {said}"):
+        register_set(
+            registry, "acme.kernels", kind=BackendImplKind.REFERENCE, impl_id="acme", **given
+        )
+    assert registry.list_operators() == ()
+
+
 def test_a_stand_in_gives_way_to_who_comes_under_its_id() -> None:
     registry = OpRegistry(contracts={})
     common = {"op_name": "op", "impl_id": "vendor.acme", "kind": "reference"}

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from transformer_engine_fl.core.errors import RegistrationError, suggestion
 from transformer_engine_fl.core.types import DEFAULT_PRIORITY, BackendImplKind, OpImpl
 from transformer_engine_fl.ops import CATALOGUE
 
@@ -36,7 +37,15 @@ def register_set(
         differing: fields in which a family, or a single operator, differs from ``common``,
             by its name.
         common: the other fields of every :class:`OpImpl`.
+
+    Raises:
+        RegistrationError: a name is none of the catalogue's: what it should say would be lost.
     """
+    operators = {contract.name for contract in CATALOGUE.values()}
+    existing = {contract.family for contract in CATALOGUE.values()}
+    _check_names(package, "families", families or (), existing)
+    _check_names(package, "omit", omit, operators)
+    _check_names(package, "differing", differing, existing | operators)
     registry.register_many(
         OpImpl(
             op_name=contract.name,
@@ -52,3 +61,15 @@ def register_set(
         for contract in CATALOGUE.values()
         if (families is None or contract.family in families) and contract.name not in omit
     )
+
+
+def _check_names(package: str, argument: str, names: Collection[str], known: set[str]) -> None:
+    if isinstance(names, str):
+        raise RegistrationError(
+            f"{package}: {argument} must be a collection of names, got the string {names!r}"
+        )
+    for name in names:
+        if name not in known:
+            raise RegistrationError(
+                f"{package}: {argument}: the catalogue has no {name!r}{suggestion(name, known)}"
+            )
