@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def test_installed_alone_it_registers_and_says_nothing(package: Path, python: Pa
 @pytest.mark.slow
 def test_its_own_tests_pass(package: Path, python: Path) -> None:
     assert " passed" in run_own_tests(python, package)
+
+
+def test_its_page_installs_it_from_where_it_is(package: Path) -> None:
+    """Its name alone would be looked for at a registry, where it may be somebody else's."""
+    targets = re.findall(
+        r'^pip install (?:-e )?"?([^\s"[]+)', (package / "README.md").read_text(), re.M
+    )
+    assert targets
+    assert {*targets} <= {".", f"./plugins/{package.name}"}
 
 
 def test_its_page_has_a_place_for_its_scorecard(package: Path) -> None:
