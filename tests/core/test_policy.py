@@ -180,8 +180,8 @@ def test_a_vendor_where_a_switch_is_meant_is_told_the_variable_for_it() -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "meant"),
     [
-        ("TE_FL_PREFER", "acme", "; a vendor of that name is 'vendor:acme'"),
-        ("TE_FL_PER_OP", "a=flagos|acme", "; a vendor of that name is 'vendor:acme'"),
+        ("TE_FL_PREFER", "acme", "; if that is a vendor, say 'vendor:acme'"),
+        ("TE_FL_PER_OP", "a=flagos|acme", "; if that is a vendor, say 'vendor:acme'"),
         ("TE_FL_DENY_VENDORS", "nvidia,vendor:acme", "; here it is 'acme' alone"),
     ],
 )

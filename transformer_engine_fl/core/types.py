@@ -280,7 +280,7 @@ class Selector:
         if colon and head in ("vendor", "impl"):
             hint = f"; {rest!r} after the colon is no name"
         elif not hint and re.fullmatch(NAME, token):
-            hint = f"; a vendor of that name is {f'vendor:{token}'!r}"
+            hint = f"; if that is a vendor, say {f'vendor:{token}'!r}"
         raise ConfigurationError(
             f"{where}: {token!r} is not a selector; valid: {', '.join(_KINDS)}, "
             f"vendor:NAME, impl:ID{hint}"
