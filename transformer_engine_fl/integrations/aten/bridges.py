@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.integrations.aten.layout import as_they_lie, laid_out, order
 
 __all__ = ["PARTS", "WHOLE", "Bridge", "autocast"]
 
@@ -64,29 +65,35 @@ def _last(tensor: Tensor, dim: int) -> None:
 # --------------------------------------------------------------------------- activations
 
 
+def _unary(self: Tensor) -> Served:
+    return lambda run: as_they_lie(run, self, by=order(self))
+
+
+def _unary_backward(grad_output: Tensor, self: Tensor) -> Served:
+    _alike(grad_output, self)
+    return lambda run: as_they_lie(run, grad_output, self, by=order(grad_output, self))
+
+
+def _alike(grad_output: Tensor, self: Tensor) -> None:
+    _same_dtype(self, grad_output)
+    _need(grad_output.shape == self.shape, "the gradient has another shape than the input")
+
+
 def _gelu(self: Tensor, *, approximate: str = "none") -> Served:
     _need(approximate == "tanh", "the contract's GELU is the tanh form")
-    return lambda run: run(self)
+    return _unary(self)
 
 
 def _gelu_backward(grad_output: Tensor, self: Tensor, *, approximate: str = "none") -> Served:
     _need(approximate == "tanh", "the contract's GELU is the tanh form")
-    _same_dtype(self, grad_output)
-    return lambda run: run(grad_output, self)
-
-
-def _unary(self: Tensor) -> Served:
-    return lambda run: run(self)
-
-
-def _unary_backward(grad_output: Tensor, self: Tensor) -> Served:
-    _same_dtype(self, grad_output)
-    return lambda run: run(grad_output, self)
+    return _unary_backward(grad_output, self)
 
 
 def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: float) -> Served:
     _need(threshold == 0, f"the threshold of the contract's operator is 0, not {threshold}")
-    return _unary_backward(grad_output, self)
+    _alike(grad_output, self)
+    # Here it is the input that ATen looks at first.
+    return lambda run: as_they_lie(run, grad_output, self, by=order(self, grad_output))
 
 
 # ------------------------------------------------------------------------------- softmax
@@ -113,8 +120,9 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
 
     def served(run: Run) -> Tensor:
         # The logarithm of the denominator is what cross entropy saves, whatever the targets.
-        lse: Tensor = run(self, self.new_zeros(self.shape[:-1], dtype=torch.int64))[1]
-        return (self.to(lse.dtype) - lse.unsqueeze(-1)).to(self.dtype)
+        rows = self.contiguous()  # as what is returned
+        lse: Tensor = run(rows, rows.new_zeros(rows.shape[:-1], dtype=torch.int64))[1]
+        return (rows.to(lse.dtype) - lse.unsqueeze(-1)).to(self.dtype)
 
     return served
 
@@ -319,7 +327,11 @@ def _rms_norm(
     eps: float | None = None,
 ) -> Served:
     _one_dimension(input, normalized_shape, weight)
+    _need(order(input) not in _CHANNELS_LAST, "of channels_last images torch's is channels_last")
     return lambda run: run(input, _or_ones(weight, input), _eps(input, eps))[0]
+
+
+_CHANNELS_LAST: Final = ((0, 2, 3, 1), (0, 2, 3, 4, 1))
 
 
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -386,9 +398,22 @@ def _attention(
         heads_third = [it.transpose(1, 2) for it in (query, key, value)]
         bias = None if attn_mask is None else _as_bias(attn_mask, query)
         out: Tensor = run(*heads_third, bias, None, **options)[0]
-        return out.transpose(1, 2)
+        fused = _fused_in_torch(query, key, value, attn_mask, dropout_p)
+        return laid_out(out.transpose(1, 2), order(query) if fused else None)
 
     return served
+
+
+def _fused_in_torch(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
+) -> bool:
+    """Whether torch would not take it apart: what its kernels write lies as the query does."""
+    if any(it.stride(-1) != 1 for it in (query, key, value)):
+        return False
+    if query.device.type != "cpu":
+        return True
+    taught = attn_mask is not None and attn_mask.requires_grad
+    return query.shape[-1] == value.shape[-1] and not (dropout_p or taught)
 
 
 def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
@@ -402,7 +427,11 @@ def _dropout(input: Tensor, p: float, train: bool) -> Served:
     _full(input)
     _need(train and 0 < p < 1, "nothing is random about it")
     _need(_can_draw(input), "no random numbers while a CUDA graph is captured")
-    return lambda run: run(input, p, **_drawn())[0]
+
+    def served(run: Run) -> Tensor:
+        return as_they_lie(lambda it: run(it, p, **_drawn())[0], input, by=order(input))
+
+    return served
 
 
 def _can_draw(tensor: Tensor) -> bool:
