@@ -722,6 +722,13 @@ def test_te_fl_explain_knows_aten_operators(capsys: pytest.CaptureFixture[str]) 
     [
         pytest.param(lambda x: torch.softmax(x, 7), id="softmax-dim"),
         pytest.param(lambda x: F.log_softmax(x, -5), id="log_softmax-dim"),
+        *(
+            pytest.param(
+                lambda x, last=last: F.cross_entropy(x[0, 0], torch.tensor([0, 1, last, -100])),
+                id=f"target-{last}",
+            )
+            for last in (4, -1, 2**40)
+        ),
         pytest.param(
             lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4).double()),
             id="mask-dtype",

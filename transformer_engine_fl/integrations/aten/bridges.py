@@ -351,6 +351,9 @@ def _cross_entropy(
     _need(self.ndim <= 2, "the classes are not the last dimension")
     _need(target.dtype == torch.int64, "the targets are no indices of classes")
     _need(target.shape == self.shape[:-1], "not one target for each row")
+    if self.device.type == "cpu":  # where torch looks at them, and nobody waits for a device
+        wrong = (target < 0) | (target >= self.shape[-1])
+        _need(not (wrong & (target != ignore_index)).any(), "a target is no class: an IndexError")
 
     def served(run: Run) -> Tensor:
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
