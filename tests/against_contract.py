@@ -6,6 +6,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from transformer_engine_fl import BackendImplKind, OpImpl
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.registry import Entry
@@ -38,3 +41,13 @@ def checking(module: ModuleType) -> Callable[..., Any]:
         return outputs[0] if len(outputs) == 1 else outputs
 
     return check
+
+
+RECTIFIERS = ("drelu", "dbias_drelu", "dreglu", "dsrelu", "dbias_dsrelu", "dsreglu")
+
+
+def with_nan(op: str, device: str) -> tuple[Tensor, Tensor]:
+    """The gradient and the input of one of these, some of the input not a number."""
+    x = torch.tensor([[torch.nan, 1.0, -1.0, 0.0], [2.0, -2.0, torch.nan, 3.0]], device=device)
+    width = 2 if op.endswith("glu") else 4
+    return torch.arange(1.0, 2 * width + 1, device=device).view(2, width), x

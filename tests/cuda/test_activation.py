@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from against_contract import checking
+from against_contract import RECTIFIERS, checking, with_nan
 from torch import Tensor
 
 from transformer_engine_fl.backends.vendor.cuda import activation
@@ -39,6 +39,11 @@ def test_every_kind_is_compiled_ahead() -> None:
 
     sources = activation.representative_sources(Limits(9, 0, 132, 232_448, 233_472))
     assert {dict(source.defines).get("KIND") for source, _ in sources} >= {*KINDS, CLAMPED}
+
+
+@pytest.mark.parametrize("op", RECTIFIERS)
+def test_the_gradient_of_a_rectifier_passes_where_its_input_is_nan(op: str, device: str) -> None:
+    check(op, *with_nan(op, device))
 
 
 # ------------------------------------------------------------------------- on a device

@@ -200,6 +200,15 @@ def test_a_backward_inside_of_a_block_goes_with_the_forward_outside(name: str) -
     torch.testing.assert_close([it.grad for it in tensors], expected)
 
 
+def test_the_gradient_of_relu_passes_where_the_input_is_nan(ran: Ran) -> None:
+    x = torch.tensor([torch.nan, 1.0, 0.0, -0.0, -1.0, torch.inf], requires_grad=True)
+    (expected,) = torch.autograd.grad(F.relu(x), x, torch.arange(1.0, 7.0))
+    with use_aten_ops():
+        (gradient,) = torch.autograd.grad(F.relu(x), x, torch.arange(1.0, 7.0))
+    assert ("aten::threshold_backward", "reference.torch") in ran
+    assert gradient.tolist() == expected.tolist() == [1, 2, 0, 0, 0, 6]
+
+
 def test_dropout_keeps_the_mean_and_follows_the_seed(ran: Ran) -> None:
     x = torch.ones(4000, requires_grad=True)
     with use_aten_ops():

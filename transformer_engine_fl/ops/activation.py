@@ -533,7 +533,7 @@ def dqgelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
 def drelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """Gradient of :func:`relu`, 0 where the input is 0.
 
-    ``dx = grad * (x > 0)``.
+    ``dx = grad * (0 if x <= 0 else 1)``: it passes where the input is NaN, as in torch.
     """
     return _like(fwd_input)
 
@@ -587,7 +587,7 @@ def dqgeglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
 def dreglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """Gradient of :func:`reglu`, that of ``a`` and then that of ``b``.
 
-    ``da = grad * b * (a > 0)`` and ``db = grad * relu(a)``.
+    ``da = grad * b * (0 if a <= 0 else 1)`` and ``db = grad * relu(a)``.
     """
     return _like(fwd_input)
 

@@ -131,7 +131,8 @@ def _value_and_slope(
 ) -> tuple[tl.tensor, tl.tensor]:
     """An activation and its derivative; what is not used costs nothing."""
     if KIND == "relu":
-        return tl.where(x <= 0, 0.0, x), (x > 0).to(x.dtype)
+        below = x <= 0  # which NaN is not
+        return tl.where(below, 0.0, x), 1 - below.to(x.dtype)
     elif KIND == "srelu":
         above = tl.where(x <= 0, 0.0, x)
         return above * above, above + above

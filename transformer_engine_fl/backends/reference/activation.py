@@ -104,7 +104,7 @@ def _gelu_logit_slope(x: Tensor) -> Tensor:
 GELU = _swish(_gelu_logit, _gelu_logit_slope)
 QGELU = _scaled_swish(1.702)
 SILU = _scaled_swish(1.0)
-RELU = Activation(lambda x: x.relu(), lambda x: (x > 0).to(x.dtype))
+RELU = Activation(lambda x: x.relu(), lambda x: (x <= 0).logical_not().to(x.dtype))
 SRELU = Activation(lambda x: x.relu().square(), lambda x: 2 * x.relu())
 SIGMOID = Activation(lambda x: x.sigmoid(), lambda x: x.sigmoid() * (-x).sigmoid())
 

@@ -84,7 +84,8 @@ struct Sigmoid {
 struct Relu {
   template <typename A>
   static __device__ __forceinline__ Activated<A> at(A x, A) {
-    return {x <= A(0) ? A(0) : x, x > A(0) ? A(1) : A(0)};
+    const bool below = x <= A(0);  // which NaN is not
+    return {below ? A(0) : x, below ? A(0) : A(1)};
   }
 };
 
