@@ -552,6 +552,21 @@ def test_a_mode_sees_the_operator_and_what_it_runs_is_routed(ran: Ran) -> None:
     assert torch.ops.aten.silu.default in [node.target for node in graph.nodes]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # as an error, torch would serve
+def test_a_trace_has_torchs_operators_and_is_routed_where_it_runs() -> None:
+    module, x = nn.RMSNorm(8), torch.randn(6, 8)
+    seen: list[str] = []
+    with use_aten_ops():
+        traced = torch.jit.trace(module, x)  # type: ignore[no-untyped-call]
+        undo = get_default_manager().monitor(lambda name, impl: seen.append(name))
+        output = traced(x)
+        undo()
+    assert [node.kind() for node in traced.graph.findAllNodes("aten::rms_norm")]
+    assert seen == ["aten::rms_norm"]
+    torch.testing.assert_close(output, module.double()(x.double()).float())
+
+
 def test_tensors_with_ways_of_their_own_are_torchs(ran: Ran) -> None:
     sparse = torch.eye(3).to_sparse()
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)

@@ -12,7 +12,8 @@ threads in which autograd runs a backward that was called inside. :func:`enable`
 ``explain("aten::gelu", x)`` says who serves and why. Tensors that nobody here takes, of
 another dtype or device say, are served by torch's own kernel, the implementation
 ``native.aten``; so are subclasses of Tensor, tensors without data, and whatever a dispatch
-mode or ``torch.func`` is looking at. Code that torch.compile made is left as it was made.
+mode, ``torch.func`` or ``torch.jit.trace`` is looking at. Code that torch.compile made is left
+as it was made.
 
 Which operators come here, and who stands by for them, is in routes.py; what their arguments
 mean to the contracts in bridges.py.
@@ -342,12 +343,13 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _watched(whole: bool) -> bool:
-    """Whether a mode, or a transformation of ``torch.func``, must see the operator itself."""
+    """Whether a mode, ``torch.func`` or ``torch.jit.trace`` must see the operator itself."""
     if torch._C._len_torch_dispatch_stack():
         return True
     return whole and (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
