@@ -246,7 +246,7 @@ def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them() -> None
     assert list(prepared.attributes[0].value[:3]) == [4, 1, 1]
 
 
-LONG = 4096, 4104, 16384, 16392, 32768, 32776, 262144
+LONG = 4096, 4104, 16384, 16392, 32768, 32776, 65536, 65544, 131072, 131_080, 262144
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -261,7 +261,7 @@ def test_long_rows_keep_their_parameters_and_have_others_under_way(centred: bool
             assert int(dict(source.defines)["STAGES"]) > 1
             assert geometry.shared_bytes <= HOPPER.shared_per_block
     streamed = {columns for columns in LONG if found[columns] == "forward_stream"}
-    assert streamed == ({16392, 32768, 32776, 262144} if centred else {32776, 262144})
+    assert streamed == ({65536, 131072, 262144} if centred else {131_080, 262144})
 
 
 def test_a_layer_norm_that_is_cast_has_rows_under_way_from_shorter_ones_on() -> None:
@@ -391,7 +391,7 @@ def test_what_a_backward_adds_to_wide_rows_leaves_room_for_a_third(
 @pytest.mark.parametrize(
     ("backward", "centred", "told"),
     [
-        (False, False, {65536, 131072, 262144}),
+        (False, False, {262144}),
         (False, True, {65536, 131072, 262144}),
         (True, False, {131072, 262144}),
         (True, True, {32768}),
@@ -416,14 +416,14 @@ def test_which_clusters_exchange_without_a_barrier(
 @pytest.mark.parametrize(
     ("centred", "added", "limits", "team"),
     [
-        (False, False, HOPPER, (1024, 1)),
+        (False, False, HOPPER, (512, 1)),
         (False, True, HOPPER, (1024, 1)),
-        (True, False, HOPPER, (512, 4)),
+        (True, False, HOPPER, (256, 1)),
         (False, False, BLACKWELL, (1024, 1)),
         (False, True, BLACKWELL, (256, 4)),  # whose shared memory holds no two such rows
     ],
 )
-def test_only_a_root_mean_square_gives_a_block_32768_columns(
+def test_who_shares_a_row_of_32768_columns(
     centred: bool, added: bool, limits: _launch.Limits, team: tuple[int, int]
 ) -> None:
     low = torch.bfloat16
@@ -436,8 +436,6 @@ def test_only_a_root_mean_square_gives_a_block_32768_columns(
 @pytest.mark.parametrize(
     ("columns", "most_blocks", "spread", "stages"),
     [
-        (32768, 16, (512, 4, 2, 2), 4),
-        (32776, 16, (256, 8, 3, 2), 4),
         (65536, 16, (256, 8, 4, 2), 4),
         (131072, 16, (512, 8, 4, 1), 4),
         (262144, 16, (512, 16, 4, 1), 4),
@@ -452,7 +450,75 @@ def test_a_longer_layer_norm_gives_a_thread_more_vectors_and_registers(
     tile, way = key.spread(HOPPER, most_blocks)
     assert tile is not None
     assert (tile.lanes, tile.cluster, tile.vecs, tile.blocks) == spread
-    assert way == (stages, columns > 32768)
+    assert way == (stages, True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "centred", "spread"),
+    [
+        (8192, False, None),
+        (8200, False, (256, 1, 5, 5)),
+        (12296, False, None),
+        (16384, False, None),
+        (16392, False, (512, 1, 5, 2)),
+        (24576, False, (256, 1, 12, 3)),
+        (32768, False, (512, 1, 8, 2)),
+        (65536, False, (256, 2, 16, 3)),
+        (131072, False, (256, 4, 16, 3)),
+        (131_080, False, None),
+        (8192, True, None),
+        (16384, True, (256, 1, 8, 5)),
+        (32768, True, (256, 1, 16, 3)),
+        (40960, True, (256, 2, 10, 3)),
+        (49152, True, None),
+        (65536, True, None),
+        (81920, True, (256, 4, 10, 3)),
+        (98304, True, None),
+        (229_376, True, (256, 8, 14, 3)),
+        (262144, True, None),
+    ],
+)
+def test_which_rows_wait_in_the_shared_memory_of_small_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    centred: bool,
+    spread: tuple[int, ...] | None,
+) -> None:
+    low = torch.bfloat16
+    key = normalization.ForwardKey(columns, 8, low, low, low, low, centred, False)
+    tile, way = key.spread(HOPPER)
+    assert tile is not None
+    if spread is None:
+        monkeypatch.setattr(normalization, "WAITING", ())
+        assert key.spread(HOPPER) == (tile, way)
+    else:
+        assert (tile.lanes, tile.cluster, tile.vecs, tile.blocks) == spread
+        assert normalization.forward_source(key, HOPPER)[0].kernel == "forward"
+        taken = tile.threads * tile.held * 2 + 1024
+        assert tile.blocks * taken <= HOPPER.shared_per_multiprocessor
+        # The exchange of the sums has no room here.
+        tight = dataclasses.replace(HOPPER, shared_per_multiprocessor=tile.blocks * taken)
+        assert key.spread(tight)[0] != tile
+        assert key.spread(dataclasses.replace(HOPPER, major=8))[0] != tile
+
+
+@pytest.mark.parametrize("columns", [16384, 32768, 65536])
+@pytest.mark.parametrize("other", ["residual", "float32", "cast", "narrow"])
+def test_only_plain_rows_of_half_precision_wait_so(
+    monkeypatch: pytest.MonkeyPatch, columns: int, other: str
+) -> None:
+    low = torch.bfloat16
+    x = torch.float32 if other == "float32" else low
+    cast = normalization.Cast(None, True) if other == "cast" else None
+    columns -= 4 if other == "narrow" else 0
+    added = other == "residual"
+    keys = [
+        normalization.ForwardKey(columns, 8, x, low, low, x, centred, False, added, cast)
+        for centred in {False, not added}
+    ]
+    found = [key.spread(HOPPER) for key in keys]
+    monkeypatch.setattr(normalization, "WAITING", ())
+    assert found == [key.spread(HOPPER) for key in keys]
 
 
 @pytest.mark.parametrize(("columns", "streamed"), [(65536, False), (65544, True)])

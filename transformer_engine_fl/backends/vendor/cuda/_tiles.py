@@ -71,10 +71,14 @@ class Tile:
         """Elements that a thread holds."""
         return self.vec * self.vecs
 
+    def fills(self, columns: int) -> bool:
+        """Whether a row of that many columns fills the vectors of all its threads."""
+        return columns == self.held * self.lanes * self.cluster
+
     def defines(self, columns: int) -> dict[str, str | int]:
         """The tile as macros, for rows of that many columns."""
         return {
-            "FULL": int(columns == self.vec * self.vecs * self.lanes * self.cluster),
+            "FULL": int(self.fills(columns)),
             "VEC": self.vec,
             "VECS": self.vecs,
             "LANES": self.lanes,

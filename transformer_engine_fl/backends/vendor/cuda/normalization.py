@@ -92,10 +92,10 @@ LARGE_STREAM_TEAM: Final = (1024, 16)
 # which have the registers for it and for beta.
 LONG_LAYER: Final = 4096
 LONG_LAYER_TEAMS: Final = ((256, 8), (512, 8), (512, 16))
-# Rows of more vectors go that way: a cast gains first, a residual last. With gamma and beta
-# 8,192 and 32,768 columns of half precision were measured; the limit between them is where
-# one block no longer holds the row. Of mxfp8 and of float8 with one scale 8,192 columns were,
-# gamma alone; four vectors a thread are as far as the same block holds the row.
+# Rows of more vectors go that way, unless they are among WAITING: a cast gains first, a residual
+# last. With gamma and beta the limit is where one block no longer holds the row. Of mxfp8 and of
+# float8 with one scale 8,192 columns were measured, gamma alone; four vectors a thread are as far
+# as the same block holds the row.
 STREAM_VECTORS: Final = 2048
 STREAM_VECTORS_CAST: Final = 512
 STREAM_VECTORS_FLOAT8: Final = 1024
@@ -116,6 +116,47 @@ TOLD_RMS_FORWARD: Final = range(4097, MOST_COLUMNS)
 TOLD_LAYER_FORWARD: Final = range(4097, MOST_COLUMNS)
 TOLD_RMS_BACKWARD: Final = range(8193, MOST_COLUMNS)
 TOLD_LAYER_BACKWARD: Final = range(1025, 4097)
+
+
+class Waiting(NamedTuple):
+    """Rows of half precision that wait for their sums in the shared memory of small blocks.
+
+    Several of them, or of clusters, are on a multiprocessor, each with a row of its own: while
+    one writes, the others load. Gamma and beta are in caches, but where there is room for both.
+
+    Attributes:
+        centred: whether there is a mean to subtract.
+        columns: how wide the rows are.
+        team: threads of a block that share a row, and blocks that do.
+        vecs: vectors that a thread holds, at most.
+        blocks: of a multiprocessor.
+        unfilled: whether rows are left out that fill the vectors of ``forward_stream``, where
+            nothing is compared with the columns.
+    """
+
+    centred: bool
+    columns: range
+    team: Team
+    vecs: int
+    blocks: int
+    unfilled: bool = False
+
+
+# Without a residual and without a cast, as measured with 24 widths from 8,200 to 262,144 columns
+# (docs/cuda-kernels.md).
+WAITING: Final = (
+    Waiting(False, range(8193, 12289), (256, 1), 8, 5),
+    Waiting(False, range(16385, 20481), (512, 1), 8, 2),
+    Waiting(False, range(20481, 24577), (256, 1), 16, 3),
+    Waiting(False, range(24577, 32769), (512, 1), 8, 2),
+    Waiting(False, range(32769, 65537), (256, 2), 16, 3),
+    Waiting(False, range(65537, 131073), (256, 4), 16, 3),
+    Waiting(True, range(8193, 16385), (256, 1), 8, 5),
+    Waiting(True, range(16385, 32769), (256, 1), 16, 3),
+    Waiting(True, range(32769, 65537), (256, 2), 16, 3, unfilled=True),
+    Waiting(True, range(65537, 131073), (256, 4), 16, 3, unfilled=True),
+    Waiting(True, range(131073, 262145), (256, 8), 16, 3, unfilled=True),
+)
 
 
 class InRegisters(NamedTuple):
@@ -386,12 +427,36 @@ class ForwardKey:
         """The same, and how many rows are under way where a group of blocks goes from one to
         the next.
         """
-        if found := self._stream(device, most_blocks):
+        found = self._stream(device, most_blocks)
+        if tile := self._waiting(device, found[0] if found else None):
+            return tile, None
+        if found:
             return found
-        tile = None
         if not self.centred and self.cast is None:
             tile = self._row_tile(device, large_block=True)
         return tile or self._row_tile(device), None
+
+    def _waiting(self, device: _launch.Limits, stream: Tile | None) -> Tile | None:
+        """How the rows of :data:`WAITING` are spread; None for other rows.
+
+        ``stream``: how ``forward_stream`` would spread them, if it would.
+        """
+        sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
+        vec = vector_width(self.columns, SIZES[self.x])
+        plain = not self.added and self.cast is None and sizes == {2} and vec == 8
+        if not (plain and device.has_clusters):
+            return None
+        for centred, columns, team, vecs, blocks, unfilled in WAITING:
+            if self.centred is not centred or self.columns not in columns:
+                continue
+            if unfilled and stream is not None and stream.fills(self.columns):
+                return None
+            tile = team_tile(self.columns // vec, vec, vecs, (team,))
+            if tile is not None:
+                block = tile.threads * tile.held * 2 + self.exchanged(tile) + SHARED_PER_BLOCK
+                fits = blocks * block <= device.shared_per_multiprocessor
+                return replace(tile, blocks=blocks) if fits else None
+        return None
 
     def _row_tile(self, device: _launch.Limits, large_block: bool = False) -> Tile | None:
         """How rows are spread of which a group has one; None if the device has no room."""
