@@ -166,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // Over the threads that have one maximum: those of the row, but in a cluster of a warp.
   RowReduction<(CLUSTER > 1 ? 32 : LANES), 1, 1, A> over_near;
   Exchange<(LANES > 32 ? LANES / 32 : 1), CLUSTER, 2, A> tell;
+  static_assert(CLUSTER == 1 || LANES / 32 * CLUSTER >= 32, "or lanes would add one warp's twice");
 
   auto ask_for = [&](unsigned row, unsigned char* slots) {
     const bool exists = row < count;
