@@ -75,6 +75,62 @@ def test_which_scores_a_block_spreads_over_all_threads_of_a_multiprocessor(
     assert (tile.lanes, tile.vecs, tile.blocks) == (lanes, vecs, blocks)
 
 
+@pytest.mark.parametrize(
+    ("columns", "team", "vecs", "blocks"),
+    [
+        (4104, (128, 1), 5, 12),
+        (8184, (128, 1), 8, 12),
+        (16384, (128, 1), 16, 6),
+        (20480, (256, 1), 10, 5),
+        (32768, (256, 1), 16, 3),
+        (57344, (512, 1), 14, 2),
+        (65536, (128, 4), 16, 6),  # alone on its multiprocessor, a block of 512 would not wait
+        (131072, (128, 8), 16, 6),
+        (151936, (256, 8), 10, 5),
+        (262144, (256, 8), 16, 3),
+    ],
+)
+def test_which_scores_wait_in_shared_memory_of_several_blocks(
+    columns: int, team: tuple[int, int], vecs: int, blocks: int
+) -> None:
+    tile = softmax.waiting_tile(columns, 2, HOPPER)
+    assert tile is not None
+    assert ((tile.lanes, tile.cluster), tile.vecs, tile.blocks) == (team, vecs, blocks)
+
+
+@pytest.mark.parametrize("device", [HOPPER, SMALL], ids=["sm_90", "sm_120"])
+def test_scores_that_wait_fit_with_those_of_another_block(device: Limits) -> None:
+    waiting = 0
+    for columns in range(8, 270_000, 1016):
+        tile = softmax.waiting_tile(columns, 2, device)
+        if tile is None:
+            continue
+        waiting += 1
+        kept = softmax._shared_bytes(tile, (2,)) + softmax._exchanged(tile, (2,))
+        assert tile.blocks > 1
+        assert tile.blocks * (kept + SHARED_PER_BLOCK) <= device.shared_per_multiprocessor
+        assert tile.held * tile.lanes * tile.cluster >= columns
+        # Each lane of a warp hears as many of the others.
+        warps = tile.lanes // 32 * tile.cluster
+        assert warps % 32 == 0 or 32 % warps == 0
+    assert waiting > 150
+
+
+@pytest.mark.parametrize(
+    ("columns", "size", "device"),
+    [
+        (4096, 2, HOPPER),
+        (8192, 2, HOPPER),
+        (20484, 2, HOPPER),  # in vectors of 4
+        (262152, 2, HOPPER),
+        (20480, 4, HOPPER),
+        (20480, 2, AMPERE),
+    ],
+)
+def test_which_scores_do_not_wait_in_shared_memory(columns: int, size: int, device: Limits) -> None:
+    assert softmax.waiting_tile(columns, size, device) is None
+
+
 def test_a_block_without_room_for_a_gradients_row_shares_it() -> None:
     sizes = ((HOPPER, (2, 2), 1), (HOPPER, (2, 8), 2), (SMALL, (2, 2), 2))
     for device, bytes_of_each, blocks in sizes:
@@ -190,6 +246,19 @@ def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, de
     assert not check("scaled_masked_softmax_forward", x, hidden, 0.5)[0].any()
     check("scaled_aligned_causal_masked_softmax_forward", x)
     check("scaled_softmax_backward", x.nan_to_num(neginf=1.0), y, 0.5)
+
+
+@pytest.mark.parametrize("columns", [4104, 9000, 20_480, 57_344, 65_528, 98_304, 151_936, 262_144])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_scores_that_wait_in_shared_memory(columns: int, skip: int, device: str) -> None:
+    rows = 3 if device == "cpu" else 300
+    generator = torch.Generator().manual_seed(11)
+    x = (3 * torch.randn(rows, columns + 8, generator=generator)).to(device, torch.bfloat16)
+    x = x[:, skip : columns + skip]
+    x[1, : columns // 2] = float("-inf")  # all that some warps, or blocks, have
+    y = check("scaled_softmax_forward", x, 0.5)
+    assert torch.equal(softmax.scaled_softmax_forward(x[1:2], 0.5), y[1:2])
+    check("scaled_aligned_causal_masked_softmax_forward", x)
 
 
 @pytest.mark.parametrize("columns", [100_008, 131_072])

@@ -11,6 +11,7 @@
 //   VEC, ACCESS  elements per vector, and in one access
 //   VECS, LANES, ROWS, CLUSTER, FULL  how a row is spread over threads: see rows.cuh
 //   LOOPED       1 if a group of threads has several rows, one after the other; forward
+//   WAITING      1 if a row waits in shared memory for its sum, not in registers; forward
 //   IN_REGISTERS 1 if a thread keeps its last vectors in registers; backward
 //   STAGES       rows of such a group that are under way to shared memory at once
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
@@ -112,6 +113,15 @@ __device__ __forceinline__ A largest(const A (&values)[VEC], A so_far) {
   return so_far;
 }
 
+// Adds the weights of scores up with those so far, from which `before` was taken off: `above` is
+// the largest of them all.
+__device__ __forceinline__ void add_up(const A (&scores)[VEC], A before, A above, A& total) {
+  const A taken = above == lowest<A>() ? A(0) : above;
+  total *= exponential(before - taken);
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) total += exponential(scores[i] - taken);
+}
+
 // What is taken off the scores; where nothing is visible, nothing.
 __device__ __forceinline__ A taken_off(A highest) {
   return kHiding && highest == lowest<A>() ? A(0) : highest;
@@ -165,8 +175,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const Mask hiding = {mask, mask_batch, mask_head, mask_query};
   // Over the threads that have one maximum: those of the row, but in a cluster of a warp.
   RowReduction<(CLUSTER > 1 ? 32 : LANES), 1, 1, A> over_near;
-  Exchange<(LANES > 32 ? LANES / 32 : 1), CLUSTER, 2, A> tell;
-  static_assert(CLUSTER == 1 || LANES / 32 * CLUSTER >= 32, "or lanes would add one warp's twice");
+  constexpr int kWarps = LANES > 32 ? LANES / 32 : 1;
+  Exchange<kWarps, CLUSTER, 2, A> tell;
+  // Of fewer than 32 warps several lanes hear the same one: it counts once.
+  RowReduction<least(32, kWarps * CLUSTER), 1, 1, A> over_told;
+  static_assert(!WAITING || !LOOPED, "the slots are free only when the row is written");
 
   auto ask_for = [&](unsigned row, unsigned char* slots) {
     const bool exists = row < count;
@@ -207,32 +220,41 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
     wait_copies<STAGES - 1>();
 
-    A weights[VECS][VEC];
+    A weights[WAITING ? 1 : VECS][VEC];
     A highest[1] = {lowest<A>()};
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const int column = Row::first_column(v, rank);
-      if (!Row::in_row(column, columns)) continue;
-      scores_of(Slots<TX>::read(slots, v), hidden[v], column, bound, scale, weights[v]);
-      highest[0] = largest(weights[v], highest[0]);
-    }
-    // What was there is in registers: the slots are free.
-    if constexpr (LOOPED) ask_for(row + STAGES * step, slots);
-    over_near.max(highest);
-    // A warp may have nothing of what is visible of its row.
-    const A taken =
-        CLUSTER > 1 && highest[0] == lowest<A>() ? A(0) : taken_off(highest[0]);
-
     A total[1] = {0};
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       if (!Row::in_row(column, columns)) continue;
-      const bool visible = !CAUSAL || column < bound;
+      A(&scores)[VEC] = weights[WAITING ? 0 : v];
+      scores_of(Slots<TX>::read(slots, v), hidden[v], column, bound, scale, scores);
+      const A above = largest(scores, highest[0]);
+      // Each thread takes off the largest of its own scores so far.
+      if constexpr (WAITING) add_up(scores, highest[0], above, total[0]);
+      highest[0] = above;
+    }
+    // What was there is in registers: the slots are free.
+    if constexpr (LOOPED) ask_for(row + STAGES * step, slots);
+    const A own_highest = highest[0];
+    over_near.max(highest);
+    // A warp may have nothing of what is visible of its row.
+    const A taken =
+        CLUSTER > 1 && highest[0] == lowest<A>() ? A(0) : taken_off(highest[0]);
+
+    if constexpr (WAITING) {
+      total[0] *= exponential(own_highest - taken);
+    } else {
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        weights[v][i] = visible ? exponential(weights[v][i] - taken) : A(0);
-        total[0] += weights[v][i];
+      for (int v = 0; v < VECS; ++v) {
+        const int column = Row::first_column(v, rank);
+        if (!Row::in_row(column, columns)) continue;
+        const bool visible = !CAUSAL || column < bound;
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          weights[v][i] = visible ? exponential(weights[v][i] - taken) : A(0);
+          total[0] += weights[v][i];
+        }
       }
     }
     over_near.sum(total);
@@ -243,12 +265,12 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       A most[1] = {lowest<A>()};
 #pragma unroll
       for (const auto& one : all) most[0] = Max::combine(most[0], one[0]);
-      over_near.max(most);
+      over_told.max(most);
       const A shift = most[0] == lowest<A>() ? A(0) : most[0];
       total[0] = 0;
 #pragma unroll
       for (const auto& one : all) total[0] += one[1] * exponential(one[0] - shift);
-      over_near.sum(total);
+      over_told.sum(total);
       share = exponential(highest[0] - shift);
     }
     share *= share_of(total[0]);
@@ -259,9 +281,15 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       if (!Row::in_row(column, columns)) continue;
+      A(&scores)[VEC] = weights[WAITING ? 0 : v];
+      if constexpr (WAITING) {
+        scores_of(Slots<TX>::read(slots, v), hidden[v], column, bound, scale, scores);
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) weights[v][i] *= share;
-      store(target + v * kApart, encode<TX>(weights[v]));
+        for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - taken);
+      }
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) scores[i] *= share;
+      store(target + v * kApart, encode<TX>(scores));
     }
   }
   wait_copies<0>();
@@ -298,10 +326,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     A scores[VEC];
     scores_at(column, scores);
     const A above = largest(scores, own);
-    const A taken = above == lowest<A>() ? A(0) : above;
-    total[0] *= exponential(own - taken);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) total[0] += exponential(scores[i] - taken);
+    add_up(scores, own, above, total[0]);
     own = above;
   }
   A highest[1] = {own};

@@ -7,7 +7,7 @@ chip: in a warp, a block, or a cluster of blocks. Wider rows have kernels of the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -103,6 +103,25 @@ SPREAD_RESIDENT: Final = 2048
 """Threads of a multiprocessor that have them."""
 STAGES: Final = 2
 """Rows of such a group that are under way to shared memory at once."""
+WAITING: Final = frozenset({*range(4097, 8192), *range(8193, 262145)})
+"""Columns of plain forwards in half precision that wait in shared memory for their sum.
+
+Not in registers, so that several small blocks are on a multiprocessor, each with a row, or a
+part of one, of its own: while one writes, the others load. As measured with bfloat16 and 24
+widths (docs/cuda-kernels.md); of 8,192 columns, and of fewer, nothing gained, and causal rows lost.
+"""
+WAITING_TEAMS: Final[tuple[Team, ...]] = (
+    (128, 1),
+    (256, 1),
+    (512, 1),
+    (128, 4),
+    (128, 8),
+    (256, 8),
+)
+WAITING_VECTORS: Final = 16
+"""Vectors of a thread of those rows, at most."""
+WAITING_RESIDENT: Final = 1536
+"""Threads of a multiprocessor, at most, that have such rows; of at least two blocks."""
 MOST_ROWS: Final = 2**31 - 2**14
 
 
@@ -142,6 +161,22 @@ def row_tile(
     if forward or tile.cluster == 1:
         return with_blocks(tile, RESIDENT if tile.held <= HELD else RESIDENT // 2)
     return with_blocks(tile, BACKWARD_RESIDENT if tile.held <= HELD else RESIDENT)
+
+
+def waiting_tile(columns: int, size: int, device: _launch.Limits) -> Tile | None:
+    """The tile of :data:`WAITING` rows; None for other rows, and devices without clusters."""
+    vec = vector_width(columns, size)
+    if columns not in WAITING or size * vec != 16 or size != 2 or not device.has_clusters:
+        return None
+    for team in WAITING_TEAMS:
+        tile = team_tile(columns // vec, vec, WAITING_VECTORS, (team,))
+        if tile is not None:
+            block = _shared_bytes(tile, (size,)) + _exchanged(tile, (size,)) + SHARED_PER_BLOCK
+            room = device.shared_per_multiprocessor // block
+            blocks = min(room, WAITING_RESIDENT // tile.threads)
+            if blocks > 1:
+                return replace(tile, blocks=blocks)
+    return None
 
 
 def in_registers(tile: Tile, sizes: tuple[int, ...]) -> bool:
@@ -221,17 +256,21 @@ def source(
         kernel, arguments = "backward", "PPPqqqiiid"
         defines["TDY"] = NAMES[key.dy]
         sizes += (SIZES[key.dy],)
-    tile = row_tile(key.columns, sizes, device, most_blocks)
+    waiting = None
+    if key.dy is None and key.mask_step is None and not key.causal:
+        waiting = waiting_tile(key.columns, sizes[0], device)
+    tile = waiting or row_tile(key.columns, sizes, device, most_blocks)
     if tile is None:
         kernel += "_wide"
         defines |= {"VEC": vector_width(key.columns, sizes[0]), "LANES": WIDE_LANES}
         geometry = _launch.Geometry(WIDE_LANES, arguments)
     else:
         defines |= tile.defines(key.columns)
-        looped = key.dy is None and key.columns >= LOOPED_FROM
+        looped = key.dy is None and waiting is None and key.columns >= LOOPED_FROM
         depth = stages(tile, sizes, device) if looped else 1
         if key.dy is None:
-            defines |= {"LOOPED": int(looped), "STAGES": depth}
+            waits = int(waiting is not None)
+            defines |= {"LOOPED": int(looped), "STAGES": depth, "WAITING": waits}
         else:
             defines["IN_REGISTERS"] = int(in_registers(tile, sizes))
         geometry = _launch.Geometry(
@@ -274,10 +313,10 @@ def representative_sources(
     """Kernels of every kind, type and shape that the operators ask for, on such a device."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     keys = []
-    for columns in (1, 129, 1024, 2052, 4096, 8192, 32768, 151_936, 262144, 2**21):
+    for columns in (1, 129, 1024, 2052, 4096, 5120, 8192, 32768, 65536, 151_936, 262144, 2**21):
         vec = vector_width(columns, 2)
         keys += [Key(columns, vec, low, dy) for dy in (None, low)]
-    for columns in (96, 4096, 2**21):
+    for columns in (96, 4096, 20480, 2**21):
         keys += [Key(columns, 8, low, dy, True) for dy in (None, low)]
         keys += [Key(columns, 8, low, None, False, step, step == 1) for step in (0, 1)]
     for x, dy in ((full, full), (full, low), (half, full), (double, half)):
