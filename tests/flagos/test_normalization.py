@@ -12,7 +12,7 @@ from against_contract import checking
 from torch import Tensor
 
 from transformer_engine_fl.backends import _repeats
-from transformer_engine_fl.backends.flagos import _arguments, _launch
+from transformer_engine_fl.backends.flagos import _arguments, _launch, _rows
 from transformer_engine_fl.backends.flagos import normalization as flagos
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import normalization as contracts
@@ -52,7 +52,7 @@ def test_every_sample_of_the_contract(op: str, dtype: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("columns", [1, 9000, 20000, 40008, 262144])
+@pytest.mark.parametrize("columns", [1, 2600, 9000, 20000, 40008, 262144])
 def test_rows_of_every_width_forward(columns: int, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(3, columns).to(device, dtype)
     weight, bias = torch.randn(2, columns).to(device, dtype)
@@ -60,6 +60,38 @@ def test_rows_of_every_width_forward(columns: int, dtype: torch.dtype, device: s
     check("layernorm_fwd", x, weight, bias)
     if columns in (9000, 40008):
         check("rmsnorm_fwd_add", x, torch.randn(3, columns).to(x), weight)
+
+
+@pytest.mark.parametrize(
+    ("columns", "widest", "least", "parts"),
+    [
+        (4096, 4096, 512, (4096,)),
+        (8192, 4096, 1024, (4096, 4096)),
+        (5003, 4096, 1024, (4096, 1024)),
+        (4100, 4096, 1024, (4096, 1024)),  # no part is narrower
+        (7680, 8192, 1024, (8192,)),  # rather than three for a sixteenth
+        (28672, 16384, 2048, (16384, 8192, 4096)),
+        (25000, 16384, 2048, (16384, 8192, 2048)),
+        (31000, 16384, 2048, (16384, 16384)),
+        (65536, 16384, 2048, (16384, 16384, 32768)),
+        (100, 16, 128, (128,)),
+    ],
+)
+def test_the_parts_of_a_row(columns: int, widest: int, least: int, parts: tuple[int, ...]) -> None:
+    assert _rows.parts_of(columns, widest, least) == parts
+
+
+def test_parts_hold_their_row_and_little_more() -> None:
+    for columns in range(2049, 65537, 37):
+        for choice in (flagos._FORWARD, flagos._FORWARD_CENTRED):
+            cut = choice.heuristic(torch.device("cpu"), choice.rounded("columns", columns), 2)
+            if cut.shared:
+                continue
+            parts = _rows.parts_of(columns, cut.width, 4 * cut.threads)
+            assert columns <= sum(parts), (columns, cut)
+            assert sum(parts) - columns < max(columns // 7, 4 * cut.threads), (columns, cut)
+            assert len(parts) <= 3
+            assert sum(parts[:-1]) < columns
 
 
 # All but the first are shared by several programs, the last by most.
@@ -83,7 +115,7 @@ def test_rows_of_every_width_backward(columns: int, dtype: torch.dtype, device: 
     check("rmsnorm_bwd_add", dz, x, torch.randn(x.shape).to(x), *others)
 
 
-@pytest.mark.parametrize("columns", [100, 40008])
+@pytest.mark.parametrize("columns", [100, 5003, 40008])
 def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
     """As a difference of mean squares it would be off by some per cent."""
     x = (torch.randn(2, columns) + 1000).to(device, torch.float16)
@@ -455,10 +487,13 @@ def repeated(launch: _launch.Launch, numbers: tuple[Any, ...] = (3, 2.5)) -> Any
 
 
 @pytest.mark.usefixtures("no_scratch")
-def test_a_repeated_call_starts_what_its_launch_does(log: list[Any]) -> None:
+def test_a_repeated_call_starts_what_its_launch_does(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "_VERSION", (3, 7))
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     operator, a = repeated(launch), torch.zeros(64)
-    assert operator.calls.last(a, None) is not _repeats._MISS, operator.calls.refusal
+    assert operator.calls.last(a, None) is not _repeats.MISS, operator.calls.refusal
     log.clear()
     results = [operator(a), operator(a)]
     start = (5, 2, 1, 501, 77, (4, 1, 0), None, None, None)
@@ -506,7 +541,7 @@ def test_numbers_that_may_be_addresses_are_not_repeated(
 ) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     operator = repeated(launch, numbers)
-    assert operator.calls.last(torch.zeros(64), None) is _repeats._MISS
+    assert operator.calls.last(torch.zeros(64), None) is _repeats.MISS
 
 
 def test_scratch_memory_of_a_kernel_is_not_repeated(

@@ -48,6 +48,20 @@ def test_a_row_in_pieces(name: str, dtype: torch.dtype, pieces: bool, device: st
     check(f"{name}_backward", torch.randn(shape).to(scores), output)
 
 
+@pytest.mark.parametrize("cut", [Cut(128, 2048), Cut(128, 512, 2, 2), Cut(64, 512, resident=4)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_in_parts(name: str, cut: Cut, device: str) -> None:
+    scores = (torch.randn(2, 3, 2600) * 3).to(device, torch.bfloat16)
+    scores[0, 0, :2048] = float("-inf")  # all that a part has
+    hidden = ()
+    if name == "scaled_masked_softmax":
+        mask = torch.randn(scores.shape, device=device) > 0.4
+        mask[..., 1, :] = True
+        hidden = (mask,)
+    with flagos._FORWARD.trial(cut):
+        check(f"{name}_forward", scores, *hidden)
+
+
 @pytest.mark.parametrize("wider", [0, 1, 4, 8])
 def test_a_mask_of_whatever_strides(wider: int, device: str) -> None:
     scores = torch.randn(2, 3, 5, 64, device=device).to(torch.bfloat16)

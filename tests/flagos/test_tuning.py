@@ -19,6 +19,7 @@ import yaml
 from transformer_engine_fl import OpImpl, get_default_manager, with_preference
 from transformer_engine_fl.backends.flagos import tuning
 from transformer_engine_fl.backends.flagos.tuning import Choice, files, lookup, register_tuning
+from transformer_engine_fl.backends.flagos.tuning.choice import rounded_up
 from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError
 from transformer_engine_fl.core.policy import reset_global_policy
 
@@ -154,6 +155,20 @@ def test_columns_count_rounded_up_and_other_numbers_exactly(
     assert [choice(CPU, *key) for key in ((65, 2), (32, 2), (64, 4))] == [BY_RULE] * 3
 
 
+@pytest.mark.parametrize(
+    ("steps", "number", "rounded"),
+    [
+        *((1, number, rounded) for number, rounded in ((0, 1), (1, 1), (2, 2), (5, 8), (64, 64))),
+        *((4, number, rounded) for number, rounded in ((1, 1), (3, 3), (9, 10), (64, 64))),
+        *((4, number, rounded) for number, rounded in ((65, 80), (81, 96), (97, 112), (113, 128))),
+    ],
+)
+def test_numbers_are_rounded_up_to_steps_between_powers_of_two(
+    steps: int, number: int, rounded: int
+) -> None:
+    assert rounded_up(number, steps) == rounded
+
+
 def test_files_are_read_again_only_when_all_is_forgotten(choice: Choice[Tile], user: Path) -> None:
     path = write(user / "default.yaml", 7)
     assert choice(CPU, 64, 2).threads == 7
@@ -206,7 +221,7 @@ WRONG = {
         r":5: .*1\.key: .* is there twice"
     ),
     ENTRY.replace("columns: 64", "columns: 65") + "{threads: 1}\n": (
-        r":3: .*key\.columns: 65 is no power of two"
+        r":3: .*key\.columns: 65 counts as 128: write that"
     ),
     ENTRY.replace("columns", "column") + "{threads: 1}\n": (
         r":3: .*key\.column: unknown field; .*did you mean 'columns'\?"
@@ -580,6 +595,7 @@ def test_every_value_that_a_family_offers_may_stand_in_a_file(
         ("softmax_fwd", {"programs": 0, "shared": True}, "programs must be from 1 to 12"),
         ("rmsnorm_fwd", {"width": 3000}, "width must be a power of two"),
         ("layernorm_bwd", {"stages": 0}, "stages must be from 1 to 8"),
+        ("layernorm_fwd", {"programs": 0, "resident": 13}, "resident must be at most 12"),
     ],
 )
 def test_a_cut_of_rows_that_no_kernel_can_run_with_is_refused(
@@ -668,9 +684,9 @@ ROPE = {"tensors": 1, "features": 32, "itemsize": 4}
     [
         ("cross_entropy_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
         ("cross_entropy_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
-        ("rmsnorm_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
-        ("layernorm_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
-        ("scaled_softmax_backward", "6x40", "softmax_bwd", {"columns": 64, "itemsize": 4}),
+        ("rmsnorm_fwd", "6x40", "", {"columns": 40, "itemsize": 4}),
+        ("layernorm_bwd", "6x40", "", {"columns": 40, "itemsize": 4}),
+        ("scaled_softmax_backward", "6x40", "softmax_bwd", {"columns": 40, "itemsize": 4}),
         ("multi_tensor_scale", "1x8", "", {"elements": 512, "itemsize": 4}),
         ("multi_tensor_l2norm", "1x8", "", {"elements": 512, "itemsize": 4}),
         ("multi_tensor_sgd", "1x8", "", {"elements": 512, "itemsize": 4}),

@@ -1,4 +1,4 @@
-"""Norms: tiles of several rows, one row in registers, wide rows."""
+"""Norms: tiles of several rows, one row in registers, also in parts, wide rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ MODULES = ("normalization", "_sums")
 STREAMING = {"_backward_shared", "_forward_rows", "_forward_shared"}
 # Three numbers of a row, read before the loop for two rows, and in it for one.
 SINGLE = {"_forward_shared": 9}
-FORWARD_WIDTHS = {"bfloat16": (1024, 4096, 32768, 65536), "float32": (4096, 65536)}
+FORWARD_WIDTHS = {
+    "bfloat16": (1024, 4096, 6144, 20480, 32768, 65536, 131072),
+    "float32": (4096, 65536),
+}
 BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
 PARTIAL_SUMS = (16, 24, 64, 100, 132)
 

@@ -1,4 +1,4 @@
-"""The scaled softmax forms: several rows, one row, and a row in pieces."""
+"""The scaled softmax forms: several rows, one row, also in parts, and a row in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPERATORS = (
     "scaled_masked_softmax",
     "scaled_aligned_causal_masked_softmax",
 )
-WIDTHS = (1024, 16384, 65536)
+WIDTHS = (1024, 6144, 16384, 20480, 65536)
 
 
 def launch() -> None:

@@ -1,5 +1,8 @@
 """How rows are cut: into tiles of whole rows, or into pieces that several programs share.
 
+A tile is a power of two wide. A forward holds a whole row of another width in up to three such
+parts, and numbers of 2 bytes as they were stored while it waits for their sum, if they are many.
+
 A program that has one piece of a row holds it in registers, leaves its share of the row's
 sums where the others find it, and does the same for the next of its rows before it waits
 for the others' shares of the first, which are there by then, and finishes that. So each
@@ -31,7 +34,24 @@ from transformer_engine_fl.backends.flagos.tuning import Choice
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Cut", "SharedRows", "WholeRows", "cut", "cut_choice", "heard", "tell", "two_sums"]
+__all__ = [
+    "Cut",
+    "SharedRows",
+    "WholeRows",
+    "across",
+    "along",
+    "as_stored",
+    "columns_of_part",
+    "cut",
+    "cut_choice",
+    "existing",
+    "heard",
+    "parts_of",
+    "rows_of",
+    "tell",
+    "two_sums",
+    "within_part",
+]
 
 
 class Cut(NamedTuple):
@@ -40,12 +60,15 @@ class Cut(NamedTuple):
     Attributes:
         threads: of a program.
         width: in columns, those of float64 counting double: of a tile, which several rows
-            share if they are narrower, or of a piece.
+            share if they are narrower, or of a piece. A forward of whole rows that are wider
+            takes them in parts, see :func:`parts_of`.
         programs: that a multiprocessor holds at once, each with many tiles or pieces; 0 for
             a program per tile.
         stages: tiles under way in a program that has many; pieces, beside those of the two
             rows in its registers.
         shared: whether a row is in pieces, of as many programs.
+        resident: programs of a tile each for which the registers of a multiprocessor suffice;
+            0 leaves that to the compiler.
     """
 
     threads: int
@@ -53,6 +76,7 @@ class Cut(NamedTuple):
     programs: int = 0
     stages: int = 1
     shared: bool = False
+    resident: int = 0
 
 
 def cut_choice(
@@ -61,6 +85,7 @@ def cut_choice(
     usual: Mapping[int, Cut],
     whole: Iterable[tuple[int, int]],
     most_elements: int,
+    half: Mapping[int, Cut] | None = None,
 ) -> Choice[Cut]:
     """The choice of a cut by a row's columns and the bytes of one.
 
@@ -70,21 +95,25 @@ def cut_choice(
         usual: where nothing was measured, by the widest row that it is for.
         whole: of whole rows, ``programs`` and ``stages`` that are tried.
         most_elements: of a thread that holds whole rows, in those that are tried.
+        half: the same as ``usual`` for elements of 2 bytes; of a kernel of rows in parts.
     """
     whole = tuple(whole)
 
     def rule(columns: int, itemsize: int) -> Cut:
-        found: Cut = listed(usual, columns * (itemsize // 8 + 1))
+        table = half if half is not None and itemsize == 2 else usual
+        found: Cut = listed(table, columns * (itemsize // 8 + 1))
         return found
 
     def candidates(columns: int, itemsize: int) -> Iterator[Cut]:
         yield (first := rule(columns, itemsize))
         row = columns * (itemsize // 8 + 1)
         if row <= _WIDEST_WHOLE:
-            width = row if first.shared else max(row, first.width)
+            width = block_of(row) if first.shared else max(block_of(row), first.width)
             for threads, (programs, stages) in itertools.product((128, 256, 512, 1024), whole):
                 if 8 <= width // threads <= most_elements and threads * programs <= MOST_THREADS:
                     yield Cut(threads, width, programs, stages)
+        if half is not None and itemsize == 2 and _NARROWEST_IN_PARTS < row <= _WIDEST_IN_PARTS:
+            yield from _cuts_in_parts(row)
         if row > _NARROWEST_SHARED:
             for threads, width, programs in _PIECES:
                 yield Cut(threads, width, programs, 3, shared=True)
@@ -92,9 +121,16 @@ def cut_choice(
     runs = sorted({programs for programs, _ in whole})
 
     def wrong(cut: Cut) -> str | None:
-        said = bounded(threads=(32, 1024), width=(16, _WIDEST_WHOLE), stages=range(1, 9))(cut)
+        said = bounded(
+            threads=(32, 1024),
+            width=(16, _WIDEST_WHOLE),
+            stages=range(1, 9),
+            resident=range(MOST_THREADS // 32 + 1),
+        )(cut)
         if said is not None:
             return said
+        if cut.resident * cut.threads > MOST_THREADS:
+            return f"resident must be at most {MOST_THREADS // cut.threads} with these threads"
         least = 1 if cut.shared else runs[0]
         most = 0 if not cut.shared and runs[-1] == 0 else MOST_THREADS // cut.threads
         if not least <= cut.programs <= most:
@@ -106,7 +142,7 @@ def cut_choice(
         name,
         Cut,
         key=("columns", "itemsize"),
-        rounded=("columns",),
+        rounded={"columns": 4},
         candidates=candidates,
         heuristic=lambda device, columns, itemsize: rule(columns, itemsize),
         wrong=wrong,
@@ -114,9 +150,24 @@ def cut_choice(
     )
 
 
+def _cuts_in_parts(row: int) -> Iterator[Cut]:
+    """Ways to hold a row in parts that are tried."""
+    power = block_of(row) if row == block_of(row) else block_of(row) // 2
+    for width, threads in itertools.product((power // 2, power), (128, 256, 512, 1024)):
+        if width >= row or width > _WIDEST_WHOLE or not 8 <= row // threads <= _MOST_IN_PARTS:
+            continue
+        yield Cut(threads, width)
+        for together in _RESIDENT_THREADS:
+            if threads <= together:
+                yield Cut(threads, width, resident=together // threads)
+
+
 # Of a multiprocessor, in programs that are all there at once: every one has room for these.
 MOST_THREADS = 1536
 _WIDEST_WHOLE, _NARROWEST_SHARED = 32768, 8192
+_NARROWEST_IN_PARTS, _WIDEST_IN_PARTS, _MOST_IN_PARTS = 2048, 65536, 128
+# Of a multiprocessor, whose registers suffice for them.
+_RESIDENT_THREADS = (512, 768, 1024, 1536)
 # Threads, width and programs of rows in pieces that are tried.
 _PIECES = (
     (128, 2048, 3),
@@ -131,7 +182,92 @@ _PIECES = (
 )
 
 
-# --------------------------------------------------------------------------- in a kernel
+# -------------------------------------------------------------- in a kernel of whole rows
+
+
+def parts_of(columns: int, widest: int, least: int) -> tuple[int, ...]:
+    """Powers of two that hold a row of so many columns together, the widest first.
+
+    A tile has a power of two of them, so a row of 20,480 in one would have a third of its
+    threads' registers empty. There are at most three parts; only the last may be wider than
+    what is left of the row, and the first two are no wider than ``widest``. None is narrower than
+    ``least``, also a power of two.
+    """
+    parts: list[int] = []
+    left = columns
+    while left > 0:
+        whole = max(block_of(left), least)
+        if len(parts) < 2 and (whole > widest or whole - left > whole // 8):
+            whole = max(min(widest, whole // 2), least)
+        parts.append(whole)
+        left -= whole
+    return tuple(parts)
+
+
+# A tile of one row is a vector, and what its row has is a number: of tiles [1, columns] that are
+# not alike in their layout, each sum would have to change its own to meet those of the others.
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rows_of(tile: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """The rows of a tile."""
+    return tile if ROWS == 1 else tile * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def existing(row: tl.tensor, rows: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """Which rows of a tile there are: at least one. Nobody looks if it has no more."""
+    return tl.full((), True, tl.int1) if ROWS == 1 else row < rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def along(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """What rows have, as it goes with their columns."""
+    return values if ROWS == 1 else values[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def across(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """What columns have, as it goes with their rows."""
+    return values if ROWS == 1 else values[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def columns_of_part(PARTS: tl.constexpr, INDEX: tl.constexpr) -> tl.tensor:
+    """The columns of one of a row's parts."""
+    first = 0
+    for before in tl.static_range(INDEX):
+        first += PARTS[before]
+    return first + tl.arange(0, PARTS[INDEX])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def within_part(
+    column: tl.tensor,
+    columns: tl.tensor,
+    PARTS: tl.constexpr,
+    INDEX: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> tl.tensor:
+    """Which of a part's columns are those of its row: EXACT, all of them."""
+    if EXACT or len(PARTS) > INDEX + 1:
+        return tl.full(column.shape, True, tl.int1)
+    else:
+        return column < columns
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def as_stored(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
+    """``x``, of which the compiler does not keep a wider form over a wait."""
+    if PTX and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        )
+    else:
+        return x
+
+
+# ------------------------------------------------------------ in a kernel of shared rows
 #
 # STEP is "together", or "sums" and then "rest"; a row has one or two SUMS. In two steps
 # ``shares`` is [rows, SUMS, PIECES]. Together it is [rows, PIECES], of a word each: 0 until
@@ -262,6 +398,10 @@ def two_sums(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]
 
 # Shared memory of a program, beside its stages: for adding up, and for the device itself.
 _SUMS_BYTES = 2048
+_LEAST_OF_PART = 4
+"""Elements of a thread in the narrowest part of a row."""
+_MOST_WIDE = 16
+"""Elements of a row in parts that a thread may hold in the form that they are computed in."""
 
 
 def _stages(way: Cut, stage_bytes: int, device: torch.device) -> int:
@@ -280,13 +420,14 @@ class WholeRows:
     """A kernel of whole rows, in tiles; its grid is one-dimensional.
 
     Args:
-        kernel: the jitted function.
+        kernel: the jitted function. One that has PARTS takes wide rows in those.
         device: where it runs.
         tiles: how rows are cut.
         columns: of a row.
         dtype: of the sums.
         column_bytes: that are read of a row, per column.
-        constants: for the kernel, beside ROWS, BLOCK, STAGES and EXACT.
+        constants: for the kernel, beside ROWS, BLOCK or PARTS, STAGES, EXACT and NARROW, which
+            says that what a thread holds of a row would take too many registers in a wider form.
     """
 
     __slots__ = ("_launch", "_most", "_rows")
@@ -301,18 +442,25 @@ class WholeRows:
         column_bytes: int,
         **constants: Any,
     ) -> None:
-        block = block_of(columns)
-        self._rows = rows_of_tile(tiles.width, block * (2 if dtype == torch.float64 else 1))
+        size = 2 if dtype == torch.float64 else 1
+        parts: tuple[int, ...] = (block_of(columns),)
+        if "PARTS" in kernel.arg_names and columns * size > tiles.width:
+            parts = parts_of(columns, tiles.width // size, _LEAST_OF_PART * tiles.threads)
+        block = sum(parts)
+        self._rows = rows_of_tile(tiles.width, block * size)
         offered = _launch.limits(device)
         self._most = tiles.programs * offered.multiprocessors or MOST
+        held = self._rows * block // tiles.threads
         self._launch = _launch.Launch(
             kernel,
             device,
             threads=tiles.threads,
-            resident=tiles.programs,
+            resident=tiles.programs or tiles.resident,
             ROWS=self._rows,
             BLOCK=block,
+            PARTS=parts,
             EXACT=columns == block,
+            NARROW=len(parts) > 1 and held > _MOST_WIDE and _launch.has_ptx(),
             STAGES=_stages(tiles, self._rows * block * column_bytes, device),
             **constants,
         )

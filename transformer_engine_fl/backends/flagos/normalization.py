@@ -46,11 +46,18 @@ from transformer_engine_fl.backends.flagos._rows import (
     Cut,
     SharedRows,
     WholeRows,
+    across,
+    along,
+    as_stored,
+    columns_of_part,
     cut,
     cut_choice,
+    existing,
     heard,
+    rows_of,
     tell,
     two_sums,
+    within_part,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
@@ -113,43 +120,72 @@ def _forward_rows(
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     EXACT: tl.constexpr,
+    NARROW: tl.constexpr,
     SUM: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, ROWS to a program; EXACT: they fill a tile's width.
+    """Rows that fit into registers, ROWS to a program, in PARTS; see ``_rows``.
 
-    Not a loop over tiles: that cost registers, and so programs at a time.
+    EXACT: the parts have no columns beyond the row's. Not a loop over tiles: that cost
+    registers, and so programs at a time.
     """
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
+    AXIS: tl.constexpr = 0 if ROWS == 1 else 1
     columns = columns * UNIT
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask = (row < rows)[:, None] & inside[None, :]
+    row = rows_of(tl.program_id(0), ROWS)
+    exists = existing(row, rows, ROWS)
     start = row.to(tl.int64)
-    place = (start * stride * UNIT)[:, None] + column[None, :]
-    out = (start * columns)[:, None] + column[None, :]
+    x_ptr += along(start * stride * UNIT, ROWS)
+    y_ptr += along(start * columns, ROWS)
+    if residual_ptr is not None:
+        residual_ptr += along(start * stride * UNIT, ROWS)
+        sum_ptr += along(start * columns, ROWS)
+    x = ()
+    for part in tl.static_range(len(PARTS)):
+        column = columns_of_part(PARTS, part)
+        inside = across(within_part(column, columns, PARTS, part, EXACT), ROWS)
+        place, mask = across(column, ROWS), along(exists, ROWS) & inside
+        one = _input(x_ptr, residual_ptr, sum_ptr, place, place, mask, SUM)
+        x += (one,)  # type: ignore[assignment]
     # Ahead of the sums gamma costs registers, which measured slower but for these rows.
-    AHEAD: tl.constexpr = BLOCK == 4096 and mu_ptr is None and residual_ptr is None
-    x = _input(x_ptr, residual_ptr, sum_ptr, place, out, mask, SUM).to(ACC)
+    AHEAD: tl.constexpr = PARTS == (4096,) and mu_ptr is None and residual_ptr is None
     if AHEAD:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0)
+        column = columns_of_part(PARTS, 0)
+        weight = tl.load(weight_ptr + column, mask=column < columns, other=0)
+    mu = (row * 0).to(ACC)
     if mu_ptr is not None:
-        mu = tl.sum(x, axis=1) / columns
-        tl.store(mu_ptr + row, mu, mask=row < rows)
-        x -= mu[:, None]
-        if not EXACT:
-            x = tl.where(inside[None, :], x, 0)
-    variance = tl.sum(x * x, axis=1) / columns
-    rsigma = tl.rsqrt(variance + tl.full((ROWS,), eps, ACC))
-    tl.store(rsigma_ptr + row, rsigma, mask=row < rows)
-    if not AHEAD:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0)
-    y = x * rsigma[:, None] * (weight.to(ACC) + OFFSET)[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, mask=inside, other=0).to(ACC)[None, :]
-    tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask)
+        for part in tl.static_range(len(PARTS)):
+            mu += tl.sum(x[part].to(ACC), axis=AXIS)
+        mu /= columns
+    variance = (row * 0).to(ACC)
+    for part in tl.static_range(len(PARTS)):
+        distance = as_stored(x[part], NARROW and mu_ptr is not None).to(ACC)
+        if mu_ptr is not None:
+            distance -= along(mu, ROWS)
+            if not EXACT:
+                column = columns_of_part(PARTS, part)
+                inside = within_part(column, columns, PARTS, part, EXACT)
+                distance = tl.where(across(inside, ROWS), distance, 0)
+        variance += tl.sum(distance * distance, axis=AXIS)
+    rsigma = tl.rsqrt(variance / columns + tl.full((), eps, ACC))
+    for part in tl.static_range(len(PARTS)):
+        column = columns_of_part(PARTS, part)
+        inside = within_part(column, columns, PARTS, part, EXACT)
+        if not AHEAD:
+            weight = tl.load(weight_ptr + column, mask=inside, other=0)
+        y = as_stored(x[part], NARROW).to(ACC)
+        if mu_ptr is not None:
+            y -= along(mu, ROWS)
+        y = y * along(rsigma, ROWS) * across(weight.to(ACC) + OFFSET, ROWS)
+        if bias_ptr is not None:
+            y += across(tl.load(bias_ptr + column, mask=inside, other=0).to(ACC), ROWS)
+        mask = along(exists, ROWS) & across(inside, ROWS)
+        tl.store(y_ptr + across(column, ROWS), y.to(y_ptr.dtype.element_ty), mask=mask)
+    # Last: stored between the sums, they held up rows in parts by up to a fifth.
+    tl.store(rsigma_ptr + row, rsigma, mask=exists)
+    if mu_ptr is not None:
+        tl.store(mu_ptr + row, mu, mask=exists)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -536,6 +572,10 @@ _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 # also holds the sums for the parameters. Forward, whole rows are a program per tile.
 _ANY = 2**32
 _PERSISTENT = [(1, 3), (1, 4), (2, 3), (4, 3)]
+_FORWARD_WIDER = {
+    65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
+    _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
+}
 _FORWARD = cut_choice(
     "rmsnorm_fwd",
     _FORWARD_PLANS,
@@ -545,11 +585,23 @@ _FORWARD = cut_choice(
         8192: Cut(threads=256, width=8192),
         16384: Cut(threads=512, width=16384),
         32768: Cut(threads=1024, width=32768),
-        65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
-        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
+        **_FORWARD_WIDER,
     },
     whole=[(0, 1)],
     most_elements=32,
+    half={
+        2560: Cut(threads=128, width=2048),
+        3584: Cut(threads=256, width=2048),
+        7168: Cut(threads=256, width=4096),
+        8192: Cut(threads=512, width=4096),
+        14336: Cut(threads=256, width=8192, resident=4),
+        16384: Cut(threads=512, width=8192, resident=2),
+        32768: Cut(threads=512, width=16384, resident=2),
+        49152: Cut(threads=1024, width=32768, resident=1),
+        57344: _FORWARD_WIDER[65536],
+        65536: Cut(threads=1024, width=32768, resident=1),
+        _ANY: _FORWARD_WIDER[_ANY],
+    },
 )
 _FORWARD_ADD = cut_choice(
     "rmsnorm_fwd_add",
@@ -564,6 +616,7 @@ _FORWARD_ADD = cut_choice(
     whole=[(0, 1)],
     most_elements=32,
 )
+_FORWARD_CENTRED_WIDER = Cut(threads=128, width=4096, programs=4, stages=3, shared=True)
 _FORWARD_CENTRED = cut_choice(
     "layernorm_fwd",
     _FORWARD_PLANS,
@@ -572,10 +625,24 @@ _FORWARD_CENTRED = cut_choice(
         8192: Cut(threads=256, width=8192),
         16384: Cut(threads=512, width=16384),
         32768: Cut(threads=1024, width=32768),
-        _ANY: Cut(threads=128, width=4096, programs=4, stages=3, shared=True),
+        _ANY: _FORWARD_CENTRED_WIDER,
     },
     whole=[(0, 1)],
     most_elements=32,
+    half={
+        1024: Cut(threads=128, width=2048),
+        1792: Cut(threads=128, width=4096),
+        3584: Cut(threads=128, width=2048),
+        4096: Cut(threads=128, width=2048, resident=5),
+        5120: Cut(threads=128, width=4096, resident=6),
+        7168: Cut(threads=256, width=4096, resident=5),
+        8192: Cut(threads=256, width=4096, resident=4),
+        10240: Cut(threads=256, width=8192, resident=4),
+        16384: Cut(threads=256, width=8192, resident=3),
+        24576: Cut(threads=512, width=16384, resident=2),
+        32768: Cut(threads=256, width=16384, resident=2),
+        _ANY: _FORWARD_CENTRED_WIDER,
+    },
 )
 _BACKWARD = cut_choice(
     "rmsnorm_bwd",

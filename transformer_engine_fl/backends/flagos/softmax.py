@@ -32,10 +32,17 @@ from transformer_engine_fl.backends.flagos._rows import (
     Cut,
     SharedRows,
     WholeRows,
+    across,
+    along,
+    as_stored,
+    columns_of_part,
     cut,
     cut_choice,
+    existing,
     heard,
+    rows_of,
     tell,
+    within_part,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import softmax as contracts
@@ -96,12 +103,6 @@ def _bound(
 def _within(column: tl.tensor, columns: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
     """Which columns are those of a row."""
     return tl.full(column.shape, True, tl.int1) if EXACT else column < columns
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _existing(row: tl.tensor, rows: tl.tensor) -> tl.tensor:
-    """Which rows of a tile there are: at least one."""
-    return tl.full(row.shape, True, tl.int1) if row.shape[0] == 1 else row < rows
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -190,26 +191,39 @@ def _forward_tile(
     MASK_UNIT: tl.constexpr,
     PTX: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
-    """ROWS rows."""
-    column = tl.arange(0, BLOCK)[None, :]
-    row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
-    exists = _existing(row, rows)
-    scores = _scores(
-        x_ptr, mask_ptr, row, column, exists, columns, stride, queries, heads, ahead,
-        mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
-    )  # fmt: skip
-    highest = tl.max(scores, axis=1)[:, None]
+    """ROWS rows, in PARTS."""
+    AXIS: tl.constexpr = 0 if ROWS == 1 else 1
+    row = rows_of(tile, ROWS)
+    exists = along(existing(row, rows, ROWS), ROWS)
+    scores = ()
+    for part in tl.static_range(len(PARTS)):
+        one = _scores(
+            x_ptr, mask_ptr, along(row, ROWS), across(columns_of_part(PARTS, part), ROWS), exists,
+            columns, stride, queries, heads, ahead, mask_batch, mask_head, mask_query, scale,
+            MASK_STEP, CAUSAL, ACC, EXACT or len(PARTS) > part + 1, MASK_UNIT,
+        )  # fmt: skip
+        scores += (one,)  # type: ignore[assignment]
+    highest = (row * 0).to(ACC) + float("-inf")
+    for part in tl.static_range(len(PARTS)):
+        highest = tl.maximum(highest, tl.max(scores[part], axis=AXIS))
     if CAUSAL or mask_ptr is not None:
         # Where nothing is visible there is nothing to take off, and nothing to divide by.
         highest = tl.where(highest == float("-inf"), 0, highest)
-    weights = _exp(scores - highest, PTX)
-    total = tl.sum(weights, axis=1)[:, None]
-    y = weights * (1 / tl.where(total == 0, 1, total))
-    out = y_ptr + row.to(tl.int64) * columns + column
-    y = y.to(y_ptr.dtype.element_ty)
-    tl.store(out, y, mask=exists & _within(column, columns, EXACT))
+    weights = ()
+    total = (row * 0).to(ACC)
+    for part in tl.static_range(len(PARTS)):
+        one = _exp(scores[part] - along(highest, ROWS), PTX)
+        weights += (one,)  # type: ignore[assignment]
+        total += tl.sum(one, axis=AXIS)
+    share = along(1 / tl.where(total == 0, 1, total), ROWS)
+    y_ptr += along(row.to(tl.int64) * columns, ROWS)
+    for part in tl.static_range(len(PARTS)):
+        column = columns_of_part(PARTS, part)
+        inside = across(within_part(column, columns, PARTS, part, EXACT), ROWS)
+        y = (weights[part] * share).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + across(column, ROWS), y, mask=exists & inside)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -240,7 +254,7 @@ def _forward_rows(
     MASK_UNIT: tl.constexpr,
     PTX: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     LOOPED: tl.constexpr,
 ) -> None:
@@ -257,13 +271,13 @@ def _forward_rows(
             _forward_tile(
                 x_ptr, mask_ptr, y_ptr, tile, rows, columns, stride, queries, heads, ahead,
                 mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
-                PTX, ROWS, BLOCK,
+                PTX, ROWS, PARTS,
             )  # fmt: skip
     else:
         _forward_tile(
             x_ptr, mask_ptr, y_ptr, tl.program_id(0), rows, columns, stride, queries, heads,
             ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
-            MASK_UNIT, PTX, ROWS, BLOCK,
+            MASK_UNIT, PTX, ROWS, PARTS,
         )  # fmt: skip
 
 
@@ -356,17 +370,6 @@ def _forward_shared(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _as_stored(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    """``x``, of which the compiler does not keep a wider form over a wait."""
-    if PTX and x.dtype.primitive_bitwidth == 16:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-        )
-    else:
-        return x
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _backward_tile(
     dy_ptr: tl.tensor,
     y_ptr: tl.tensor,
@@ -389,14 +392,14 @@ def _backward_tile(
     """ROWS rows."""
     column = tl.arange(0, BLOCK)[None, :]
     row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
-    exists = _existing(row, rows)
+    exists = existing(row, rows, ROWS)
     bound = _bound(row, columns, queries, ahead, CAUSAL)
     start = row.to(tl.int64)
     y = _loaded(y_ptr, start * y_stride, column, exists, columns, bound, CAUSAL, EXACT)
     dy = _loaded(dy_ptr, start * dy_stride, column, exists, columns, bound, CAUSAL, EXACT)
     along = tl.sum(y.to(ACC) * dy.to(ACC), axis=1)[:, None]
-    y = _as_stored(y, PTX).to(ACC)
-    dy = _as_stored(dy, PTX).to(ACC)
+    y = as_stored(y, PTX).to(ACC)
+    dy = as_stored(dy, PTX).to(ACC)
     dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
     out = dx_ptr + start * columns + column
     within = exists & _within(column, columns, EXACT)
@@ -505,7 +508,7 @@ def _backward_shared(
             out = dx_ptr + start * columns + column
             within = _within(column, columns, EXACT)
             tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=within)
-        y, dy = _as_stored(y_next, PTX), _as_stored(dy_next, PTX)
+        y, dy = as_stored(y_next, PTX), as_stored(dy_next, PTX)
 
 
 # -------------------------------------------------------------------------------- plans
@@ -514,21 +517,35 @@ _PLANS: dict[object, WholeRows | SharedRows] = {}
 _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 _ANY = 2**32
+_FORWARD_NARROW = {1024: Cut(threads=128, width=2048), 2048: Cut(threads=64, width=2048)}
+_FORWARD_WIDE = {
+    32768: Cut(threads=1024, width=32768, programs=1, stages=3),
+    65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
+    _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+}
 _FORWARD = cut_choice(
     "softmax_fwd",
     _PLANS,
     {
-        1024: Cut(threads=128, width=2048),
-        2048: Cut(threads=64, width=2048),
+        **_FORWARD_NARROW,
         4096: Cut(threads=256, width=4096),
         8192: Cut(threads=512, width=8192),
         16384: Cut(threads=1024, width=16384),
-        32768: Cut(threads=1024, width=32768, programs=1, stages=3),
-        65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
-        _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+        **_FORWARD_WIDE,
     },
     whole=[(0, 1), (1, 3), (2, 3)],
     most_elements=32,
+    half={
+        **_FORWARD_NARROW,
+        3072: Cut(threads=128, width=2048),
+        6144: Cut(threads=256, width=4096),
+        7168: Cut(threads=256, width=8192),
+        8192: Cut(threads=512, width=8192),
+        12288: Cut(threads=256, width=8192, resident=3),
+        16384: Cut(threads=256, width=16384, resident=3),
+        24576: Cut(threads=512, width=16384, resident=2),
+        **_FORWARD_WIDE,
+    },
 )
 _BACKWARD = cut_choice(
     "softmax_bwd",

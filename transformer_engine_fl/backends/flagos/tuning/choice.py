@@ -6,7 +6,7 @@ Where values come from is ``lookup.py``; how they are measured is ``te-fl tune``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from transformer_engine_fl.backends.flagos.tuning import lookup
@@ -42,7 +42,8 @@ class Choice(Generic[T]):
         name: what it is called in files: the operator, or the kernel, that it is for.
         value: the type of the values, a NamedTuple of numbers.
         key: names of the numbers that a value is measured for.
-        rounded: those of them that are rounded up to a power of two.
+        rounded: those of them that are rounded up to a power of two; or, by name, to one of so
+            many equal steps between a power of two and the next.
         candidates: ``candidates(*key)``, the values to be measured.
         heuristic: ``heuristic(device, *key)``, the value where nothing was measured.
         wrong: what is wrong with a value from a file or a vendor, or None. Such a value may
@@ -59,7 +60,7 @@ class Choice(Generic[T]):
         value: type[T],
         *,
         key: Sequence[str],
-        rounded: Sequence[str] = (),
+        rounded: Sequence[str] | Mapping[str, int] = (),
         candidates: Callable[..., Iterable[T]],
         heuristic: Callable[..., T],
         wrong: Callable[[T], str | None] = lambda value: None,
@@ -74,11 +75,10 @@ class Choice(Generic[T]):
         self.name = name
         self.value = value
         self.key = tuple(key)
-        self.rounded = frozenset(rounded)
+        self._steps = dict(rounded) if isinstance(rounded, Mapping) else dict.fromkeys(rounded, 1)
         self.candidates = candidates
         self.heuristic: Callable[..., T] = heuristic
         self.wrong = wrong
-        self._rounds = tuple(field in self.rounded for field in self.key)
         self._plans = tuple(plans)
         self._answers: dict[object, T] = {}
         self._trial: _Trial[T] | None = None
@@ -104,9 +104,14 @@ class Choice(Generic[T]):
         return answer
 
     def round(self, key: Key) -> Key:
-        """The key with powers of two where it has them."""
-        pairs = zip(key, self._rounds, strict=True)
-        return tuple([power_of_two(it) if rounds else it for it, rounds in pairs])
+        """The key, rounded up where it is."""
+        pairs = zip(self.key, key, strict=True)
+        return tuple([self.rounded(name, number) for name, number in pairs])
+
+    def rounded(self, name: str, number: int) -> int:
+        """A number of the key of that name, rounded up if those are."""
+        steps = self._steps.get(name)
+        return number if steps is None else rounded_up(number, steps)
 
     def unmeasured(self, device: torch.device, key: Key) -> T:
         """The value by rule: the vendor's, or the family's own."""
@@ -150,9 +155,11 @@ class _Trial(Generic[T]):
         return self._choice.unmeasured(device, key) if self._value is None else self._value
 
 
-def power_of_two(number: int) -> int:
-    """The least power of two that is not below."""
-    return 1 << max(number - 1, 0).bit_length()
+def rounded_up(number: int, steps: int) -> int:
+    """The least that is not below, of powers of two and ``steps - 1`` numbers between each two."""
+    power = 1 << max(number - 1, 0).bit_length()
+    step = max(1, power // (2 * steps))
+    return max(1, -(-number // step) * step)
 
 
 def forget() -> None:

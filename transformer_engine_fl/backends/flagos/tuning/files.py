@@ -25,7 +25,7 @@ from pydantic import (
     ValidationError,
 )
 
-from transformer_engine_fl.backends.flagos.tuning.choice import Choice, Key, power_of_two
+from transformer_engine_fl.backends.flagos.tuning.choice import Choice, Key
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 
 __all__ = ["Entry", "TuningFile", "made", "merged", "present", "problem", "read", "values", "write"]
@@ -137,8 +137,9 @@ def _key(choice: Choice[Any], entry: Entry, path: Path, where: Location) -> Key:
         if name not in entry.key:
             raise problem(path, where, f"{name!r} is missing")
         number = entry.key[name]
-        if name in choice.rounded and number != power_of_two(number):
-            raise problem(path, (*where, name), f"{number} is no power of two")
+        rounded = choice.rounded(name, number)
+        if number != rounded:
+            raise problem(path, (*where, name), f"{number} counts as {rounded}: write that")
     return tuple(entry.key[name] for name in choice.key)
 
 

@@ -16,13 +16,16 @@ from transformer_engine_fl.ops._dtypes import math_dtype
 
 __all__ = ["CALLS", "WIDTHS"]
 
-# Each power of two has its kernel; from 32 to 128 MiB in bfloat16.
+# Each power of two has its kernel, and so have quarters of the way; from 32 to 128 MiB in bfloat16.
 WIDTHS: tuple[Shape, ...] = (
     (32768, 1024),
     (16384, 2048),
     (8192, 4096),
+    (13107, 5120),
     (8192, 8192),
+    (5461, 12288),
     (4096, 16384),
+    (3276, 20480),
     (2048, 32768),
     (1024, 65536),
     (512, 131072),
