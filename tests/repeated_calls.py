@@ -94,7 +94,7 @@ def is_repeat(operator: Any, call: Sample) -> bool:
     """Whether the call is like the last one that is known."""
     bound = inspect.signature(operator).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
-    return operator.calls.last(*bound.arguments.values()) is not _repeats._MISS
+    return operator.calls.last(*bound.args, **bound.kwargs) is not _repeats.MISS
 
 
 def check_same(operator: Operator, call: Sample, found: Any = None) -> None:

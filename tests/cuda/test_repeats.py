@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import gc
 import importlib
+import inspect
 import subprocess
 import sys
 import threading
@@ -66,7 +67,9 @@ def _repeated(call: Callable[[], Any]) -> None:
 
 
 def _is_repeat(operator: Any, *arguments: Any) -> bool:
-    return operator.calls.last(*arguments) is not _repeats._MISS
+    names = inspect.signature(operator).parameters
+    options = dict(zip(names, arguments, strict=True))
+    return operator.calls.last(**options) is not _repeats.MISS
 
 
 def test_a_repeated_call_gives_what_its_own_arguments_make() -> None:

@@ -24,7 +24,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformer_engine_fl.backends import _allocation
 from transformer_engine_fl.backends._arguments import PLAIN, extent
 from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.dispatch import MISS, Repeats
 from transformer_engine_fl.core.locks import ForkSafeLock
 from transformer_engine_fl.core.policy import get_environment
 
@@ -58,7 +59,6 @@ _MOST_LOOKS = 65536
 _LARGEST_NUMBER = 2**40  # beyond it might be an address
 _ALIGNMENT_MASK = 15
 _NEVER = -(2**62)
-_MISS = object()
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
@@ -82,6 +82,9 @@ def _sees(made: Any) -> bool:
     like: Any = {"dtype": torch.float32, "device": "cpu"}
     one = torch.zeros(size, **like)
     check = _check(made, [one])
+    with _Watch(one.device):
+        if check(one):
+            return False
     others = (
         torch.zeros((4, 2), **like),
         torch.zeros((4, 2), **like).t(),
@@ -223,14 +226,15 @@ class Address(int):
 class _Writer:
     """Writes the function for calls like one that was watched."""
 
-    def __init__(self, parameters: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
-        self.parameters = parameters
-        self.namespace: dict[str, Any] = {"_MISS": _MISS, "_type": type, "_all": all}
+    def __init__(self, declared: _Declared, arguments: tuple[Any, ...]) -> None:
+        self.parameters = declared.parameters
+        self.namespace: dict[str, Any] = {"_MISS": MISS, "_type": type, "_all": all}
+        self.namespace |= declared.defaults
         self.named: dict[int, str] = {}  # what was allocated
         self.tests: list[str] = []
         self.lines: list[str] = []
         self.given: list[tuple[str, Tensor]] = []
-        for name, value in zip(parameters, arguments, strict=True):
+        for name, value in zip(declared.names, arguments, strict=True):
             self._argument(name, value)
         if not self.given:
             raise UnrepeatableError("no tensors")
@@ -371,15 +375,15 @@ class _Writer:
             if on_cuda
             else functools.partial(_allocation._through_the_dispatcher, self.device),
             "_function_modes": _allocation._function_modes,
-            "_dispatch_modes": _allocation._dispatch_modes,
             "_current_device": _allocation._current_device,
         }
-        elsewhere = ["_function_modes()", "_dispatch_modes()"]
-        if on_cuda:
+        # A mode of torch's dispatcher is seen by the look at the tensors.
+        elsewhere = ["_function_modes()"]
+        if on_cuda and torch.cuda.device_count() > 1:
             elsewhere.append(f"_current_device() != {self.device.index}")
         given, bits = ", ".join(names), " | ".join(f"_a{name}" for name in names)
         lines = [
-            f"def again({', '.join(self.parameters)}):",
+            f"def again({self.parameters}):",
             # torch's look at a nested tensor without strides ends the process.
             "    try:",
             f"        if {' or '.join([f'{name}.is_nested' for name in names])}:",
@@ -403,20 +407,37 @@ class _Writer:
 # ------------------------------------------------------------------------------- calling
 
 
-def _never(*arguments: Any) -> Any:
-    return _MISS
+def _never(*arguments: Any, **options: Any) -> Any:
+    return MISS
 
 
-class _Calls:
+class _Declared(NamedTuple):
+    """What an operator takes.
+
+    Attributes:
+        names: of its parameters.
+        positional: how many of them need no name in a call.
+        parameters: they and their defaults as a function has them.
+        defaults: what the names of defaults there stand for.
+    """
+
+    names: tuple[str, ...]
+    positional: int
+    parameters: str
+    defaults: dict[str, Any]
+
+
+class _Calls(Repeats):
     """The calls of one operator.
 
     Attributes:
-        last: the function for calls like the last one.
         refusal: why the call that was watched last cannot be repeated; None if it can.
     """
 
-    def __init__(self, parameters: tuple[str, ...], plain: Callable[..., Any]) -> None:
-        self._parameters = parameters
+    last: Callable[..., Any]
+
+    def __init__(self, declared: _Declared, plain: Callable[..., Any]) -> None:
+        self._declared = declared
         self._plain = plain
         self._times_forgotten = 0
         self.forget()
@@ -426,18 +447,20 @@ class _Calls:
         # take back what it remembered, by the other one that repeats an older call.
         self._times_forgotten += 1
         self._at_hand: tuple[Callable[..., Any], ...] = ()
-        self.last: Callable[..., Any] = _never
+        self.last = _never
         self.refusal: str | None = None
         self._seen: dict[Any, int] = {}
         self._watched = 0
         self._looks = 0
 
-    def other(self, *arguments: Any) -> Any:
-        """A call that is not like the last one."""
+    def unlike(self, *arguments: Any) -> Any:
+        """A call that is not like the last one, all its arguments by position."""
         at_hand = self._at_hand
+        most = self._declared.positional
         for again in at_hand:
-            found = again(*arguments)
-            if found is not _MISS:
+            options = zip(self._declared.names[most:], arguments[most:], strict=True)
+            found = again(*arguments[:most], **dict(options))
+            if found is not MISS:
                 self.last = again
                 if self._at_hand is not at_hand:  # forgotten meanwhile, maybe
                     self.last = _never
@@ -464,7 +487,7 @@ class _Calls:
     def _watch(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         global active
         try:
-            writer = _Writer(self._parameters, arguments)
+            writer = _Writer(self._declared, arguments)
         except (UnrepeatableError, RuntimeError):
             return self._plain(*arguments)
         # Whoever watches may be waiting for what this thread holds, so nobody waits for it.
@@ -540,8 +563,10 @@ _OPERATORS: list[_Calls] = []
 
 _WRAPPER = """\
 def {name}({parameters}):
-    _found = _calls.last({names})
-    return _calls.other({names}) if _found is _MISS else _found
+    _found = _calls.last({passed})
+    return _calls.unlike({names}) if _found is _MISS else _found
+def _other({parameters}):
+    return _calls.unlike({names})
 def _plain({names}):
     return _operator({passed})
 """
@@ -555,32 +580,42 @@ def repeating(operator: Operator) -> Operator:
     """
     if not get_environment().repeat_calls:
         return operator
-    parameters, names, passed = [], [], []
-    namespace: dict[str, Any] = {"_MISS": _MISS, "_operator": operator}
-    only = False
+    parameters: list[str] = []
+    names: list[str] = []
+    passed: list[str] = []
+    defaults: dict[str, Any] = {}
+    positional: int | None = None
     for it in inspect.signature(operator).parameters.values():
         named = it.kind is it.KEYWORD_ONLY
-        if named and not only:
+        if named and positional is None:
             parameters.append("*")
-            only = True
+            positional = len(names)
         text = it.name
         if it.default is not it.empty:
-            namespace[f"_default_{it.name}"] = it.default
+            defaults[f"_default_{it.name}"] = it.default
             text += f"=_default_{it.name}"
         parameters.append(text)
         names.append(it.name)
         passed.append(f"{it.name}={it.name}" if named else it.name)
+    declared = _Declared(
+        tuple(names),
+        len(names) if positional is None else positional,
+        ", ".join(parameters),
+        defaults,
+    )
+    namespace: dict[str, Any] = {"_MISS": MISS, "_operator": operator, **defaults}
     source = _WRAPPER.format(
         name=operator.__name__,
-        parameters=", ".join(parameters),
+        parameters=declared.parameters,
         names=", ".join(names),
         passed=", ".join(passed),
     )
     exec(compile(source, f"<calls of {operator.__name__}>", "exec"), namespace)
-    namespace["_calls"] = calls = _Calls(tuple(names), namespace["_plain"])
+    namespace["_calls"] = calls = _Calls(declared, namespace["_plain"])
     _OPERATORS.append(calls)
     made: Any = functools.wraps(operator)(namespace[operator.__name__])
     made.calls = calls
+    calls.of, calls.other = made, namespace["_other"]
     return made  # type: ignore[no-any-return]
 
 

@@ -2,7 +2,8 @@
 
 The manager's table maps an operator to a callable. That is the implementation itself
 where the first candidate needs no look at the tensors; otherwise a :func:`guarded` one,
-which looks at one tensor's device and dtype and remembers what follows from them. A
+which looks at one tensor's device and dtype and remembers what follows from them. An
+implementation that looks at them itself, because it remembers its calls, is asked first. A
 :func:`handle` is the same with the operator's own signature. What to build into them
 is the manager's business.
 """
@@ -11,11 +12,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from transformer_engine_fl.core.policy import ROOT, active_scope
 
-__all__ = ["Cell", "Handle", "Steps", "guarded", "handle", "settles_failures"]
+__all__ = [
+    "MISS",
+    "Cell",
+    "Handle",
+    "Repeats",
+    "Steps",
+    "guarded",
+    "handle",
+    "settles_failures",
+]
 
 Handle = Callable[..., Any]
 Failed = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Exception], Any]
@@ -27,6 +37,25 @@ def settles_failures(fn: Handle) -> Handle:
     return fn
 
 
+MISS: Final = object()
+"""What :attr:`Repeats.last` gives for a call that it does not do."""
+
+
+class Repeats:
+    """How an implementation does calls that are like the last one: its attribute ``calls``.
+
+    Attributes:
+        of: the implementation; who wraps it and keeps its attributes is another one.
+        last: takes what the implementation takes, and does calls like the last one: all with
+            tensors of the same devices, dtypes and classes. Gives MISS for any other.
+        other: the implementation for a call that ``last`` has not done.
+    """
+
+    of: Callable[..., Any] | None = None
+    last: Callable[..., Any] | None = None
+    other: Callable[..., Any]
+
+
 class Steps:
     """The candidates for one kind of tensor, with the first one at hand.
 
@@ -34,9 +63,10 @@ class Steps:
         fn: the first candidate's callable.
         simple: it can be called without asking it anything first.
         fake: the tensors have no data.
+        repeats: of the first candidate, if it has them.
     """
 
-    __slots__ = ("candidates", "fake", "fn", "simple")
+    __slots__ = ("candidates", "fake", "fn", "repeats", "simple")
 
     def __init__(
         self, fn: Callable[..., Any], simple: bool, fake: bool, candidates: tuple[Any, ...]
@@ -45,6 +75,9 @@ class Steps:
         self.simple = simple
         self.fake = fake
         self.candidates = candidates
+        found = getattr(fn, "calls", None)
+        own = isinstance(found, Repeats) and found.of is fn
+        self.repeats: Repeats | None = found if own else None
 
 
 def guarded(
@@ -62,17 +95,41 @@ def guarded(
         serve: ``serve(steps, args, kwargs, error)``: goes through the candidates.
     """
     memo: dict[Any, Steps] = {}
+    # Of these ``last`` is asked before a look at the tensor, if it is the function that has done
+    # a call after such a look: it does no others than that look has led to it.
+    repeats = Repeats()
+    approved: Any = MISS
 
     # A closure, because calling an object through __call__ costs a quarter more.
     @settles_failures
     def choose(*args: Any, **kwargs: Any) -> Any:
+        nonlocal repeats, approved
+        asked = repeats.last
+        if asked is approved:
+            try:
+                found = asked(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
+                return serve(find(args, kwargs, memo), args, kwargs, error)
+            if found is not MISS:
+                return found
+        else:
+            asked = None
         try:
             steps = memo[key(args[place])]
         except (LookupError, AttributeError, TypeError):
             steps = find(args, kwargs, memo)
         if steps.simple:
             try:
-                return steps.fn(*args, **kwargs)
+                own = steps.repeats
+                if own is None:
+                    return steps.fn(*args, **kwargs)
+                last: Any = own.last
+                if last is not asked:
+                    found = last(*args, **kwargs)
+                    if found is not MISS:
+                        repeats, approved = own, last
+                        return found
+                return own.other(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
                 return serve(steps, args, kwargs, error)
         return serve(steps, args, kwargs, None)

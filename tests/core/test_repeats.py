@@ -1,0 +1,209 @@
+"""Implementations that remember their calls are asked before dispatch looks at a tensor itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import pytest
+from core_helpers import StubTensor, StubTensors, answering, impl, make_manager
+
+from transformer_engine_fl import OpManager
+from transformer_engine_fl.core.dispatch import MISS, Repeats
+
+X = StubTensor()
+OTHER_DTYPE = StubTensor(dtype="bfloat16")
+OTHER_DEVICE = StubTensor(device="cuda")
+
+
+class Keys(StubTensors):
+    """Counts how often dispatch looks at a tensor at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def key(self, value: Any, /) -> tuple[Any, ...]:  # type: ignore[override]
+        self.asked += 1
+        return attrgetter("device", "dtype")(value)  # type: ignore[no-any-return]
+
+
+class Memory(Repeats):
+    """Of calls with the same tensor, factor and mode as the last one.
+
+    Attributes:
+        fails: what a repeated call raises.
+    """
+
+    def __init__(self) -> None:
+        self.fails: Exception | None = None
+        self.repeated = 0
+
+    def remember(self, tensor: StubTensor, factor: float) -> None:
+        def again(x: Any, given: float = 1.0, *, mode: str = "plain") -> Any:
+            if x != tensor or given != factor:
+                return MISS
+            self.repeated += 1
+            if self.fails is not None:
+                raise self.fails
+            return f"remembered {mode}"
+
+        self.last = again
+
+
+def remembering() -> tuple[Callable[..., Any], Memory]:
+    """An implementation that remembers its last call."""
+    calls = Memory()
+
+    def other(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
+        calls.remember(x, factor)
+        return f"worked out {mode}"
+
+    def fn(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
+        assert calls.last is not None
+        found = calls.last(x, factor, mode=mode)
+        return other(x, factor, mode=mode) if found is MISS else found
+
+    calls.last = lambda *args, **kwargs: MISS
+    calls.of, calls.other, fn.calls = fn, other, calls  # type: ignore[attr-defined]
+    return fn, calls
+
+
+def manager_of(fn: Callable[..., Any], **fields: Any) -> OpManager:
+    first = impl(
+        "vendor.acme",
+        "vendor",
+        fn=fn,
+        priority=100,
+        devices=("cpu",),
+        supported_dtypes=("float32",),
+        **fields,
+    )
+    return make_manager(first, impl("reference.torch", priority=50), tensors=Keys())
+
+
+def asked(manager: OpManager) -> int:
+    return manager.tensors.asked  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("by", ["name", "handle"])
+def test_a_call_like_the_last_one_is_done_without_a_look_at_its_tensor(by: str) -> None:
+    fn, _ = remembering()
+    manager = manager_of(fn)
+    call = manager.bind("scale") if by == "handle" else functools.partial(manager.call, "scale")
+    assert call(X) == "worked out plain"
+    assert call(X, mode="odd") == "remembered odd"  # after a look, by which it is approved
+    looks = asked(manager)
+    assert [call(X), call(X, 1.0, mode="odd"), call(x=X)] == [
+        "remembered plain",
+        "remembered odd",
+        "remembered plain",
+    ]
+    assert asked(manager) == looks
+
+
+def test_other_calls_are_looked_at() -> None:
+    fn, _ = remembering()
+    manager = manager_of(fn)
+    for _ in range(3):
+        manager.call("scale", X)
+    looks = asked(manager)
+    assert manager.call("scale", X, 2.0) == "worked out plain"
+    assert asked(manager) == looks + 1
+    for other in (OTHER_DTYPE, OTHER_DEVICE):
+        assert manager.call("scale", other) == "reference.torch"
+
+
+def test_calls_that_take_turns_are_tried_once_each() -> None:
+    fn, calls = remembering()
+    manager = manager_of(fn)
+    tried: list[float] = []
+    remember = calls.remember
+
+    def counted(tensor: StubTensor, factor: float) -> None:
+        remember(tensor, factor)
+        again = calls.last
+        assert again is not None
+
+        def last(*args: Any, **kwargs: Any) -> Any:
+            tried.append(factor)
+            return again(*args, **kwargs)
+
+        calls.last = last
+
+    calls.remember = counted  # type: ignore[method-assign]
+    for factor in (1.0, 2.0, 2.0, 1.0, 2.0):
+        manager.call("scale", X, factor)
+    assert tried == [1.0, 2.0, 2.0, 1.0]
+
+
+def test_what_was_not_approved_here_is_not_asked() -> None:
+    """An implementation may serve other tensors for another manager."""
+    fn, calls = remembering()
+    first, second = manager_of(fn), manager_of(fn)
+    for _ in range(3):
+        first.call("scale", X)
+    calls.remember(OTHER_DTYPE, 1.0)  # as somebody's call of the function itself does
+    assert first.call("scale", OTHER_DTYPE) == "reference.torch"
+    assert second.call("scale", OTHER_DTYPE) == "reference.torch"
+    assert calls.repeated == 2  # of X, the second and third call
+
+
+def test_a_wrapper_with_the_attributes_of_what_it_wraps_is_called() -> None:
+    fn, _ = remembering()
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return f"wrapped, {fn(*args, **kwargs)}"
+
+    manager = manager_of(wrapper)
+    assert [manager.call("scale", X) for _ in range(3)] == [
+        "wrapped, worked out plain",
+        "wrapped, remembered plain",
+        "wrapped, remembered plain",
+    ]
+
+
+def test_something_else_called_calls_is_left_alone() -> None:
+    fn = answering("vendor.acme")
+    fn.calls = []  # type: ignore[attr-defined]
+    assert manager_of(fn).call("scale", X) == "vendor.acme"
+
+
+def test_a_failure_of_a_repeated_call_is_one_of_its_implementation() -> None:
+    fn, calls = remembering()
+    manager = manager_of(fn)
+    for _ in range(3):
+        manager.call("scale", X)
+    calls.fails = RuntimeError("no such kernel")
+    assert manager.call("scale", X) == "reference.torch"
+    (key,) = manager.quarantine.held()
+    assert (key.impl_id, key.device, key.dtype) == ("vendor.acme", "cpu", "float32")
+    calls.fails = None
+    assert manager.call("scale", X) == "reference.torch"  # in quarantine
+    manager.reset_quarantine()
+    assert manager.call("scale", X) == "remembered plain"
+
+
+def test_a_call_that_is_wrong_is_refused_after_right_ones() -> None:
+    fn, _ = remembering()
+    manager = manager_of(fn)
+    for _ in range(3):
+        manager.call("scale", X)
+    with pytest.raises(TypeError):
+        manager.call("scale", X, 1.0, "plain")
+
+
+def test_a_monitor_hears_of_repeated_calls() -> None:
+    fn, _ = remembering()
+    manager = manager_of(fn)
+    for _ in range(3):
+        manager.call("scale", X)
+    heard: list[str] = []
+    undo = manager.monitor(lambda op, served: heard.append(served.impl_id))
+    manager.call("scale", X)
+    undo()
+    manager.call("scale", X)
+    assert heard == ["vendor.acme"]
