@@ -156,10 +156,8 @@ def _cuts_in_parts(row: int) -> Iterator[Cut]:
     for width, threads in itertools.product((power // 2, power), (128, 256, 512, 1024)):
         if width >= row or width > _WIDEST_WHOLE or not 8 <= row // threads <= _MOST_IN_PARTS:
             continue
-        yield Cut(threads, width)
-        for together in _RESIDENT_THREADS:
-            if threads <= together:
-                yield Cut(threads, width, resident=together // threads)
+        for resident in sorted({together // threads for together in _RESIDENT_THREADS}):
+            yield Cut(threads, width, resident=resident)  # 0 among them
 
 
 # Of a multiprocessor, in programs that are all there at once: every one has room for these.
@@ -167,7 +165,7 @@ MOST_THREADS = 1536
 _WIDEST_WHOLE, _NARROWEST_SHARED = 32768, 8192
 _NARROWEST_IN_PARTS, _WIDEST_IN_PARTS, _MOST_IN_PARTS = 2048, 65536, 128
 # Of a multiprocessor, whose registers suffice for them.
-_RESIDENT_THREADS = (512, 768, 1024, 1536)
+_RESIDENT_THREADS = (0, 512, 768, 1024, 1536)
 # Threads, width and programs of rows in pieces that are tried.
 _PIECES = (
     (128, 2048, 3),
