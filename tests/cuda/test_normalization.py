@@ -318,62 +318,102 @@ def backward_kernel(
 
 
 @pytest.mark.parametrize(
-    ("columns", "centred", "turn"),
+    ("columns", "centred", "added", "kernel", "lanes"),
     [
-        (2048, False, None),
-        (2056, False, 1),
-        (8192, False, 1),
-        (8200, False, None),
-        (768, True, None),
-        (776, True, 4),
-        (1024, True, 4),
-        (1032, True, None),
-        (2056, True, 4),
-        (4096, True, 4),
-        (4104, True, None),
-        (32768, True, None),
-        (65536, True, None),
+        (2048, False, False, None, 128),
+        (2056, False, False, "registers", 288),
+        (3072, False, True, "registers", 384),
+        (4096, False, False, "registers", 512),
+        (5120, False, True, "registers", 320),
+        (7168, False, False, "registers", 512),
+        (8192, False, True, "registers", 512),
+        (8200, False, False, None, 512),
+        (768, True, False, None, 32),
+        (776, True, False, "registers", 128),
+        (1024, True, False, "registers", 128),
+        (1032, True, False, None, 256),
+        (3072, True, False, "pairs", 192),
+        (4096, True, False, "pairs", 256),
+        (5120, True, False, "pairs", 320),
+        (6144, True, False, "registers", 384),
+        (8192, True, False, "pairs", 512),
+        (8200, True, False, None, 256),
     ],
 )
 def test_which_rows_a_backward_keeps_in_registers(
-    columns: int, centred: bool, turn: int | None
+    columns: int, centred: bool, added: bool, kernel: str | None, lanes: int
 ) -> None:
-    kernel, defines = backward_kernel(columns, centred)
-    assert (kernel == "backward_registers") == (turn is not None)
-    assert defines.get("TURN") == turn
-    if turn is not None:
-        assert defines["VECS"] * defines["VEC"] * defines["LANES"] >= columns
-        assert defines["LANES"] * defines["BLOCKS"] == 512  # 128 registers for each thread
-        assert backward_kernel(columns, centred, other=torch.float32)[0] == "backward"
-        assert backward_kernel(columns, centred, limits=ADA)[0] != "backward_registers"
+    found, defines = backward_kernel(columns, centred, added=added)
+    assert found == ("backward" if kernel is None else f"backward_{kernel}")
+    assert defines["LANES"] == lanes
+    if kernel is not None:
+        for others in ({"other": torch.float32}, {"limits": ADA}):
+            options: dict[str, Any] = {"added": added, **others}
+            assert backward_kernel(columns, centred, **options)[0] == "backward"
 
 
-WIDEST = {131_080: 128, 200_008: 128, 262144: 128}
+@pytest.mark.parametrize(("centred", "added"), [(False, False), (False, True), (True, False)])
+def test_rows_in_registers_are_held_by_threads_that_have_them(centred: bool, added: bool) -> None:
+    for columns in range(2056, 8193, 8):
+        _, defines = backward_kernel(columns, centred, added=added)
+        share = defines["LANES"] * 8
+        assert (defines["VECS"] - 1) * share < columns <= defines["VECS"] * share
+        assert 65536 // (defines["LANES"] * defines["BLOCKS"]) >= 64  # registers for each thread
 
 
 @pytest.mark.parametrize(
-    ("centred", "added", "blocks"),
+    ("centred", "added", "pieces"),
     [
-        (True, False, {32776: 32, 65536: 32, 65544: 64, 131072: 64, **WIDEST}),
-        (False, True, WIDEST),
-        (False, False, {}),
+        (
+            False,
+            False,
+            {
+                8200: (3, 128, 3),
+                10240: (5, 128, 2),
+                57344: (28, 128, 2),
+                65536: (32, 128, 2),
+                98304: (32, 128, 3),
+                131072: (32, 128, 4),
+                151936: (19, 256, 4),
+                262144: (32, 256, 4),
+            },
+        ),
+        (False, True, {8192: None, 33000: (11, 128, 3), 65536: (32, 128, 2), 262152: None}),
+        (True, False, {12288: (3, 128, 4), 20480: (5, 128, 4), 10240: (5, 128, 2), 8188: None}),
     ],
 )
 def test_which_rows_are_those_of_blocks_that_exchange_through_memory(
-    centred: bool, added: bool, blocks: dict[int, int]
+    centred: bool, added: bool, pieces: dict[int, tuple[int, int, int] | None]
 ) -> None:
-    found = {}
-    for columns in (32768, 32776, 65536, 65544, 131072, 131_080, 200_008, 262144, 262152):
-        options: dict[str, Any] = {"added": added, "through_memory": True}
+    options: dict[str, Any] = {"added": added, "through_memory": True}
+    for columns, expected in pieces.items():
         kernel, defines = backward_kernel(columns, centred, **options)
+        found = None
         if kernel == "backward" and defines["TOLD"] == 2:
-            found[columns] = defines["CLUSTER"]
-            assert defines["STAGES"] == (4 if added else 6)
-            assert defines["CLUSTER"] * defines["LANES"] * 16 >= columns
+            found = (defines["CLUSTER"], defines["LANES"], defines["VECS"])
+        assert found == expected
         for other in ({"other": torch.float32}, {"limits": BLACKWELL}, {"limits": ADA}):
             _, defines = backward_kernel(columns, centred, **options, **other)
             assert defines.get("TOLD", 0) < 2
-    assert found == blocks
+
+
+@pytest.mark.parametrize(("centred", "added"), [(False, False), (False, True), (True, False)])
+def test_rows_in_pieces_leave_few_threads_without_columns(centred: bool, added: bool) -> None:
+    low = torch.bfloat16
+    for columns in (*range(8200, 66_000, 8), *range(66_000, 262_145, 1000), 262_144):
+        key = normalization.BackwardKey(
+            columns, 8, low, low, low, centred, False, low if added else None
+        )
+        found = normalization.memory_source(key, HOPPER)
+        assert found is not None
+        (source, geometry), tile = found
+        assert tile.cluster <= 32
+        held = tile.threads * tile.held * tile.cluster
+        assert columns <= held < columns * 1.2 + 4096 * (columns > 131_072)
+        macros = dict(source.defines)
+        assert macros["FULL"] == (held == columns)
+        block = geometry.shared_bytes + 2 * 2 * (tile.lanes // 32) * 4 * (1 + centred) + 1024
+        assert tile.blocks * block <= HOPPER.shared_per_multiprocessor
 
 
 @pytest.mark.parametrize(

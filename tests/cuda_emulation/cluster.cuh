@@ -35,10 +35,6 @@ inline void post_word(Word* to, Word word) {
   emulation::check_aligned(to, sizeof word);
   *to = word;
 }
-template <typename Word>
-inline void exchange_word(Word* to, Word word) {
-  post_word(to, word);
-}
 // A word's lower half is never 0 once the word is there.
 template <typename Word>
 inline Word wait_for_word(const Word* from) {

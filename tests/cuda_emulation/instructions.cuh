@@ -34,6 +34,12 @@ inline void read_piece(Word* to, const void* from) {
   memcpy(to, from, Bytes);
 }
 
+inline void write_where(void* to, const unsigned* words, bool valid) {
+  if (!valid) return;
+  emulation::check_aligned(to, 16);
+  memcpy(to, words, 16);
+}
+
 inline void read_shared(unsigned* to, const void* from) {
   emulation::check_aligned(from, 16);
   memcpy(to, from, 16);

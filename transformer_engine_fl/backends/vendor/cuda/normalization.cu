@@ -595,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
           sum_with(Slots<TX>::read(slots, v), Slots<TX>::read(slots + Slots<TX>::kBytes, v));
       squares[0] += squares_of(held.total[v], 0);
     }
-    over_row.template begin<Sum, true>(squares);
+    over_row.template begin<Sum>(squares);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v);
@@ -747,6 +747,16 @@ __device__ __forceinline__ void read_gamma(const TW* __restrict__ gamma, A (&own
 }
 
 #endif
+
+// Whether threads branch around vectors that are not in a row. A branch keeps the compiler from
+// working on several vectors at once, so where but few threads would, only the stores are left
+// out; where whole warps have nothing, they had better not work.
+#ifdef KERNEL_backward
+constexpr bool kFewEmpty = TOLD == 2;
+#else
+constexpr bool kFewEmpty = true;
+#endif
+constexpr bool kBranches = FULL || !kFewEmpty || Vec<TX, VEC>::kBytes < 16;
 
 // A thread's sums of its columns, to the place of its group.
 __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target, int rank,
@@ -918,12 +928,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      if (!Row::in_rows(row, rows) || !Row::in_row(column, columns)) continue;
+      const bool valid = Row::in_rows(row, rows) && Row::in_row(column, columns);
+      if (kBranches && !valid) continue;
       Vec<TADD, VEC> added = zeros<TADD, VEC>();
       if constexpr (ADDED && LATE_ADD) added = late[v];
       else if constexpr (ADDED) added = Slots<TADD>::read(slots + Kept::kAddedAt, v);
-      store(dx + row * columns + column,
-            terms(slots, v, own_scale, own_mean).dx(own_scale, product, value, added));
+      store_where<kBranches>(
+          dx + row * columns + column,
+          terms(slots, v, own_scale, own_mean).dx(own_scale, product, value, added), valid);
     }
     ask(row + STAGES * step, slots);
   }
@@ -1063,9 +1075,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
         const int column = Row::first_column(v, rank);
-        if ((TURN > 1 && base + t >= rows) || !Row::in_row(column, columns)) continue;
-        store(dx + (base + t) * columns + column,
-              parts[t][v].dx(scale[t], product, value, added[t][v]));
+        const bool valid = (TURN == 1 || base + t < rows) && Row::in_row(column, columns);
+        if (kBranches && !valid) continue;
+        store_where<kBranches>(dx + (base + t) * columns + column,
+                               parts[t][v].dx(scale[t], product, value, added[t][v]), valid);
       }
     }
   }
@@ -1173,8 +1186,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     const A value = sums[1] * share;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      if (!Row::in_row(Row::first_column(v, rank), columns)) continue;
-      store(target + v * kApart, parts[v].dx(scale, product, value, zeros<TADD, VEC>()));
+      const bool valid = Row::in_row(Row::first_column(v, rank), columns);
+      if (kBranches && !valid) continue;
+      store_where<kBranches>(target + v * kApart,
+                             parts[v].dx(scale, product, value, zeros<TADD, VEC>()), valid);
     }
     target += static_cast<long long>(blocks) * columns;
   }

@@ -164,44 +164,74 @@ class InRegisters(NamedTuple):
 
     Attributes:
         centred: whether there is a mean to subtract.
+        added: whether something is added to the gradient; None if either.
         columns: how wide the rows are.
-        lanes: threads of a block, which share a row.
+        vecs: vectors that a thread has; as many warps share a row as hold it so.
+        blocks: of a multiprocessor.
         turn: rows that a block takes at a time.
         stages: turns under way, at most.
+        lanes: threads of a block, if more than hold the row were faster.
         kernel: which one does; in ``backward_pairs`` two blocks, a cluster, add up what they have
             of the parameters' gradients.
     """
 
     centred: bool
+    added: bool | None
     columns: range
-    lanes: int
+    vecs: int
+    blocks: int
     turn: int
     stages: int
+    lanes: int = 0
     kernel: str = "backward_registers"
 
 
-# As measured with 4,096 and 8,192, and with 1,024 and 4,096 columns; each range is as far as
-# as many threads have vectors of their own.
+# As measured with 1,024 columns and 3,072 to 8,192 of them in steps of 1,024.
 IN_REGISTERS: Final = (
-    InRegisters(False, range(2049, 4097), 256, 1, 6),
-    InRegisters(False, range(4097, 8193), 512, 1, 3),
-    InRegisters(True, range(769, 1025), 128, 4, 3),
-    InRegisters(True, range(2049, 4097), 512, 4, 3),
-    InRegisters(True, range(4097, 8193), 512, 1, 6, "backward_pairs"),
+    InRegisters(False, None, range(2049, 4097), 1, 2, 1, 2),
+    InRegisters(False, None, range(4097, 6144), 2, 1, 2, 6),
+    InRegisters(False, False, range(6144, 8193), 2, 1, 1, 2, lanes=512),
+    InRegisters(False, True, range(6144, 8193), 2, 1, 1, 3, lanes=512),
+    InRegisters(True, None, range(769, 1025), 1, 4, 4, 3),
+    InRegisters(True, None, range(2049, 3073), 2, 3, 1, 4, kernel="backward_pairs"),
+    InRegisters(True, None, range(3073, 5121), 2, 2, 1, 2, kernel="backward_pairs"),
+    InRegisters(True, None, range(5121, 7169), 2, 1, 2, 2),
+    InRegisters(True, None, range(7169, 8193), 2, 1, 1, 2, lanes=512, kernel="backward_pairs"),
 )
-# Threads of a multiprocessor, each with 128 registers, that do so.
-IN_REGISTERS_THREADS: Final = 512
 
-# Columns of the rows of half precision whose blocks are no cluster, but exchange sums through
-# global memory (``include/row_words.cuh``): in backwards of layer norms, and of root mean squares
-# with something to add, and in forwards of those. As measured with 65,536, 131,072 and 262,144;
-# nothing else gained.
-LAYER_THROUGH_MEMORY: Final = range(32769, 262145)
-ADDED_THROUGH_MEMORY: Final = range(131073, 262145)
+
+class Piece(NamedTuple):
+    """What a block has of a row of half precision whose blocks are no cluster, but exchange sums
+    through global memory (``include/row_words.cuh``).
+
+    Attributes:
+        lanes: threads of a block.
+        vecs: vectors that a thread holds.
+        blocks: of a multiprocessor.
+        stages: rows under way; where there is no room for them, rows are those of clusters.
+    """
+
+    lanes: int
+    vecs: int
+    blocks: int
+    stages: int = 3
+
+    def tile(self, columns: int) -> Tile:
+        """How a row is spread: over as many blocks as hold it."""
+        share = self.vecs * self.lanes * 8
+        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks)
+
+
+# Of those that leave a row in 32 blocks, whose words one warp looks at, the one that leaves the
+# fewest threads without columns serves, and of several the first. As measured with 18 widths from
+# 8,200 to 262,144 columns, in forwards with 65,536, 131,072 and 262,144 (docs/cuda-kernels.md).
+THROUGH_MEMORY: Final = range(8193, 262145)
+RMS_PIECES: Final = (Piece(128, 2, 6), Piece(128, 3, 4), Piece(128, 4, 4), Piece(256, 4, 2))
+ADDED_PIECES: Final = (Piece(128, 2, 4), Piece(128, 3, 3), Piece(128, 4, 3), Piece(256, 4, 2, 2))
+LAYER_PIECES: Final = (Piece(128, 4, 3), Piece(128, 2, 5), Piece(128, 3, 4), Piece(256, 4, 1))
+MOST_PIECES: Final = 32
 FORWARD_THROUGH_MEMORY: Final = range(32769, 262145)
-# What a block has of such a row; as many blocks share it as hold it, a power of two.
-PIECE: Final = Tile(8, 2, 128, blocks=4)
-FORWARD_PIECE_STAGES: Final = 3
+FORWARD_PIECE: Final = Piece(128, 2, 4)
 TOLD_THROUGH_MEMORY: Final = 2
 
 
@@ -351,28 +381,24 @@ memory: what a plan tries, one after the other.
 
 
 def pieces(
-    columns: int, element_bytes: int, sums: int, device: _launch.Limits, most: int
-) -> tuple[Tile, int, int] | None:
-    """How a row of half precision is spread whose blocks exchange sums through memory, how many
-    rows are under way, and the bytes of these in a block; None where there is no room.
+    tile: Tile, element_bytes: int, sums: int, device: _launch.Limits, stages: int
+) -> int | None:
+    """Bytes of the rows that are under way in a block of a row whose blocks exchange sums through
+    memory; None where there is no room.
 
     Args:
-        columns: H.
+        tile: how the row is spread.
         element_bytes: of all that is under way, for each column.
         sums: how many there are of a row.
         device: where it runs.
-        most: rows under way that gain something.
+        stages: rows under way.
     """
-    if not device.has_clusters or columns % PIECE.vec:
+    if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
         return None
-    blocks = -(-columns // (PIECE.held * PIECE.threads))
-    tile = replace(PIECE, cluster=1 << (blocks - 1).bit_length())
-    if tile.cluster > tile.blocks * device.multiprocessors:
-        return None
-    kept = 2 * exchange_bytes(PIECE, sums, 2)  # to tell and to hear
+    kept = 2 * exchange_bytes(replace(tile, cluster=1), sums, 2)  # to tell and to hear
     stage_bytes = tile.threads * tile.held * element_bytes
-    depth = under_way(tile, stage_bytes, kept, device, most, False).stages
-    return (tile, depth, depth * stage_bytes) if depth > 2 else None
+    depth = under_way(tile, stage_bytes, kept, device, stages, False).stages
+    return stages * stage_bytes if depth == stages else None
 
 
 class Cast(NamedTuple):
@@ -478,13 +504,18 @@ class ForwardKey:
         return exchange_bytes(tile, values, SIZES[self.x])
 
     def pieces(self, device: _launch.Limits) -> tuple[Tile, int, int] | None:
-        """The same as :func:`pieces`; None for other rows, too."""
+        """How a row is spread whose blocks exchange sums through memory, how many are under way,
+        and the bytes of these in a block; None for other rows, and where there is no room.
+        """
         if self.centred or not self.added or self.cast is not None:
             return None
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
-        if self.columns not in FORWARD_THROUGH_MEMORY or sizes != {2}:
+        if self.columns not in FORWARD_THROUGH_MEMORY or sizes != {2} or self.columns % 8:
             return None
-        return pieces(self.columns, 2 * SIZES[self.x], 1, device, FORWARD_PIECE_STAGES)
+        tile, stages = FORWARD_PIECE.tile(self.columns), FORWARD_PIECE.stages
+        tile = replace(tile, cluster=1 << (tile.cluster - 1).bit_length())
+        shared = pieces(tile, 2 * SIZES[self.x], 1, device, stages)
+        return None if shared is None else (tile, stages, shared)
 
     def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
         """How long rows are spread, and how many are under way; None for other rows."""
@@ -690,19 +721,19 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     """The kernel of rows whose blocks exchange sums through memory, and their tile; None for
     other rows, and where there is no room.
     """
-    rows = {(True, False): LAYER_THROUGH_MEMORY, (False, True): ADDED_THROUGH_MEMORY}
-    columns = rows.get((key.centred, key.add is not None), range(0))
     size = SIZES[key.x]
     sizes = {size, SIZES[key.dy], SIZES[key.gamma], key.add_size or size}
-    if key.columns not in columns or sizes != {2}:
+    if key.columns not in THROUGH_MEMORY or sizes != {2} or key.columns % 8:
         return None
-    element_bytes = 2 * size + key.add_size
-    found = pieces(key.columns, element_bytes, key.sums, device, MOST_STAGES)
-    if found is None:
+    found = LAYER_PIECES if key.centred else ADDED_PIECES if key.add else RMS_PIECES
+    tiles = [(it.tile(key.columns), it.stages) for it in found]
+    few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
+    tile, stages = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
+    shared = pieces(tile, 2 * size + key.add_size, key.sums, device, stages)
+    if shared is None:
         return None
-    tile, depth, shared = found
     own: dict[str, str | int] = {
-        "STAGES": depth,
+        "STAGES": stages,
         "TOLD": TOLD_THROUGH_MEMORY,
         "SHARED_DBETA": 0,
         "OVERLAP": 1,
@@ -721,11 +752,11 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     if not device.has_clusters or vec < 8 or size != 2 or key.other_size != 2:
         return None
     rows = (it for it in IN_REGISTERS if it.centred == key.centred and key.columns in it.columns)
-    found = next(rows, None)
+    found = next((it for it in rows if it.added in (None, key.add is not None)), None)
     if found is None:
         return None
-    tile = Tile(vec, -(-key.columns // (vec * found.lanes)), found.lanes)
-    tile = with_blocks(tile, IN_REGISTERS_THREADS)
+    lanes = found.lanes or -(-key.columns // (vec * found.vecs * 32)) * 32
+    tile = Tile(vec, found.vecs, lanes, blocks=found.blocks)
     stage_bytes = found.turn * key.row_bytes(tile)
     kept = exchange_bytes(tile, found.turn * key.sums, size)
     depth = under_way(tile, stage_bytes, kept, device, found.stages, False).stages

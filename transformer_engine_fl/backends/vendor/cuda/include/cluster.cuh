@@ -127,21 +127,21 @@ __device__ __forceinline__ void wait_for_predecessor() {}
 #endif
 
 // A word says by itself that it is there, by not being 0, so nothing else needs an order. Blocks
-// that wait for each other's words must all run at once.
+// that wait for each other's words must all run at once. An exchange, whose result nothing waits
+// for, is there sooner than what is stored.
 __device__ __forceinline__ void post_word(unsigned* to, unsigned word) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
-}
-
-__device__ __forceinline__ void post_word(unsigned long long* to, unsigned long long word) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
-}
-
-// Does the same, as an exchange whose result nothing waits for.
-__device__ __forceinline__ void exchange_word(unsigned* to, unsigned word) {
   unsigned before;
   asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(to), "r"(word)
+               : "memory");
+}
+
+__device__ __forceinline__ void post_word(unsigned long long* to, unsigned long long word) {
+  unsigned long long before;
+  asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(to), "l"(word)
                : "memory");
 }
 

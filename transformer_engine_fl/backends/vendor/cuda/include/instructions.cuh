@@ -45,6 +45,16 @@ __device__ __forceinline__ void read_piece(Word* to, const void* from) {
   }
 }
 
+// 16 bytes to global memory if they are `valid`, without a branch.
+__device__ __forceinline__ void write_where(void* to, const unsigned* words, bool valid) {
+  asm volatile(
+      "{ .reg .pred valid; setp.ne.u32 valid, %5, 0;\n"
+      "  @valid st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(to),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+      "r"(static_cast<unsigned>(valid))
+      : "memory");
+}
+
 // 16 bytes of shared memory. Volatile: reading twice means two reads, not values kept in
 // registers meanwhile.
 __device__ __forceinline__ void read_shared(unsigned* to, const void* from) {

@@ -131,6 +131,13 @@ __device__ __forceinline__ void store(T* to, const Vec<T, N>& value) {
   }
 }
 
+// Stores 16 bytes if they are `valid`, without a branch; Known: they are, however many.
+template <bool Known, int N, typename T>
+__device__ __forceinline__ void store_where(T* to, const Vec<T, N>& value, bool valid) {
+  if constexpr (Known) store(to, value);
+  else write_where(to, value.words, valid);
+}
+
 // As `store`, where the compiler would make several stores of one: where it cannot see which
 // memory an address is of, as of one that was itself read from memory, or sees too much.
 template <int N, typename T>

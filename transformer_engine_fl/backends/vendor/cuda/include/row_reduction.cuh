@@ -63,6 +63,18 @@ struct Moments {
   }
 };
 
+// Whether an operation keeps a value that it merges with 0.
+template <typename Operation>
+constexpr bool kKeeps = false;
+template <>
+constexpr bool kKeeps<Sum> = true;
+
+constexpr __host__ __device__ int next_power_of_two(int least_one) {
+  int found = 1;
+  while (found < least_one) found *= 2;
+  return found;
+}
+
 // Over Width lanes of a warp that follow each other; each gets the result.
 template <typename Operation, int Width, typename A, int K>
 __device__ __forceinline__ void halve(A (&value)[K]) {
@@ -75,13 +87,13 @@ __device__ __forceinline__ void halve(A (&value)[K]) {
   }
 }
 
-// Over a thread's N parts, by halves: only parts of one size are merged.
+// Over a thread's N parts, by halves: of a power of two only parts of one size are merged.
 template <typename Operation, int N, typename A, int K>
 __device__ __forceinline__ void merge_parts(A (&parts)[N][K], A (&value)[K]) {
 #pragma unroll
   for (int apart = 1; apart < N; apart *= 2) {
 #pragma unroll
-    for (int i = 0; i < N; i += 2 * apart) Operation::merge(parts[i], parts[i + apart]);
+    for (int i = 0; i + apart < N; i += 2 * apart) Operation::merge(parts[i], parts[i + apart]);
   }
 #pragma unroll
   for (int k = 0; k < K; ++k) value[k] = parts[0][k];
@@ -95,7 +107,7 @@ enum Telling { kBehindBarrier, kByWarps, kByBlocks, kThroughMemory };
 // travel together.
 template <int Lanes, int Cluster, int K, typename A, Telling Told = kBehindBarrier>
 class RowReduction {
-  static_assert((Lanes & (Lanes - 1)) == 0, "lanes are halved");
+  static_assert(Cluster == 1 && Lanes % 32 == 0 || (Lanes & (Lanes - 1)) == 0, "lanes are halved");
   static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
   static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
   static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
@@ -104,6 +116,7 @@ class RowReduction {
   static constexpr int kTelling = kOfBlocks ? 1 : kWarps;  // warps of a block that do
   static constexpr int kSlots = kTelling * Cluster;
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
+  static constexpr int kHalved = next_power_of_two(least(kSlots, 32));
 
  public:
   // The other blocks may only be written to once they run; the wait for that is left
@@ -153,6 +166,7 @@ class RowReduction {
 
   template <typename Operation>
   __device__ __forceinline__ void end(A (&value)[K]) {
+    static_assert(kSlots % kHalved == 0 || kKeeps<Operation>, "0 for what a power of two has more");
     if constexpr (kSlots > 1) {
       A heard[kOwn][K];
       if constexpr (kTold) {
@@ -165,11 +179,18 @@ class RowReduction {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
-          for (int k = 0; k < K; ++k) heard[i][k] = slots[k][i * 32 + threadIdx.x % 32 % kSlots];
+          for (int k = 0; k < K; ++k) {
+            if constexpr (kSlots % kHalved == 0) {
+              heard[i][k] = slots[k][i * 32 + threadIdx.x % 32 % kSlots];
+            } else {
+              const int slot = threadIdx.x % kHalved;
+              heard[i][k] = slot < kSlots ? slots[k][slot] : A(0);
+            }
+          }
         }
       }
       merge_parts<Operation>(heard, value);
-      halve<Operation, (kSlots < 32 ? kSlots : 32)>(value);
+      halve<Operation, kHalved>(value);
     }
   }
 
@@ -204,7 +225,7 @@ class RowReduction {
 
   int turn_ = 0;
   bool joined_ = false;
-  Exchange<kTelling, (kTold ? Cluster : 1), K, A> exchange_;
+  Exchange<(kTold ? kTelling : 1), (kTold ? Cluster : 1), K, A> exchange_;
 };
 
 }  // namespace te_fl

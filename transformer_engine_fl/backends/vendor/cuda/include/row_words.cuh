@@ -29,11 +29,10 @@ struct ToldIn<2> {
 // cluster, who tells of a row need not have heard of the row before.
 template <int Lanes, int Blocks, int K>
 class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
-  static_assert(Lanes >= 32 && (Lanes & (Lanes - 1)) == 0, "lanes are halved");
-  static_assert(Blocks % 32 == 0 && Blocks <= Lanes, "whole warps hear a word a lane");
+  static_assert(Lanes % 32 == 0 && Blocks <= Lanes, "whole warps hear a word a lane");
   using Word = typename ToldIn<K>::type;
   static constexpr int kWarps = Lanes / 32;
-  static constexpr int kHearing = Blocks / 32;  // warps that do; if one is enough, all of them
+  static constexpr int kHearing = (Blocks + 31) / 32;  // warps; if one is enough, all of them
   // A signalling NaN, which no sum is: what comes of arithmetic is a quiet one. So no word that
   // is there is 0.
   static constexpr unsigned kNoSum = 0x7f800001u;
@@ -45,29 +44,30 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
         hearing_(first * Blocks),
         step_(step * Blocks) {}
 
-  // Two halves, as those of other reductions; values are merged one by one. Exchanged: how a word,
-  // of one value, is posted.
-  template <typename Operation, bool Exchanged = false>
+  // Two halves, as those of other reductions; values are merged one by one.
+  template <typename Operation>
   __device__ __forceinline__ void begin(float (&value)[K]) {
     over_warps<Operation, kWarps, true>(value, turn_);
     turn_ ^= 1;
     if (threadIdx.x == 0) {
       Word word = __float_as_uint(value[0]) ^ kNoSum;
       if constexpr (K == 2) word |= Word(__float_as_uint(value[1]) ^ kNoSum) << 32;
-      Word* own = words_ + (telling_ + blockIdx.x % Blocks);
-      if constexpr (Exchanged) exchange_word(own, word);
-      else post_word(own, word);
+      post_word(words_ + (telling_ + blockIdx.x % Blocks), word);
     }
     telling_ += step_;
   }
 
   template <typename Operation>
   __device__ __forceinline__ void end(float (&value)[K]) {
+    static_assert(Blocks % 32 == 0 || kKeeps<Operation>, "0 for what 32 lanes have more");
     if (kHearing == 1 || kHearing == kWarps || own_warp() < kHearing) {
-      const Word word = wait_for_word(words_ + (hearing_ + threadIdx.x % Blocks));
+      // Lanes behind the last block look at its word, too.
+      const int lane = threadIdx.x % (kHearing * 32);
+      const Word word = wait_for_word(words_ + (hearing_ + least(lane, Blocks - 1)));
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        value[k] = __uint_as_float(static_cast<unsigned>(word >> k * 32) ^ kNoSum);
+        const float told = __uint_as_float(static_cast<unsigned>(word >> k * 32) ^ kNoSum);
+        value[k] = Blocks % 32 == 0 || lane < Blocks ? told : 0.0f;
       }
     }
     hearing_ += step_;
