@@ -321,7 +321,7 @@ def backward_kernel(
     ("columns", "centred", "added", "kernel", "lanes"),
     [
         (2048, False, False, None, 128),
-        (2056, False, False, "registers", 288),
+        (2056, False, False, "registers", 320),
         (3072, False, True, "registers", 384),
         (4096, False, False, "registers", 512),
         (5120, False, True, "registers", 320),
@@ -334,6 +334,7 @@ def backward_kernel(
         (1032, True, False, None, 256),
         (3072, True, False, "pairs", 192),
         (4096, True, False, "pairs", 256),
+        (3584, True, False, "registers", 512),
         (5120, True, False, "pairs", 320),
         (6144, True, False, "registers", 384),
         (8192, True, False, "pairs", 512),
@@ -374,12 +375,23 @@ def test_rows_in_registers_are_held_by_threads_that_have_them(centred: bool, add
                 65536: (32, 128, 2),
                 98304: (32, 128, 3),
                 131072: (32, 128, 4),
-                151936: (19, 256, 4),
+                151936: (25, 256, 3),
+                196608: (24, 256, 4),
                 262144: (32, 256, 4),
             },
         ),
         (False, True, {8192: None, 33000: (11, 128, 3), 65536: (32, 128, 2), 262152: None}),
-        (True, False, {12288: (3, 128, 4), 20480: (5, 128, 4), 10240: (5, 128, 2), 8188: None}),
+        (
+            True,
+            False,
+            {
+                9216: (3, 128, 3),
+                12288: (3, 128, 4),
+                20480: (5, 128, 4),
+                10240: (5, 128, 2),
+                8188: None,
+            },
+        ),
     ],
 )
 def test_which_rows_are_those_of_blocks_that_exchange_through_memory(
@@ -411,7 +423,8 @@ def test_rows_in_pieces_leave_few_threads_without_columns(centred: bool, added: 
         held = tile.threads * tile.held * tile.cluster
         assert columns <= held < columns * 1.2 + 4096 * (columns > 131_072)
         macros = dict(source.defines)
-        assert macros["FULL"] == (held == columns)
+        compared = centred and (tile.lanes, tile.vecs) == (128, 3)
+        assert macros["FULL"] == (held == columns and not compared)
         block = geometry.shared_bytes + 2 * 2 * (tile.lanes // 32) * 4 * (1 + centred) + 1024
         assert tile.blocks * block <= HOPPER.shared_per_multiprocessor
 
@@ -713,7 +726,9 @@ def assert_right(op: str, rows: int, columns: int, device: str) -> None:
 @pytest.fixture
 def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little room on the device that each group of blocks has several rows."""
-    monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
+    monkeypatch.setattr(
+        normalization, "require_clusters", lambda kernel, columns: min(2, kernel.resident_groups())
+    )
     monkeypatch.setattr(normalization, "_forwards", Plans())
     monkeypatch.setattr(normalization, "_backwards", Plans())
 
@@ -740,7 +755,7 @@ def test_a_row_of_one_value_says_nothing_of_gamma(columns: int, device: str) -> 
 
 @pytest.mark.usefixtures("few_groups")
 @pytest.mark.parametrize("rows", [1, 3, 27])
-@pytest.mark.parametrize("columns", [4104, 8000, 8192])
+@pytest.mark.parametrize("columns", [2056, 3072, 4104, 8000, 8192])
 def test_pairs_of_blocks_add_up_gradients_of_parameters(
     rows: int, columns: int, device: str
 ) -> None:
@@ -787,13 +802,17 @@ def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("rmsnorm_fwd_add", 65_536, 2, 9),  # fewer rows than groups
         ("rmsnorm_fwd_add", 100_000, 5, 4),
         ("rmsnorm_fwd_add", 262_144, 3, 2),
-        ("layernorm_bwd", 33_000, 27, 4),  # more turns than rows are under way
-        ("layernorm_bwd", 65_536, 9, 4),
-        ("layernorm_bwd", 100_000, 2, 2),
-        ("layernorm_bwd", 131_072, 5, 2),
-        ("layernorm_bwd", 262_144, 3, 1),
-        ("rmsnorm_bwd_add", 131_080, 5, 1),
-        ("rmsnorm_bwd_add", 262_144, 3, 1),
+        ("layernorm_bwd", 8_200, 101, 64),  # a part of a block with nothing
+        ("layernorm_bwd", 9_216, 5, 64),  # filled, and compared
+        ("layernorm_bwd", 33_000, 27, 17),
+        ("layernorm_bwd", 65_536, 41, 8),  # more turns than rows are under way
+        ("layernorm_bwd", 262_144, 3, 2),
+        ("rmsnorm_bwd", 10_240, 150, 57),
+        ("rmsnorm_bwd", 57_344, 11, 10),
+        ("rmsnorm_bwd", 151_936, 7, 3),
+        ("rmsnorm_bwd_add", 20_480, 60, 19),
+        ("rmsnorm_bwd_add", 33_000, 13, 11),
+        ("rmsnorm_bwd_add", 262_144, 5, 2),
     ],
 )
 def test_blocks_that_exchange_through_memory(

@@ -15,10 +15,12 @@
 //   VEC                  elements per vector; divides the number of columns
 //   ACCESS               elements that the addresses allow in one access, up to VEC
 //   VECS                 vectors of a row that belong to one thread
-//   LANES                threads of a block that share a row (a power of two)
+//   LANES                threads of a block that share a row (a power of two; of blocks alone, or
+//                        that exchange through memory, whole warps)
 //   ROWS                 rows that a block works on at once; 1 if LANES is above 32
 //   CLUSTER              blocks that share a row: a cluster, unless they tell through memory
-//   FULL                 1 if the row fills all of those vectors
+//   FULL                 1 if the row fills all of those vectors, and nothing is compared with
+//                        its columns
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   STAGES               rows, or turns, under way from global to shared memory (backward,
 //                        backward_registers, backward_pairs, forward_stream, forward_pieces)
@@ -751,8 +753,10 @@ __device__ __forceinline__ void read_gamma(const TW* __restrict__ gamma, A (&own
 // Whether threads branch around vectors that are not in a row. A branch keeps the compiler from
 // working on several vectors at once, so where but few threads would, only the stores are left
 // out; where whole warps have nothing, they had better not work.
-#ifdef KERNEL_backward
+#if defined(KERNEL_backward)
 constexpr bool kFewEmpty = TOLD == 2;
+#elif defined(KERNEL_backward_registers)
+constexpr bool kFewEmpty = TURN == 1;
 #else
 constexpr bool kFewEmpty = true;
 #endif

@@ -164,39 +164,50 @@ class InRegisters(NamedTuple):
 
     Attributes:
         centred: whether there is a mean to subtract.
-        added: whether something is added to the gradient; None if either.
+        added: whether something is added to the gradient.
         columns: how wide the rows are.
-        vecs: vectors that a thread has; as many warps share a row as hold it so.
+        lanes: threads of a block, which share a row.
         blocks: of a multiprocessor.
         turn: rows that a block takes at a time.
         stages: turns under way, at most.
-        lanes: threads of a block, if more than hold the row were faster.
         kernel: which one does; in ``backward_pairs`` two blocks, a cluster, add up what they have
             of the parameters' gradients.
     """
 
     centred: bool
-    added: bool | None
+    added: bool
     columns: range
-    vecs: int
+    lanes: int
     blocks: int
     turn: int
     stages: int
-    lanes: int = 0
     kernel: str = "backward_registers"
 
 
-# As measured with 1,024 columns and 3,072 to 8,192 of them in steps of 1,024.
+# Each as measured with the widest of its rows. Other threads than whole fours of warps can take
+# longer than more of them, some of which have nothing: 7,168 columns of a root mean square take
+# 117.5 us in 448 threads and 105.0 in 512.
 IN_REGISTERS: Final = (
-    InRegisters(False, None, range(2049, 4097), 1, 2, 1, 2),
-    InRegisters(False, None, range(4097, 6144), 2, 1, 2, 6),
-    InRegisters(False, False, range(6144, 8193), 2, 1, 1, 2, lanes=512),
-    InRegisters(False, True, range(6144, 8193), 2, 1, 1, 3, lanes=512),
-    InRegisters(True, None, range(769, 1025), 1, 4, 4, 3),
-    InRegisters(True, None, range(2049, 3073), 2, 3, 1, 4, kernel="backward_pairs"),
-    InRegisters(True, None, range(3073, 5121), 2, 2, 1, 2, kernel="backward_pairs"),
-    InRegisters(True, None, range(5121, 7169), 2, 1, 2, 2),
-    InRegisters(True, None, range(7169, 8193), 2, 1, 1, 2, lanes=512, kernel="backward_pairs"),
+    InRegisters(False, False, range(2049, 2561), 320, 2, 1, 2),
+    InRegisters(False, False, range(2561, 3073), 384, 2, 1, 2),
+    InRegisters(False, False, range(3073, 3585), 224, 2, 1, 2),
+    InRegisters(False, False, range(3585, 4097), 512, 2, 1, 2),
+    InRegisters(False, False, range(4097, 5121), 320, 1, 2, 6),
+    InRegisters(False, False, range(5121, 8193), 512, 1, 1, 2),
+    InRegisters(False, True, range(2049, 2561), 256, 2, 1, 6),
+    InRegisters(False, True, range(2561, 3073), 384, 2, 1, 2),
+    InRegisters(False, True, range(3073, 3585), 256, 2, 1, 6),
+    InRegisters(False, True, range(3585, 4097), 512, 2, 1, 2),
+    InRegisters(False, True, range(4097, 5121), 320, 1, 2, 2),
+    InRegisters(False, True, range(5121, 8193), 512, 1, 1, 3),
+    InRegisters(True, False, range(769, 1025), 128, 4, 4, 3),
+    InRegisters(True, False, range(2049, 2561), 160, 3, 1, 4, "backward_pairs"),
+    InRegisters(True, False, range(2561, 3073), 192, 3, 1, 4, "backward_pairs"),
+    InRegisters(True, False, range(3073, 3585), 512, 1, 4, 3),
+    InRegisters(True, False, range(3585, 4097), 256, 2, 1, 2, "backward_pairs"),
+    InRegisters(True, False, range(4097, 5121), 320, 2, 1, 2, "backward_pairs"),
+    InRegisters(True, False, range(5121, 6145), 384, 1, 2, 2),
+    InRegisters(True, False, range(6145, 8193), 512, 1, 1, 2, "backward_pairs"),
 )
 
 
@@ -209,12 +220,15 @@ class Piece(NamedTuple):
         vecs: vectors that a thread holds.
         blocks: of a multiprocessor.
         stages: rows under way; where there is no room for them, rows are those of clusters.
+        compared: whether columns are compared with the row's also where they fill all vectors,
+            since the compiler orders the instructions better so.
     """
 
     lanes: int
     vecs: int
     blocks: int
     stages: int = 3
+    compared: bool = False
 
     def tile(self, columns: int) -> Tile:
         """How a row is spread: over as many blocks as hold it."""
@@ -223,12 +237,30 @@ class Piece(NamedTuple):
 
 
 # Of those that leave a row in 32 blocks, whose words one warp looks at, the one that leaves the
-# fewest threads without columns serves, and of several the first. As measured with 18 widths from
+# fewest threads without columns serves, and of several the first. As measured with 25 widths from
 # 8,200 to 262,144 columns, in forwards with 65,536, 131,072 and 262,144 (docs/cuda-kernels.md).
 THROUGH_MEMORY: Final = range(8193, 262145)
-RMS_PIECES: Final = (Piece(128, 2, 6), Piece(128, 3, 4), Piece(128, 4, 4), Piece(256, 4, 2))
-ADDED_PIECES: Final = (Piece(128, 2, 4), Piece(128, 3, 3), Piece(128, 4, 3), Piece(256, 4, 2, 2))
-LAYER_PIECES: Final = (Piece(128, 4, 3), Piece(128, 2, 5), Piece(128, 3, 4), Piece(256, 4, 1))
+RMS_PIECES: Final = (
+    Piece(128, 2, 6),
+    Piece(128, 3, 4),
+    Piece(128, 4, 4),
+    Piece(256, 4, 2),
+    Piece(256, 3, 2),
+)
+ADDED_PIECES: Final = (
+    Piece(128, 2, 4),
+    Piece(128, 3, 3),
+    Piece(128, 4, 3),
+    Piece(256, 4, 2, 2),
+    Piece(256, 3, 2),
+)
+LAYER_PIECES: Final = (
+    Piece(128, 4, 3),
+    Piece(128, 2, 5),
+    Piece(128, 3, 4, compared=True),
+    Piece(256, 4, 1),
+    Piece(256, 3, 2),
+)
 MOST_PIECES: Final = 32
 FORWARD_THROUGH_MEMORY: Final = range(32769, 262145)
 FORWARD_PIECE: Final = Piece(128, 2, 4)
@@ -726,14 +758,15 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     if key.columns not in THROUGH_MEMORY or sizes != {2} or key.columns % 8:
         return None
     found = LAYER_PIECES if key.centred else ADDED_PIECES if key.add else RMS_PIECES
-    tiles = [(it.tile(key.columns), it.stages) for it in found]
+    tiles = [(it.tile(key.columns), it) for it in found]
     few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
-    tile, stages = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
-    shared = pieces(tile, 2 * size + key.add_size, key.sums, device, stages)
+    tile, piece = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
+    shared = pieces(tile, 2 * size + key.add_size, key.sums, device, piece.stages)
     if shared is None:
         return None
     own: dict[str, str | int] = {
-        "STAGES": stages,
+        "FULL": int(tile.fills(key.columns) and not piece.compared),
+        "STAGES": piece.stages,
         "TOLD": TOLD_THROUGH_MEMORY,
         "SHARED_DBETA": 0,
         "OVERLAP": 1,
@@ -751,12 +784,13 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     vec = vector_width(key.columns, size)
     if not device.has_clusters or vec < 8 or size != 2 or key.other_size != 2:
         return None
-    rows = (it for it in IN_REGISTERS if it.centred == key.centred and key.columns in it.columns)
-    found = next((it for it in rows if it.added in (None, key.add is not None)), None)
+    sort = (key.centred, key.add is not None)
+    rows = (it for it in IN_REGISTERS if it[:2] == sort and key.columns in it.columns)
+    found = next(rows, None)
     if found is None:
         return None
-    lanes = found.lanes or -(-key.columns // (vec * found.vecs * 32)) * 32
-    tile = Tile(vec, found.vecs, lanes, blocks=found.blocks)
+    vecs = -(-key.columns // (vec * found.lanes))
+    tile = Tile(vec, vecs, found.lanes, blocks=found.blocks)
     stage_bytes = found.turn * key.row_bytes(tile)
     kept = exchange_bytes(tile, found.turn * key.sums, size)
     depth = under_way(tile, stage_bytes, kept, device, found.stages, False).stages
