@@ -649,6 +649,9 @@ _BACKWARD = cut_choice(
     _BACKWARD_PLANS,
     {
         2048: Cut(threads=128, width=2048, programs=4, stages=3),
+        3072: Cut(threads=256, width=4096, programs=2, stages=3),
+        4096: Cut(threads=512, width=8192, programs=1, stages=3),
+        6144: Cut(threads=512, width=8192, programs=1, stages=4),
         8192: Cut(threads=512, width=8192, programs=1, stages=3),
         65536: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
         131072: Cut(threads=256, width=4096, programs=2, stages=3, shared=True),

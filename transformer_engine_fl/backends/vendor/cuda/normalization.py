@@ -142,18 +142,25 @@ class Waiting(NamedTuple):
     unfilled: bool = False
 
 
-# Without a residual and without a cast, as measured with bfloat16 and 22 widths from 8,200 to
+# Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
 # 262,144 columns (docs/cuda-kernels.md).
 WAITING: Final = (
     Waiting(False, range(8193, 12289), (256, 1), 8, 5),
     Waiting(False, range(16385, 20481), (512, 1), 8, 2),
     Waiting(False, range(20481, 24577), (256, 1), 16, 3),
-    Waiting(False, range(24577, 32769), (512, 1), 8, 2),
-    Waiting(False, range(32769, 65537), (256, 2), 16, 3),
+    Waiting(False, range(24577, 28673), (256, 1), 16, 2),
+    Waiting(False, range(28673, 32769), (512, 1), 8, 2),
+    Waiting(False, range(32769, 40961), (512, 1), 16, 2),
+    Waiting(False, range(40961, 65537), (256, 2), 16, 3),
     Waiting(False, range(65537, 131073), (256, 4), 16, 3),
+    Waiting(True, range(4097, 8192), (128, 1), 8, 8),
     Waiting(True, range(8193, 16385), (256, 1), 8, 5),
-    Waiting(True, range(16385, 32769), (256, 1), 16, 3),
-    Waiting(True, range(32769, 65537), (256, 2), 16, 3, unfilled=True),
+    Waiting(True, range(16385, 20481), (256, 1), 16, 4),
+    Waiting(True, range(20481, 24577), (256, 1), 16, 3),
+    Waiting(True, range(24577, 28673), (512, 1), 8, 2),
+    Waiting(True, range(28673, 32769), (256, 1), 16, 3),
+    Waiting(True, range(32769, 40961), (512, 1), 16, 2),
+    Waiting(True, range(40961, 65537), (256, 2), 16, 3, unfilled=True),
     Waiting(True, range(65537, 131073), (256, 4), 16, 3, unfilled=True),
     Waiting(True, range(131073, 262145), (256, 8), 16, 3, unfilled=True),
 )
