@@ -272,10 +272,11 @@ class _Writer:
         elif value is None or kind in (bool, torch.dtype):
             self.tests.append(f"{name} is {self.constant(value)}")
         elif kind in (int, float, str):
-            self.tests.append(f"_type({name}) is {self.constant(kind)}")
-            self.tests.append(f"{name} == {self.constant(value)}")
+            same = self.constant(value)  # the very object, where it is a default
+            like = f"_type({name}) is {self.constant(kind)} and {name} == {same}"
             if value == 0 and kind is float:
-                self.tests.append(f"{name}.hex() == {value.hex()!r}")
+                like += f" and {name}.hex() == {value.hex()!r}"
+            self.tests.append(f"({name} is {same} or {like})")
         elif kind in (list, tuple) and all(type(it) is int for it in value):
             # What the items are comes first: a tensor among them must not be compared.
             self.tests.append(f"_type({name}) is {self.constant(kind)}")
