@@ -51,8 +51,8 @@ class Repeats:
         other: the implementation for a call that ``last`` has not done.
     """
 
-    of: Callable[..., Any] | None = None
-    last: Callable[..., Any] | None = None
+    of: Callable[..., Any]
+    last: Callable[..., Any]
     other: Callable[..., Any]
 
 
@@ -61,23 +61,24 @@ class Steps:
 
     Attributes:
         fn: the first candidate's callable.
-        simple: it can be called without asking it anything first.
+        direct: the same, if it can be called without asking it anything first, and has no repeats.
+        repeats: of such a callable that has them.
         fake: the tensors have no data.
-        repeats: of the first candidate, if it has them.
     """
 
-    __slots__ = ("candidates", "fake", "fn", "repeats", "simple")
+    __slots__ = ("candidates", "direct", "fake", "fn", "repeats")
 
     def __init__(
         self, fn: Callable[..., Any], simple: bool, fake: bool, candidates: tuple[Any, ...]
     ) -> None:
         self.fn = fn
-        self.simple = simple
         self.fake = fake
         self.candidates = candidates
+        self.direct: Callable[..., Any] | None = fn if simple else None
+        self.repeats: Repeats | None = None
         found = getattr(fn, "calls", None)
-        own = isinstance(found, Repeats) and found.of is fn
-        self.repeats: Repeats | None = found if own else None
+        if simple and isinstance(found, Repeats) and found.of is fn:
+            self.direct, self.repeats = None, found
 
 
 def guarded(
@@ -97,33 +98,36 @@ def guarded(
     memo: dict[Any, Steps] = {}
     # Of these ``last`` is asked before a look at the tensor, if it is the function that has done
     # a call after such a look: it does no others than that look has led to it.
-    repeats = Repeats()
-    approved: Any = MISS
+    repeats: Repeats | None = None
+    approved: Any = None
 
     # A closure, because calling an object through __call__ costs a quarter more.
     @settles_failures
     def choose(*args: Any, **kwargs: Any) -> Any:
         nonlocal repeats, approved
-        asked = repeats.last
-        if asked is approved:
+        asked = None
+        if repeats is not None and (last := repeats.last) is approved:
+            asked = last
             try:
-                found = asked(*args, **kwargs)
+                found = last(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
                 return serve(find(args, kwargs, memo), args, kwargs, error)
             if found is not MISS:
                 return found
-        else:
-            asked = None
         try:
             steps = memo[key(args[place])]
         except (LookupError, AttributeError, TypeError):
             steps = find(args, kwargs, memo)
-        if steps.simple:
+        direct = steps.direct
+        if direct is not None:
             try:
-                own = steps.repeats
-                if own is None:
-                    return steps.fn(*args, **kwargs)
-                last: Any = own.last
+                return direct(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
+                return serve(steps, args, kwargs, error)
+        own = steps.repeats
+        if own is not None:
+            try:
+                last = own.last
                 if last is not asked:
                     found = last(*args, **kwargs)
                     if found is not MISS:
