@@ -187,6 +187,25 @@ def test_a_failure_of_a_repeated_call_is_one_of_its_implementation() -> None:
     assert manager.call("scale", X) == "remembered plain"
 
 
+def test_a_failed_question_is_not_a_failure_of_who_serves_the_call() -> None:
+    fn, calls = remembering()
+    manager = manager_of(fn)
+    for _ in range(3):
+        manager.call("scale", X)
+    again = calls.last
+
+    def strict(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
+        if x != X:
+            raise TypeError("no such tensor")
+        return again(x, factor, mode=mode)
+
+    calls.last = strict
+    assert manager.call("scale", X) == "remembered plain"  # by which it is approved
+    for other in (OTHER_DTYPE, OTHER_DEVICE):
+        assert manager.call("scale", other) == "reference.torch"
+    assert not manager.quarantine.held()
+
+
 def test_a_call_that_is_wrong_is_refused_after_right_ones() -> None:
     fn, _ = remembering()
     manager = manager_of(fn)

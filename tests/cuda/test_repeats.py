@@ -21,6 +21,9 @@ import pytest
 import repeated_calls
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine_fl as te
 from transformer_engine_fl import ops
@@ -141,11 +144,48 @@ def test_another_call_goes_the_ordinary_way(other: Callable[..., Any]) -> None:
     assert not _is_repeat(normalization.rmsnorm_fwd, *other(x, gamma))
 
 
-def test_modes_see_every_allocation() -> None:
+class Unseen(TorchDispatchMode):
+    """One that torch's look at tensors does not see."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [Guarded, Unseen, lambda: FakeTensorMode(allow_non_fake_inputs=True)],
+    ids=["of the kit", "unseen", "fake tensors"],
+)
+def test_modes_see_every_allocation(mode: Callable[[], TorchDispatchMode]) -> None:
     x, gamma = _rows(), torch.ones(64)
     _repeated(lambda: normalization.rmsnorm_fwd(x, gamma))
-    with Guarded():
+    with mode():
         assert not _is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None)
+
+
+def test_so_do_modes_that_another_thread_entered() -> None:
+    """As those of a forward are there in autograd's own threads."""
+    x, gamma = _rows(), torch.ones(64)
+    _repeated(lambda: normalization.rmsnorm_fwd(x, gamma))
+    found = []
+
+    def run() -> None:
+        _python_dispatch._push_mode(Guarded())
+        try:
+            found.append(_is_repeat(normalization.rmsnorm_fwd, x, gamma, 1e-5, False, None))
+        finally:
+            _python_dispatch._pop_mode()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [False]
 
 
 def test_arguments_that_share_memory_are_not_taken_for_others() -> None:

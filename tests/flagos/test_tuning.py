@@ -596,6 +596,7 @@ def test_every_value_that_a_family_offers_may_stand_in_a_file(
         ("rmsnorm_fwd", {"width": 3000}, "width must be a power of two"),
         ("layernorm_bwd", {"stages": 0}, "stages must be from 1 to 8"),
         ("layernorm_fwd", {"programs": 0, "resident": 13}, "resident must be at most 12"),
+        ("softmax_fwd", {"programs": 2, "resident": 2}, "resident must be 0 where"),
     ],
 )
 def test_a_cut_of_rows_that_no_kernel_can_run_with_is_refused(

@@ -20,6 +20,8 @@ __all__ = ["Allocate", "allocator"]
 _function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+# Those of this process, whatever the environment says by now.
+_count_devices: Callable[[], int] = getattr(torch._C, "_cuda_getDeviceCount", lambda: 2)
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _on_current_device: Any = getattr(_guards, "_empty_strided_cuda", None)
 

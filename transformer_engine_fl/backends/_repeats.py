@@ -82,9 +82,6 @@ def _sees(made: Any) -> bool:
     like: Any = {"dtype": torch.float32, "device": "cpu"}
     one = torch.zeros(size, **like)
     check = _check(made, [one])
-    with _Watch(one.device):
-        if check(one):
-            return False
     others = (
         torch.zeros((4, 2), **like),
         torch.zeros((4, 2), **like).t(),
@@ -376,11 +373,12 @@ class _Writer:
             if on_cuda
             else functools.partial(_allocation._through_the_dispatcher, self.device),
             "_function_modes": _allocation._function_modes,
+            "_dispatch_modes": _allocation._dispatch_modes,
             "_current_device": _allocation._current_device,
         }
-        # A mode of torch's dispatcher is seen by the look at the tensors.
-        elsewhere = ["_function_modes()"]
-        if on_cuda and torch.cuda.device_count() > 1:
+        # The look at the tensors sees some modes of torch's dispatcher, not all.
+        elsewhere = ["_function_modes()", "_dispatch_modes()"]
+        if on_cuda and _allocation._count_devices() > 1:
             elsewhere.append(f"_current_device() != {self.device.index}")
         given, bits = ", ".join(names), " | ".join(f"_a{name}" for name in names)
         lines = [

@@ -106,14 +106,19 @@ def guarded(
     def choose(*args: Any, **kwargs: Any) -> Any:
         nonlocal repeats, approved
         asked = None
-        if repeats is not None and (last := repeats.last) is approved:
+        first = repeats
+        if first is not None and (last := first.last) is approved:
             asked = last
             try:
                 found = last(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
-                return serve(find(args, kwargs, memo), args, kwargs, error)
-            if found is not MISS:
-                return found
+                steps = find(args, kwargs, memo)
+                if steps.repeats is first:
+                    return serve(steps, args, kwargs, error)
+                # It would not be served by the one that was asked, so none of it has run.
+            else:
+                if found is not MISS:
+                    return found
         try:
             steps = memo[key(args[place])]
         except (LookupError, AttributeError, TypeError):

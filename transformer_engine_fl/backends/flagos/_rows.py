@@ -129,6 +129,8 @@ def cut_choice(
         )(cut)
         if said is not None:
             return said
+        if cut.resident and (cut.shared or cut.programs):
+            return "resident must be 0 where programs have many tiles or pieces"
         if cut.resident * cut.threads > MOST_THREADS:
             return f"resident must be at most {MOST_THREADS // cut.threads} with these threads"
         least = 1 if cut.shared else runs[0]
@@ -184,12 +186,12 @@ _PIECES = (
 
 
 def parts_of(columns: int, widest: int, least: int) -> tuple[int, ...]:
-    """Powers of two that hold a row of so many columns together, the widest first.
+    """Powers of two that hold a row of so many columns together: at most three.
 
     A tile has a power of two of them, so a row of 20,480 in one would have a third of its
-    threads' registers empty. There are at most three parts; only the last may be wider than
-    what is left of the row, and the first two are no wider than ``widest``. None is narrower than
-    ``least``, also a power of two.
+    threads' registers empty. Only the last may be wider than what is left of the row, and all but
+    a third one are no wider than ``widest``, unless none may be: ``least``, also a power of two, is
+    the narrowest that there is.
     """
     parts: list[int] = []
     left = columns

@@ -1002,6 +1002,11 @@ def representative_sources(
             yield forward_source(added, device)[:2]
             added_back = BackwardKey(columns, access, x, other, weight, False, False, weight)
             yield from backward_sources(added_back, device)[0]
+    for columns in (2560, 3072, 5120, 7168, 9216, 20480, 33000, 40960, 151_936):
+        yield forward_source(ForwardKey(columns, 8, low, low, low, low, True, False), device)[:2]
+        for centred, add in ((False, None), (False, low), (True, None)):
+            backward = BackwardKey(columns, 8, low, low, low, centred, False, add)
+            yield from backward_sources(backward, device)[0]
     for access in (1, 2, 4):  # misaligned memory
         yield forward_source(ForwardKey(64, access, low, full, low, low, True, True), device)[:2]
         yield from backward_sources(BackwardKey(64, access, low, low, full, True, True), device)[0]

@@ -103,12 +103,13 @@ SPREAD_RESIDENT: Final = 2048
 """Threads of a multiprocessor that have them."""
 STAGES: Final = 2
 """Rows of such a group that are under way to shared memory at once."""
-WAITING: Final = frozenset({*range(4097, 8192), *range(8193, 262145)})
+WAITING: Final = (range(4097, 8192), range(8193, 262145))
 """Columns of plain forwards in half precision that wait in shared memory for their sum.
 
 Not in registers, so that several small blocks are on a multiprocessor, each with a row, or a
 part of one, of its own: while one writes, the others load. As measured with bfloat16 and 24
-widths (docs/cuda-kernels.md); of 8,192 columns, and of fewer, nothing gained, and causal rows lost.
+widths, of which docs/cuda-kernels.md has 15; of 8,192 columns, and of fewer, nothing gained, and
+causal rows lost.
 """
 WAITING_TEAMS: Final[tuple[Team, ...]] = (
     (128, 1),
@@ -166,7 +167,8 @@ def row_tile(
 def waiting_tile(columns: int, size: int, device: _launch.Limits) -> Tile | None:
     """The tile of :data:`WAITING` rows; None for other rows, and devices without clusters."""
     vec = vector_width(columns, size)
-    if columns not in WAITING or size * vec != 16 or size != 2 or not device.has_clusters:
+    waits = any(columns in those for those in WAITING)
+    if not waits or size != 2 or vec != 8 or not device.has_clusters:
         return None
     for team in WAITING_TEAMS:
         tile = team_tile(columns // vec, vec, WAITING_VECTORS, (team,))

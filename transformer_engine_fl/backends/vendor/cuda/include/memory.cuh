@@ -134,6 +134,7 @@ __device__ __forceinline__ void store(T* to, const Vec<T, N>& value) {
 // Stores 16 bytes if they are `valid`, without a branch; Known: they are, however many.
 template <bool Known, int N, typename T>
 __device__ __forceinline__ void store_where(T* to, const Vec<T, N>& value, bool valid) {
+  static_assert(Known || Vec<T, N>::kBytes == 16, "written at once");
   if constexpr (Known) store(to, value);
   else write_where(to, value.words, valid);
 }
