@@ -38,8 +38,6 @@ __all__ = [
     "Cut",
     "SharedRows",
     "WholeRows",
-    "across",
-    "along",
     "as_stored",
     "columns_of_part",
     "cut",
@@ -47,10 +45,12 @@ __all__ = [
     "existing",
     "heard",
     "parts_of",
+    "per_column",
+    "per_row",
     "rows_of",
     "tell",
     "two_sums",
-    "within_part",
+    "within",
 ]
 
 
@@ -221,13 +221,13 @@ def existing(row: tl.tensor, rows: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def along(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+def per_row(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """What rows have, as it goes with their columns."""
     return values if ROWS == 1 else values[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def across(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+def per_column(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """What columns have, as it goes with their rows."""
     return values if ROWS == 1 else values[None, :]
 
@@ -242,18 +242,9 @@ def columns_of_part(PARTS: tl.constexpr, INDEX: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def within_part(
-    column: tl.tensor,
-    columns: tl.tensor,
-    PARTS: tl.constexpr,
-    INDEX: tl.constexpr,
-    EXACT: tl.constexpr,
-) -> tl.tensor:
-    """Which of a part's columns are those of its row: EXACT, all of them."""
-    if EXACT or len(PARTS) > INDEX + 1:
-        return tl.full(column.shape, True, tl.int1)
-    else:
-        return column < columns
+def within(column: tl.tensor, columns: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
+    """Which columns are those of a row: EXACT, all of them, as in every part but the last."""
+    return tl.full(column.shape, True, tl.int1) if EXACT else column < columns
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -46,18 +46,18 @@ from transformer_engine_fl.backends.flagos._rows import (
     Cut,
     SharedRows,
     WholeRows,
-    across,
-    along,
     as_stored,
     columns_of_part,
     cut,
     cut_choice,
     existing,
     heard,
+    per_column,
+    per_row,
     rows_of,
     tell,
     two_sums,
-    within_part,
+    within,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
@@ -136,16 +136,16 @@ def _forward_rows(
     row = rows_of(tl.program_id(0), ROWS)
     exists = existing(row, rows, ROWS)
     start = row.to(tl.int64)
-    x_ptr += along(start * stride * UNIT, ROWS)
-    y_ptr += along(start * columns, ROWS)
+    x_ptr += per_row(start * stride * UNIT, ROWS)
+    y_ptr += per_row(start * columns, ROWS)
     if residual_ptr is not None:
-        residual_ptr += along(start * stride * UNIT, ROWS)
-        sum_ptr += along(start * columns, ROWS)
+        residual_ptr += per_row(start * stride * UNIT, ROWS)
+        sum_ptr += per_row(start * columns, ROWS)
     x = ()
     for part in tl.static_range(len(PARTS)):
         column = columns_of_part(PARTS, part)
-        inside = across(within_part(column, columns, PARTS, part, EXACT), ROWS)
-        place, mask = across(column, ROWS), along(exists, ROWS) & inside
+        inside = per_column(within(column, columns, EXACT or len(PARTS) > part + 1), ROWS)
+        place, mask = per_column(column, ROWS), per_row(exists, ROWS) & inside
         one = _input(x_ptr, residual_ptr, sum_ptr, place, place, mask, SUM)
         x += (one,)  # type: ignore[assignment]
     # Ahead of the sums gamma costs registers, which measured slower but for these rows.
@@ -162,26 +162,26 @@ def _forward_rows(
     for part in tl.static_range(len(PARTS)):
         distance = as_stored(x[part], NARROW and mu_ptr is not None).to(ACC)
         if mu_ptr is not None:
-            distance -= along(mu, ROWS)
+            distance -= per_row(mu, ROWS)
             if not EXACT:
                 column = columns_of_part(PARTS, part)
-                inside = within_part(column, columns, PARTS, part, EXACT)
-                distance = tl.where(across(inside, ROWS), distance, 0)
+                inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+                distance = tl.where(per_column(inside, ROWS), distance, 0)
         variance += tl.sum(distance * distance, axis=AXIS)
     rsigma = tl.rsqrt(variance / columns + tl.full((), eps, ACC))
     for part in tl.static_range(len(PARTS)):
         column = columns_of_part(PARTS, part)
-        inside = within_part(column, columns, PARTS, part, EXACT)
+        inside = within(column, columns, EXACT or len(PARTS) > part + 1)
         if not AHEAD:
             weight = tl.load(weight_ptr + column, mask=inside, other=0)
         y = as_stored(x[part], NARROW).to(ACC)
         if mu_ptr is not None:
-            y -= along(mu, ROWS)
-        y = y * along(rsigma, ROWS) * across(weight.to(ACC) + OFFSET, ROWS)
+            y -= per_row(mu, ROWS)
+        y = y * per_row(rsigma, ROWS) * per_column(weight.to(ACC) + OFFSET, ROWS)
         if bias_ptr is not None:
-            y += across(tl.load(bias_ptr + column, mask=inside, other=0).to(ACC), ROWS)
-        mask = along(exists, ROWS) & across(inside, ROWS)
-        tl.store(y_ptr + across(column, ROWS), y.to(y_ptr.dtype.element_ty), mask=mask)
+            y += per_column(tl.load(bias_ptr + column, mask=inside, other=0).to(ACC), ROWS)
+        mask = per_row(exists, ROWS) & per_column(inside, ROWS)
+        tl.store(y_ptr + per_column(column, ROWS), y.to(y_ptr.dtype.element_ty), mask=mask)
     # Last: stored between the sums, they held up rows in parts by up to a fifth.
     tl.store(rsigma_ptr + row, rsigma, mask=exists)
     if mu_ptr is not None:

@@ -32,17 +32,17 @@ from transformer_engine_fl.backends.flagos._rows import (
     Cut,
     SharedRows,
     WholeRows,
-    across,
-    along,
     as_stored,
     columns_of_part,
     cut,
     cut_choice,
     existing,
     heard,
+    per_column,
+    per_row,
     rows_of,
     tell,
-    within_part,
+    within,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import softmax as contracts
@@ -100,12 +100,6 @@ def _bound(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _within(column: tl.tensor, columns: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
-    """Which columns are those of a row."""
-    return tl.full(column.shape, True, tl.int1) if EXACT else column < columns
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _loaded(
     x_ptr: tl.tensor,
     start: tl.tensor,
@@ -117,7 +111,7 @@ def _loaded(
     EXACT: tl.constexpr,
 ) -> tl.tensor:
     """The values at these columns, 0 beyond the bound, though some of those are read."""
-    wanted = exists & _within(column, columns, EXACT)
+    wanted = exists & within(column, columns, EXACT)
     if CAUSAL:
         # Rounded up to whole vectors, so that it is loaded in such.
         wanted = wanted & (column < (bound + 15) // 16 * 16)
@@ -150,7 +144,7 @@ def _scores(
     bound = _bound(row, columns, queries, ahead, CAUSAL)
     start = row.to(tl.int64)
     x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL, EXACT)
-    visible = column < bound if CAUSAL else _within(column, columns, EXACT)
+    visible = column < bound if CAUSAL else within(column, columns, EXACT)
     if mask_ptr is not None:
         group = row // queries
         where = (group // heads).to(tl.int64) * mask_batch
@@ -158,7 +152,7 @@ def _scores(
         where += (row % queries).to(tl.int64) * mask_query
         hidden = tl.load(
             mask_ptr + where * MASK_UNIT + column * MASK_STEP,
-            mask=exists & _within(column, columns, EXACT),
+            mask=exists & within(column, columns, EXACT),
             other=1,
         )
         visible = visible & (hidden == 0)
@@ -196,13 +190,14 @@ def _forward_tile(
     """ROWS rows, in PARTS."""
     AXIS: tl.constexpr = 0 if ROWS == 1 else 1
     row = rows_of(tile, ROWS)
-    exists = along(existing(row, rows, ROWS), ROWS)
+    exists = per_row(existing(row, rows, ROWS), ROWS)
     scores = ()
     for part in tl.static_range(len(PARTS)):
+        column = per_column(columns_of_part(PARTS, part), ROWS)
         one = _scores(
-            x_ptr, mask_ptr, along(row, ROWS), across(columns_of_part(PARTS, part), ROWS), exists,
-            columns, stride, queries, heads, ahead, mask_batch, mask_head, mask_query, scale,
-            MASK_STEP, CAUSAL, ACC, EXACT or len(PARTS) > part + 1, MASK_UNIT,
+            x_ptr, mask_ptr, per_row(row, ROWS), column, exists, columns, stride, queries, heads,
+            ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC,
+            EXACT or len(PARTS) > part + 1, MASK_UNIT,
         )  # fmt: skip
         scores += (one,)  # type: ignore[assignment]
     highest = (row * 0).to(ACC) + float("-inf")
@@ -214,16 +209,16 @@ def _forward_tile(
     weights = ()
     total = (row * 0).to(ACC)
     for part in tl.static_range(len(PARTS)):
-        one = _exp(scores[part] - along(highest, ROWS), PTX)
+        one = _exp(scores[part] - per_row(highest, ROWS), PTX)
         weights += (one,)  # type: ignore[assignment]
         total += tl.sum(one, axis=AXIS)
-    share = along(1 / tl.where(total == 0, 1, total), ROWS)
-    y_ptr += along(row.to(tl.int64) * columns, ROWS)
+    share = per_row(1 / tl.where(total == 0, 1, total), ROWS)
+    y_ptr += per_row(row.to(tl.int64) * columns, ROWS)
     for part in tl.static_range(len(PARTS)):
         column = columns_of_part(PARTS, part)
-        inside = across(within_part(column, columns, PARTS, part, EXACT), ROWS)
+        inside = per_column(within(column, columns, EXACT or len(PARTS) > part + 1), ROWS)
         y = (weights[part] * share).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + across(column, ROWS), y, mask=exists & inside)
+        tl.store(y_ptr + per_column(column, ROWS), y, mask=exists & inside)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -365,7 +360,7 @@ def _forward_shared(
             # Nothing where this piece has nothing visible.
             y = weights * (_exp(highest - most, PTX) / tl.where(total == 0, 1, total))
             out = y_ptr + start * columns + column
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=_within(column, columns, EXACT))
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=within(column, columns, EXACT))
         weights, highest = weights_next, highest_next
 
 
@@ -402,8 +397,8 @@ def _backward_tile(
     dy = as_stored(dy, PTX).to(ACC)
     dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
     out = dx_ptr + start * columns + column
-    within = exists & _within(column, columns, EXACT)
-    tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=within)
+    inside = exists & within(column, columns, EXACT)
+    tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -506,8 +501,8 @@ def _backward_shared(
             along = tl.sum(products, axis=0)
             dx = y.to(ACC) * (dy.to(ACC) - along) * tl.full((), scale, ACC) + 0.0
             out = dx_ptr + start * columns + column
-            within = _within(column, columns, EXACT)
-            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=within)
+            inside = within(column, columns, EXACT)
+            tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         y, dy = as_stored(y_next, PTX), as_stored(dy_next, PTX)
 
 
