@@ -131,11 +131,12 @@ def test_an_empty_variable_counts_as_unset(variable: str, text: str) -> None:
         ("TE_FL_PREFER", "imp:acme", "'imp:acme'", "impl:ID", "'impl'"),
         ("TE_FL_PREFER", "vendor:", "'vendor:'", "vendor:NAME", None),
         ("TE_FL_PREFER", "vendor:a b", "'a b'", "vendor:NAME", None),
-        ("TE_FL_PREFER", "flagos,vendor", "'flagos,vendor'", "flagos, vendor", None),
+        ("TE_FL_PREFER", "flagos,vendor", "'flagos,vendor'", "flagos, vendor", "'vendor'"),
         ("TE_FL_PREFER_VENDOR", "yse", "'yse'", "1/true/yes/on or 0/false/no/off", "'yes'"),
         ("TE_FL_PREFER_VENDOR", "acme", "'acme'", "1/true/yes/on", None),
         ("TE_FL_STRICT", "ture", "'ture'", "1/true/yes/on or 0/false/no/off", "'true'"),
         ("TE_FL_STRICT", "2", "'2'", "1/true/yes/on", None),
+        ("TE_FL_STRICT", "maybe", "'maybe'", "1/true/yes/on", None),
         ("TE_FL_SKIP_CUDA", "flase", "'flase'", "0/false/no/off", "'false'"),
         ("TE_FL_ALLOW_VENDORS", "acme,,zeta", "''", "a comma between names", None),
         ("TE_FL_ALLOW_VENDORS", "acme zeta", "'acme zeta'", "a comma between names", None),
@@ -144,7 +145,7 @@ def test_an_empty_variable_counts_as_unset(variable: str, text: str) -> None:
         ("TE_FL_PER_OP", "a", "'a'", "operator=token|token", None),
         ("TE_FL_PER_OP", ";", "''", "operator=token|token", None),
         ("TE_FL_PER_OP", "=flagos", "'=flagos'", "operator=token|token", None),
-        ("TE_FL_PER_OP", "a=flagos,b=vendor", "'flagos,b=vendor'", "flagos, vendor", None),
+        ("TE_FL_PER_OP", "a=flagos,b=vendor", "'flagos,b=vendor'", "flagos, vendor", "'vendor'"),
         ("TE_FL_PER_OP", "a=flagos;;b=vendor", "''", "';' stands between", None),
         ("TE_FL_PER_OP", "a=flagos|vendro", "'vendro'", "flagos, vendor", "'vendor'"),
         ("TE_FL_PER_OP", "b=flagos;a=", "[a]: ''", "flagos, vendor", None),
@@ -170,6 +171,8 @@ def test_a_malformed_value_is_named_with_what_is_valid(
     assert valid in message
     if nearest:
         assert message.endswith(f"did you mean {nearest}?")
+    else:
+        assert "did you mean" not in message
 
 
 def test_a_vendor_where_a_switch_is_meant_is_told_the_variable_for_it() -> None:
