@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,13 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     reset_global_policy()
     reset_default_manager()
+
+
+@pytest.fixture
+def with_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts have bytecode, as an installed package has it.
+
+    The first one writes it, whatever the environment says of writing any.
+    """
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "bytecode"))

@@ -32,14 +32,13 @@ def _processor_seconds():
     return used.ru_utime + used.ru_stime
 
 
-def test_answers_in_half_a_second(te_fl_process, tmp_path):
-    # Processor time: what else the machine does meanwhile must not decide. An installed
-    # package has its bytecode: here the first of the three writes it.
-    bytecode = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+@pytest.mark.usefixtures("with_bytecode")
+def test_answers_in_half_a_second(te_fl_process):
+    # Processor time: what else the machine does meanwhile must not decide.
     taken = []
     for _ in range(3):
         start = _processor_seconds()
-        assert te_fl_process("list", **bytecode).code == 0
+        assert te_fl_process("list").code == 0
         taken.append(_processor_seconds() - start)
     assert min(taken) < 0.5, taken
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ CORE = sorted((PACKAGE / "core").rglob("*.py"))
 HEAVY = ("torch", "triton", "cuda", "pydantic", "typer", "rich", "yaml", "numpy")
 
 
-def in_fresh_interpreter(statements: str, **env: str) -> tuple[list[str], float]:
+def in_fresh_interpreter(statements: str) -> tuple[list[str], float]:
     """(heavy modules loaded, CPU seconds) after statements in an interpreter of its own."""
     code = (
         "import sys, time, json\n"
@@ -28,13 +27,7 @@ def in_fresh_interpreter(statements: str, **env: str) -> tuple[list[str], float]
         "seconds = time.process_time() - start\n"
         f"print(json.dumps([[it for it in {HEAVY!r} if it in sys.modules], seconds]))\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | env,
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stderr == ""
     loaded, seconds = json.loads(run.stdout)
     return loaded, seconds
@@ -56,13 +49,11 @@ def test_nothing_heavy_is_loaded(statements: str) -> None:
     assert in_fresh_interpreter(statements)[0] == []
 
 
-def test_the_import_takes_less_than_a_tenth_of_a_second(tmp_path: Path) -> None:
-    # An installed package has its bytecode: here the first import writes it. An empty
-    # PYTHONDONTWRITEBYTECODE is an unset one.
-    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+@pytest.mark.usefixtures("with_bytecode")
+def test_the_import_takes_less_than_a_tenth_of_a_second() -> None:
     times = []
     for _ in range(10):
-        times.append(in_fresh_interpreter("import transformer_engine_fl", **bytecode)[1])
+        times.append(in_fresh_interpreter("import transformer_engine_fl")[1])
         if times[-1] < 0.1:
             return
     pytest.fail(f"the quickest of {len(times)} imports took {min(times):.3f} s")

@@ -2,7 +2,7 @@
 
 The kernels are compiled as the operators launch them: ``compiled/`` calls the operators
 with a recorder in place of the launch, and what it recorded is compiled. It is a program of
-its own because the tests around it run Triton's interpreter. Prints a report as JSON.
+its own because that replaces every launch of its process. Prints a report as JSON.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     import difflib
 
     by_folded = {candidate.casefold(): candidate for candidate in known}
+    # Half the letters is chance: 'maybe' has so many of 'yes'.
     found = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.55)
     return by_folded[found[0]] if found else None
 
