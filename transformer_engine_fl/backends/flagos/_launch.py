@@ -23,7 +23,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy
 import torch
@@ -92,6 +92,9 @@ def ordinary_launches() -> Iterator[None]:
         _DirectLaunches.allowed = before
 
 
+_ROOMY: Final = (80, 90, 100, 103)
+
+
 class Limits(NamedTuple):
     """What a device offers to one kernel.
 
@@ -109,6 +112,15 @@ class Limits(NamedTuple):
     warp_size: int
     registers: int
     capability: int = 0
+
+    @property
+    def programs(self) -> int:
+        """Programs that a multiprocessor surely runs at once, if they are small enough.
+
+        Source: the table of compute capabilities in NVIDIA's CUDA Programming Guide, by which no
+        multiprocessor has fewer than 16 resident blocks.
+        """
+        return 32 if self.capability in _ROOMY else 16
 
 
 @functools.cache
@@ -380,7 +392,8 @@ class Launch:
     Args:
         kernel: the jitted function.
         device: where it runs.
-        threads: of one program; None for a device that has no threads to speak of.
+        threads: of one program, which has at least a warp; None for a device that has no threads
+            to speak of.
         resident: programs that one multiprocessor must be able to hold at once, if the
             kernel counts on that.
         options: for the compiler, beside those that follow from the above.
@@ -414,7 +427,7 @@ class Launch:
         self._options = dict(options)
         if threads is not None:
             offered = limits(device)
-            self._options = {"num_warps": threads // offered.warp_size, **options}
+            self._options = {"num_warps": max(1, threads // offered.warp_size), **options}
             if resident and offered.registers:
                 share = offered.registers // (threads * resident)
                 self._options["maxnreg"] = min(_MOST_REGISTERS, share - share % 8)

@@ -86,6 +86,7 @@ def cut_choice(
     whole: Iterable[tuple[int, int]],
     most_elements: int,
     half: Mapping[int, Cut] | None = None,
+    parts: bool = False,
 ) -> Choice[Cut]:
     """The choice of a cut by a row's columns and the bytes of one.
 
@@ -95,7 +96,8 @@ def cut_choice(
         usual: where nothing was measured, by the widest row that it is for.
         whole: of whole rows, ``programs`` and ``stages`` that are tried.
         most_elements: of a thread that holds whole rows, in those that are tried.
-        half: the same as ``usual`` for elements of 2 bytes; of a kernel of rows in parts.
+        half: the same as ``usual`` for elements of 2 bytes, if they are cut otherwise.
+        parts: whether the kernel of whole rows takes them in parts.
     """
     whole = tuple(whole)
 
@@ -112,11 +114,12 @@ def cut_choice(
             for threads, (programs, stages) in itertools.product((128, 256, 512, 1024), whole):
                 if 8 <= width // threads <= most_elements and threads * programs <= MOST_THREADS:
                     yield Cut(threads, width, programs, stages)
-        if half is not None and itemsize == 2 and _NARROWEST_IN_PARTS < row <= _WIDEST_IN_PARTS:
+        if parts and itemsize == 2 and _NARROWEST_IN_PARTS < row <= _WIDEST_IN_PARTS:
             yield from _cuts_in_parts(row)
         if row > _NARROWEST_SHARED:
             for threads, width, programs in _PIECES:
-                yield Cut(threads, width, programs, 3, shared=True)
+                if -(-row // width) <= _MOST_PIECES:
+                    yield Cut(threads, width, programs, 3, shared=True)
 
     runs = sorted({programs for programs, _ in whole})
 
@@ -168,18 +171,33 @@ _WIDEST_WHOLE, _NARROWEST_SHARED = 32768, 8192
 _NARROWEST_IN_PARTS, _WIDEST_IN_PARTS, _MOST_IN_PARTS = 2048, 65536, 128
 # Of a multiprocessor, whose registers suffice for them.
 _RESIDENT_THREADS = (0, 512, 768, 1024, 1536)
-# Threads, width and programs of rows in pieces that are tried.
+# Threads, width and programs of rows in pieces that are tried, and the most pieces.
 _PIECES = (
+    (32, 512, 16),
+    (32, 1024, 8),
+    (32, 1024, 16),
+    (32, 2048, 8),
+    (32, 2048, 12),
+    (64, 1024, 8),
+    (64, 1024, 12),
+    (64, 2048, 4),
+    (64, 2048, 6),
+    (64, 2048, 8),
+    (64, 4096, 6),
     (128, 2048, 3),
     (128, 2048, 4),
     (128, 2048, 6),
     (128, 2048, 8),
+    (128, 4096, 2),
+    (128, 4096, 3),
     (128, 4096, 4),
     (256, 4096, 2),
     (256, 4096, 3),
     (256, 4096, 4),
+    (256, 8192, 1),
     (256, 8192, 2),
 )
+_MOST_PIECES = 128
 
 
 # -------------------------------------------------------------- in a kernel of whole rows
@@ -296,7 +314,11 @@ def tell(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
-    """The words at these places, once they are there."""
+    """The words at these places, once they are there.
+
+    The lanes of a warp wait for all of theirs, and go on together: each by itself would also find
+    its way through what follows by itself, with more registers for it.
+    """
     if SUMS == 2:
         return tl.inline_asm_elementwise(
             """
@@ -305,6 +327,7 @@ def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
             again:
             ld.relaxed.gpu.global.b64 $0, [$1];
             setp.eq.b64 missing, $0, 0;
+            vote.sync.any.pred missing, missing, 0xffffffff;
             @missing bra again;
             }
             """,
@@ -322,6 +345,7 @@ def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
             again:
             ld.relaxed.gpu.global.b32 $0, [$1];
             setp.eq.b32 missing, $0, 0;
+            vote.sync.any.pred missing, missing, 0xffffffff;
             @missing bra again;
             }
             """,
@@ -500,7 +524,8 @@ class SharedRows:
         double = dtype == torch.float64
         width = pieces.width // (2 if double else 1)
         self.pieces = -(-columns // width)
-        running = pieces.programs * _launch.limits(device).multiprocessors
+        offered = _launch.limits(device)
+        running = min(pieces.programs, offered.programs) * offered.multiprocessors
         self._most = max(1, running // self.pieces)
         make = functools.partial(
             _launch.Launch,

@@ -508,15 +508,15 @@ def _backward_shared(
             products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
             xhat = x.to(ACC) * rsigma
             grad = dy.to(ACC)
-            dx = grad * _gain(gamma, ACC, OFFSET) * rsigma
+            u = grad * _gain(gamma, ACC, OFFSET)
             if mu_ptr is not None:
                 xhat -= mu * rsigma
                 product, constant = two_sums(products, plain)
-                dx -= constant / columns * rsigma
+                back = xhat * (product / columns * rsigma) + constant / columns * rsigma
                 dbeta += grad
             else:
-                product = tl.sum(products, axis=0)
-            dx -= xhat * (product / columns * rsigma)
+                back = xhat * (tl.sum(products, axis=0) / columns * rsigma)
+            dx = u * rsigma - back
             dgamma += grad * xhat
             if add_ptr is not None:
                 dx += add.to(ACC)
@@ -572,10 +572,6 @@ _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 # also holds the sums for the parameters. Forward, whole rows are a program per tile.
 _ANY = 2**32
 _PERSISTENT = [(1, 3), (1, 4), (2, 3), (4, 3)]
-_FORWARD_WIDER = {
-    65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
-    _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
-}
 _FORWARD = cut_choice(
     "rmsnorm_fwd",
     _FORWARD_PLANS,
@@ -585,7 +581,8 @@ _FORWARD = cut_choice(
         8192: Cut(threads=256, width=8192),
         16384: Cut(threads=512, width=16384),
         32768: Cut(threads=1024, width=32768),
-        **_FORWARD_WIDER,
+        65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
+        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
     whole=[(0, 1)],
     most_elements=32,
@@ -596,25 +593,30 @@ _FORWARD = cut_choice(
         8192: Cut(threads=512, width=4096),
         14336: Cut(threads=256, width=8192, resident=4),
         16384: Cut(threads=512, width=8192, resident=2),
-        32768: Cut(threads=512, width=16384, resident=2),
-        49152: Cut(threads=1024, width=32768, resident=1),
-        57344: _FORWARD_WIDER[65536],
-        65536: Cut(threads=1024, width=32768, resident=1),
-        _ANY: _FORWARD_WIDER[_ANY],
+        24576: Cut(threads=512, width=16384, resident=2),
+        81920: Cut(threads=32, width=2048, programs=12, stages=4, shared=True),
+        _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
+    parts=True,
 )
+_FORWARD_ADD_WHOLE = {
+    2048: Cut(threads=128, width=2048),
+    4096: Cut(threads=256, width=4096),
+    8192: Cut(threads=256, width=8192),
+    16384: Cut(threads=512, width=16384),
+}
+_FORWARD_ADD_WIDER = Cut(threads=128, width=2048, programs=6, stages=3, shared=True)
 _FORWARD_ADD = cut_choice(
     "rmsnorm_fwd_add",
     _FORWARD_PLANS,
-    {
-        2048: Cut(threads=128, width=2048),
-        4096: Cut(threads=256, width=4096),
-        8192: Cut(threads=256, width=8192),
-        16384: Cut(threads=512, width=16384),
-        _ANY: Cut(threads=128, width=2048, programs=6, stages=3, shared=True),
-    },
+    _FORWARD_ADD_WHOLE | {_ANY: _FORWARD_ADD_WIDER},
     whole=[(0, 1)],
     most_elements=32,
+    half=_FORWARD_ADD_WHOLE
+    | {
+        98304: _FORWARD_ADD_WIDER,
+        _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+    },
 )
 _FORWARD_CENTRED_WIDER = Cut(threads=128, width=4096, programs=4, stages=3, shared=True)
 _FORWARD_CENTRED = cut_choice(
@@ -641,37 +643,62 @@ _FORWARD_CENTRED = cut_choice(
         16384: Cut(threads=256, width=8192, resident=3),
         24576: Cut(threads=512, width=16384, resident=2),
         32768: Cut(threads=256, width=16384, resident=2),
-        _ANY: _FORWARD_CENTRED_WIDER,
+        131072: _FORWARD_CENTRED_WIDER,
+        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
+    parts=True,
 )
+_BACKWARD_WHOLE = {
+    2048: Cut(threads=128, width=2048, programs=4, stages=3),
+    3072: Cut(threads=256, width=4096, programs=2, stages=3),
+    4096: Cut(threads=512, width=8192, programs=1, stages=3),
+    6144: Cut(threads=512, width=8192, programs=1, stages=4),
+    8192: Cut(threads=512, width=8192, programs=1, stages=3),
+}
+_BACKWARD_WIDER = {
+    65536: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
+    131072: Cut(threads=256, width=4096, programs=2, stages=3, shared=True),
+    _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
+}
 _BACKWARD = cut_choice(
     "rmsnorm_bwd",
     _BACKWARD_PLANS,
-    {
-        2048: Cut(threads=128, width=2048, programs=4, stages=3),
-        3072: Cut(threads=256, width=4096, programs=2, stages=3),
-        4096: Cut(threads=512, width=8192, programs=1, stages=3),
-        6144: Cut(threads=512, width=8192, programs=1, stages=4),
-        8192: Cut(threads=512, width=8192, programs=1, stages=3),
-        65536: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
-        131072: Cut(threads=256, width=4096, programs=2, stages=3, shared=True),
-        _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
-    },
+    _BACKWARD_WHOLE | _BACKWARD_WIDER,
     whole=_PERSISTENT,
     most_elements=16,
+    half=_BACKWARD_WHOLE
+    | {
+        16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
+        32768: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
+    }
+    | _BACKWARD_WIDER,
 )
+_BACKWARD_CENTRED_WHOLE = {
+    2048: Cut(threads=128, width=2048, programs=4, stages=3),
+    4096: Cut(threads=256, width=4096, programs=2, stages=3),
+}
+_BACKWARD_CENTRED_8192 = Cut(threads=512, width=8192, programs=1, stages=4)
 _BACKWARD_CENTRED = cut_choice(
     "layernorm_bwd",
     _BACKWARD_PLANS,
-    {
-        2048: Cut(threads=128, width=2048, programs=4, stages=3),
-        4096: Cut(threads=256, width=4096, programs=2, stages=3),
-        8192: Cut(threads=512, width=8192, programs=1, stages=4),
+    _BACKWARD_CENTRED_WHOLE
+    | {
+        8192: _BACKWARD_CENTRED_8192,
         65536: Cut(threads=128, width=2048, programs=3, stages=4, shared=True),
         _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
     },
     whole=_PERSISTENT,
     most_elements=16,
+    half=_BACKWARD_CENTRED_WHOLE
+    | {
+        6144: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
+        8192: _BACKWARD_CENTRED_8192,
+        16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
+        32768: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
+        65536: Cut(threads=64, width=2048, programs=4, stages=3, shared=True),
+        131072: Cut(threads=128, width=4096, programs=2, stages=3, shared=True),
+        _ANY: Cut(threads=256, width=8192, programs=1, stages=3, shared=True),
+    },
 )
 
 

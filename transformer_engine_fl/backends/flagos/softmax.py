@@ -513,11 +513,6 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 _ANY = 2**32
 _FORWARD_NARROW = {1024: Cut(threads=128, width=2048), 2048: Cut(threads=64, width=2048)}
-_FORWARD_WIDE = {
-    32768: Cut(threads=1024, width=32768, programs=1, stages=3),
-    65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
-    _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
-}
 _FORWARD = cut_choice(
     "softmax_fwd",
     _PLANS,
@@ -526,7 +521,9 @@ _FORWARD = cut_choice(
         4096: Cut(threads=256, width=4096),
         8192: Cut(threads=512, width=8192),
         16384: Cut(threads=1024, width=16384),
-        **_FORWARD_WIDE,
+        32768: Cut(threads=1024, width=32768, programs=1, stages=3),
+        65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
     },
     whole=[(0, 1), (1, 3), (2, 3)],
     most_elements=32,
@@ -538,24 +535,36 @@ _FORWARD = cut_choice(
         8192: Cut(threads=512, width=8192),
         12288: Cut(threads=256, width=8192, resident=3),
         16384: Cut(threads=256, width=16384, resident=3),
-        24576: Cut(threads=512, width=16384, resident=2),
-        **_FORWARD_WIDE,
+        20480: Cut(threads=512, width=16384, resident=2),
+        98304: Cut(threads=32, width=2048, programs=12, stages=3, shared=True),
+        _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
+    parts=True,
 )
+_BACKWARD_WHOLE = {
+    1024: Cut(threads=128, width=1024),
+    2048: Cut(threads=64, width=2048),
+    4096: Cut(threads=128, width=4096),
+    8192: Cut(threads=256, width=8192),
+    16384: Cut(threads=512, width=16384),
+}
+_BACKWARD_WIDEST = Cut(threads=128, width=2048, programs=8, stages=3, shared=True)
 _BACKWARD = cut_choice(
     "softmax_bwd",
     _PLANS,
-    {
-        1024: Cut(threads=128, width=1024),
-        2048: Cut(threads=64, width=2048),
-        4096: Cut(threads=128, width=4096),
-        8192: Cut(threads=256, width=8192),
-        16384: Cut(threads=512, width=16384),
+    _BACKWARD_WHOLE
+    | {
         65536: Cut(threads=256, width=4096, programs=3, stages=3, shared=True),
-        _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+        _ANY: _BACKWARD_WIDEST,
     },
     whole=[(0, 1), (1, 3), (2, 3)],
     most_elements=32,
+    half=_BACKWARD_WHOLE
+    | {
+        65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
+        131072: Cut(threads=128, width=4096, programs=3, stages=3, shared=True),
+        _ANY: _BACKWARD_WIDEST,
+    },
 )
 
 

@@ -280,24 +280,32 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
   const int warp = member() / 32;
   if (token < tokens) {
     Token moving(x + token * x_step, units);
-    wait_for_predecessor();
     const Routing routing{routed, token_step, expert_step};
+    // Of the experts below `top` those that a warp looks at, which no earlier kernel wrote.
+    const auto lowest_below = [&](int top) { return top - 32 * (warp + 1); };
+    const auto goes_below = [&](int top) {
+      const int expert = lowest_below(top) + lane;
+      return expert >= 0 && routing.goes(token, expert);
+    };
+    bool goes = goes_below(experts);
+    wait_for_predecessor();
     const int group = token / each;
     int* rows = rows_of[team()];
     int* line = map + token * (2 * static_cast<long long>(experts) + 1);
     int taken = 0;
     for (int top = experts; top > 0; top -= LANES) {
-      if (top < experts) sync_team();
-      const int lowest = top - 32 * (warp + 1);
+      if (top < experts) {
+        sync_team();
+        goes = goes_below(top);
+      }
+      const int lowest = lowest_below(top);
       const int expert = lowest + lane;
-      const bool goes = expert >= 0 && routing.goes(token, expert);
-      int row = 0;
+      int row = goes ? __ldcg(ranks + static_cast<long long>(token) * experts + expert) : 0;
       for (unsigned left = __ballot_sync(kWholeWarp, goes); left; left &= left - 1) {
         const int next = __ffs(left) - 1;
         const int begin = begin_of(counts, lowest + next, group, groups);
-        if (lane == next) row = begin;
+        if (lane == next) row += begin;
       }
-      if (goes) row += __ldcg(ranks + static_cast<long long>(token) * experts + expert);
       const bool keep = goes && row < have;
       const unsigned kept = __ballot_sync(kWholeWarp, keep);
       if (lane == 0) kept_of[team()][warp] = __popc(kept);
