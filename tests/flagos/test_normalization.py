@@ -407,6 +407,29 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return noted
 
 
+@pytest.mark.parametrize(
+    ("threads", "resident", "registers"),
+    [
+        (128, 4, 128),
+        (128, 5, 96),
+        (1024, 1, 64),
+        (64, 6, 168),
+        (64, 5, 168),
+        (32, 10, 168),
+        (32, 4, 255),
+    ],
+)
+def test_registers_suffice_on_every_partition(
+    threads: int, resident: int, registers: int, log: list[Any]
+) -> None:
+    launch = _launch.Launch(
+        StubKernel(log), torch.device("cuda:1"), threads=threads, resident=resident, BLOCK=8
+    )
+    assert launch._options["maxnreg"] == registers
+    warps = -(-threads * resident // 32 // 4)  # of the fullest partition
+    assert warps * 32 * (-(-registers // 8) * 8) <= 65_536 // 4
+
+
 def test_a_kernel_is_started_directly_once_it_is_compiled(log: list[Any]) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     a, b = torch.zeros(64), torch.zeros(64)

@@ -61,6 +61,7 @@ variable would give kernels that run nowhere.
 
 _ALIGNMENT_MASK = 15
 _MOST_REGISTERS = 255  # of one thread
+_PARTITIONS = 4  # of an NVIDIA multiprocessor
 # In these versions a compiled kernel is started by
 # run(x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *every_argument),
 # and a pointer may be passed as an integer. For AMD, compiled code also depends on whether
@@ -383,6 +384,16 @@ class KernelCompileError(NotStartedError):
         super().__init__(f"kernel {name!r} does not compile for {str(device)!r}: {worded(error)}")
 
 
+def _register_share(offered: Limits, warps: int) -> int:
+    """Registers of a thread with which a multiprocessor holds so many warps.
+
+    They lie on its partitions, each with its own share of the registers: where one has a warp more
+    than another, its threads have fewer.
+    """
+    most = -(-warps // _PARTITIONS)
+    return offered.registers // _PARTITIONS // (most * offered.warp_size)
+
+
 class Launch:
     """One kernel with its constants and the dtypes of its arguments, on one device.
 
@@ -427,9 +438,10 @@ class Launch:
         self._options = dict(options)
         if threads is not None:
             offered = limits(device)
-            self._options = {"num_warps": max(1, threads // offered.warp_size), **options}
+            warps = max(1, threads // offered.warp_size)
+            self._options = {"num_warps": warps, **options}
             if resident and offered.registers:
-                share = offered.registers // (threads * resident)
+                share = _register_share(offered, warps * resident)
                 self._options["maxnreg"] = min(_MOST_REGISTERS, share - share % 8)
         self._constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         # alignment of the pointers (0: each is aligned) -> what starts the compiled kernel
