@@ -255,7 +255,7 @@ def test_long_rows_keep_their_parameters_and_have_others_under_way(centred: bool
     found = {}
     for columns in LONG:
         key = normalization.ForwardKey(columns, 8, low, low, low, low, centred, False)
-        source, geometry, *_ = normalization.forward_source(key, HOPPER)
+        source, geometry, *_ = normalization.forward_source(key, HOPPER, through_memory=False)
         found[columns] = source.kernel
         if source.kernel == "forward_stream":
             assert int(dict(source.defines)["STAGES"]) > 1
@@ -320,7 +320,10 @@ def backward_kernel(
 @pytest.mark.parametrize(
     ("columns", "centred", "added", "kernel", "lanes"),
     [
-        (2048, False, False, None, 128),
+        (768, False, False, None, 32),
+        (1024, False, False, "registers", 128),
+        (2048, False, False, "registers", 128),
+        (2048, False, True, None, 128),
         (2056, False, False, "registers", 320),
         (3072, False, True, "registers", 384),
         (4096, False, False, "registers", 512),
@@ -369,8 +372,8 @@ def test_rows_in_registers_are_held_by_threads_that_have_them(centred: bool, add
             False,
             False,
             {
-                8200: (3, 128, 3),
-                10240: (5, 128, 2),
+                8200: (9, 32, 4),
+                10240: (10, 32, 4),
                 57344: (28, 128, 2),
                 65536: (32, 128, 2),
                 98304: (32, 128, 3),
@@ -385,10 +388,11 @@ def test_rows_in_registers_are_held_by_threads_that_have_them(centred: bool, add
             True,
             False,
             {
-                9216: (3, 128, 3),
-                12288: (3, 128, 4),
-                20480: (5, 128, 4),
-                10240: (5, 128, 2),
+                9216: (9, 32, 4),
+                32768: (32, 32, 4),
+                49152: (24, 64, 4),
+                33792: (11, 128, 3),
+                98304: (24, 128, 4),
                 8188: None,
             },
         ),
@@ -460,7 +464,8 @@ def test_which_clusters_exchange_without_a_barrier(
             defines = backward_kernel(columns, centred)[1]
         else:
             key = normalization.ForwardKey(columns, 8, low, low, low, low, centred, False)
-            defines = dict(normalization.forward_source(key, HOPPER)[0].defines)
+            source = normalization.forward_source(key, HOPPER, through_memory=False)[0]
+            defines = dict(source.defines)
         if defines.get("TOLD"):
             found.add(columns)
     assert found == told
@@ -471,7 +476,7 @@ def test_which_clusters_exchange_without_a_barrier(
     [
         (False, False, HOPPER, (512, 1)),
         (False, True, HOPPER, (1024, 1)),
-        (True, False, HOPPER, (256, 1)),
+        (True, False, HOPPER, (256, 2)),
         (False, False, BLACKWELL, (1024, 1)),
         (False, True, BLACKWELL, (256, 4)),  # whose shared memory holds no two such rows
     ],
@@ -509,7 +514,9 @@ def test_a_longer_layer_norm_gives_a_thread_more_vectors_and_registers(
 @pytest.mark.parametrize(
     ("columns", "centred", "spread"),
     [
-        (8192, False, None),
+        (2048, False, None),
+        (4096, False, (256, 1, 2, 3)),
+        (8192, False, (512, 1, 2, 4)),
         (8200, False, (256, 1, 5, 5)),
         (12296, False, None),
         (16384, False, None),
@@ -521,13 +528,14 @@ def test_a_longer_layer_norm_gives_a_thread_more_vectors_and_registers(
         (65536, False, (256, 2, 16, 3)),
         (131072, False, (256, 4, 16, 3)),
         (131_080, False, None),
+        (1024, True, (64, 1, 2, 24)),
         (4096, True, None),
         (5120, True, (128, 1, 5, 8)),
         (8192, True, None),
         (16384, True, (256, 1, 8, 5)),
         (20480, True, (256, 1, 10, 4)),
         (28672, True, (512, 1, 7, 2)),
-        (32768, True, (256, 1, 16, 3)),
+        (32768, True, (256, 2, 8, 4)),
         (40960, True, (512, 1, 10, 2)),
         (57344, True, (256, 2, 14, 3)),
         (49152, True, None),
@@ -553,7 +561,8 @@ def test_which_rows_wait_in_the_shared_memory_of_small_blocks(
         assert key.spread(HOPPER) == (tile, way)
     else:
         assert (tile.lanes, tile.cluster, tile.vecs, tile.blocks) == spread
-        assert normalization.forward_source(key, HOPPER)[0].kernel == "forward"
+        source = normalization.forward_source(key, HOPPER, through_memory=False)[0]
+        assert source.kernel == "forward"
         taken = tile.threads * tile.held * 2 + 1024
         assert tile.blocks * taken <= HOPPER.shared_per_multiprocessor
         # The exchange of the sums has no room here.
@@ -590,7 +599,7 @@ def test_a_residual_leaves_65536_columns_to_a_group(columns: int, streamed: bool
 
 
 def test_which_forwards_exchange_through_memory() -> None:
-    found = {}
+    found: dict[bool, dict[int, tuple[int, ...]]] = {False: {}, True: {}}
     low = torch.bfloat16
     for columns in (32768, 32776, 65536, 65540, 65544, 131072, 131_080, 262144, 262152):
         for centred, added in itertools.product((False, True), repeat=2):
@@ -604,12 +613,27 @@ def test_which_forwards_exchange_through_memory() -> None:
                     assert geometry.together == 1
                     continue
                 assert (key, device) == (same, HOPPER)
-                assert same.added
-                assert geometry.together == blocks
+                assert not centred
+                assert geometry.together == blocks <= geometry.threads
                 defines = dict(source.defines)
-                assert (defines["STAGES"], defines["BLOCKS"]) == (3, 4)
-                found[columns] = blocks
-    assert found == {32776: 32, 65536: 32, 65544: 64, 131072: 64, 131_080: 128, 262144: 128}
+                spread = (blocks, *(defines[name] for name in ("LANES", "VECS", "BLOCKS")))
+                found[same.added][columns] = spread
+    assert found[False] == {
+        32776: (17, 32, 8, 12),
+        65536: (32, 32, 8, 12),
+        65544: (9, 128, 8, 3),
+        131072: (64, 64, 4, 10),
+        131_080: (17, 128, 8, 3),
+        262144: (32, 128, 8, 3),
+    }
+    assert found[True] == {
+        32776: (17, 128, 2, 4),
+        65536: (32, 128, 2, 4),
+        65544: (33, 64, 4, 8),
+        131072: (64, 64, 4, 8),
+        131_080: (65, 128, 2, 4),
+        262144: (128, 128, 2, 4),
+    }
 
 
 @pytest.mark.parametrize(
@@ -805,16 +829,20 @@ def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("op", "columns", "rows", "groups"),
     [
-        ("rmsnorm_fwd_add", 33_000, 41, 9),  # blocks with nothing, more turns than under way
-        ("rmsnorm_fwd_add", 65_536, 2, 9),  # fewer rows than groups
-        ("rmsnorm_fwd_add", 100_000, 5, 4),
+        ("rmsnorm_fwd", 33_000, 130, 24),  # a warp's blocks, of which the last is short
+        ("rmsnorm_fwd", 65_536, 2, 13),  # fewer rows than groups
+        ("rmsnorm_fwd", 131_072, 13, 8),
+        ("rmsnorm_fwd", 200_000, 5, 5),
+        ("rmsnorm_fwd_add", 33_000, 41, 16),  # more turns than are under way
+        ("rmsnorm_fwd_add", 65_536, 2, 9),
+        ("rmsnorm_fwd_add", 100_000, 5, 5),
         ("rmsnorm_fwd_add", 262_144, 3, 2),
-        ("layernorm_bwd", 8_200, 101, 64),  # a part of a block with nothing
-        ("layernorm_bwd", 9_216, 5, 64),  # filled, and compared
+        ("layernorm_bwd", 8_200, 101, 60),  # a part of a block with nothing
+        ("layernorm_bwd", 33_792, 5, 17),  # filled, and compared
         ("layernorm_bwd", 33_000, 27, 17),
-        ("layernorm_bwd", 65_536, 41, 8),  # more turns than rows are under way
+        ("layernorm_bwd", 65_536, 41, 9),  # more turns than rows are under way
         ("layernorm_bwd", 262_144, 3, 2),
-        ("rmsnorm_bwd", 10_240, 150, 57),
+        ("rmsnorm_bwd", 10_240, 150, 54),
         ("rmsnorm_bwd", 57_344, 11, 10),
         ("rmsnorm_bwd", 151_936, 7, 3),
         ("rmsnorm_bwd_add", 20_480, 60, 19),

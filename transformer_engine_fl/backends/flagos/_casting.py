@@ -1149,9 +1149,13 @@ class _AmaxTile(NamedTuple):
     programs: int
 
 
+_AMAX_RESIDENT = 1024  # threads of a multiprocessor in those that are tried
+
+
 def _amax_candidates(itemsize: int) -> Iterator[_AmaxTile]:
-    for made in itertools.product((256, 512), (8192, 16384), (2, 4)):
-        yield _AmaxTile(*made)
+    for made in itertools.product((128, 256, 512), (8192, 16384, 32768), (2, 4, 8)):
+        if made[0] * made[2] <= _AMAX_RESIDENT:
+            yield _AmaxTile(*made)
 
 
 _AMAX = Choice(
@@ -1159,7 +1163,7 @@ _AMAX = Choice(
     _AmaxTile,
     key=("itemsize",),
     candidates=_amax_candidates,
-    heuristic=lambda device, itemsize: _AmaxTile(256, 16384, 4),
+    heuristic=lambda device, itemsize: _AmaxTile(128, 16384, 8),
     wrong=bounded(threads=(32, 1024), elements=(128, MOST_ELEMENTS), programs=range(1, 33)),
     plans=(_AMAX_PLANS,),
 )

@@ -614,6 +614,8 @@ _FORWARD_ADD = cut_choice(
     most_elements=32,
     half=_FORWARD_ADD_WHOLE
     | {
+        4096: Cut(threads=128, width=2048),
+        8192: Cut(threads=512, width=8192, resident=2),
         98304: _FORWARD_ADD_WIDER,
         _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
     },
@@ -677,13 +679,13 @@ _BACKWARD_CENTRED_WHOLE = {
     2048: Cut(threads=128, width=2048, programs=4, stages=3),
     4096: Cut(threads=256, width=4096, programs=2, stages=3),
 }
-_BACKWARD_CENTRED_8192 = Cut(threads=512, width=8192, programs=1, stages=4)
+_BACKWARD_CENTRED_WIDEST_WHOLE = Cut(threads=512, width=8192, programs=1, stages=4)
 _BACKWARD_CENTRED = cut_choice(
     "layernorm_bwd",
     _BACKWARD_PLANS,
     _BACKWARD_CENTRED_WHOLE
     | {
-        8192: _BACKWARD_CENTRED_8192,
+        8192: _BACKWARD_CENTRED_WIDEST_WHOLE,
         65536: Cut(threads=128, width=2048, programs=3, stages=4, shared=True),
         _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
     },
@@ -692,7 +694,8 @@ _BACKWARD_CENTRED = cut_choice(
     half=_BACKWARD_CENTRED_WHOLE
     | {
         6144: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
-        8192: _BACKWARD_CENTRED_8192,
+        7168: _BACKWARD_CENTRED_WIDEST_WHOLE,
+        8192: Cut(threads=256, width=8192, programs=1, stages=3),
         16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         32768: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
         65536: Cut(threads=64, width=2048, programs=4, stages=3, shared=True),

@@ -530,6 +530,7 @@ _FORWARD = cut_choice(
     half={
         **_FORWARD_NARROW,
         3072: Cut(threads=128, width=2048),
+        4096: Cut(threads=64, width=4096, resident=12),
         6144: Cut(threads=256, width=4096),
         7168: Cut(threads=256, width=8192),
         8192: Cut(threads=512, width=8192),

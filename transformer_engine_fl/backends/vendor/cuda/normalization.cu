@@ -537,19 +537,19 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_forward_pieces
 
-// As `forward_stream`, of a root mean square with a residual, where the blocks of a group form no
-// cluster but exchange sums through memory, in `words` as row_words.cuh has them. The sum of a row
-// and its residual waits for the words of the others in registers, and columns of a block follow
-// each other.
+// As `forward_stream`, of a root mean square, where the blocks of a group form no cluster but
+// exchange sums through memory, in `words` as row_words.cuh has them. A row, or its sum with the
+// residual, waits for the words of the others in registers, and columns of a block follow each
+// other.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     forward_pieces(const TX* __restrict__ x, const TX* __restrict__ residual,
                    const TW* __restrict__ gamma, const TB* __restrict__ beta,
                    TY* __restrict__ y, TX* __restrict__ sum, A* __restrict__ mu,
                    A* __restrict__ rsigma, long long rows, long long x_stride,
                    long long residual_stride, int columns, A share, A eps, void* words) {
-  static_assert(ROWS == 1 && ADDED && !CENTRED && CAST == 0, "nothing else gained");
+  static_assert(ROWS == 1 && !CENTRED && CAST == 0, "nothing else gained");
   using Piece = RowTile<VEC, VECS, ACCESS, LANES, 1, 1, FULL>;
-  constexpr int kStageBytes = 2 * Slots<TX>::kBytes;
+  constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = blockIdx.x % CLUSTER;
   const int group = blockIdx.x / CLUSTER;
@@ -563,8 +563,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       const int column = first_column(v);
       const bool valid = row < rows && Piece::in_row(column, columns);
       Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
-      Slots<TX>::fill<true>(slots + Slots<TX>::kBytes, v,
-                            residual + row * residual_stride + column, valid);
+      if constexpr (ADDED) {
+        Slots<TX>::fill<true>(slots + Slots<TX>::kBytes, v,
+                              residual + row * residual_stride + column, valid);
+      }
     }
     commit_copies();
   };
@@ -593,15 +595,19 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     squares[0] = 0;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      held.total[v] =
-          sum_with(Slots<TX>::read(slots, v), Slots<TX>::read(slots + Slots<TX>::kBytes, v));
+      held.total[v] = Slots<TX>::read(slots, v);
+      if constexpr (ADDED) {
+        held.total[v] = sum_with(held.total[v], Slots<TX>::read(slots + Slots<TX>::kBytes, v));
+      }
       squares[0] += squares_of(held.total[v], 0);
     }
     over_row.template begin<Sum>(squares);
+    if constexpr (ADDED) {
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const int column = first_column(v);
-      if (Piece::in_row(column, columns)) store(sum + row * columns + column, held.total[v]);
+      for (int v = 0; v < VECS; ++v) {
+        const int column = first_column(v);
+        if (Piece::in_row(column, columns)) store(sum + row * columns + column, held.total[v]);
+      }
     }
   };
   // Asks for a row in the place of the one that was taken last.

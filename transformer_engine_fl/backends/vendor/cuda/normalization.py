@@ -143,8 +143,10 @@ class Waiting(NamedTuple):
 
 
 # Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
-# 262,144 columns (docs/cuda-kernels.md).
+# 262,144 columns, and with 1,024, 4,096 and 8,192 (docs/cuda-kernels.md).
 WAITING: Final = (
+    Waiting(False, range(3585, 4097), (256, 1), 2, 3),
+    Waiting(False, range(7169, 8193), (512, 1), 2, 4),
     Waiting(False, range(8193, 12289), (256, 1), 8, 5),
     Waiting(False, range(16385, 20481), (512, 1), 8, 2),
     Waiting(False, range(20481, 24577), (256, 1), 16, 3),
@@ -153,12 +155,13 @@ WAITING: Final = (
     Waiting(False, range(32769, 40961), (512, 1), 16, 2),
     Waiting(False, range(40961, 65537), (256, 2), 16, 3),
     Waiting(False, range(65537, 131073), (256, 4), 16, 3),
+    Waiting(True, range(897, 1025), (64, 1), 2, 24),
     Waiting(True, range(4097, 8192), (128, 1), 8, 8),
     Waiting(True, range(8193, 16385), (256, 1), 8, 5),
     Waiting(True, range(16385, 20481), (256, 1), 16, 4),
     Waiting(True, range(20481, 24577), (256, 1), 16, 3),
     Waiting(True, range(24577, 28673), (512, 1), 8, 2),
-    Waiting(True, range(28673, 32769), (256, 1), 16, 3),
+    Waiting(True, range(28673, 32769), (256, 2), 8, 4),
     Waiting(True, range(32769, 40961), (512, 1), 16, 2),
     Waiting(True, range(40961, 65537), (256, 2), 16, 3, unfilled=True),
     Waiting(True, range(65537, 131073), (256, 4), 16, 3, unfilled=True),
@@ -195,6 +198,8 @@ class InRegisters(NamedTuple):
 # longer than more of them, some of which have nothing: 7,168 columns of a root mean square take
 # 117.5 us in 448 threads and 105.0 in 512.
 IN_REGISTERS: Final = (
+    InRegisters(False, False, range(769, 1025), 128, 4, 2, 4),
+    InRegisters(False, False, range(1025, 2049), 128, 4, 1, 2),
     InRegisters(False, False, range(2049, 2561), 320, 2, 1, 2),
     InRegisters(False, False, range(2561, 3073), 384, 2, 1, 2),
     InRegisters(False, False, range(3073, 3585), 224, 2, 1, 2),
@@ -245,9 +250,11 @@ class Piece(NamedTuple):
 
 # Of those that leave a row in 32 blocks, whose words one warp looks at, the one that leaves the
 # fewest threads without columns serves, and of several the first. As measured with 25 widths from
-# 8,200 to 262,144 columns, in forwards with 65,536, 131,072 and 262,144 (docs/cuda-kernels.md).
+# 8,200 to 262,144 columns; those of one and two warps, and those of forwards, with six to ten
+# widths (docs/cuda-kernels.md).
 THROUGH_MEMORY: Final = range(8193, 262145)
 RMS_PIECES: Final = (
+    Piece(32, 4, 10),
     Piece(128, 2, 6),
     Piece(128, 3, 4),
     Piece(128, 4, 4),
@@ -255,6 +262,7 @@ RMS_PIECES: Final = (
     Piece(256, 3, 2),
 )
 ADDED_PIECES: Final = (
+    Piece(32, 4, 10),
     Piece(128, 2, 4),
     Piece(128, 3, 3),
     Piece(128, 4, 3),
@@ -262,6 +270,8 @@ ADDED_PIECES: Final = (
     Piece(256, 3, 2),
 )
 LAYER_PIECES: Final = (
+    Piece(32, 4, 10),
+    Piece(64, 4, 5),
     Piece(128, 4, 3),
     Piece(128, 2, 5),
     Piece(128, 3, 4, compared=True),
@@ -269,8 +279,19 @@ LAYER_PIECES: Final = (
     Piece(256, 3, 2),
 )
 MOST_PIECES: Final = 32
-FORWARD_THROUGH_MEMORY: Final = range(32769, 262145)
-FORWARD_PIECE: Final = Piece(128, 2, 4)
+# Of forwards of a root mean square, without a residual and with one: how wide rows are, and the
+# piece, which spreads them over no more blocks than it has threads.
+FORWARD_PIECES: Final = (
+    (range(32769, 65537), Piece(32, 8, 12, 4)),
+    (range(65537, 114689), Piece(128, 8, 3)),
+    (range(114689, 131073), Piece(64, 4, 10)),
+    (range(131073, 262145), Piece(128, 8, 3)),
+)
+FORWARD_ADDED_PIECES: Final = (
+    (range(32769, 65537), Piece(128, 2, 4)),
+    (range(65537, 131073), Piece(64, 4, 8)),
+    (range(131073, 262145), Piece(128, 2, 4)),
+)
 TOLD_THROUGH_MEMORY: Final = 2
 
 
@@ -546,15 +567,16 @@ class ForwardKey:
         """How a row is spread whose blocks exchange sums through memory, how many are under way,
         and the bytes of these in a block; None for other rows, and where there is no room.
         """
-        if self.centred or not self.added or self.cast is not None:
+        if self.centred or self.cast is not None:
             return None
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
-        if self.columns not in FORWARD_THROUGH_MEMORY or sizes != {2} or self.columns % 8:
+        found = FORWARD_ADDED_PIECES if self.added else FORWARD_PIECES
+        piece = next((it for columns, it in found if self.columns in columns), None)
+        if piece is None or sizes != {2} or self.columns % 8:
             return None
-        tile, stages = FORWARD_PIECE.tile(self.columns), FORWARD_PIECE.stages
-        tile = replace(tile, cluster=1 << (tile.cluster - 1).bit_length())
-        shared = pieces(tile, 2 * SIZES[self.x], 1, device, stages)
-        return None if shared is None else (tile, stages, shared)
+        tile = piece.tile(self.columns)
+        shared = pieces(tile, (1 + self.added) * SIZES[self.x], 1, device, piece.stages)
+        return None if shared is None else (tile, piece.stages, shared)
 
     def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
         """How long rows are spread, and how many are under way; None for other rows."""
