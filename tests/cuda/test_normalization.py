@@ -599,9 +599,10 @@ def test_a_residual_leaves_65536_columns_to_a_group(columns: int, streamed: bool
 
 
 def test_which_forwards_exchange_through_memory() -> None:
-    found: dict[bool, dict[int, tuple[int, ...]]] = {False: {}, True: {}}
+    found: dict[tuple[bool, bool], dict[int, tuple[int, ...]]] = {}
     low = torch.bfloat16
-    for columns in (32768, 32776, 65536, 65540, 65544, 131072, 131_080, 262144, 262152):
+    widths = (32760, 32768, 32776, 65536, 65540, 65544, 98304, 131072, 131_080, 262144, 262152)
+    for columns in widths:
         for centred, added in itertools.product((False, True), repeat=2):
             same = normalization.ForwardKey(
                 columns, 4, low, low, low, low, centred, False, added and not centred
@@ -613,27 +614,38 @@ def test_which_forwards_exchange_through_memory() -> None:
                     assert geometry.together == 1
                     continue
                 assert (key, device) == (same, HOPPER)
-                assert not centred
                 assert geometry.together == blocks <= geometry.threads
                 defines = dict(source.defines)
+                assert defines["HOLD_GAMMA"] == (not centred)
                 spread = (blocks, *(defines[name] for name in ("LANES", "VECS", "BLOCKS")))
-                found[same.added][columns] = spread
-    assert found[False] == {
+                found.setdefault((centred, same.added), {})[columns] = spread
+                block = geometry.shared_bytes + 1024
+                assert int(defines["BLOCKS"]) * block <= HOPPER.shared_per_multiprocessor
+    assert found.pop((True, False)) == {
+        32768: (16, 32, 8, 12),
+        65536: (32, 32, 8, 12),
+        131072: (16, 128, 8, 3),
+        262144: (32, 128, 8, 3),
+    }
+    assert found.pop((False, False)) == {
         32776: (17, 32, 8, 12),
         65536: (32, 32, 8, 12),
         65544: (9, 128, 8, 3),
+        98304: (12, 128, 8, 3),
         131072: (64, 64, 4, 10),
         131_080: (17, 128, 8, 3),
         262144: (32, 128, 8, 3),
     }
-    assert found[True] == {
+    assert found.pop((False, True)) == {
         32776: (17, 128, 2, 4),
         65536: (32, 128, 2, 4),
         65544: (33, 64, 4, 8),
+        98304: (48, 64, 4, 8),
         131072: (64, 64, 4, 8),
         131_080: (65, 128, 2, 4),
         262144: (128, 128, 2, 4),
     }
+    assert not found
 
 
 @pytest.mark.parametrize(
@@ -833,6 +845,10 @@ def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("rmsnorm_fwd", 65_536, 2, 13),  # fewer rows than groups
         ("rmsnorm_fwd", 131_072, 13, 8),
         ("rmsnorm_fwd", 200_000, 5, 5),
+        ("layernorm_fwd", 32_768, 70, 26),
+        ("layernorm_fwd", 65_536, 41, 13),
+        ("layernorm_fwd", 131_072, 11, 6),
+        ("layernorm_fwd", 262_144, 2, 3),
         ("rmsnorm_fwd_add", 33_000, 41, 16),  # more turns than are under way
         ("rmsnorm_fwd_add", 65_536, 2, 9),
         ("rmsnorm_fwd_add", 100_000, 5, 5),

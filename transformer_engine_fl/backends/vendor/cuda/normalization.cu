@@ -30,7 +30,8 @@
 //   TURN                 rows that a block takes at a time (backward_registers)
 //   LATE_ADD             1 to read what is added to registers when it is needed (backward)
 //   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
-//   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory (backward)
+//   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory, and beta with it
+//                        (backward, forward_pieces)
 //   SHARED_DBETA         1 to keep dbeta in shared memory, not in registers (backward)
 //   BLOCKS               blocks that must fit on a multiprocessor; bounds the registers
 //
@@ -537,24 +538,24 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_forward_pieces
 
-// As `forward_stream`, of a root mean square, where the blocks of a group form no cluster but
-// exchange sums through memory, in `words` as row_words.cuh has them. A row, or its sum with the
-// residual, waits for the words of the others in registers, and columns of a block follow each
-// other.
+// As `forward_stream`, where the blocks of a group form no cluster but exchange sums through
+// memory, in `words` as row_words.cuh has them; a layer norm's, if a row fills its blocks. A row,
+// or its sum with the residual, waits for the words of the others in registers, and columns of a
+// block follow each other.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     forward_pieces(const TX* __restrict__ x, const TX* __restrict__ residual,
                    const TW* __restrict__ gamma, const TB* __restrict__ beta,
                    TY* __restrict__ y, TX* __restrict__ sum, A* __restrict__ mu,
                    A* __restrict__ rsigma, long long rows, long long x_stride,
                    long long residual_stride, int columns, A share, A eps, void* words) {
-  static_assert(ROWS == 1 && !CENTRED && CAST == 0, "nothing else gained");
+  static_assert(ROWS == 1 && CAST == 0 && (!CENTRED || FULL && !ADDED), "nothing else gained");
   using Piece = RowTile<VEC, VECS, ACCESS, LANES, 1, 1, FULL>;
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = blockIdx.x % CLUSTER;
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
-  RowReduction<LANES, CLUSTER, 1, A, kThroughMemory> over_row(words, group, groups);
+  Statistics<kThroughMemory> over_row(words, group, groups);
 
   auto first_column = [&](int v) { return Piece::first_column(rank * VECS + v, 0); };
   auto ask = [&](long long row, unsigned char* slots) {
@@ -570,38 +571,58 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     }
     commit_copies();
   };
+  unsigned char* gamma_slots = ring + STAGES * kStageBytes;
+  unsigned char* beta_slots = gamma_slots + Slots<TW>::kBytes;
+  Vec<TW, VEC> held_gamma[VECS];
+  Vec<TB, VEC> held_beta[VECS];
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int column = first_column(v);
+    const bool valid = Piece::in_row(column, columns);
+    if constexpr (HOLD_GAMMA) {
+      held_gamma[v] = zeros<TW, VEC>();
+      held_beta[v] = zeros<TB, VEC>();
+      if (valid) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
+      if (CENTRED && valid && beta) held_beta[v] = load<ACCESS, VEC>(beta + column);
+    } else {
+      Slots<TW>::fill<false>(gamma_slots, v, gamma + column, valid);
+      if constexpr (CENTRED) Slots<TB>::fill<false>(beta_slots, v, beta + column, valid && beta);
+    }
+  }
+  auto gamma_of = [&](int v) { return HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(gamma_slots, v); };
+  auto beta_of = [&](int v) {
+    if constexpr (!CENTRED) return zeros<TB, VEC>();
+    else return HOLD_GAMMA ? held_beta[v] : Slots<TB>::read(beta_slots, v);
+  };
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
     ask(group + static_cast<long long>(stage) * groups, ring + stage * kStageBytes);
-  }
-  Vec<TW, VEC> own_gamma[VECS];
-#pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    own_gamma[v] = zeros<TW, VEC>();
-    if (Piece::in_row(first_column(v), columns)) {
-      own_gamma[v] = load<ACCESS, VEC>(gamma + first_column(v));
-    }
   }
 
   struct Held {
     Vec<TX, VEC> total[VECS];
   };
-  A squares[1];
+  A found[kStatistics];
   int stage = 0;
-  // Takes a row to registers, tells its sum of squares, and writes what it took.
+  // Takes a row to registers, tells its statistics, and writes what it took.
   auto take = [&](long long row, Held& held) {
     wait_copies<STAGES - 1>();
     unsigned char* slots = ring + stage * kStageBytes;
-    squares[0] = 0;
+    A mean = 0;
+    A squares = 0;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       held.total[v] = Slots<TX>::read(slots, v);
       if constexpr (ADDED) {
         held.total[v] = sum_with(held.total[v], Slots<TX>::read(slots + Slots<TX>::kBytes, v));
       }
-      squares[0] += squares_of(held.total[v], 0);
+      if constexpr (CENTRED) mean += sum_of(held.total[v]) * (A(1) / A(VECS * VEC));
     }
-    over_row.template begin<Sum>(squares);
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) squares += squares_of(held.total[v], mean);
+    found[0] = CENTRED ? mean : squares;
+    if constexpr (CENTRED) found[1] = squares * (A(1) / A(VECS * VEC));
+    over_row.template begin<Merging>(found);
     if constexpr (ADDED) {
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
@@ -624,15 +645,19 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     const long long following = row + groups;
     Held next = held;
     if (following < rows) take(following, next);
-    over_row.template end<Sum>(squares);
-    const A scale = inverse_sqrt(squares[0] * share + eps);
-    if (rank == 0 && threadIdx.x == 0) rsigma[row] = scale;
+    over_row.template end<Merging>(found);
+    const A mean = mean_of(found, share);
+    const A scale = inverse_sqrt(variance_of(found, share) + eps);
+    if (rank == 0 && threadIdx.x == 0) {
+      rsigma[row] = scale;
+      if constexpr (CENTRED) mu[row] = mean;
+    }
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v);
       if (!Piece::in_row(column, columns)) continue;
       A values[VEC];
-      normalize(held.total[v], 0, scale, own_gamma[v], zeros<TB, VEC>(), values);
+      normalize(held.total[v], mean, scale, gamma_of(v), beta_of(v), values);
       store(y + row * columns + column, encode<TY>(values));
     }
     refill(following);

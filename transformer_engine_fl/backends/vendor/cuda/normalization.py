@@ -234,6 +234,7 @@ class Piece(NamedTuple):
         stages: rows under way; where there is no room for them, rows are those of clusters.
         compared: whether columns are compared with the row's also where they fill all vectors,
             since the compiler orders the instructions better so.
+        holds: whether gamma and beta are in registers, and not in shared memory.
     """
 
     lanes: int
@@ -241,6 +242,7 @@ class Piece(NamedTuple):
     blocks: int
     stages: int = 3
     compared: bool = False
+    holds: bool = True
 
     def tile(self, columns: int) -> Tile:
         """How a row is spread: over as many blocks as hold it."""
@@ -279,8 +281,9 @@ LAYER_PIECES: Final = (
     Piece(256, 3, 2),
 )
 MOST_PIECES: Final = 32
-# Of forwards of a root mean square, without a residual and with one: how wide rows are, and the
-# piece, which spreads them over no more blocks than it has threads.
+# Of forwards of a root mean square, without a residual and with one, and of layer norms, whose
+# rows must fill a power of two of blocks: how wide rows are, and the piece, which spreads them over
+# no more blocks than it has threads.
 FORWARD_PIECES: Final = (
     (range(32769, 65537), Piece(32, 8, 12, 4)),
     (range(65537, 114689), Piece(128, 8, 3)),
@@ -291,6 +294,10 @@ FORWARD_ADDED_PIECES: Final = (
     (range(32769, 65537), Piece(128, 2, 4)),
     (range(65537, 131073), Piece(64, 4, 8)),
     (range(131073, 262145), Piece(128, 2, 4)),
+)
+FORWARD_LAYER_PIECES: Final = (
+    (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),
+    (range(65537, 262145), Piece(128, 8, 3, 2, holds=False)),
 )
 TOLD_THROUGH_MEMORY: Final = 2
 
@@ -441,10 +448,10 @@ memory: what a plan tries, one after the other.
 
 
 def pieces(
-    tile: Tile, element_bytes: int, sums: int, device: _launch.Limits, stages: int
+    tile: Tile, element_bytes: int, sums: int, device: _launch.Limits, stages: int, kept: int = 0
 ) -> int | None:
     """Bytes of the rows that are under way in a block of a row whose blocks exchange sums through
-    memory; None where there is no room.
+    memory, and of what is kept beside them; None where there is no room.
 
     Args:
         tile: how the row is spread.
@@ -452,13 +459,14 @@ def pieces(
         sums: how many there are of a row.
         device: where it runs.
         stages: rows under way.
+        kept: bytes that are.
     """
     if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
         return None
-    kept = 2 * exchange_bytes(replace(tile, cluster=1), sums, 2)  # to tell and to hear
+    told = 2 * exchange_bytes(replace(tile, cluster=1), sums, 2)  # and heard
     stage_bytes = tile.threads * tile.held * element_bytes
-    depth = under_way(tile, stage_bytes, kept, device, stages, False).stages
-    return stages * stage_bytes if depth == stages else None
+    depth = under_way(tile, stage_bytes, kept + told, device, stages, False).stages
+    return stages * stage_bytes + kept if depth == stages else None
 
 
 class Cast(NamedTuple):
@@ -563,20 +571,26 @@ class ForwardKey:
             values *= 2
         return exchange_bytes(tile, values, SIZES[self.x])
 
-    def pieces(self, device: _launch.Limits) -> tuple[Tile, int, int] | None:
-        """How a row is spread whose blocks exchange sums through memory, how many are under way,
-        and the bytes of these in a block; None for other rows, and where there is no room.
+    def pieces(self, device: _launch.Limits) -> tuple[Tile, Piece, int] | None:
+        """How a row is spread whose blocks exchange sums through memory, by which piece, and the
+        bytes of a block; None for other rows, and where there is no room.
         """
-        if self.centred or self.cast is not None:
+        if self.cast is not None or (self.centred and self.added):
             return None
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
         found = FORWARD_ADDED_PIECES if self.added else FORWARD_PIECES
+        if self.centred:
+            found = FORWARD_LAYER_PIECES
         piece = next((it for columns, it in found if self.columns in columns), None)
         if piece is None or sizes != {2} or self.columns % 8:
             return None
         tile = piece.tile(self.columns)
-        shared = pieces(tile, (1 + self.added) * SIZES[self.x], 1, device, piece.stages)
-        return None if shared is None else (tile, piece.stages, shared)
+        if self.centred and (not tile.fills(self.columns) or tile.cluster & (tile.cluster - 1)):
+            return None  # parts of a mean and a variance are merged two by two
+        kept = 0 if piece.holds else tile.threads * tile.held * 2 * (1 + self.centred)
+        row, sums = (1 + self.added) * SIZES[self.x], 1 + self.centred
+        shared = pieces(tile, row, sums, device, piece.stages, kept)
+        return None if shared is None else (tile, piece, shared)
 
     def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
         """How long rows are spread, and how many are under way; None for other rows."""
@@ -687,11 +701,12 @@ def forward_source(
     }
     arguments = "PPPPPPPPqqqi" + 2 * real(key.x)
     if through_memory and (found := key.pieces(device)):
-        tile, depth, shared = found
+        tile, piece, shared = found
         geometry = _launch.Geometry(
             tile.threads, arguments + "P", shared, carveout=100, together=tile.cluster
         )
-        main = {**defines, **tile.defines(key.columns), "STAGES": depth}
+        main = {**defines, **tile.defines(key.columns)}
+        main |= {"STAGES": piece.stages, "HOLD_GAMMA": int(piece.holds)}
         return _source("forward_pieces", main), geometry, tile.rows, tile.cluster
     if key.cast is not None:
         arguments += "P" if key.cast.recipe is None else "PPPPf"
@@ -738,7 +753,7 @@ class Forward:
             if runs_clusters(source, geometry, device):
                 break
         # Words of 4 bytes of a row, by which blocks exchange its sums.
-        self.words = geometry.together if geometry.together > 1 else 0
+        self.words = geometry.together * (1 + key.centred) if geometry.together > 1 else 0
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
         self._resident = 0

@@ -59,20 +59,23 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
 
   template <typename Operation>
   __device__ __forceinline__ void end(float (&value)[K]) {
-    static_assert(Blocks % 32 == 0 || kKeeps<Operation>, "0 for what 32 lanes have more");
+    // Lanes behind the last block have 0, or of a power of two of blocks the same once more.
+    constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
+    constexpr bool kAll = kAgain || Blocks % 32 == 0;
+    static_assert(kAll || kKeeps<Operation>, "0 for what 32 lanes have more");
     if (kHearing == 1 || kHearing == kWarps || own_warp() < kHearing) {
-      // Lanes behind the last block look at its word, too.
       const int lane = threadIdx.x % (kHearing * 32);
-      const Word word = wait_for_word(words_ + (hearing_ + least(lane, Blocks - 1)));
+      const int block = kAgain ? lane % Blocks : least(lane, Blocks - 1);
+      const Word word = wait_for_word(words_ + (hearing_ + block));
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const float told = __uint_as_float(static_cast<unsigned>(word >> k * 32) ^ kNoSum);
-        value[k] = Blocks % 32 == 0 || lane < Blocks ? told : 0.0f;
+        value[k] = kAll || lane < Blocks ? told : 0.0f;
       }
     }
     hearing_ += step_;
     if constexpr (kHearing == 1) {
-      halve<Operation, 32>(value);
+      halve<Operation, (kAgain ? Blocks : 32)>(value);
     } else {
       over_warps<Operation, kHearing, false>(value, heard_);
       heard_ ^= 1;
@@ -96,8 +99,8 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
       const int warp = Warps == kWarps ? static_cast<int>(threadIdx.x) / 32 : own_warp();
       const int lane = threadIdx.x % 32;
       if (Warps == kWarps || warp < Warps) {
-        if constexpr (K == 2) {
-          // After the first exchange each half of the warp has one of the values.
+        if constexpr (K == 2 && kKeeps<Operation>) {
+          // Of two sums: after the first exchange each half of the warp has one of them.
           const bool upper = lane & 16;
           float own[1] = {upper ? value[1] : value[0]};
           const float other[1] = {__shfl_xor_sync(0xffffffffu, upper ? value[0] : value[1], 16)};
@@ -106,7 +109,10 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
           if (lane % 16 == 0) slots[set][upper][warp] = own[0];
         } else {
           halve<Operation, 32>(value);
-          if (lane == 0) slots[set][0][warp] = value[0];
+          if (lane == 0) {
+#pragma unroll
+            for (int k = 0; k < K; ++k) slots[set][k][warp] = value[k];
+          }
         }
       }
       __syncthreads();
