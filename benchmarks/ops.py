@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import functools
 import gc
 import json
@@ -263,10 +264,11 @@ def _host_time(work: Callable[[], Any], calls: int = 200) -> float:
 
 
 def environment() -> dict[str, str]:
-    """Device and versions."""
+    """Device, day and versions."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"device": torch.cuda.get_device_name(), "python": platform.python_version()}
+    found = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
+    found["python"] = platform.python_version()
     for name in ("torch", "triton", "cuda-core", "liger-kernel", "flag_gems", "quack-kernels"):
         try:
             found[name] = version(name)

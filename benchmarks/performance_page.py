@@ -41,13 +41,13 @@ another library is faster, the table shows it.
 """
 
 METHOD = """
-How it is measured (`benchmarks/ops.py`): every candidate is called on the same inputs, in one
-process. Its values are compared with a float64 formula first, then it is timed: the L2 cache is
-cleared before each call, and the median is taken of the times between two events on the device
-around it. The device waits until the host has queued a call, so that the host's time is in none of
-these figures; it stands by itself below. GB/s divides the fewest bytes that the operator must
-move by that time: each input read once, each output of the contract written once, and an argument
-that is written in place both, unless something else is said. TFLOP/s divides the operations of the
+How operators are measured (`benchmarks/ops.py`): every candidate is called on the same inputs, in
+one process. Its values are compared with a float64 formula first, then it is timed: the L2 cache
+is cleared before each call, and the median is taken of the times between two events on the device
+around it. The device waits until the host has queued a call, so that the host's time is in none
+of these figures; it stands by itself. GB/s divides the fewest bytes that the operator must move
+by that time: each input read once, each output of the contract written once, and an argument that
+is written in place both, unless something else is said. TFLOP/s divides the operations of the
 products. The same is counted for a peer that does less. The roofs are measured in the same run.
 """
 
@@ -145,7 +145,8 @@ def digest(path: Path) -> str:
 
 def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
     """The whole page."""
-    parts = [INTRODUCTION]
+    reports = list(reports)
+    parts = [INTRODUCTION, *_method(report for _, report in reports)]
     for path, report in reports:
         parts += _operators(path, report)
     parts += _dispatch(dispatch)
@@ -153,15 +154,19 @@ def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
     return "\n".join(parts)
 
 
-def _operators(path: Path, report: Report) -> Iterator[str]:
-    yield f"## Operators on {report['environment']['device']}\n"
+def _method(reports: Iterable[Report]) -> Iterator[str]:
     yield _paragraph(METHOD)
-    rounds = max((row.get("rounds", 1) for row in report["rows"]), default=1)
+    rounds = max((row.get("rounds", 1) for it in reports for row in it["rows"]), default=1)
     if rounds > 1:
         yield _paragraph(TURNS.format(rounds=rounds))
+
+
+def _operators(path: Path, report: Report) -> Iterator[str]:
+    yield f"## Operators on {report['environment']['device']}\n"
     names = names_of(report["rows"], report)
     yield _paragraph(
-        f"Versions: {_versions(report)}. The sets of this repository come first: "
+        f"Measured on {report['environment']['date']}. Versions: {_versions(report)}. "
+        "The sets of this repository come first: "
         f"{', '.join(f'`{it}`' for it in names if is_ours(it))}."
     )
     yield "The roofs:\n"
@@ -415,7 +420,7 @@ def _table(
 
 
 def _versions(report: Report) -> str:
-    names = (name for name in report["environment"] if name != "device")
+    names = (name for name in report["environment"] if name not in ("device", "date"))
     return ", ".join(f"{name} {report['environment'][name]}" for name in names)
 
 

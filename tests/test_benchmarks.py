@@ -457,7 +457,12 @@ def several_families(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ]
     rows[1]["results"]["torch.eager"]["error_over_allowed"] = None
     return {
-        "environment": {"device": "a device", "torch": "2.x", "triton": "3.x"},
+        "environment": {
+            "device": "a device",
+            "date": "2026-01-02",
+            "torch": "2.x",
+            "triton": "3.x",
+        },
         "roofs": {
             "copy": {"value": 1000.0, "unit": "GB/s", "what": "a copy"},
             "matmul": {"value": 1.0, "unit": "TFLOP/s", "what": "a product"},
@@ -499,6 +504,7 @@ def test_the_page_has_a_section_for_each_family(several_families: dict[str, Any]
         assert f"results/ops_device_{family}.png" in page
     words = " ".join(page.split())
     assert "roof: matmul 1 TFLOP/s; cold L2" in words
+    assert "Measured on 2026-01-02. Versions: torch 2.x, triton 3.x." in words
     assert f"the candidates take turns in {suite.ROUNDS} rounds" in words
     assert "torch.eager `swiglu` (not the bits that are asked for)" in words
     assert "- Counted in `cross_entropy fwd+bwd`: the logits read by each" in words

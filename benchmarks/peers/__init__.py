@@ -36,7 +36,7 @@ DESCRIPTIONS = {
     "torch._foreach_norm": "torch's norms over lists",
     "torch._foreach_mul": "torch's product over lists",
     "SDPA cuDNN": "`F.scaled_dot_product_attention`, of cuDNN; backward by `torch.autograd.grad`",
-    "SDPA flash": "the same, of the flash attention in torch",
+    "SDPA flash": "`F.scaled_dot_product_attention`, of the flash attention in torch",
     "torch.eager": "torch's own functions, as a user writes them; backward by "
     "`torch.autograd.grad` of a forward that has run",
     COMPILER: "formulas of the same, compiled for each shape",

@@ -284,18 +284,18 @@ MOST_PIECES: Final = 32
 # Of forwards of a root mean square, without a residual and with one, and of layer norms, whose
 # rows must fill a power of two of blocks: how wide rows are, and the piece, which spreads them over
 # no more blocks than it has threads.
-FORWARD_PIECES: Final = (
+FORWARD_PIECES: Final[tuple[tuple[range, Piece], ...]] = (
     (range(32769, 65537), Piece(32, 8, 12, 4)),
     (range(65537, 114689), Piece(128, 8, 3)),
     (range(114689, 131073), Piece(64, 4, 10)),
     (range(131073, 262145), Piece(128, 8, 3)),
 )
-FORWARD_ADDED_PIECES: Final = (
+FORWARD_ADDED_PIECES: Final[tuple[tuple[range, Piece], ...]] = (
     (range(32769, 65537), Piece(128, 2, 4)),
     (range(65537, 131073), Piece(64, 4, 8)),
     (range(131073, 262145), Piece(128, 2, 4)),
 )
-FORWARD_LAYER_PIECES: Final = (
+FORWARD_LAYER_PIECES: Final[tuple[tuple[range, Piece], ...]] = (
     (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),
     (range(65537, 262145), Piece(128, 8, 3, 2, holds=False)),
 )
