@@ -430,6 +430,18 @@ def test_registers_suffice_on_every_partition(
     assert warps * 32 * (-(-registers // 8) * 8) <= 65_536 // 4
 
 
+@pytest.mark.parametrize(("capability", "programs"), [(90, 20), (86, 16), (0, 16)])
+def test_no_more_programs_share_rows_than_a_multiprocessor_runs(
+    capability: int, programs: int, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = _launch.Limits(10, 1 << 17, 32, 65_536, capability)
+    monkeypatch.setattr(_launch, "limits", lambda device: offered)
+    cut = _rows.Cut(threads=32, width=1024, programs=20, stages=3, shared=True)
+    rows = _rows.SharedRows(StubKernel(log), torch.device("cuda:1"), cut, 4096, 1, torch.float32, 2)
+    groups = programs * 10 // 4  # of four pieces on ten multiprocessors
+    assert rows.groups(100 * groups) == groups
+
+
 def test_a_kernel_is_started_directly_once_it_is_compiled(log: list[Any]) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     a, b = torch.zeros(64), torch.zeros(64)

@@ -93,6 +93,7 @@ def ordinary_launches() -> Iterator[None]:
         _DirectLaunches.allowed = before
 
 
+# Compute capabilities whose multiprocessors run 32 programs at once.
 _ROOMY: Final = (80, 90, 100, 103)
 
 
