@@ -269,7 +269,7 @@ def _forward_shared(
     stride = stride * UNIT
     first = tl.program_id(0) * BLOCK
     column = first + tl.arange(0, BLOCK)
-    inside = column < columns
+    inside = within(column, columns, EXACT)
     mine = tl.minimum(columns - first, BLOCK)
     pieces = tl.arange(0, triton.next_power_of_2(PIECES))
     count = tl.minimum(tl.maximum(columns - pieces * BLOCK, 0), BLOCK).to(ACC)
