@@ -875,6 +875,36 @@ def test_blocks_that_exchange_through_memory(
     assert plan._resident == groups
 
 
+@pytest.mark.parametrize(
+    ("op", "columns"),
+    [
+        ("rmsnorm_fwd", 33_000),
+        ("rmsnorm_fwd_add", 66_000),
+        ("layernorm_fwd", 32_768),
+        ("rmsnorm_bwd", 9_216),
+        ("layernorm_bwd", 9_216),
+    ],
+)
+def test_blocks_that_exchange_through_memory_and_badly_aligned_rows(
+    op: str, columns: int, much_room: str
+) -> None:
+    def moved(tensor: Any) -> Any:
+        if tensor.shape[-1] != columns:
+            return tensor
+        room = torch.zeros(*tensor.shape[:-1], columns + 6, dtype=tensor.dtype)
+        room[..., 1:-5] = tensor
+        return room[..., 1:-5]
+
+    generator = torch.Generator().manual_seed(columns)
+    # Around a mean of many deviations, of which each block sees another one.
+    x = torch.randn(3, columns, generator=generator) + torch.linspace(40, 60, columns)
+    args = call_for(op, x.to(torch.bfloat16))
+    found = serve(op)(*map(moved, args))
+    (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
+    assert plan.words
+    assert_close(op, found, getattr(ops, op).oracle(*args), "bfloat16")
+
+
 @pytest.mark.parametrize("op", ["layernorm_bwd", "rmsnorm_fwd_add"])
 def test_each_repeated_call_exchanges_through_words_of_its_own(op: str, much_room: str) -> None:
     generator = torch.Generator().manual_seed(1)
