@@ -267,8 +267,11 @@ def environment() -> dict[str, str]:
     """Device, day and versions."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
-    found["python"] = platform.python_version()
+    found = {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+    }
     for name in ("torch", "triton", "cuda-core", "liger-kernel", "flag_gems", "quack-kernels"):
         try:
             found[name] = version(name)

@@ -167,7 +167,8 @@ def is_block(number: int, least: int, most: int) -> bool:
 
 def listed(table: Mapping[int, Any], width: int) -> Any:
     """The entry of the narrowest listed width that holds ``width``; None if none does."""
-    return next((entry for most, entry in table.items() if width <= most), None)
+    narrowest = min((most for most in table if width <= most), default=None)
+    return None if narrowest is None else table[narrowest]
 
 
 def rows_of_tile(tile: int, width: int) -> int:

@@ -312,6 +312,20 @@ def tell(
             tl.store(shares_ptr + place + PIECES, second)
 
 
+_WAIT = """
+{
+.reg .pred missing;
+again:
+ld.relaxed.gpu.global.BITS $0, [$1];
+setp.eq.BITS missing, $0, 0;
+vote.sync.any.pred missing, missing, 0xffffffff;
+@missing bra again;
+}
+"""
+_WAIT_FOR_32 = tl.constexpr(_WAIT.replace("BITS", "b32"))
+_WAIT_FOR_64 = tl.constexpr(_WAIT.replace("BITS", "b64"))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
     """The words at these places, once they are there.
@@ -321,39 +335,11 @@ def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
     """
     if SUMS == 2:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred missing;
-            again:
-            ld.relaxed.gpu.global.b64 $0, [$1];
-            setp.eq.b64 missing, $0, 0;
-            vote.sync.any.pred missing, missing, 0xffffffff;
-            @missing bra again;
-            }
-            """,
-            "=&l,l",
-            [place],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
+            _WAIT_FOR_64, "=&l,l", [place], dtype=tl.int64, is_pure=False, pack=1
         )
     else:
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred missing;
-            again:
-            ld.relaxed.gpu.global.b32 $0, [$1];
-            setp.eq.b32 missing, $0, 0;
-            vote.sync.any.pred missing, missing, 0xffffffff;
-            @missing bra again;
-            }
-            """,
-            "=&r,l",
-            [place],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            _WAIT_FOR_32, "=&r,l", [place], dtype=tl.int32, is_pure=False, pack=1
         )
 
 

@@ -599,24 +599,24 @@ _FORWARD = cut_choice(
     },
     parts=True,
 )
-_FORWARD_ADD_WHOLE = {
+_FORWARD_ADD_USUAL = {
     2048: Cut(threads=128, width=2048),
     4096: Cut(threads=256, width=4096),
     8192: Cut(threads=256, width=8192),
     16384: Cut(threads=512, width=16384),
+    _ANY: Cut(threads=128, width=2048, programs=6, stages=3, shared=True),
 }
-_FORWARD_ADD_WIDER = Cut(threads=128, width=2048, programs=6, stages=3, shared=True)
 _FORWARD_ADD = cut_choice(
     "rmsnorm_fwd_add",
     _FORWARD_PLANS,
-    _FORWARD_ADD_WHOLE | {_ANY: _FORWARD_ADD_WIDER},
+    _FORWARD_ADD_USUAL,
     whole=[(0, 1)],
     most_elements=32,
-    half=_FORWARD_ADD_WHOLE
+    half=_FORWARD_ADD_USUAL
     | {
         4096: Cut(threads=128, width=2048),
         8192: Cut(threads=512, width=8192, resident=2),
-        98304: _FORWARD_ADD_WIDER,
+        98304: _FORWARD_ADD_USUAL[_ANY],
         _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
     },
 )
@@ -650,14 +650,12 @@ _FORWARD_CENTRED = cut_choice(
     },
     parts=True,
 )
-_BACKWARD_WHOLE = {
+_BACKWARD_USUAL = {
     2048: Cut(threads=128, width=2048, programs=4, stages=3),
     3072: Cut(threads=256, width=4096, programs=2, stages=3),
     4096: Cut(threads=512, width=8192, programs=1, stages=3),
     6144: Cut(threads=512, width=8192, programs=1, stages=4),
     8192: Cut(threads=512, width=8192, programs=1, stages=3),
-}
-_BACKWARD_WIDER = {
     65536: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
     131072: Cut(threads=256, width=4096, programs=2, stages=3, shared=True),
     _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
@@ -665,36 +663,32 @@ _BACKWARD_WIDER = {
 _BACKWARD = cut_choice(
     "rmsnorm_bwd",
     _BACKWARD_PLANS,
-    _BACKWARD_WHOLE | _BACKWARD_WIDER,
+    _BACKWARD_USUAL,
     whole=_PERSISTENT,
     most_elements=16,
-    half=_BACKWARD_WHOLE
+    half=_BACKWARD_USUAL
     | {
         16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         32768: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
-    }
-    | _BACKWARD_WIDER,
+    },
 )
-_BACKWARD_CENTRED_WHOLE = {
+_BACKWARD_CENTRED_USUAL = {
     2048: Cut(threads=128, width=2048, programs=4, stages=3),
     4096: Cut(threads=256, width=4096, programs=2, stages=3),
+    8192: Cut(threads=512, width=8192, programs=1, stages=4),
+    65536: Cut(threads=128, width=2048, programs=3, stages=4, shared=True),
+    _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
 }
-_BACKWARD_CENTRED_WIDEST_WHOLE = Cut(threads=512, width=8192, programs=1, stages=4)
 _BACKWARD_CENTRED = cut_choice(
     "layernorm_bwd",
     _BACKWARD_PLANS,
-    _BACKWARD_CENTRED_WHOLE
-    | {
-        8192: _BACKWARD_CENTRED_WIDEST_WHOLE,
-        65536: Cut(threads=128, width=2048, programs=3, stages=4, shared=True),
-        _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
-    },
+    _BACKWARD_CENTRED_USUAL,
     whole=_PERSISTENT,
     most_elements=16,
-    half=_BACKWARD_CENTRED_WHOLE
+    half=_BACKWARD_CENTRED_USUAL
     | {
         6144: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
-        7168: _BACKWARD_CENTRED_WIDEST_WHOLE,
+        7168: _BACKWARD_CENTRED_USUAL[8192],
         8192: Cut(threads=256, width=8192, programs=1, stages=3),
         16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         32768: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),

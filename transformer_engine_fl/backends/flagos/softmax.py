@@ -542,29 +542,25 @@ _FORWARD = cut_choice(
     },
     parts=True,
 )
-_BACKWARD_WHOLE = {
+_BACKWARD_USUAL = {
     1024: Cut(threads=128, width=1024),
     2048: Cut(threads=64, width=2048),
     4096: Cut(threads=128, width=4096),
     8192: Cut(threads=256, width=8192),
     16384: Cut(threads=512, width=16384),
+    65536: Cut(threads=256, width=4096, programs=3, stages=3, shared=True),
+    _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
 }
-_BACKWARD_WIDEST = Cut(threads=128, width=2048, programs=8, stages=3, shared=True)
 _BACKWARD = cut_choice(
     "softmax_bwd",
     _PLANS,
-    _BACKWARD_WHOLE
-    | {
-        65536: Cut(threads=256, width=4096, programs=3, stages=3, shared=True),
-        _ANY: _BACKWARD_WIDEST,
-    },
+    _BACKWARD_USUAL,
     whole=[(0, 1), (1, 3), (2, 3)],
     most_elements=32,
-    half=_BACKWARD_WHOLE
+    half=_BACKWARD_USUAL
     | {
         65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
         131072: Cut(threads=128, width=4096, programs=3, stages=3, shared=True),
-        _ANY: _BACKWARD_WIDEST,
     },
 )
 

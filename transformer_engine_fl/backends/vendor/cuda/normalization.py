@@ -281,24 +281,26 @@ LAYER_PIECES: Final = (
     Piece(256, 3, 2),
 )
 MOST_PIECES: Final = 32
-# Of forwards of a root mean square, without a residual and with one, and of layer norms, whose
-# rows must fill a power of two of blocks: how wide rows are, and the piece, which spreads them over
-# no more blocks than it has threads.
-FORWARD_PIECES: Final[tuple[tuple[range, Piece], ...]] = (
-    (range(32769, 65537), Piece(32, 8, 12, 4)),
-    (range(65537, 114689), Piece(128, 8, 3)),
-    (range(114689, 131073), Piece(64, 4, 10)),
-    (range(131073, 262145), Piece(128, 8, 3)),
-)
-FORWARD_ADDED_PIECES: Final[tuple[tuple[range, Piece], ...]] = (
-    (range(32769, 65537), Piece(128, 2, 4)),
-    (range(65537, 131073), Piece(64, 4, 8)),
-    (range(131073, 262145), Piece(128, 2, 4)),
-)
-FORWARD_LAYER_PIECES: Final[tuple[tuple[range, Piece], ...]] = (
-    (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),
-    (range(65537, 262145), Piece(128, 8, 3, 2, holds=False)),
-)
+# Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows
+# are, and the piece, which spreads them over no more blocks than it has threads. Rows of layer
+# norms must fill a power of two of blocks.
+FORWARD_PIECES: Final[dict[tuple[bool, bool], tuple[tuple[range, Piece], ...]]] = {
+    (False, False): (
+        (range(32769, 65537), Piece(32, 8, 12, 4)),
+        (range(65537, 114689), Piece(128, 8, 3)),
+        (range(114689, 131073), Piece(64, 4, 10)),
+        (range(131073, 262145), Piece(128, 8, 3)),
+    ),
+    (False, True): (
+        (range(32769, 65537), Piece(128, 2, 4)),
+        (range(65537, 131073), Piece(64, 4, 8)),
+        (range(131073, 262145), Piece(128, 2, 4)),
+    ),
+    (True, False): (
+        (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),
+        (range(65537, 262145), Piece(128, 8, 3, 2, holds=False)),
+    ),
+}
 TOLD_THROUGH_MEMORY: Final = 2
 
 
@@ -508,6 +510,11 @@ class ForwardKey:
     added: bool = False
     cast: Cast | None = None
 
+    @property
+    def sums(self) -> int:
+        """How many numbers blocks that are no cluster tell each other of a row."""
+        return 2 if self.centred else 1
+
     def tile(self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]) -> Tile | None:
         """How its rows are spread; None if they have to be read more than once.
 
@@ -575,21 +582,18 @@ class ForwardKey:
         """How a row is spread whose blocks exchange sums through memory, by which piece, and the
         bytes of a block; None for other rows, and where there is no room.
         """
-        if self.cast is not None or (self.centred and self.added):
-            return None
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
-        found = FORWARD_ADDED_PIECES if self.added else FORWARD_PIECES
-        if self.centred:
-            found = FORWARD_LAYER_PIECES
+        found = FORWARD_PIECES.get((self.centred, self.added), ())
         piece = next((it for columns, it in found if self.columns in columns), None)
-        if piece is None or sizes != {2} or self.columns % 8:
+        if piece is None or self.cast is not None or sizes != {2} or self.columns % 8:
             return None
         tile = piece.tile(self.columns)
         if self.centred and (not tile.fills(self.columns) or tile.cluster & (tile.cluster - 1)):
             return None  # parts of a mean and a variance are merged two by two
-        kept = 0 if piece.holds else tile.threads * tile.held * 2 * (1 + self.centred)
-        row, sums = (1 + self.added) * SIZES[self.x], 1 + self.centred
-        shared = pieces(tile, row, sums, device, piece.stages, kept)
+        parameters = SIZES[self.weight] + (SIZES[self.bias] if self.centred else 0)
+        kept = 0 if piece.holds else tile.threads * tile.held * parameters
+        row = (1 + self.added) * SIZES[self.x]
+        shared = pieces(tile, row, self.sums, device, piece.stages, kept)
         return None if shared is None else (tile, piece, shared)
 
     def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
@@ -753,7 +757,7 @@ class Forward:
             if runs_clusters(source, geometry, device):
                 break
         # Words of 4 bytes of a row, by which blocks exchange its sums.
-        self.words = geometry.together * (1 + key.centred) if geometry.together > 1 else 0
+        self.words = geometry.together * key.sums if geometry.together > 1 else 0
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
         self._resident = 0
