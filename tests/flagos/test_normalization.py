@@ -360,7 +360,7 @@ def test_tensors_of_another_device_are_declined(monkeypatch: pytest.MonkeyPatch)
 class StubKernel:
     """A kernel that notes how it is launched."""
 
-    arg_names = ("a_ptr", "b_ptr", "n", "BLOCK")
+    arg_names: tuple[str, ...] = ("a_ptr", "b_ptr", "n", "BLOCK")
 
     def __init__(self, log: list[Any]) -> None:
         self.log = log
@@ -440,6 +440,20 @@ def test_no_more_programs_share_rows_than_a_multiprocessor_runs(
     rows = _rows.SharedRows(StubKernel(log), torch.device("cuda:1"), cut, 4096, 1, torch.float32, 2)
     groups = programs * 10 // 4  # of four pieces on ten multiprocessors
     assert rows.groups(100 * groups) == groups
+
+
+@pytest.mark.parametrize(("behind", "stages"), [(0, 4), (1, 3)])
+def test_no_more_stages_are_asked_for_than_programs_have_room_for(
+    behind: int, stages: int, log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 4 * (_rows._SUMS_BYTES + 3 * 1024 * 2)  # for three stages beside the sums, four times
+    monkeypatch.setattr(_launch, "limits", lambda device: _launch.Limits(10, room, 32, 65_536, 90))
+    monkeypatch.setattr(_launch, "has_ptx", lambda: True)
+    cut = _rows.Cut(threads=32, width=1024, programs=4, stages=8, shared=True)
+    kernel = StubKernel(log)
+    kernel.arg_names = ("STAGES",)
+    rows = _rows.SharedRows(kernel, torch.device("cuda:1"), cut, 4096, 1, torch.float32, 2, behind)
+    assert [launch._constants for launch in rows._launches] == [{"STAGES": stages}]
 
 
 def test_a_kernel_is_started_directly_once_it_is_compiled(log: list[Any]) -> None:

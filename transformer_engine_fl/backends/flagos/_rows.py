@@ -175,6 +175,7 @@ _RESIDENT_THREADS = (0, 512, 768, 1024, 1536)
 _PIECES = (
     (32, 512, 16),
     (32, 1024, 8),
+    (32, 1024, 12),
     (32, 1024, 16),
     (32, 2048, 8),
     (32, 2048, 12),
@@ -405,10 +406,10 @@ _MOST_WIDE = 16
 """Elements of a row in parts that a thread may hold in the form that they are computed in."""
 
 
-def _stages(way: Cut, stage_bytes: int, device: torch.device) -> int:
-    """As many stages as wanted, or as shared memory has room for."""
+def _stages(way: Cut, stage_bytes: int, device: torch.device, behind: int = 0) -> int:
+    """As many stages as wanted, or as shared memory has room for beside those ``behind``."""
     share = _launch.limits(device).shared_bytes // max(1, way.programs) - _SUMS_BYTES
-    return max(1, min(way.stages, 1 + share // stage_bytes))
+    return max(1, min(way.stages, 1 + share // stage_bytes - behind))
 
 
 def _even(work: int, most: int) -> int:
@@ -491,6 +492,7 @@ class SharedRows:
         sums: that a row has.
         dtype: of the sums.
         column_bytes: that are read of a row, per column.
+        behind: stages that stay in shared memory when others are asked for.
         constants: for the kernel, beside PIECES, BLOCK, STAGES, EXACT and STEP.
     """
 
@@ -505,6 +507,7 @@ class SharedRows:
         sums: int,
         dtype: torch.dtype,
         column_bytes: int,
+        behind: int = 0,
         **constants: Any,
     ) -> None:
         double = dtype == torch.float64
@@ -527,7 +530,7 @@ class SharedRows:
         self._launches: tuple[_launch.Launch, ...]
         self._make_shares: Callable[[int], Tensor]
         if _launch.has_ptx() and not double and self.pieces <= running:
-            stages = _stages(pieces, width * column_bytes, device)
+            stages = _stages(pieces, width * column_bytes, device, behind)
             cooperative = {"launch_cooperative_grid": True}
             self._launches = (make(STEP="together", STAGES=stages, options=cooperative),)
             word = torch.int64 if sums == 2 else torch.int32
@@ -564,6 +567,7 @@ def cut(
     column_bytes: int,
     *,
     tells_looped: bool = False,
+    behind: int = 0,
     **constants: Any,
 ) -> WholeRows | SharedRows:
     """The kernel of whole rows or that of rows in pieces, as is chosen for the columns.
@@ -579,6 +583,7 @@ def cut(
         column_bytes: that are read of a row, per column.
         tells_looped: whether the kernel of whole rows has LOOPED, which says that a program has
             several tiles.
+        behind: of the kernel of rows in pieces, see :class:`SharedRows`.
         constants: for either kernel.
     """
     way = choice(device, columns, itemsize)
@@ -586,4 +591,6 @@ def cut(
         if tells_looped:
             constants["LOOPED"] = way.programs > 0
         return WholeRows(kernels[0], device, way, columns, dtype, column_bytes, **constants)
-    return SharedRows(kernels[1], device, way, columns, sums, dtype, column_bytes, **constants)
+    return SharedRows(
+        kernels[1], device, way, columns, sums, dtype, column_bytes, behind, **constants
+    )

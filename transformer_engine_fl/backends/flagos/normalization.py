@@ -103,6 +103,15 @@ def _input(
     return x
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _gain(gamma: tl.tensor, ACC: tl.constexpr, OFFSET: tl.constexpr) -> tl.tensor:
+    """What a row is multiplied by. To add 0 would be an instruction: it makes 0 of -0."""
+    gain = gamma.to(ACC)
+    if OFFSET:
+        gain += OFFSET
+    return gain
+
+
 @triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
 def _forward_rows(
     x_ptr: tl.tensor,
@@ -177,7 +186,7 @@ def _forward_rows(
         y = as_stored(x[part], NARROW).to(ACC)
         if mu_ptr is not None:
             y -= per_row(mu, ROWS)
-        y = y * per_row(rsigma, ROWS) * per_column(weight.to(ACC) + OFFSET, ROWS)
+        y = y * per_row(rsigma, ROWS) * per_column(_gain(weight, ACC, OFFSET), ROWS)
         if bias_ptr is not None:
             y += per_column(tl.load(bias_ptr + column, mask=inside, other=0).to(ACC), ROWS)
         mask = per_row(exists, ROWS) & per_column(inside, ROWS)
@@ -274,25 +283,17 @@ def _forward_shared(
     pieces = tl.arange(0, triton.next_power_of_2(PIECES))
     count = tl.minimum(tl.maximum(columns - pieces * BLOCK, 0), BLOCK).to(ACC)
     groups = tl.num_programs(1)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0)
-    row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
-    x = _input(
-        x_ptr, residual_ptr, sum_ptr, row * stride + column, row * columns + column, inside, SUM
-    )
-    typical = tl.zeros((), ACC)
-    typical_next = typical
+    # Together with beta it would take the registers of a program or two: of centred rows both
+    # are read for each row, in a branch, which has them come from L1 and not through stages.
+    if mu_ptr is None:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0)
+    x = tl.zeros((BLOCK,), SUM)
+    typical_next = tl.zeros((), ACC)
     if mu_ptr is not None:
-        typical = _typical(x_ptr, row * stride + first, mine, True, ACC)
-        typical_next = _typical(
-            x_ptr, (row + groups) * stride + first, mine, row + groups < rows, ACC
-        )
-    if STEP != "rest":
-        _tell_squares(x, typical, inside, shares_ptr, row, mine, PIECES, SUMS, EXACT, STEP)
-    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
+        row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
+        typical_next = _typical(x_ptr, row * stride + first, mine, True, ACC)
+    for index in tl.range(tl.program_id(1) - groups, rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
-        out = row * columns + column
         following = row + groups
         x_next = _input(
             x_ptr, residual_ptr, sum_ptr, following * stride + column,
@@ -307,9 +308,10 @@ def _forward_shared(
             _tell_squares(
                 x_next, typical, inside, shares_ptr, following, mine, PIECES, SUMS, EXACT, STEP
             )
-        if STEP != "sums":
+        if STEP != "sums" and index >= 0:
             squares, means = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
             if mu_ptr is not None:
+                weight = tl.load(weight_ptr + column, mask=inside, other=0)
                 mu = tl.sum(means * count, axis=0) / columns
                 squares += (means - mu) * (means - mu) * count
                 if tl.program_id(0) == 0:
@@ -321,10 +323,11 @@ def _forward_shared(
             y = x.to(ACC) * rsigma
             if mu_ptr is not None:
                 y -= mu * rsigma
-            y *= weight.to(ACC) + OFFSET
+            y *= _gain(weight, ACC, OFFSET)
             if bias_ptr is not None:
-                y += bias.to(ACC)
-            tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+                y += tl.load(bias_ptr + column, mask=inside, other=0).to(ACC)
+            out = y_ptr + row * columns + column
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=inside)
         x = x_next
 
 
@@ -383,7 +386,7 @@ def _backward_rows(
         if mu_ptr is not None:
             xhat -= tl.load(mu_ptr + row, mask=row < rows, other=0)[:, None]
         xhat *= rsigma[:, None]
-        u = dy * (gamma.to(ACC) + OFFSET)[None, :]
+        u = dy * _gain(gamma, ACC, OFFSET)[None, :]
         dx = u - xhat * (tl.sum(u * xhat, axis=1) / columns)[:, None]
         if mu_ptr is not None:
             dx -= (tl.sum(u, axis=1) / columns)[:, None]
@@ -399,15 +402,6 @@ def _backward_rows(
     if mu_ptr is not None:
         partial_ptr += tl.num_programs(0).to(tl.int64) * columns
         tl.store(partial_ptr + column, tl.sum(dbeta, axis=0), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gain(gamma: tl.tensor, ACC: tl.constexpr, OFFSET: tl.constexpr) -> tl.tensor:
-    """What dy is multiplied by. To add 0 would be an instruction: it makes 0 of -0."""
-    gain = gamma.to(ACC)
-    if OFFSET:
-        gain += OFFSET
-    return gain
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -477,16 +471,26 @@ def _backward_shared(
     dgamma = tl.zeros((BLOCK,), ACC)
     if mu_ptr is not None:
         dbeta = tl.zeros((BLOCK,), ACC)
-    row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0)
-    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0)
-    rsigma = tl.load(rsigma_ptr + row)
-    mu = rsigma * 0
+    # What is told and what is made of a row in branches of their own takes fewer registers, for
+    # one more program; with more to do, both at once are faster.
+    APART: tl.constexpr = mu_ptr is None and add_ptr is None
+    begin = tl.program_id(1)  # there are no more groups than rows
+    rsigma = tl.zeros((), ACC)
+    if APART:
+        begin -= groups
+        x = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
+        dy = tl.zeros((BLOCK,), dy_ptr.dtype.element_ty)
+    else:
+        row = begin.to(tl.int64)
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0)
+        dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0)
+        rsigma = tl.load(rsigma_ptr + row)
+    mu = rsigma
     if mu_ptr is not None:
         mu = tl.load(mu_ptr + row)
-    if STEP != "rest":
+    if STEP != "rest" and not APART:
         _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, OFFSET, PIECES, SUMS, STEP)
-    for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
+    for index in tl.range(begin, rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         following = row + groups
         exists = following < rows
@@ -497,12 +501,12 @@ def _backward_shared(
         mu_next = mu
         if mu_ptr is not None:
             mu_next = tl.load(mu_ptr + following, mask=exists, other=0)
-        if STEP != "rest":
+        if STEP != "rest" and (exists if APART else True):
             _tell_means(
                 dy_next, x_next, gamma, mu_next, rsigma_next, shares_ptr, following,
                 OFFSET, PIECES, SUMS, STEP,
             )  # fmt: skip
-        if STEP != "sums":
+        if STEP != "sums" and (index >= 0 if APART else True):
             if add_ptr is not None:
                 add = tl.load(add_ptr + row * x_stride + column, mask=inside, other=0)
             products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
@@ -580,9 +584,8 @@ _FORWARD = cut_choice(
         4096: Cut(threads=256, width=4096),
         8192: Cut(threads=256, width=8192),
         16384: Cut(threads=512, width=16384),
-        32768: Cut(threads=1024, width=32768),
-        65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
-        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
+        65536: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+        _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
     },
     whole=[(0, 1)],
     most_elements=32,
@@ -604,6 +607,7 @@ _FORWARD_ADD_USUAL = {
     4096: Cut(threads=256, width=4096),
     8192: Cut(threads=256, width=8192),
     16384: Cut(threads=512, width=16384),
+    131072: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
     _ANY: Cut(threads=128, width=2048, programs=6, stages=3, shared=True),
 }
 _FORWARD_ADD = cut_choice(
@@ -616,20 +620,19 @@ _FORWARD_ADD = cut_choice(
     | {
         4096: Cut(threads=128, width=2048),
         8192: Cut(threads=512, width=8192, resident=2),
-        98304: _FORWARD_ADD_USUAL[_ANY],
+        40960: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
+        131072: Cut(threads=32, width=2048, programs=8, stages=3, shared=True),
         _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
     },
 )
-_FORWARD_CENTRED_WIDER = Cut(threads=128, width=4096, programs=4, stages=3, shared=True)
 _FORWARD_CENTRED = cut_choice(
     "layernorm_fwd",
     _FORWARD_PLANS,
     {
         2048: Cut(threads=128, width=2048),
-        8192: Cut(threads=256, width=8192),
-        16384: Cut(threads=512, width=16384),
-        32768: Cut(threads=1024, width=32768),
-        _ANY: _FORWARD_CENTRED_WIDER,
+        12288: Cut(threads=256, width=8192),
+        65536: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+        _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
     },
     whole=[(0, 1)],
     most_elements=32,
@@ -645,50 +648,73 @@ _FORWARD_CENTRED = cut_choice(
         16384: Cut(threads=256, width=8192, resident=3),
         24576: Cut(threads=512, width=16384, resident=2),
         32768: Cut(threads=256, width=16384, resident=2),
-        131072: _FORWARD_CENTRED_WIDER,
-        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
+        65536: Cut(threads=32, width=2048, programs=12, stages=3, shared=True),
+        131072: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
+        _ANY: Cut(threads=64, width=4096, programs=8, stages=3, shared=True),
     },
     parts=True,
 )
-_BACKWARD_USUAL = {
+_BACKWARD_WHOLE = {
     2048: Cut(threads=128, width=2048, programs=4, stages=3),
     3072: Cut(threads=256, width=4096, programs=2, stages=3),
+}
+_BACKWARD_WHOLE_HALF = _BACKWARD_WHOLE | {
     4096: Cut(threads=512, width=8192, programs=1, stages=3),
     6144: Cut(threads=512, width=8192, programs=1, stages=4),
     8192: Cut(threads=512, width=8192, programs=1, stages=3),
-    65536: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
-    131072: Cut(threads=256, width=4096, programs=2, stages=3, shared=True),
-    _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
 }
+_BACKWARD_NARROW = Cut(threads=32, width=512, programs=12, stages=3, shared=True)
+_BACKWARD_WIDE = Cut(threads=128, width=2048, programs=4, stages=2, shared=True)
+_BACKWARD_HALF_NARROW = Cut(threads=32, width=1024, programs=12, stages=2, shared=True)
 _BACKWARD = cut_choice(
     "rmsnorm_bwd",
     _BACKWARD_PLANS,
-    _BACKWARD_USUAL,
+    _BACKWARD_WHOLE
+    | {
+        16384: _BACKWARD_NARROW,
+        65536: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
+        _ANY: _BACKWARD_WIDE,
+    },
     whole=_PERSISTENT,
     most_elements=16,
-    half=_BACKWARD_USUAL
+    half=_BACKWARD_WHOLE_HALF
     | {
-        16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
-        32768: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
+        6144: _BACKWARD_HALF_NARROW,
+        7168: _BACKWARD_HALF_NARROW,
+        32768: _BACKWARD_HALF_NARROW,
+        131072: Cut(threads=64, width=2048, programs=6, stages=2, shared=True),
+        _ANY: Cut(threads=128, width=4096, programs=3, stages=2, shared=True),
     },
 )
-_BACKWARD_CENTRED_USUAL = {
-    2048: Cut(threads=128, width=2048, programs=4, stages=3),
-    4096: Cut(threads=256, width=4096, programs=2, stages=3),
-    8192: Cut(threads=512, width=8192, programs=1, stages=4),
-    65536: Cut(threads=128, width=2048, programs=3, stages=4, shared=True),
-    _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
-}
+_BACKWARD_ADD = cut_choice(
+    "rmsnorm_bwd_add",
+    _BACKWARD_PLANS,
+    _BACKWARD_WHOLE | {16384: _BACKWARD_NARROW, _ANY: _BACKWARD_WIDE},
+    whole=_PERSISTENT,
+    most_elements=16,
+    half=_BACKWARD_WHOLE_HALF
+    | {
+        32768: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
+        65536: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
+        131072: Cut(threads=256, width=4096, programs=2, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
+    },
+)
+_BACKWARD_CENTRED_NARROW = Cut(threads=128, width=2048, programs=4, stages=3)
 _BACKWARD_CENTRED = cut_choice(
     "layernorm_bwd",
     _BACKWARD_PLANS,
-    _BACKWARD_CENTRED_USUAL,
+    {
+        2048: _BACKWARD_CENTRED_NARROW,
+        _ANY: Cut(threads=64, width=1024, programs=6, stages=3, shared=True),
+    },
     whole=_PERSISTENT,
     most_elements=16,
-    half=_BACKWARD_CENTRED_USUAL
-    | {
+    half={
+        2048: _BACKWARD_CENTRED_NARROW,
+        4096: Cut(threads=256, width=4096, programs=2, stages=3),
         6144: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
-        7168: _BACKWARD_CENTRED_USUAL[8192],
+        7168: Cut(threads=512, width=8192, programs=1, stages=4),
         8192: Cut(threads=256, width=8192, programs=1, stages=3),
         16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         32768: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
@@ -739,8 +765,13 @@ def _plan_backward(
     device: torch.device,
 ) -> _BackwardPlan:
     centred = op is contracts.layernorm_bwd
+    choice = _BACKWARD
+    if centred:
+        choice = _BACKWARD_CENTRED
+    elif op is contracts.rmsnorm_bwd_add:
+        choice = _BACKWARD_ADD
     run = cut(
-        _BACKWARD_CENTRED if centred else _BACKWARD,
+        choice,
         (_backward_rows, _backward_shared),
         device,
         columns,
@@ -748,6 +779,7 @@ def _plan_backward(
         contracts.statistics_dtype(dtype),
         dtype.itemsize,
         bytes_read,
+        behind=int(choice is _BACKWARD),
         OFFSET=int(offset),
         UNIT=unit,
         FOLLOWED=follows(device),

@@ -521,9 +521,8 @@ _FORWARD = cut_choice(
         4096: Cut(threads=256, width=4096),
         8192: Cut(threads=512, width=8192),
         16384: Cut(threads=1024, width=16384),
-        32768: Cut(threads=1024, width=32768, programs=1, stages=3),
-        65536: Cut(threads=256, width=4096, programs=4, stages=3, shared=True),
-        _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+        131072: Cut(threads=32, width=1024, programs=16, stages=3, shared=True),
+        _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
     },
     whole=[(0, 1), (1, 3), (2, 3)],
     most_elements=32,
@@ -548,8 +547,8 @@ _BACKWARD_USUAL = {
     4096: Cut(threads=128, width=4096),
     8192: Cut(threads=256, width=8192),
     16384: Cut(threads=512, width=16384),
-    65536: Cut(threads=256, width=4096, programs=3, stages=3, shared=True),
-    _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+    131072: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
+    _ANY: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
 }
 _BACKWARD = cut_choice(
     "softmax_bwd",
@@ -561,6 +560,7 @@ _BACKWARD = cut_choice(
     | {
         65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
         131072: Cut(threads=128, width=4096, programs=3, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
     },
 )
 

@@ -58,6 +58,11 @@ def _rms_backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(dy, x, rsigma, _weight(shape, dtype, device))
 
 
+def _residual_backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
+    dy, x, rsigma, gamma = _rms_backward(shape, dtype, device).args
+    return call(dy, x, normal(shape, dtype, device, 5), rsigma, gamma)
+
+
 def _layer_backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     dy, x, _, gamma = _rms_backward(shape, dtype, device).args
     variance, mu = torch.var_mean(x.to(math_dtype(dtype)), -1, correction=0)
@@ -78,6 +83,7 @@ CALLS = tuple(
         ("rmsnorm_fwd_add", _residual),
         ("layernorm_fwd", _layer),
         ("rmsnorm_bwd", _rms_backward),
+        ("rmsnorm_bwd_add", _residual_backward),
         ("layernorm_bwd", _layer_backward),
     )
 )
