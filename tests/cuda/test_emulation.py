@@ -95,7 +95,7 @@ FAULTS = {
 # A cluster of two, each block with a counter of what the other one sends to it.
 COUNTED = (
     "using Counter = unsigned long long; __shared__ Counter counter; __shared__ float sent;"
-    "if (i == 0) prepare_arrivals(&counter, 1); cluster_arrive(); cluster_wait();"
+    "if (i == 0) prepare_arrivals(&counter, 1); cluster_join(); cluster_wait();"
     "const int other = 1 - cluster_rank();"
 )
 FAULTS |= {

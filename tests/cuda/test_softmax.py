@@ -84,10 +84,10 @@ def test_which_scores_a_block_spreads_over_all_threads_of_a_multiprocessor(
         (20480, (256, 1), 10, 5),
         (32768, (256, 1), 16, 3),
         (57344, (512, 1), 14, 2),
-        (65536, (128, 4), 16, 6),  # alone on its multiprocessor, a block of 512 would not wait
+        (65536, (128, 8), 8, 12),  # alone on its multiprocessor, a block of 512 would not wait
         (131072, (128, 8), 16, 6),
-        (151936, (256, 8), 10, 5),
-        (262144, (256, 8), 16, 3),
+        (151936, (128, 16), 10, 10),
+        (262144, (128, 16), 16, 6),
     ],
 )
 def test_which_scores_wait_in_shared_memory_of_several_blocks(
@@ -96,6 +96,10 @@ def test_which_scores_wait_in_shared_memory_of_several_blocks(
     tile = softmax.waiting_tile(columns, 2, HOPPER)
     assert tile is not None
     assert ((tile.lanes, tile.cluster), tile.vecs, tile.blocks) == (team, vecs, blocks)
+    fewer = softmax.waiting_tile(columns, 2, HOPPER, 8)  # where no more blocks may share a row
+    assert fewer is not None
+    assert (fewer == tile) is (team[1] <= 8)
+    assert fewer.cluster <= 8
 
 
 @pytest.mark.parametrize("device", [HOPPER, SMALL], ids=["sm_90", "sm_120"])

@@ -5,6 +5,7 @@
 namespace te_fl {
 
 inline int cluster_rank() { return static_cast<int>(emulation::place->rank); }
+inline void cluster_join() { emulation::arrive_at_cluster(); }
 inline void cluster_arrive() { emulation::arrive_at_cluster(); }
 inline void cluster_wait() { emulation::wait_for_cluster(); }
 

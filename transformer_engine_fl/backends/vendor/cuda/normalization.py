@@ -235,6 +235,7 @@ class Piece(NamedTuple):
         compared: whether columns are compared with the row's also where they fill all vectors,
             since the compiler orders the instructions better so.
         holds: whether gamma and beta are in registers, and not in shared memory.
+        least: columns of the narrowest rows that it serves.
     """
 
     lanes: int
@@ -243,6 +244,7 @@ class Piece(NamedTuple):
     stages: int = 3
     compared: bool = False
     holds: bool = True
+    least: int = 0
 
     def tile(self, columns: int) -> Tile:
         """How a row is spread: over as many blocks as hold it."""
@@ -250,10 +252,10 @@ class Piece(NamedTuple):
         return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks)
 
 
-# Of those that leave a row in 32 blocks, whose words one warp looks at, the one that leaves the
-# fewest threads without columns serves, and of several the first. As measured with 25 widths from
-# 8,200 to 262,144 columns; those of one and two warps, and those of forwards, with six to ten
-# widths (docs/cuda-kernels.md).
+# Of those that serve rows of that width and leave one in 32 blocks, whose words one warp looks at,
+# the one that leaves the fewest threads without columns does, and of several the first. As measured
+# with 25 widths from 8,200 to 262,144 columns; those of one and two warps, and those of forwards,
+# with six to ten widths (docs/cuda-kernels.md).
 THROUGH_MEMORY: Final = range(8193, 262145)
 RMS_PIECES: Final = (
     Piece(32, 4, 10),
@@ -268,7 +270,7 @@ ADDED_PIECES: Final = (
     Piece(128, 2, 4),
     Piece(128, 3, 3),
     Piece(128, 4, 3),
-    Piece(256, 4, 2, 2),
+    Piece(256, 4, 2, 2, least=196609),
     Piece(256, 3, 2),
 )
 LAYER_PIECES: Final = (
@@ -277,8 +279,8 @@ LAYER_PIECES: Final = (
     Piece(128, 4, 3),
     Piece(128, 2, 5),
     Piece(128, 3, 4, compared=True),
-    Piece(256, 4, 1),
-    Piece(256, 3, 2),
+    Piece(256, 4, 1, least=196609),
+    Piece(256, 3, 2, compared=True),
 )
 MOST_PIECES: Final = 32
 # Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows
@@ -807,7 +809,7 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
         return None
     found = LAYER_PIECES if key.centred else ADDED_PIECES if key.add else RMS_PIECES
     tiles = [(it.tile(key.columns), it) for it in found]
-    few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
+    few = (it for it in tiles if it[0].cluster <= MOST_PIECES and it[1].least <= key.columns)
     tile, piece = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
     shared = pieces(tile, 2 * size + key.add_size, key.sums, device, piece.stages)
     if shared is None:

@@ -115,8 +115,8 @@ WAITING_TEAMS: Final[tuple[Team, ...]] = (
     (128, 1),
     (256, 1),
     (512, 1),
-    (128, 4),
     (128, 8),
+    (128, 16),
     (256, 8),
 )
 WAITING_VECTORS: Final = 16
@@ -164,13 +164,20 @@ def row_tile(
     return with_blocks(tile, BACKWARD_RESIDENT if tile.held <= HELD else RESIDENT)
 
 
-def waiting_tile(columns: int, size: int, device: _launch.Limits) -> Tile | None:
-    """The tile of :data:`WAITING` rows; None for other rows, and devices without clusters."""
+def waiting_tile(
+    columns: int, size: int, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
+) -> Tile | None:
+    """The tile of :data:`WAITING` rows; None for other rows, and devices without clusters.
+
+    ``most_blocks``: that may share a row.
+    """
     vec = vector_width(columns, size)
     waits = any(columns in those for those in WAITING)
     if not waits or size != 2 or vec != 8 or not device.has_clusters:
         return None
     for team in WAITING_TEAMS:
+        if team[1] > most_blocks:
+            continue
         tile = team_tile(columns // vec, vec, WAITING_VECTORS, (team,))
         if tile is not None:
             block = _shared_bytes(tile, (size,)) + _exchanged(tile, (size,)) + SHARED_PER_BLOCK
@@ -260,7 +267,7 @@ def source(
         sizes += (SIZES[key.dy],)
     waiting = None
     if key.dy is None and key.mask_step is None and not key.causal:
-        waiting = waiting_tile(key.columns, sizes[0], device)
+        waiting = waiting_tile(key.columns, sizes[0], device, most_blocks)
     tile = waiting or row_tile(key.columns, sizes, device, most_blocks)
     if tile is None:
         kernel += "_wide"

@@ -16,6 +16,12 @@ __device__ __forceinline__ int cluster_rank() {
   return static_cast<int>(rank);
 }
 
+// Says that this block runs. Without a release, which would wait here for all of the device to see
+// what the threads have stored.
+__device__ __forceinline__ void cluster_join() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -44,7 +50,7 @@ __device__ __forceinline__ void store_remote(double* own, int rank, double value
 }
 
 // Counters of the bytes that other blocks send, for one turn after the other. Call from one
-// thread; the others may use them after the next barrier of the cluster.
+// thread; the others may use them after the next barrier of the cluster, a join being enough.
 __device__ __forceinline__ void prepare_arrivals(unsigned long long* counters, int count) {
   for (int i = 0; i < count; ++i) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counters + i));
@@ -112,6 +118,7 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #else
 
 __device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_join() {}
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 template <typename A>

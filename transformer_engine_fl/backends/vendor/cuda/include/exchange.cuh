@@ -28,7 +28,7 @@ class Exchange {
     if constexpr (Cluster > 1) {
       if (threadIdx.x == 0) prepare_arrivals(arrivals(), 2);
       __syncwarp();
-      cluster_arrive();
+      cluster_join();
     }
   }
 

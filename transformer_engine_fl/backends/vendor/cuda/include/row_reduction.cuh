@@ -122,7 +122,7 @@ class RowReduction {
   // The other blocks may only be written to once they run; the wait for that is left
   // to the first reduction, behind the first loads.
   __device__ __forceinline__ RowReduction() {
-    if constexpr (Cluster > 1 && !kTold) cluster_arrive();
+    if constexpr (Cluster > 1 && !kTold) cluster_join();
   }
 
   __device__ __forceinline__ void sum(A (&value)[K]) { reduce<Sum>(value); }
