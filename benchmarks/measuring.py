@@ -20,7 +20,11 @@ LARGEST = 8192
 """The size of the square products that are the roofs of operations."""
 
 COPIED = (2**22, 2**24, 2**25, 2**26, 2**27, 2**28, 2**29)
-"""Bytes of the copies that show what the fixed costs of a call leave of the roof."""
+"""Bytes of the copies that show what the fixed costs of a call leave of the roof.
+
+Beside each stands a fill of as many bytes as it reads and writes: memory need not take them as
+fast as it gives and takes them in turn.
+"""
 
 
 def roofs() -> dict[str, dict[str, Any]]:
@@ -42,8 +46,13 @@ def roofs() -> dict[str, dict[str, Any]]:
 
 
 def copies() -> list[dict[str, float]]:
-    """Smaller copies: the bytes that each reads and writes together, and its microseconds."""
-    return [{"bytes": 2 * size, "us": _copy_ms(size) * 1e3} for size in COPIED]
+    """Smaller copies: the bytes that each reads and writes together, and its microseconds; those
+    of a fill of as many, the faster of torch's two.
+    """
+    return [
+        {"bytes": 2 * size, "us": _copy_ms(size) * 1e3, "fill_us": _fill_ms(2 * size) * 1e3}
+        for size in COPIED
+    ]
 
 
 def _copy() -> float:
@@ -54,6 +63,11 @@ def _copy_ms(size: int) -> float:
     source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return median_ms(lambda: target.copy_(source))
+
+
+def _fill_ms(size: int) -> float:
+    target = torch.empty(size // 4, dtype=torch.float32, device="cuda")
+    return min(median_ms(target.zero_), median_ms(lambda: target.fill_(1)))
 
 
 def _matmul() -> float:

@@ -60,7 +60,7 @@ and the median of a candidate's rounds stands here.
 COPIES = """
 A launch, the first bytes' way and the last ones' cost the same microseconds whatever is moved, so
 that of small shapes nobody reaches the roof. What torch's own copy of fewer bytes reaches in the
-same run, timed likewise:
+same run, timed likewise, and its fill, which writes as many and reads none:
 """
 
 HOST = """
@@ -196,12 +196,23 @@ def _copies(report: Report) -> Iterator[str]:
     if not roof or not report.get("copies"):
         return
     yield _paragraph(COPIES)
-    rates = [(it["bytes"], it["us"], it["bytes"] / it["us"] / 1e3) for it in report["copies"]]
+
+    def reached(moved: float, us: float | None) -> tuple[str, str, str]:
+        if us is None:
+            return "not measured", "", ""
+        rate = moved / us / 1e3
+        return f"{us:.1f}", f"{rate:,.0f}", f"{100 * rate / roof:.0f}"
+
+    heads = ["us", "GB/s", "percent of the roof"]
     yield _table(
-        ["MiB read and written", "us", "GB/s", "percent of the roof"],
+        ["MiB", *(f"{what}, {head}" for what in ("copy", "fill") for head in heads)],
         [
-            [f"{moved / 2**20:,.0f}", f"{us:.1f}", f"{rate:,.0f}", f"{100 * rate / roof:.0f}"]
-            for moved, us, rate in rates
+            [
+                f"{it['bytes'] / 2**20:,.0f}",
+                *reached(it["bytes"], it["us"]),
+                *reached(it["bytes"], it.get("fill_us")),
+            ]
+            for it in report["copies"]
         ],
         left=0,
     )

@@ -1,9 +1,9 @@
 """What a report of ops.py says, as a table and as pictures; measures nothing.
 
 A report is a dict: ``environment``; ``roofs`` by name (value, unit, what); ``copies``, bytes
-and time of smaller ones; ``peers``, what each is; ``rows``; ``host_us``; ``failed``, what
-could not be built at all. A row is one workload on one shape, with the time, the rate and
-the error of each candidate.
+and time of smaller ones, and of fills; ``peers``, what each is; ``rows``; ``host_us``;
+``failed``, what could not be built at all. A row is one workload on one shape, with the time,
+the rate and the error of each candidate.
 """
 
 from __future__ import annotations

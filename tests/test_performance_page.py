@@ -61,8 +61,10 @@ def test_what_was_not_measured_is_named_with_the_reason() -> None:
 def test_smaller_copies_stand_beside_the_roof() -> None:
     report = copy.deepcopy(REPORTS[0][1])
     report["roofs"]["copy"]["value"] = 4000.0
-    report["copies"] = [{"bytes": 2**27, "us": 40.0}]
-    assert "| 128 | 40.0 | 3,355 | 84 |\n" in made_with(report)
+    report["copies"] = [{"bytes": 2**27, "us": 40.0, "fill_us": 50.0}, {"bytes": 2**27, "us": 40.0}]
+    page = made_with(report)
+    assert "| 128 | 40.0 | 3,355 | 84 | 50.0 | 2,684 | 67 |\n" in page
+    assert "| 128 | 40.0 | 3,355 | 84 | not measured |  |  |\n" in page
 
 
 @pytest.mark.parametrize("place", range(len(REPORTS)))
