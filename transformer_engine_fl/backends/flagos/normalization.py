@@ -779,7 +779,7 @@ def _plan_backward(
         contracts.statistics_dtype(dtype),
         dtype.itemsize,
         bytes_read,
-        behind=int(choice is _BACKWARD),
+        behind=int(choice is _BACKWARD),  # told in a branch, a row leaves its stage a turn later
         OFFSET=int(offset),
         UNIT=unit,
         FOLLOWED=follows(device),
