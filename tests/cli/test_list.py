@@ -103,7 +103,12 @@ def test_installed_plugin_is_named_and_not_loaded(te_fl, install):
         "registered": [],
         "error": None,
     }
-    assert "entry point acme (acme-kernels) is installed and not loaded" in te_fl("list").out
+    assert "entry point acme (acme-kernels) is not loaded yet" in te_fl("list").out
+
+
+def test_a_module_that_may_not_be_there_is_not_called_installed(te_fl, monkeypatch):
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "no_such_module")
+    assert "module no_such_module (TE_FL_PLUGIN_MODULES) is not loaded yet" in te_fl("list").out
 
 
 def test_probe_loads_plugins_and_shows_what_they_registered(te_fl, acme):

@@ -139,5 +139,5 @@ def _plugins(document: dict[str, Any]) -> list[str]:
         if source["error"]:
             lines.append(f"{named} is left out: {source['error']}")
         elif not source["loaded"]:
-            lines.append(f"{named} is installed and not loaded")
+            lines.append(f"{named} is not loaded yet")
     return lines
