@@ -264,6 +264,8 @@ def test_each_manager_has_its_own_quarantine_and_tensors_over_a_shared_registry(
         ({"supported_dtypes": {"half"}}, "'half' is not.*did you mean 'float16'"),
         ({"devices": {"cuda:0"}}, "'cuda:0' is not a device type"),
         ({"devices": {"CPU"}}, "'CPU' is not a device type"),
+        ({"devices": {"cuda", "gpu"}}, "no tensor says.*'gpu'; did you mean 'cuda'"),
+        ({"devices": {"hip"}}, "no tensor says.*'hip'; did you mean 'cuda'"),
         ({"impl_id": "two words"}, "impl_id must be a name"),
         ({"op_name": "rms norm"}, "op_name must be a name"),
     ],

@@ -71,6 +71,14 @@ _is_dtype: Final = functools.cache(
 )
 """What torch calls its dtypes, with room for those to come; ``bf16`` and ``half`` are not names."""
 _is_device: Final = functools.cache(re.compile(r"[a-z][a-z0-9_]*").fullmatch)
+_MISTAKEN_DEVICES: Final = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "hip": "cuda",
+    "rocm": "cuda",
+    "ascend": "npu",
+}
+"""What no tensor calls its device, and what it does call it: with ROCm, too, ``cuda``."""
 
 _USUAL_DTYPES: Final = {
     "bf16": "bfloat16",
@@ -214,6 +222,11 @@ class OpImpl:
                 raise RegistrationError(
                     f"{self.label}: devices: {name!r} is not a device type, which is in small "
                     "letters and has no index; examples: cpu, cuda, npu"
+                )
+            if name in _MISTAKEN_DEVICES:
+                raise RegistrationError(
+                    f"{self.label}: devices: no tensor says that its device is {name!r}; "
+                    f"did you mean {_MISTAKEN_DEVICES[name]!r}?"
                 )
 
     @property
