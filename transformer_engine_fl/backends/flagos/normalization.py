@@ -573,7 +573,8 @@ _FORWARD_PLANS: dict[object, _ForwardPlan] = {}
 _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 
 # Whole rows have up to 32 columns a thread in the forward, and 16 in the backward, which
-# also holds the sums for the parameters. Forward, whole rows are a program per tile.
+# also holds the sums for the parameters. Forward, whole rows are a program per tile. Beyond
+# 262,144 columns, where nothing was measured, rows are in wide pieces, so that there are fewer.
 _ANY = 2**32
 _PERSISTENT = [(1, 3), (1, 4), (2, 3), (4, 3)]
 _FORWARD = cut_choice(
@@ -585,7 +586,8 @@ _FORWARD = cut_choice(
         8192: Cut(threads=256, width=8192),
         16384: Cut(threads=512, width=16384),
         65536: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
-        _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+        262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
     whole=[(0, 1)],
     most_elements=32,
@@ -632,7 +634,8 @@ _FORWARD_CENTRED = cut_choice(
         2048: Cut(threads=128, width=2048),
         12288: Cut(threads=256, width=8192),
         65536: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
-        _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+        262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=4096, programs=4, stages=3, shared=True),
     },
     whole=[(0, 1)],
     most_elements=32,
@@ -650,7 +653,8 @@ _FORWARD_CENTRED = cut_choice(
         32768: Cut(threads=256, width=16384, resident=2),
         65536: Cut(threads=32, width=2048, programs=12, stages=3, shared=True),
         131072: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
-        _ANY: Cut(threads=64, width=4096, programs=8, stages=3, shared=True),
+        262144: Cut(threads=64, width=4096, programs=8, stages=3, shared=True),
+        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
     parts=True,
 )
@@ -706,7 +710,8 @@ _BACKWARD_CENTRED = cut_choice(
     _BACKWARD_PLANS,
     {
         2048: _BACKWARD_CENTRED_NARROW,
-        _ANY: Cut(threads=64, width=1024, programs=6, stages=3, shared=True),
+        262144: Cut(threads=64, width=1024, programs=6, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
     },
     whole=_PERSISTENT,
     most_elements=16,

@@ -548,7 +548,8 @@ _BACKWARD_USUAL = {
     8192: Cut(threads=256, width=8192),
     16384: Cut(threads=512, width=16384),
     131072: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
-    _ANY: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
+    262144: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
+    _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
 }
 _BACKWARD = cut_choice(
     "softmax_bwd",
@@ -560,7 +561,7 @@ _BACKWARD = cut_choice(
     | {
         65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
         131072: Cut(threads=128, width=4096, programs=3, stages=3, shared=True),
-        _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+        262144: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
     },
 )
 
