@@ -39,6 +39,7 @@ LARGE_CLUSTERS = {
     ("normalization", "backward"),
     ("normalization", "forward_stream"),
     ("softmax", "backward"),
+    ("softmax", "forward"),
 }
 """Which try again with 8 blocks where a device has no room for 16."""
 IN_REGISTERS = {("normalization", "backward_registers"), ("normalization", "backward_pairs")}
