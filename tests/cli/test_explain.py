@@ -93,8 +93,9 @@ def test_a_device_that_no_implementation_names_is_noted(te_fl):
     assert "no implementation names the device 'cdua'" in ran.err
     assert "did you mean 'cuda'?" in ran.err
     assert te_fl("explain", "rmsnorm_fwd", "--device", "cuda").err == ""
-    ran = te_fl("explain", "rmsnorm_fwd", "--device", "gpu", COLUMNS="200")
-    assert ran.err.endswith("; torch calls a GPU 'cuda'\n")
+    for device in ("gpu", "hip"):
+        ran = te_fl("explain", "rmsnorm_fwd", "--device", device, COLUMNS="200")
+        assert ran.err.endswith("; torch calls a GPU 'cuda'\n")
 
 
 @pytest.mark.parametrize("command", ["list", "explain", "demo"])

@@ -12,7 +12,7 @@ from transformer_engine_fl.cli._output import Json, console, print_json, table
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.core.selection import Decision
-from transformer_engine_fl.core.types import parse_arch
+from transformer_engine_fl.core.types import MISTAKEN_DEVICES, parse_arch
 
 __all__ = ["explain"]
 
@@ -84,7 +84,8 @@ def _unknown_device(manager: OpManager, device: str) -> str | None:
     kind = device.partition(":")[0]
     if kind in named:
         return None
-    hint = "; torch calls a GPU 'cuda'" if kind == "gpu" else suggestion(kind, named)
+    gpu = MISTAKEN_DEVICES.get(kind) == "cuda"
+    hint = "; torch calls a GPU 'cuda'" if gpu else suggestion(kind, named)
     return (
         f"note: no implementation names the device {kind!r}; they name "
         f"{', '.join(sorted(named))}{hint}"

@@ -17,6 +17,7 @@ from transformer_engine_fl.core.errors import ConfigurationError, RegistrationEr
 
 __all__ = [
     "DEFAULT_PRIORITY",
+    "MISTAKEN_DEVICES",
     "NAME",
     "OP_NAME",
     "TRAITS",
@@ -71,7 +72,7 @@ _is_dtype: Final = functools.cache(
 )
 """What torch calls its dtypes, with room for those to come; ``bf16`` and ``half`` are not names."""
 _is_device: Final = functools.cache(re.compile(r"[a-z][a-z0-9_]*").fullmatch)
-_MISTAKEN_DEVICES: Final = {
+MISTAKEN_DEVICES: Final = {
     "gpu": "cuda",
     "nvidia": "cuda",
     "hip": "cuda",
@@ -223,10 +224,10 @@ class OpImpl:
                     f"{self.label}: devices: {name!r} is not a device type, which is in small "
                     "letters and has no index; examples: cpu, cuda, npu"
                 )
-            if name in _MISTAKEN_DEVICES:
+            if name in MISTAKEN_DEVICES:
                 raise RegistrationError(
                     f"{self.label}: devices: no tensor says that its device is {name!r}; "
-                    f"did you mean {_MISTAKEN_DEVICES[name]!r}?"
+                    f"did you mean {MISTAKEN_DEVICES[name]!r}?"
                 )
 
     @property

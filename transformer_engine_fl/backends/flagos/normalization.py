@@ -450,13 +450,15 @@ def _backward_shared(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
+    APART: tl.constexpr,
     STEP: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ) -> None:
     """A piece of BLOCK columns of one row after the other; see ``_rows``.
 
     The sums for the parameters of these columns stay in registers over all rows. EXACT: the
-    pieces have no columns beyond the row's.
+    pieces have no columns beyond the row's. APART: what is told and what is made of a row are
+    in branches of their own, which takes fewer registers.
     """
     let_follow(FOLLOWED)
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
@@ -471,11 +473,9 @@ def _backward_shared(
     dgamma = tl.zeros((BLOCK,), ACC)
     if mu_ptr is not None:
         dbeta = tl.zeros((BLOCK,), ACC)
-    # What is told and what is made of a row in branches of their own takes fewer registers, for
-    # one more program; with more to do, both at once are faster.
-    APART: tl.constexpr = mu_ptr is None and add_ptr is None
     begin = tl.program_id(1)  # there are no more groups than rows
     rsigma = tl.zeros((), ACC)
+    mu = rsigma
     if APART:
         begin -= groups
         x = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
@@ -485,11 +485,10 @@ def _backward_shared(
         x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0)
         rsigma = tl.load(rsigma_ptr + row)
-    mu = rsigma
-    if mu_ptr is not None:
-        mu = tl.load(mu_ptr + row)
-    if STEP != "rest" and not APART:
-        _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, OFFSET, PIECES, SUMS, STEP)
+        if mu_ptr is not None:
+            mu = tl.load(mu_ptr + row)
+        if STEP != "rest":
+            _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, OFFSET, PIECES, SUMS, STEP)
     for index in tl.range(begin, rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         following = row + groups
@@ -704,19 +703,18 @@ _BACKWARD_ADD = cut_choice(
         _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
     },
 )
-_BACKWARD_CENTRED_NARROW = Cut(threads=128, width=2048, programs=4, stages=3)
 _BACKWARD_CENTRED = cut_choice(
     "layernorm_bwd",
     _BACKWARD_PLANS,
     {
-        2048: _BACKWARD_CENTRED_NARROW,
+        2048: _BACKWARD_WHOLE[2048],
         262144: Cut(threads=64, width=1024, programs=6, stages=3, shared=True),
         _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
     },
     whole=_PERSISTENT,
     most_elements=16,
     half={
-        2048: _BACKWARD_CENTRED_NARROW,
+        2048: _BACKWARD_WHOLE[2048],
         4096: Cut(threads=256, width=4096, programs=2, stages=3),
         6144: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         7168: Cut(threads=512, width=8192, programs=1, stages=4),
@@ -775,6 +773,8 @@ def _plan_backward(
         choice = _BACKWARD_CENTRED
     elif op is contracts.rmsnorm_bwd_add:
         choice = _BACKWARD_ADD
+    # Branches have room for one more program; with more to do, both at once are faster.
+    apart = op is contracts.rmsnorm_bwd
     run = cut(
         choice,
         (_backward_rows, _backward_shared),
@@ -784,7 +784,8 @@ def _plan_backward(
         contracts.statistics_dtype(dtype),
         dtype.itemsize,
         bytes_read,
-        behind=int(choice is _BACKWARD),  # told in a branch, a row leaves its stage a turn later
+        behind=int(apart),  # told in a branch, a row leaves its stage a turn later
+        APART=apart,
         OFFSET=int(offset),
         UNIT=unit,
         FOLLOWED=follows(device),

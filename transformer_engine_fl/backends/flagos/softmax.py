@@ -561,7 +561,7 @@ _BACKWARD = cut_choice(
     | {
         65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
         131072: Cut(threads=128, width=4096, programs=3, stages=3, shared=True),
-        262144: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
+        262144: _BACKWARD_USUAL[_ANY],
     },
 )
 
