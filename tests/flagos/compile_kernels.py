@@ -140,6 +140,8 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
                 "binary": len(compiled.asm["cubin" if backend == "cuda" else "hsaco"]),
                 "shared": compiled.metadata.shared,
                 "wide loads": len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\S* .*0x10", ptx)),
+                # that do not ask L2 to give up their lines last
+                "plain loads": len(re.findall(r"ld\.global(?!\S*L2::cache_hint)\S*\.v4\.b32", ptx)),
                 "wide stores": len(re.findall(r"st\.global\S*\.v4\.b32", ptx)),
                 "products": len(re.findall(r"wgmma\.mma_async", ptx)),
                 # from shared memory, by the tensor memory accelerator

@@ -10,6 +10,7 @@ from transformer_engine_fl.backends.flagos import moe as flagos
 
 MODULES = ("moe", "_row_maps")
 STREAMING = {"_spread", "_collect", "_spread_weighted"}
+PLAIN = {"_spread"}
 WIDTHS = {"bfloat16": (128, 4096, 16384), "float64": (4096,)}
 
 

@@ -48,6 +48,7 @@ from transformer_engine_fl.backends.flagos._dependent import (
     let_follow,
     wait_for_last,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._narrow import (
     LARGEST_FLOAT32,
     amax_of,
@@ -141,16 +142,16 @@ def _values(
     x_ptr += first_row * x_stride + first_column
     x_ptr += (row * x_stride)[:, None] + column[None, :]
     if SOURCE == "identity":
-        return tl.load(x_ptr, mask=mask, other=0).to(tl.float32)
+        return fetch(x_ptr, mask).to(tl.float32)
     elif SOURCE == "norm":
-        x = tl.load(x_ptr, mask=mask, other=0).to(tl.float32)
+        x = fetch(x_ptr, mask).to(tl.float32)
         if mu_ptr is not None:
-            x -= tl.load(mu_ptr + first_row + row, mask=exists, other=0)[:, None]
-        x *= tl.load(rsigma_ptr + first_row + row, mask=exists, other=0)[:, None]
-        weight = tl.load(weight_ptr + first_column + column, mask=inside, other=0).to(tl.float32)
+            x -= fetch(mu_ptr + first_row + row, exists)[:, None]
+        x *= fetch(rsigma_ptr + first_row + row, exists)[:, None]
+        weight = fetch(weight_ptr + first_column + column, inside).to(tl.float32)
         x *= (weight + OFFSET)[None, :]
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + first_column + column, mask=inside, other=0)
+            bias = fetch(bias_ptr + first_column + column, inside)
             x += bias.to(tl.float32)[None, :]
         return tl.where(mask, x, 0)
     else:
@@ -625,7 +626,7 @@ def _cast_aside(
     for part in tl.static_range(4):
         where = x_ptr + first_row * x_stride + first_column
         where += ((unit * 4 + part).to(tl.int64) * x_stride)[:, None] + column[None, :]
-        values += (tl.load(where).to(tl.float32),)
+        values += (fetch(where).to(tl.float32),)
     of_unit = tl.zeros((ROWS, COLUMNS // WIDTH), tl.int32)
     for part in tl.static_range(4):
         inverse = store_rows(
@@ -662,12 +663,12 @@ def transpose_tile(
     column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (unit < units)[:, None] & (column < columns)[None, :]
     x_ptr += (unit * PARTS)[:, None] * stride + column[None, :]
-    packed = tl.load(x_ptr, mask=mask, other=0)
+    packed = fetch(x_ptr, mask)
     if PARTS > 1:
         BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
         packed = packed.to(tl.int32) & ((1 << BITS) - 1)
         for part in tl.static_range(1, PARTS):
-            x = tl.load(x_ptr + part * stride, mask=mask, other=0)
+            x = fetch(x_ptr + part * stride, mask)
             packed |= (x.to(tl.int32) & ((1 << BITS) - 1)) << (part * BITS)
     turned = tl.trans(packed.to(y_ptr.dtype.element_ty))
     y_ptr += column[:, None] * units + unit[None, :]
@@ -917,7 +918,7 @@ def _amax_rows(
     for chunk in tl.range(0, tl.cdiv(columns, COLUMNS)):
         column = chunk * COLUMNS + tl.arange(0, COLUMNS)
         mask = (row < rows)[:, None] & (column < columns)[None, :]
-        x = tl.load(x_ptr + column[None, :], mask=mask, other=0).to(tl.float32)
+        x = fetch(x_ptr + column[None, :], mask).to(tl.float32)
         largest = tl.maximum(largest, size_of(x, LEAVES_NAN))
     tl.store(amaxes_ptr + row, amax_of(tl.max(largest, axis=1), LEAVES_NAN), mask=row < rows)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from transformer_engine_fl.backends.flagos._fetch import fetch
+
 __all__ = ["moments_of_rows", "moments_of_wide_row"]
 
 
@@ -52,7 +54,7 @@ def moments_of_wide_row(
     for chunk in tl.range(0, tl.cdiv(columns, BLOCK), loop_unroll_factor=UNROLL):
         column = chunk * BLOCK + lane
         inside = column < columns
-        x = tl.load(x_ptr + column, mask=inside, other=0).to(ACC)
+        x = fetch(x_ptr + column, inside).to(ACC)
         if CENTRED:
             # Welford's update in each lane: no difference of large sums, whatever the mean
             ahead = tl.where(inside, x - mean, 0)

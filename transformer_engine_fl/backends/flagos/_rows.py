@@ -87,6 +87,7 @@ def cut_choice(
     most_elements: int,
     half: Mapping[int, Cut] | None = None,
     parts: bool = False,
+    stages: int = 3,
 ) -> Choice[Cut]:
     """The choice of a cut by a row's columns and the bytes of one.
 
@@ -98,6 +99,7 @@ def cut_choice(
         most_elements: of a thread that holds whole rows, in those that are tried.
         half: the same as ``usual`` for elements of 2 bytes, if they are cut otherwise.
         parts: whether the kernel of whole rows takes them in parts.
+        stages: of the pieces that are tried.
     """
     whole = tuple(whole)
 
@@ -111,15 +113,15 @@ def cut_choice(
         row = columns * (itemsize // 8 + 1)
         if row <= _WIDEST_WHOLE:
             width = block_of(row) if first.shared else max(block_of(row), first.width)
-            for threads, (programs, stages) in itertools.product((128, 256, 512, 1024), whole):
+            for threads, (programs, ahead) in itertools.product((128, 256, 512, 1024), whole):
                 if 8 <= width // threads <= most_elements and threads * programs <= MOST_THREADS:
-                    yield Cut(threads, width, programs, stages)
+                    yield Cut(threads, width, programs, ahead)
         if parts and itemsize == 2 and _NARROWEST_IN_PARTS < row <= _WIDEST_IN_PARTS:
             yield from _cuts_in_parts(row)
         if row > _NARROWEST_SHARED:
             for threads, width, programs in _PIECES:
                 if -(-row // width) <= _MOST_PIECES:
-                    yield Cut(threads, width, programs, 3, shared=True)
+                    yield Cut(threads, width, programs, stages, shared=True)
 
     runs = sorted({programs for programs, _ in whole})
 

@@ -32,6 +32,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
     rows_of_tile,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
 from transformer_engine_fl.backends.flagos._tiles import MOST_ELEMENTS, Tile, bounded, tile_choice
 from transformer_engine_fl.backends.flagos.tuning import Choice
@@ -180,10 +181,10 @@ def results(
 
     The gate lies ``columns`` further on; what there is one of is returned twice.
     """
-    x = tl.load(x_ptr, mask=mask, other=0).to(ACC)
+    x = fetch(x_ptr, mask).to(ACC)
     clamped: tl.constexpr = KIND == "clamped"
     if GATED:
-        gate = tl.load(x_ptr + columns, mask=mask, other=0).to(ACC)
+        gate = fetch(x_ptr + columns, mask).to(ACC)
         if clamped:
             most = tl.full((), limit, ACC)
             inside = x <= most
@@ -197,7 +198,7 @@ def results(
             value *= gate
         return value, value
     else:
-        grad = tl.load(grad_ptr, mask=mask, other=0).to(ACC)
+        grad = fetch(grad_ptr, mask).to(ACC)
         if GATED:
             dx = grad * gate * slope
             dgate = grad * value
@@ -278,10 +279,8 @@ def _with_bias(
         row = tile * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         start = row.to(tl.int64)[:, None]
-        grad = tl.load(
-            grad_ptr + start * (grad_stride * UNIT) + column[None, :], mask=mask, other=0
-        ).to(ACC)
-        x = tl.load(x_ptr + start * (x_stride * UNIT) + column[None, :], mask=mask, other=0).to(ACC)
+        grad = fetch(grad_ptr + start * (grad_stride * UNIT) + column[None, :], mask).to(ACC)
+        x = fetch(x_ptr + start * (x_stride * UNIT) + column[None, :], mask).to(ACC)
         _, slope = _value_and_slope(x, x, KIND, PTX)
         dx = grad * slope
         total += dx

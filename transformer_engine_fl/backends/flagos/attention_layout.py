@@ -25,6 +25,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     launch_of,
     plain,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._sequences import (
     highest_power,
     joined,
@@ -99,9 +100,9 @@ def _regroup(
     k_place = place(outer * k_outer + within * k_inner, head * k_head, column, UNIT)
     v_place = place(outer * v_outer + within * v_inner, head * v_head, column, UNIT)
     new_place = place(outer * y_outer + within * y_inner, head * y_head, column, UNIT)
-    q = tl.load(q_ptr + q_place, mask=inside)
-    k = tl.load(k_ptr + k_place, mask=inside)
-    v = tl.load(v_ptr + v_place, mask=inside)
+    q = fetch(q_ptr + q_place, inside, other=None)
+    k = fetch(k_ptr + k_place, inside, other=None)
+    v = fetch(v_ptr + v_place, inside, other=None)
     tl.store(new_q_ptr + new_place, q, mask=inside)
     tl.store(new_k_ptr + new_place, k, mask=inside)
     tl.store(new_v_ptr + new_place, v, mask=inside)
@@ -242,8 +243,8 @@ def _append(
     inside = known[:, None, None] & inside
     of_k = inside & (column < k_width * UNIT)[None, None, :]
     of_v = inside & (column < v_width * UNIT)[None, None, :]
-    k = tl.load(k_ptr + place(k_row, head * k_head, column, UNIT), mask=of_k)
-    v = tl.load(v_ptr + place(v_row, head * v_head, column, UNIT), mask=of_v)
+    k = fetch(k_ptr + place(k_row, head * k_head, column, UNIT), of_k, other=None)
+    v = fetch(v_ptr + place(v_row, head * v_head, column, UNIT), of_v, other=None)
     k_place = place(k_target, head * k_cached, column, UNIT)
     v_place = place(v_target, head * v_cached, column, UNIT)
     tl.store(k_cache_ptr + k_place, k, mask=of_k)

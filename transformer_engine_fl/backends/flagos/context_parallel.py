@@ -25,6 +25,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     launch_of,
     plain,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._sequences import (
     highest_power,
     joined,
@@ -170,10 +171,10 @@ def _add_or_copy(
     step_ptr += place(step_row, head * step_head, column, UNIT)
     grad_ptr += place(outer * grad_outer + token * grad_token, head * grad_head, column, UNIT)
     inside = known[:, None, None] & inside
-    step = tl.load(step_ptr, mask=inside)
+    step = fetch(step_ptr, inside, other=None)
     if FIRST == "add" or SECOND == "add":
         adds = adds[:, None, None]
-        grad = tl.load(grad_ptr, mask=inside & adds, other=0)
+        grad = fetch(grad_ptr, inside & adds)
         total = (grad.to(ACC) + step.to(ACC)).to(step.dtype)
         step = tl.where(adds, total, step)
     tl.store(grad_ptr, step, mask=inside)
@@ -252,8 +253,8 @@ def _add_share(
     inside = inside & ~(share < 0)
     step_ptr += place(row.to(tl.int64) * step_token, head * step_head, column, UNIT)
     out_ptr += place(token * out_token, head * out_head, column, UNIT)
-    step = tl.load(step_ptr, mask=inside, other=0).to(ACC)
-    out = tl.load(out_ptr, mask=inside, other=0).to(ACC)
+    step = fetch(step_ptr, inside).to(ACC)
+    out = fetch(out_ptr, inside).to(ACC)
     tl.store(out_ptr, (out + share * step).to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -25,6 +25,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     keep,
     plain,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._tiles import bounded
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.ops import dropout as contracts
@@ -131,7 +132,7 @@ def _forward(
         byte = chunk * BYTES + tl.arange(0, BYTES)
         element = byte[:, None] * 8 + place
         inside = (byte * 8 < left)[:, None] if WHOLE else element < left
-        read += (tl.load(x_ptr + first * 8 + element, mask=inside, other=0),)
+        read += (fetch(x_ptr + first * 8 + element, inside),)
     for chunk in tl.static_range(CHUNKS):
         byte = chunk * BYTES + tl.arange(0, BYTES)
         element = byte[:, None] * 8 + place
@@ -163,8 +164,8 @@ def _backward(
         inside = (byte * 8 < size)[:, None]
     else:
         inside = element < size
-    dy = tl.load(dy_ptr + element, mask=inside, other=0)
-    bits = tl.load(mask_ptr + byte, mask=byte * 8 < size, other=0).to(tl.int32)
+    dy = fetch(dy_ptr + element, inside)
+    bits = fetch(mask_ptr + byte, byte * 8 < size).to(tl.int32)
     kept = (bits[:, None] >> tl.arange(0, 8)[None, :]) & 1
     dx = tl.where(kept != 0, dy.to(ACC) * tl.full((), scale, ACC), 0)
     tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)

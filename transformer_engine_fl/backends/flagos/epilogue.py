@@ -44,6 +44,7 @@ from transformer_engine_fl.backends.flagos._casting import (
     store_rows,
     write_largest,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._moments import moments_of_rows, moments_of_wide_row
 from transformer_engine_fl.backends.flagos._narrow import amax_of, constants_of, rounded, size_of
 from transformer_engine_fl.backends.flagos._rows import Cut
@@ -99,9 +100,9 @@ def _norm_rows(
     inside = column < columns
     row = tl.arange(0, ROWS)
     if data_ptr is not None or partial_ptr is not None:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0)
+        weight = fetch(weight_ptr + column, inside)
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + column, mask=inside, other=0)
+            bias = fetch(bias_ptr + column, inside)
     least = tl.full((), epsilon, tl.float32)
     shared = shared_scale(
         scale_ptr, tl.program_id(0) == 0, scale_inv_ptr, None, global_scale_inv_ptr, WIDTH == 0
@@ -116,10 +117,10 @@ def _norm_rows(
         mask = exists[:, None] & inside[None, :]
         start = first + row
         where = (start * (x_stride * UNIT))[:, None] + column[None, :]
-        x = tl.load(x_ptr + where, mask=mask, other=0).to(tl.float32)
+        x = fetch(x_ptr + where, mask).to(tl.float32)
         if residual_ptr is not None:
             where = (start * (residual_stride * UNIT))[:, None] + column[None, :]
-            x += tl.load(residual_ptr + where, mask=mask, other=0).to(tl.float32)
+            x += fetch(residual_ptr + where, mask).to(tl.float32)
             total = rounded(x, SUM)
             tl.store(sum_ptr + (start * columns)[:, None] + column[None, :], total, mask=mask)
             x = total.to(tl.float32)
@@ -197,8 +198,8 @@ def _norm_wide(
             for chunk in tl.range(0, chunks, loop_unroll_factor=UNROLL):
                 column = chunk * BLOCK + lane
                 inside = column < columns
-                x = tl.load(read_ptr + column, mask=inside, other=0).to(tl.float32)
-                x += tl.load(other_ptr + column, mask=inside, other=0).to(tl.float32)
+                x = fetch(read_ptr + column, inside).to(tl.float32)
+                x += fetch(other_ptr + column, inside).to(tl.float32)
                 tl.store(total_ptr + column, rounded(x, SUM), mask=inside)
             tl.debug_barrier()
             read_ptr = total_ptr
@@ -214,11 +215,11 @@ def _norm_wide(
                 first = (chunks - 1 - done) * BLOCK
                 column = first + lane
                 inside = column < columns
-                x = tl.load(read_ptr + column, mask=inside, other=0).to(tl.float32)
-                weight = tl.load(weight_ptr + column, mask=inside, other=0).to(tl.float32)
+                x = fetch(read_ptr + column, inside).to(tl.float32)
+                weight = fetch(weight_ptr + column, inside).to(tl.float32)
                 y = (x - mu) * rsigma * (weight + OFFSET)
                 if bias_ptr is not None:
-                    y += tl.load(bias_ptr + column, mask=inside, other=0).to(tl.float32)
+                    y += fetch(bias_ptr + column, inside).to(tl.float32)
                 y = tl.where(inside, y, 0)
                 if partial_ptr is not None:
                     largest = tl.maximum(largest, size_of(y, LEAVES_NAN))

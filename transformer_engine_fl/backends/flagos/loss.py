@@ -44,6 +44,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     listed,
     rows_of_tile,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._tiles import Tile
 from transformer_engine_fl.backends.flagos.gemm import generic_gemm
 from transformer_engine_fl.backends.flagos.tuning import Choice
@@ -208,7 +209,7 @@ def _forward(
     word = tl.where(inside, word, 0)
     chosen = tl.load(start_of_row + word, mask=inside, other=0).to(ACC)
     if bias_ptr is not None:
-        chosen += tl.load(bias_ptr + word, mask=inside, other=0).to(ACC)
+        chosen += fetch(bias_ptr + word, inside).to(ACC)
     at_target = tl.where(inside, _scores(chosen, cap, CAPPED), 0)
 
     own = first_row + _row_of_lane(ROWS, LANES)
@@ -235,10 +236,8 @@ def _forward(
         for part in tl.static_range(DEPTH):
             vector = (chunk * DEPTH + part) * LANES + lane
             tiles += (
-                tl.load(
-                    x_ptr + (vector * VEC + place),
-                    mask=wanted & (vector < vectors),
-                    other=float("-inf"),
+                fetch(
+                    x_ptr + (vector * VEC + place), wanted & (vector < vectors), other=float("-inf")
                 ),
             )
         above = highest
@@ -248,7 +247,7 @@ def _forward(
             vector = (chunk * DEPTH + part) * LANES + lane
             if bias_ptr is not None:
                 column = vector * VEC + place
-                x += tl.load(bias_ptr + column, mask=vector < vectors, other=0).to(ACC)
+                x += fetch(bias_ptr + column, vector < vectors).to(ACC)
             if CAPPED:
                 x = tl.where(vector < vectors, _scores(x, cap, CAPPED), float("-inf"))
             above = tl.maximum(above, tl.max(x, axis=1))
@@ -269,9 +268,9 @@ def _forward(
     if TAIL:
         column = vectors * VEC + place
         there = read[:, None] & (column < columns)
-        x = tl.load(start_of_row[:, None] + column, mask=there, other=float("-inf")).to(ACC)
+        x = fetch(start_of_row[:, None] + column, there, other=float("-inf")).to(ACC)
         if bias_ptr is not None:
-            x += tl.load(bias_ptr + column, mask=column < columns, other=0).to(ACC)
+            x += fetch(bias_ptr + column, column < columns).to(ACC)
         last_scores = tl.where(there, _scores(x, cap, CAPPED), float("-inf"))
         before = most
         most = tl.maximum(most, tl.max(last_scores, axis=1))
@@ -446,9 +445,9 @@ def _backward(
     begin = vector * VEC - shift
     whole = (begin >= 0) & (begin + VEC <= columns)
     column = begin + place
-    x = tl.load(x_ptr + (vector * VEC + place), mask=whole & read, other=0).to(ACC)
+    x = fetch(x_ptr + (vector * VEC + place), whole & read).to(ACC)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + column, mask=whole & read, other=0).to(ACC)
+        x += fetch(bias_ptr + column, whole & read).to(ACC)
     d = _gradients(x, column, word, lse, factor, pull, uniform, cap, CAPPED)
     out = out_ptr + (vector * VEC + place)
     tl.store(out, d.to(out_ptr.dtype.element_ty), mask=whole & exists)
@@ -460,9 +459,9 @@ def _backward(
             behind = tl.maximum(head, (shift + columns) // VEC * VEC - shift)
             at = tl.where(edge < VEC, edge, behind + edge - VEC)
             inside = ((edge < head) | (edge >= VEC)) & (at < columns)
-            few = tl.load(x_ptr + (shift + at), mask=inside & read, other=0).to(ACC)
+            few = fetch(x_ptr + (shift + at), inside & read).to(ACC)
             if bias_ptr is not None:
-                few += tl.load(bias_ptr + at, mask=inside & read, other=0).to(ACC)
+                few += fetch(bias_ptr + at, inside & read).to(ACC)
             d_few = _gradients(few, at, word, lse, factor, pull, uniform, cap, CAPPED)
             out_few = out_ptr + (shift + at)
             tl.store(out_few, d_few.to(out_ptr.dtype.element_ty), mask=inside & exists)

@@ -29,6 +29,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
 )
 from transformer_engine_fl.backends.flagos._dependent import following, follows, wait_for_last
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._row_maps import (
     Placing,
     place_by_index,
@@ -270,7 +271,7 @@ def _collect(
             map_ptr, token, at, count, slots, have, map_token, map_slot, MASK
         )
         x_place = place(row * x_row, head * 0, column, UNIT)
-        x = tl.load(x_ptr + x_place, mask=known[:, None, None] & inside, other=0).to(ACC)
+        x = fetch(x_ptr + x_place, known[:, None, None] & inside).to(ACC)
         if probs_ptr is not None:
             where = token.to(tl.int64) * probs_token + expert * probs_slot
             prob = tl.load(probs_ptr + where, mask=known, other=0).to(ACC)
@@ -351,7 +352,7 @@ def _spread_weighted(
     block = tl.arange(0, BLOCK)[None, :]
     if WHOLE:
         mask = exists[:, None] & (block < columns)
-        dy = tl.load(dy_ptr + dy_start + block, mask=mask, other=0).to(ACC)
+        dy = fetch(dy_ptr + dy_start + block, mask).to(ACC)
     count, most = _pairs(map_ptr, token, exists, slots, map_token, map_slot, MASK)
     for at in tl.range(0, most):
         row, expert, known = _pair(
@@ -363,7 +364,7 @@ def _spread_weighted(
         dx_start = (row * width * UNIT)[:, None]
         if WHOLE:
             mask = known[:, None] & (block < columns)
-            x = tl.load(x_ptr + x_start + block, mask=mask, other=0).to(ACC)
+            x = fetch(x_ptr + x_start + block, mask).to(ACC)
             products = dy * x
             dx = (dy * prob).to(dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + dx_start + block, dx, mask=mask)
@@ -372,8 +373,8 @@ def _spread_weighted(
             for start in tl.range(0, columns, BLOCK):
                 column = start + block
                 mask = known[:, None] & (column < columns)
-                part = tl.load(dy_ptr + dy_start + column, mask=mask, other=0).to(ACC)
-                x = tl.load(x_ptr + x_start + column, mask=mask, other=0).to(ACC)
+                part = fetch(dy_ptr + dy_start + column, mask).to(ACC)
+                x = fetch(x_ptr + x_start + column, mask).to(ACC)
                 products += part * x
                 dx = (part * prob).to(dx_ptr.dtype.element_ty)
                 tl.store(dx_ptr + dx_start + column, dx, mask=mask)

@@ -41,6 +41,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
 )
 from transformer_engine_fl.backends.flagos._dependent import follows, let_follow
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._narrow import rounded
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
@@ -94,10 +95,10 @@ def _input(
     SUM: tl.constexpr,
 ) -> tl.tensor:
     """x, or its sum with the residual, rounded, which is stored."""
-    x = tl.load(x_ptr + place, mask=mask, other=0)
+    x = fetch(x_ptr + place, mask)
     if residual_ptr is not None:
         ACC: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
-        residual = tl.load(residual_ptr + place, mask=mask, other=0)
+        residual = fetch(residual_ptr + place, mask)
         x = rounded(x.to(ACC) + residual.to(ACC), SUM)
         tl.store(sum_ptr + out, x, mask=mask)
     return x
@@ -161,7 +162,7 @@ def _forward_rows(
     AHEAD: tl.constexpr = PARTS == (4096,) and mu_ptr is None and residual_ptr is None
     if AHEAD:
         column = columns_of_part(PARTS, 0)
-        weight = tl.load(weight_ptr + column, mask=column < columns, other=0)
+        weight = fetch(weight_ptr + column, column < columns)
     mu = (row * 0).to(ACC)
     if mu_ptr is not None:
         for part in tl.static_range(len(PARTS)):
@@ -182,13 +183,13 @@ def _forward_rows(
         column = columns_of_part(PARTS, part)
         inside = within(column, columns, EXACT or len(PARTS) > part + 1)
         if not AHEAD:
-            weight = tl.load(weight_ptr + column, mask=inside, other=0)
+            weight = fetch(weight_ptr + column, inside)
         y = as_stored(x[part], NARROW).to(ACC)
         if mu_ptr is not None:
             y -= per_row(mu, ROWS)
         y = y * per_row(rsigma, ROWS) * per_column(_gain(weight, ACC, OFFSET), ROWS)
         if bias_ptr is not None:
-            y += per_column(tl.load(bias_ptr + column, mask=inside, other=0).to(ACC), ROWS)
+            y += per_column(fetch(bias_ptr + column, inside).to(ACC), ROWS)
         mask = per_row(exists, ROWS) & per_column(inside, ROWS)
         tl.store(y_ptr + per_column(column, ROWS), y.to(y_ptr.dtype.element_ty), mask=mask)
     # Last: stored between the sums, they held up rows in parts by up to a fifth.
@@ -204,9 +205,9 @@ def _typical(
     """The middle one of three numbers of a piece: not the only one far from all others."""
     place = x_ptr + first
     third = count // 3
-    one = tl.load(place, mask=exists, other=0).to(ACC)
-    two = tl.load(place + third, mask=exists, other=0).to(ACC)
-    three = tl.load(place + 2 * third, mask=exists, other=0).to(ACC)
+    one = fetch(place, exists).to(ACC)
+    two = fetch(place + third, exists).to(ACC)
+    three = fetch(place + 2 * third, exists).to(ACC)
     return tl.maximum(tl.minimum(one, two), tl.minimum(tl.maximum(one, two), three))
 
 
@@ -286,8 +287,17 @@ def _forward_shared(
     # Together with beta it would take the registers of a program or two: of centred rows both
     # are read for each row, in a branch, which has them come from L1 and not through stages.
     if mu_ptr is None:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0)
+        weight = fetch(weight_ptr + column, inside)
     x = tl.zeros((BLOCK,), SUM)
+    x_next = x
+    # Sums with a residual wait in registers for their turn, not what they are made of in
+    # shared memory: half as much, and read as ``fetch`` reads.
+    if residual_ptr is not None:
+        row = tl.program_id(1).to(tl.int64)
+        x_next = _input(
+            x_ptr, residual_ptr, sum_ptr, row * stride + column, row * columns + column,
+            inside, SUM,
+        )  # fmt: skip
     typical_next = tl.zeros((), ACC)
     if mu_ptr is not None:
         row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
@@ -295,10 +305,13 @@ def _forward_shared(
     for index in tl.range(tl.program_id(1) - groups, rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         following = row + groups
-        x_next = _input(
-            x_ptr, residual_ptr, sum_ptr, following * stride + column,
-            following * columns + column, inside & (following < rows), SUM,
+        asked = following if residual_ptr is None else following + groups
+        x_asked = _input(
+            x_ptr, residual_ptr, sum_ptr, asked * stride + column, asked * columns + column,
+            inside & (asked < rows), SUM,
         )  # fmt: skip
+        if residual_ptr is None:
+            x_next = x_asked
         typical = typical_next
         if mu_ptr is not None:
             # A turn ahead of its use, so that nothing waits for it.
@@ -311,7 +324,7 @@ def _forward_shared(
         if STEP != "sums" and index >= 0:
             squares, means = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
             if mu_ptr is not None:
-                weight = tl.load(weight_ptr + column, mask=inside, other=0)
+                weight = fetch(weight_ptr + column, inside)
                 mu = tl.sum(means * count, axis=0) / columns
                 squares += (means - mu) * (means - mu) * count
                 if tl.program_id(0) == 0:
@@ -325,10 +338,11 @@ def _forward_shared(
                 y -= mu * rsigma
             y *= _gain(weight, ACC, OFFSET)
             if bias_ptr is not None:
-                y += tl.load(bias_ptr + column, mask=inside, other=0).to(ACC)
+                y += fetch(bias_ptr + column, inside).to(ACC)
             out = y_ptr + row * columns + column
             tl.store(out, y.to(y_ptr.dtype.element_ty), mask=inside)
         x = x_next
+        x_next = x_asked
 
 
 # --------------------------------------------------------------------- backward kernels
@@ -366,7 +380,7 @@ def _backward_rows(
     columns = columns * UNIT
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    gamma = tl.load(gamma_ptr + column, mask=inside, other=0)
+    gamma = fetch(gamma_ptr + column, inside)
     dgamma = tl.zeros((ROWS, BLOCK), ACC)
     if mu_ptr is not None:
         dbeta = tl.zeros((ROWS, BLOCK), ACC)
@@ -378,13 +392,13 @@ def _backward_rows(
         start = row.to(tl.int64)
         x_place = (start * x_stride * UNIT)[:, None] + column[None, :]
         dy_place = (start * dy_stride * UNIT)[:, None] + column[None, :]
-        xhat = tl.load(x_ptr + x_place, mask=mask, other=0).to(ACC)
-        dy = tl.load(dy_ptr + dy_place, mask=mask, other=0).to(ACC)
+        xhat = fetch(x_ptr + x_place, mask).to(ACC)
+        dy = fetch(dy_ptr + dy_place, mask).to(ACC)
         if add_ptr is not None:
-            add = tl.load(add_ptr + x_place, mask=mask, other=0)
-        rsigma = tl.load(rsigma_ptr + row, mask=row < rows, other=0)
+            add = fetch(add_ptr + x_place, mask)
+        rsigma = fetch(rsigma_ptr + row, row < rows)
         if mu_ptr is not None:
-            xhat -= tl.load(mu_ptr + row, mask=row < rows, other=0)[:, None]
+            xhat -= fetch(mu_ptr + row, row < rows)[:, None]
         xhat *= rsigma[:, None]
         u = dy * _gain(gamma, ACC, OFFSET)[None, :]
         dx = u - xhat * (tl.sum(u * xhat, axis=1) / columns)[:, None]
@@ -469,7 +483,7 @@ def _backward_shared(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tl.full((BLOCK,), True, tl.int1) if EXACT else column < columns
     groups = tl.num_programs(1)
-    gamma = tl.load(gamma_ptr + column, mask=inside, other=0)
+    gamma = fetch(gamma_ptr + column, inside)
     dgamma = tl.zeros((BLOCK,), ACC)
     if mu_ptr is not None:
         dbeta = tl.zeros((BLOCK,), ACC)
@@ -482,11 +496,11 @@ def _backward_shared(
         dy = tl.zeros((BLOCK,), dy_ptr.dtype.element_ty)
     else:
         row = begin.to(tl.int64)
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0)
-        dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0)
-        rsigma = tl.load(rsigma_ptr + row)
+        x = fetch(x_ptr + row * x_stride + column, inside)
+        dy = fetch(dy_ptr + row * dy_stride + column, inside)
+        rsigma = fetch(rsigma_ptr + row)
         if mu_ptr is not None:
-            mu = tl.load(mu_ptr + row)
+            mu = fetch(mu_ptr + row)
         if STEP != "rest":
             _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, OFFSET, PIECES, SUMS, STEP)
     for index in tl.range(begin, rows, groups, num_stages=STAGES):
@@ -494,12 +508,12 @@ def _backward_shared(
         following = row + groups
         exists = following < rows
         wanted = inside & exists
-        x_next = tl.load(x_ptr + following * x_stride + column, mask=wanted, other=0)
-        dy_next = tl.load(dy_ptr + following * dy_stride + column, mask=wanted, other=0)
-        rsigma_next = tl.load(rsigma_ptr + following, mask=exists, other=0)
+        x_next = fetch(x_ptr + following * x_stride + column, wanted)
+        dy_next = fetch(dy_ptr + following * dy_stride + column, wanted)
+        rsigma_next = fetch(rsigma_ptr + following, exists)
         mu_next = mu
         if mu_ptr is not None:
-            mu_next = tl.load(mu_ptr + following, mask=exists, other=0)
+            mu_next = fetch(mu_ptr + following, exists)
         if STEP != "rest" and (exists if APART else True):
             _tell_means(
                 dy_next, x_next, gamma, mu_next, rsigma_next, shares_ptr, following,
@@ -507,7 +521,7 @@ def _backward_shared(
             )  # fmt: skip
         if STEP != "sums" and (index >= 0 if APART else True):
             if add_ptr is not None:
-                add = tl.load(add_ptr + row * x_stride + column, mask=inside, other=0)
+                add = fetch(add_ptr + row * x_stride + column, inside)
             products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
             xhat = x.to(ACC) * rsigma
             grad = dy.to(ACC)
@@ -603,28 +617,25 @@ _FORWARD = cut_choice(
     },
     parts=True,
 )
-_FORWARD_ADD_USUAL = {
+_FORWARD_ADD_WHOLE = {
     2048: Cut(threads=128, width=2048),
     4096: Cut(threads=256, width=4096),
     8192: Cut(threads=256, width=8192),
     16384: Cut(threads=512, width=16384),
-    131072: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
-    _ANY: Cut(threads=128, width=2048, programs=6, stages=3, shared=True),
 }
 _FORWARD_ADD = cut_choice(
     "rmsnorm_fwd_add",
     _FORWARD_PLANS,
-    _FORWARD_ADD_USUAL,
+    _FORWARD_ADD_WHOLE | {_ANY: Cut(threads=128, width=2048, programs=4, shared=True)},
     whole=[(0, 1)],
     most_elements=32,
-    half=_FORWARD_ADD_USUAL
+    half=_FORWARD_ADD_WHOLE
     | {
         4096: Cut(threads=128, width=2048),
         8192: Cut(threads=512, width=8192, resident=2),
-        40960: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
-        131072: Cut(threads=32, width=2048, programs=8, stages=3, shared=True),
-        _ANY: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+        _ANY: Cut(threads=64, width=4096, programs=4, shared=True),
     },
+    stages=1,
 )
 _FORWARD_CENTRED = cut_choice(
     "layernorm_fwd",

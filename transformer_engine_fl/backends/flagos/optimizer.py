@@ -21,6 +21,7 @@ from torch import Tensor
 from transformer_engine_fl.backends._optimizer import ListOperators
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import launch_for, loaded_launch
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._lists import (
     ALIGNMENT,
     LISTING,
@@ -150,7 +151,7 @@ def _scale_tile(
     Y: tl.constexpr,
 ) -> tl.tensor:
     """Writes a tile; returns where the input is not finite."""
-    x = tl.load(x_ptr, mask=mask, other=None if mask is None else 0).to(factor.dtype)
+    x = fetch(x_ptr, mask).to(factor.dtype)
     tl.store(y_ptr, _as(x * factor, Y), mask=mask)
     return (tl.abs(x) < float("inf")) == 0
 
@@ -212,9 +213,9 @@ def _squares(
     for tile in tl.range(0, length, TILE):
         place = _places(tile, TILE, RUN)
         if tile + TILE <= length:
-            x = tl.load(x_ptr + place).to(ACC)
+            x = fetch(x_ptr + place).to(ACC)
         else:
-            x = tl.load(x_ptr + place, mask=place < length, other=0).to(ACC)
+            x = fetch(x_ptr + place, place < length).to(ACC)
         if scale_ptr is not None:
             # Beyond the end there is 0, which stays one: inf times it would be NaN.
             x = tl.where(place < length, x * tl.load(scale_ptr).to(ACC), 0)
@@ -320,17 +321,16 @@ def _adam_tile(
     MANTISSA: tl.constexpr,
 ) -> tl.tensor:
     """A step on a tile; returns the parameters after it."""
-    NONE: tl.constexpr = None if mask is None else 0
-    g = tl.load(g_ptr, mask=mask, other=NONE).to(ACC)
-    m = tl.load(m_ptr, mask=mask, other=NONE).to(ACC)
-    v = tl.load(v_ptr, mask=mask, other=NONE).to(ACC)
+    g = fetch(g_ptr, mask).to(ACC)
+    m = fetch(m_ptr, mask).to(ACC)
+    v = fetch(v_ptr, mask).to(ACC)
     if FORM == "plain":
-        p = tl.load(p_ptr, mask=mask, other=NONE).to(ACC)
+        p = fetch(p_ptr, mask).to(ACC)
     elif FORM == "remainder":
-        high = tl.load(p_ptr, mask=mask, other=NONE)
-        p = _joined(high, tl.load(w_ptr, mask=mask, other=NONE))
+        high = fetch(p_ptr, mask)
+        p = _joined(high, fetch(w_ptr, mask))
     else:
-        p = tl.load(w_ptr, mask=mask, other=NONE)
+        p = fetch(w_ptr, mask)
     if inv_scale is not None:
         g = g * inv_scale
     if not DECOUPLED:
@@ -492,16 +492,15 @@ def _sgd_tile(
     DECAY_LAST: tl.constexpr,
 ) -> None:
     """A step on a tile."""
-    NONE: tl.constexpr = None if mask is None else 0
-    g = tl.load(g_ptr, mask=mask, other=NONE).to(ACC) * scale
-    p = tl.load(p_ptr, mask=mask, other=NONE).to(ACC)
+    g = fetch(g_ptr, mask).to(ACC) * scale
+    p = fetch(p_ptr, mask).to(ACC)
     if not DECAY_LAST:
         g = g + decay * p
     if B is not None:
         if FIRST:
             b = g
         else:
-            b = momentum * tl.load(b_ptr, mask=mask, other=NONE).to(ACC) + share * g
+            b = momentum * fetch(b_ptr, mask).to(ACC) + share * g
         tl.store(b_ptr, _as(b, B), mask=mask)
         if NESTEROV:
             g = g + momentum * b

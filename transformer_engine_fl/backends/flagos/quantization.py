@@ -47,6 +47,7 @@ from transformer_engine_fl.backends.flagos._casting import (
     cast_with_sums,
     transpose_tile,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._narrow import (
     amax_of,
     constants_of,
@@ -116,13 +117,13 @@ def _dequantize(
     first_column = (tile % across) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    code = tl.load(data_ptr + row[:, None] * (stride * UNIT) + column[None, :], mask=mask, other=0)
+    code = fetch(data_ptr + row[:, None] * (stride * UNIT) + column[None, :], mask)
     if WIDTH:
         blocks = tl.cdiv(columns, WIDTH)
         block = first_column // WIDTH + tl.arange(0, COLUMNS // WIDTH)
         where = scale_inv_ptr + (row // HEIGHT)[:, None] * blocks + block[None, :]
         known = (row < rows)[:, None] & (block < blocks)[None, :]
-        factor = tl.load(where, mask=known, other=0)
+        factor = fetch(where, known)
         if SCALES == "e8m0":
             factor = power_of_byte(factor)
         elif SCALES == "e4m3":
@@ -190,7 +191,7 @@ def _swap_rows(
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     start = (row % first).to(tl.int64) * (x_first * UNIT)
     start += (row // first).to(tl.int64) * (x_second * UNIT)
-    x = tl.load(x_ptr + start[:, None] + column[None, :], mask=mask, other=0)
+    x = fetch(x_ptr + start[:, None] + column[None, :], mask)
     tl.store(y_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], x, mask=mask)
 
 
@@ -229,7 +230,7 @@ def _shard(
             place = (first_row + down)[:, None] * w + column[None, :] - start
             mask = (down < LENGTH)[:, None] & ((along < LENGTH) & (column < w))[None, :]
             mask = mask & (place >= 0) & (place < count)
-            x = tl.load(x_ptr + place, mask=mask, other=0).to(tl.float32)
+            x = fetch(x_ptr + place, mask).to(tl.float32)
             if scale_ptr is None:
                 largest = tl.maximum(largest, size_of(x, LEAVES_NAN))
             else:

@@ -33,6 +33,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     keep,
     plain,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._sequences import highest_power, steps, token_at
 from transformer_engine_fl.backends.flagos._tiles import bounded
 from transformer_engine_fl.backends.flagos.tuning import Choice
@@ -262,15 +263,15 @@ def _read_heads(
         row = x_ptr + _head_at(start + i, per_group, x_group, x_head, GROUPED) * UNIT
         if INTERLEAVED and ROTATED > 0:
             mask = there & (feature < ROTATED)[None, :]
-            reads += (tl.load(row + feature[None, :], mask=mask, other=0),)
+            reads += (fetch(row + feature[None, :], mask),)
         elif ROTATED > 0:
             mask = there & (pair < ROTATED // 2)[None, :]
-            reads += (tl.load(row + pair[None, :], mask=mask, other=0),)
-            reads += (tl.load(row + ROTATED // 2 + pair[None, :], mask=mask, other=0),)
+            reads += (fetch(row + pair[None, :], mask),)
+            reads += (fetch(row + ROTATED // 2 + pair[None, :], mask),)
         if REST > 0:
             other = ROTATED + tl.arange(0, REST)
             others = there & (other < WIDTH)[None, :]
-            reads += (tl.load(row + other[None, :], mask=others),)
+            reads += (fetch(row + other[None, :], others, other=None),)
     return reads
 
 
@@ -331,13 +332,13 @@ def _turn_heads(
         freqs_ptr += position.to(tl.int64)[:, None] * (table_stride * TABLE_UNIT)
         if INTERLEAVED:
             entry = freqs_ptr + feature[None, :]
-            angle = tl.load(entry, mask=known & (feature < ROTATED)[None, :], other=0)
+            angle = fetch(entry, known & (feature < ROTATED)[None, :])
             angle_a, angle_b = tl.split(angle.to(ACC).reshape(TOKENS, HALF, 2))
         else:
             entry = freqs_ptr + pair[None, :]
             has_angle = known & (pair < ROTATED // 2)[None, :]
-            angle_a = tl.load(entry, mask=has_angle, other=0).to(ACC)
-            angle_b = tl.load(entry + ROTATED // 2, mask=has_angle, other=0).to(ACC)
+            angle_a = fetch(entry, has_angle).to(ACC)
+            angle_b = fetch(entry + ROTATED // 2, has_angle).to(ACC)
         cos_a, sin_a, cos_b, sin_b = _cos_sin(angle_a, angle_b)
         nothing = tl.where(turns[:, None] & ~known, float("nan"), 0.0).to(ACC)
         cos_a += nothing

@@ -33,6 +33,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
     rows_of_tile,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import router as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -217,7 +218,7 @@ def _choose(
         expert = group * size + member
     inside = (row < rows)[:, None] & known[None, :]
     start = row.to(tl.int64)[:, None]
-    x = tl.load(x_ptr + start * (x_row * UNIT) + expert[None, :], mask=inside, other=0).to(ACC)
+    x = fetch(x_ptr + start * (x_row * UNIT) + expert[None, :], inside).to(ACC)
     scores = x
     if not AFTERWARDS:
         scores = _scores(x, known[None, :], FUNCTION)
@@ -269,9 +270,9 @@ def _choose_backward(
     expert = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None] & (expert < columns)
     start = row.to(tl.int64)[:, None]
-    grad = tl.load(grad_ptr + start * (grad_row * UNIT) + expert, mask=inside, other=0).to(ACC)
+    grad = fetch(grad_ptr + start * (grad_row * UNIT) + expert, inside).to(ACC)
     scores_ptr += start * (scores_row * UNIT) + expert
-    scores = tl.load(scores_ptr, mask=inside, other=0).to(ACC)
+    scores = fetch(scores_ptr, inside).to(ACC)
     grad *= tl.full((), scale, ACC)
     chosen = inside
     if routing_ptr is not None:

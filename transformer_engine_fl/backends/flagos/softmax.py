@@ -28,6 +28,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     laid_over,
     plain,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
     SharedRows,
@@ -115,7 +116,7 @@ def _loaded(
     if CAUSAL:
         # Rounded up to whole vectors, so that it is loaded in such.
         wanted = wanted & (column < (bound + 15) // 16 * 16)
-    return tl.load(x_ptr + start + column, mask=wanted, other=0)
+    return fetch(x_ptr + start + column, wanted)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -150,9 +151,10 @@ def _scores(
         where = (group // heads).to(tl.int64) * mask_batch
         where += (group % heads).to(tl.int64) * mask_head
         where += (row % queries).to(tl.int64) * mask_query
-        hidden = tl.load(
+        # Heads share it: read otherwise, it would go before x does.
+        hidden = fetch(
             mask_ptr + where * MASK_UNIT + column * MASK_STEP,
-            mask=exists & within(column, columns, EXACT),
+            exists & within(column, columns, EXACT),
             other=1,
         )
         visible = visible & (hidden == 0)
@@ -529,10 +531,9 @@ _FORWARD = cut_choice(
     half={
         **_FORWARD_NARROW,
         3072: Cut(threads=128, width=2048),
-        4096: Cut(threads=64, width=4096, resident=12),
         6144: Cut(threads=256, width=4096),
         7168: Cut(threads=256, width=8192),
-        8192: Cut(threads=512, width=8192),
+        8192: Cut(threads=128, width=8192, resident=5),
         12288: Cut(threads=256, width=8192, resident=3),
         16384: Cut(threads=256, width=16384, resident=3),
         20480: Cut(threads=512, width=16384, resident=2),
