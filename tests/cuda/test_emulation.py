@@ -158,8 +158,8 @@ def test_shared_memory_that_is_not_written_is_poison(run: Run) -> None:
 def test_a_copy_is_there_only_after_it_was_waited_for(run: Run) -> None:
     copy = (
         "__shared__ int values[256]; out[i] = i; __syncwarp();"
-        "copy_async_piece<4, true>(values + i, out + i, true); commit_copies();"
-        "copy_async_piece<4, true>(values + 64 + i, out + i, false); commit_copies();"
+        "copy_async_piece<4, kOnce>(values + i, out + i, true); commit_copies();"
+        "copy_async_piece<4, kOnce>(values + 64 + i, out + i, false); commit_copies();"
     )
     read = "out[i] = values[i] - values[64 + i];"
     assert run(copy + "wait_copies<0>();" + read) == list(range(64))

@@ -34,6 +34,11 @@ inline void read_piece(Word* to, const void* from) {
   memcpy(to, from, Bytes);
 }
 
+template <int Bytes, typename Word>
+inline void read_written_piece(Word* to, const void* from) {
+  read_piece<Bytes>(to, from);
+}
+
 inline void write_where(void* to, const unsigned* words, bool valid) {
   if (!valid) return;
   emulation::check_aligned(to, 16);
@@ -45,7 +50,9 @@ inline void read_shared(unsigned* to, const void* from) {
   memcpy(to, from, 16);
 }
 
-template <int Bytes, bool Once>
+enum Reading { kAgain, kOnce, kPlain };
+
+template <int Bytes, Reading How>
 inline void copy_async_piece(void* to, const void* from, bool valid) {
   emulation::copy_later(to, from, Bytes, valid ? Bytes : 0);
 }

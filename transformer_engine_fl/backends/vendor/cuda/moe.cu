@@ -96,20 +96,6 @@ __device__ __forceinline__ void zero_row(Unit* row, int units) {
 
 #if defined(TE_FL_UNITS) && !defined(KERNEL_zero_unused)
 
-// Reads that stay where they stand, before what comes next is waited for.
-__device__ __forceinline__ Unit read_unit(const Unit* from) {
-  Unit unit;
-  if constexpr (UNIT == 1) {
-    unit = __ldg(from);
-  } else {
-    using Word = WordOf<(UNIT < 4)>::type;
-    Word words[UNIT < 4 ? 1 : UNIT / 4];
-    read_piece<(UNIT < 2 ? 2 : UNIT)>(words, from);
-    memcpy(&unit, words, UNIT);
-  }
-  return unit;
-}
-
 // A token on its way to its rows, by a team.
 struct Token {
   const Unit* source;
@@ -137,7 +123,7 @@ struct Token {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int at = first + v * LANES + member();
-      parts[v] = read_unit(source + (at < units ? at : units - 1));
+      parts[v] = load_unit(source + (at < units ? at : units - 1));
     }
   }
   __device__ __forceinline__ void write(Unit* row, int first) const {

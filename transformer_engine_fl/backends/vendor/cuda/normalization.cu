@@ -297,9 +297,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     const bool valid = active && Row::in_row(column, columns);
-    Slots<TX>::fill<true>(kept, v, source + column, valid);
+    Slots<TX>::fill<kOnce>(kept, v, source + column, valid);
     if constexpr (ADDED) {
-      Slots<TX>::fill<true>(kept + Slots<TX>::kBytes, v,
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v,
                             residual + row * residual_stride + column, valid);
     }
   }
@@ -311,8 +311,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       const bool valid = Row::in_row(column, columns);
-      Slots<TW>::fill<false>(kept_gamma, v, gamma + column, valid);
-      if constexpr (CENTRED) Slots<TB>::fill<false>(kept_beta, v, beta + column, beta && valid);
+      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, valid);
+      if constexpr (CENTRED) Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta && valid);
     }
   }
   commit_copies();
@@ -423,9 +423,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       const bool valid = row < rows && Row::in_row(column, columns);
-      Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
+      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, valid);
       if constexpr (ADDED) {
-        Slots<TX>::fill<true>(slots + Slots<TX>::kBytes, v,
+        Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
                               residual + row * residual_stride + column, valid);
       }
     }
@@ -563,9 +563,9 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v);
       const bool valid = row < rows && Piece::in_row(column, columns);
-      Slots<TX>::fill<true>(slots, v, x + row * x_stride + column, valid);
+      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, valid);
       if constexpr (ADDED) {
-        Slots<TX>::fill<true>(slots + Slots<TX>::kBytes, v,
+        Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
                               residual + row * residual_stride + column, valid);
       }
     }
@@ -585,8 +585,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       if (valid) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
       if (CENTRED && valid && beta) held_beta[v] = load<ACCESS, VEC>(beta + column);
     } else {
-      Slots<TW>::fill<false>(gamma_slots, v, gamma + column, valid);
-      if constexpr (CENTRED) Slots<TB>::fill<false>(beta_slots, v, beta + column, valid && beta);
+      Slots<TW>::fill<kAgain>(gamma_slots, v, gamma + column, valid);
+      if constexpr (CENTRED) Slots<TB>::fill<kAgain>(beta_slots, v, beta + column, valid && beta);
     }
   }
   auto gamma_of = [&](int v) { return HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(gamma_slots, v); };
@@ -743,6 +743,13 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #if defined(KERNEL_backward) || defined(KERNEL_backward_registers) || \
     defined(KERNEL_backward_pairs)
 
+// Pieces of several warps lose 1 to 2% by what L2 is asked otherwise.
+#if defined(KERNEL_backward) && TOLD == 2
+constexpr Reading kReading = LANES == 32 ? kOnce : kPlain;
+#else
+constexpr Reading kReading = kOnce;
+#endif
+
 // A row in shared memory: x, the gradient of its output and, if WithAdded, what is added to
 // the gradient of x.
 template <bool WithAdded>
@@ -758,9 +765,9 @@ struct Operands {
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       const bool valid = valid_row && Row::in_row(column, columns);
-      Slots<TX>::fill<true>(slots, v, x + column, valid);
-      Slots<TDY>::fill<true>(slots + kGradientAt, v, dy + column, valid);
-      if constexpr (WithAdded) Slots<TADD>::fill<true>(slots + kAddedAt, v, add + column, valid);
+      Slots<TX>::fill<kReading>(slots, v, x + column, valid);
+      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid);
+      if constexpr (WithAdded) Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid);
     }
   }
 };
@@ -851,7 +858,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       held_gamma[v] = zeros<TW, VEC>();
       if (Row::in_row(column, columns)) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
     } else {
-      Slots<TW>::fill<false>(own_gamma, v, gamma + column, Row::in_row(column, columns));
+      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, Row::in_row(column, columns));
     }
   }
 #pragma unroll 1
@@ -1162,8 +1169,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const bool valid = row < rows && Row::in_row(Row::first_column(v, rank), columns);
-      Slots<TX>::fill<true>(slots, v, next_x + v * kApart, valid);
-      Slots<TDY>::fill<true>(slots + Kept::kGradientAt, v, next_dy + v * kApart, valid);
+      Slots<TX>::fill<kOnce>(slots, v, next_x + v * kApart, valid);
+      Slots<TDY>::fill<kOnce>(slots + Kept::kGradientAt, v, next_dy + v * kApart, valid);
     }
     commit_copies();
     next_x += blocks * x_stride;

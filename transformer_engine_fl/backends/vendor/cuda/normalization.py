@@ -289,14 +289,12 @@ MOST_PIECES: Final = 32
 FORWARD_PIECES: Final[dict[tuple[bool, bool], tuple[tuple[range, Piece], ...]]] = {
     (False, False): (
         (range(32769, 65537), Piece(32, 8, 12, 4)),
-        (range(65537, 114689), Piece(128, 8, 3)),
-        (range(114689, 131073), Piece(64, 4, 10)),
-        (range(131073, 262145), Piece(128, 8, 3)),
+        (range(65537, 262145), Piece(128, 8, 3)),
     ),
     (False, True): (
         (range(32769, 65537), Piece(128, 2, 4)),
         (range(65537, 131073), Piece(64, 4, 8)),
-        (range(131073, 262145), Piece(128, 2, 4)),
+        (range(131073, 262145), Piece(128, 8, 2)),
     ),
     (True, False): (
         (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),

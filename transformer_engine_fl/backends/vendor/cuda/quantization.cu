@@ -138,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const unsigned at = wanted < words ? wanted : words - 1;
     const unsigned row = at / per_row;
     const unsigned second = row / first;
-    moved[v] = x[(row - second * first) * x_first + second * x_second + (at - row * per_row)];
+    moved[v] = load_unit(x + (row - second * first) * x_first + second * x_second +
+                         (at - row * per_row));
   }
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {

@@ -39,9 +39,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
   for (int first = 0; first < groups; first += kBatch) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      copy_async<16, true>(waiting[i][threadIdx.x],
-                           source + static_cast<long long>(first + i) * columns,
-                           column < columns && first + i < groups);
+      copy_async<16, kOnce>(waiting[i][threadIdx.x],
+                            source + static_cast<long long>(first + i) * columns,
+                            column < columns && first + i < groups);
     }
     commit_copies();
     wait_copies<0>();

@@ -155,17 +155,12 @@ __device__ __forceinline__ void load_bytes(const unsigned char* __restrict__ fro
 #pragma unroll
   for (int at = 0; at < Bytes; at += piece) {
     unsigned* to = words + at / 4;
-    if constexpr (piece == 16) {
-      const uint4 four = *reinterpret_cast<const uint4*>(from + at);
-      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-    } else if constexpr (piece == 8) {
-      const uint2 two = *reinterpret_cast<const uint2*>(from + at);
-      to[0] = two.x, to[1] = two.y;
-    } else if constexpr (piece == 4) {
-      to[0] = *reinterpret_cast<const unsigned*>(from + at);
+    if constexpr (piece >= 4) {
+      read_piece<piece>(to, from + at);
     } else if constexpr (piece == 2) {
-      to[0] |= static_cast<unsigned>(*reinterpret_cast<const unsigned short*>(from + at))
-               << at % 4 * 8;
+      unsigned short half;
+      read_piece<2>(&half, from + at);
+      to[0] |= static_cast<unsigned>(half) << at % 4 * 8;
     } else {
       to[0] |= static_cast<unsigned>(from[at]) << at % 4 * 8;
     }

@@ -18,14 +18,14 @@ namespace te_fl {
 // Global to shared memory without passing through registers; zeros if not `valid`.
 // A copy is seen by the thread that issued it after wait_copies, by others after a
 // barrier as well.
-template <int Bytes, bool Once>
+template <int Bytes, Reading How>
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
   if constexpr (Bytes == 2) {  // smaller than an asynchronous copy can be
     unsigned short word = 0;
     if (valid) read_piece<2>(&word, from);
     *static_cast<unsigned short*>(to) = word;
   } else {
-    copy_async_piece<Bytes, Once>(to, from, valid);
+    copy_async_piece<Bytes, How>(to, from, valid);
   }
 }
 
@@ -91,28 +91,32 @@ __device__ __forceinline__ Vec<T, N> load(const T* from) {
   return result;
 }
 
-// What an earlier kernel wrote, possibly while this one was starting, or what this thread
-// will write: past L1.
+// As read_written_piece.
 template <int N, typename T>
 __device__ __forceinline__ Vec<T, N> load_written(const T* from) {
+  constexpr int bytes = least(16, Vec<T, N>::kBytes);
+  const char* source = reinterpret_cast<const char*>(from);
   Vec<T, N> result;
-  if constexpr (Vec<T, N>::kBytes % 16 == 0) {
 #pragma unroll
-    for (int i = 0; i < Vec<T, N>::kBytes / 16; ++i) {
-      const uint4 word = __ldcg(reinterpret_cast<const uint4*>(from) + i);
-      result.words[4 * i] = word.x;
-      result.words[4 * i + 1] = word.y;
-      result.words[4 * i + 2] = word.z;
-      result.words[4 * i + 3] = word.w;
-    }
-  } else if constexpr (Vec<T, N>::kBytes == 8) {
-    const uint2 word = __ldcg(reinterpret_cast<const uint2*>(from));
-    result.words[0] = word.x;
-    result.words[1] = word.y;
-  } else {
-    result.words[0] = __ldcg(reinterpret_cast<const typename Vec<T, N>::Word*>(from));
+  for (int i = 0; i < Vec<T, N>::kWords; i += bytes < 4 ? 1 : bytes / 4) {
+    read_written_piece<bytes>(result.words + i, source + 4 * i);
   }
   return result;
+}
+
+// As `load`, of something of 1 to 16 bytes, whatever it stands for.
+template <typename Unit>
+__device__ __forceinline__ Unit load_unit(const Unit* from) {
+  constexpr int bytes = static_cast<int>(sizeof(Unit));
+  if constexpr (bytes == 1) {
+    return __ldg(from);
+  } else {
+    typename WordOf<(bytes < 4)>::type words[bytes < 4 ? 1 : bytes / 4];
+    read_piece<bytes>(words, from);
+    Unit unit;
+    memcpy(&unit, words, bytes);
+    return unit;
+  }
 }
 
 // Outputs are allocated by the operator: their rows are always aligned to a vector.

@@ -43,17 +43,17 @@ struct RowTile {
       return row + ((v * kChunks + c) * kThreads + static_cast<int>(threadIdx.x)) * kChunk;
     }
 
-    // Asks for a vector; `Once` as in memory.cuh.
-    template <bool Once>
+    // Asks for a vector.
+    template <Reading How>
     static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* from,
                                                 bool valid) {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
         for (int at = 0; at < kChunk; at += kPiece) {
-          copy_async<kPiece, Once>(chunk(row, v, c) + at,
-                                   reinterpret_cast<const char*>(from) + c * kChunk + at,
-                                   valid);
+          copy_async<kPiece, How>(chunk(row, v, c) + at,
+                                  reinterpret_cast<const char*>(from) + c * kChunk + at,
+                                  valid);
         }
       }
     }

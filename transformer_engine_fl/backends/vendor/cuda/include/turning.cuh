@@ -6,6 +6,7 @@
 #pragma once
 
 #include "float8.cuh"
+#include "memory.cuh"
 
 namespace te_fl {
 
@@ -156,7 +157,7 @@ __device__ __forceinline__ void turn_numbers(const Word* x, Word* y, long long s
 #pragma unroll
   for (int i = 0; i < 64 / kTeams; ++i) {
     const int row = first_row + team + i * kTeams;
-    kept[i] = x[(row < rows ? row : rows - 1) * stride + column];
+    kept[i] = load_unit(x + (row < rows ? row : rows - 1) * stride + column);
   }
 #pragma unroll
   for (int i = 0; i < 64 / kTeams; ++i) tile[team + i * kTeams][lane] = kept[i];
