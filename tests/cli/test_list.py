@@ -34,10 +34,9 @@ def _processor_seconds():
 
 @pytest.mark.usefixtures("with_bytecode")
 def test_answers_in_half_a_second(te_fl_process):
-    # Processor time, and the least of it: what else the machine does meanwhile, which also
-    # makes a process take more of it, must not decide.
+    # Processor time: what else the machine does meanwhile must not decide.
     taken = []
-    while min(taken, default=1.0) >= 0.5 and len(taken) < 10:
+    for _ in range(3):
         start = _processor_seconds()
         assert te_fl_process("list").code == 0
         taken.append(_processor_seconds() - start)
