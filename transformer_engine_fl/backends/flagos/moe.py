@@ -206,6 +206,7 @@ def _spread(
     exists = token < rows
     head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
     x_place = place(token.to(tl.int64) * x_row, head * 0, column, UNIT)
+    # Not by ``fetch``, which lost here where experts are given by index.
     x = tl.load(x_ptr + x_place, mask=exists[:, None, None] & inside)
     wait_for_last(FOLLOWS)
     if PLACED > 0:

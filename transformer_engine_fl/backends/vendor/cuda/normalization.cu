@@ -300,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     Slots<TX>::fill<kOnce>(kept, v, source + column, valid);
     if constexpr (ADDED) {
       Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v,
-                            residual + row * residual_stride + column, valid);
+                             residual + row * residual_stride + column, valid);
     }
   }
   commit_copies();
@@ -426,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, valid);
       if constexpr (ADDED) {
         Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                              residual + row * residual_stride + column, valid);
+                               residual + row * residual_stride + column, valid);
       }
     }
     commit_copies();
@@ -566,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, valid);
       if constexpr (ADDED) {
         Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                              residual + row * residual_stride + column, valid);
+                               residual + row * residual_stride + column, valid);
       }
     }
     commit_copies();

@@ -28,9 +28,6 @@ struct Begins {
 
 #if UNIT == 1
 using Unit = unsigned char;
-__device__ __forceinline__ Unit read_unit(const char* from) {
-  return *reinterpret_cast<const Unit*>(from);
-}
 __device__ __forceinline__ Unit nothing() { return 0; }
 __device__ __forceinline__ void write_unit(char* to, Unit value) {
   *reinterpret_cast<Unit*>(to) = value;
@@ -38,9 +35,6 @@ __device__ __forceinline__ void write_unit(char* to, Unit value) {
 #else
 constexpr int kShorts = UNIT / 2;
 using Unit = Vec<unsigned short, kShorts>;
-__device__ __forceinline__ Unit read_unit(const char* from) {
-  return load<kShorts, kShorts>(reinterpret_cast<const unsigned short*>(from));
-}
 __device__ __forceinline__ Unit nothing() { return zeros<unsigned short, kShorts>(); }
 __device__ __forceinline__ void write_unit(char* to, const Unit& value) {
   store(reinterpret_cast<unsigned short*>(to), value);
@@ -68,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS)
       for (int v = 0; v < VECS; ++v) {
         // Past the end the last one again, unused: a branch would break up the loads.
         const int at = first + v * LANES;
-        values[v] = read_unit(from + static_cast<long long>(at < units ? at : units - 1) * UNIT);
+        const char* unit = from + static_cast<long long>(at < units ? at : units - 1) * UNIT;
+        values[v] = load_unit(reinterpret_cast<const Unit*>(unit));
       }
     } else {
 #pragma unroll

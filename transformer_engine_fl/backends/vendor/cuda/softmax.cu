@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       Slots<TX>::fill<kOnce>(slots, v, source + v * kApart,
-                            exists && Row::in_row(column, columns) && (!CAUSAL || column < bound));
+                             exists && Row::in_row(column, columns) && (!CAUSAL || column < bound));
     }
     commit_copies();
   };

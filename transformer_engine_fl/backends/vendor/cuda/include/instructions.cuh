@@ -41,7 +41,7 @@ __device__ __forceinline__ unsigned long long after_writes() {
   template <int Bytes, typename Word>                                                        \
   __device__ __forceinline__ void NAME(Word* to, const void* from) {                         \
     static_assert(Bytes == 16 || Bytes == 8 || Bytes == 4 || Bytes == 2, "no such access");  \
-    const unsigned long long policy = after_writes();                                            \
+    const unsigned long long policy = after_writes();                                        \
     if constexpr (Bytes == 16) {                                                             \
       asm volatile(LOAD ".L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"                 \
                    : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])                      \
