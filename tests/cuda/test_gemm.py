@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cuda_emulation
+import grouped_calls
 import pytest
 import torch
 from torch import Tensor
@@ -167,6 +168,12 @@ def test_a_product_is_one_call_and_nothing_else(
         gemm.generic_gemm(matrix(32, 48, dtype), matrix(16, 48, dtype), **options)
     views = {"t", "detach", "randn", "_to_copy", "empty", "empty_strided"}
     assert [name for name in called if name not in views] == [function]
+
+
+@pytest.mark.parametrize("way", grouped_calls.WAYS)
+def test_groups_like_those_of_a_call_before(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cuda_emulation.running():
+        grouped_calls.check(gemm, way, "cpu", monkeypatch, copied=False)
 
 
 # ------------------------------------------------------------------------- on a device

@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import Any
 
+import grouped_calls
 import pytest
 import torch
 from against_contract import checking
@@ -193,6 +194,15 @@ def test_accumulated_groups_of_several_dtypes(device: str) -> None:
         torch.randn(7, 80, device=device)[:, ::2],
     ]
     check("te_general_grouped_gemm", [A, A], [B], splits, accumulate_into=into, beta=0.5)
+
+
+@pytest.mark.parametrize("way", grouped_calls.WAYS)
+def test_groups_like_those_of_a_call_before(
+    way: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The interpreter has one memory for all that a kernel writes.
+    copied = _launch.INTERPRETED and way == "wgrad"
+    grouped_calls.check(flagos, way, device, monkeypatch, copied=copied)
 
 
 @pytest.mark.parametrize("other", [torch.float16, torch.bfloat16])

@@ -593,13 +593,79 @@ def test_numbers_that_may_be_addresses_are_not_repeated(
     assert operator.calls.last(torch.zeros(64), None) is _repeats.MISS
 
 
-def test_scratch_memory_of_a_kernel_is_not_repeated(
-    log: list[Any],
+@pytest.mark.usefixtures("no_scratch")
+@pytest.mark.parametrize("from_starts", [True, False])
+@pytest.mark.parametrize("skipped", [0, 4])
+def test_arguments_that_overlap_are_known_by_where_they_start(
+    from_starts: bool, skipped: int, log: list[Any]
 ) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
-    launch._ready[0] = _launch._Started(print, (), (), 128, None)
-    with pytest.raises(_repeats.UnrepeatableError):
-        launch.prepared((1, 1), (torch.zeros(64),), (3,))
+    decorate = _repeats.repeating_from_starts if from_starts else _repeats.repeating
+
+    @decorate
+    def operator(query: Tensor, key: Tensor) -> Tensor:
+        output = torch.empty((16,), device=query.device)
+        launch((5, 2), (query[:, skipped:], key, output[4:]), (3,))
+        return output
+
+    both = torch.zeros(4, 48)
+    for _ in range(_repeats.CALLS_BEFORE):
+        operator(both[:, :16], both[:, 16:32])
+    query, key = both[:, 32:], both[:, :16]
+    assert (operator.calls.last(query, key) is not _repeats.MISS) is (from_starts and not skipped)
+    log.clear()
+    output = operator(query, key)
+    assert log[-1][-5:-2] == tuple(it.data_ptr() for it in (query[:, skipped:], key, output[4:]))
+
+
+class RunWithScratch(Run):
+    """What starts a kernel whose programs have 128 bytes each, if it is not given their address."""
+
+    global_scratch_size = 128
+
+    def __call__(self, *arguments: Any) -> None:
+        memory = _launch._allocation._allocator.get()(5 * 2 * 128, 128, 501)
+        self.log.append((tuple(memory.shape), *arguments))
+
+
+@pytest.mark.parametrize("version", [(3, 6), (3, 7)])
+def test_a_repeated_call_has_scratch_memory_of_its_own(
+    version: tuple[int, int], log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Tensor] = []
+
+    def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made.append(torch.empty_strided(size, stride, dtype=dtype))
+        return made[-1]
+
+    started, empty = _launch._started, torch.empty
+    monkeypatch.setattr(_launch, "_VERSION", version)
+    monkeypatch.setattr(_launch, "quickest", lambda device: allocate)
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+
+    def of_run(compiled: Any, constants: tuple[Any, ...]) -> Any:
+        compiled._run = RunWithScratch(log)
+        return started(compiled, constants)
+
+    def on_the_cpu(*arguments: Any, **options: Any) -> Tensor:
+        return empty(*arguments, **{**options, "device": "cpu"})
+
+    monkeypatch.setattr(_launch, "_started", of_run)
+    monkeypatch.setattr(torch, "empty", on_the_cpu)
+    operator, a = repeated(launch), torch.zeros(64)
+    assert operator.calls.last(a, None) is not _repeats.MISS, operator.calls.refusal
+    log.clear()
+    made.clear()
+    results = [operator(a), operator(a)]
+    assert len(log) == len(results)
+    for call, result in zip(log, results, strict=True):
+        assert call[-5:] == (a.data_ptr() + 16, 0, result.data_ptr(), 3, 2.5, 8)[-5:]
+    if version == (3, 7):  # it asks for the memory
+        assert [call[0] for call in log] == 2 * [(5 * 2 * 128,)]
+        assert not made
+    else:
+        assert [it.numel() for it in made] == 2 * [5 * 2 * 128]
+        assert [call[7] for call in log] == [it.data_ptr() for it in made]
 
 
 def test_launches_are_ordinary_when_asked_for_or_watched(log: list[Any]) -> None:

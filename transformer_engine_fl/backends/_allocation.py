@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Allocate", "allocator"]
+__all__ = ["Allocate", "allocator", "quickest"]
 
 _function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
@@ -41,8 +41,15 @@ def allocator(device: torch.device) -> Allocate:
         or index != _current_device()
     ):
         return functools.partial(_through_the_dispatcher, device)
-    allocate: Allocate = _on_current_device
-    return allocate
+    return quickest(device)
+
+
+def quickest(device: torch.device) -> Allocate:
+    """What allocates on ``device`` while it is the current one and no mode wants to see it."""
+    if device.type == "cuda" and _on_current_device is not None:
+        allocate: Allocate = _on_current_device
+        return allocate
+    return functools.partial(_through_the_dispatcher, device)
 
 
 def _through_the_dispatcher(

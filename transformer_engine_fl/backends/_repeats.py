@@ -44,8 +44,10 @@ __all__ = [
     "UnrepeatableError",
     "active",
     "forget",
+    "look",
     "note",
     "repeating",
+    "repeating_from_starts",
 ]
 
 CALLS_BEFORE = 8
@@ -103,6 +105,29 @@ def _check(made: Any, tensors: list[Tensor]) -> Callable[..., bool]:
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
     return check
+
+
+def look(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool] | None:
+    """What sees whether as many tensors are like these, in all but where they are and hold.
+
+    Nobody is like tensors of which one comes twice. None where torch has no such look, or one
+    of the tensors is of a kind of its own.
+    """
+    made = _tensor_guards()
+    if made is None or not all(type(it) in PLAIN and it.layout is torch.strided for it in tensors):
+        return None
+    check = _check(made, tensors)
+
+    def alike(others: list[Tensor]) -> bool:
+        if _allocation._function_modes() or _allocation._dispatch_modes():
+            return False
+        try:
+            # torch's look at a nested tensor without strides ends the process.
+            return not any(it.is_nested for it in others) and check(*others)
+        except AttributeError:
+            return False
+
+    return alike
 
 
 # ------------------------------------------------------------------------------ watching
@@ -225,6 +250,7 @@ class _Writer:
 
     def __init__(self, declared: _Declared, arguments: tuple[Any, ...]) -> None:
         self.parameters = declared.parameters
+        self.from_starts = declared.from_starts
         self.namespace: dict[str, Any] = {"_MISS": MISS, "_type": type, "_all": all}
         self.namespace |= declared.defaults
         self.named: dict[int, str] = {}  # what was allocated
@@ -246,11 +272,12 @@ class _Writer:
             ):
                 raise UnrepeatableError(f"the memory of {name!r}")
             self._own(name, tensor)
-        # Of arguments that overlap, nobody could say whose an address is. To share a storage
-        # is no sign of it: neither do all who share one overlap, nor the other way round.
+        # Of arguments that overlap, nobody could say whose an address is, but where it can only
+        # be the first of one. To share a storage is no sign of it: neither do all who share one
+        # overlap, nor the other way round.
         self.owners.sort(key=lambda owner: owner[:2])
-        for (_, end, name, _), (start, _, other, _) in itertools.pairwise(self.owners):
-            if start < end:
+        for (first, end, name, _), (start, _, other, _) in itertools.pairwise(self.owners):
+            if start == first or (start < end and not declared.from_starts):
                 raise UnrepeatableError(f"the memory that {name!r} and {other!r} share")
 
     def constant(self, value: Any) -> str:
@@ -264,16 +291,19 @@ class _Writer:
 
     def _argument(self, name: str, value: Any) -> None:
         kind = type(value)
-        if kind in PLAIN and value.layout is torch.strided:
+        same = next((other for other, it in self.given if it is value), None)
+        if same is not None:
+            self.tests.append(f"{name} is {same}")
+        elif kind in PLAIN and value.layout is torch.strided:
             self.given.append((name, value))
         elif value is None or kind in (bool, torch.dtype):
             self.tests.append(f"{name} is {self.constant(value)}")
         elif kind in (int, float, str):
-            same = self.constant(value)  # the very object, where it is a default
-            like = f"_type({name}) is {self.constant(kind)} and {name} == {same}"
+            known = self.constant(value)  # the very object, where it is a default
+            like = f"_type({name}) is {self.constant(kind)} and {name} == {known}"
             if value == 0 and kind is float:
                 like += f" and {name}.hex() == {value.hex()!r}"
-            self.tests.append(f"({name} is {same} or {like})")
+            self.tests.append(f"({name} is {known} or {like})")
         elif kind in (list, tuple) and all(type(it) is int for it in value):
             # What the items are comes first: a tensor among them must not be compared.
             self.tests.append(f"_type({name}) is {self.constant(kind)}")
@@ -285,9 +315,12 @@ class _Writer:
     def address(self, value: int) -> str:
         if not value:
             return "0"
+        allocated = self.named.values()
         for start, end, name, _ in self.owners:
-            if start <= value < end:
-                return f"_a{name}" if value == start else f"_a{name} + {value - start}"
+            if value == start:
+                return f"_a{name}"
+            if start < value < end and (name in allocated or not self.from_starts):
+                return f"_a{name} + {value - start}"
         raise UnrepeatableError("an address of other memory")
 
     def value(self, value: Any) -> str:
@@ -369,9 +402,7 @@ class _Writer:
         names = [name for name, _ in self.given]
         self.namespace |= {
             "_check": _check(_tensor_guards(), [it for _, it in self.given]),
-            "_empty": _allocation._on_current_device
-            if on_cuda
-            else functools.partial(_allocation._through_the_dispatcher, self.device),
+            "_empty": _allocation.quickest(self.device),
             "_function_modes": _allocation._function_modes,
             "_dispatch_modes": _allocation._dispatch_modes,
             "_current_device": _allocation._current_device,
@@ -418,12 +449,14 @@ class _Declared(NamedTuple):
         positional: how many of them need no name in a call.
         parameters: they and their defaults as a function has them.
         defaults: what the names of defaults there stand for.
+        from_starts: whether kernels are given the first address of an argument and no other.
     """
 
     names: tuple[str, ...]
     positional: int
     parameters: str
     defaults: dict[str, Any]
+    from_starts: bool
 
 
 class _Calls(Repeats):
@@ -577,6 +610,18 @@ def repeating(operator: Operator) -> Operator:
     It writes none of its arguments, and what it does on the host follows from their dtypes,
     sizes, strides, devices and alignment and from its options alone.
     """
+    return _repeating(operator, from_starts=False)
+
+
+def repeating_from_starts(operator: Operator) -> Operator:
+    """The same for one whose kernels are given the first address of an argument, and no other.
+
+    Then arguments may overlap, as queries, keys and values that are parts of one tensor do.
+    """
+    return _repeating(operator, from_starts=True)
+
+
+def _repeating(operator: Operator, *, from_starts: bool) -> Operator:
     if not get_environment().repeat_calls:
         return operator
     parameters: list[str] = []
@@ -601,6 +646,7 @@ def repeating(operator: Operator) -> Operator:
         len(names) if positional is None else positional,
         ", ".join(parameters),
         defaults,
+        from_starts,
     )
     namespace: dict[str, Any] = {"_MISS": MISS, "_operator": operator, **defaults}
     source = _WRAPPER.format(

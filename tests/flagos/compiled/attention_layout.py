@@ -8,7 +8,6 @@ from transformer_engine_fl.backends.flagos import attention_layout as flagos
 
 MODULES = ("attention_layout",)
 STREAMING = {"_append", "_convert", "_regroup"}
-PLAIN = {"_convert"}
 
 
 def launch() -> None:

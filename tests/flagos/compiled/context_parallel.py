@@ -8,7 +8,6 @@ from transformer_engine_fl.backends.flagos import context_parallel as flagos
 
 MODULES = ("context_parallel",)
 STREAMING = {"_add_or_copy", "_add_share", "_read_half"}
-PLAIN = {"_read_half"}
 
 
 def launch() -> None:

@@ -8,7 +8,6 @@ from transformer_engine_fl.backends.flagos import padding as flagos
 
 MODULES = ("padding",)
 STREAMING = {"_move_blocks"}
-PLAIN = {"_move_blocks"}
 
 
 def launch() -> None:

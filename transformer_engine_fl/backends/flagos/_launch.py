@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import _allocation
 
 from transformer_engine_fl.backends import _repeats
+from transformer_engine_fl.backends._allocation import quickest
 from transformer_engine_fl.backends._arguments import extent
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
@@ -344,6 +345,7 @@ def again({taken}):
         {watched}
     ):
         return False
+    {scratch}
     start({x}, {y}, 1, torch._cuda_getCurrentRawStream({index}), {arguments})
     return True
 """
@@ -354,7 +356,7 @@ def _again(
     grid: tuple[int, int],
     pointers: list[int],
     numbers: tuple[Any, ...],
-    index: int,
+    device: torch.device,
 ) -> Callable[..., bool]:
     """A function that starts a kernel again, given the pointers that are not 0."""
     given = [place for place, pointer in enumerate(pointers) if pointer]
@@ -362,15 +364,29 @@ def _again(
     fixed = {f"{name}{i}": it for name, those in values.items() for i, it in enumerate(those)}
     before, number, after = ([name for name in fixed if name.startswith(kind)] for kind in values)
     addresses = [f"p{place}" if pointer else "0" for place, pointer in enumerate(pointers)]
+    scratch = ""
+    if ready.scratch and ready.place is None:
+        ready = ready._replace(start=functools.partial(_start_with_memory, ready.start, device))
+    elif ready.scratch and ready.place is not None:
+        scratch = "scratch = allocate(size, (1,), byte)"
+        size = (grid[0] * grid[1] * ready.scratch,)
+        fixed |= {"allocate": quickest(device), "size": size, "byte": torch.uint8}
+        before[ready.place] = "scratch.data_ptr()"
     source = _AGAIN.format(
         taken=", ".join(f"p{place}" for place in given),
         x=grid[0],
         y=grid[1],
         watched=_WATCHED,
-        index=index,
+        scratch=scratch,
+        index=device.index,
         arguments=", ".join([*before, *addresses, *number, *after]),
     )
     return _written("again", source, ready, fixed)
+
+
+def _start_with_memory(start: Callable[..., None], device: torch.device, *arguments: Any) -> None:
+    with _scratch_memory(device):
+        start(*arguments)
 
 
 class KernelCompileError(NotStartedError):
@@ -503,9 +519,9 @@ class Launch:
         ready = self._ready.get(_alignment(pointers))
         if any(map(_may_be_address, numbers)):
             raise _repeats.UnrepeatableError("numbers that may be addresses")
-        if ready is None or ready.scratch:
+        if ready is None:
             raise _repeats.UnrepeatableError("no kernel that can be started directly")
-        again = _again(ready, grid, pointers, numbers, self._index)
+        again = _again(ready, grid, pointers, numbers, self._device)
         return again, [_repeats.Address(it) for it in pointers if it]
 
     def _start(
@@ -542,8 +558,7 @@ class Launch:
         elsewhere = torch._C._cuda_getDevice() != self._index
         with torch.cuda.device(self._index) if elsewhere else contextlib.nullcontext():
             if place is None:
-                with _scratch_memory(self._device):
-                    start(*grid, 1, stream, *head, *arguments, *tail)
+                _start_with_memory(start, self._device, *grid, 1, stream, *head, *arguments, *tail)
                 return
             size = (grid[0] * grid[1] * scratch,)
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)

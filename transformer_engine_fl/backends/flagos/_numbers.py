@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 import triton
 import triton.language as tl
@@ -47,8 +48,9 @@ def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     memory = torch.empty((calls * count,), dtype=torch.int64, device=device)
     warp = _launch.limits(device).warp_size
     launch = launch_of(_write_numbers, device, (), threads=warp, COUNT=count)
-    odd = [2 * it + _ODD.value for it in numbers]
-    odd += [_ODD.value] * (calls * count - len(odd))
+    told = numpy.full(calls * count, _ODD.value, dtype=numpy.int64)
+    told[: len(numbers)] += 2 * numpy.array(numbers, dtype=numpy.int64)
+    odd = told.tolist()
     for place in range(0, len(odd), count):
         part = memory[place : place + count]
         launch((1, 1), (part,), (tuple(odd[place : place + count]),))

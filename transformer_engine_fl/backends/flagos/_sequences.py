@@ -26,6 +26,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_size,
     launch_of,
 )
+from transformer_engine_fl.backends.flagos._fetch import fetch
 
 __all__ = [
     "Tile",
@@ -127,7 +128,7 @@ def move(
     head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
     source = x_ptr + place(x_row, head * x_head, column, UNIT)
     target = y_ptr + place(y_row, head * y_head, column, UNIT)
-    x = tl.load(source, mask=(known & exists)[:, None, None] & inside, other=0)
+    x = fetch(source, (known & exists)[:, None, None] & inside)
     tl.store(target, x, mask=exists[:, None, None] & inside)
 
 

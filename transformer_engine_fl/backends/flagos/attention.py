@@ -22,6 +22,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._repeats import repeating_from_starts
 from transformer_engine_fl.backends.flagos import _attention, _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
@@ -471,6 +472,7 @@ def _of_tokens(it: _Call, like: Tensor, width: int) -> Tensor:
 # ---------------------------------------------------------------------------- operators
 
 
+@repeating_from_starts
 def fused_attn_fwd(
     q: Tensor,
     k: Tensor,
@@ -559,6 +561,7 @@ def _forward(it: _Call) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+@repeating_from_starts
 def fused_attn_bwd(
     dout: Tensor,
     q: Tensor,

@@ -11,8 +11,10 @@ large enough for the same instructions.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._groups import GroupedCall, KnownGroups
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     NOT_A_TENSOR,
@@ -475,7 +478,7 @@ def _kernel(
     vector = 16 // itemsize
 
     def unit(*sizes: int, of: int = vector) -> int:
-        return of if all(it % of == 0 for it in sizes) else 1
+        return 1 if functools.reduce(operator.or_, sizes, 0) % of else of
 
     unit_n = unit(n, *d_strides, of=8)
     large = described and able and unit_n > 1
@@ -922,8 +925,8 @@ def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
         return _Together(first, [0])
     if _launch.INTERPRETED and first.dtype == torch.bfloat16:
         # It is given float32 for the bfloat16 of a tensor, and there is nothing behind that.
-        ends = itertools.accumulate((it.numel() for it in tensors), initial=0)
-        return _Together(_end_to_end([it.reshape(-1) for it in tensors]), list(ends)[:-1])
+        places = _begins([it.numel() for it in tensors])
+        return _Together(_end_to_end([it.reshape(-1) for it in tensors]), places)
     places = [address_of(op, it) for it in tensors]
     # Nothing is read of those without elements, which are nowhere.
     start, base = min(
@@ -937,22 +940,46 @@ class _Side(NamedTuple):
     """One operand of each group.
 
     Attributes:
-        pieces: of which tensors, and which rows of them.
+        like: one of them, for what is the same of all.
         data: all of the tensors.
+        kept: the tensors, some of which may be copies that are nobody else's.
         places: where each group's rows begin.
+        starts: from which row of its tensor on a group has its own.
+        columns, strides: of each group's tensor.
         scale: all of their scales; None without.
         scale_places: where those of each group's tensor begin.
+        scale_rows, scale_columns: how far they are apart.
     """
 
-    pieces: list[_Piece]
+    like: _Operand
     data: Tensor
+    kept: list[Tensor]
     places: list[int]
+    starts: list[int]
+    columns: list[int]
+    strides: list[int]
     scale: Tensor | None
     scale_places: list[int]
+    scale_rows: list[int]
+    scale_columns: list[int]
 
-    @property
-    def strides(self) -> list[int]:
-        return [it.operand.stride for it in self.pieces]
+    def without_memory(self) -> _Side:
+        """The same, holding no memory."""
+        nothing = self.data.new_empty((0,))
+        return self._replace(like=self.like._replace(data=nothing), data=nothing, kept=[])
+
+    def of(self, op: str, tensors: Sequence[Tensor], splits: Sequence[int]) -> _Side:
+        """The same of other tensors, which lie like those.
+
+        Args:
+            tensors: one for each group, or one whose rows are split.
+        """
+        data, offsets = _together(op, tensors)
+        if len(tensors) == len(self.strides):
+            return self._replace(data=data, places=offsets)
+        starts = _begins(splits)
+        stride = self.strides[0]
+        return self._replace(data=data, starts=starts, places=[it * stride for it in starts])
 
 
 def _same_kind(op: str, name: str, operands: list[_Operand]) -> list[_Operand]:
@@ -969,7 +996,7 @@ def _same_kind(op: str, name: str, operands: list[_Operand]) -> list[_Operand]:
     return alike
 
 
-def _side(
+def _pieces(
     op: str,
     name: str,
     tensors: Sequence[Tensor],
@@ -977,27 +1004,53 @@ def _side(
     k_major: bool,
     splits: Sequence[int] | None,
     whole: bool = True,
-) -> _Side:
+) -> list[_Piece]:
     """One operand of each group; its tensors are changed to what is multiplied if ``whole``."""
     shared = splits is not None and len(tensors) != len(splits)
     operands = _operands(op, name, tensors, scales, k_major, whole and not shared)
     operands = _same_kind(op, name, operands)
     rows = [it for it, _ in contracts._pieces(list(tensors), splits)]
     if shared:
-        starts = itertools.accumulate(rows, initial=0)
-        pieces = [_Piece(operands[0], *it) for it in zip(starts, rows, strict=False)]
-    else:
-        pieces = [_Piece(it, 0, height) for it, height in zip(operands, rows, strict=True)]
-    of = [0] * len(pieces) if shared else range(len(pieces))
-    data, offsets = _together(op, [it.data for it in operands])
-    places = [offsets[i] + it.start * it.operand.stride for i, it in zip(of, pieces, strict=True)]
-    scale, scale_places = operands[0].scale, [0] * len(pieces)
-    if scale is not None and len(operands) > 1:
+        return [_Piece(operands[0], *it) for it in zip(_begins(rows), rows, strict=True)]
+    return [_Piece(it, 0, height) for it, height in zip(operands, rows, strict=True)]
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Where each begins that follows the ones before."""
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def _side(op: str, pieces: list[_Piece]) -> _Side:
+    """The pieces as the kernel takes them."""
+    operands = [it.operand for it in pieces]
+    first = operands[0]
+    shared = all(it is first for it in operands)
+    kept = [first.data] if shared else [it.data for it in operands]
+    data, offsets = _together(op, kept)
+    offsets = offsets * len(pieces) if shared else offsets
+    scale, scale_places = first.scale, [0] * len(pieces)
+    if scale is not None and not shared:
         parts = [it.scale for it in operands if it.scale is not None]
-        pieces = [it._replace(operand=_with_dense_scales(it.operand)) for it in pieces]
-        ends = itertools.accumulate((it.numel() for it in parts), initial=0)
-        scale, scale_places = _end_to_end([it.reshape(-1) for it in parts]), list(ends)[:-1]
-    return _Side(pieces, data, places, scale, scale_places)
+        operands = [_with_dense_scales(it) for it in operands]
+        scale, scale_places = (
+            _end_to_end([it.reshape(-1) for it in parts]),
+            _begins([it.numel() for it in parts]),
+        )
+    strides = [it.stride for it in operands]
+    starts = [it.start for it in pieces]
+    return _Side(
+        first,
+        data,
+        kept,
+        [offset + it * step for offset, it, step in zip(offsets, starts, strides, strict=True)],
+        starts,
+        [it.data.shape[-1] for it in operands],
+        strides,
+        scale,
+        scale_places,
+        [it.scale_row for it in operands],
+        [it.scale_column for it in operands],
+    )
 
 
 def _with_dense_scales(operand: _Operand) -> _Operand:
@@ -1009,14 +1062,22 @@ def _with_dense_scales(operand: _Operand) -> _Operand:
 
 
 def _splits_target(
-    op: str, given: Sequence[Tensor], rows: Sequence[int]
+    op: str, given: Sequence[Tensor], rows: Sequence[int], strides: list[int] | None
 ) -> tuple[_Together, list[int], list[int], bool]:
     """Where the groups' results are accumulated.
+
+    Args:
+        strides: of tensors that are written where they are; None if that is not known.
 
     Returns:
         the memory; where in it each group's rows begin and how far they are apart; whether
         it is a copy, that belongs back in what was given.
     """
+    if strides is not None:
+        together = _together(op, given)
+        if len(given) == 1:
+            return together, [it * strides[0] for it in _begins(rows)], strides, False
+        return together, together.offsets, strides, False
     tensors = [plain(op, "accumulate_into", it) for it in given]
     dense = [by_rows(it) for it in tensors]
     one_memory = len(tensors) == 1 or not _launch.INTERPRETED
@@ -1036,9 +1097,49 @@ def _splits_target(
     together = _together(op, [it for it, _ in dense])
     if len(dense) == 1:
         stride = dense[0][1]
-        starts = list(itertools.accumulate(rows, initial=0))[:-1]
-        return together, [it * stride for it in starts], [stride] * len(rows), copied
+        return together, [it * stride for it in _begins(rows)], [stride] * len(rows), copied
     return together, together.offsets, [it for _, it in dense], copied
+
+
+class _Found(NamedTuple):
+    """What was found out of a call of groups, and holds for all that are like it.
+
+    Attributes:
+        ms, n, ks: rows and columns of each group's D, and terms; None for what is split.
+        a, b: the operands, without memory.
+        into: how far the rows of each group's D are apart.
+    """
+
+    ms: Sequence[int] | None
+    n: int
+    ks: Sequence[int] | None
+    a: _Side
+    b: _Side
+    into: list[int]
+
+    def sizes(self, call: GroupedCall) -> tuple[Sequence[int], int, Sequence[int]]:
+        """Rows and columns of each group's D, and terms."""
+        ms = call.splits if self.ms is None else self.ms
+        return ms, self.n, call.splits if self.ks is None else self.ks
+
+
+_FOUND: KnownGroups[_Found] = KnownGroups()
+
+
+def _keep_found(
+    call: GroupedCall,
+    ms: Sequence[int],
+    n: int,
+    ks: Sequence[int],
+    a: _Side,
+    b: _Side,
+    into: list[int],
+) -> None:
+    """Remember what was found, if the tensors are multiplied where they are."""
+    if [it.data_ptr() for it in (*a.kept, *b.kept)] == [it.data_ptr() for it in call.operands]:
+        free = call.free()
+        sizes = (None if free == "rows" else ms, n, None if free == "terms" else ks)
+        _FOUND.add(call, _Found(*sizes, a.without_memory(), b.without_memory(), into))
 
 
 def te_general_grouped_gemm(
@@ -1063,32 +1164,43 @@ def te_general_grouped_gemm(
     """``te_general_grouped_gemm`` of the contract."""
     contract = contracts.te_general_grouped_gemm
     op = contract.name
-    contract.check(
-        A,
-        B,
-        m_splits,
-        transa=transa,
-        transb=transb,
-        bias=bias,
-        gelu=gelu,
-        gelu_input=gelu_input,
-        grad=grad,
-        bias_grad=bias_grad,
-        alpha=alpha,
-        beta=beta,
-        accumulate_into=accumulate_into,
-        A_scale_inv=A_scale_inv,
-        B_scale_inv=B_scale_inv,
-        out_dtype=out_dtype,
-    )
-    _decline_float64(op, B[0])
+    call = found = None
+    if bias is None and A_scale_inv is None and B_scale_inv is None:
+        flags, numbers = (transa, transb, gelu, grad, bias_grad), (alpha, beta)
+        more = (gelu_input, accumulate_into)
+        call = GroupedCall.of(A, B, m_splits, *more, flags, numbers, out_dtype)
+    if call is not None:
+        found = _FOUND.get(call)
+    if call is not None and found is not None:
+        ms, n, ks = found.sizes(call)
+        a, b = found.a.of(op, A, call.splits), found.b.of(op, B, call.splits)
+    else:
+        contract.check(
+            A,
+            B,
+            m_splits,
+            transa=transa,
+            transb=transb,
+            bias=bias,
+            gelu=gelu,
+            gelu_input=gelu_input,
+            grad=grad,
+            bias_grad=bias_grad,
+            alpha=alpha,
+            beta=beta,
+            accumulate_into=accumulate_into,
+            A_scale_inv=A_scale_inv,
+            B_scale_inv=B_scale_inv,
+            out_dtype=out_dtype,
+        )
+        _decline_float64(op, B[0])
+        ms, n = contracts._grouped_shape(op, A, B, m_splits, transa, transb)
+        ks = [size[transa] for size in contracts._pieces(A, m_splits)]
+        a = _side(op, _pieces(op, "A", A, A_scale_inv, transa, m_splits))
+        b = _side(op, _pieces(op, "B", B, B_scale_inv, not transb, m_splits))
     alpha, beta = _as_numbers(op, alpha, beta)
-    ms, n = contracts._grouped_shape(op, A, B, m_splits, transa, transb)
-    ks = [size[transa] for size in contracts._pieces(A, m_splits)]
     for what, size in (("rows of D", sum(ms)), ("columns of D", n), ("terms", max(ks))):
         check_size(op, what, size)
-    a = _side(op, "A", A, A_scale_inv, transa, m_splits)
-    b = _side(op, "B", B, B_scale_inv, not transb, m_splits)
     device, dtype = B[0].device, contracts._default_dtype(B[0], out_dtype)
     if gelu_input is not None:
         gelu_input = plain(op, "gelu_input", gelu_input).contiguous()
@@ -1098,18 +1210,21 @@ def te_general_grouped_gemm(
         alike = all(it.dtype == given[0].dtype for it in given)
         biases = _end_to_end(given if alike else [it.float() for it in given]).view(-1, n)
     shape = (sum(ms), n)
-    d_rows = list(itertools.accumulate(ms, initial=0))[:-1]
+    d_rows = _begins(ms)
     d_places, d_strides, copied = [it * n for it in d_rows], [n] * len(ms), False
     if accumulate_into is None:
         D = torch.empty(shape, dtype=dtype, device=device)
     else:
-        (D, _), d_places, d_strides, copied = _splits_target(op, accumulate_into, ms)
+        told = None if found is None else found.into
+        (D, _), d_places, d_strides, copied = _splits_target(op, accumulate_into, ms, told)
+    if call is not None and found is None and not copied:
+        _keep_found(call, ms, n, ks, a, b, d_strides)
     check_fresh(op, D)
     pre_gelu = torch.empty(shape, dtype=dtype, device=device) if gelu and not grad else None
     sums = None
     if bias_grad:
-        stored = _side(op, "B", B, B_scale_inv, True, m_splits, whole=False)
-        sums = _sums_of_rows(op, stored.pieces, dtype)
+        stored = _pieces(op, "B", B, B_scale_inv, True, m_splits, whole=False)
+        sums = _sums_of_rows(op, stored, dtype)
     after = _Epilogue(
         gelu,
         accumulate_into is not None and beta != 0,
@@ -1134,6 +1249,15 @@ def te_general_grouped_gemm(
     return None, sums, pre_gelu
 
 
+def _are_describable(op: str, side: _Side) -> bool:
+    """Whether descriptors can be made of each group's rows."""
+    size = side.like.data.itemsize
+    bits = functools.reduce(operator.or_, (*side.places, *side.strides), 0)
+    return _describable(address_of(op, side.data) | bits * size, size, 0, 0) and all(
+        map(operator.ge, side.strides, side.columns)
+    )
+
+
 def _launch_groups(
     op: str,
     a: _Side,
@@ -1154,33 +1278,21 @@ def _launch_groups(
         tensors: D, the saved input of GELU, that of a GELU's gradient, the biases.
         factors: alpha and beta.
     """
-    first_a, first_b = a.pieces[0].operand, b.pieces[0].operand
     groups = triton.next_power_of_2(len(ms))
-    size = b.data.itemsize
-    described = all(
-        _describable(
-            address_of(op, side.data) | place * size,
-            size,
-            it.operand.stride,
-            it.operand.data.shape[-1],
-        )
-        for side in (a, b)
-        for place, it in zip(side.places, side.pieces, strict=True)
-    )
     kernel = _kernel(
-        _way(op, first_a, first_b),
-        first_a,
-        first_b,
+        _way(op, a.like, b.like),
+        a.like,
+        b.like,
         after,
         ms,
         n,
         ks,
         strides=(*a.strides, *b.strides, *a.places, *b.places),
         d_strides=(*d_strides, *d_places),
-        described=described,
+        described=_are_describable(op, a) and _are_describable(op, b),
         d_described=False,
         groups=groups,
-        at_origin=(not any(it.start for it in a.pieces), not any(it.start for it in b.pieces)),
+        at_origin=(not any(a.starts), not any(b.starts)),
     )
     tile = kernel.tile
     across = -(-n // tile.columns)
@@ -1188,18 +1300,17 @@ def _launch_groups(
     check_size(op, "tiles", sum(tiles))
 
     def of_side(side: _Side) -> tuple[Sequence[int], ...]:
-        operands = [it.operand for it in side.pieces]
         return (
             [it // kernel.unit for it in side.places],
-            [it.stride // kernel.unit for it in operands],
-            [it.start for it in side.pieces],
+            [it // kernel.unit for it in side.strides],
+            side.starts,
             side.scale_places,
-            [it.scale_row for it in operands],
-            [it.scale_column for it in operands],
+            side.scale_rows,
+            side.scale_columns,
         )
 
     fields: tuple[Sequence[int], ...] = (
-        list(itertools.accumulate(tiles, initial=0))[:-1],
+        _begins(tiles),
         [it // kernel.unit_m for it in ms],
         [it // kernel.unit_k for it in ks],
         *of_side(a),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends._allocation import allocator
+from transformer_engine_fl.backends._groups import GroupedCall, KnownGroups
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     KnownCalls,
@@ -367,6 +368,9 @@ def generic_gemm(
 # ------------------------------------------------------------------------------- groups
 
 
+_known_groups: KnownGroups[bool] = KnownGroups()
+
+
 def _groups(tensors: list[Tensor], m_splits: list[int] | None) -> list[Tensor]:
     """Each group's matrix."""
     if m_splits is None or len(tensors) == len(m_splits):
@@ -411,26 +415,34 @@ def te_general_grouped_gemm(
     the contract has a tensor for each weight, and the splits on the host.
     """
     name = "te_general_grouped_gemm"
-    ops.te_general_grouped_gemm.check(
-        A,
-        B,
-        m_splits,
-        transa=transa,
-        transb=transb,
-        bias=bias,
-        gelu=gelu,
-        gelu_input=gelu_input,
-        grad=grad,
-        bias_grad=bias_grad,
-        alpha=alpha,
-        beta=beta,
-        accumulate_into=accumulate_into,
-        A_scale_inv=A_scale_inv,
-        B_scale_inv=B_scale_inv,
-        out_dtype=out_dtype,
-    )
-    a = _groups([plain(name, "A", it) for it in A], m_splits)
-    b = _groups([plain(name, "B", it) for it in B], m_splits)
+    call = known = None
+    if bias is None and A_scale_inv is None and B_scale_inv is None:
+        flags, numbers = (transa, transb, gelu, grad, bias_grad), (alpha, beta)
+        more = (gelu_input, accumulate_into)
+        call = GroupedCall.of(A, B, m_splits, *more, flags, numbers, out_dtype)
+    if call is not None:
+        known = _known_groups.get(call)
+    if not known:
+        ops.te_general_grouped_gemm.check(
+            A,
+            B,
+            m_splits,
+            transa=transa,
+            transb=transb,
+            bias=bias,
+            gelu=gelu,
+            gelu_input=gelu_input,
+            grad=grad,
+            bias_grad=bias_grad,
+            alpha=alpha,
+            beta=beta,
+            accumulate_into=accumulate_into,
+            A_scale_inv=A_scale_inv,
+            B_scale_inv=B_scale_inv,
+            out_dtype=out_dtype,
+        )
+    a = _groups([_taken(name, "A", it, bool(known)) for it in A], m_splits)
+    b = _groups([_taken(name, "B", it, bool(known)) for it in B], m_splits)
     count = len(b)
     scales = list(
         zip(_scales_of(A_scale_inv, A, count), _scales_of(B_scale_inv, B, count), strict=True)
@@ -449,7 +461,7 @@ def te_general_grouped_gemm(
     else:
         places = [_place(name, it) for it in written]
         places = places if len(places) == count else list(torch.split(places[0], rows))
-    for i in range(count):
+    for i in range(0 if known else count):
         reason = _declined(
             a[i],
             b[i],
@@ -466,6 +478,8 @@ def te_general_grouped_gemm(
         )
         refuse(name, reason)
         _check_memory(name, lefts[i], rights[i].t())  # before anything is written
+    if call is not None and not known:
+        _known_groups.add(call, True)
     with products(name, b[0].dtype):
         for place, left, right, added, scale in zip(
             places, lefts, rights, biases, scales, strict=True
