@@ -14,7 +14,26 @@ from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import NotSupportedError, TeFlError
 
-__all__ = ["check", "check_same", "is_repeat", "ordinary", "renewed", "repeat", "serves"]
+__all__ = [
+    "WRITING",
+    "check",
+    "check_same",
+    "check_written",
+    "is_repeat",
+    "ordinary",
+    "renewed",
+    "repeat",
+    "serves",
+]
+
+WRITING = (
+    "copy_to_kv_cache",
+    "generic_gemm",
+    "thd_grad_correction",
+    "thd_out_correction",
+    "thd_second_half_lse_correction",
+)
+"""Operators that write some of their arguments, and are repeated."""
 
 Operator = Callable[..., Any]
 
@@ -121,6 +140,29 @@ def check_same(operator: Operator, call: Sample, found: Any = None) -> None:
         assert one.requires_grad is zeros.requires_grad
         written = _bytes(zeros) == _bytes(ones)
         assert torch.equal(_bytes(one)[written], _bytes(zeros)[written])
+
+
+def check_written(operator: Operator, sample: Sample) -> None:
+    """Hold what calls of a row write, and return, to the ordinary way, bit by bit.
+
+    Autograd is told of it as often as there.
+    """
+    _repeats.forget()
+    for seed in range(_repeats.CALLS_BEFORE + 3):
+        calls = [renewed(sample, seed), renewed(sample, seed)]
+        plain: Operator = operator.__wrapped__  # type: ignore[attr-defined]
+        results = []
+        for function, call in zip((plain, operator), calls, strict=True):
+            given = list(_flat((call.args, list(call.kwargs.values()))))
+            tensors = [it for it in given if isinstance(it, Tensor)]
+            before = [it._version for it in tensors]
+            outputs = function(*call.args, **call.kwargs)
+            told = [it._version - old for it, old in zip(tensors, before, strict=True)]
+            written = [it for it in _flat((tensors, outputs)) if isinstance(it, Tensor)]
+            results.append((told, [_bytes(it) for it in written]))
+        (told, written), (again, same) = results
+        assert told == again
+        assert all(map(torch.equal, written, same))
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -239,7 +239,7 @@ def test_groups_with_scales_of_two_kinds_are_declined(device: str) -> None:
 @pytest.mark.parametrize("count", [1, 33, 700])
 def test_numbers_reach_the_device(count: int, device: str) -> None:
     numbers = [(-1) ** i * (i + (i % 3 << 40)) for i in range(count)]
-    memory = _numbers.numbers_on_device(numbers, torch.device(device))
+    memory = _numbers.numbers_on_device(numbers, torch.empty(0, device=device).device)
     assert memory[:count].tolist() == numbers
     assert not memory[count:].any()
 

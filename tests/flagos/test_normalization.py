@@ -618,6 +618,28 @@ def test_arguments_that_overlap_are_known_by_where_they_start(
     assert log[-1][-5:-2] == tuple(it.data_ptr() for it in (query[:, skipped:], key, output[4:]))
 
 
+@pytest.mark.usefixtures("no_scratch")
+def test_autograd_is_told_what_a_repeated_call_writes(log: list[Any]) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+
+    @_repeats.repeating
+    def operator(total: Tensor, step: Tensor, *, inside: bool = False) -> None:
+        launch((5, 2), (total, step), (3,))
+        _repeats.written(total[4:] if inside else total)
+
+    total, step = torch.zeros(64), torch.zeros(64)
+    for _ in range(_repeats.CALLS_BEFORE):
+        operator(total, step)
+        operator(total, step, inside=True)
+    assert operator.calls.last(total, step, inside=True) is _repeats.MISS
+    assert operator.calls.last(total, step, inside=False) is not _repeats.MISS
+    other, before = torch.zeros(64), total._version
+    log.clear()
+    operator(other, step)
+    assert (other._version, total._version) == (1, before)
+    assert log[-1][-4:-2] == (other.data_ptr(), step.data_ptr())
+
+
 class RunWithScratch(Run):
     """What starts a kernel whose programs have 128 bytes each, if it is not given their address."""
 

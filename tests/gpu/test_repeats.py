@@ -93,6 +93,17 @@ def test_a_repeated_call_does_what_the_ordinary_way_does(impl: str, name: str) -
         check_threads(operator, sample)
 
 
+@pytest.mark.parametrize("name", repeated_calls.WRITING)
+def test_a_repeated_call_writes_what_the_ordinary_way_does(name: str) -> None:
+    operator = operator_of("default.flagos", name)
+    samples = samples_of("default.flagos", name)
+    known = 0
+    for sample in samples:
+        repeated_calls.check_written(operator, sample)
+        known += repeated_calls.is_repeat(operator, repeated_calls.renewed(sample, 20))
+    assert known
+
+
 @pytest.mark.parametrize("columns", [65_536, 262_144])
 def test_blocks_that_exchange_through_memory_do_so_when_a_call_is_repeated(columns: int) -> None:
     """Rows wider than any sample's, in launches that are cooperative."""

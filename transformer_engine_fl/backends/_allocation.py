@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Allocate", "allocator", "quickest"]
+__all__ = ["Allocate", "allocator", "quickest", "sees_allocations"]
 
 _function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
@@ -36,12 +36,16 @@ def allocator(device: torch.device) -> Allocate:
     if (
         index is None  # type: ignore[redundant-expr]  # the CPU's is, whatever torch declares
         or _on_current_device is None
-        or _function_modes()
-        or _dispatch_modes()
+        or sees_allocations()
         or index != _current_device()
     ):
         return functools.partial(_through_the_dispatcher, device)
     return quickest(device)
+
+
+def sees_allocations() -> bool:
+    """Whether a mode is entered that may want to see allocations, and all else torch does."""
+    return bool(_function_modes() or _dispatch_modes())
 
 
 def quickest(device: torch.device) -> Allocate:

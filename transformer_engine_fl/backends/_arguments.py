@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from transformer_engine_fl.backends import _repeats
+from transformer_engine_fl.backends._memory import PLAIN, extent
 from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-PLAIN = (torch.Tensor, Parameter)
 NOT_A_TENSOR = (AttributeError, IndexError, RuntimeError, TypeError)
 """What a value that is no plain tensor answers to the quick look."""
 _MOST_PLANS = 1024
@@ -127,15 +127,7 @@ class Written:
         if self.dense.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.dense)
         else:
-            torch.autograd.graph.increment_version(self._memory)
-
-
-def extent(tensor: Tensor) -> int:
-    """How many elements lie from its first to its last, those between them included."""
-    if not tensor.numel():
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps)
+            _repeats.written(self._memory)
 
 
 def address_of(op: str, tensor: Tensor) -> int:

@@ -9,10 +9,11 @@ and if so allocates, launches and returns.
 
 Whatever is seen that does not follow from such a look (a value that is read from a tensor,
 an operator of torch that computes, memory that belongs to nobody here) leaves calls like it
-to the ordinary way. :func:`repeating` is for operators that write none of their arguments
-and take their numbers from nowhere else (no generator of random numbers, say). Where a mode
-wants to see allocations, while tensors are traced, or on another current device, every call
-goes the ordinary way. ``TE_FL_REPEAT_CALLS=0`` leaves every operator as it is written.
+to the ordinary way. :func:`repeating` is for operators that tell of what they write
+(:func:`written`) and take their numbers from nowhere else (no generator of random numbers,
+say). Where a mode wants to see allocations, while tensors are traced, or on another current
+device, every call goes the ordinary way. ``TE_FL_REPEAT_CALLS=0`` leaves every operator as it
+is written.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine_fl.backends import _allocation
-from transformer_engine_fl.backends._arguments import PLAIN, extent
+from transformer_engine_fl.backends._memory import PLAIN, extent
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.dispatch import MISS, Repeats
 from transformer_engine_fl.core.locks import ForkSafeLock
@@ -48,6 +49,7 @@ __all__ = [
     "note",
     "repeating",
     "repeating_from_starts",
+    "written",
 ]
 
 CALLS_BEFORE = 8
@@ -119,7 +121,7 @@ def look(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool] | None:
     check = _check(made, tensors)
 
     def alike(others: list[Tensor]) -> bool:
-        if _allocation._function_modes() or _allocation._dispatch_modes():
+        if _allocation.sees_allocations():
             return False
         try:
             # torch's look at a nested tensor without strides ends the process.
@@ -142,7 +144,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         steps: what it did, in order: ``("empty", tensor)``, ``("fill", tensor, value)``,
-            ``("launch", function, arguments)``.
+            ``("launch", function, arguments)``, ``("written", address)``.
         refusal: what was seen that cannot be repeated.
     """
 
@@ -236,6 +238,14 @@ def note(function: Any, *arguments: Any) -> bool:
         return False
     watch.steps.append(("launch", function, arguments))
     return True
+
+
+def written(tensor: Tensor) -> None:
+    """Tell autograd, and the watch if this is its thread, that kernels wrote an argument."""
+    torch.autograd.graph.increment_version(tensor)
+    watch = active
+    if watch is not None and watch.thread == threading.get_ident():
+        watch.steps.append(("written", tensor.data_ptr()))
 
 
 class Address(int):
@@ -358,6 +368,13 @@ class _Writer:
             self.lines.append(
                 f"{name}.zero_()" if is_zero else f"{name}.fill_({self.constant(value)})"
             )
+        elif kind == "written":
+            (address,) = what
+            starts = {start: name for start, _, name, _ in self.owners}
+            if address not in starts:
+                raise UnrepeatableError("writing what is no argument")
+            self.namespace["_increment"] = torch.autograd.graph.increment_version
+            self.lines.append(f"_increment({starts[address]})")
         else:
             function, arguments = what
             prepare = getattr(function, "prepared", None)
@@ -558,8 +575,7 @@ def _can_watch(device: torch.device) -> bool:
     elsewhere = device.type == "cuda" and _allocation._current_device() != device.index
     return not (
         elsewhere
-        or _allocation._function_modes()
-        or _allocation._dispatch_modes()
+        or _allocation.sees_allocations()
         or torch.compiler.is_compiling()
         or _tensor_guards() is None
     )
@@ -607,8 +623,8 @@ def _plain({names}):
 def repeating(operator: Operator) -> Operator:
     """Decorate an implementation, so that calls like before cost little more than launches.
 
-    It writes none of its arguments, and what it does on the host follows from their dtypes,
-    sizes, strides, devices and alignment and from its options alone.
+    It tells of each argument that it writes, and what it does on the host follows from their
+    dtypes, sizes, strides, devices and alignment and from its options alone.
     """
     return _repeating(operator, from_starts=False)
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from transformer_engine_fl.backends._repeats import repeating
+from transformer_engine_fl.backends._repeats import repeating, repeating_from_starts
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
     Written,
@@ -411,6 +411,7 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -
     return _converted(op.name, tensor, offsets, fresh(op.name, tensor, shape), pack=True)
 
 
+@repeating_from_starts
 def copy_to_kv_cache(
     new_k: Tensor,
     new_v: Tensor,

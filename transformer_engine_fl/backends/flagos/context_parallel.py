@@ -6,7 +6,8 @@ row, and the share of a step once for a row and head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -396,6 +397,7 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
     return output
 
 
+@repeating
 def thd_grad_correction(
     grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, *, first_half: str, second_half: str
 ) -> None:
@@ -430,6 +432,13 @@ def thd_grad_correction(
     written.finish()
 
 
+@functools.cache
+def _accumulator(out: torch.dtype, lse: torch.dtype) -> Any:
+    """What a share of an output is calculated in."""
+    return _TRITON_TYPES[torch.promote_types(math_dtype(out), lse)]
+
+
+@repeating
 def thd_out_correction(
     out: Tensor,
     out_per_step: Tensor,
@@ -478,7 +487,7 @@ def thd_out_correction(
         tile_bytes=_TILE_BYTES["out"],
         PACKED=lse_packed,
         HALF=only_second_half,
-        ACC=_TRITON_TYPES[torch.promote_types(math_dtype(out.dtype), lse.dtype)],
+        ACC=_accumulator(out.dtype, lse.dtype),
     )
     written.finish()
 
@@ -511,6 +520,7 @@ def _halves_of_lse(
     launch((programs, across), (lse, half, offsets), numbers)
 
 
+@repeating
 def thd_second_half_lse_correction(
     lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, *, lse_packed: bool = False
 ) -> None:

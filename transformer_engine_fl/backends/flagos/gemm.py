@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._groups import GroupedCall, KnownGroups
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
@@ -816,6 +817,7 @@ def _planned(
     return plan, (a.data, b.data, a.scale, b.scale, into, gelu_input, bias)
 
 
+@_repeats.repeating
 def generic_gemm(
     A: Tensor,
     B: Tensor,
@@ -884,7 +886,7 @@ def generic_gemm(
     if address_of(op, D) != address_of(op, accumulate_into):
         accumulate_into.detach().copy_(D.reshape(accumulate_into.shape))
     else:
-        torch.autograd.graph.increment_version(accumulate_into)
+        _repeats.written(accumulate_into)
     return None, sums, pre_gelu
 
 
@@ -1217,8 +1219,6 @@ def te_general_grouped_gemm(
     else:
         told = None if found is None else found.into
         (D, _), d_places, d_strides, copied = _splits_target(op, accumulate_into, ms, told)
-    if call is not None and found is None and not copied:
-        _keep_found(call, ms, n, ks, a, b, d_strides)
     check_fresh(op, D)
     pre_gelu = torch.empty(shape, dtype=dtype, device=device) if gelu and not grad else None
     sums = None
@@ -1238,6 +1238,8 @@ def te_general_grouped_gemm(
             op, a, b, after, ms, n, ks, d_places, d_strides, d_rows,
             (D, pre_gelu, gelu_input, biases), (alpha, beta),
         )  # fmt: skip
+        if call is not None and found is None and not copied:
+            _keep_found(call, ms, n, ks, a, b, d_strides)
     if accumulate_into is None:
         return D, sums, pre_gelu
     if copied:

@@ -66,6 +66,7 @@ __all__ = [
     "real",
     "refusal",
     "refuse",
+    "taken",
     "vector_width",
 ]
 
@@ -235,6 +236,13 @@ class Plans(dict[tuple[Any, ...], T]):
 
 
 # --------------------------------------------------------------------- calls seen before
+
+
+def taken(op: str, name: str, tensor: Tensor, known: bool) -> Tensor:
+    """The tensor, plain; one that a known call had may be it already."""
+    if known and not (tensor.requires_grad or tensor.is_neg()):
+        return tensor
+    return plain(op, name, tensor)
 
 
 class KnownCalls:

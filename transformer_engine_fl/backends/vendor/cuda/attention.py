@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, plain, refuse
+from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls, refuse, taken
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
@@ -132,7 +132,7 @@ def _checked(op: Any, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> l
     if not known:
         op.check(*tensors, **options)
     given = zip(op.signature.parameters, before, strict=False)
-    plains = [plain(name, parameter, it) for parameter, it in given]
+    plains = [taken(name, parameter, it, known) for parameter, it in given]
     if not known:
         looked_at = {
             option: options[option]

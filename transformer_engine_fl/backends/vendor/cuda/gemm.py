@@ -29,6 +29,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     fresh,
     plain,
     refuse,
+    taken,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
@@ -196,13 +197,6 @@ def _float8_declined(
 # --------------------------------------------------------------------------- one product
 
 
-def _taken(op: str, name: str, tensor: Tensor, known: bool) -> Tensor:
-    """The tensor, plain; one that a known call had may be it already."""
-    if known and not (tensor.requires_grad or tensor.is_neg()):
-        return tensor
-    return plain(op, name, tensor)
-
-
 def _matrix(tensor: Tensor) -> Tensor:
     """All dimensions but the last are rows."""
     return tensor if tensor.ndim == 2 else tensor.unsqueeze(0).flatten(0, -2)
@@ -315,11 +309,11 @@ def generic_gemm(
             B_scale_inv=B_scale_inv,
             out_dtype=out_dtype,
         )
-    a, b = _taken(name, "A", A, known), _taken(name, "B", B, known)
+    a, b = taken(name, "A", A, known), taken(name, "B", B, known)
     dtype = out_dtype or (torch.bfloat16 if b.dtype in _FLOAT8 else b.dtype)
     scales = (
-        None if A_scale_inv is None else _taken(name, "A_scale_inv", A_scale_inv, known),
-        None if B_scale_inv is None else _taken(name, "B_scale_inv", B_scale_inv, known),
+        None if A_scale_inv is None else taken(name, "A_scale_inv", A_scale_inv, known),
+        None if B_scale_inv is None else taken(name, "B_scale_inv", B_scale_inv, known),
     )
     if not known:
         reason = _declined(
@@ -354,7 +348,7 @@ def generic_gemm(
             out,
             left,
             right,
-            None if bias is None else _taken(name, "bias", bias, known),
+            None if bias is None else taken(name, "bias", bias, known),
             alpha,
             None if D is not None else beta,
             scales,
@@ -441,8 +435,8 @@ def te_general_grouped_gemm(
             B_scale_inv=B_scale_inv,
             out_dtype=out_dtype,
         )
-    a = _groups([_taken(name, "A", it, bool(known)) for it in A], m_splits)
-    b = _groups([_taken(name, "B", it, bool(known)) for it in B], m_splits)
+    a = _groups([taken(name, "A", it, bool(known)) for it in A], m_splits)
+    b = _groups([taken(name, "B", it, bool(known)) for it in B], m_splits)
     count = len(b)
     scales = list(
         zip(_scales_of(A_scale_inv, A, count), _scales_of(B_scale_inv, B, count), strict=True)
