@@ -8,6 +8,7 @@ to nobody else before the copy is done.
 
 from __future__ import annotations
 
+import array
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,7 +48,8 @@ def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
         device: where the tensor is.
     """
     if len(numbers) > _COUNTS[0] and _can_be_copied(device):
-        told = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+        told = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+        told.copy_(torch.frombuffer(array.array("q", numbers), dtype=torch.int64))
         return told.to(device, non_blocking=True)
     count = next((it for it in _COUNTS if it >= len(numbers)), _COUNTS[-1])
     calls = -(-len(numbers) // count)

@@ -231,7 +231,7 @@ def _chosen(
                 continue
             if tile.specialize and not specialize:
                 continue
-            tiles = sum(-(-m // tile.rows) for m in ms) * -(-n // tile.columns)
+            tiles = sum([-(-m // tile.rows) for m in ms]) * -(-n // tile.columns)
             rounds = -(-tiles // offered.multiprocessors)
             cost = rounds * tile.rows * tile.columns / tile.speed
             if best is None or cost < best[0]:
