@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from transformer_engine_fl.backends import _cross_entropy
+from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos import loss as flagos
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import loss as contracts
@@ -180,6 +181,36 @@ def test_linear_layers_in_parts(options: str, dtype: torch.dtype, device: str) -
     grads = torch.randn(2, 21, device=device)
     call = (grads[0], input, weight, target, lse, bias, grads[1])
     check("fused_linear_cross_entropy_bwd", *call, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("words", [8192, 20_001])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_hopper_s_linear_layers_store_no_logits(
+    words: int, dtype: torch.dtype, with_bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0) or not _launch.has_gluon():
+        pytest.skip("needs a Hopper GPU, and a Triton whose Gluon is known")
+    rows, hidden = 300, 520
+    monkeypatch.setattr(_cross_entropy, "_LOGITS", {"forward": rows * 64, "backward": rows * 2048})
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    input, weight = normal(rows, hidden), normal(words, hidden) / 8
+    bias = normal(words) if with_bias else None
+    target = targets_of(torch.empty(rows, words, device=device))
+    options = {**OPTIONS["everything"], "softcap": None}
+    assert flagos._for_hopper(input, weight, flagos.options_of("a test's", **options))
+    for given in ({}, options):
+        # Words that do not exist make a NaN of a row, and with it of what is summed over rows.
+        some = target.clamp(0, words - 1) if given else target
+        _, lse = check("fused_linear_cross_entropy_fwd", input, weight, some, bias, **given)
+        grads = torch.randn(2, rows, device=device)
+        call = (grads[0], input, weight, target.clamp(0, words - 1), lse, bias, grads[1])
+        check("fused_linear_cross_entropy_bwd", *call, **given)
 
 
 class Largest(TorchDispatchMode):

@@ -6,6 +6,7 @@ and the kernels are those of logits (:class:`LinearCrossEntropy`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -236,6 +237,21 @@ class _Product(Protocol):
         """Write a product of narrow matrices, summed in float32 and rounded once, to ``out``."""
 
 
+_FusedStatistics = Callable[[str, Tensor, Tensor, Tensor | None, Tensor, Options], Tensor | None]
+"""(op, input, weight, bias, target, options) -> the statistics of all words in some shards, or
+None of what the set has no such kernel for."""
+_StoreGradients = Callable[[slice, Tensor], None]
+"""(words, out): write the gradients of their logits."""
+_FusedGradients = Callable[
+    [str, Tensor, Tensor, Tensor | None, Rows, Options], _StoreGradients | None
+]
+"""(op, input, weight, bias, rows, options) -> what writes gradients, or None as above."""
+
+
+def _none_fused(*arguments: object) -> None:
+    """A set that has no kernels for products and what follows them."""
+
+
 class LinearCrossEntropy:
     """The linear forms over a set's kernels.
 
@@ -243,6 +259,7 @@ class LinearCrossEntropy:
         memory_of: how the set takes a tensor.
         run_forward, run_merge, run_backward: its kernels.
         product: how it multiplies narrow matrices into one of their dtype.
+        fused_statistics, fused_gradients: its kernels that store no logits.
     """
 
     def __init__(
@@ -252,7 +269,11 @@ class LinearCrossEntropy:
         run_merge: _Merge,
         run_backward: _Backward,
         product: _Product,
+        fused_statistics: _FusedStatistics = _none_fused,
+        fused_gradients: _FusedGradients = _none_fused,
     ) -> None:
+        self._fused_statistics = fused_statistics
+        self._fused_gradients = fused_gradients
         self._memory_of = memory_of
         self._run_forward = run_forward
         self._run_merge = run_merge
@@ -310,6 +331,15 @@ class LinearCrossEntropy:
         loss, lse = (fresh(op, layer.input, shape, dtype) for _ in range(2))
         if not targets.numel():
             return loss, lse
+        stats = self._fused_statistics(op, layer.input, layer.weight, layer.bias, targets, options)
+        if stats is None:
+            stats = self._statistics(op, layer, targets, options)
+        self._run_merge(op, stats, targets, loss, lse, weight.shape[0], options)
+        return loss, lse
+
+    def _statistics(self, op: str, layer: _Linear, targets: Tensor, options: Options) -> Tensor:
+        """Of some words at a time, whose logits are made and read."""
+        dtype = math_dtype(layer.input.dtype)
         parts, memory = layer.parts(), layer.memory(dtype)
         stats = fresh(op, layer.input, (len(parts), targets.numel(), 4), dtype)
         for words, part in zip(parts, stats, strict=True):
@@ -324,8 +354,7 @@ class LinearCrossEntropy:
                 words.start,
                 options,
             )
-        self._run_merge(op, stats, targets, loss, lse, weight.shape[0], options)
-        return loss, lse
+        return stats
 
     def fused_linear_cross_entropy_bwd(
         self,
@@ -370,18 +399,24 @@ class LinearCrossEntropy:
         if dtype == torch.float16:
             scale = _scale(rows, options)
             rows = rows._replace(scale=scale)
-        memory = layer.memory(wide)
+        write = self._fused_gradients(op, layer.input, layer.weight, layer.bias, rows, options)
+        if write is not None:  # there are no logits in float32 beside their gradients
+            layer = layer._replace(most=min(2 * layer.most, -(-weight.shape[0] // _WHOLE) * _WHOLE))
+        memory = layer.memory(wide) if write is None else None
         # The logits' gradients, in their place if they have their dtype.
-        narrow = memory if dtype == wide else layer.memory(dtype)
+        narrow = layer.memory(dtype) if memory is None or dtype != wide else memory
         total = _as_summed(grad_input, wide)
         along = total.view(layer.input.shape)
         for words in layer.parts():
-            logits = layer.logits(words, memory)
-            d = narrow[:, : logits.shape[1]]
-            place = (layer.most, words.start, weight.shape[0])
-            self._run_backward(
-                op, logits, layer.most, layer.offset(words), rows, d, *place, options
-            )
+            d = narrow[:, : words.stop - words.start]
+            if write is not None:
+                write(words, d)
+            elif memory is not None:
+                logits = layer.logits(words, memory)
+                place = (layer.most, words.start, weight.shape[0])
+                self._run_backward(
+                    op, logits, layer.most, layer.offset(words), rows, d, *place, options
+                )
             if words.start:
                 _add_product(along, d, layer.weight[words])
             else:

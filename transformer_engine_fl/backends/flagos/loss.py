@@ -4,7 +4,8 @@ Forward, a program reads its rows once: each lane keeps the highest score and th
 exponentials of what it has read, in chunks of which several vectors are under way at a
 time. Backward, each tile of the logits is read and its gradient written, from lse, so that
 nothing is read twice. The linear forms make the logits of some words at a time, in float32,
-as torch multiplies matrices; the kernels are the same.
+as torch multiplies matrices; the kernels are the same. On Hopper the product goes on with its
+logits itself, in ``_loss_hopper``, and nothing of them is stored but their gradients.
 
 The order in which a row is summed depends on how wide it is and how it lies in memory
 alone, so a row's result is the same whichever rows come with it; but for the linear forms,
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,6 +42,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     fresh,
     is_block,
     keep,
+    launch_of,
     listed,
     rows_of_tile,
 )
@@ -362,6 +364,78 @@ def _gradients(
     return d
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _factors(
+    row: tl.tensor,
+    exists: tl.tensor,
+    target_ptr: tl.tensor,
+    grad_loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    grad_lse_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    ignore: tl.tensor,
+    last: tl.tensor,
+    smoothing: tl.tensor,
+    share: tl.tensor,
+    z: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """What :func:`_gradients` takes of rows, after their targets and whether they are read."""
+    ACC: tl.constexpr = lse_ptr.dtype.element_ty
+    target = tl.load(target_ptr + row, mask=exists, other=0)
+    grad_loss = tl.load(grad_loss_ptr + row, mask=exists, other=0)
+    lse = tl.load(lse_ptr + row, mask=exists, other=0)
+    read = exists & (target != ignore)
+    # A row that is not read gets zeros of these.
+    grad_loss = tl.where(read, grad_loss, 0)
+    lse = tl.where(read, lse, 0)
+    factor = grad_loss
+    if grad_lse_ptr is not None:
+        factor += tl.where(read, tl.load(grad_lse_ptr + row, mask=exists, other=0), 0)
+    twice_z = tl.full((), 2 * z, ACC)
+    factor += tl.where(twice_z == 0, 0, twice_z * lse * grad_loss)
+    smooth = tl.full((), smoothing, ACC)
+    uniform = tl.where(smooth == 0, 0, tl.full((), share, ACC) * grad_loss)
+    pull = (1 - smooth) * grad_loss + uniform
+    factor = tl.where(read & ((target < 0) | (target >= last)), float("nan"), factor)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+        factor *= scale
+        uniform *= scale
+        pull *= scale
+    return target, read, lse, factor, pull, uniform
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "ignore", "last", "smoothing", "share", "z"]
+)
+def _row_factors(
+    target_ptr: tl.tensor,
+    grad_loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    grad_lse_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.int32,
+    ignore: tl.int64,
+    last: tl.int64,
+    smoothing: tl.float64,
+    share: tl.float64,
+    z: tl.float64,
+    ROWS: tl.constexpr,
+) -> None:
+    """``[4, rows]``: lse, factor, pull and uniform; a row that is not read has an infinite lse."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    _, read, lse, factor, pull, uniform = _factors(
+        row, exists, target_ptr, grad_loss_ptr, lse_ptr, grad_lse_ptr, scale_ptr,
+        ignore, last, smoothing, share, z,
+    )  # fmt: skip
+    tl.store(out_ptr + row, tl.where(read, lse, float("inf")), mask=exists)
+    tl.store(out_ptr + rows + row, factor, mask=exists)
+    tl.store(out_ptr + 2 * rows + row, pull, mask=exists)
+    tl.store(out_ptr + 3 * rows + row, uniform, mask=exists)
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "rows", "columns", "step", "out_step", "start", "ignore", "last",
@@ -406,27 +480,10 @@ def _backward(
     row = (tile // blocks) * ROWS + _row_of_lane(ROWS, VECTORS)
     block = tile % blocks
     exists = row < rows
-    target = tl.load(target_ptr + row, mask=exists, other=0)
-    grad_loss = tl.load(grad_loss_ptr + row, mask=exists, other=0)
-    lse = tl.load(lse_ptr + row, mask=exists, other=0)
-    read = exists & (target != ignore)
-    # A row that is not read gets zeros of these.
-    grad_loss = tl.where(read, grad_loss, 0)
-    lse = tl.where(read, lse, 0)
-    factor = grad_loss
-    if grad_lse_ptr is not None:
-        factor += tl.where(read, tl.load(grad_lse_ptr + row, mask=exists, other=0), 0)
-    twice_z = tl.full((), 2 * z, ACC)
-    factor += tl.where(twice_z == 0, 0, twice_z * lse * grad_loss)
-    smooth = tl.full((), smoothing, ACC)
-    uniform = tl.where(smooth == 0, 0, tl.full((), share, ACC) * grad_loss)
-    pull = (1 - smooth) * grad_loss + uniform
-    factor = tl.where(read & ((target < 0) | (target >= last)), float("nan"), factor)
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
-        factor *= scale
-        uniform *= scale
-        pull *= scale
+    target, read, lse, factor, pull, uniform = _factors(
+        row, exists, target_ptr, grad_loss_ptr, lse_ptr, grad_lse_ptr, scale_ptr,
+        ignore, last, smoothing, share, z,
+    )  # fmt: skip
     word = target - start
     word = tl.where((target >= start) & (word < columns), word, -1).to(tl.int32)
 
@@ -850,10 +907,66 @@ def cross_entropy_bwd(
     return grad_input
 
 
+def _fused_statistics(
+    op: str, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: Options
+) -> Tensor | None:
+    """The statistics of blocks of words whose logits are never stored; None of other calls."""
+    if (hopper := _for_hopper(input, weight, options)) is None:
+        return None
+    shape = (-(-weight.shape[0] // hopper.COLUMNS), target.numel(), 4)
+    stats = fresh(op, input, shape, torch.float32)
+    hopper.store_statistics(op, input, weight, bias, target, stats)
+    return stats
+
+
+def _fused_gradients(
+    op: str, input: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, options: Options
+) -> Callable[[slice, Tensor], None] | None:
+    """What writes the gradients of the logits of some words; None of other calls."""
+    if (hopper := _for_hopper(input, weight, options)) is None:
+        return None
+    factors = _factors_of_rows(op, rows, weight.shape[0], options)
+
+    def store(words: slice, out: Tensor) -> None:
+        of_words = None if bias is None else bias[words]
+        hopper.store_gradients(
+            op, input, weight[words], of_words, rows.target, factors, out, words.start
+        )
+
+    return store
+
+
+def _factors_of_rows(op: str, rows: Rows, words: int, options: Options) -> Tensor:
+    """``[4, rows]``: what ``_row_factors`` writes."""
+    count, device = rows.target.numel(), rows.target.device
+    check_size(op, "rows", count)
+    factors = fresh(op, rows.lse, (4, count), rows.lse.dtype)
+    kinds = (rows.lse.dtype, rows.grad_lse is None, rows.scale is None)
+    launch = launch_of(_row_factors, device, kinds, threads=_MERGE_ROWS, ROWS=_MERGE_ROWS)
+    launch(
+        (-(-count // _MERGE_ROWS), 1),
+        (*rows, factors),
+        (count, options.ignore, words, options.smoothing, options.smoothing / words, options.z),
+    )
+    return factors
+
+
+def _for_hopper(input: Tensor, weight: Tensor, options: Options) -> Any:
+    """The module that does it in the product, if it does this; a cap costs too many registers."""
+    if options.softcap is not None or not _launch.has_gluon():
+        return None
+    from transformer_engine_fl.backends.flagos import _loss_hopper
+
+    return _loss_hopper if _loss_hopper.serves(input, weight) else None
+
+
 def _product(op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
     generic_gemm(right, left, transa=False, accumulate_into=out, beta=0.0)
 
 
-_linear = LinearCrossEntropy(addressed, _run_forward, _run_merge, _run_backward, _product)
+_linear = LinearCrossEntropy(
+    addressed, _run_forward, _run_merge, _run_backward, _product,
+    fused_statistics=_fused_statistics, fused_gradients=_fused_gradients,
+)  # fmt: skip
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd
 fused_linear_cross_entropy_bwd = _linear.fused_linear_cross_entropy_bwd
