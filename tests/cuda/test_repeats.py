@@ -587,8 +587,27 @@ def test_a_variable_switches_repeating_off(monkeypatch: pytest.MonkeyPatch) -> N
         return input
 
     settings = dataclasses.replace(get_environment(), repeat_calls=False)
+    assert _repeats.look([torch.ones(3)])
     monkeypatch.setattr(_repeats, "get_environment", lambda: settings)
     assert _repeats.repeating(operator) is operator
+    assert _repeats.look([torch.ones(3)]) is None
+
+
+def test_a_look_sees_all_but_where_tensors_are_and_what_they_hold() -> None:
+    alike = _repeats.look([torch.ones(3, 4), torch.nn.Parameter(torch.ones(2))])
+    assert alike
+    first, second = torch.zeros(3, 4), torch.nn.Parameter(torch.zeros(2))
+    assert alike([first, second])
+    others: list[list[Any]] = [
+        [second, first], [first, torch.zeros(2)],
+        [first.t().contiguous().t(), second], [first.double(), second], [first, None],
+        [torch._neg_view(first), second], [first.to("meta"), second], [_nested(first), second],
+        [first.to_sparse(), second],
+    ]  # fmt: skip
+    assert not any(map(alike, others))
+    with FakeTensorMode():
+        assert not alike([first, second])
+    assert _repeats.look([first.to_sparse()]) is None
 
 
 # ----------------------------------------------------------------------- prepared launches

@@ -112,10 +112,10 @@ def _check(made: Any, tensors: list[Tensor]) -> Callable[..., bool]:
 def look(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool] | None:
     """What sees whether as many tensors are like these, in all but where they are and hold.
 
-    Nobody is like tensors of which one comes twice. None where torch has no such look, or one
-    of the tensors is of a kind of its own.
+    Nobody is like tensors of which one comes twice. None where torch has no such look, one of
+    the tensors is of a kind of its own, or calls are not to be repeated.
     """
-    made = _tensor_guards()
+    made = _tensor_guards() if get_environment().repeat_calls else None
     if made is None or not all(type(it) in PLAIN and it.layout is torch.strided for it in tensors):
         return None
     check = _check(made, tensors)
