@@ -2,7 +2,7 @@
 
     python benchmarks/performance_page.py
 
-Reads ``results/ops_*.json`` (one for each device, written by ops.py) and
+Reads ``results/ops_*.json`` (one for each run, written by ops.py) and
 ``results/dispatch_overhead.json``; measures nothing. A test compares the page with what
 this gives, so a new result and its page are committed together.
 """
@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from peers import COMPILER
 from report import (
     Report,
     by_workload,
@@ -162,7 +163,9 @@ def _method(reports: Iterable[Report]) -> Iterator[str]:
 
 
 def _operators(path: Path, report: Report) -> Iterator[str]:
-    yield f"## Operators on {report['environment']['device']}\n"
+    compiled = any(COMPILER in row["results"] for row in report["rows"])
+    beside = f", beside `{COMPILER}`" if compiled else ""
+    yield f"## Operators on {report['environment']['device']}{beside}\n"
     names = names_of(report["rows"], report)
     yield _paragraph(
         f"Measured on {report['environment']['date']}. Versions: {_versions(report)}. "
