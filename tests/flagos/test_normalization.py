@@ -115,7 +115,7 @@ def test_rows_of_every_width_backward(columns: int, dtype: torch.dtype, device: 
     check("rmsnorm_bwd_add", dz, x, torch.randn(x.shape).to(x), *others)
 
 
-@pytest.mark.parametrize("columns", [100, 5003, 40008])
+@pytest.mark.parametrize("columns", [100, 5003, 20_000, 32_768, 40008])
 def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
     """As a difference of mean squares it would be off by some per cent."""
     x = (torch.randn(2, columns) + 1000).to(device, torch.float16)

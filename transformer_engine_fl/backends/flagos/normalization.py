@@ -133,12 +133,13 @@ def _forward_rows(
     PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     NARROW: tl.constexpr,
+    ONCE: tl.constexpr,
     SUM: tl.constexpr,
 ) -> None:
     """Rows that fit into registers, ROWS to a program, in PARTS; see ``_rows``.
 
-    EXACT: the parts have no columns beyond the row's. Not a loop over tiles: that cost
-    registers, and so programs at a time.
+    EXACT: the parts have no columns beyond the row's. ONCE: a row's numbers and their squares are
+    summed together. Not a loop over tiles: that cost registers, and so programs at a time.
     """
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     AXIS: tl.constexpr = 0 if ROWS == 1 else 1
@@ -165,10 +166,14 @@ def _forward_rows(
         weight = fetch(weight_ptr + column, column < columns)
     mu = (row * 0).to(ACC)
     if mu_ptr is not None:
-        for part in tl.static_range(len(PARTS)):
-            mu += tl.sum(x[part].to(ACC), axis=AXIS)
-        mu /= columns
+        if ONCE:
+            mu = _typical(x_ptr, 0, columns, True, ACC)
+        else:
+            for part in tl.static_range(len(PARTS)):
+                mu += tl.sum(x[part].to(ACC), axis=AXIS)
+            mu /= columns
     variance = (row * 0).to(ACC)
+    ahead = variance
     for part in tl.static_range(len(PARTS)):
         distance = as_stored(x[part], NARROW and mu_ptr is not None).to(ACC)
         if mu_ptr is not None:
@@ -177,7 +182,16 @@ def _forward_rows(
                 column = columns_of_part(PARTS, part)
                 inside = within(column, columns, EXACT or len(PARTS) > part + 1)
                 distance = tl.where(per_column(inside, ROWS), distance, 0)
-        variance += tl.sum(distance * distance, axis=AXIS)
+        if ONCE:
+            squares, further = two_sums(distance * distance, distance)
+            variance += squares
+            ahead += further
+        else:
+            variance += tl.sum(distance * distance, axis=AXIS)
+    if ONCE:
+        variance -= ahead * (ahead / columns)
+        variance = tl.where(variance < 0, 0, variance)
+        mu += ahead / columns
     rsigma = tl.rsqrt(variance / columns + tl.full((), eps, ACC))
     for part in tl.static_range(len(PARTS)):
         column = columns_of_part(PARTS, part)
@@ -611,7 +625,7 @@ _FORWARD = cut_choice(
         8192: Cut(threads=512, width=4096),
         14336: Cut(threads=256, width=8192, resident=4),
         16384: Cut(threads=512, width=8192, resident=2),
-        24576: Cut(threads=512, width=16384, resident=2),
+        32768: Cut(threads=512, width=16384, resident=2),
         81920: Cut(threads=32, width=2048, programs=12, stages=4, shared=True),
         _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
@@ -739,6 +753,11 @@ _BACKWARD_CENTRED = cut_choice(
 )
 
 
+def _sums_at_once(op: Contract[..., Any], columns: int, dtype: torch.dtype) -> bool:
+    """Whether a centred row's numbers, of 2 bytes, are summed together with their squares."""
+    return op is contracts.layernorm_fwd and dtype.itemsize == 2 and columns > 16384
+
+
 def _plan_forward(
     op: Contract[..., Any],
     columns: int,
@@ -764,6 +783,7 @@ def _plan_forward(
         dtype.itemsize * (1 + (op is contracts.rmsnorm_fwd_add)),
         OFFSET=int(offset),
         UNIT=unit,
+        ONCE=_sums_at_once(op, columns, dtype),
         SUM=getattr(tl, str(dtype).removeprefix("torch.")),
     )
     return _ForwardPlan(run, statistics, unit)
