@@ -604,6 +604,7 @@ _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 # 262,144 columns, where nothing was measured, rows are in wide pieces, so that there are fewer.
 _ANY = 2**32
 _PERSISTENT = [(1, 3), (1, 4), (2, 3), (4, 3)]
+_FORWARD_PIECES = Cut(threads=32, width=2048, programs=12, stages=4, shared=True)
 _FORWARD = cut_choice(
     "rmsnorm_fwd",
     _FORWARD_PLANS,
@@ -625,8 +626,10 @@ _FORWARD = cut_choice(
         8192: Cut(threads=512, width=4096),
         14336: Cut(threads=256, width=8192, resident=4),
         16384: Cut(threads=512, width=8192, resident=2),
-        32768: Cut(threads=512, width=16384, resident=2),
-        81920: Cut(threads=32, width=2048, programs=12, stages=4, shared=True),
+        24576: Cut(threads=512, width=16384, resident=2),
+        32767: _FORWARD_PIECES,
+        32768: Cut(threads=512, width=16384, resident=2),  # no column is beyond the row's
+        81920: _FORWARD_PIECES,
         _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
     parts=True,
