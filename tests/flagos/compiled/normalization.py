@@ -10,8 +10,8 @@ from transformer_engine_fl.backends.flagos import normalization as flagos
 
 MODULES = ("normalization", "_sums")
 STREAMING = {"_backward_shared", "_forward_rows", "_forward_shared"}
-# Three numbers of a row, read before the loop for two rows, and in it for one.
-SINGLE = {"_forward_shared": 9}
+# Three numbers of a row; in pieces read before the loop for two rows, and in it for one.
+SINGLE = {"_forward_shared": 9, "_forward_rows": 3}
 FORWARD_WIDTHS = {
     "bfloat16": (1024, 4096, 6144, 20480, 32768, 65536, 131072),
     "float32": (4096, 65536),
@@ -41,7 +41,16 @@ def launch() -> None:
 
 
 def check(cases: list[dict[str, Any]]) -> None:
-    """The sums over the programs may start early, and wait for what they add up."""
+    """The sums over the programs may start early, and wait for what they add up.
+
+    Of whole rows, single numbers are read where a row is summed once, and nowhere else.
+    """
+    once = f"({flagos._forward_rows.arg_names.index('ONCE')},): True"
+    rows = [case for case in cases if case["kernel"] == "_forward_rows"]
+    for case in rows:
+        single = 3 if once in case["constants"] else 0
+        assert case["narrow accesses"] == single or case["dtype"] != "bf16", case
+    assert sum(once in case["constants"] for case in rows) == 2  # 20,480 and 32,768 columns
     for case in cases:
         adds = case["kernel"] == "_sum_programs"
         assert case["waits"] == adds, case
