@@ -52,18 +52,21 @@ class GroupedCall(NamedTuple):
         m_splits: Any,
         gelu_input: Any,
         into: Any,
+        others: tuple[Any, ...],
         flags: tuple[Any, ...],
         numbers: tuple[Any, ...],
         out_dtype: Any,
     ) -> GroupedCall | None:
-        """The call; None of one that may be wrong.
+        """The call; None of one that may be wrong, or has ``others``.
 
         Args:
+            others: biases and scales.
             flags: transa, transb and others.
             numbers: alpha and beta.
-            A, B, m_splits, gelu_input, into, out_dtype: the contract's, which has neither
-                biases nor scales.
+            A, B, m_splits, gelu_input, into, out_dtype: the contract's.
         """
+        if any(it is not None for it in others):
+            return None
         lists = (A, B, () if into is None else into)
         splits = () if m_splits is None else m_splits
         if not {*map(type, (*lists, splits))} <= _LISTS or not {*map(type, splits)} <= {int}:
@@ -102,10 +105,10 @@ class KnownGroups(Generic[Found]):
             object, tuple[Callable[[list[Tensor]], bool], list[int] | None, Found]
         ] = {}
 
-    def get(self, call: GroupedCall) -> Found | None:
+    def get(self, call: GroupedCall | None) -> Found | None:
         """What was found out of a call that this one is like."""
-        known = self._found.get(call.key)
-        if known is None:
+        known = None if call is None else self._found.get(call.key)
+        if call is None or known is None:
             return None
         alike, splits, found = known
         if splits is not None:

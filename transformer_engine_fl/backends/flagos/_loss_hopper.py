@@ -15,19 +15,24 @@ import torch
 import triton.language as tl  # noqa: TC002 - Gluon looks annotations up
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import check_size, launch_of
 from transformer_engine_fl.backends.flagos._products import _place
 from transformer_engine_fl.backends.flagos._products_hopper import (
-    _boxes,
     _described,
     _load_all,
-    _shared_layout,
+    _ring,
     _store,
     _sum,
     _sum_layout,
+)
+from transformer_engine_fl.backends.flagos.gemm import (
+    _HOPPER,
+    _LOADING,
+    _MULTIPLYING,
+    _SPECIALIZED_REGISTERS,
+    _describable,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +45,7 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _finish_statistics(
-    z: gl.tensor, row: gl.tensor, column: gl.tensor, r: gl.tensor, c: gl.tensor,
+    z: gl.tensor, column: gl.tensor, r: gl.tensor, c: gl.tensor,
     tensors: gl.tensor, m: gl.tensor, n: gl.tensor, start: gl.tensor, tile: gl.tensor,
 ) -> None:  # fmt: skip
     """The highest logit of each row, the sum of exponentials, the target's logit, their sum."""
@@ -107,7 +112,7 @@ def _multiply_logits(
         if BACKWARD:
             _finish_gradients(z, row, column, r, c, outputs, m, n, start, stride, LAYOUT)
         else:
-            _finish_statistics(z, row, column, r, c, outputs, m, n, start, block)
+            _finish_statistics(z, column, r, c, outputs, m, n, start, block)
 
 
 @gluon.jit(  # type: ignore[untyped-decorator]
@@ -150,19 +155,7 @@ def _linear_logits(
     a = _described(a_ptr, n, k, a_stride * UNIT, True, COLUMNS, TERMS)
     b = _described(b_ptr, m, k, b_stride * UNIT, True, ROWS // 2, TERMS)
     tiles = gl.cdiv(m, ROWS) * gl.cdiv(n, COLUMNS)
-    a_shared = gl.allocate_shared_memory(
-        DTYPE, _boxes(STAGES, COLUMNS, TERMS, True), _shared_layout(COLUMNS, TERMS, True, DTYPE)
-    )
-    b_shared = gl.allocate_shared_memory(
-        DTYPE, _boxes(STAGES * 2, ROWS // 2, TERMS, True),
-        _shared_layout(ROWS // 2, TERMS, True, DTYPE),
-    )  # fmt: skip
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-    shared = (a_shared, b_shared, ready, free)
+    shared = _ring(True, True, 1, ROWS, COLUMNS, TERMS, STAGES, DTYPE)
     numbers = (tiles, m, n, k, start, stride)
     outputs = (out_ptr, target_ptr, rows_ptr)
     gl.warp_specialize(
@@ -193,10 +186,8 @@ def _linear_logits(
 COLUMNS = 256
 """Words of a tile, which are one shard of a forward's statistics."""
 _TILE = {"SUPER": 16, "ROWS": 128, "COLUMNS": COLUMNS, "TERMS": 64, "STAGES": 4}
-_WARPS = {"MULTIPLYING": 232, "LOADING": 40}
-_REGISTERS = 168  # of a thread, before warps are given what they need
-_HOPPER = 90  # the compute capability
-_ALIGNMENT = 16  # bytes, of what descriptors describe
+_WARPS = {"MULTIPLYING": _MULTIPLYING, "LOADING": _LOADING}
+_VECTOR = 16  # bytes
 _WORTH = 2**30  # products from which on
 
 
@@ -209,8 +200,7 @@ def serves(input: Tensor, weight: Tensor) -> bool:
         and input.shape[0] * input.shape[1] * weight.shape[0] >= _WORTH
         and all(
             it.stride(1) == 1
-            and it.stride(0) >= it.shape[1]
-            and not (it.data_ptr() | it.stride(0) * it.itemsize) % _ALIGNMENT
+            and _describable(it.data_ptr(), it.itemsize, it.stride(0), it.shape[1])
             for it in (input, weight)
         )
     )
@@ -224,7 +214,7 @@ def _run(
     n = weight.shape[0]
     tiles = -(-m // _TILE["ROWS"]) * -(-n // COLUMNS)
     check_size(op, "tiles", tiles)
-    unit = _ALIGNMENT // input.itemsize
+    unit = _VECTOR // input.itemsize
     unit_n = math.gcd(n, unit)
     device = input.device
     launch = launch_of(
@@ -232,7 +222,7 @@ def _run(
         device,
         (input.dtype, None if bias is None else bias.dtype, rows is None, out.dtype),
         threads=128,
-        options={"maxnreg": _REGISTERS},
+        options={"maxnreg": _SPECIALIZED_REGISTERS},
         BACKWARD=rows is not None,
         UNIT=unit,
         UNIT_N=unit_n,

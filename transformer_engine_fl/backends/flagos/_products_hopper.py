@@ -525,18 +525,11 @@ def _multiply_all(
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def _start(
-    a: gl.tensor, b: gl.tensor, tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor,
-    A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr, A_HEIGHT: gl.constexpr,
-    B_K_MAJOR: gl.constexpr, B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr,
-    STEPWISE: gl.constexpr, GELU: gl.constexpr, ACCUMULATE: gl.constexpr,
-    PTX: gl.constexpr, UNIT: gl.constexpr,
-    UNIT_M: gl.constexpr, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
-    PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
-    STAGES: gl.constexpr, MULTIPLYING: gl.constexpr, LOADING: gl.constexpr,
-    GROUPS: gl.constexpr, DTYPE: gl.constexpr,
-) -> None:  # fmt: skip
-    """Give every warp its work. Of groups, a and b are pointers, else descriptors."""
+def _ring(
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """The operands' tiles in shared memory, and what says that a stage is there, or free."""
     WIDTH: gl.constexpr = COLUMNS // PARTS
     a_shared = gl.allocate_shared_memory(
         DTYPE,
@@ -553,7 +546,23 @@ def _start(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    shared = (a_shared, b_shared, ready, free)
+    return a_shared, b_shared, ready, free
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def _start(
+    a: gl.tensor, b: gl.tensor, tensors: gl.tensor, numbers: gl.tensor, scales: gl.tensor,
+    A_K_MAJOR: gl.constexpr, A_SCALES: gl.constexpr, A_HEIGHT: gl.constexpr,
+    B_K_MAJOR: gl.constexpr, B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr,
+    STEPWISE: gl.constexpr, GELU: gl.constexpr, ACCUMULATE: gl.constexpr,
+    PTX: gl.constexpr, UNIT: gl.constexpr,
+    UNIT_M: gl.constexpr, UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, SUPER: gl.constexpr,
+    PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
+    STAGES: gl.constexpr, MULTIPLYING: gl.constexpr, LOADING: gl.constexpr,
+    GROUPS: gl.constexpr, DTYPE: gl.constexpr,
+) -> None:  # fmt: skip
+    """Give every warp its work. Of groups, a and b are pointers, else descriptors."""
+    shared = _ring(A_K_MAJOR, B_K_MAJOR, PARTS, ROWS, COLUMNS, TERMS, STAGES, DTYPE)
     tiles, m, n, k, _, _, _ = numbers
     gl.warp_specialize(
         [

@@ -1166,13 +1166,12 @@ def te_general_grouped_gemm(
     """``te_general_grouped_gemm`` of the contract."""
     contract = contracts.te_general_grouped_gemm
     op = contract.name
-    call = found = None
-    if bias is None and A_scale_inv is None and B_scale_inv is None:
-        flags, numbers = (transa, transb, gelu, grad, bias_grad), (alpha, beta)
-        more = (gelu_input, accumulate_into)
-        call = GroupedCall.of(A, B, m_splits, *more, flags, numbers, out_dtype)
-    if call is not None:
-        found = _FOUND.get(call)
+    others = (bias, A_scale_inv, B_scale_inv)
+    flags, numbers = (transa, transb, gelu, grad, bias_grad), (alpha, beta)
+    call = GroupedCall.of(
+        A, B, m_splits, gelu_input, accumulate_into, others, flags, numbers, out_dtype
+    )
+    found = _FOUND.get(call)
     if call is not None and found is not None:
         ms, n, ks = found.sizes(call)
         a, b = found.a.of(op, A, call.splits), found.b.of(op, B, call.splits)

@@ -409,13 +409,12 @@ def te_general_grouped_gemm(
     the contract has a tensor for each weight, and the splits on the host.
     """
     name = "te_general_grouped_gemm"
-    call = known = None
-    if bias is None and A_scale_inv is None and B_scale_inv is None:
-        flags, numbers = (transa, transb, gelu, grad, bias_grad), (alpha, beta)
-        more = (gelu_input, accumulate_into)
-        call = GroupedCall.of(A, B, m_splits, *more, flags, numbers, out_dtype)
-    if call is not None:
-        known = _known_groups.get(call)
+    others = (bias, A_scale_inv, B_scale_inv)
+    flags, numbers = (transa, transb, gelu, grad, bias_grad), (alpha, beta)
+    call = GroupedCall.of(
+        A, B, m_splits, gelu_input, accumulate_into, others, flags, numbers, out_dtype
+    )
+    known = _known_groups.get(call) is not None
     if not known:
         ops.te_general_grouped_gemm.check(
             A,
@@ -435,8 +434,8 @@ def te_general_grouped_gemm(
             B_scale_inv=B_scale_inv,
             out_dtype=out_dtype,
         )
-    a = _groups([taken(name, "A", it, bool(known)) for it in A], m_splits)
-    b = _groups([taken(name, "B", it, bool(known)) for it in B], m_splits)
+    a = _groups([taken(name, "A", it, known) for it in A], m_splits)
+    b = _groups([taken(name, "B", it, known) for it in B], m_splits)
     count = len(b)
     scales = list(
         zip(_scales_of(A_scale_inv, A, count), _scales_of(B_scale_inv, B, count), strict=True)
