@@ -17,7 +17,7 @@ from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops._rounding import power_of_two
 
-__all__ = ["LinearCrossEntropy", "Options", "Rows", "options_of", "vector_of"]
+__all__ = ["LinearCrossEntropy", "Losses", "Options", "Rows", "options_of", "vector_of"]
 
 # How many logits the linear forms hold at a time, and of how many words at least. What the
 # kernels read of them is still in a large GPU's L2, or part of it.
@@ -72,6 +72,24 @@ class Rows(NamedTuple):
     lse: Tensor
     grad_lse: Tensor | None
     scale: Tensor | None = None
+
+
+class Losses(NamedTuple):
+    """What a forward that also makes gradients has of each row, as a softmax has not.
+
+    Attributes:
+        target, grad_loss: of each row, one after the other.
+        loss, lse: likewise; written.
+        ignore: the target of rows that do not count.
+        z: the factor of the square of lse.
+    """
+
+    target: Tensor
+    grad_loss: Tensor
+    loss: Tensor
+    lse: Tensor
+    ignore: int
+    z: float
 
 
 # ---------------------------------------------------------------------- of linear layers

@@ -105,6 +105,7 @@ from transformer_engine_fl.ops.gemm import (
 from transformer_engine_fl.ops.loss import (
     cross_entropy_bwd,
     cross_entropy_fwd,
+    cross_entropy_fwd_bwd,
     cross_entropy_merge,
     cross_entropy_partial_fwd,
     fused_linear_cross_entropy_bwd,
@@ -198,6 +199,7 @@ __all__ = [
     "copy_to_kv_cache",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
+    "cross_entropy_fwd_bwd",
     "cross_entropy_merge",
     "cross_entropy_partial_fwd",
     "dbias_dgelu",

@@ -21,6 +21,9 @@ Losses are one for each row; the mean and the sum are in
 :func:`transformer_engine_fl.functional.cross_entropy`. Losses and statistics are float32,
 float64 for float64 logits, and so is what is calculated.
 
+Forward and backward read the logits once each. Where what comes back is known before the
+forward, as of a mean over the rows, :func:`cross_entropy_fwd_bwd` is both at once.
+
 **Shards of the vocabulary** (Shoeybi et al., 2019, "Megatron-LM"): each rank holds some
 columns of the logits. :func:`cross_entropy_partial_fwd` makes four numbers for each row of
 a shard; those of all ranks, gathered, :func:`cross_entropy_merge` turns into loss and lse;
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "cross_entropy_bwd",
     "cross_entropy_fwd",
+    "cross_entropy_fwd_bwd",
     "cross_entropy_merge",
     "cross_entropy_partial_fwd",
     "fused_linear_cross_entropy_bwd",
@@ -129,15 +133,19 @@ def _check_logits(op: str, input: Any, target: Any) -> None:
     _check_target(op, tensor, target)
 
 
-def _check_statistics(op: str, input: Tensor, grad_loss: Any, lse: Any, grad_lse: Any) -> None:
+def _check_per_row(op: str, input: Tensor, values: dict[str, Any]) -> None:
     dtype = check.dtype_name(math_dtype(input.dtype))
+    for name, value in values.items():
+        tensor = check.is_tensor(op, name, value, dtypes=(dtype,))
+        check.has_shape(op, name, tensor, input.shape[:-1], "one for each row of 'input'")
+    check.same_device(op, "input", {"input": input, **values})
+
+
+def _check_statistics(op: str, input: Tensor, grad_loss: Any, lse: Any, grad_lse: Any) -> None:
     statistics = {"grad_loss": grad_loss, "lse": lse, "grad_lse": grad_lse}
     if grad_lse is None:
         del statistics["grad_lse"]
-    for name, value in statistics.items():
-        tensor = check.is_tensor(op, name, value, dtypes=(dtype,))
-        check.has_shape(op, name, tensor, input.shape[:-1], "one for each row of 'input'")
-    check.same_device(op, "input", {"input": input, **statistics})
+    _check_per_row(op, input, statistics)
 
 
 def _check_shard(op: str, input: Tensor, vocab_start: Any, vocab_size: Any) -> None:
@@ -183,6 +191,12 @@ def _check_backward(
     _check_logits(op, input, target)
     _check_statistics(op, input, grad_loss, lse, grad_lse)
     _check_shard(op, input, vocab_start, vocab_size)
+    _check_options(op, options)
+
+
+def _check_both(op: str, input: Any, target: Any, grad_loss: Any, **options: Any) -> None:
+    _check_logits(op, input, target)
+    _check_per_row(op, input, {"grad_loss": grad_loss})
     _check_options(op, options)
 
 
@@ -349,6 +363,13 @@ def _cross_entropy_bwd_oracle(
     outside = (target < 0) | (target >= size)
     gradient = gradient.masked_fill(outside.unsqueeze(-1), torch.nan)
     return gradient.masked_fill((target == ignore_index).unsqueeze(-1), 0)
+
+
+def _both_oracle(
+    input: Tensor, target: Tensor, grad_loss: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, lse = _cross_entropy_fwd_oracle(input, target, **options)
+    return loss, lse, _cross_entropy_bwd_oracle(grad_loss, input, target, lse, **options)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -566,6 +587,18 @@ def _backward_samples(dtype: str, device: str) -> Iterator[Sample]:
             yield from _shard_samples(grad, input, target, lse, other)
 
 
+def _both_samples(dtype: str, device: str) -> Iterator[Sample]:
+    for label, input, target, options in _calls(dtype, device):
+        grad = _per_row(input, target, 65)
+        yield Sample(label, (input, target, grad), options)
+        if label == "typical":
+            yield Sample("expanded grad_loss", (input, target, grad[3].expand(16)), options)
+            strided = grad.repeat_interleave(2)[::2]
+            yield Sample("strided grad_loss", (input, target, strided), options)
+            given = (input, target, grad * 0)
+            yield Sample("a grad_loss of 0", given, options)
+
+
 def _shard_samples(
     grad: Tensor, input: Tensor, target: Tensor, lse: Tensor, other: Tensor
 ) -> Iterator[Sample]:
@@ -753,6 +786,54 @@ def cross_entropy_bwd(
         ArgumentError: a shape, dtype, option or device does not agree.
     """
     return input.new_empty(input.shape)
+
+
+@contract(
+    family="loss",
+    check=_check_both,
+    samples=_both_samples,
+    tolerance=BACKWARD_TOLERANCE,
+    oracle=_both_oracle,
+)
+def cross_entropy_fwd_bwd(
+    input: Tensor,
+    target: Tensor,
+    grad_loss: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`cross_entropy_fwd` and :func:`cross_entropy_bwd` of the same logits at once.
+
+    So an implementation may read the logits a single time, where the two read them once each;
+    whether it does depends on the set, the options and how the rows lie (see
+    ``docs/kernels.md`` and ``docs/cuda-kernels.md``). ``grad_loss`` must be known before the
+    loss is: 1 over the number of rows for a mean. What then comes back of the loss is a factor
+    of the gradient as a whole, see :func:`transformer_engine_fl.functional.cross_entropy`.
+
+    Args:
+        input: logits ``[..., V]`` with V at least 1; float32, bfloat16, float16 or float64.
+        target: ``[...]``, int64, from 0 to V - 1, or ``ignore_index``.
+        grad_loss: ``[...]``, float32 (float64 for a float64 input).
+        label_smoothing: as in :func:`cross_entropy_fwd`.
+        ignore_index: as in :func:`cross_entropy_fwd`.
+        z_loss: as in :func:`cross_entropy_fwd`.
+        softcap: as in :func:`cross_entropy_fwd`.
+
+    Returns:
+        loss: ``[...]``, float32 (float64 for float64).
+        lse: ``[...]``, likewise.
+        grad_input: shape and dtype of ``input``, contiguous: ``grad_loss`` times the loss's
+            gradient. Nothing is written in place.
+
+    Raises:
+        ArgumentError: a shape, dtype, option or device does not agree.
+    """
+    dtype, shape = math_dtype(input.dtype), input.shape[:-1]
+    loss, lse = input.new_empty(shape, dtype=dtype), input.new_empty(shape, dtype=dtype)
+    return loss, lse, input.new_empty(input.shape)
 
 
 @contract(

@@ -3,9 +3,11 @@
 Forward, a program reads its rows once: each lane keeps the highest score and the sum of
 exponentials of what it has read, in chunks of which several vectors are under way at a
 time. Backward, each tile of the logits is read and its gradient written, from lse, so that
-nothing is read twice. The linear forms make the logits of some words at a time, in float32,
-as torch multiplies matrices; the kernels are the same. On Hopper the product goes on with its
-logits itself, in ``_loss_hopper``, and nothing of them is stored but their gradients.
+nothing is read twice. Both at once are a softmax less one at the target, in the kernels of
+``softmax``, and logits are read a single time. The linear forms make the logits of some words at
+a time, in float32, as torch multiplies matrices; the kernels are the same. On Hopper the product
+goes on with its logits itself, in ``_loss_hopper``, and nothing of them is stored but their
+gradients.
 
 The order in which a row is summed depends on how wide it is and how it lies in memory
 alone, so a row's result is the same whichever rows come with it; but for the linear forms,
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends._cross_entropy import (
     LinearCrossEntropy,
+    Losses,
     Options,
     Rows,
     options_of,
@@ -46,9 +49,11 @@ from transformer_engine_fl.backends.flagos._arguments import (
     listed,
     rows_of_tile,
 )
+from transformer_engine_fl.backends.flagos._cross_entropy import store_loss, to_take_off
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._tiles import Tile
 from transformer_engine_fl.backends.flagos.gemm import generic_gemm
+from transformer_engine_fl.backends.flagos.softmax import run_with_losses
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -56,6 +61,7 @@ from transformer_engine_fl.ops._dtypes import math_dtype
 __all__ = [
     "cross_entropy_bwd",
     "cross_entropy_fwd",
+    "cross_entropy_fwd_bwd",
     "cross_entropy_merge",
     "cross_entropy_partial_fwd",
     "fused_linear_cross_entropy_bwd",
@@ -108,49 +114,6 @@ def _scores(x: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
         return scores
     else:
         return x
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _to_take_off(highest: tl.tensor) -> tl.tensor:
-    """What to take off scores before exp: 0 where all are hidden, and ``-inf`` the highest."""
-    return tl.where(highest == float("-inf"), 0, highest)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store_loss(
-    loss_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    row: tl.tensor,
-    exists: tl.tensor,
-    target: tl.tensor,
-    ignored: tl.tensor,
-    highest: tl.tensor,
-    total: tl.tensor,
-    at_target: tl.tensor,
-    summed: tl.tensor,
-    last: tl.tensor,
-    words: tl.tensor,
-    smoothing: tl.tensor,
-    z: tl.tensor,
-    SUMMED: tl.constexpr,
-    ACC: tl.constexpr,
-) -> None:
-    """Loss and lse of rows out of the four numbers of each; words end before ``last``."""
-    shift = _to_take_off(highest)
-    log_total = tl.log(total)
-    lse = shift + log_total
-    # Not from lse, in which a large shift would round off what log_total says.
-    loss = log_total - (at_target - shift)
-    if SUMMED:
-        smooth = tl.full((), smoothing, ACC)
-        uniform = log_total - (summed / tl.full((), words, ACC) - shift)
-        loss = (1 - smooth) * loss + smooth * uniform
-    factor = tl.full((), z, ACC)
-    loss += tl.where(factor == 0, 0, factor * lse * lse)
-    outside = (target < 0) | (target >= last)
-    loss = tl.where(outside, float("nan"), loss)
-    tl.store(loss_ptr + row, tl.where(ignored, 0, loss), mask=exists)
-    tl.store(lse_ptr + row, tl.where(ignored, 0, lse), mask=exists)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -254,7 +217,7 @@ def _forward(
                 x = tl.where(vector < vectors, _scores(x, cap, CAPPED), float("-inf"))
             above = tl.maximum(above, tl.max(x, axis=1))
             scores += (x,)
-        taken = _to_take_off(above)
+        taken = to_take_off(above)
         total *= _exp(highest - taken)
         highest = above
         for part in tl.static_range(DEPTH):
@@ -264,7 +227,7 @@ def _forward(
                 summed += tl.sum(tl.where(vector < vectors, scores[part], 0), axis=1)
     highest = tl.reshape(highest, (ROWS, LANES))
     most = tl.max(highest, axis=1)
-    total = tl.reshape(total, (ROWS, LANES)) * _exp(highest - _to_take_off(most)[:, None])
+    total = tl.reshape(total, (ROWS, LANES)) * _exp(highest - to_take_off(most)[:, None])
     sum_of_all = tl.sum(total, axis=1)
     sum_of_scores = tl.sum(tl.reshape(summed, (ROWS, LANES)), axis=1)
     if TAIL:
@@ -276,7 +239,7 @@ def _forward(
         last_scores = tl.where(there, _scores(x, cap, CAPPED), float("-inf"))
         before = most
         most = tl.maximum(most, tl.max(last_scores, axis=1))
-        taken_at_last = _to_take_off(most)
+        taken_at_last = to_take_off(most)
         sum_of_all *= _exp(before - taken_at_last)
         sum_of_all += tl.sum(_exp(last_scores - taken_at_last[:, None]), axis=1)
         if SUMMED:
@@ -289,7 +252,7 @@ def _forward(
         tl.store(stats_ptr + 2, at_target, mask=exists)
         tl.store(stats_ptr + 3, tl.where(ignored, 0, sum_of_scores), mask=exists)
     else:
-        _store_loss(
+        store_loss(
             loss_ptr, lse_ptr, row, exists, target, ignored,
             most, sum_of_all, at_target, sum_of_scores,
             last, words, smoothing, z, SUMMED, ACC,
@@ -323,7 +286,7 @@ def _merge(
     for shard in tl.range(0, shards):
         where = stats_ptr + (tl.full((), shard, tl.int64) * rows + row) * 4
         highest = tl.maximum(highest, tl.load(where, mask=exists, other=0))
-    taken = _to_take_off(highest)
+    taken = to_take_off(highest)
     total = tl.zeros((ROWS,), ACC)
     at_target = tl.zeros((ROWS,), ACC)
     summed = tl.zeros((ROWS,), ACC)
@@ -334,7 +297,7 @@ def _merge(
         at_target += tl.load(where + 2, mask=exists, other=0)
         if SUMMED:
             summed += tl.load(where + 3, mask=exists, other=0)
-    _store_loss(
+    store_loss(
         loss_ptr, lse_ptr, row, exists, target, target == ignore,
         highest, total, at_target, summed,
         last, words, smoothing, z, SUMMED, ACC,
@@ -905,6 +868,58 @@ def cross_entropy_bwd(
             op, logits, step, None, rows, grad_input, columns, vocab_start, words, options
         )
     return grad_input
+
+
+@repeating
+def cross_entropy_fwd_bwd(
+    input: Tensor,
+    target: Tensor,
+    grad_loss: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``cross_entropy_fwd_bwd`` of the contract."""
+    op = "cross_entropy_fwd_bwd"
+    contracts.cross_entropy_fwd_bwd.check(
+        input,
+        target,
+        grad_loss,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    options = options_of(op, label_smoothing, ignore_index, z_loss, softcap)
+    input = addressed(op, "input", input)
+    shape, dtype = tuple(target.shape), math_dtype(input.dtype)
+    loss, lse = (fresh(op, input, shape, dtype) for _ in range(2))
+    grad_input = fresh(op, input, tuple(input.shape), input.dtype)
+    if not target.numel():
+        return loss, lse, grad_input
+    logits, step = by_rows(input)
+    rows = _linear.rows_of(op, target, grad_loss, lse, None)
+    if _read_once(op, logits, step, options):
+        losses = Losses(rows.target, rows.grad_loss, loss, lse, options.ignore, options.z)
+        run_with_losses(op, logits, step, losses, grad_input)
+    else:
+        columns = logits.shape[-1]
+        _run_forward(op, logits, step, None, rows.target, (None, loss, lse), 0, options)
+        _run_backward(op, logits, step, None, rows, grad_input, columns, 0, columns, options)
+    return loss, lse, grad_input
+
+
+def _read_once(op: str, logits: Tensor, step: int, options: Options) -> bool:
+    """Whether softmax's kernels serve: of plain scores, in rows of whole 16-byte vectors."""
+    vector = _VECTOR_BYTES // logits.element_size()
+    return (
+        options.softcap is None
+        and not options.smoothing
+        and logits.dtype != torch.float64
+        and math.gcd(logits.shape[-1], step, _lies_at(op, logits)) % vector == 0
+    )
 
 
 def _fused_statistics(

@@ -2,7 +2,8 @@
 
 One pair of kernels makes all four forwards, another all four backwards: rows that fit into
 registers are read once, and so are wider ones, which several programs share, see ``_rows``.
-What a causal form hides is not read.
+What a causal form hides is not read. The forwards' kernels also make losses and gradients of
+cross entropy (:func:`run_with_losses`), whose gradients are a softmax less one at the target.
 The order in which a row is summed depends on its width and dtype alone, so a row's result
 is the same whichever rows come with it.
 """
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from transformer_engine_fl.backends._cross_entropy import Losses
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
@@ -28,6 +30,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     laid_over,
     plain,
 )
+from transformer_engine_fl.backends.flagos._cross_entropy import store_loss, to_take_off
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
@@ -165,10 +168,31 @@ def _scores(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _column_of(target: tl.tensor, columns: tl.tensor) -> tl.tensor:
+    """Where targets are in their rows: -1 of those that are not."""
+    return tl.where((target >= 0) & (target < columns), target, -1).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _share(
+    at: tl.tensor, grad_loss: tl.tensor, highest: tl.tensor, total: tl.tensor, z: tl.tensor
+) -> tl.tensor:
+    """By what the weights of rows go into the gradients of their logits."""
+    twice_z = tl.full((), 2 * z, total.dtype)
+    lse = highest + tl.log(total)
+    factor = grad_loss + tl.where(twice_z == 0, 0, twice_z * lse * grad_loss)
+    return tl.where(at < 0, float("nan"), factor) / total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _forward_tile(
     x_ptr: tl.tensor,
     mask_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    grad_loss_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
     tile: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
@@ -180,6 +204,8 @@ def _forward_tile(
     mask_head: tl.tensor,
     mask_query: tl.tensor,
     scale: tl.tensor,
+    ignore: tl.tensor,
+    z: tl.tensor,
     MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
@@ -189,10 +215,17 @@ def _forward_tile(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """ROWS rows, in PARTS."""
+    """ROWS rows, in PARTS: their softmax or, with targets, their losses and gradients."""
     AXIS: tl.constexpr = 0 if ROWS == 1 else 1
     row = rows_of(tile, ROWS)
-    exists = per_row(existing(row, rows, ROWS), ROWS)
+    there = existing(row, rows, ROWS)
+    exists = per_row(there, ROWS)
+    start = row.to(tl.int64)
+    if target_ptr is not None:
+        target = tl.load(target_ptr + row, mask=there, other=0)
+        grad_loss = tl.load(grad_loss_ptr + row, mask=there, other=0)
+        at = _column_of(target, columns)
+        chosen = tl.load(x_ptr + start * stride + at, mask=there & (at >= 0), other=0).to(ACC)
     scores = ()
     for part in tl.static_range(len(PARTS)):
         column = per_column(columns_of_part(PARTS, part), ROWS)
@@ -205,34 +238,52 @@ def _forward_tile(
     highest = (row * 0).to(ACC) + float("-inf")
     for part in tl.static_range(len(PARTS)):
         highest = tl.maximum(highest, tl.max(scores[part], axis=AXIS))
-    if CAUSAL or mask_ptr is not None:
+    if CAUSAL or mask_ptr is not None or target_ptr is not None:
         # Where nothing is visible there is nothing to take off, and nothing to divide by.
-        highest = tl.where(highest == float("-inf"), 0, highest)
+        highest = to_take_off(highest)
     weights = ()
     total = (row * 0).to(ACC)
     for part in tl.static_range(len(PARTS)):
         one = _exp(scores[part] - per_row(highest, ROWS), PTX)
         weights += (one,)  # type: ignore[assignment]
         total += tl.sum(one, axis=AXIS)
-    share = per_row(1 / tl.where(total == 0, 1, total), ROWS)
-    y_ptr += per_row(row.to(tl.int64) * columns, ROWS)
+    if target_ptr is not None:
+        ignored = target == ignore
+        share = per_row(_share(at, grad_loss, highest, total, z), ROWS)
+        store_loss(
+            loss_ptr, lse_ptr, row, there, target, ignored, highest, total, chosen, chosen,
+            columns, z, z, z, False, ACC,
+        )  # fmt: skip
+        at, grad_loss = per_row(at, ROWS), per_row(grad_loss, ROWS)
+        ignored = per_row(ignored, ROWS)
+    else:
+        share = per_row(1 / tl.where(total == 0, 1, total), ROWS)
+    y_ptr += per_row(start * columns, ROWS)
     for part in tl.static_range(len(PARTS)):
         column = columns_of_part(PARTS, part)
         inside = per_column(within(column, columns, EXACT or len(PARTS) > part + 1), ROWS)
-        y = (weights[part] * share).to(y_ptr.dtype.element_ty)
+        y = weights[part] * share
+        if target_ptr is not None:
+            y -= tl.where(per_column(column, ROWS) == at, grad_loss, 0)
+            y = tl.where(ignored, 0, y)  # whatever its logits are
+        y = y.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + per_column(column, ROWS), y, mask=exists & inside)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "rows", "columns", "stride", "queries", "heads", "ahead",
-        "mask_batch", "mask_head", "mask_query", "scale",
+        "mask_batch", "mask_head", "mask_query", "scale", "ignore", "z",
     ]
 )  # fmt: skip
 def _forward_rows(
     x_ptr: tl.tensor,
     mask_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    grad_loss_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
     stride: tl.int64,
@@ -243,6 +294,8 @@ def _forward_rows(
     mask_head: tl.int64,
     mask_query: tl.int64,
     scale: tl.float64,
+    ignore: tl.int64,
+    z: tl.float64,
     MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
@@ -266,15 +319,15 @@ def _forward_rows(
             tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
         ):
             _forward_tile(
-                x_ptr, mask_ptr, y_ptr, tile, rows, columns, stride, queries, heads, ahead,
-                mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
-                PTX, ROWS, PARTS,
+                x_ptr, mask_ptr, target_ptr, grad_loss_ptr, y_ptr, loss_ptr, lse_ptr, tile, rows,
+                columns, stride, queries, heads, ahead, mask_batch, mask_head, mask_query, scale,
+                ignore, z, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT, PTX, ROWS, PARTS,
             )  # fmt: skip
     else:
         _forward_tile(
-            x_ptr, mask_ptr, y_ptr, tl.program_id(0), rows, columns, stride, queries, heads,
-            ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
-            MASK_UNIT, PTX, ROWS, PARTS,
+            x_ptr, mask_ptr, target_ptr, grad_loss_ptr, y_ptr, loss_ptr, lse_ptr, tl.program_id(0),
+            rows, columns, stride, queries, heads, ahead, mask_batch, mask_head, mask_query, scale,
+            ignore, z, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT, PTX, ROWS, PARTS,
         )  # fmt: skip
 
 
@@ -292,7 +345,7 @@ def _weights(
     It and the sum of the powers are the shares.
     """
     highest = tl.max(scores, axis=0)
-    taken = tl.where(highest == float("-inf"), 0, highest)
+    taken = to_take_off(highest)
     weights = _exp(scores - taken, PTX)
     if STEP != "rest":
         tell(shares_ptr, row, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
@@ -302,13 +355,17 @@ def _weights(
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "rows", "columns", "stride", "queries", "heads", "ahead",
-        "mask_batch", "mask_head", "mask_query", "scale",
+        "mask_batch", "mask_head", "mask_query", "scale", "ignore", "z",
     ]
 )  # fmt: skip
 def _forward_shared(
     x_ptr: tl.tensor,
     mask_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    grad_loss_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     rows: tl.int32,
     columns: tl.int32,
@@ -320,6 +377,8 @@ def _forward_shared(
     mask_head: tl.int64,
     mask_query: tl.int64,
     scale: tl.float64,
+    ignore: tl.int64,
+    z: tl.float64,
     MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
@@ -347,6 +406,9 @@ def _forward_shared(
         row = tl.full((), index, tl.int32)
         start = row.to(tl.int64)
         following = row + groups
+        if target_ptr is not None:
+            target = tl.load(target_ptr + row)
+            grad_loss = tl.load(grad_loss_ptr + row)
         scores = _scores(
             x_ptr, mask_ptr, following, column, following < rows, columns, stride, queries,
             heads, ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT,
@@ -354,13 +416,27 @@ def _forward_shared(
         )  # fmt: skip
         place = following.to(tl.int64)
         weights_next, highest_next = _weights(scores, shares_ptr, place, PIECES, STEP, PTX)
+        if target_ptr is not None:
+            at = _column_of(target, columns)
+            tells = tl.program_id(0) == 0  # the loss, of a row's programs
+            chosen = tl.load(x_ptr + start * stride + at, mask=tells & (at >= 0), other=0).to(ACC)
         if STEP != "sums":
             maxima, totals = heard(shares_ptr, start, float("-inf"), PIECES, 2, STEP)
-            most = tl.max(maxima, axis=0)
-            most = tl.where(most == float("-inf"), 0, most)
+            most = to_take_off(tl.max(maxima, axis=0))
             total = tl.sum(totals * _exp(maxima - most, PTX), axis=0)
             # Nothing where this piece has nothing visible.
-            y = weights * (_exp(highest - most, PTX) / tl.where(total == 0, 1, total))
+            own = _exp(highest - most, PTX)
+            if target_ptr is not None:
+                ignored = target == ignore
+                y = weights * (own * _share(at, grad_loss, most, total, z))
+                y -= tl.where(column == at, grad_loss, 0)
+                y = tl.where(ignored, 0, y)  # whatever its logits are
+                store_loss(
+                    loss_ptr, lse_ptr, row, tells, target, ignored, most, total, chosen, chosen,
+                    columns, z, z, z, False, ACC,
+                )  # fmt: skip
+            else:
+                y = weights * (own / tl.where(total == 0, 1, total))
             out = y_ptr + start * columns + column
             tl.store(out, y.to(y_ptr.dtype.element_ty), mask=within(column, columns, EXACT))
         weights, highest = weights_next, highest_next
@@ -610,51 +686,83 @@ def _forward(
     shape = input.shape
     columns, queries = shape[-1], shape[-2] if input.dim() > 1 else 1
     heads = shape[-3] if input.dim() > 2 else 1
-    input, step = by_rows(input)
-    rows = input.numel() // columns
-    check_size(name, "columns", columns)
-    check_size(name, "rows", rows)
+    scores, step = by_rows(input)
     strides = (0, 0, 0)
     if mask is not None:
         mask, strides = laid_over(plain(name, "mask", mask), shape)
+    numbers = (queries, heads, 1 + columns - queries, *strides, factor)
+    _run_forward(name, scores, step, mask, None, output, numbers, causal)
+    return output
+
+
+def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Tensor) -> None:
+    """Write losses and dense gradients of rows that lie ``step`` apart, which are read once."""
+    numbers = (1, 1, logits.shape[-1], 0, 0, 0, 1.0)
+    _run_forward(op, logits, step, None, losses, out, numbers, False)
+
+
+def _run_forward(
+    op: str,
+    scores: Tensor,
+    step: int,
+    mask: Tensor | None,
+    losses: Losses | None,
+    output: Tensor,
+    numbers: tuple[Any, ...],
+    causal: bool,
+) -> None:
+    """Write the softmax of rows that lie ``step`` apart, or what losses want instead of it.
+
+    ``numbers``: queries, heads, how many keys the first query of a causal form sees, the three
+    strides of the mask, and the scale.
+    """
+    columns = scores.shape[-1]
+    rows = scores.numel() // columns
+    check_size(op, "columns", columns)
+    check_size(op, "rows", rows)
+    *sizes, batch, head, query, factor = numbers
     mask_step = None if mask is None else mask.stride(-1)
     # As many as a thread has scores in an access, so that it has both side by side.
-    mask_unit = math.gcd(*strides, 16 // input.itemsize)
+    mask_unit = math.gcd(batch, head, query, 16 // scores.itemsize)
     unit = math.gcd(columns, step, WIDEST_UNIT)
-    key = ("forward", input.dtype, mask_step, mask_unit, columns, causal, unit, input.device)
+    kind = (scores.dtype, mask_step, mask_unit, losses is None)
+    key = ("forward", *kind, columns, causal, unit, scores.device)
     plan = _PLANS.get(key) or keep(
         _PLANS,
         key,
         _plan(
             _FORWARD,
             (_forward_rows, _forward_shared),
-            input.device,
+            scores.device,
             columns,
             2,
-            input.dtype,
-            input.itemsize + (mask_step is not None),
+            scores.dtype,
+            scores.itemsize + (mask_step is not None),
             MASK_STEP=mask_step,
             MASK_UNIT=mask_unit,
             CAUSAL=causal,
             UNIT=unit,
         ),
     )
-    ahead = 1 + columns - queries
+    given = (None, None) if losses is None else (losses.target, losses.grad_loss)
+    found = (None, None) if losses is None else (losses.loss, losses.lse)
+    ignore, z = (0, 0.0) if losses is None else (losses.ignore, losses.z)
     plan(
         rows,
-        (input, mask, output),
+        (scores, mask, *given, output, *found),
         (
             rows,
             columns // unit,
             step // unit,
-            queries,
-            heads,
-            ahead,
-            *(stride // mask_unit for stride in strides),
+            *sizes,
+            batch // mask_unit,
+            head // mask_unit,
+            query // mask_unit,
             factor,
+            ignore,
+            z,
         ),
     )
-    return output
 
 
 def _backward(

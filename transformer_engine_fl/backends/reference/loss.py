@@ -12,6 +12,7 @@ from transformer_engine_fl.ops._dtypes import math_dtype
 __all__ = [
     "cross_entropy_bwd",
     "cross_entropy_fwd",
+    "cross_entropy_fwd_bwd",
     "cross_entropy_merge",
     "cross_entropy_partial_fwd",
     "fused_linear_cross_entropy_bwd",
@@ -172,6 +173,46 @@ def cross_entropy_bwd(
         size,
     )
     return as_output(gradient, input.dtype)
+
+
+@as_written
+def cross_entropy_fwd_bwd(
+    input: Tensor,
+    target: Tensor,
+    grad_loss: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy and its gradient, one after the other."""
+    ops.cross_entropy_fwd_bwd.check(
+        input,
+        target,
+        grad_loss,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    words = input.shape[-1]
+    stats = _partial(input, target, 0, ignore_index, softcap).unsqueeze(0)
+    loss, lse = _merge(stats, target, words, label_smoothing, ignore_index, z_loss)
+    gradient = _gradient(
+        grad_loss,
+        input,
+        target,
+        lse,
+        None,
+        label_smoothing,
+        ignore_index,
+        z_loss,
+        softcap,
+        0,
+        words,
+    )
+    return loss, lse, as_output(gradient, input.dtype)
 
 
 @as_written

@@ -20,6 +20,7 @@
 // is word `start`; `last` is the word behind the last one. A row's result depends on its values,
 // its width and the types alone, never on the number of rows nor on where they lie.
 
+#include "cross_entropy.cuh"
 #include "memory.cuh"
 #include "numeric.cuh"
 #include "row_reduction.cuh"
@@ -35,37 +36,6 @@ using A = Accumulator<TX>::type;
 #else
 using A = TS;
 #endif
-
-// What is taken off scores before their exponentials; where all are hidden, nothing.
-__device__ __forceinline__ A taken_off(A highest) {
-  return highest == lowest<A>() ? A(0) : highest;
-}
-
-// What rows add up to: the highest score, the sum of exponentials of the scores less that,
-// the score of the target, the sum of the scores.
-struct Statistics {
-  A highest, total, at_target, summed;
-};
-
-__device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bool ignored,
-                                           const Statistics& found, long long last, double words,
-                                           double label_smoothing, double z_loss) {
-  const A shift = taken_off(found.highest);
-  const A log_total = log(found.total);
-  const A whole = shift + log_total;
-  // Not from lse, in which a large shift would round off what log_total says.
-  A result = log_total - (found.at_target - shift);
-  if constexpr (SUMMED) {
-    const A smoothing = static_cast<A>(label_smoothing);
-    const A uniform = log_total - (found.summed / static_cast<A>(words) - shift);
-    result = (A(1) - smoothing) * result + smoothing * uniform;
-  }
-  const A z = static_cast<A>(z_loss);
-  if (z != A(0)) result += z * whole * whole;
-  if (target < 0 || target >= last) result = missing<A>();
-  *loss = ignored ? A(0) : result;
-  *lse = ignored ? A(0) : whole;
-}
 
 #else
 
@@ -141,11 +111,11 @@ __device__ __forceinline__ void scores_of(const Vec<TX, N>& stored, const TB* bi
 
 // Takes scores in; those that are not there are the lowest there is.
 template <int N>
-__device__ __forceinline__ void take_in(Statistics& found, const A (&scores)[N]) {
+__device__ __forceinline__ void take_in(Statistics<A>& found, const A (&scores)[N]) {
   A above = found.highest;
 #pragma unroll
   for (int i = 0; i < N; ++i) above = Max::combine(above, scores[i]);
-  const A taken = taken_off(above);
+  const A taken = taken_off_scores(above);
   A sum = found.total * exponential(found.highest - taken);
 #pragma unroll
   for (int i = 0; i < N; ++i) sum += exponential(scores[i] - taken);
@@ -172,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
   const Cap cap = {static_cast<A>(bound), A(1) / static_cast<A>(bound)};
   RowReduction<LANES, 1, SUMMED ? 2 : 1, A> over_row;
 
-  Statistics found = {lowest<A>(), A(0), A(0), A(0)};
+  Statistics<A> found = {lowest<A>(), A(0), A(0), A(0)};
   const unsigned long long word =
       static_cast<unsigned long long>(target) - static_cast<unsigned long long>(start);
   if (writes && read && target >= start && word < static_cast<unsigned long long>(columns)) {
@@ -219,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
   A highest[SUMMED ? 2 : 1], sums[SUMMED ? 2 : 1];
   for (A& value : highest) value = found.highest;
   over_row.max(highest);
-  sums[0] = found.total * exponential(found.highest - taken_off(highest[0]));
+  sums[0] = found.total * exponential(found.highest - taken_off_scores(highest[0]));
   if constexpr (SUMMED) sums[1] = found.summed;
   over_row.sum(sums);
   if (!writes) return;
@@ -231,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     stats[2] = found.at_target;
     stats[3] = found.summed;
   } else {
-    store_loss(first + row, second + row, target, !read, found, last, words, label_smoothing,
+    store_loss<SUMMED>(first + row, second + row, target, !read, found, last, words, label_smoothing,
                z_loss);
   }
 }
@@ -251,14 +221,14 @@ extern "C" __global__ void __launch_bounds__(LANES)
   auto values_of = [&](int shard, A(&values)[4]) {
     decode(load<ACCESS, 4>(statistics + (shard * rows + row) * 4), values);
   };
-  Statistics found = {lowest<A>(), A(0), A(0), A(0)};
+  Statistics<A> found = {lowest<A>(), A(0), A(0), A(0)};
   A values[4];
 #pragma unroll 4
   for (int shard = 0; shard < shards; ++shard) {
     values_of(shard, values);
     found.highest = Max::combine(found.highest, values[0]);
   }
-  const A taken = taken_off(found.highest);
+  const A taken = taken_off_scores(found.highest);
 #pragma unroll 4
   for (int shard = 0; shard < shards; ++shard) {
     values_of(shard, values);
@@ -266,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     found.at_target += values[2];
     if constexpr (SUMMED) found.summed += values[3];
   }
-  store_loss(loss + row, lse + row, target, target == ignore, found, last, words,
+  store_loss<SUMMED>(loss + row, lse + row, target, target == ignore, found, last, words,
              label_smoothing, z_loss);
 }
 

@@ -2,9 +2,10 @@
 
 Forward, a row is read once, by a warp or a block, each thread keeping
 the highest score and the sum of exponentials of what it has read. Backward, each tile of the
-logits is read and its gradient written, from lse, so that nothing is read twice. The linear
-forms (``backends/_cross_entropy.py``) make the logits of some words at a time, as torch
-multiplies matrices; the kernels are the same.
+logits is read and its gradient written, from lse, so that nothing is read twice. Both at once
+are a softmax of which one is taken off, in ``softmax.cu``, where logits are read a single time.
+The linear forms (``backends/_cross_entropy.py``) make the logits of some words at a time, as
+torch multiplies matrices; the kernels are the same.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends._cross_entropy import (
     LinearCrossEntropy,
+    Losses,
     Options,
     Rows,
     vector_of,
@@ -46,12 +48,14 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda.gemm import products
+from transformer_engine_fl.backends.vendor.cuda.softmax import run_with_losses
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 __all__ = [
     "cross_entropy_bwd",
     "cross_entropy_fwd",
+    "cross_entropy_fwd_bwd",
     "cross_entropy_merge",
     "cross_entropy_partial_fwd",
     "fused_linear_cross_entropy_bwd",
@@ -625,6 +629,50 @@ def cross_entropy_bwd(
             op, logits, step, None, rows, grad_input, columns, vocab_start, words, options
         )
     return grad_input
+
+
+@repeating
+def cross_entropy_fwd_bwd(
+    input: Tensor,
+    target: Tensor,
+    grad_loss: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``cross_entropy_fwd_bwd`` of the contract."""
+    options = _options(label_smoothing, ignore_index, z_loss, softcap)
+    if (
+        options is None
+        or not _fits(input, target)
+        or not _belong(target, math_dtype(input.dtype), grad_loss)
+    ):
+        decline(
+            contracts.cross_entropy_fwd_bwd,
+            input,
+            target,
+            grad_loss,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            z_loss=z_loss,
+            softcap=softcap,
+        )
+    op, shape, dtype = "cross_entropy_fwd_bwd", target.shape, math_dtype(input.dtype)
+    loss, lse = fresh(op, input, shape, dtype), fresh(op, input, shape, dtype)
+    grad_input = fresh(op, input, input.shape)
+    if not loss.numel():
+        return loss, lse, grad_input
+    logits, step = dense_rows(input)
+    rows = _rows(op, target, grad_loss, lse, None)
+    plain_scores = softcap is None and not label_smoothing and dtype == torch.float32
+    losses = Losses(rows.target, rows.grad_loss, loss, lse, ignore_index, z_loss)
+    if not (plain_scores and run_with_losses(op, logits, step, losses, grad_input)):
+        columns = input.shape[-1]
+        _run_forward(op, logits, step, None, rows.target, (None, loss, lse), 0, options)
+        _run_backward(op, logits, step, None, rows, grad_input, columns, 0, columns, options)
+    return loss, lse, grad_input
 
 
 def _rows(op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Rows:

@@ -1,4 +1,6 @@
-// Scaled softmax over rows, forward and backward: plain, under a mask, and causal.
+// Scaled softmax over rows, forward and backward: plain, under a mask, and causal. A forward with
+// LOSS writes cross entropy instead, and the gradients of its logits: the softmax less one at the
+// target, times a factor for each row.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host defines
 // KERNEL_<name> and what that kernel needs of the following, as softmax.py chooses it.
@@ -8,6 +10,7 @@
 //   MASKED       1 if there is a mask: bytes, not 0 where a key is hidden
 //   MASK_STEP    bytes between the mask's columns, 0 or 1
 //   MASK_ACCESS  1 if VEC bytes of the mask may be read at once
+//   LOSS         1 if there are targets; forward, without a mask, not causal
 //   VEC, ACCESS  elements per vector, and in one access
 //   VECS, LANES, ROWS, CLUSTER, FULL  how a row is spread over threads: see rows.cuh
 //   LOOPED       1 if a group of threads has several rows, one after the other; forward
@@ -23,6 +26,7 @@
 // Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
 // depends on its values, its width and the types alone, never on the number of rows.
 
+#include "cross_entropy.cuh"
 #include "exchange.cuh"
 #include "memory.cuh"
 #include "numeric.cuh"
@@ -53,7 +57,8 @@ __device__ __forceinline__ int bound_of(long long row, int columns, int queries,
 
 #if defined(KERNEL_forward) || defined(KERNEL_forward_wide)
 
-constexpr bool kHiding = CAUSAL || MASKED;  // there may be rows of which nothing is visible
+// There may be rows of which nothing is visible.
+constexpr bool kHiding = CAUSAL || MASKED || LOSS;
 
 // A mask over the scores: its bytes, and how far those of batches, heads and queries are
 // apart.
@@ -131,6 +136,27 @@ __device__ __forceinline__ A share_of(A total) {
   return reciprocal(kHiding && total == A(0) ? A(1) : total);
 }
 
+// Of a row with a target: what comes of its losses, and the score of the target in one thread.
+struct Target {
+  long long word, last;
+  A grad_loss, score;
+  int column;  // of the word; -1 of none
+  bool ignored;
+
+  // By what weights go into gradients, after `taken` was taken off their scores.
+  __device__ __forceinline__ A share_of(A total, A taken, double z_loss) const {
+    const A z = static_cast<A>(2 * z_loss);
+    A factor = grad_loss;
+    if (z != A(0)) factor += z * (taken + log(total)) * grad_loss;
+    if (word < 0 || word >= last) factor = missing<A>();
+    return factor / total;
+  }
+
+  __device__ __forceinline__ A gradient_of(A weighted, int at) const {
+    return ignored ? A(0) : weighted - (at == column ? grad_loss : A(0));
+  }
+};
+
 #else
 
 // One vector of dx = scale * y * (dy - along), without zeros of negative sign.
@@ -166,7 +192,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     forward(const TX* __restrict__ x, const unsigned char* __restrict__ mask,
             TX* __restrict__ y, long long rows, long long x_stride, int columns, int queries,
             int heads, int ahead, long long mask_batch, long long mask_head,
-            long long mask_query, double factor) {
+            long long mask_query, double factor
+#if LOSS
+            ,
+            const long long* __restrict__ targets, const A* __restrict__ grad_losses,
+            A* __restrict__ loss, A* __restrict__ lse, long long ignore, double z_loss
+#endif
+    ) {
   extern __shared__ __align__(16) unsigned char kept[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const unsigned count = static_cast<unsigned>(rows);
@@ -218,6 +250,18 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         hidden[v] = hidden_at(mask_row, column);
       }
     }
+#if LOSS
+    const bool tells = active && rank == 0 && threadIdx.x % LANES == 0;  // what the loss is
+    Target target = {active ? __ldg(targets + row) : ignore, columns, A(0), A(0), -1, false};
+    target.ignored = target.word == ignore;
+    if (active) target.grad_loss = __ldg(grad_losses + row);
+    if (target.word >= 0 && target.word < columns) target.column = static_cast<int>(target.word);
+    if (tells && target.column >= 0) {
+      A score[1];
+      decode(load<1, 1>(x + (row * x_stride + target.column)), score);
+      target.score = product(score[0], scale);
+    }
+#endif
     wait_copies<STAGES - 1>();
 
     A weights[WAITING ? 1 : VECS][VEC];
@@ -259,6 +303,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
     over_near.sum(total);
     A share = 1;
+    A taken_of_row = taken;
     if constexpr (CLUSTER > 1) {
       A all[decltype(tell)::kOwn][2];
       tell({highest[0], total[0]}, all);
@@ -272,11 +317,21 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       for (const auto& one : all) total[0] += one[1] * exponential(one[0] - shift);
       over_told.sum(total);
       share = exponential(highest[0] - shift);
+      taken_of_row = shift;
     }
+#if LOSS
+    share *= target.share_of(total[0], taken_of_row, z_loss);
+    if (tells) {
+      store_loss<false>(loss + row, lse + row, target.word, target.ignored,
+                        Statistics<A>{taken_of_row, total[0], target.score, A(0)}, columns, 0.0,
+                        0.0, z_loss);
+    }
+#else
     share *= share_of(total[0]);
+#endif
 
     if (!active) continue;
-    TX* target = y + (static_cast<long long>(row) * columns + Row::first_column(0, rank));
+    TX* out = y + (static_cast<long long>(row) * columns + Row::first_column(0, rank));
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -288,8 +343,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - taken);
       }
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) scores[i] *= share;
-      store(target + v * kApart, encode<TX>(scores));
+      for (int i = 0; i < VEC; ++i) {
+        scores[i] *= share;
+#if LOSS
+        scores[i] = target.gradient_of(scores[i], column + i);
+#endif
+      }
+      store(out + v * kApart, encode<TX>(scores));
     }
   }
   wait_copies<0>();

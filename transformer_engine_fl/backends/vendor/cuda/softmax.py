@@ -2,6 +2,8 @@
 
 One kernel makes all four forwards, another all four backwards, of rows that fit on the
 chip: in a warp, a block, or a cluster of blocks. Wider rows have kernels of their own.
+Of rows that fit, the forwards' kernel also makes losses and gradients of cross entropy
+(:func:`run_with_losses`), whose gradients are a softmax less one at the target.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.backends._cross_entropy import Losses
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
@@ -22,6 +25,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     SIZES,
     Plans,
     access_width,
+    address_of,
     check_size,
     decline,
     dense_rows,
@@ -235,6 +239,7 @@ class Key:
         causal: whether later keys are hidden.
         mask_step: bytes between the columns of the mask; None without one.
         mask_access: whether vectors of the mask may be read as such.
+        losses: whether a forward writes cross entropy and its gradients.
     """
 
     columns: int
@@ -244,6 +249,7 @@ class Key:
     causal: bool = False
     mask_step: int | None = None
     mask_access: bool = False
+    losses: bool = False
 
 
 def source(
@@ -261,6 +267,8 @@ def source(
         defines["MASKED"] = int(key.mask_step is not None)
         defines["MASK_STEP"] = key.mask_step or 0
         defines["MASK_ACCESS"] = int(key.mask_access)
+        defines["LOSS"] = int(key.losses)
+        arguments += "PPPPqd" * key.losses
     else:
         kernel, arguments = "backward", "PPPqqqiiid"
         defines["TDY"] = NAMES[key.dy]
@@ -289,16 +297,23 @@ def source(
 
 
 class Plan:
-    """A kernel on a device."""
+    """A kernel on a device.
 
-    __slots__ = ("_cluster", "_kernel", "_most", "_rows")
+    Attributes:
+        whole: whether a row fits on the chip. Of losses there is no kernel otherwise.
+    """
+
+    __slots__ = ("_cluster", "_kernel", "_most", "_rows", "whole")
 
     def __init__(self, key: Key, device: int) -> None:
         limits = _launch.limits(device)
         for most_blocks in LARGEST_CLUSTERS:
             found, geometry, tile = source(key, limits, most_blocks)
-            if runs_clusters(found, geometry, device):
+            if (key.losses and tile is None) or runs_clusters(found, geometry, device):
                 break
+        self.whole = tile is not None
+        if key.losses and not self.whole:
+            return
         self._kernel = _launch.load(found, geometry, device)
         self._rows, self._cluster = (tile.rows, tile.cluster) if tile else (1, 1)
         looped = dict(found.defines).get("LOOPED")
@@ -328,6 +343,10 @@ def representative_sources(
     for columns in (96, 4096, 20480, 2**21):
         keys += [Key(columns, 8, low, dy, True) for dy in (None, low)]
         keys += [Key(columns, 8, low, None, False, step, step == 1) for step in (0, 1)]
+    for columns in (64, 2048, 4096, 8192, 32000, 128_256, 151_936, 262144):
+        keys.append(Key(columns, 8, low, losses=True))
+    for x in (half, full):
+        keys += [Key(columns, 16 // SIZES[x], x, losses=True) for columns in (512, 32000)]
     for x, dy in ((full, full), (full, low), (half, full), (double, half)):
         vec = 16 // SIZES[x]
         for columns in (512, 200_000, 262144):
@@ -409,6 +428,28 @@ def _forward(
         scale,
     )
     return output
+
+
+def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Tensor) -> bool:
+    """Write losses and dense gradients of rows that lie ``step`` apart, which are read once.
+
+    Returns:
+        Whether that was done: a row must fit on the chip, and lie in whole vectors.
+    """
+    columns, dtype, address = logits.shape[-1], logits.dtype, address_of(op, logits)
+    size = SIZES[dtype]
+    if (columns * size | step * size | address) & 15:
+        return False
+    plan = _planned(logits.get_device(), columns, 16 // size, dtype, None, False, None, False, True)
+    if not plan.whole:
+        return False
+    check_size(op, "columns", columns, MOST_COLUMNS)
+    rows = losses.target.numel()
+    check_size(op, "rows", rows, MOST_ROWS)
+    *tensors, ignore, z = losses
+    shape = (rows, step, columns, 1, 1, columns, 0, 0, 0, 1.0)
+    plan(rows, address, 0, out.data_ptr(), *shape, *(it.data_ptr() for it in tensors), ignore, z)
+    return True
 
 
 def _backward(

@@ -1,0 +1,51 @@
+"""What becomes of a row's statistics, in every kernel that makes a loss of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["store_loss", "to_take_off"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def to_take_off(highest: tl.tensor) -> tl.tensor:
+    """What to take off scores before exp: 0 where all are hidden, and ``-inf`` the highest."""
+    return tl.where(highest == float("-inf"), 0, highest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_loss(
+    loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    row: tl.tensor,
+    exists: tl.tensor,
+    target: tl.tensor,
+    ignored: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    at_target: tl.tensor,
+    summed: tl.tensor,
+    last: tl.tensor,
+    words: tl.tensor,
+    smoothing: tl.tensor,
+    z: tl.tensor,
+    SUMMED: tl.constexpr,
+    ACC: tl.constexpr,
+) -> None:
+    """Loss and lse of rows out of the four numbers of each; words end before ``last``."""
+    shift = to_take_off(highest)
+    log_total = tl.log(total)
+    lse = shift + log_total
+    # Not from lse, in which a large shift would round off what log_total says.
+    loss = log_total - (at_target - shift)
+    if SUMMED:
+        smooth = tl.full((), smoothing, ACC)
+        uniform = log_total - (summed / tl.full((), words, ACC) - shift)
+        loss = (1 - smooth) * loss + smooth * uniform
+    factor = tl.full((), z, ACC)
+    loss += tl.where(factor == 0, 0, factor * lse * lse)
+    outside = (target < 0) | (target >= last)
+    loss = tl.where(outside, float("nan"), loss)
+    tl.store(loss_ptr + row, tl.where(ignored, 0, loss), mask=exists)
+    tl.store(lse_ptr + row, tl.where(ignored, 0, lse), mask=exists)

@@ -1,0 +1,45 @@
+// What becomes of a row's statistics: its loss and its lse, in every kernel that makes them.
+
+#pragma once
+
+#include "numeric.cuh"
+
+namespace te_fl {
+
+// What is taken off scores before their exponentials; where all are hidden, nothing.
+template <typename A>
+__device__ __forceinline__ A taken_off_scores(A highest) {
+  return highest == lowest<A>() ? A(0) : highest;
+}
+
+// What rows add up to: the highest score, the sum of exponentials of the scores less that,
+// the score of the target, the sum of the scores.
+template <typename A>
+struct Statistics {
+  A highest, total, at_target, summed;
+};
+
+// kSummed: the sum of the scores is there, and so may be label smoothing. `last` is the word behind
+// the last one.
+template <bool kSummed, typename A>
+__device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bool ignored,
+                                           const Statistics<A>& found, long long last,
+                                           double words, double label_smoothing, double z_loss) {
+  const A shift = taken_off_scores(found.highest);
+  const A log_total = log(found.total);
+  const A whole = shift + log_total;
+  // Not from lse, in which a large shift would round off what log_total says.
+  A result = log_total - (found.at_target - shift);
+  if constexpr (kSummed) {
+    const A smoothing = static_cast<A>(label_smoothing);
+    const A uniform = log_total - (found.summed / static_cast<A>(words) - shift);
+    result = (A(1) - smoothing) * result + smoothing * uniform;
+  }
+  const A z = static_cast<A>(z_loss);
+  if (z != A(0)) result += z * whole * whole;
+  if (target < 0 || target >= last) result = missing<A>();
+  *loss = ignored ? A(0) : result;
+  *lse = ignored ? A(0) : whole;
+}
+
+}  // namespace te_fl
