@@ -174,6 +174,21 @@ def _column_of(target: tl.tensor, columns: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _chosen(
+    x_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    stride: tl.tensor,
+) -> tl.tensor:
+    """The logit of a row's target, in the program that tells the loss."""
+    at = _column_of(tl.load(target_ptr + row, mask=row < rows, other=-1), columns)
+    wanted = (at >= 0) & (tl.program_id(0) == 0)
+    return tl.load(x_ptr + row.to(tl.int64) * stride + at, mask=wanted, other=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _share(
     at: tl.tensor, grad_loss: tl.tensor, highest: tl.tensor, total: tl.tensor, z: tl.tensor
 ) -> tl.tensor:
@@ -402,6 +417,8 @@ def _forward_shared(
         mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
     )  # fmt: skip
     weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), PIECES, STEP, PTX)
+    if target_ptr is not None:
+        chosen = _chosen(x_ptr, target_ptr, row, rows, columns, stride)
     for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int32)
         start = row.to(tl.int64)
@@ -417,9 +434,7 @@ def _forward_shared(
         place = following.to(tl.int64)
         weights_next, highest_next = _weights(scores, shares_ptr, place, PIECES, STEP, PTX)
         if target_ptr is not None:
-            at = _column_of(target, columns)
-            tells = tl.program_id(0) == 0  # the loss, of a row's programs
-            chosen = tl.load(x_ptr + start * stride + at, mask=tells & (at >= 0), other=0).to(ACC)
+            chosen_next = _chosen(x_ptr, target_ptr, following, rows, columns, stride)
         if STEP != "sums":
             maxima, totals = heard(shares_ptr, start, float("-inf"), PIECES, 2, STEP)
             most = to_take_off(tl.max(maxima, axis=0))
@@ -427,18 +442,27 @@ def _forward_shared(
             # Nothing where this piece has nothing visible.
             own = _exp(highest - most, PTX)
             if target_ptr is not None:
-                ignored = target == ignore
+                at = _column_of(target, columns)
                 y = weights * (own * _share(at, grad_loss, most, total, z))
-                y -= tl.where(column == at, grad_loss, 0)
-                y = tl.where(ignored, 0, y)  # whatever its logits are
+                tells = tl.program_id(0) == 0  # of a row's programs
+                score = chosen.to(ACC)
                 store_loss(
-                    loss_ptr, lse_ptr, row, tells, target, ignored, most, total, chosen, chosen,
-                    columns, z, z, z, False, ACC,
+                    loss_ptr, lse_ptr, row, tells, target, target == ignore, most, total, score,
+                    score, columns, z, z, z, False, ACC,
                 )  # fmt: skip
             else:
                 y = weights * (own / tl.where(total == 0, 1, total))
             out = y_ptr + start * columns + column
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=within(column, columns, EXACT))
+            inside = within(column, columns, EXACT)
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=inside)
+            if target_ptr is not None:
+                # Each thread writes again what it has written: so other pieces do nothing more.
+                ignored = target == ignore
+                if ignored | (at // BLOCK == tl.program_id(0)):
+                    y = tl.where(ignored, 0, y - grad_loss)  # whatever the logits are
+                    again = inside & (ignored | (column == at))
+                    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=again)
+                chosen = chosen_next
         weights, highest = weights_next, highest_next
 
 
