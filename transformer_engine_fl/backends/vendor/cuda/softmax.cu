@@ -136,26 +136,14 @@ __device__ __forceinline__ A share_of(A total) {
   return reciprocal(kHiding && total == A(0) ? A(1) : total);
 }
 
-// Of a row with a target: what comes of its losses, and the score of the target in one thread.
-struct Target {
-  long long word, last;
-  A grad_loss, score;
-  int column;  // of the word; -1 of none
-  bool ignored;
-
-  // By what weights go into gradients, after `taken` was taken off their scores.
-  __device__ __forceinline__ A share_of(A total, A taken, double z_loss) const {
-    const A z = static_cast<A>(2 * z_loss);
-    A factor = grad_loss;
-    if (z != A(0)) factor += z * (taken + log(total)) * grad_loss;
-    if (word < 0 || word >= last) factor = missing<A>();
-    return factor / total;
-  }
-
-  __device__ __forceinline__ A gradient_of(A weighted, int at) const {
-    return ignored ? A(0) : weighted - (at == column ? grad_loss : A(0));
-  }
-};
+// By what the weights of a row with a target go into gradients, after `taken` was taken off their
+// scores; `column` is that of the target, or -1.
+__device__ __forceinline__ A share_of_gradients(A grad_loss, A total, A taken, int column,
+                                                double z_loss) {
+  const A z = static_cast<A>(2 * z_loss);
+  if (z != A(0)) grad_loss += z * (taken + log(total)) * grad_loss;
+  return (column < 0 ? missing<A>() : grad_loss) / total;
+}
 
 #else
 
@@ -251,16 +239,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       }
     }
 #if LOSS
-    const bool tells = active && rank == 0 && threadIdx.x % LANES == 0;  // what the loss is
-    Target target = {active ? __ldg(targets + row) : ignore, columns, A(0), A(0), -1, false};
-    target.ignored = target.word == ignore;
-    if (active) target.grad_loss = __ldg(grad_losses + row);
-    if (target.word >= 0 && target.word < columns) target.column = static_cast<int>(target.word);
-    if (tells && target.column >= 0) {
-      A score[1];
-      decode(load<1, 1>(x + (row * x_stride + target.column)), score);
-      target.score = product(score[0], scale);
-    }
+    const long long target = active ? __ldg(targets + row) : ignore;
+    const A grad_loss = active ? __ldg(grad_losses + row) : A(0);
+    const int word = target >= 0 && target < columns ? static_cast<int>(target) : -1;
 #endif
     wait_copies<STAGES - 1>();
 
@@ -320,12 +301,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       taken_of_row = shift;
     }
 #if LOSS
-    share *= target.share_of(total[0], taken_of_row, z_loss);
-    if (tells) {
-      store_loss<false>(loss + row, lse + row, target.word, target.ignored,
-                        Statistics<A>{taken_of_row, total[0], target.score, A(0)}, columns, 0.0,
-                        0.0, z_loss);
-    }
+    share *= share_of_gradients(grad_loss, total[0], taken_of_row, word, z_loss);
 #else
     share *= share_of(total[0]);
 #endif
@@ -343,14 +319,37 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - taken);
       }
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        scores[i] *= share;
-#if LOSS
-        scores[i] = target.gradient_of(scores[i], column + i);
-#endif
-      }
+      for (int i = 0; i < VEC; ++i) scores[i] *= share;
       store(out + v * kApart, encode<TX>(scores));
     }
+#if LOSS
+    // What differs is written again by who has written it, so that nobody else looks at it.
+    const bool ignored = target == ignore;
+    if (ignored) {  // whatever its logits are
+#pragma unroll
+      for (int v = 0; v < VECS; ++v) {
+        if (Row::in_row(Row::first_column(v, rank), columns)) {
+          store(out + v * kApart, zeros<TX, VEC>());
+        }
+      }
+    }
+    const int from = word - Row::first_column(0, rank);
+    const bool owns = word >= 0 && from >= 0 && from % kApart < VEC;
+    if (word >= 0 ? owns : rank == 0 && threadIdx.x % LANES == 0) {
+      A score[1] = {A(0)};
+      if (word >= 0) {
+        decode(load<1, 1>(x + (row * x_stride + word)), score);
+        score[0] = product(score[0], scale);
+        if (!ignored) {
+          const A own_gradient[1] = {exponential(score[0] - taken) * share - grad_loss};
+          store(out + from, encode<TX>(own_gradient));
+        }
+      }
+      store_loss<false>(loss + row, lse + row, target, ignored,
+                        Statistics<A>{taken_of_row, total[0], score[0], A(0)}, columns, 0.0, 0.0,
+                        z_loss);
+    }
+#endif
   }
   wait_copies<0>();
 }

@@ -123,6 +123,8 @@ WAITING_TEAMS: Final[tuple[Team, ...]] = (
     (128, 16),
     (256, 8),
 )
+LOSS_TEAMS: Final[tuple[Team, ...]] = ((128, 1), (512, 1), (256, 2), (128, 8), (256, 8))
+"""The same where losses and gradients are made of such rows."""
 WAITING_VECTORS: Final = 16
 """Vectors of a thread of those rows, at most."""
 WAITING_RESIDENT: Final = 1536
@@ -169,7 +171,11 @@ def row_tile(
 
 
 def waiting_tile(
-    columns: int, size: int, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
+    columns: int,
+    size: int,
+    device: _launch.Limits,
+    most_blocks: int = LARGEST_CLUSTERS[0],
+    losses: bool = False,
 ) -> Tile | None:
     """The tile of :data:`WAITING` rows; None for other rows, and devices without clusters.
 
@@ -179,7 +185,7 @@ def waiting_tile(
     waits = any(columns in those for those in WAITING)
     if not waits or size != 2 or vec != 8 or not device.has_clusters:
         return None
-    for team in WAITING_TEAMS:
+    for team in LOSS_TEAMS if losses else WAITING_TEAMS:
         if team[1] > most_blocks:
             continue
         tile = team_tile(columns // vec, vec, WAITING_VECTORS, (team,))
@@ -275,7 +281,7 @@ def source(
         sizes += (SIZES[key.dy],)
     waiting = None
     if key.dy is None and key.mask_step is None and not key.causal:
-        waiting = waiting_tile(key.columns, sizes[0], device, most_blocks)
+        waiting = waiting_tile(key.columns, sizes[0], device, most_blocks, key.losses)
     tile = waiting or row_tile(key.columns, sizes, device, most_blocks)
     if tile is None:
         kernel += "_wide"
