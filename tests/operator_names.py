@@ -76,7 +76,12 @@ LISTED: dict[str, tuple[str, ...]] = {
         "scaled_upper_triang_masked_softmax_forward",
     ),
     "dropout": ("dropout_bwd", "dropout_fwd"),
-    "loss": ("cross_entropy_bwd", "cross_entropy_fwd", "fused_linear_cross_entropy"),
+    "loss": (
+        "cross_entropy_bwd",
+        "cross_entropy_fwd",
+        "cross_entropy_fwd_bwd",
+        "fused_linear_cross_entropy",
+    ),
     "mixture of experts: permutation and padding": (
         "fused_multi_row_padding",
         "fused_multi_row_unpadding",

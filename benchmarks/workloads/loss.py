@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary: forward, backward, both in a row, and with its product."""
+"""Cross entropy over a vocabulary: forward, backward, both at once, and with its product."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 
 def _both(functions: Functions, sample: Sample) -> Any:
     logits, target = sample.args
-    loss, lse = functions["cross_entropy_fwd"](logits, target)
-    return functions["cross_entropy_bwd"](mean_grad(target), logits, target, lse), loss
+    loss, _, gradient = functions["cross_entropy_fwd_bwd"](logits, target, mean_grad(target))
+    return gradient, loss
 
 
 def _linear(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
@@ -84,15 +84,12 @@ _LINEAR = "rows x hidden size x vocabulary"
 WORKLOADS = (
     Workload(
         name="cross_entropy fwd+bwd",
-        ops=("cross_entropy_fwd", "cross_entropy_bwd"),
+        ops=("cross_entropy_fwd_bwd",),
         make=_forward,
         run=_both,
         shapes=_VOCABULARIES,
         tiny=(6, 40),
         axes=_ROWS,
-        twice=("input",),
-        counted="the logits read by each of the two operators, their gradient written once, "
-        "targets and losses",
         check_shape=fewer_rows(512),
     ),
     Workload(

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.vendor.cuda import loss
 from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
+from transformer_engine_fl.testing import compare
 
 check = checking(loss)
 
@@ -77,6 +79,11 @@ def check_both(logits: Tensor, target: Tensor, **options: Any) -> None:
     grads = torch.randn(2, len(logits), generator=generator).to(logits.device, kind)
     _, lse = check("cross_entropy_fwd", logits, target, **options)
     check("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
+    # Its losses must be as exact as the forward's, though its contract allows gradients more.
+    found = check("cross_entropy_fwd_bwd", logits, target, grads[0], **options)[:2]
+    forward = contracts.cross_entropy_fwd
+    for value, exact in zip(found, forward.oracle(logits, target, **options), strict=True):
+        assert compare(value, exact, forward.tolerance_for("float32")).ratio <= 1
     shard = {"vocab_start": 1, "ignore_index": options.get("ignore_index", -100)}
     check("cross_entropy_partial_fwd", logits, target, **shard)
 
@@ -85,6 +92,21 @@ def check_both(logits: Tensor, target: Tensor, **options: Any) -> None:
 @pytest.mark.parametrize("columns", [1, 7, 8, 9, 250, 2048, 2063, 4097, 65543, 131080, 262145])
 def test_rows_of_every_width(columns: int, options: dict[str, Any], device: str) -> None:
     check_both(*made(6, columns, device), **options)
+
+
+@pytest.mark.parametrize("columns", [64, 1024, 4096, 8200, 32_000, 65_536, 151_936, 262_152])
+def test_losses_and_gradients_at_once_of_every_tile(columns: int, device: str) -> None:
+    check_both(*made(6, columns, device), z_loss=0.01, ignore_index=IGNORED)
+
+
+@pytest.mark.parametrize("columns", [64, 4096, 9216, 131_072])
+def test_gradients_at_once_of_rows_that_are_ignored_are_zero(columns: int, device: str) -> None:
+    logits, target = made(6, columns, device)
+    target[1::2] = -100
+    logits[1::2] = torch.nan
+    grad_loss = torch.ones(6, device=device)
+    found = loss.cross_entropy_fwd_bwd(logits, target, grad_loss)
+    assert not any(it[1::2].any() for it in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, FULL, DOUBLE])

@@ -44,8 +44,20 @@ def check_logits(logits: Tensor, *calls: dict[str, Any]) -> None:
     for options in calls:
         _, lse = check("cross_entropy_fwd", logits, target, **options)
         check("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
+        check_at_once(logits, target, grads[0], **options)
     shard = {"vocab_start": 1, "ignore_index": IGNORED}
     check("cross_entropy_partial_fwd", logits, target, **shard)
+
+
+def check_at_once(logits: Tensor, target: Tensor, grad_loss: Tensor, **options: Any) -> None:
+    """Its losses must be as exact as the forward's, though its contract allows gradients more."""
+    found = check("cross_entropy_fwd_bwd", logits, target, grad_loss, **options)[:2]
+    exact = contracts.cross_entropy_fwd.oracle(logits, target, **options)
+    for value, expected in zip(found, exact, strict=True):
+        assert (
+            compare(value, expected, contracts.cross_entropy_fwd.tolerance_for("float32")).ratio
+            <= 1
+        )
 
 
 # ------------------------------------------------------------------------------- values
@@ -99,6 +111,23 @@ def test_rows_that_are_ignored_are_not_looked_at(columns: int, device: str) -> N
     assert loss.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
+@pytest.mark.parametrize("columns", [60, 64, 4096, 24_576])
+def test_gradients_at_once_of_rows_that_are_ignored_are_zero(columns: int, device: str) -> None:
+    logits = torch.randn(5, columns, device=device).bfloat16()
+    target = torch.tensor([1, -100, columns - 1, -100, 5], device=device)
+    logits[target == -100] = torch.nan
+    loss, lse, gradient = flagos.cross_entropy_fwd_bwd(
+        logits, target, torch.full((5,), 0.2, device=device)
+    )
+    for found in (loss, lse, gradient):
+        assert not found[target == -100].any()
+        assert found.isfinite().all()
+    at_target = gradient[target != -100].gather(1, target[target != -100].unsqueeze(1))
+    assert (at_target < 0).all()
+    assert (gradient.sum(-1).abs() < 0.01).all()
+
+
 @pytest.mark.parametrize("columns", [64, 129, 5003, 9000])
 def test_a_row_does_not_depend_on_the_rows_around_it(columns: int, device: str) -> None:
     logits = torch.randn(67 if columns < 2000 else 5, columns, device=device).bfloat16()
@@ -106,6 +135,7 @@ def test_a_row_does_not_depend_on_the_rows_around_it(columns: int, device: str) 
     loss, lse = flagos.cross_entropy_fwd(logits, target)
     stats = flagos.cross_entropy_partial_fwd(logits, target)
     gradient = flagos.cross_entropy_bwd(loss, logits, target, lse)
+    all_at_once = flagos.cross_entropy_fwd_bwd(logits, target, loss)
     for first in (0, len(logits) // 2, len(logits) - 1):
         some = slice(first, first + 2)
         part = logits[some], target[some]
@@ -113,6 +143,8 @@ def test_a_row_does_not_depend_on_the_rows_around_it(columns: int, device: str) 
         assert torch.equal(flagos.cross_entropy_partial_fwd(*part), stats[some])
         alone = flagos.cross_entropy_bwd(loss[some], *part, lse[some])
         assert torch.equal(alone, gradient[some])
+        at_once = flagos.cross_entropy_fwd_bwd(*part, loss[some])
+        assert all(torch.equal(one, it[some]) for one, it in zip(at_once, all_at_once, strict=True))
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,74 @@ def test_only_the_gradients_that_are_wanted_are_returned(wanted: int) -> None:
     x, weight, bias = leaves
     functional.fused_linear_cross_entropy(x, weight, targets(), bias).backward()
     assert [tensor.grad is not None for tensor in leaves] == [i == wanted for i in range(3)]
+
+
+# ------------------------------------------------------------- a gradient in the forward
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.25])  # exact in either format
+def test_a_gradient_of_the_forward_is_the_gradient(
+    options: dict[str, Any], reduction: str, dtype: torch.dtype, scale: float
+) -> None:
+    x, target = logits(dtype), targets(options.get("ignore_index", -100))
+    given = {"reduction": reduction, **options}
+    expected = functional.cross_entropy(x, target, **given)
+    (gradient,) = torch.autograd.grad(expected * scale, x)
+    found = functional.cross_entropy(x, target, gradient_in_forward=True, **given)
+    assert torch.equal(found, expected)
+    for _ in range(3):  # the second and the third are calculated anew
+        (again,) = torch.autograd.grad(found * scale, x, retain_graph=True)
+        torch.testing.assert_close(again, gradient)
+        again.zero_()
+
+
+def called(run: Callable[[], object]) -> list[str]:
+    """The operators that it called."""
+    seen: list[str] = []
+    undo = te.get_default_manager().monitor(lambda op, impl: seen.append(op))
+    try:
+        run()
+    finally:
+        undo()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("at_once", "dtype", "given"),
+    [
+        (True, torch.float32, {}),
+        (True, torch.bfloat16, {"reduction": "sum"}),
+        (False, torch.float32, {"reduction": "none"}),
+        (False, torch.float32, {"return_z_loss": True}),
+        (False, torch.float16, {}),
+    ],
+)
+def test_when_the_forward_makes_the_gradient(
+    at_once: bool, dtype: torch.dtype, given: dict[str, Any]
+) -> None:
+    def run(x: Tensor) -> list[str]:
+        return called(
+            lambda: functional.cross_entropy(x, targets(), gradient_in_forward=True, **given)
+        )
+
+    assert ("cross_entropy_fwd_bwd" in run(logits(dtype))) == at_once
+    assert "cross_entropy_fwd_bwd" not in run(logits(dtype).detach())
+    with torch.no_grad():
+        assert "cross_entropy_fwd_bwd" not in run(logits(dtype))
+
+
+def test_the_gradient_of_a_checkpointed_forward() -> None:
+    x, target = logits(), targets()
+
+    def loss(it: Tensor) -> Tensor:
+        return functional.cross_entropy(it * 2, target, gradient_in_forward=True)
+
+    found = torch.utils.checkpoint.checkpoint(loss, x, use_reentrant=False)
+    expected = F.cross_entropy(x * 2, target)
+    torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(expected, x))
 
 
 # ---------------------------------------------------------------------- against torch

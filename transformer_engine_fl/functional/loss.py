@@ -11,6 +11,7 @@ from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.functional._differentiable import Gradients, apply, first_derivative
 from transformer_engine_fl.ops import _checks as check
+from transformer_engine_fl.ops._dtypes import math_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +32,8 @@ class _Options(TypedDict, total=False):
     reduction: str
 
 
-class _ShardOptions(_Options, total=False):
+class _LogitsOptions(_Options, total=False):
+    gradient_in_forward: bool
     process_group: ProcessGroup | None
     vocab_start: int | None
     vocab_size: int | None
@@ -43,7 +45,7 @@ def cross_entropy(
     target: Tensor,
     *,
     return_z_loss: Literal[False] = False,
-    **options: Unpack[_ShardOptions],
+    **options: Unpack[_LogitsOptions],
 ) -> Tensor: ...
 
 
@@ -53,7 +55,7 @@ def cross_entropy(
     target: Tensor,
     *,
     return_z_loss: Literal[True],
-    **options: Unpack[_ShardOptions],
+    **options: Unpack[_LogitsOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -67,6 +69,7 @@ def cross_entropy(
     softcap: float | None = None,
     reduction: str = "mean",
     return_z_loss: bool = False,
+    gradient_in_forward: bool = False,
     process_group: ProcessGroup | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -87,6 +90,14 @@ def cross_entropy(
         reduction: "none", one loss for each row; "sum"; "mean", the sum over the number of
             rows that are not ignored, which is NaN if all are.
         return_z_loss: whether to return what z_loss adds to the loss, too.
+        gradient_in_forward: whether the forward makes the gradient, so that the logits are read
+            once (:func:`transformer_engine_fl.ops.cross_entropy_fwd_bwd`). The backward then
+            multiplies it by what comes back, in place and rounded once more; nothing is read
+            where that is 1, as of ``loss.backward()``. It pays there, and costs more than it
+            saves where the loss is scaled. A second backward calculates the gradient anew.
+            Ignored where no gradient is wanted, for "none", with ``return_z_loss`` or a
+            process group, for float16, whose gradients could vanish before they are scaled, and
+            while torch compiles.
         process_group: the ranks that share the vocabulary; None: it is here as a whole.
         vocab_start: the word of the first column; unless given the shards are as wide as
             one another and in the order of the ranks.
@@ -107,6 +118,13 @@ def cross_entropy(
         for name, value in {"vocab_start": vocab_start, "vocab_size": vocab_size}.items():
             if value is not None:
                 raise ArgumentError("cross_entropy", name, str(value), "a process_group with it")
+        wanted = gradient_in_forward and not return_z_loss and reduction != "none"
+        if wanted and _makes_gradient_in_forward(input):
+            count = (target != ignore_index).sum() if reduction == "mean" else None
+            total: Tensor = _WithGradient.apply(  # type: ignore[no-untyped-call]
+                input, target, count, options
+            )
+            return total
         loss, lse = apply("cross_entropy_fwd", options, input, target)
     else:
         start, size = _shard(input, process_group, vocab_start, vocab_size)
@@ -205,6 +223,56 @@ def _shard(
         missing = "vocab_start" if vocab_start is None else "vocab_size"
         raise ArgumentError("cross_entropy", missing, "None", "both of the two, or neither")
     return vocab_start, vocab_size
+
+
+def _makes_gradient_in_forward(input: object) -> bool:
+    return (
+        isinstance(input, Tensor)
+        and input.requires_grad
+        and input.dtype != torch.float16
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _WithGradient(torch.autograd.Function):
+    """The sum of the losses over ``count``, if there is one, and its gradient along with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, target: Tensor, count: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        manager = get_default_manager()
+        each = input.new_ones((), dtype=math_dtype(input.dtype))
+        each = each if count is None else each / count
+        grad_loss = each.expand(target.shape)
+        loss, lse, gradient = manager.call(
+            "cross_entropy_fwd_bwd", input, target, grad_loss, **options
+        )
+        ctx.save_for_backward(input, target, lse, grad_loss, gradient)
+        ctx.op_name = "cross_entropy_fwd_bwd"
+        ctx.scale = manager.pin("multi_tensor_scale_tensor")
+        ctx.again = manager.pin("cross_entropy_bwd")
+        ctx.options = options
+        ctx.given_out = False
+        total: Tensor = loss.sum()
+        return total if count is None else total / count
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
+        input, target, lse, grad_loss, gradient = saved
+        assert grad_loss is not None  # an invariant of ours: the forward saved them
+        assert gradient is not None
+        if ctx.given_out:
+            again: Tensor = ctx.again(grad_loss * grad, input, target, lse, **ctx.options)
+            return again, None, None, None
+        # It is scaled where it is, and whose it is then may write it. That is no business of
+        # autograd's, which has it among what was saved: nobody gets it from there again.
+        ctx.given_out = True
+        there = gradient.data
+        ctx.scale([there], [there], grad.reshape(1))
+        return there, None, None, None
 
 
 class _VocabularyParallel(torch.autograd.Function):

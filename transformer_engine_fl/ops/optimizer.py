@@ -1210,6 +1210,9 @@ def multi_tensor_scale_tensor(
 ) -> None:
     """:func:`multi_tensor_scale` with a factor that is known on the device only.
 
+    Where an output is its own input, a factor of 1 need not be written by a kernel that is not
+    asked for a flag: clipping that does not clip, and the gradient of a loss that is not scaled.
+
     Args:
         inputs, outputs, noop_flag: as there.
         scale: one element, float32 or float64; never read on the host.

@@ -1,4 +1,4 @@
-"""The scaled softmax forms: several rows, one row, also in parts, and a row in pieces."""
+"""The scaled softmax forms, and losses: several rows, one row, in parts, a row in pieces."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from transformer_engine_fl.backends._cross_entropy import Losses
 from transformer_engine_fl.backends.flagos import softmax as flagos
 
 MODULES = ("softmax",)
@@ -25,6 +26,11 @@ def launch() -> None:
             mask = (scores != 0,) if name == "scaled_masked_softmax" else ()
             getattr(flagos, f"{name}_forward")(scores, *mask)
             getattr(flagos, f"{name}_backward")(scores, scores)
+    target, row = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+    losses = Losses(target, row, row, row, -100, 0.0)
+    for width in WIDTHS:
+        scores = torch.zeros(3, width, dtype=torch.bfloat16)
+        flagos.run_with_losses("a test's", scores, width, losses, scores)
 
 
 def check(cases: list[dict[str, Any]]) -> None:

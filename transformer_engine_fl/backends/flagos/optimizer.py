@@ -178,6 +178,10 @@ def _scale(
     x_ptr = _at(entry, 0, element, X, ALIGNED)
     y_ptr = _at(entry, 1, element, Y, ALIGNED)
     factor = _factor(scale_ptr, scale, ACC)
+    if flag_ptr is None and X == Y:
+        # What is its own product by 1 stays as it is.
+        same = tl.load(entry) == tl.load(entry + 1)
+        length = tl.where(same & (factor == 1), 0, length)
     found = tl.zeros((TILE,), tl.int1)
     for tile in tl.range(0, length, TILE):
         place = _places(tile, TILE, RUN)
