@@ -133,6 +133,8 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
                 "kernel": kernel.__name__,
                 "dtype": next(iter(signature.values()))[1:],
                 "constants": str(constants),
+                # the names of its tensors
+                "tensors": [name for name, kind in signature.items() if kind[0] == "*"],
                 # elements, where a kernel has them laid out in vectors itself
                 "vector": constants.get((names.index("VEC"),)) if "VEC" in names else None,
                 # elements that lie side by side in each of a row's tensors

@@ -3,8 +3,9 @@
 A file of ``compiled/`` launches a family's kernels in each way that matters to the
 compiler, and says which modules' kernels those are (``MODULES``), which of them read and
 write each number once, so by whole vectors (``STREAMING``), which of these do so by
-``tl.load`` and not by ``fetch`` (``PLAIN``), and what else is to be seen in the code for
-sm_90 (``check``). Kernels written for some GPUs alone name them (``TARGETS``).
+``tl.load`` and not by ``fetch`` (``PLAIN``), how many accesses of single numbers they have
+(``single``), and what else is to be seen in the code for sm_90 (``check``). Kernels written for
+some GPUs alone name them (``TARGETS``).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def test_every_kernel_compiles(family: str, target: str, tmp_path: Path) -> None
         assert case["wide stores"] > 0, case
         plain = case["kernel"] in getattr(calls, "PLAIN", set())
         assert (case["plain loads"] > 0) == plain, case
-        single = getattr(calls, "SINGLE", {}).get(case["kernel"], 0)
+        single = calls.single(case) if hasattr(calls, "single") else 0
         assert case["narrow accesses"] <= single, case
     if hasattr(calls, "check"):
         calls.check(report["cases"])

@@ -10,14 +10,17 @@ from transformer_engine_fl.backends.flagos import normalization as flagos
 
 MODULES = ("normalization", "_sums")
 STREAMING = {"_backward_shared", "_forward_rows", "_forward_shared"}
-# Three numbers of a row; in pieces read before the loop for two rows, and in it for one.
-SINGLE = {"_forward_shared": 9, "_forward_rows": 3}
 FORWARD_WIDTHS = {
     "bfloat16": (1024, 4096, 6144, 20480, 32768, 65536, 131072),
     "float32": (4096, 65536),
 }
 BACKWARD_WIDTHS = {"bfloat16": (1024, 8192, 16384, 32768, 131072), "float32": (4096, 131072)}
 PARTIAL_SUMS = (16, 24, 64, 100, 132)
+
+
+def single(case: dict[str, Any]) -> int:
+    """Three numbers of a row; in pieces read before the loop for two rows, and in it for one."""
+    return {"_forward_shared": 9, "_forward_rows": 3}.get(case["kernel"], 0)
 
 
 def launch() -> None:
