@@ -189,7 +189,7 @@ def _chosen(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _share(
+def _gradient_share(
     at: tl.tensor, grad_loss: tl.tensor, highest: tl.tensor, total: tl.tensor, z: tl.tensor
 ) -> tl.tensor:
     """By what the weights of rows go into the gradients of their logits."""
@@ -264,7 +264,7 @@ def _forward_tile(
         total += tl.sum(one, axis=AXIS)
     if target_ptr is not None:
         ignored = target == ignore
-        share = per_row(_share(at, grad_loss, highest, total, z), ROWS)
+        share = per_row(_gradient_share(at, grad_loss, highest, total, z), ROWS)
         store_loss(
             loss_ptr, lse_ptr, row, there, target, ignored, highest, total, chosen, chosen,
             columns, z, z, z, False, ACC,
@@ -443,7 +443,7 @@ def _forward_shared(
             own = _exp(highest - most, PTX)
             if target_ptr is not None:
                 at = _column_of(target, columns)
-                y = weights * (own * _share(at, grad_loss, most, total, z))
+                y = weights * (own * _gradient_share(at, grad_loss, most, total, z))
                 tells = tl.program_id(0) == 0  # of a row's programs
                 score = chosen.to(ACC)
                 store_loss(
