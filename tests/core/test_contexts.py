@@ -59,10 +59,27 @@ def test_an_inner_block_replaces_the_fields_it_names_and_keeps_the_others() -> N
         outer = get_policy()
     assert inner.prefer == "vendor"
     assert inner.strict is True
-    assert inner.deny_vendors == {"c"}  # replaced, not united
+    assert inner.deny_vendors == {"a", "b", "c"}  # united, not replaced
     assert inner.per_op_order == {"x": ("flagos",)}
     assert outer.strict is False
     assert outer.deny_vendors == {"a", "b"}
+
+
+def test_what_an_outer_block_rules_out_no_inner_one_brings_back(manager: OpManager) -> None:
+    with policy_context(
+        allow_vendors=["acme", "zeta"], deny_vendors=["acme"], require=["deterministic"]
+    ):
+        with policy_context(allow_vendors=["acme", "nvidia"], deny_vendors=[], require=[]):
+            assert get_policy().allow_vendors == {"acme"}
+            assert get_policy().deny_vendors == {"acme"}
+            assert get_policy().require == {"deterministic"}
+        with policy_context(require=["traceable"]):
+            assert get_policy().require == {"deterministic", "traceable"}
+    with with_denied_vendors("acme"):
+        with policy_context(prefer="vendor"), with_denied_vendors("nobody"):
+            assert manager.call("scale", None) == "vendor.zeta"
+        with with_preference("vendor"), with_allowed_vendors("acme"):
+            assert manager.call("scale", None) == "default.flagos"
 
 
 def test_an_inner_order_replaces_the_whole_field_of_orders() -> None:

@@ -272,7 +272,7 @@ def test_the_environment_outranks_the_file_field_by_field(policy_file: WriteFile
         environ | {"TE_FL_STRICT": "0", "TE_FL_DENY_VENDORS": "zeta", "TE_FL_ALLOW_VENDORS": "x"}
     )
     assert environment.policy == SelectionPolicy(
-        prefer="reference", strict=False, deny_vendors={"zeta"}, allow_vendors={"x"}
+        prefer="reference", strict=False, deny_vendors={"acme", "zeta"}, allow_vendors={"x"}
     )
     assert environment.origins["strict"] == "TE_FL_STRICT=0"
     assert environment.origins["prefer"].startswith("prefer in ")
@@ -364,6 +364,37 @@ def test_sources_are_merged_field_by_field_strongest_first(
         "deny_vendors": "TE_FL_DENY_VENDORS=env",
         "require": f"require in {path} (TE_FL_POLICY_FILE)",
     }
+
+
+def test_what_one_source_rules_out_no_other_brings_back(
+    policy_file: WriteFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = policy_file('deny_vendors = ["file"]\nallow_vendors = ["acme", "zeta", "file"]\n')
+    path = environ["TE_FL_POLICY_FILE"]
+    environ |= {"TE_FL_DENY_VENDORS": "acme", "TE_FL_ALLOW_VENDORS": "acme,zeta"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    reset_global_policy()
+    manager = make_manager(*one_of_each())
+    set_global_policy(SelectionPolicy(prefer="vendor", deny_vendors={"code"}))
+    assert manager.call("scale", None) == "vendor.zeta"
+    with policy_context(deny_vendors=["block"], allow_vendors=["acme"], require=["graph_safe"]):
+        found = effective_policy()
+        reasons = [it.reason for it in manager.explain("scale").verdicts]
+    assert found.policy.deny_vendors == {"file", "acme", "code", "block"}
+    assert found.policy.allow_vendors == {"acme"}
+    assert found.origins["deny_vendors"] == (
+        "with block, and set_global_policy, and TE_FL_DENY_VENDORS=acme, and "
+        f"deny_vendors in {path} (TE_FL_POLICY_FILE)"
+    )
+    assert (
+        f"vendor 'Acme' is denied (TE_FL_DENY_VENDORS=acme, and deny_vendors in {path} "
+        in (reasons[0])
+    )
+    assert reasons[1:3] == [
+        "vendor 'zeta' is not allowed (with block)",
+        "does not claim 'graph_safe' (with block)",
+    ]
 
 
 def test_the_default_prefers_flagos_and_is_not_strict() -> None:

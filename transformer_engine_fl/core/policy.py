@@ -1,9 +1,10 @@
 """What the user wants: the selection policy, its sources and their order.
 
 Sources, strongest first: ``with`` blocks, :func:`set_global_policy`, the environment,
-the policy file, defaults. They are merged field by field. The environment is read once,
-at first use, and again after :func:`reset_global_policy`. Who is chosen under a policy
-is selection.py's business.
+the policy file, defaults. They are merged field by field: a stronger one has the word, but
+what one of them rules out, no other brings back. The environment is read once, at first
+use, and again after :func:`reset_global_policy`. Who is chosen under a policy is
+selection.py's business.
 """
 
 from __future__ import annotations
@@ -104,8 +105,17 @@ class SelectionPolicy:
         return repr([(field, _plain(getattr(self, field))) for field in FIELDS])
 
     def over(self, weaker: SelectionPolicy) -> SelectionPolicy:
-        """This policy where it says something, ``weaker`` elsewhere."""
+        """This policy where it says something, ``weaker`` elsewhere.
+
+        What rules implementations out adds up: vendors that either denies, traits that either
+        requires; of vendors, those that both allow.
+        """
         mine = {field: value for field in FIELDS if (value := getattr(self, field)) is not None}
+        for field in RESTRICTIONS:
+            theirs: frozenset[str] | None = getattr(weaker, field)
+            if field in mine and theirs is not None:
+                own = mine[field]
+                mine[field] = own & theirs if field == "allow_vendors" else own | theirs
         return dataclasses.replace(weaker, **mine)
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,6 +151,9 @@ class SelectionPolicy:
 
 
 FIELDS: Final = tuple(field.name for field in dataclasses.fields(SelectionPolicy))
+
+RESTRICTIONS: Final = ("allow_vendors", "deny_vendors", "require")
+"""The fields that rule implementations out: every source that says something of one counts."""
 
 
 def _store(policy: SelectionPolicy, field: str, value: object) -> None:
@@ -294,8 +307,8 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
     if "TE_FL_POLICY_FILE" in given:
         path = given["TE_FL_POLICY_FILE"]
         weaker = load_policy_file(path)
-        for field in weaker.to_dict():
-            origins.setdefault(field, f"{field} in {path} (TE_FL_POLICY_FILE)")
+        file = {it: f"{it} in {path} (TE_FL_POLICY_FILE)" for it in weaker.to_dict()}
+        origins = _said_by(origins, file)
         policy = policy.over(weaker)
     return Environment(
         policy,
@@ -306,6 +319,15 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
         repeat_calls="TE_FL_REPEAT_CALLS" not in given or _switch(given, "TE_FL_REPEAT_CALLS"),
         log_level=_log_level(given.get("TEFL_LOG_LEVEL")),
     )
+
+
+def _said_by(stronger: Mapping[str, str], weaker: Mapping[str, str]) -> dict[str, str]:
+    """Who said each field: the stronger one, or both where what they say adds up."""
+    said = {**weaker, **stronger}
+    for field in RESTRICTIONS:
+        if field in stronger and field in weaker:
+            said[field] = f"{stronger[field]}, and {weaker[field]}"
+    return said
 
 
 def load_policy_file(path: str | Path) -> SelectionPolicy:
@@ -456,7 +478,7 @@ class policy_context:  # noqa: N801 - used like the functions of contextlib
 
     Applies to this thread or asyncio task, until the block ends. May be nested, entered
     again, and shared. Takes a :class:`SelectionPolicy` or its fields; what it says
-    replaces what an outer block says, field by field.
+    replaces what an outer block says, field by field, and adds to what that rules out.
 
     Raises:
         ConfigurationError: a value is malformed.
@@ -505,7 +527,7 @@ def with_strict_mode(strict: bool = True) -> policy_context:
 
 
 def with_allowed_vendors(*vendors: str) -> policy_context:
-    """A block that admits only these vendors; none given admits no vendor."""
+    """A block that admits of the vendors only these; none given admits no vendor."""
     return policy_context(allow_vendors=vendors)
 
 
@@ -519,10 +541,28 @@ def with_denied_vendors(*vendors: str) -> policy_context:
 
 @dataclass(frozen=True, slots=True)
 class EffectivePolicy:
-    """A complete policy, and who said each of its fields."""
+    """A complete policy, and who said each of its fields.
+
+    Attributes:
+        policy: what holds.
+        origins: policy field -> everyone who had a say in it.
+        sources: what each source said, and by field who said it; strongest first.
+    """
 
     policy: SelectionPolicy
     origins: Mapping[str, str]
+    sources: tuple[tuple[SelectionPolicy, Mapping[str, str]], ...] = ()
+
+    def origin(self, field: str, word: str, *, listed: bool = True) -> str:
+        """Who lists ``word`` in a field that is a list, or who gives a list without it.
+
+        Everyone who had a say in the field, if nobody does.
+        """
+        for policy, origins in self.sources:
+            words: frozenset[str] | None = getattr(policy, field)
+            if words is not None and (word in words) is listed:
+                return origins[field]
+        return self.origins[field]
 
 
 class PolicyListener(Protocol):
@@ -594,10 +634,16 @@ def effective_policy(scope: Scope | None = None) -> EffectivePolicy:
     scope = active_scope() if scope is None else scope
     environment, code = get_environment(), policy_state.policy or SelectionPolicy()
     policy = scope.overlay.over(code).over(environment.policy).over(DEFAULTS)
-    origins = dict.fromkeys(FIELDS, "default") | dict(environment.origins)
-    origins |= dict.fromkeys(code.to_dict(), "set_global_policy")
-    origins |= dict.fromkeys(scope.overlay.to_dict(), "with block")
-    return EffectivePolicy(policy, MappingProxyType(origins))
+    sources = (
+        (scope.overlay, dict.fromkeys(scope.overlay.to_dict(), "with block")),
+        (code, dict.fromkeys(code.to_dict(), "set_global_policy")),
+        (environment.policy, environment.origins),
+    )
+    origins: dict[str, str] = {}
+    for _, said in sources:
+        origins = _said_by(origins, said)
+    origins = dict.fromkeys(FIELDS, "default") | origins
+    return EffectivePolicy(policy, MappingProxyType(origins), sources)
 
 
 def get_policy() -> SelectionPolicy:

@@ -274,14 +274,17 @@ def _policy_reason(
     policy, origins = effective.policy, effective.origins
     vendor = impl.vendor.lower() if impl.vendor else None
     if vendor is not None and vendor in (policy.deny_vendors or ()):
-        return "policy", f"vendor {impl.vendor!r} is denied ({origins['deny_vendors']})"
+        origin = effective.origin("deny_vendors", vendor)
+        return "policy", f"vendor {impl.vendor!r} is denied ({origin})"
     allowed = policy.allow_vendors
     if vendor is not None and allowed is not None and vendor not in allowed:
-        return "policy", f"vendor {impl.vendor!r} is not allowed ({origins['allow_vendors']})"
+        origin = effective.origin("allow_vendors", vendor, listed=False)
+        return "policy", f"vendor {impl.vendor!r} is not allowed ({origin})"
     claimed = set(impl.traits) | ({"traceable"} if impl.traceable else set())
     lacking = sorted(set(policy.require or ()) - claimed)
     if lacking:
-        return "policy", f"does not claim {lacking[0]!r} ({origins['require']})"
+        origin = effective.origin("require", lacking[0])
+        return "policy", f"does not claim {lacking[0]!r} ({origin})"
     if _place(impl, tokens) == len(tokens):
         if impl.opt_in:
             names = f"vendor:{impl.vendor} or " * bool(impl.vendor) + f"impl:{impl.impl_id}"

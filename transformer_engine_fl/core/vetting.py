@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from transformer_engine_fl.core.discovery import broken_vendors
 from transformer_engine_fl.core.errors import suggestion
+from transformer_engine_fl.core.policy import RESTRICTIONS
 from transformer_engine_fl.core.types import Selector
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[
         if (registry.canonical(name) if form == "operator" else name) not in known[form]:
             kind = "implementation" if form == "impl" else form
             hint = suggestion(name, known[form])
-            yield f"{effective.origins[field]}: no {kind} is called {name!r}{hint}"
+            listed = field in RESTRICTIONS
+            origin = effective.origin(field, name) if listed else effective.origins[field]
+            yield f"{origin}: no {kind} is called {name!r}{hint}"
     orders = effective.policy.per_op_order or {}
     for name in orders:
         own = registry.canonical(name)
