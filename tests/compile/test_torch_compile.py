@@ -332,7 +332,9 @@ def test_predicates_and_missing_options_decide_in_compiled_code_too() -> None:
         torch.testing.assert_close(program(x, w, False), x * 2)
 
 
-def test_what_declines_in_eager_code_declines_in_compiled_code() -> None:
+def test_what_declines_in_eager_code_declines_in_compiled_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def breaks(*args: Any, **kwargs: Any) -> bool | str:
         raise ValueError("only for tokens")
 
@@ -361,12 +363,34 @@ def test_what_declines_in_eager_code_declines_in_compiled_code() -> None:
     compiled = torch.compile(program, fullgraph=True, backend="eager")
     x, w = torch.randn(4, 8), torch.randn(8)
     with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:breaks", "vendor:doubler"]}):
-        for run in (program, compiled):
+        for run in (compiled, program):
             torch.testing.assert_close(run(x, w, False), x * 2)
+    (said,) = [it.getMessage() for it in caplog.records if it.name == "TE-FL"]
+    assert said.startswith("breaks: supports() raised while it was traced")
     with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:short", "reference"]}):
         for run in (program, compiled):
             with pytest.raises(Exception, match=r"'zero_centered_gamma'(, '| is )int 0"):
                 run(x, w, 0)
+
+
+def test_a_predicate_that_meets_a_malformed_setting_is_not_passed_over_in_compiled_code() -> None:
+    def supports(x: Tensor) -> bool:
+        raise te.ConfigurationError("TE_FL_X: 'maybe' is not a switch")
+
+    registry = te.OpRegistry({})
+    registry.register_many(
+        [
+            te.OpImpl(
+                "twice", "picky", "reference", lambda x: x * 9, priority=9, supports=supports
+            ),
+            te.OpImpl("twice", "plain", "reference", lambda x: x * 2),
+        ]
+    )
+    manager = te.OpManager(registry, builtins=False, plugins=False)
+    program = lambda x: manager.call("twice", x)  # noqa: E731
+    for run in (program, torch.compile(program, fullgraph=True, backend="eager")):
+        with pytest.raises(Exception, match="TE_FL_X"):
+            run(torch.ones(3))
 
 
 def test_what_cannot_be_loaded_is_passed_over_in_compiled_code_too() -> None:

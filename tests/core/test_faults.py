@@ -5,6 +5,7 @@ Every row runs by every route, with the failing candidate behind a guard and not
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import re
@@ -27,6 +28,7 @@ from transformer_engine_fl import (
     NotSupportedError,
     OpImpl,
     OpManager,
+    OpRegistry,
     PartialMutationError,
     SelectionPolicy,
     StrictModeError,
@@ -61,6 +63,14 @@ def ones() -> torch.Tensor:
 
 def cuda_error(text: str) -> Callable[[], Exception]:
     return lambda: RuntimeError(f"CUDA error: {text}\nSearch for `cudaError' in the manual.")
+
+
+def because(cause: Exception) -> Exception:
+    """As an implementation words in its own way what it has caught."""
+    try:
+        raise ValueError("the workspace could not be had") from cause
+    except ValueError as error:
+        return error
 
 
 def declined() -> Exception:
@@ -159,6 +169,20 @@ TABLE = [
     ),
     Row("out of host memory", MemoryError, MemoryError),
     Row("out of memory in words", cuda_error("out of memory"), RuntimeError),
+    *(
+        Row(f"out of memory as {type(fault()).__name__} {place}", fault, type(fault()))
+        for place, fault in enumerate(
+            (
+                lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"),
+                cuda_error("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+                lambda: OSError(errno.ENOMEM, "Cannot allocate memory"),
+                lambda: because(torch.OutOfMemoryError("40 GiB")),
+                lambda: because(cuda_error("an illegal memory access was encountered")()),
+                lambda: because(because(MemoryError())),
+            )
+        )
+    ),
+    Row("a file that is not there", lambda: because(FileNotFoundError(2, "a")), quarantined=True),
     Row("device lost", cuda_error("an illegal memory access was encountered"), RuntimeError),
     *(
         Row(f"device lost, {text.split()[0]}", cuda_error(text), RuntimeError)
@@ -530,6 +554,68 @@ def test_a_broken_predicate_declines_and_is_no_fault(
     assert verdict.cause == "supports"
     assert verdict.reason == "supports() raised KeyError: 'layout'"
     assert not in_quarantine(manager)
+
+
+def test_a_broken_predicate_is_told_once_and_the_callers_mistake_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(x: Any, factor: float = 2.0, *, mode: str = "plain") -> bool:
+        return bool(x.shape[0] % x.no_such_attribute)
+
+    manager = world("scale", Kernel())
+    for impl_id in ("picky.a", "picky.b"):
+        manager.registry.register_impl(
+            OpImpl("scale", impl_id, "reference", Kernel(), priority=9, supports=broken)  # type: ignore[arg-type]
+        )
+    manager.call("scale", 3)  # which the kernel of this test does not mind
+    assert not caplog.records
+    for _ in range(3):
+        manager.call("scale", ones())
+        manager.explain("scale", ones())
+    said = [it.getMessage() for it in caplog.records]
+    assert len(said) == 2
+    for line, impl_id in zip(said, ("picky.a", "picky.b"), strict=True):
+        assert line.startswith(f"{impl_id}: supports() raised AttributeError")
+        assert f"(at {__file__}:" in line
+
+
+@every_way
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda: torch.OutOfMemoryError("40 GiB"),
+        lambda: ConfigurationError("TE_FL_X"),
+        cuda_error("an illegal memory access was encountered"),
+    ],
+)
+def test_a_predicate_does_not_hide_what_ends_a_call(
+    fault: Callable[[], Exception], route: str, guarded: bool, install: Callable[..., OpManager]
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> bool:
+        raise fault()
+
+    kernel = Kernel()
+    manager = install("scale", kernel, guarded=guarded)
+    manager.registry.register_impl(
+        OpImpl("scale", "picky", "reference", Kernel(), priority=9, supports=broken)  # type: ignore[arg-type]
+    )
+    with pytest.raises(type(fault())):
+        arrive(manager, "scale", route)(ones())
+    assert kernel.runs == 0
+
+
+def test_a_check_that_breaks_is_no_verdict_and_hides_no_failure() -> None:
+    def check(op: str, x: Any, **arguments: Any) -> None:
+        raise RuntimeError("Internal error: this tensor has no sizes")
+
+    contract = core_faults.contract_of(core_faults.scale, check=check)
+    registry = OpRegistry({"scale": contract})
+    registry.register_impl(
+        OpImpl("scale", "impl.0", "reference", Kernel(lambda: KernelError("no image")))  # type: ignore[arg-type]
+    )
+    manager = OpManager(registry, builtins=False, plugins=False)
+    with pytest.raises(AllCandidatesFailedError, match="KernelError: no image"):
+        manager.call("scale", ones())
 
 
 def test_an_error_without_a_text_is_told_by_its_class() -> None:

@@ -181,13 +181,64 @@ def test_a_registration_of_another_operator_does_not_clear_it() -> None:
     assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
 
 
-def test_when_everyone_is_in_quarantine_the_error_says_so() -> None:
-    first = Unwell()
-    manager = world("scale_", first)
-    for message in ("half written", "in quarantine after a fault: KernelError: unwell"):
-        with pytest.raises(RuntimeError, match=message):
-            manager.call("scale_", ones())
-    assert first.runs == 1
+@pytest.mark.parametrize("op_name", ["scale", "scale_"])
+def test_the_last_one_that_is_left_is_not_set_aside(op_name: str) -> None:
+    first, second = Unwell(), Unwell()
+    manager = world(op_name, first, second)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="unwell"):
+            manager.call(op_name, ones())
+    writes = op_name == "scale_"
+    assert in_quarantine(manager) == ({("scale_", "impl.0", "cpu", "float32")} if writes else set())
+    assert (first.runs, second.runs) == ((1, 2) if writes else (3, 3))
+    second.ill = lambda x: False
+    manager.call(op_name, ones())
+
+
+def test_who_failed_while_it_was_writing_is_not_said_to_serve() -> None:
+    manager = world("scale_", Unwell(), Kernel())
+    with pytest.raises(PartialMutationError) as caught:
+        manager.call("scale_", ones())
+    verdicts = caught.value.decision.verdicts
+    assert [it.cause for it in verdicts] == ["failed", ""]
+    said = str(caught.value)
+    assert "The next such call goes to 'impl.1'" in said
+    assert "reset_quarantine()" in said
+    assert "'impl.0' serves" not in said
+    assert manager.explain("scale_", ones()).verdicts[0].reason.endswith("reset_quarantine()")
+
+
+def test_the_only_one_that_failed_while_it_was_writing_is_told_to_be_tried_again() -> None:
+    with pytest.raises(PartialMutationError) as caught:
+        world("scale_", Unwell()).call("scale_", ones())
+    assert "is tried on this one again" in str(caught.value)
+    assert "'impl.0' serves" not in str(caught.value)
+
+
+def test_what_failed_first_is_told_when_the_next_one_ends_the_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager = world("scale", Unwell(), Kernel(torch.OutOfMemoryError), Kernel())
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        manager.call("scale", ones())
+    (note,) = caught.value.__notes__
+    assert note.startswith("scale: before 'impl.1', 'impl.0' failed: KernelError: unwell (at ")
+    (said,) = [it.getMessage() for it in caplog.records]
+    assert "'impl.0' failed (KernelError: unwell" in said
+    assert said.endswith("'impl.1', which was next, ended the call with OutOfMemoryError")
+    assert in_quarantine(manager) == {("scale", "impl.0", "cpu", "float32")}
+
+
+def test_a_failure_that_sets_nobody_aside_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Fickle(Unwell):
+        def __call__(self, x: Any, factor: float = 2.0, *, mode: str = "plain") -> Any:
+            self.runs += 1
+            raise (TypeError if self.runs > 3 else KernelError)(f"unwell {self.runs}")
+
+    manager = world("scale", Fickle(), Kernel())
+    for runs in range(1, 6):
+        manager.call("scale", ones().to_sparse())
+        assert len(caplog.records) == (1 if runs < 4 else 2)
 
 
 def test_strict_mode_neither_reads_nor_writes_it() -> None:

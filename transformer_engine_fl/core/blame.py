@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["BETWEEN", "ON_BEHALF", "out_of_stack", "raised_at", "said", "signed", "worded"]
+__all__ = [
+    "BETWEEN",
+    "ON_BEHALF",
+    "behind",
+    "out_of_stack",
+    "raised_at",
+    "said",
+    "signed",
+    "worded",
+]
 
 _ROOT: Final = Path(__file__).parents[1]
 ON_BEHALF: Final = (
@@ -88,7 +97,7 @@ def out_of_stack(error: BaseException) -> bool:
     That is theirs to mend, and says nothing of what we called: one that recurses without
     end, called by anyone, has used the most itself.
     """
-    if not any(isinstance(it, RecursionError) for it in _behind(error)):
+    if not any(isinstance(it, RecursionError) for it in behind(error)):
         return False
     depth, frame = 0, sys._getframe(1)
     while frame.f_back is not None:
@@ -96,7 +105,7 @@ def out_of_stack(error: BaseException) -> bool:
     return depth > sys.getrecursionlimit() // 2
 
 
-def _behind(error: BaseException) -> Iterator[BaseException]:
+def behind(error: BaseException) -> Iterator[BaseException]:
     """The error, and those that what we called has caught and raised it for.
 
     An error that our caller is handling meanwhile is behind it too, but came by other frames.
@@ -106,8 +115,11 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
     while found is not None and id(found) not in seen:
         yield found
         seen.add(id(found))
+        if found.__cause__ is not None:  # whoever raised it says so
+            found = found.__cause__
+            continue
         frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]
-        found = found.__cause__ or found.__context__
+        found = found.__context__
         caught = None if found is None else found.__traceback__
         if caught is None or caught.tb_frame not in frames:
             return

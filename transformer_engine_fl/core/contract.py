@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
+from transformer_engine_fl.core.blame import out_of_stack
 from transformer_engine_fl.core.errors import ArgumentError, SignatureMismatchError, suggestion
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.tracing import in_compiled_code, traced_default_call
@@ -256,6 +257,21 @@ class Contract(Generic[P, R]):
         arguments = self.bind(*args, **kwargs)
         self._check(self.name, **arguments)
         return arguments
+
+    def objection(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError | None:
+        """What :meth:`check` says against a call, or None.
+
+        None too where it cannot tell: what it looks at may have no sizes or strides to ask for.
+        """
+        try:
+            self.check(*args, **kwargs)
+        except ArgumentError as wrong:
+            wrong.__suppress_context__ = True
+            return wrong.with_traceback(None)
+        except Exception as error:
+            if out_of_stack(error):
+                raise
+        return None
 
     def check_as(self, op_name: str, **arguments: Any) -> None:
         """Check arguments, all of them, of another operator that has them as this one does.

@@ -61,7 +61,8 @@ _MAX_SCOPES = 64
 """Tables of plans that are kept, one for each nest of ``with`` blocks."""
 
 _MAX_WARNINGS = 1024
-"""Names that are warned of; a program that goes on inventing them is not reminded for ever."""
+"""Things that are warned of once each; a program that goes on inventing them is not reminded
+for ever."""
 
 _numbers = itertools.count(1)
 _managers: weakref.WeakValueDictionary[str, OpManager] = weakref.WeakValueDictionary()
@@ -419,12 +420,18 @@ class OpManager:
         if key in self._vetted:
             return
         for message in unknown_names(effective, self.registry):
-            if message not in self._warned and len(self._warned) < _MAX_WARNINGS:
-                self._warned.add(message)
+            if self.is_new(message):
                 logger.warning("%s", message)
         if len(self._vetted) >= _MAX_SCOPES:
             self._vetted.clear()
         self._vetted.add(key)
+
+    def is_new(self, told: str) -> bool:
+        """Whether that has not been told yet; from then on it has."""
+        if told in self._warned or len(self._warned) >= _MAX_WARNINGS:
+            return False
+        self._warned.add(told)
+        return True
 
     # ----------------------------------------------------------------- what happens
 

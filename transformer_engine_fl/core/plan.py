@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformer_engine_fl.core import blame
 from transformer_engine_fl.core.discovery import broken_vendors
@@ -54,6 +54,14 @@ _TEXT = 500
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+class Fault(NamedTuple):
+    """An implementation that has failed in a call, the class of its error, and what that said."""
+
+    impl: OpImpl
+    kind: str
+    said: str
 
 
 class Plan:
@@ -112,10 +120,14 @@ class Plan:
                 facts,
                 call=call,
                 quarantined=held,
+                is_fatal=self._is_fatal,
             )
             chosen = decision.selected
             if chosen is None or self._entries[chosen.impl_id].load() is None:
                 return decision if facts.judged else self._with_quarantine(decision)
+
+    def _is_fatal(self, error: Exception) -> bool:
+        return self._manager.tensors.is_fatal(error)
 
     def what_if(self, facts: Facts) -> Decision:
         """Judge every candidate for a machine that need not be here."""
@@ -290,7 +302,7 @@ class Plan:
     def serve(self, steps: Steps, args: Args, kwargs: Kwargs, error: Exception | None) -> Any:
         """Go through the candidates; ``error`` is what the first one has just raised."""
         reasons: dict[str, tuple[str, str]] = {}
-        faults: list[OpImpl] = []
+        faults: list[Fault] = []
         last: Exception | None = None
         reason: tuple[str, str] | Exception | None = None
         try:
@@ -302,15 +314,17 @@ class Plan:
                     except Exception as raised:  # noqa: BLE001 - judged by the rules of recovery.py
                         error = raised
                     else:
-                        self._served(entry.impl, faults, reasons, args, kwargs)
+                        self._served(entry.impl, faults, args, kwargs)
                         return result
                 if error is not None:
                     last, error = error, None
                     reason = self._after(entry, last, args, kwargs)
                     if isinstance(reason, Exception):
+                        self._ended(entry.impl, reason, faults, reasons, args, kwargs)
                         raise reason
                     if reason[0] == "failed":
-                        faults.append(entry.impl)
+                        said = reason[1].removeprefix("failed: ")
+                        faults.append(Fault(entry.impl, type(last).__name__, said))
                 if reason is not None:
                     reasons[entry.impl.impl_id] = reason
             raise self._refusal(reasons, faults, args, kwargs) from last
@@ -325,7 +339,8 @@ class Plan:
         option = options_decline(entry, args, kwargs)
         if option is not None:
             return "option", option
-        answer = ask_supports(entry.impl, (args, kwargs)) if entry.impl.supports else None
+        asked = entry.impl.supports is not None
+        answer = ask_supports(entry, (args, kwargs), self._is_fatal) if asked else None
         return ("supports", answer) if answer is not None else None
 
     def _after(
@@ -337,7 +352,7 @@ class Plan:
             return error  # a mistake in the call: nothing has run
         outcome, wrong = judge(
             error,
-            is_fatal=tensors.is_fatal,
+            is_fatal=self._is_fatal,
             check_arguments=lambda: self.wrong_arguments(args, kwargs),
             no_fallback=lambda: tensors.no_fallback(self._tensors_in((args, *kwargs.values()))),
             mutates=self._written(entry.impl, args, kwargs) != (),
@@ -358,12 +373,24 @@ class Plan:
     def _half_written(
         self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs
     ) -> PartialMutationError:
+        """The error for arguments that may be half written; who failed is set aside.
+
+        Unless nobody else is left for such calls: as where nothing is written, the only one
+        that there is goes on being tried.
+        """
         names = self._written(impl, args, kwargs) or self._tensor_names(args, kwargs)
-        self._set_aside(impl, said, args, kwargs)
+        decision = self.explain(self.facts(args, kwargs), (args, kwargs))
+        others = [it.impl_id for it in decision.accepted if it.impl_id != impl.impl_id]
+        if others and self._set_aside(impl, said, args, kwargs):
+            then = f"goes to {others[0]!r}: this one is in quarantine until reset_quarantine()"
+        else:
+            then = "is tried on this one again"
+        failed = {impl.impl_id: ("failed", f"failed: {said}")}
         return PartialMutationError(
             f"{impl.label} failed while it was writing {', '.join(names)}, which may be half "
-            f"written; nothing else ran on them. It said {said}",
-            self.explain(self.facts(args, kwargs), None),
+            f"written; nothing else ran on them. It said {said}\n"
+            f"The next such call {then}. As it stands now:",
+            decision.rejecting(failed),
             names,
         )
 
@@ -382,14 +409,7 @@ class Plan:
 
     def wrong_arguments(self, args: Args, kwargs: Kwargs) -> ArgumentError | None:
         """What the contract says against a call, or None."""
-        if self._contract is None:
-            return None
-        try:
-            self._contract.check(*args, **kwargs)
-        except ArgumentError as wrong:
-            wrong.__suppress_context__ = True
-            return wrong.with_traceback(None)
-        return None
+        return None if self._contract is None else self._contract.objection(args, kwargs)
 
     def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> bool:
         """Put one into quarantine; whether it is there.
@@ -406,36 +426,53 @@ class Plan:
         self._manager.plans_outdated()
         return True
 
-    def _served(
+    def _served(self, impl: OpImpl, faults: Sequence[Fault], args: Args, kwargs: Kwargs) -> None:
+        """A candidate has served; those that failed before it are set aside."""
+        self._blame(faults, f"{impl.impl_id!r} served", args, kwargs)
+        self._manager.log_selection(self._op_name, impl, again=False)
+        for watcher in self._manager.watchers:
+            watcher.tell(self._op_name, impl)
+
+    def _ended(
         self,
         impl: OpImpl,
-        faults: Sequence[OpImpl],
+        error: Exception,
+        faults: Sequence[Fault],
         reasons: Mapping[str, tuple[str, str]],
         args: Args,
         kwargs: Kwargs,
     ) -> None:
-        """A candidate has served; those that failed before it are set aside."""
-        for failed in faults:
-            said = reasons[failed.impl_id][1].removeprefix("failed: ")
+        """A candidate has failed so that nothing else may run; what came before is told."""
+        if isinstance(error, ArgumentError):
+            return  # the caller's mistake: nobody is blamed
+        for impl_id, (_, reason) in reasons.items():
+            error.add_note(f"{self._op_name}: before {impl.impl_id!r}, {impl_id!r} {reason}")
+        ended = f"{impl.impl_id!r}, which was next, ended the call with {type(error).__name__}"
+        self._blame(faults, ended, args, kwargs)
+
+    def _blame(self, faults: Sequence[Fault], then: str, args: Args, kwargs: Kwargs) -> None:
+        """Set those aside that have failed, and warn of each; ``then`` is what came after."""
+        for failed, kind, said in faults:
             aside = self._set_aside(failed, said, args, kwargs)
+            told = f"{self._op_name}/{failed.impl_id}: {kind}"
+            if not aside and not self._manager.is_new(told):
+                continue  # it fails at each such call
             logger.warning(
-                "Op %r: %r failed (%s) and is %s; %r served",
+                "Op %r: %r failed (%s) and is %s; %s",
                 self._op_name,
                 failed.impl_id,
                 said,
                 "in quarantine for such tensors until reset_quarantine()"
                 if aside
-                else "tried again next time, for not every tensor of this call is an ordinary one",
-                impl.impl_id,
+                else "tried again next time, for not every tensor of this call is an ordinary "
+                "one; this is not said again of such a failure",
+                then,
             )
-        self._manager.log_selection(self._op_name, impl, again=False)
-        for watcher in self._manager.watchers:
-            watcher.tell(self._op_name, impl)
 
     def _refusal(
         self,
         reasons: Mapping[str, tuple[str, str]],
-        faults: Sequence[OpImpl],
+        faults: Sequence[Fault],
         args: Args,
         kwargs: Kwargs,
     ) -> Exception:

@@ -177,6 +177,11 @@ class Entry:
             return self._told(module, f"cannot import {reference}: {said(error)}")
         return ""
 
+    def predicate_broken(self, problem: str) -> None:
+        """Its own check of the arguments has raised; one warning says so."""
+        what = f"the check of {self.impl.label}"
+        self._told(what, f"supports() raised {problem}, which is taken for a decline")
+
     def _told(self, what: str, problem: str) -> str:
         """A fault, of which a warning says once for all that was registered in one place."""
         if (self.where, what) not in _TOLD:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformer_engine_fl.core.blame import out_of_stack, worded
+from transformer_engine_fl.core.blame import out_of_stack, said, worded
+from transformer_engine_fl.core.errors import ConfigurationError, NotSupportedError
 from transformer_engine_fl.core.types import OpImpl, Selector, parse_arch
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ def select(
     call: Call | None = None,
     quarantined: Mapping[str, str] | None = None,
     assume_available: bool = False,
+    is_fatal: Callable[[Exception], bool] | None = None,
 ) -> Decision:
     """Judge every candidate of an operator.
 
@@ -190,6 +192,7 @@ def select(
         quarantined: impl id -> why it is in quarantine for these facts.
         assume_available: do not ask the machine (a what-if question), only the
             environment whether it switches a candidate off.
+        is_fatal: what a candidate's own check may not be forgiven.
     """
     order = _order(op_name, entries, policy)
     tokens = _tokens(order, policy)
@@ -206,10 +209,11 @@ def select(
             )
         elif rejected is None:
             serving = serving or impl.impl_id
-            rejected = _capability_reason(entry, facts, call, assume_available)
+            rejected = _capability_reason(entry, facts, call, assume_available, is_fatal)
             why = None if strict or not quarantined else quarantined.get(impl.impl_id)
             if rejected is None and why:
-                rejected = "quarantine", f"in quarantine after a fault: {why}"
+                held = f"in quarantine after a fault: {why}; until reset_quarantine()"
+                rejected = "quarantine", held
         if rejected is None:
             said_by = policy.origins["prefer" if order is None else "per_op_order"]
             reason = _accepted(impl, facts, tokens, said_by, call is not None)
@@ -295,7 +299,11 @@ def _policy_reason(
 
 
 def _capability_reason(
-    entry: Entry, facts: Facts, call: Call | None, assume_available: bool
+    entry: Entry,
+    facts: Facts,
+    call: Call | None,
+    assume_available: bool,
+    is_fatal: Callable[[Exception], bool] | None,
 ) -> Rejection | None:
     impl = entry.impl
     missing = entry.switched_off() if assume_available else entry.unavailable()
@@ -309,7 +317,7 @@ def _capability_reason(
         if declined:
             return "option", declined
         if impl.supports is not None:
-            answer = ask_supports(impl, call)
+            answer = ask_supports(entry, call, is_fatal)
             if answer is not None:
                 return "supports", answer
     return None
@@ -370,14 +378,32 @@ def _given(value: object) -> str:
     return f"{kind.__name__} {value!r:.60}"
 
 
-def ask_supports(impl: OpImpl, call: Call) -> str | None:
-    """What ``supports`` says against a call, or None."""
+def ask_supports(
+    entry: Entry, call: Call, is_fatal: Callable[[Exception], bool] | None = None
+) -> str | None:
+    """What ``supports`` says against a call, or None.
+
+    One that raises has no answer, which is a decline. A warning says so once, unless the
+    call itself is wrong: then it may well be that which has made it raise.
+
+    Args:
+        entry: a candidate that has such a predicate.
+        call: the arguments.
+        is_fatal: whether the device is lost or memory ran out, which is raised as it is.
+    """
+    impl = entry.impl
     assert impl.supports is not None  # an invariant of ours
     try:
         answer = impl.supports(*call[0], **call[1])
+    except NotSupportedError as error:
+        return f"supports() raised {worded(error)}"
     except Exception as error:
-        if out_of_stack(error):
+        if isinstance(error, ConfigurationError) or out_of_stack(error):
             raise
+        if is_fatal is not None and is_fatal(error):
+            raise
+        if entry.contract is None or entry.contract.objection(*call) is None:
+            entry.predicate_broken(said(error))
         return f"supports() raised {worded(error)}"
     if answer is True:
         return None

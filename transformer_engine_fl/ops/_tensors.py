@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from operator import attrgetter
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import behind, worded
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
@@ -46,6 +47,17 @@ _LOST = (
     "cuda_error_ecc_uncorrectable",
     "cuda_error_nvlink_uncorrectable",
     "cuda_error_device_unavailable",
+)
+
+# What torch and the libraries under it say when there is no memory, on the device or the host.
+_NO_MEMORY = (
+    "out of memory",
+    "cuda_error_out_of_memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "status_alloc_failed",  # cuBLAS, cuDNN, cuSPARSE
+    "allocation_failed",
 )
 
 
@@ -84,14 +96,8 @@ class TorchTensors:
         )
 
     def is_fatal(self, error: Exception) -> bool:
-        """Out of memory, or a device error that sticks."""
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if not isinstance(error, RuntimeError):
-            return False
-        text = worded(error).lower()
-        no_memory = "out of memory" in text or "cuda_error_out_of_memory" in text
-        return no_memory or any(phrase in text for phrase in _LOST)
+        """Out of memory, or a device error that sticks; or raised because of such an error."""
+        return any(_ends_it(it) for it in behind(error))
 
     def no_fallback(self, tensors: Iterable[torch.Tensor]) -> str | None:
         """Capture, tracing and fake tensors: what failed once must be seen at once."""
@@ -128,6 +134,18 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
         if isinstance(found, torch.Tensor):
             return found
     return None
+
+
+def _ends_it(error: BaseException) -> bool:
+    """Whether an error itself, not what is behind it, says that nothing else may run."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
+    text = worded(error).lower()
+    return any(phrase in text for phrase in (*_NO_MEMORY, *_LOST))
 
 
 def _unusual(value: torch.Tensor) -> str | None:

@@ -19,7 +19,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from transformer_engine_fl.core.errors import NoImplementationError, NotSupportedError
+from transformer_engine_fl.core.errors import (
+    ConfigurationError,
+    NoImplementationError,
+    NotSupportedError,
+)
 from transformer_engine_fl.core.manager import manager_named
 from transformer_engine_fl.core.policy import ROOT, policy_state
 from transformer_engine_fl.core.registry import Entry
@@ -37,6 +41,7 @@ class _Target:
     """A candidate as compiled code calls it.
 
     Attributes:
+        name: the name that it is held under.
         run: the function to trace through, or an operator of ``torch.library``.
         added: keywords that ``run`` needs besides the call's own.
         supports: the candidate's own check of the arguments, or None.
@@ -44,6 +49,7 @@ class _Target:
     """
 
     def __init__(self, entry: Entry) -> None:
+        self.name = _name_of(entry)
         self.supports = entry.impl.supports
         self.added: Kwargs = {}
         self.run: Callable[..., Any] = entry.fn
@@ -61,6 +67,7 @@ class _Targets:
 
 
 _TARGETS: Final = _Targets()
+_ENTRIES: Final[weakref.WeakValueDictionary[str, Entry]] = weakref.WeakValueDictionary()
 
 
 def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -90,7 +97,10 @@ def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
             return False
     try:
         return target.supports is None or target.supports(*args, **kwargs) is True
+    except (ConfigurationError, MemoryError):
+        raise
     except Exception:  # noqa: BLE001 - somebody's code; in eager code too it is no answer
+        _predicate_broken(target.name)
         return False
 
 
@@ -118,11 +128,21 @@ def _apart(result: Any) -> Any:
 
 def _target_name(entry: Entry) -> str:
     """The name of an entry's target; one entry always has the same, as long as it lives."""
-    name = f"target_{id(entry)}"
+    name = _name_of(entry)
     if not hasattr(_TARGETS, name):
         setattr(_TARGETS, name, _Target(entry))
+        _ENTRIES[name] = entry
         weakref.finalize(entry, delattr, _TARGETS, name)
     return name
+
+
+def _name_of(entry: Entry) -> str:
+    return f"target_{id(entry)}"
+
+
+@constant
+def _predicate_broken(name: str) -> None:
+    _ENTRIES[name].predicate_broken("while it was traced")
 
 
 @constant

@@ -253,7 +253,7 @@ class Run:
         self.entry.load()  # which options it has, its signature says
         reason = options_decline(self.entry, call.args, call.kwargs)
         if reason is None and self.entry.impl.supports is not None:
-            reason = ask_supports(self.entry.impl, (call.args, call.kwargs))
+            reason = ask_supports(self.entry, (call.args, call.kwargs))
         if reason is not None:
             raise Declined(reason)
 

@@ -259,7 +259,7 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
     def run(*args: Any, **kwargs: Any) -> Any:
         reason = entry.load() or options_decline(entry, args, kwargs)
         if reason is None and impl.supports is not None:
-            reason = ask_supports(impl, (args, kwargs))
+            reason = ask_supports(entry, (args, kwargs))
         if reason is not None:
             raise NotSupportedError(f"{impl.label}: {reason}")
         try:
