@@ -288,6 +288,10 @@ BROKEN = {
         GOOD + "    registry.register_impl(impl('{name}.three', fn=lambda y: y))\n",
         "SignatureMismatchError",
     ),
+    "raises what is no Exception": (
+        "class Skipped(BaseException): ...\nraise Skipped('no licence')",
+        "Skipped: no licence",
+    ),
     "exits": ("raise SystemExit(3)", "SystemExit"),
     "yields what it should register": (
         "from core_helpers import impl\ndef register(registry):\n    yield impl('lost')\n",

@@ -525,6 +525,30 @@ def test_a_broken_availability_probe_is_a_reason_and_a_warning_and_no_crash(
     assert not in_quarantine(manager)
 
 
+def test_a_probe_that_raised_is_asked_again_after_a_reset() -> None:
+    answers: list[Any] = [OSError("driver not loaded"), True]
+
+    def probe() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    first, second = Kernel(), Kernel()
+    manager = world("scale", second)
+    manager.registry.register_impl(
+        OpImpl("scale", "late", "reference", first, priority=9, is_available=probe)  # type: ignore[arg-type]
+    )
+    manager.call("scale", ones())
+    manager.call("scale", ones())
+    assert (first.runs, second.runs) == (0, 2)
+    for _ in range(2):
+        manager.reset_quarantine()
+        manager.call("scale", ones())
+    assert (first.runs, second.runs) == (2, 2)
+    assert not answers, "and once more, not at each reset"
+
+
 @pytest.mark.parametrize(
     ("answer", "said"), [(False, "says no"), (None, "says no"), ("needs a licence", "a licence")]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import subprocess
 import sys
 
 import pytest
@@ -180,6 +181,39 @@ def test_records_still_reach_the_applications_handlers(caplog: pytest.LogCapture
     assert logger.propagate is True
     logger.warning("hello")
     assert caplog.record_tuples == [("TE-FL", logging.WARNING, "hello")]
+
+
+def test_what_the_application_shows_is_not_shown_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, elsewhere = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", now)
+    own, beside = logging.StreamHandler(now), logging.StreamHandler(elsewhere)
+    own.setLevel("ERROR")
+    monkeypatch.setattr(logging.root, "handlers", [beside])
+    logger.warning("to a file")
+    assert now.getvalue().count("to a file") == elsewhere.getvalue().count("to a file") == 1
+    monkeypatch.setattr(logging.root, "handlers", [beside, own])
+    logger.warning("hushed there")
+    logger.error("shown there")
+    assert now.getvalue().count("hushed there") == now.getvalue().count("shown there") == 1
+
+
+def test_a_closed_stderr_ends_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    logger.warning("hello")
+
+
+def test_a_level_set_before_the_import_is_kept() -> None:
+    code = (
+        "import logging; logging.getLogger('TE-FL').setLevel('ERROR')\n"
+        "import transformer_engine_fl; transformer_engine_fl.get_policy()\n"
+        "print(logging.getLogger('TE-FL').level)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["40"]
 
 
 def test_a_record_goes_to_whatever_stderr_is_then(monkeypatch: pytest.MonkeyPatch) -> None:

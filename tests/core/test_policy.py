@@ -532,6 +532,10 @@ def test_the_log_level_is_in_force_before_the_first_warning(
             "set_global_policy: no vendor is called 'acmee'; did you mean 'acme'?",
         ),
         (
+            {"deny_vendors": ("made",)},
+            "set_global_policy: no vendor is called 'made'; its name is 'ZETA'",
+        ),
+        (
             {"prefer": "impl:reference.trch"},
             "set_global_policy: no implementation is called 'reference.trch'; "
             "did you mean 'reference.torch'?",
@@ -545,7 +549,7 @@ def test_the_log_level_is_in_force_before_the_first_warning(
 def test_an_unknown_name_gets_one_warning_with_the_nearest(
     policy: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager = make_manager(*one_of_each())
+    manager = make_manager(*one_of_each(), impl("vendor.made", "vendor", vendor="ZETA"))
     set_global_policy(SelectionPolicy(**policy))
     for _ in range(2):
         manager.explain("scale")

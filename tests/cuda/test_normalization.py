@@ -86,8 +86,8 @@ def test_wrapper_subclasses_are_declined(op: str) -> None:
 
 
 @pytest.mark.usefixtures("no_launch")
-def test_sparse_tensors_are_declined() -> None:
-    with pytest.raises(NotSupportedError):
+def test_sparse_tensors_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="'input' is a float32 tensor, sparse_coo, on cpu"):
         normalization.rmsnorm_fwd(torch.eye(4).to_sparse(), torch.ones(4))
 
 

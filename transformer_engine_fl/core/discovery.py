@@ -179,7 +179,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
             f" (at {where})" if where else "",
         )
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # what skips a test, say, or ends a program
         if out_of_stack(error):  # to be loaded where there is more of it
             raise
         report = SourceReport(

@@ -2,11 +2,12 @@
 
 The level comes from ``TEFL_LOG_LEVEL`` (policy.py reads it with the other variables).
 ``propagate`` is left alone, so an application's own handlers and pytest's caplog see
-every record.
+every record. What one of those shows on the console is not written there again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from typing import Final, TextIO
@@ -20,13 +21,28 @@ logger: Final = logging.getLogger("TE-FL")
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is at the moment of the message."""
+    """Writes to whatever ``sys.stderr`` is at the moment of the message, unless another
+    handler shows it there.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
         self.setFormatter(
             logging.Formatter("[%(name)s %(filename)s:%(lineno)d %(levelname)s] %(message)s")
         )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write it; or leave that to the application, if it shows the record itself."""
+        others = [it for it in logger.handlers if it is not self]
+        if logger.propagate:
+            others += logging.root.handlers
+        if not any(record.levelno >= it.level and _on_console(it) for it in others):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """A stderr that is closed, say, is no reason for a call to fail."""
+        with contextlib.suppress(Exception):
+            super().handleError(record)
 
     @property
     def stream(self) -> TextIO:
@@ -37,8 +53,18 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         raise AttributeError("this handler always writes to sys.stderr")
 
 
+def _on_console(handler: logging.Handler) -> bool:
+    """Whether a handler writes where we would; rich's has its stream in a console."""
+    stream = getattr(handler, "stream", None)
+    if stream is None:
+        stream = getattr(getattr(handler, "console", None), "file", None)
+    consoles = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+    return stream is not None and any(stream is it for it in consoles)
+
+
 logger.addHandler(_StderrHandler())
-logger.setLevel(DEFAULT_LEVEL)
+if logger.level == logging.NOTSET:  # otherwise the application has set it before
+    logger.setLevel(DEFAULT_LEVEL)
 
 _set_by_us = DEFAULT_LEVEL
 

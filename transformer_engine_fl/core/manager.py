@@ -129,6 +129,14 @@ class OpManager:
     def __deepcopy__(self, memo: object) -> OpManager:
         return self  # as its handles do: a copied module goes on with both
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self is not _default:
+            raise TypeError(
+                "only the default manager can be pickled, as the one of whoever unpickles it; "
+                "what another one serves from is in this process"
+            )
+        return get_default_manager, ()
+
     # ------------------------------------------------------------------ the hot path
 
     @in_compiled_code(traced_call)
@@ -154,7 +162,8 @@ class OpManager:
     def bind(self, op_name: str) -> Handle:
         """A function with the operator's own signature; the cheapest way to call it often.
 
-        Follows every later change of policy and registration, as :meth:`call` does.
+        Follows every later change of policy and registration, as :meth:`call` does. It cannot
+        be pickled, being a function made here; an operator object (``ops.rmsnorm_fwd``) can.
         """
         self.ensure_initialized()
         name = self._known(op_name)
@@ -273,8 +282,14 @@ class OpManager:
         return undo
 
     def reset_quarantine(self) -> None:
-        """Give every implementation that is in quarantine another chance."""
+        """Give every implementation that is in quarantine another chance.
+
+        And every one whose ``is_available`` has raised: it is asked again.
+        """
         self.quarantine.clear()
+        for entries in self.registry.snapshot().operators.values():
+            for entry in entries:
+                entry.ask_again()
         self._invalidate(epoch=True)
 
     # ---------------------------------------------------------------- coming to life

@@ -553,6 +553,10 @@ class EffectivePolicy:
     origins: Mapping[str, str]
     sources: tuple[tuple[SelectionPolicy, Mapping[str, str]], ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        sources = tuple((policy, dict(origins)) for policy, origins in self.sources)
+        return EffectivePolicy, (self.policy, dict(self.origins), sources)
+
     def origin(self, field: str, word: str, *, listed: bool = True) -> str:
         """Who lists ``word`` in a field that is a list, or who gives a list without it.
 

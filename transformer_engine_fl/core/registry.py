@@ -59,6 +59,7 @@ class Entry:
         "_asking",
         "_fit",
         "_fn",
+        "_probe_raised",
         "_unavailable",
         "broken",
         "contract",
@@ -75,6 +76,7 @@ class Entry:
         self._fit: Fit | None = None
         asked = bool(impl.is_available or impl.switched_off)
         self._unavailable: str | None = None if asked else ""
+        self._probe_raised = False
         self._asking = ForkSafeLock() if asked else _NEVER_ASKED
         if not isinstance(impl.fn, str):
             self._settle(impl.fn)
@@ -122,6 +124,12 @@ class Entry:
                     self._unavailable = self._ask()
         return self._unavailable or None
 
+    def ask_again(self) -> None:
+        """Forget that its probe raised: that is no answer, and may have been the moment's."""
+        with self._asking:
+            if self._probe_raised:
+                self._probe_raised, self._unavailable = False, None
+
     def load(self) -> str | None:
         """Import the callable if need be; why that cannot be done, or None."""
         if self._fn is None and not self._unavailable:
@@ -151,6 +159,7 @@ class Entry:
         except Exception as error:
             if out_of_stack(error):
                 raise
+            self._probe_raised = True
             return self._told("its probe", f"is_available() raised {said(error)}")
         if answer is True:
             return ""

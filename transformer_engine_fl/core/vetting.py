@@ -28,7 +28,8 @@ def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[
             known[form] = _known(form, registry)
         if (registry.canonical(name) if form == "operator" else name) not in known[form]:
             kind = "implementation" if form == "impl" else form
-            hint = suggestion(name, known[form])
+            owner = _vendor_of_set(name, registry) if form == "vendor" else None
+            hint = f"; its name is {owner!r}" if owner else suggestion(name, known[form])
             listed = field in RESTRICTIONS
             origin = effective.origin(field, name) if listed else effective.origins[field]
             yield f"{origin}: no {kind} is called {name!r}{hint}"
@@ -38,6 +39,13 @@ def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[
         if own != name and own in orders:
             origin = effective.origins["per_op_order"]
             yield f"{origin}: {name!r} is {own!r}, whose own order counts"
+
+
+def _vendor_of_set(name: str, registry: OpRegistry) -> str | None:
+    """The vendor whose set ``vendor.<name>`` is, for one who takes that for its name."""
+    operators = registry.snapshot().operators.values()
+    impls = (entry.impl for entries in operators for entry in entries)
+    return next((it.vendor for it in impls if it.impl_id == f"vendor.{name}"), None)
 
 
 def _known(form: str, registry: OpRegistry) -> set[str]:

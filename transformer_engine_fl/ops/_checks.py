@@ -6,6 +6,7 @@ was given and what is expected. Nothing here reads a tensor's values.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,21 +46,43 @@ def describe(value: object) -> str:
     import torch
 
     if isinstance(value, torch.Tensor):
+        if not _is_plain(value):
+            lies = "nested" if value.is_nested else dtype_name(value.layout)
+            return f"a {dtype_name(value.dtype)} tensor, {lies}, on {value.device}"
         return f"a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}"
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python may refuse to spell it
+        return f"{type(value).__name__} of {value.bit_length()} bits"
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '...'}"
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor has elements that sizes and strides tell the place of.
+
+    Compiled code is not asked: what it traces is, and Dynamo knows no layout of some gradients.
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return True
+    return value.layout is torch.strided and not value.is_nested
 
 
 def is_tensor(
     op: str, name: str, value: Any, *, dtypes: Collection[str], min_ndim: int = 0
 ) -> torch.Tensor:
-    """Require a tensor of one of ``dtypes`` with at least ``min_ndim`` dimensions."""
+    """Require a tensor of one of ``dtypes`` with at least ``min_ndim`` dimensions.
+
+    It is neither nested nor sparse.
+    """
     import torch
 
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(op, name, describe(value), f"a tensor ({', '.join(dtypes)})")
     if dtype_name(value.dtype) not in dtypes:
         raise ArgumentError(op, name, describe(value), f"one of the dtypes {', '.join(dtypes)}")
+    if not _is_plain(value):
+        raise ArgumentError(op, name, describe(value), "a dense tensor, of layout strided")
     if value.ndim < min_ndim:
         raise ArgumentError(op, name, describe(value), f"at least {min_ndim} dimension(s)")
     return value
@@ -105,7 +128,18 @@ def is_list(
 
 
 def is_writable(op: str, name: str, value: torch.Tensor) -> None:
-    """Require that no two elements of a tensor are in the same memory by being expanded."""
+    """Require that a tensor may be written, and that each element has memory of its own.
+
+    Expanded ones share it. Those made in inference mode are written there only.
+    """
+    import torch
+
+    # Compiled code is traced in the mode that it runs in; torch looks itself when it writes.
+    compiling = torch.compiler.is_compiling()
+    if not compiling and value.is_inference() and not torch.is_inference_mode_enabled():
+        expected = "one that was made outside of inference mode (clone it), or a call within it"
+        given = f"{describe(value)}, made in inference mode"
+        raise ArgumentError(op, name, given, f"{expected}, for it is written")
     if any(step == 0 and n > 1 for n, step in zip(value.shape, value.stride(), strict=True)):
         expected = "memory of its own for each element, for it is written"
         raise ArgumentError(op, name, f"{describe(value)}, expanded", expected)
@@ -178,10 +212,19 @@ def is_number(
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
     if isinstance(value, bool) or not (isinstance(value, int | float) or symbolic):
         raise ArgumentError(op, name, describe(value), "a number")
+    _is_float64(op, name, value)
     if at_least is not None and isinstance(value, int | float) and not value >= at_least:
         raise ArgumentError(op, name, describe(value), f"a number of at least {at_least}")
     if at_most is not None and isinstance(value, int | float) and not value <= at_most:
         raise ArgumentError(op, name, describe(value), f"a number of at most {at_most}")
+
+
+def _is_float64(op: str, name: str, value: object) -> None:
+    """Require that an integer, which is calculated with, is in the range of float64."""
+    import torch
+
+    if type(value) is int and not torch.compiler.is_compiling() and abs(value) > sys.float_info.max:
+        raise ArgumentError(op, name, describe(value), "a number in the range of float64")
 
 
 def is_integer(
@@ -195,6 +238,7 @@ def is_integer(
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(op, name, describe(value), allowed)
+    _is_float64(op, name, value)
     if value < at_least or (below is not None and value >= below):
         raise ArgumentError(op, name, describe(value), allowed)
 

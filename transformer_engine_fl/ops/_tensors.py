@@ -6,16 +6,23 @@ import errno
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from transformer_engine_fl.core.blame import behind, worded
+from transformer_engine_fl.core.blame import BETWEEN, behind, worded
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
 __all__ = ["TorchTensors", "facts_of", "first_tensor"]
+
+# An implementation may be decorated with torch's contexts, or compiled.
+BETWEEN.update(
+    str(Path(torch.__file__).parent / file)
+    for file in ("utils/_contextlib.py", "_dynamo/eval_frame.py")
+)
 
 # What torch says when a device is gone or its context is beyond use. Errors of these
 # kinds stick: every later call on the device fails as well.
