@@ -165,25 +165,147 @@ def test_out_dtype_is_the_dtype_of_the_output_and_gradients_keep_their_own() -> 
     assert x.grad.dtype == torch.bfloat16
 
 
+TWICE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a saved input": lambda x: functional.rms_norm(x, torch.linspace(1, 2, 6)),
+    "a saved output": lambda x: functional.scaled_softmax(x.reshape(1, 1, 5, 6)),
+    "numbers of the forward's own": lambda x: functional.score_for_moe_aux_loss(x, 2)[0],
+    "the router": lambda x: functional.topk_router(x, 2)[0],
+    "cross entropy": lambda x: functional.cross_entropy(x, torch.arange(5)),
+    "linear with GELU": lambda x: functional.linear(x, torch.ones(4, 6), gelu=True),
+    "a bias before GELU": lambda x: functional.linear(
+        torch.ones(2, 6), torch.ones(6, 6), x[0], gelu=True
+    ),
+    "grouped linear with GELU": lambda x: functional.grouped_linear(
+        x, [torch.ones(4, 6)] * 2, [2, 3], gelu=True
+    ),
+    "linear, of itself": lambda x: functional.linear(x, x),
+}
+
+
+def _of_gradients(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(function(x), x, create_graph=True)
+    torch.autograd.grad(gradient.square().sum(), x)
+
+
+def _backward_twice(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    x.requires_grad_()
+    function(x).backward(create_graph=True)
+    assert x.grad is not None
+    x.grad.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize(
-    "function",
+    "twice",
     [
-        functional.rms_norm,
-        lambda x, weight: functional.linear(x, weight[None]),
-        lambda x, weight: functional.grouped_linear(x, [weight[None]], [len(x)]),
+        _of_gradients,
+        _backward_twice,
+        torch.autograd.functional.hessian,
+        lambda f, x: torch.autograd.functional.hvp(f, x, torch.ones_like(x)),
+        lambda f, x: torch.autograd.functional.vhp(f, x, torch.ones_like(x)),
+        lambda f, x: torch.autograd.functional.jvp(f, x, torch.ones_like(x)),
     ],
-    ids=["a contract's backward", "linear", "grouped linear"],
+    ids=["grad", "backward", "hessian", "hvp", "vhp", "jvp"],
 )
 @pytest.mark.parametrize("squared", [False, True], ids=["constant grad", "grad with a gradient"])
+@pytest.mark.parametrize("name", TWICE)
 def test_a_second_derivative_is_refused_rather_than_wrong(
-    function: Callable[..., Tensor], squared: bool
+    name: str, squared: bool, twice: Callable[..., Any]
 ) -> None:
-    x, weight = leaves(2)
-    output = function(x, weight)
-    loss = (output.square() if squared else output).sum()
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    def loss(x: Tensor) -> Tensor:
+        output = TWICE[name](x)
+        return (output.square() if squared else output).sum()
+
+    torch.manual_seed(3)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        gradient.sum().backward()
+        twice(loss, torch.randn(5, 6))
+
+
+def test_a_second_derivative_is_refused_for_the_parameters_too() -> None:
+    x, weight = leaves(2)
+    first = torch.autograd.grad(functional.rms_norm(x, weight).sum(), [x, weight], None, True, True)
+    for gradient in first:
+        for other in (x, weight):
+            with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+                torch.autograd.grad(gradient.sum(), other, retain_graph=True)
+
+
+def test_the_second_derivative_of_a_product_alone_is_known_to_be_zero() -> None:
+    weight = torch.ones(4, 6)
+    hessian = torch.autograd.functional.hessian(
+        lambda x: functional.linear(x, weight).sum(), torch.ones(5, 6)
+    )
+    assert not hessian.any()
+
+
+def test_gradients_that_could_be_differentiated_may_be_written() -> None:
+    x, weight = leaves(2)
+    first = torch.autograd.grad(functional.rms_norm(x, weight).sum(), [x, weight], None, True, True)
+    before = [it.detach().clone() for it in first]
+    for gradient in first:
+        gradient.mul_(2)
+        with torch.no_grad():
+            gradient.mul_(2)
+    torch.testing.assert_close([it.detach() for it in first], [4 * it for it in before])
+
+
+FORWARD_MODE: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: functional.rms_norm(x, torch.ones(6)),
+    "linear": lambda x: functional.linear(x, torch.ones(4, 6)),
+    "grouped_linear": lambda x: functional.grouped_linear(x, [torch.ones(4, 6)], [5]),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+@pytest.mark.parametrize("grad", [False, True], ids=["", "and grad"])
+def test_a_tangent_is_refused_rather_than_lost(name: str, grad: bool) -> None:
+    x = torch.ones(5, 6, requires_grad=grad)
+    with torch.autograd.forward_ad.dual_level():
+        FORWARD_MODE[name](x)
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(5, 6))
+        with pytest.raises(te.NotSupportedError, match="forward-mode derivatives"):
+            FORWARD_MODE[name](dual)
+    FORWARD_MODE[name](x)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("before", [False, True], ids=["compiled there", "compiled before"])
+def test_a_tangent_is_not_lost_in_compiled_code(fullgraph: bool, before: bool) -> None:
+    torch._dynamo.reset()
+    x = torch.ones(5, 6)
+    compiled = torch.compile(FORWARD_MODE["rms_norm"], backend="aot_eager", fullgraph=fullgraph)
+    if before:
+        compiled(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(5, 6))
+        with pytest.raises((te.NotSupportedError, torch._dynamo.exc.Unsupported)):
+            compiled(dual)
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_the_transforms_of_torch_func_are_refused_by_name(name: str) -> None:
+    function, x = FORWARD_MODE[name], torch.ones(5, 6)
+    for transformed in (
+        torch.func.grad(lambda x: function(x).sum()),
+        torch.func.jacrev(function),
+        lambda x: torch.func.vjp(function, x),
+    ):
+        with pytest.raises(te.NotSupportedError, match=r"transform of torch\.func"):
+            transformed(x)
+    for transformed in (
+        lambda x: torch.func.jvp(function, (x,), (x,)),
+        torch.func.jacfwd(function),
+    ):
+        with pytest.raises(te.NotSupportedError, match="forward-mode derivatives"):
+            transformed(x)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_no_tensor_is_an_error_of_the_contract(grad: bool) -> None:
+    number: Any = 3.0
+    with pytest.raises(te.ArgumentError, match=r"'input' is float 3\.0"):
+        functional.rms_norm(number, torch.ones(6, requires_grad=grad))
 
 
 def test_a_graph_of_gradients_may_be_made_of_what_is_checkpointed() -> None:

@@ -497,6 +497,13 @@ def test_second_derivatives_are_right_or_refused() -> None:
         (gradient,) = torch.autograd.grad(F.rms_norm(x, (4,), w).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             (gradient.square().sum() + x.sum()).backward()
+        target = torch.tensor([0, 1, 2])
+        for function in (
+            lambda x: F.rms_norm(x, (4,), w.detach()).sum(),
+            lambda x: F.cross_entropy(x, target),
+        ):
+            with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+                torch.autograd.functional.hessian(function, x)
 
 
 def test_transformations_of_functions_see_torchs_operators() -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from transformer_engine_fl.core.contract import Backward
+from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.ops import CATALOGUE
 
-__all__ = ["Gradients", "apply", "first_derivative"]
+__all__ = ["Gradients", "apply", "first_derivative", "records", "witness"]
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -22,9 +25,11 @@ Gradients = tuple[Tensor | None, ...]
 def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Decorate the backward of a function that has no second derivative.
 
-    Who differentiates the gradients gets an error. torch's ``once_differentiable`` sees to it
+    Who differentiates the gradients gets an error, by whatever of the gradients of the outputs
+    and of what was saved they are differentiated. torch's ``once_differentiable`` sees to it
     only where what came into the backward has a gradient; that of what was saved would be
-    taken for zero.
+    taken for zero. A forward that saves what it has calculated, and neither its input nor an
+    output that is returned, saves a :func:`witness` as well.
 
     Args:
         backward: takes the context, which has an ``op_name``, what was saved and the gradients
@@ -39,26 +44,74 @@ def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradie
             gradients = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return gradients
-        if not any(it is not None and it.requires_grad for it in (*grads, *saved)):
+        known = [it for it in (*grads, *saved) if it is not None and it.requires_grad]
+        if not known:
             return gradients
+        # It is asked for the derivative by what the gradients came from, so that goes in too.
         refuse = torch._C._functions.DelayedError(
             f"{ctx.op_name}: its gradients cannot be differentiated again: the operators have no "
             "second derivative",
-            len(gradients),
+            len(gradients) + len(known),
         )
-        fresh: Any = [it if it is None else it.detach().requires_grad_() for it in gradients]
-        refused: Gradients = refuse(*fresh)
-        return refused
+        given: Any = (*gradients, *known)
+        refused: Gradients = refuse(*given)
+        return refused[: len(gradients)]
 
     return once
+
+
+def records(op_name: str, *tensors: object) -> bool:
+    """Whether autograd records a call with these tensors.
+
+    Anything else among them is left to the contract's check.
+
+    Raises:
+        NotSupportedError: they are differentiated in a way for which nothing is here.
+    """
+    if forward_ad._current_level >= 0 and _has_tangent(tensors):
+        raise NotSupportedError(
+            f"{op_name}: forward-mode derivatives are not supported: within a dual level, as of "
+            "torch.func.jvp, no argument may have a tangent, and the call cannot be compiled; use "
+            "backward() or torch.autograd.grad"
+        )
+    if not torch.is_grad_enabled():
+        return False
+    if not any(isinstance(it, Tensor) and it.requires_grad for it in tensors):
+        return False
+    if (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        raise NotSupportedError(
+            f"{op_name}: a gradient is wanted within a transform of torch.func, and those are not "
+            "supported; use backward() or torch.autograd.grad"
+        )
+    return True
+
+
+def _has_tangent(tensors: tuple[object, ...]) -> bool:
+    """Whether forward-mode autograd is at work on one of them; for use in a dual level."""
+    if torch.compiler.is_compiling():  # a trace does not see whether there are tangents
+        return True
+    unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
+    return any(unpack(it).tangent is not None for it in tensors if isinstance(it, Tensor))
+
+
+def witness(output: Tensor) -> Tensor:
+    """An output of nothing, to be returned and saved: it leads to the inputs of the forward.
+
+    What is saved of a forward's own values leads nowhere, so that nobody would see that the
+    gradients depend on the inputs.
+    """
+    return output.new_empty(0)
 
 
 class _Differentiable(torch.autograd.Function):
     """Any operator whose contract names its backward; returns its first outputs.
 
     ``wanted`` says how many, all that are differentiable unless given; the others among
-    them are marked. ``places`` says which of ``tensors`` each argument is. Two arguments may
-    be one tensor, which torch.compile takes only once.
+    them are marked. Behind them there may be a witness. ``places`` says which of ``tensors``
+    each argument is. Two arguments may be one tensor, which torch.compile takes only once.
     """
 
     @staticmethod
@@ -83,7 +136,11 @@ class _Differentiable(torch.autograd.Function):
         for name, other in backward.saved_with.items():
             if known.get(other) is None:
                 saved[name] = None
-        ctx.save_for_backward(*saved.values())
+        first = next(iter(CATALOGUE[backward.op].signature.parameters))
+        ctx.grads = backward.output_grads or (first,)
+        returned = outputs[: len(ctx.grads) if wanted is None else wanted]
+        hidden = (witness(outputs[0]),) if _hides(backward, saved, len(returned)) else ()
+        ctx.save_for_backward(*saved.values(), *hidden)
         ctx.options = {name: options[name] for name in backward.options if name in options}
         for name, (source, dimension) in backward.sizes.items():
             tensor = known[source]
@@ -93,11 +150,8 @@ class _Differentiable(torch.autograd.Function):
         ctx.op_name = op_name
         ctx.places = places
         ctx.count = len(tensors)
-        first = next(iter(CATALOGUE[backward.op].signature.parameters))
-        ctx.grads = backward.output_grads or (first,)
-        returned = outputs[: len(ctx.grads) if wanted is None else wanted]
         ctx.mark_non_differentiable(*returned[len(ctx.grads) :])
-        return returned
+        return (*returned, *hidden)
 
     @staticmethod
     @first_derivative
@@ -105,7 +159,7 @@ class _Differentiable(torch.autograd.Function):
         backward = CATALOGUE[ctx.op_name].backward
         assert backward is not None
         given = dict(zip(ctx.grads, grads, strict=False))
-        given |= dict(zip(backward.saves, saved, strict=True))
+        given |= dict(zip(backward.saves, saved, strict=False))  # behind them, the witness
         args, keywords = _arranged(backward.op, given)
         gradients = _as_tuple(ctx.run(*args, **keywords, **ctx.options))
         returned: list[Tensor | None] = [None] * ctx.count
@@ -142,8 +196,7 @@ def apply(
             # What has its default is not passed on: an implementation need not know
             # every option.
             plain[name] = value
-    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    if not (wanted and torch.is_grad_enabled()):
+    if not records(op_name, *tensors):
         forward = functools.partial(get_default_manager().call, op_name) if run is None else run
         value = forward(*tensors, **keywords, **plain)
         return _outputs(op_name, value)[:outputs]
@@ -158,7 +211,25 @@ def apply(
     result: tuple[Tensor, ...] = _Differentiable.apply(  # type: ignore[no-untyped-call]
         op_name, plain, places, outputs, run, *different
     )
-    return result
+    if outputs is None:
+        backward = contract.backward
+        outputs = len(backward.output_grads) or 1 if backward is not None else None
+    return result[:outputs]
+
+
+def _hides(backward: Backward, saved: dict[str, Tensor | None], returned: int) -> bool:
+    """Whether numbers are saved that depend on the inputs, and nothing that shows it."""
+    differentiable = min(returned, len(backward.output_grads) or 1)
+    numbers = False
+    for name, source in backward.saves.items():
+        if source in backward.gradients:
+            return False
+        if source.startswith("output["):
+            if int(source[7:-1]) < differentiable:
+                return False
+            tensor = saved[name]
+            numbers |= tensor is not None and tensor.is_floating_point()
+    return numbers
 
 
 def _arranged(

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.core.manager import get_default_manager
-from transformer_engine_fl.functional._differentiable import Gradients, first_derivative
+from transformer_engine_fl.functional._differentiable import (
+    Gradients,
+    first_derivative,
+    records,
+    witness,
+)
 
 __all__ = ["grouped_linear", "linear"]
 
@@ -42,8 +47,12 @@ def linear(
     Returns:
         ``[..., out]``, dtype of ``input``.
     """
-    result: Tensor = _Linear.apply(gelu, main_grad, input, weight, bias)  # type: ignore[no-untyped-call]
-    return result
+    if not records("linear", input, weight, bias):
+        options = _given(bias=bias, gelu=gelu or None)
+        output: Tensor = get_default_manager().call("generic_gemm", weight, input, **options)[0]
+        return output
+    output, *_ = _Linear.apply(gelu, main_grad, input, weight, bias)  # type: ignore[no-untyped-call]
+    return output
 
 
 def grouped_linear(
@@ -73,11 +82,16 @@ def grouped_linear(
     if len(weights) != len(m_splits):
         expected = f"{len(m_splits)}, one for each of m_splits"
         raise ArgumentError("grouped_linear", "weights", f"{len(weights)} tensors", expected)
+    if not records("grouped_linear", input, *weights, *(biases or ())):
+        options = _given(bias=list(biases or ()) or None, gelu=gelu or None)
+        call = list(weights), [input], list(m_splits)
+        output: Tensor = get_default_manager().call("te_general_grouped_gemm", *call, **options)[0]
+        return output
     into = None if main_grads is None else list(main_grads)
-    result: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+    output, *_ = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
         gelu, into, list(m_splits), input, *weights, *(biases or ())
     )
-    return result
+    return output
 
 
 class _Linear(torch.autograd.Function):
@@ -89,19 +103,20 @@ class _Linear(torch.autograd.Function):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         options = _given(bias=bias, gelu=gelu or None)
         output, pre_gelu = _forward(ctx, "generic_gemm", (weight, input), options)
         _, _, of_input, of_weight, _ = ctx.needs_input_grad
         kept = input if of_weight else None, weight if of_input else None
-        ctx.save_for_backward(*kept, pre_gelu)
+        hidden = _witness(pre_gelu)
+        ctx.save_for_backward(*kept, pre_gelu, *hidden)
         ctx.main_grad = main_grad
-        return output
+        return output, *hidden
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
-        input, weight, pre_gelu = saved
+    def backward(ctx: Any, saved: Gradients, grad: Tensor, *_: Tensor) -> Gradients:
+        input, weight, pre_gelu = saved[:3]
         _, _, of_input, of_weight, of_bias = ctx.needs_input_grad
         grad = _before_gelu(ctx, grad, pre_gelu)
         dx = dw = db = None
@@ -125,7 +140,7 @@ class _GroupedLinear(torch.autograd.Function):
         m_splits: list[int],
         input: Tensor,
         *parameters: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         groups = len(m_splits)
         weights, biases = list(parameters[:groups]), list(parameters[groups:])
         options = _given(bias=biases or None, gelu=gelu or None)
@@ -133,22 +148,23 @@ class _GroupedLinear(torch.autograd.Function):
         output, pre_gelu = _forward(ctx, "te_general_grouped_gemm", call, options)
         of_input, *wanted = ctx.needs_input_grad[3:]
         kept = input if any(wanted[:groups]) else None
-        ctx.save_for_backward(pre_gelu, kept, *(weights if of_input else ()))
+        hidden = _witness(pre_gelu)
+        ctx.save_for_backward(pre_gelu, kept, *(weights if of_input else ()), *hidden)
         ctx.main_grads = main_grads
         ctx.m_splits = m_splits
-        return output
+        return output, *hidden
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
-        pre_gelu, input, *weights = saved
+    def backward(ctx: Any, saved: Gradients, grad: Tensor, *_: Tensor) -> Gradients:
         groups = len(ctx.m_splits)
+        pre_gelu, input, *weights = saved
         of_input, *wanted = ctx.needs_input_grad[3:]
         of_weights, of_biases = any(wanted[:groups]), any(wanted[groups:])
         grad = _before_gelu(ctx, grad, pre_gelu)
         dx = dw = db = None
         if of_input:
-            dx, _, _ = ctx.gemm(weights, [grad], ctx.m_splits, transa=False)
+            dx, _, _ = ctx.gemm(weights[:groups], [grad], ctx.m_splits, transa=False)
         if of_weights:
             into = ctx.main_grads and [
                 it if used else torch.empty_like(it)  # of a frozen weight: for nobody
@@ -174,6 +190,11 @@ def _forward(
     ctx.gemm = manager.pin(op_name)
     ctx.dgelu = manager.pin("dgelu") if "gelu" in options else None
     return output, pre_gelu
+
+
+def _witness(pre_gelu: Tensor | None) -> tuple[Tensor, ...]:
+    """GELU's input is nobody's output, so that a second derivative by it would not be seen."""
+    return () if pre_gelu is None else (witness(pre_gelu),)
 
 
 def _before_gelu(ctx: Any, grad: Tensor, pre_gelu: Tensor | None) -> Tensor:
