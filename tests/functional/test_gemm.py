@@ -442,6 +442,8 @@ GROUPS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"grad": True, "gelu": True, "gelu_input": values(3, 6)},
         "gelu_input",
     ),
+    "no scale in a list": ({"B_scale_inv": [None]}, "B_scale_inv"),
+    "no scales in a list": ({"A_scale_inv": [None] * 3}, "A_scale_inv"),
     "bias gradients of several widths": (
         {
             "A": [values(4, 6), values(5, 6)],

@@ -223,6 +223,9 @@ def _check_grouped(
     for name, scales, value in (("A_scale_inv", A_scale_inv, A), ("B_scale_inv", B_scale_inv, B)):
         if scales is not None:
             check.is_list(op, name, scales, length=len(value), why="one for each tensor")
+            if any(it is None for it in scales):
+                expected = "a tensor for each, or None in place of the list"
+                raise ArgumentError(op, name, check.describe(scales), expected)
         for scale, it in zip(scales or [None] * len(value), value, strict=True):
             _check_scale(op, name, scale, it)
     _check_splits(op, A, B, m_splits)
@@ -908,8 +911,8 @@ def te_general_grouped_gemm(
         grad, bias_grad, alpha, beta: as in :func:`generic_gemm`.
         accumulate_into: a tensor ``[rows of the group, N]`` for each group, or one of the
             rows of all. **Written.**
-        A_scale_inv, B_scale_inv: of float8, for each matrix as it is in the list; shapes as
-            in :func:`generic_gemm`.
+        A_scale_inv, B_scale_inv: of float8, for each matrix as it is in the list, and None
+            otherwise, not a list of it; shapes as in :func:`generic_gemm`.
         out_dtype: as in :func:`generic_gemm`.
 
     Returns:
