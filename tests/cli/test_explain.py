@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 
@@ -61,6 +66,34 @@ def test_arch_alone_means_a_gpu(te_fl):
 def test_plugin_is_a_candidate(te_fl, acme):
     ran = te_fl("explain", "rmsnorm_fwd", "--json", TE_FL_PREFER="vendor:acme")
     assert ran.document["selected"] == "vendor.acme"
+
+
+SCRIPT = [str(Path(sys.executable).with_name("te-fl"))]
+MODULE = [sys.executable, "-m", "transformer_engine_fl"]
+
+
+@pytest.mark.parametrize("program", [SCRIPT, MODULE], ids=["te-fl", "python -m"])
+@pytest.mark.parametrize("safe", ["", "1"], ids=["", "PYTHONSAFEPATH"])
+def test_a_module_in_the_folder_at_hand_is_found_as_python_finds_it(program, safe, tmp_path):
+    (tmp_path / "here_kernels.py").write_text(
+        "from transformer_engine_fl import OpImpl\n"
+        "def register(registry):\n"
+        "    registry.register_impl(OpImpl('here_abs', 'here.plain', 'reference', abs))\n"
+    )
+    named = {"TE_FL_PLUGIN_MODULES": "here_kernels", "PYTHONSAFEPATH": safe}
+    done = subprocess.run(
+        [*program, "explain", "here_abs", "--device", "cpu"],
+        cwd=tmp_path,
+        env={**os.environ, **named},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (2 if safe else 0)
+    assert ("here.plain" in done.stdout) != bool(safe)
+    missing = "No module named 'here_kernels'; it was looked for on sys.path"
+    assert (missing in done.stderr) is bool(safe)
 
 
 def test_exit_code_tells_that_nothing_serves(te_fl):

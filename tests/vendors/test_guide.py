@@ -15,13 +15,12 @@ BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.M | re.S)
 
 
 def _run(folder: Path, command: list[str], text: str) -> None:
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command,
         input=text,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": path, "PATH": programs},
+        env=os.environ | {"PATH": programs},
         capture_output=True,
         text=True,
         timeout=300,

@@ -7,8 +7,10 @@ setting).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -63,7 +65,14 @@ app.command("demo")(demo.demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``te-fl``; a mistake of the user is one message and no traceback."""
+    """Run ``te-fl``; a mistake of the user is one message and no traceback.
+
+    Args:
+        arguments: those of the program unless given; modules are then found in the folder it
+            was started in, too, as by ``python -m``.
+    """
+    if arguments is None:
+        _find_modules_here()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path or a reason may hold any character
         sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr
     try:
@@ -77,3 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         console(stderr=True).print(f"te-fl: what it writes is not whole: {error}", soft_wrap=True)
         raise SystemExit(1) from None
+
+
+def _find_modules_here() -> None:
+    """Do as ``python -m`` does, for a script has its own folder at that place."""
+    with contextlib.suppress(OSError):  # the folder is gone
+        here = os.getcwd()
+        if not sys.flags.safe_path and not {here, ""}.intersection(sys.path):
+            sys.path.insert(0, here)

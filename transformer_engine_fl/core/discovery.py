@@ -229,6 +229,8 @@ def _plugin_importer(name: str) -> Callable[[], Any]:
             module = importlib.import_module(name)
         except ImportError as error:  # a module, or a name in one
             if error.name is None or error.name.partition(".")[0] == name.partition(".")[0]:
+                if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+                    error.msg += "; it was looked for on sys.path, where folders of PYTHONPATH are"
                 raise
             missing: ImportError | None = error
         else:
