@@ -100,6 +100,38 @@ def test_a_tuning_path_that_names_nothing_is_broken(te_fl, tmp_path):
     assert te_fl("doctor", "--json", TE_FL_TUNING_PATH=str(tmp_path)).code == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("format: 2\n", ":1: format: "),
+        ("choice: {}\n", "unknown key; valid: format, device, choices; did you mean 'choices'?"),
+        (
+            "choices:\n  cross_entropy_fw: []\n",
+            ":2: choices.cross_entropy_fw: unknown choice; did you mean 'cross_entropy_fwd'?",
+        ),
+    ],
+)
+def test_a_broken_tuning_file_is_broken_where_every_call_raises_it(te_fl, tmp_path, text, said):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    ran = te_fl("doctor", "--json", TE_FL_TUNING_PATH=str(path))
+    assert ran.code == 1
+    (finding,) = _broken(ran)
+    assert finding["what"].startswith(f"TE_FL_TUNING_PATH: {path}:")
+    assert said in finding["what"]
+
+
+def test_a_broken_tuning_file_that_is_passed_over_is_a_warning(te_fl, tmp_path):
+    path = tmp_path / "transformer_engine_fl" / "tuning" / "default.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("format: 2\n")
+    ran = te_fl("doctor", "--json", XDG_CONFIG_HOME=str(tmp_path))
+    assert ran.code == 0
+    assert [it["severity"] for it in ran.document["findings"] if str(path) in it["what"]] == [
+        "warning"
+    ]
+
+
 def test_a_tuning_path_in_the_home_of_nobody_is_broken_too(te_fl):
     ran = te_fl("doctor", "--json", TE_FL_TUNING_PATH="~no such user/tuning")
     assert ran.code == 1

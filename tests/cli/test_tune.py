@@ -91,6 +91,19 @@ def test_the_check_of_a_folder_looks_at_that_alone(te_fl, user, tmp_path):
     assert te_fl("tune", "--check", "--output", str(tmp_path / "mine")).code == 0
 
 
+def test_a_folder_that_is_named_after_no_vendor_is_told(te_fl, user, tmp_path):
+    mine = tmp_path / "mine"
+    for path in (user / "nvidai" / "sm_90.yaml", mine / "nvidai" / "sm_90.yaml"):
+        path.parent.mkdir(parents=True)
+        path.write_text(GOOD)
+        asked = ["--output", str(mine)] if path.is_relative_to(mine) else []
+        ran = te_fl("tune", "--check", *asked)
+        assert ran.code == 1
+        told = "its folder says 'nvidai', and no vendor is called so; did you mean 'nvidia'?"
+        assert f"broken: {path}: {told}" in ran.out.splitlines()
+    assert te_fl("tune", "--check", "--output", str(mine / "nvidai")).code == 0
+
+
 def test_the_check_knows_the_heuristics_of_plugins(te_fl, install, monkeypatch):
     from transformer_engine_fl.backends.flagos.tuning import lookup
 

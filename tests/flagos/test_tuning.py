@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -241,6 +242,45 @@ def test_a_broken_file_that_the_user_named_is_an_error_with_file_line_and_key(
     with pytest.raises(ConfigurationError, match=WRONG[text]) as caught:
         choice(CPU, 64, 2)
     assert str(caught.value).startswith(f"TE_FL_TUNING_PATH: {path}:")
+
+
+MISSPELT = "choices:\n  cross_entropy_fw: []\n"
+
+
+def test_an_unknown_choice_in_a_file_that_the_user_named_is_an_error(
+    choice: Choice[Tile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(MISSPELT)
+    name_path(monkeypatch, path)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r":2: .*did you mean 'cross_entropy_fwd'\?"):
+            choice(CPU, 64, 2)
+
+
+def test_a_named_file_may_be_for_families_that_are_not_loaded_yet(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("choices:\n  softmax_fwd: []\n  fused_rope: []\n")
+    program = (
+        "import torch\n"
+        "from transformer_engine_fl.backends.flagos.tuning import CHOICES\n"
+        "from transformer_engine_fl.backends.flagos import loss\n"
+        "assert 'fused_rope' not in CHOICES\n"
+        "CHOICES['cross_entropy_fwd'](torch.device('cpu'), 64, 2)\n"
+    )
+    environ = {**os.environ, "TE_FL_TUNING_PATH": str(path)}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=120)
+
+
+def test_an_unknown_choice_in_another_file_is_one_warning_and_the_rest_counts(
+    choice: Choice[Tile], user: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(user / "default.yaml", 7)
+    path.write_text(path.read_text() + "  cross_entropy_fw: []\n")
+    with caplog.at_level(logging.WARNING, "TE-FL"):
+        assert [choice(CPU, columns, 2).threads for columns in (64, 128)] == [7, BY_RULE.threads]
+    (record,) = caplog.records
+    assert "choices.cross_entropy_fw: unknown choice" in record.getMessage()
 
 
 @pytest.mark.parametrize("text", [next(iter(WRONG)), ENTRY + "{threads: 0}\n"])

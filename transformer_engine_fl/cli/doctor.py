@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 import logging
 import os
 import traceback
@@ -22,6 +23,7 @@ from rich.text import Text
 from transformer_engine_fl.backends import _disk_cache
 from transformer_engine_fl.backends.flagos.tuning.lookup import stated_path
 from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
+from transformer_engine_fl.cli.tune.checking import examined
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.log import logger
@@ -201,11 +203,23 @@ def _policy(manager: OpManager, findings: _Findings) -> dict[str, Any]:
 
 
 def _tuning(findings: _Findings) -> None:
-    """Whether ``TE_FL_TUNING_PATH`` names something: the first launch would raise otherwise."""
+    """What ``te-fl tune --check`` says; calls raise it of what ``TE_FL_TUNING_PATH`` names."""
     try:
         stated_path()
     except ConfigurationError as error:
         findings.broken(str(error))
+        return
+    if importlib.util.find_spec("triton") is None:  # nothing reads them
+        return
+    found, others = findings.watch("tuning files cannot be checked", examined, ([], []))
+    for file in found:
+        for problem in file.problems:
+            if file.named:
+                findings.broken(f"TE_FL_TUNING_PATH: {problem}")
+            else:
+                findings.warning(problem)
+    for problem in others:
+        findings.warning(problem)
 
 
 def _sources(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:

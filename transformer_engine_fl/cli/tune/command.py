@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from transformer_engine_fl.backends.flagos.tuning import CHOICES, forget, lookup
+from transformer_engine_fl.backends.flagos.tuning import forget, lookup
 from transformer_engine_fl.cli._output import Json, console, print_json, progress_bar, table
 from transformer_engine_fl.cli._processes import ended_together
+from transformer_engine_fl.cli.tune import checking
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, suggestion
 from transformer_engine_fl.core.manager import get_default_manager
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from transformer_engine_fl.backends.flagos.tuning.calls import Calls, Shape
-    from transformer_engine_fl.backends.flagos.tuning.files import TuningFile
     from transformer_engine_fl.cli.tune.measuring import Job, Result
 
 __all__ = ["tune"]
@@ -254,70 +254,18 @@ def _figure(ms: float | None) -> str:
 
 def _check(output: Path | None, *, as_json: bool) -> int:
     """Say what is wrong in files; the exit code."""
-    from transformer_engine_fl.cli.tune import measuring
-
-    measuring.load_families()
-    found = {path: _problems_of(path) for path in _files(output)}
-    problems = [it for _, some in found.values() for it in some] + list(_unknown_heuristics())
+    found, others = checking.examined(output)
+    problems = [it for file in found for it in file.problems] + others
+    good = {str(file.path): file.entries for file in found if not file.problems}
     if as_json:
-        good = {str(path): entries for path, (entries, some) in found.items() if not some}
         print_json({"good": good, "problems": problems})
         return 1 if problems else 0
     out = console()
-    for path, (entries, some) in found.items():
-        if not some:
-            out.print(f"good: {path}, entries: {entries}", soft_wrap=True)
+    for path, entries in good.items():
+        out.print(f"good: {path}, entries: {entries}", soft_wrap=True)
     for problem in problems:
         line = Text("broken: ", "bold red").append(problem, "not bold default")
         out.print(line, soft_wrap=True)
     if not found:
         out.print("there is no tuning file: every choice is made by rule")
     return 1 if problems else 0
-
-
-def _files(output: Path | None) -> list[Path]:
-    if output is None:
-        return [source.path for source in lookup.every_file()]
-    if not output.exists():
-        raise ConfigurationError(f"--output: there is no file and no folder {output}")
-    if not output.is_dir():
-        return [output]
-    return [it for it in sorted(output.rglob("*")) if it.suffix in lookup.SUFFIXES]
-
-
-def _problems_of(path: Path) -> tuple[int, list[str]]:
-    """How many entries a file has, and what is wrong: of the file, or once of each choice."""
-    from transformer_engine_fl.backends.flagos.tuning import files
-
-    try:
-        content = files.read(path)
-    except ConfigurationError as error:
-        return 0, [str(error)]
-    problems = list(_of_choices(content, path))
-    if content.device is not None and path.stem not in (content.device, "default"):
-        named_alike = lookup.vendor_of(path.stem)
-        if named_alike is not None:
-            problems.append(f"{path}: its name says {path.stem!r}, it is for {content.device!r}")
-    return sum(map(len, content.choices.values())), problems
-
-
-def _of_choices(content: TuningFile, path: Path) -> Iterator[str]:
-    from transformer_engine_fl.backends.flagos.tuning import files
-
-    for name in content.choices:
-        if name not in CHOICES:
-            hint = suggestion(name, CHOICES)
-            yield str(files.problem(path, ("choices", name), f"unknown choice{hint}"))
-            continue
-        try:
-            files.values(content, CHOICES[name], path)
-        except ConfigurationError as error:
-            yield str(error)
-
-
-def _unknown_heuristics() -> Iterator[str]:
-    for vendor in lookup.VENDORS.values():
-        for name in vendor.heuristics:
-            if name not in CHOICES:
-                hint = suggestion(name, CHOICES)
-                yield f"vendor {vendor.name}: a heuristic for the unknown choice {name!r}{hint}"

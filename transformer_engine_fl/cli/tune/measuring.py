@@ -6,8 +6,6 @@ Which candidates there are, and which calls they are measured with, the families
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from transformer_engine_fl.backends import flagos
 from transformer_engine_fl.backends.flagos.tuning import CHOICES, Choice
 from transformer_engine_fl.backends.flagos.tuning.calls import CALLS, Calls, Shape
 from transformer_engine_fl.core.blame import worded
@@ -127,10 +124,9 @@ def load_families() -> None:
         TeFlError: Triton is not installed.
     """
     try:
-        for family in sorted({contract.family for contract in CATALOGUE.values()}):
-            name = f"{flagos.__name__}.{family}"
-            if importlib.util.find_spec(name) is not None:
-                importlib.import_module(name)
+        from transformer_engine_fl.backends.flagos.tuning import files
+
+        files.load_families()
     except ImportError as error:
         raise TeFlError(f"the Triton set cannot be loaded: {error}") from error
 

@@ -6,9 +6,11 @@ Apart from ``lookup.py`` because pydantic and YAML load with it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import pkgutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,10 +27,24 @@ from pydantic import (
     ValidationError,
 )
 
-from transformer_engine_fl.backends.flagos.tuning.choice import Choice, Key
+from transformer_engine_fl.backends import flagos
+from transformer_engine_fl.backends.flagos.tuning.choice import CHOICES, Choice, Key
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 
-__all__ = ["Entry", "TuningFile", "made", "merged", "present", "problem", "read", "values", "write"]
+__all__ = [
+    "Entry",
+    "TuningFile",
+    "check_names",
+    "load_families",
+    "made",
+    "merged",
+    "present",
+    "problem",
+    "read",
+    "unknown_names",
+    "values",
+    "write",
+]
 
 T = TypeVar("T")
 Location = tuple[int | str, ...]
@@ -104,6 +120,40 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8
         raise ConfigurationError(f"{path}: cannot be read: {error}") from None
+
+
+def load_families() -> None:
+    """Import every family of the set, so that each choice is there.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    for module in pkgutil.iter_modules(flagos.__path__, f"{flagos.__name__}."):
+        if not module.ispkg and not module.name.rpartition(".")[2].startswith("_"):
+            importlib.import_module(module.name)
+
+
+def unknown_names(content: TuningFile, path: Path) -> Iterator[ConfigurationError]:
+    """What is wrong with each name that no choice of the loaded families has."""
+    for name in content.choices:
+        if name not in CHOICES:
+            message = f"unknown choice{suggestion(name, CHOICES)}"
+            yield problem(path, ("choices", name), message)
+
+
+def check_names(content: TuningFile, path: Path) -> None:
+    """Load the families if that tells whether there is a choice of each name.
+
+    Raises:
+        ConfigurationError: there is none; names the file and the line.
+    """
+    if not CHOICES.keys() >= content.choices.keys():
+        try:
+            load_families()
+        except ImportError:  # of a broken family, whose choices nobody knows
+            return
+        for error in unknown_names(content, path):
+            raise error
 
 
 def values(content: TuningFile, choice: Choice[T], path: Path) -> dict[Key, T]:

@@ -43,6 +43,7 @@ __all__ = [
     "forget",
     "name_of",
     "register_tuning",
+    "shared_folders",
     "user_folder",
     "value",
     "vendor_of",
@@ -243,8 +244,8 @@ def stated_path() -> Path | None:
     return path
 
 
-def _folders() -> Iterator[tuple[Path, bool]]:
-    """The folders with one for each vendor, but this one."""
+def shared_folders() -> Iterator[tuple[Path, bool]]:
+    """The folders with one for each vendor, but this one; and whether the user named it."""
     named = stated_path()
     if named is not None and named.is_dir():
         yield named, True
@@ -258,7 +259,7 @@ def _of_vendor(vendor: str, folders: Sequence[Path], name: str) -> Iterator[Sour
     if named is not None and not named.is_dir():
         yield Source(named, True)
     for level in (name, "default"):
-        for folder, is_named in _folders():
+        for folder, is_named in shared_folders():
             yield Source(folder / vendor / f"{level}.yaml", is_named)
         yield from (Source(folder / f"{level}.yaml") for folder in folders)
 
@@ -268,7 +269,7 @@ def _for_all() -> Iterator[Source]:
     named = stated_path()
     if named is not None and not named.is_dir():
         yield Source(named, True)
-    for folder, is_named in _folders():
+    for folder, is_named in shared_folders():
         yield Source(folder / "default.yaml", is_named)
     yield Source(_PACKAGED / "default.yaml")
 
@@ -283,7 +284,7 @@ def every_file() -> list[Source]:
     named = stated_path()
     if named is not None and not named.is_dir():
         found[named] = True
-    roots = [*_folders(), (_PACKAGED, False)]
+    roots = [*shared_folders(), (_PACKAGED, False)]
     roots += [(it, False) for vendor in VENDORS.values() for it in vendor.folders]
     for root, is_named in roots:
         for path in sorted(root.rglob("*")):
@@ -306,7 +307,7 @@ def _section(choice: Choice[T], name: str, source: Source) -> Mapping[Key, T]:
     path = source.path
     with LOADING:
         if path not in _read:
-            _read[path] = _or_warning(source, path, lambda: _content(path))
+            _read[path] = _whole(source)
         content = _read[path]
         if content is None or content.device not in (None, name):
             return {}
@@ -316,6 +317,16 @@ def _section(choice: Choice[T], name: str, source: Source) -> Mapping[Key, T]:
             read = _or_warning(source, section, lambda: values(content, choice, path))
             _sections[section] = read or {}
         return _sections[section]
+
+
+def _whole(source: Source) -> TuningFile | None:
+    """A file, with each of its choices known by name, or a warning about it."""
+    path = source.path
+    content = _or_warning(source, path, lambda: _content(path))
+    if content is not None and not path.is_relative_to(_PACKAGED):  # whose names are tested
+        check = load_attribute(f"{_FILES}:check_names")
+        _or_warning(source, (path, "names"), lambda: check(content, path))
+    return content
 
 
 def _content(path: Path) -> TuningFile | None:

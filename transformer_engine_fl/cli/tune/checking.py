@@ -1,0 +1,102 @@
+"""What is wrong in tuning files: asked by ``te-fl tune --check`` and by ``te-fl doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformer_engine_fl.backends.flagos.tuning import CHOICES, lookup
+from transformer_engine_fl.core.errors import ConfigurationError, suggestion
+
+if TYPE_CHECKING:
+    from transformer_engine_fl.backends.flagos.tuning.files import TuningFile
+
+__all__ = ["Checked", "examined"]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A file that was looked at.
+
+    Attributes:
+        path: where it is.
+        named: TE_FL_TUNING_PATH names it, so that calls raise what is wrong in it.
+        entries: how many it has.
+        problems: of the whole file, or once of each choice.
+    """
+
+    path: Path
+    named: bool
+    entries: int
+    problems: list[str]
+
+
+def examined(output: Path | None = None) -> tuple[list[Checked], list[str]]:
+    """Every file that would be read, or those of ``output``; and what is wrong beside them.
+
+    Raises:
+        ConfigurationError: there is no such path.
+        TeFlError: Triton is not installed.
+    """
+    from transformer_engine_fl.cli.tune import measuring
+
+    measuring.load_families()
+    if output is None:
+        roots = [folder for folder, _ in lookup.shared_folders()]
+        sources = lookup.every_file()
+    else:
+        roots, sources = [output], [lookup.Source(path) for path in _files(output)]
+    return [_checked(source, roots) for source in sources], list(_unknown_heuristics())
+
+
+def _files(output: Path) -> list[Path]:
+    if not output.exists():
+        raise ConfigurationError(f"--output: there is no file and no folder {output}")
+    if not output.is_dir():
+        return [output]
+    return [it for it in sorted(output.rglob("*")) if it.suffix in lookup.SUFFIXES]
+
+
+def _checked(source: lookup.Source, roots: Sequence[Path]) -> Checked:
+    from transformer_engine_fl.backends.flagos.tuning import files
+
+    path = source.path
+    try:
+        content = files.read(path)
+    except ConfigurationError as error:
+        return Checked(path, source.named, 0, [str(error)])
+    problems = [*_of_place(content, path, roots), *_of_choices(content, path)]
+    return Checked(path, source.named, sum(map(len, content.choices.values())), problems)
+
+
+def _of_place(content: TuningFile, path: Path, roots: Sequence[Path]) -> Iterator[str]:
+    """What is wrong with the names of the file and of its folder."""
+    vendor = path.parent.name
+    if path.parent.parent in roots and path.parent not in roots and vendor not in lookup.VENDORS:
+        hint = suggestion(vendor, lookup.VENDORS)
+        yield f"{path}: its folder says {vendor!r}, and no vendor is called so{hint}"
+    if content.device is not None and path.stem not in (content.device, "default"):
+        named_alike = lookup.vendor_of(path.stem)
+        if named_alike is not None:
+            yield f"{path}: its name says {path.stem!r}, it is for {content.device!r}"
+
+
+def _of_choices(content: TuningFile, path: Path) -> Iterator[str]:
+    from transformer_engine_fl.backends.flagos.tuning import files
+
+    yield from map(str, files.unknown_names(content, path))
+    for name in filter(CHOICES.__contains__, content.choices):
+        try:
+            files.values(content, CHOICES[name], path)
+        except ConfigurationError as error:
+            yield str(error)
+
+
+def _unknown_heuristics() -> Iterator[str]:
+    for vendor in lookup.VENDORS.values():
+        for name in vendor.heuristics:
+            if name not in CHOICES:
+                hint = suggestion(name, CHOICES)
+                yield f"vendor {vendor.name}: a heuristic for the unknown choice {name!r}{hint}"
