@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from operator_names import ALL, LISTED, OUT_OF_SCOPE
 
-from transformer_engine_fl import Contract, OpManager, ops
+from transformer_engine_fl import ArgumentError, Contract, OpManager, ops
 
 NAMES = {name: it for it in ops.CATALOGUE.values() for name in (it.name, *it.aliases)}
 PRESENT = sorted(ALL & NAMES.keys())
@@ -58,3 +59,12 @@ def test_a_listed_name_leads_to_its_operator(name: str, manager: OpManager) -> N
 def test_a_name_that_is_no_operator_is_answered_with_the_nearest() -> None:
     with pytest.raises(AttributeError, match="'rmsnorm_forward'; did you mean 'rmsnorm_fwd'"):
         ops.rmsnorm_forward  # noqa: B018
+
+
+def test_a_number_of_another_library_is_refused_as_none_of_pythons() -> None:
+    numpy = pytest.importorskip("numpy")
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    with pytest.raises(ArgumentError, match=r"'eps' is float32 .*expects a Python number"):
+        ops.rmsnorm_fwd(x, weight, numpy.float32(1e-5))
+    with pytest.raises(ArgumentError, match="expects a Python integer of at least"):
+        ops.te_general_grouped_gemm([torch.ones(3, 4)], [x], [numpy.int64(2)])

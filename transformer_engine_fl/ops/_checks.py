@@ -206,12 +206,14 @@ def is_number(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Require a real number (no tensor, no bool), within the bounds."""
+    """Require a real number of Python's (no tensor, no bool, no other library's scalar), within
+    the bounds: kernels are handed it as it is.
+    """
     import torch
 
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
     if isinstance(value, bool) or not (isinstance(value, int | float) or symbolic):
-        raise ArgumentError(op, name, describe(value), "a number")
+        raise ArgumentError(op, name, describe(value), "a Python number")
     _is_float64(op, name, value)
     if at_least is not None and isinstance(value, int | float) and not value >= at_least:
         raise ArgumentError(op, name, describe(value), f"a number of at least {at_least}")
@@ -230,10 +232,10 @@ def _is_float64(op: str, name: str, value: object) -> None:
 def is_integer(
     op: str, name: str, value: object, *, at_least: int = 0, below: int | None = None
 ) -> None:
-    """Require an integer (no bool), ``at_least <= value < below``."""
+    """Require an integer of Python's (no bool), ``at_least <= value < below``."""
     import torch
 
-    allowed = f"an integer of at least {at_least}" + (f" and below {below}" if below else "")
+    allowed = f"a Python integer of at least {at_least}" + (f" and below {below}" if below else "")
     if isinstance(value, torch.SymInt):
         return
     if isinstance(value, bool) or not isinstance(value, int):
