@@ -657,6 +657,12 @@ def _linear_calls(dtype: str, device: str) -> Iterator[LinearCall]:
         yield "strided targets", input, weight, target.repeat_interleave(2)[::2], None, {}
         every = torch.full_like(target, -100)
         yield "every row ignored", input, weight, every, bias, {"label_smoothing": 0.1}
+        some, large = target.clone(), bias.clone()
+        some[2::5], large[5] = -100, 100.0
+        yield "ignored rows and a bias whose exp overflows", input, weight, some, large, {}
+        broken = bias.clone()
+        broken[3], broken[4], broken[7] = torch.inf, torch.nan, -torch.inf
+        yield "every row ignored and a bias of inf and NaN", input, weight, every, broken, {}
         masked = bias.clone()
         masked[5:20] = -torch.inf
         yield "words masked by the bias", input, weight, target % 5, masked, {}

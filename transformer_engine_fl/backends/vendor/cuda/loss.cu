@@ -251,6 +251,7 @@ struct Common {
   A lse, factor, pull, uniform;
   Cap cap;
   int word;
+  bool read;
 };
 
 template <int N>
@@ -267,6 +268,8 @@ __device__ __forceinline__ void finish(TO* out, const Vec<TX, N>& stored, const 
   decode_logits(stored, bias, column, d);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
+    // The bias is there for rows that are not read too, and no zero times its exponential is.
+    if constexpr (BIASED) d[i] = row.read ? d[i] : A(0);
     Capped of = {d[i], A(1)};
     if constexpr (CAPPED) of = capped(d[i], row.cap);
     const A taken = column + i == row.word ? row.pull : row.uniform;
@@ -309,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS)
     if (read && whole(column)) stored[d] = logits_at<VEC>(source + column);
   }
   // A row that is not read gets zeros of these.
-  Common common = {A(0), A(0), A(0), A(0), {}, -1};
+  Common common = {A(0), A(0), A(0), A(0), {}, -1, read};
   if constexpr (CAPPED) common.cap = {static_cast<A>(bound), A(1) / static_cast<A>(bound)};
   if (read) {
     const A grad = __ldg(grad_loss + row);
