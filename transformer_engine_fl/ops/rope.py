@@ -226,7 +226,7 @@ def _angles(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """The angle of every token and feature in float64, [..., 1, d2]; zero turns nothing."""
+    """The angle of every token of a sequence and feature in float64, [..., 1, d2]."""
     import torch
 
     table = freqs.double()[:, 0, 0]
@@ -243,8 +243,7 @@ def _angles(
         offsets = cu_seqlens.tolist()
         lengths = [end - begin for begin, end in pairwise(offsets)]
         parts = [sequence(length, number) for number, length in enumerate(lengths)]
-        after = tokens.shape[0] - sum(part.shape[0] for part in parts)
-        return torch.cat([*parts, torch.zeros_like(missing).expand(after, -1)]).unsqueeze(-2)
+        return torch.cat([*parts, missing[:0]]).unsqueeze(-2)
     axis = qkv_format.index("s")
     length, batch = tokens.shape[axis] * cp_size, tokens.shape[1 - axis]
     if not batch:
@@ -276,8 +275,11 @@ def _rope_oracle(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
+    import torch
+
     angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
-    return _turned(input.double(), angles, interleaved)
+    turned = _turned(input[: len(angles)].double(), angles, interleaved)
+    return torch.cat([turned, input[len(angles) :].double()])
 
 
 def _rope_backward_oracle(output_grads: Tensor, freqs: Tensor, **options: Any) -> Tensor:
@@ -443,6 +445,16 @@ def _rope_samples(dtype: str, device: str) -> Iterator[Sample]:
     yield Sample("large angles", (tokens, _normal(6, 1, 1, 8, seed=40).to(device) * 1e5))
     padded = _normal(12, 2, 1, 12, seed=41).to(device)[::2, :1, :, 1:9]
     yield Sample("freqs that are not contiguous", (tokens, padded))
+    packed = _normal(9, 3, 8, seed=47).to(device, kind)
+    packed[6, :, 0], packed[7, :, 3], packed[8] = torch.inf, torch.nan, -torch.inf
+    for interleaved in (False, True):
+        name = "interleaved" if interleaved else "halves"
+        given = {"qkv_format": "thd", "cu_seqlens": [0, 4, 6], "interleaved": interleaved}
+        yield Sample(
+            f"thd, anything in tokens of no sequence, {name}",
+            (packed, _table(5, 6, device)),
+            _options(given, device),
+        )
 
 
 _QKV_CASES: dict[
@@ -503,6 +515,12 @@ def _qkv_forward_samples(dtype: str, device: str) -> Iterator[Sample]:
     }
     for label, packed in layouts.items():
         yield Sample(label, (packed, *freqs), {"qkv_split": [16, 8, 8]})
+    packed = _normal(6, 3, 32, seed=48).to(device, kind)
+    packed[4, :, ::5], packed[5, :, 3::8] = torch.nan, torch.inf
+    options = {"qkv_format": "thd", "cu_seqlens": [0, 1, 4], "qkv_split": (16, 8, 8)}
+    yield Sample(
+        "thd, anything in tokens of no sequence", (packed, *freqs), _options(options, device)
+    )
 
 
 def _qkv_backward_samples(dtype: str, device: str) -> Iterator[Sample]:

@@ -301,6 +301,7 @@ def _turn_heads(
     y_head: tl.tensor,
     INTERLEAVED: tl.constexpr,
     BACK: tl.constexpr,
+    PACKED: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
     TABLE_UNIT: tl.constexpr,
@@ -315,7 +316,7 @@ def _turn_heads(
     """``portion`` heads of these tokens, HEADS at a time.
 
     ROTATED of the WIDTH features turn, of which HALF holds one half and REST the others.
-    GROUPED: a group has several heads.
+    GROUPED: a group has several heads. PACKED: there may be tokens that do not turn.
     """
     pair = tl.arange(0, HALF)
     feature = tl.arange(0, 2 * HALF)
@@ -362,15 +363,24 @@ def _turn_heads(
                     v = reads[EACH * i + 1].to(ACC)
                 new_u = u * cos_a - v * sin_a
                 new_v = v * cos_b + u * sin_b
+                # By an angle of 0 infinities and NaN would spread to the other of a pair.
                 if INTERLEAVED:
                     y = tl.join(new_u, new_v).reshape(TOKENS, 2 * HALF)
+                    y = y.to(y_ptr.dtype.element_ty)
+                    if PACKED:
+                        y = tl.where(turns[:, None], y, reads[EACH * i])
                     mask = there & (feature < ROTATED)[None, :]
-                    tl.store(row + feature[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+                    tl.store(row + feature[None, :], y, mask=mask)
                 else:
+                    y_u = new_u.to(y_ptr.dtype.element_ty)
+                    y_v = new_v.to(y_ptr.dtype.element_ty)
+                    if PACKED:
+                        y_u = tl.where(turns[:, None], y_u, reads[EACH * i])
+                        y_v = tl.where(turns[:, None], y_v, reads[EACH * i + 1])
                     mask = there & (pair < ROTATED // 2)[None, :]
-                    tl.store(row + pair[None, :], new_u.to(y_ptr.dtype.element_ty), mask=mask)
+                    tl.store(row + pair[None, :], y_u, mask=mask)
                     row_v = row + ROTATED // 2
-                    tl.store(row_v + pair[None, :], new_v.to(y_ptr.dtype.element_ty), mask=mask)
+                    tl.store(row_v + pair[None, :], y_v, mask=mask)
             if REST > 0:
                 other = ROTATED + tl.arange(0, REST)
                 others = there & (other < WIDTH)[None, :]
@@ -508,7 +518,7 @@ def _rotate(
             q_ptr, q_to_ptr, q_freqs_ptr, outer, within, exists, position, turns,
             part * portion, portion, q_heads, q_per_group, q_rows, q_stride,
             q_outer, q_inner, q_group, q_head, q_to_outer, q_to_inner, q_to_group, q_to_head,
-            INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
+            INTERLEAVED, BACK, offsets_ptr is not None, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
             Q_GROUPED, Q_WIDTH, Q_ROTATED, Q_HALF, Q_REST,
         )  # fmt: skip
     elif k_ptr is not None:
@@ -517,7 +527,7 @@ def _rotate(
                 k_ptr, k_to_ptr, k_freqs_ptr, outer, within, exists, position, turns,
                 (part - q_portions) * portion, portion, k_heads, k_per_group, k_rows, k_stride,
                 k_outer, k_inner, k_group, k_head, k_to_outer, k_to_inner, k_to_group, k_to_head,
-                INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
+                INTERLEAVED, BACK, offsets_ptr is not None, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
                 K_GROUPED, K_WIDTH, K_ROTATED, K_HALF, K_REST,
             )  # fmt: skip
         else:
@@ -526,7 +536,7 @@ def _rotate(
                 (part - q_portions - k_portions) * portion, portion,
                 v_heads, v_per_group, v_rows, v_stride,
                 v_outer, v_inner, v_group, v_head, v_to_outer, v_to_inner, v_to_group, v_to_head,
-                INTERLEAVED, BACK, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
+                INTERLEAVED, BACK, offsets_ptr is not None, ACC, UNIT, TABLE_UNIT, HEADS, TOKENS,
                 V_GROUPED, V_WIDTH, V_ROTATED, V_HALF, V_REST,
             )  # fmt: skip
 
