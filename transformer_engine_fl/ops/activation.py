@@ -218,6 +218,11 @@ class _Activation:
             yield label, torch.cat([usual, typical * factor]).to(device, kind)
         yield "small values", (typical * (0.1 if dtype == "float16" else 1e-3)).to(device, kind)
         yield "kinks", self._kinks().to(device, kind)
+        if self.options:  # a limit, which NaN is neither within nor beyond
+            missing = typical.clone()
+            missing[1, ::3], missing[2, 1::5], missing[3] = torch.nan, torch.inf, -torch.inf
+            missing[3, ::7] = torch.nan
+            yield "infinities and NaN", missing.to(device, kind)
 
     def _kinks(self) -> Tensor:
         """Zeros of both signs and what lies at, before and behind a limit; pairs if gated."""

@@ -294,6 +294,7 @@ _LABELS = (
     "large values",
     "small values",
     "kinks",
+    "infinities and NaN",
     "offset mean",
 )
 """The base operators' samples that are cast, besides the typical and those with an option."""

@@ -187,8 +187,8 @@ def results(
         gate = fetch(x_ptr + columns, mask).to(ACC)
         if clamped:
             most = tl.full((), limit, ACC)
-            inside = x <= most
-            gate_inside = (gate <= most) & (gate >= -most)
+            outside = x > most  # which NaN is not
+            gate_outside = (gate > most) | (gate < -most)
             x = tl.where(x > most, most, x)
             gate = _clamp(gate, most) + 1
     steepness = tl.full((), alpha, ACC)
@@ -203,8 +203,8 @@ def results(
             dx = grad * gate * slope
             dgate = grad * value
             if clamped:
-                dx = tl.where(inside, dx, 0)
-                dgate = tl.where(gate_inside, dgate, 0)
+                dx = tl.where(outside, 0, dx)
+                dgate = tl.where(gate_outside, 0, dgate)
             return dx, dgate
         else:
             dx = grad * slope

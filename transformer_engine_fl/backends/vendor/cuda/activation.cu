@@ -50,10 +50,10 @@ struct Share {
     if constexpr (BACKWARD) decode(grad, dy);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      bool inside = true, gate_inside = true;
+      bool outside = false, gate_outside = false;  // which NaN never is
       if constexpr (CLAMPED) {
-        inside = a[i] <= limit;
-        gate_inside = b[i] <= limit && b[i] >= -limit;
+        outside = a[i] > limit;
+        gate_outside = b[i] > limit || b[i] < -limit;
         a[i] = a[i] > limit ? limit : a[i];
         b[i] = clamp(b[i], limit) + A(1);
       }
@@ -61,8 +61,8 @@ struct Share {
       if constexpr (BACKWARD) {
         first[i] = dy[i] * f.slope;
         if constexpr (GATED) {
-          first[i] = inside ? dy[i] * b[i] * f.slope : A(0);
-          second[i] = gate_inside ? dy[i] * f.value : A(0);
+          first[i] = outside ? A(0) : dy[i] * b[i] * f.slope;
+          second[i] = gate_outside ? A(0) : dy[i] * f.value;
         }
       } else {
         first[i] = GATED ? f.value * b[i] : f.value;

@@ -107,11 +107,11 @@ struct Share {
       if constexpr (BACKWARD) decode(grad, dy);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        bool inside = true, gate_inside = true;
+        bool outside = false, gate_outside = false;  // which NaN never is
         float a = first[i];
         if constexpr (CLAMPED) {
-          inside = a <= in.limit;
-          gate_inside = b[i] <= in.limit && b[i] >= -in.limit;
+          outside = a > in.limit;
+          gate_outside = b[i] > in.limit || b[i] < -in.limit;
           a = a > in.limit ? in.limit : a;
           b[i] = clamp(b[i], in.limit) + 1.0f;
         }
@@ -121,8 +121,8 @@ struct Share {
         } else if constexpr (!GATED) {
           first[i] = dy[i] * f.slope;
         } else {
-          first[i] = inside ? dy[i] * b[i] * f.slope : 0.0f;
-          second[i] = gate_inside ? dy[i] * f.value : 0.0f;
+          first[i] = outside ? 0.0f : dy[i] * b[i] * f.slope;
+          second[i] = gate_outside ? 0.0f : dy[i] * f.value;
         }
       }
     } else if constexpr (SOURCE == 2) {
