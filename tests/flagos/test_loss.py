@@ -98,6 +98,22 @@ def test_gradients_of_rows_that_begin_anywhere_in_a_vector(
     check("cross_entropy_bwd", torch.randn_like(lse), logits, targets_of(logits), lse)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("place", [(1000, 1003), (4096, 4100), (4999, 5008)], ids=str)
+def test_a_part_of_padded_rows_has_the_bits_that_it_has_among_all(
+    place: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    columns, step = place
+    logits = torch.randn(8, step).to(device, dtype)[:, :columns]
+    target = torch.arange(8, device=device)
+    whole = [*flagos.cross_entropy_fwd(logits, target)]
+    whole.append(flagos.cross_entropy_partial_fwd(logits, target))
+    for some in (slice(0, 1), slice(4, 5), slice(5, 8)):
+        alone = [*flagos.cross_entropy_fwd(logits[some], target[some])]
+        alone.append(flagos.cross_entropy_partial_fwd(logits[some], target[some]))
+        assert all(torch.equal(a[some], b) for a, b in zip(whole, alone, strict=True))
+
+
 @pytest.mark.parametrize("columns", [60, 5001])
 def test_rows_that_are_ignored_are_not_looked_at(columns: int, device: str) -> None:
     logits = torch.randn(5, columns, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,38 @@ def test_rows_that_lie_apart_are_not_copied(label: str, device: str) -> None:
     weight = torch.randn(72, device=device)
     check("rmsnorm_fwd", x, weight)
     check("rmsnorm_bwd", *backward_inputs(x, weight, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [72, 76, 73])
+def test_rows_are_summed_as_dense_ones_wherever_they_lie(
+    columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """Those that no access of dense rows reads are copied: a kernel's reads decide its sums."""
+    weight = torch.randn(columns, device=device, dtype=dtype)
+    vector = math.gcd(columns, 16 // dtype.itemsize)
+    flat = torch.randn(6 * columns + 1).to(device, dtype)
+    cases = {
+        "padded by vectors": (torch.randn(6, columns + 8).to(device, dtype)[:, :columns], False),
+        "padded": (torch.randn(6, columns + 3).to(device, dtype)[:, :columns], vector > 1),
+        "one of those": (torch.randn(6, columns + 3).to(device, dtype)[4:5, :columns], vector > 1),
+        "shifted": (flat[1:].view(6, columns), vector > 1),
+    }
+    flagos._FORWARD_PLANS.clear()
+    flagos._BACKWARD_PLANS.clear()
+    for label, (x, copied) in cases.items():
+        rows, step = _arguments.rows_to_sum("rmsnorm_fwd", x)
+        assert (rows is not x) is copied, label
+        assert not copied or (step == columns and rows.data_ptr() % 16 == 0)
+        for _ in range(2):  # the second one finds the plan
+            check("rmsnorm_fwd", x, weight)
+            check("layernorm_fwd", x, weight, weight)
+            check("rmsnorm_fwd_add", x, x, weight)
+        dy, _, rsigma, _ = backward_inputs(x, weight, False)
+        check("rmsnorm_bwd", dy, x, rsigma, weight)
+        check("rmsnorm_bwd", x, dy.contiguous(), rsigma, weight)
+    plans = (*flagos._FORWARD_PLANS.values(), *flagos._BACKWARD_PLANS.values())
+    assert all(plan.unit % vector == 0 for plan in plans)
 
 
 def test_what_is_added_may_lie_otherwise(device: str) -> None:

@@ -62,6 +62,24 @@ def test_a_row_in_parts(name: str, cut: Cut, device: str) -> None:
         check(f"{name}_forward", scores, *hidden)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wider", [3, 8])
+def test_rows_are_summed_as_dense_ones_wherever_they_lie(
+    wider: int, dtype: torch.dtype, device: str
+) -> None:
+    """Those that no access of dense rows reads are copied: a kernel's reads decide its sums."""
+    memory = torch.randn(2, 3, 5, 64 + wider).to(device, dtype)
+    shifted = memory.view(-1)[1 : 1 + 30 * 64].view(2, 3, 5, 64)
+    flagos._PLANS.clear()
+    for scores in (memory[..., :64], memory[:1, :1, :1, :64], shifted, shifted[:1, :1, 1:2]):
+        check("scaled_softmax_forward", scores)
+        output = scores.softmax(-1)
+        check("scaled_softmax_backward", scores, output)
+        check("scaled_softmax_backward", output, scores)
+    units = {key[-2] for key in flagos._PLANS if isinstance(key, tuple)}
+    assert all(unit % (16 // dtype.itemsize) == 0 for unit in units), units
+
+
 @pytest.mark.parametrize("wider", [0, 1, 4, 8])
 def test_a_mask_of_whatever_strides(wider: int, device: str) -> None:
     scores = torch.randn(2, 3, 5, 64, device=device).to(torch.bfloat16)

@@ -139,11 +139,22 @@ def address_of(op: str, tensor: Tensor) -> int:
 
 
 def by_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The tensor with dense columns and rows one distance apart, copied if need be."""
+    """The tensor with dense columns and rows one distance apart, copied if need be.
+
+    A row alone is as far from the next one as it was among others: it may be a part of them.
+    """
     if tensor.is_contiguous():
-        return tensor, tensor.shape[-1]
+        return tensor, _distance_of_dense(tensor)
     step = _row_distance(tensor)
     return (tensor.contiguous(), tensor.shape[-1]) if step is None else (tensor, step)
+
+
+def _distance_of_dense(tensor: Tensor) -> int:
+    columns = tensor.shape[-1]
+    if tensor.dim() > 1 and tensor.shape[-2] == 1 and tensor.numel() == columns:
+        step = tensor.stride(-2)
+        return columns if 0 < step < columns else step  # rows would overlap: it says nothing
+    return columns
 
 
 def _row_distance(tensor: Tensor) -> int | None:

@@ -98,5 +98,6 @@ def layouts(
     yield "transposed", values(columns, rows).t()
     yield "strided columns", values(rows, 2 * columns)[:, ::2]
     yield "padded rows", values(rows, columns + 8)[:, :columns]
+    yield "rows an odd distance apart", values(rows, columns + 3)[:, :columns]
     yield "unaligned start", values(rows * columns + 1)[1:].view(rows, columns)
     yield "expanded", values(1, columns).expand(rows, columns)

@@ -291,6 +291,7 @@ _LABELS = (
     "no rows",
     "transposed",
     "padded rows",
+    "rows an odd distance apart",
     "large values",
     "small values",
     "kinks",

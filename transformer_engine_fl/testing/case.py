@@ -330,7 +330,8 @@ def _of_dtype(
         for name, run in of(sizes):
             yield Case(f"{label}/deterministic/{name}", run.deterministic)
     if "batch_invariant" in traits:
-        for name, run in of(it for it in sizes if _rows_are_independent(contract, it)):
+        some = {it.label: it for it in (*sizes, *_apart(contract, samples))}.values()
+        for name, run in of(it for it in some if _rows_are_independent(contract, it)):
             yield Case(f"{label}/batch invariant/{name}", run.batch_invariant)
     for name, run in of(refused_calls(contract, samples)):
         yield Case(f"{label}/refuses/{name}", run.refused)
@@ -362,6 +363,21 @@ def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
         tall = tiled(contract, widest, _MANY_ROWS)
         chosen += [tall] * (_checked(contract, tall) is not None)
     return list({it.label: it for it in chosen}.values())
+
+
+def _apart(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
+    """A sample with dense rows whose distance is no multiple of 16 bytes, if there is one."""
+
+    def is_odd(value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and value.ndim > 1
+            and value.stride(-1) == 1
+            and value.stride(-2) > value.shape[-1]
+            and value.stride(-2) * value.element_size() % 16 != 0
+        )
+
+    return [it for it in samples if is_odd(by_name(contract, it).get(contract.dispatch_on))][:1]
 
 
 def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:

@@ -8,9 +8,11 @@ contract's check, is made dense, or is declined, with what is here and in
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import triton
 
 from transformer_engine_fl.backends import _arguments
@@ -32,10 +34,10 @@ from transformer_engine_fl.backends.flagos import _launch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
     from torch import Tensor
 
 __all__ = [
+    "ALIGNMENT",
     "MOST",
     "NOT_A_TENSOR",
     "PLAIN",
@@ -63,10 +65,13 @@ __all__ = [
     "loaded_launch",
     "plain",
     "rows_of_tile",
+    "rows_to_sum",
 ]
 
 MOST = 2**31 - 2**14
 """Rows, and columns, that a kernel counts: with a tile beyond them, within an int32."""
+ALIGNMENT = 16
+"""Bytes: of the widest access, and by which a compiled kernel knows a pointer to be aligned."""
 _MOST_ACROSS = 2**16 - 1  # what the second axis of a grid has
 WIDEST_UNIT = 16
 """Columns and distances are counted in units that divide them, of up to so many elements."""
@@ -78,6 +83,20 @@ plain = _taking.plain
 dense = _taking.dense
 addressed = _taking.addressed
 in_place = _taking.in_place
+
+
+def rows_to_sum(op: str, tensor: Tensor) -> tuple[Tensor, int]:
+    """:func:`by_rows`, copied too where the rows do not lie as dense ones of their width do.
+
+    How wide an access may be decides which thread has which columns, and so the order of sums,
+    which must depend on the width and the dtype alone.
+    """
+    tensor, step = by_rows(tensor)
+    columns = tensor.shape[-1]
+    vector = math.gcd(columns, ALIGNMENT // tensor.element_size())
+    if vector > 1 and (step % vector or address_of(op, tensor) % ALIGNMENT):
+        return tensor.clone(memory_format=torch.contiguous_format), columns
+    return tensor, step
 
 
 class Written(_arguments.Written):

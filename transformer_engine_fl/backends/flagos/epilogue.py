@@ -33,6 +33,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     listed,
     plain,
     rows_of_tile,
+    rows_to_sum,
 )
 from transformer_engine_fl.backends.flagos._casting import (
     Source,
@@ -296,14 +297,14 @@ class _Norm(NamedTuple):
     def of(cls, op: str, base: str, given: Mapping[str, Any]) -> _Norm:
         """The arguments of the operator ``base``, as its check has passed them."""
         check_numbers(op, given["eps"])
-        x, x_stride = by_rows(plain(op, "input", given["input"]))
+        x, x_stride = rows_to_sum(op, plain(op, "input", given["input"]))
         shape = tuple(given["input"].shape)
         rows = (math.prod(shape[:-1]),)
         check_size(op, "rows", rows[0])
         check_size(op, "columns", shape[-1])
         residual, residual_stride, total = None, 0, None
         if "residual" in given:
-            residual, residual_stride = by_rows(plain(op, "residual", given["residual"]))
+            residual, residual_stride = rows_to_sum(op, plain(op, "residual", given["residual"]))
             total = fresh(op, x, shape)
         bias = given.get("bias")
         return cls(

@@ -9,9 +9,11 @@ a time, in float32, as torch multiplies matrices; the kernels are the same. On H
 goes on with its logits itself, in ``_loss_hopper``, and nothing of them is stored but their
 gradients.
 
-The order in which a row is summed depends on how wide it is and how it lies in memory
-alone, so a row's result is the same whichever rows come with it; but for the linear forms,
-of which torch decides that.
+The order in which a row is summed depends on how wide it is and on how wide an access may be,
+which the distance of two rows decides: so a row's result is the same whichever rows come with
+it. A row that is a part of others (``x[3:4]``) keeps their distance; copied, or as a vector
+(``x[3]``), it counts as dense, and where their distance was another its last bits may be.
+Of the linear forms torch decides that.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ The addition of a residual before the norm, and of a gradient after it, is part 
 kernels.
 
 The order in which a row is summed depends on its width and dtype alone, so a row's
-result is the same whichever rows come with it. Gradients of the parameters are summed
+result is the same whichever rows come with it and wherever they lie: rows that cannot be read
+as dense ones of their width are (a distance, or an address, that is no multiple of the access)
+are copied first. Gradients of the parameters are summed
 per program, and then over the programs in a fixed order: no atomics, and the same bits
 each time on the same device.
 
@@ -29,16 +31,17 @@ from torch import Tensor
 from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import (
+    ALIGNMENT,
     MOST,
     NOT_A_TENSOR,
     PLAIN,
     WIDEST_UNIT,
-    by_rows,
     check_fresh,
     check_size,
     is_vector,
     keep,
     plain,
+    rows_to_sum,
 )
 from transformer_engine_fl.backends.flagos._dependent import follows, let_follow
 from transformer_engine_fl.backends.flagos._fetch import fetch
@@ -840,11 +843,12 @@ def _plan_backward(
 
 
 def _is_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether it is as plain and dense as ``other``, of its shape and on its device."""
+    """Whether it is as plain, dense and aligned as ``other``, of its shape, on its device."""
     return (
         type(tensor) in PLAIN
         and tensor.is_contiguous()
         and not tensor.is_neg()
+        and not tensor.data_ptr() % ALIGNMENT
         and tensor.shape == other.shape
         and tensor.device == other.device
     )
@@ -869,9 +873,9 @@ def _examine_forward(
         raise NotSupportedError(f"{op.name}: eps is a {type(eps).__name__}, not a number yet")
     columns, device = input.shape[-1], input.device
     check_size(op.name, "columns", columns)
-    input, distance = by_rows(plain(op.name, "input", input))
+    input, distance = rows_to_sum(op.name, plain(op.name, "input", input))
     if residual is not None:
-        residual, other = by_rows(plain(op.name, "residual", residual))
+        residual, other = rows_to_sum(op.name, plain(op.name, "residual", residual))
         if other != distance:
             input, residual, distance = input.contiguous(), residual.contiguous(), columns
     weight = plain(op.name, "weight", weight).contiguous()
@@ -909,6 +913,7 @@ def _forward(
             and columns
             and input.is_contiguous()
             and not input.is_neg()  # dense, it may have its sign kept apart
+            and not input.data_ptr() % ALIGNMENT
             and (residual is None or _is_alike(residual, input))
             and (residual is None or residual.dtype == input.dtype)
             and (residual is None) is (op is not contracts.rmsnorm_fwd_add)
@@ -974,10 +979,10 @@ def _examine_backward(
         raise ArgumentError(op.name, "mu", "None", "one value per row of 'x'")
     columns, device = x.shape[-1], x.device
     check_size(op.name, "columns", columns)
-    x, x_distance = by_rows(plain(op.name, "x", x))
-    dy, dy_distance = by_rows(plain(op.name, "dz" if adds else "dy", dy))
+    x, x_distance = rows_to_sum(op.name, plain(op.name, "x", x))
+    dy, dy_distance = rows_to_sum(op.name, plain(op.name, "dz" if adds else "dy", dy))
     if add is not None:
-        add, other = by_rows(plain(op.name, "add", add))
+        add, other = rows_to_sum(op.name, plain(op.name, "add", add))
         if other != x_distance:
             x, add, x_distance = x.contiguous(), add.contiguous(), columns
     mu = None if mu is None else plain(op.name, "mu", mu).contiguous()
@@ -1017,6 +1022,7 @@ def _backward(
             and columns
             and x.is_contiguous()
             and not x.is_neg()
+            and not x.data_ptr() % ALIGNMENT
             and _is_alike(dy, x)
             and (add is None or _is_alike(add, x))
             and (add is None) is (op is not contracts.rmsnorm_bwd_add)

@@ -32,6 +32,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     listed,
     plain,
     rows_of_tile,
+    rows_to_sum,
 )
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -506,7 +507,7 @@ def _chosen(
     if not rows:
         return probs, routing_map, scores
     check_size(op, "tokens", rows)
-    logits, step = by_rows(logits)
+    logits, step = rows_to_sum(op, logits)
     if bias is not None:
         bias = plain(op, "expert_bias", bias).contiguous()
     unit = math.gcd(experts, step, WIDEST_UNIT)
@@ -601,11 +602,11 @@ def _logits_gradient(
         return dx
     rows, experts = dx.shape
     check_size(op, "tokens", rows)
-    grad, grad_step = by_rows(grad)
-    scores, scores_step = by_rows(plain(op, "intermediate", scores))
+    grad, grad_step = rows_to_sum(op, grad)
+    scores, scores_step = rows_to_sum(op, plain(op, "intermediate", scores))
     routing_step = 0
     if routing_map is not None:
-        routing_map, routing_step = by_rows(plain(op, "routing_map", routing_map))
+        routing_map, routing_step = rows_to_sum(op, plain(op, "routing_map", routing_map))
         routing_map = routing_map.view(torch.uint8)
     unit = math.gcd(experts, grad_step, scores_step, routing_step, WIDEST_UNIT)
     plan = _tiled(

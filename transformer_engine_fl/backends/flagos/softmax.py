@@ -5,7 +5,9 @@ registers are read once, and so are wider ones, which several programs share, se
 What a causal form hides is not read. The forwards' kernels also make losses and gradients of
 cross entropy (:func:`run_with_losses`), whose gradients are a softmax less one at the target.
 The order in which a row is summed depends on its width and dtype alone, so a row's result
-is the same whichever rows come with it.
+is the same whichever rows come with it and wherever they lie: rows that cannot be read as dense
+ones of their width are (a distance, or an address, that is no multiple of the access) are copied
+first.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     WIDEST_UNIT,
-    by_rows,
     check_fresh,
     check_size,
     keep,
     laid_over,
     plain,
+    rows_to_sum,
 )
 from transformer_engine_fl.backends.flagos._cross_entropy import store_loss, to_take_off
 from transformer_engine_fl.backends.flagos._fetch import fetch
@@ -710,7 +712,7 @@ def _forward(
     shape = input.shape
     columns, queries = shape[-1], shape[-2] if input.dim() > 1 else 1
     heads = shape[-3] if input.dim() > 2 else 1
-    scores, step = by_rows(input)
+    scores, step = rows_to_sum(name, input)
     strides = (0, 0, 0)
     if mask is not None:
         mask, strides = laid_over(plain(name, "mask", mask), shape)
@@ -806,8 +808,8 @@ def _backward(
     if not y.numel():
         return dx
     columns, queries = y.shape[-1], y.shape[-2] if y.dim() > 1 else 1
-    y, y_step = by_rows(y)
-    dy, dy_step = by_rows(dy)
+    y, y_step = rows_to_sum(name, y)
+    dy, dy_step = rows_to_sum(name, dy)
     rows = y.numel() // columns
     check_size(name, "columns", columns)
     check_size(name, "rows", rows)
