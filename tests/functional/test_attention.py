@@ -461,6 +461,32 @@ def test_the_statistics_know_nothing_of_dropout() -> None:
 # ------------------------------------------------------------------------------- the host
 
 
+@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
+def test_an_infinite_gradient_stays_in_its_sequence(qkv_format: str) -> None:
+    """What belongs to no sequence, and to another one, has the gradients that it had."""
+    lengths = {name: torch.tensor(it, dtype=torch.int32) for name, it in LENGTHS.items()}
+    options: dict[str, Any] = {"attn_mask_type": "padding_causal", **lengths}
+    if qkv_format == "thd":
+        options |= {"qkv_format": "thd", "max_seqlen_q": SQ, "max_seqlen_kv": SKV}
+    sizes = ((B, SQ), (B, SKV)) if qkv_format == "bshd" else ((7,), (9,))
+    q = torch.randn(*sizes[0], H, D)
+    k, v = torch.randn(*sizes[1], H, D), torch.randn(*sizes[1], H, D)
+    dout = torch.randn_like(q)
+    with te.with_preference("reference"):
+        out, lse = ops.fused_attn_fwd(q, k, v, **options)
+        usual = ops.fused_attn_bwd(dout, q, k, v, out, lse, **options)[:3]
+        (dout[0] if qkv_format == "bshd" else dout)[1] = torch.inf
+        found = ops.fused_attn_bwd(dout, q, k, v, out, lse, **options)[:3]
+    for gradient, before, ends in zip(found, usual, ("q", "kv", "kv"), strict=True):
+        end = LENGTHS[f"cu_seqlens_{ends}"][1]
+        first, others = (gradient, gradient[end:])
+        if qkv_format == "bshd":
+            first, others = gradient[0], gradient[1:]
+            assert not first[end:].any()
+        assert not first[:end].isfinite().all()
+        assert torch.equal(others, before[end:] if qkv_format == "thd" else before[1:])
+
+
 def test_no_values_are_read_back() -> None:
     # A meta tensor has none: an implementation that waited for them would fail.
     leaves, options = together("all of it", {**SPACED, "attn_mask_type": "padding_causal"})

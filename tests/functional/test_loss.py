@@ -376,6 +376,19 @@ def test_both_forms_are_compiled_with_their_gradients() -> None:
     torch.testing.assert_close(*found)
 
 
+def test_a_layer_without_features_has_the_logits_of_its_bias() -> None:
+    input, weight = torch.empty(2, 3, 0), torch.empty(5, 0)
+    target, bias = torch.tensor([[0, 1, 4], [2, 2, 3]]), torch.randn(5)
+    loss, lse = ops.fused_linear_cross_entropy_fwd(input, weight, target, bias)
+    torch.testing.assert_close(lse, bias.logsumexp(0).expand(2, 3))
+    torch.testing.assert_close(loss, lse - bias[target])
+    ones = torch.ones(2, 3)
+    dx, dw, db = ops.fused_linear_cross_entropy_bwd(ones, input, weight, target, lse, bias)
+    assert (dx.shape, dw.shape) == (input.shape, weight.shape)
+    counts = torch.bincount(target.flatten(), minlength=5)
+    torch.testing.assert_close(db, 6 * bias.softmax(0) - counts)
+
+
 def test_what_does_not_agree_is_refused() -> None:
     x, weight, bias = linear()
     with pytest.raises(te.ArgumentError, match="reduction"):

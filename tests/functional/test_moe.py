@@ -318,6 +318,17 @@ def test_the_bytes_of_a_quantised_tensor_may_be_moved() -> None:
         ops.moe_unpermute_fwd(permuted, row_id_map)
 
 
+def test_a_map_s_numbers_below_minus_one_are_none_too() -> None:
+    call = values(3, FEATURES), values(4, FEATURES, seed=2), values(3, 1, seed=3)
+    missing, far = (torch.tensor([[3, last, 0]], dtype=torch.int32) for last in (-1, -2))
+    with te.with_preference("reference"):
+        expected = ops.moe_unpermute_bwd(call[0], missing, *call[1:], num_rows=4)
+        found = ops.moe_unpermute_bwd(call[0], far, *call[1:], num_rows=4)
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
+
+
 def test_no_values_are_read_back() -> None:
     # A meta tensor has none: an implementation that waited for them would fail.
     x, probs = values(TOKENS, FEATURES).to("meta"), values(TOKENS, EXPERTS).to("meta")

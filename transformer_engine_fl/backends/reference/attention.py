@@ -47,10 +47,14 @@ class _Side:
             return F.pad(wide, (0, 0, 0, 0, 0, 1))[self.rows].transpose(1, 2)
         if self.qkv_format == "sbhd":
             wide = wide.transpose(0, 1)
-        if self.lengths is not None:
-            outside = torch.arange(self.longest, device=tensor.device) >= self.lengths
-            wide = wide.masked_fill(outside[..., None, None], 0)
-        return wide.transpose(1, 2)
+        return self._inside(wide).transpose(1, 2)
+
+    def _inside(self, tokens: Tensor) -> Tensor:
+        """``[b, s, h, d]`` with zeros at places of no sequence, whatever was there."""
+        if self.lengths is None:
+            return tokens
+        outside = torch.arange(self.longest, device=tokens.device) >= self.lengths
+        return tokens.masked_fill(outside[..., None, None], 0)
 
     def scatter(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """The way back; ``fill`` for tokens of no sequence in thd."""
@@ -60,6 +64,7 @@ class _Side:
             packed = values.new_full((self.tokens + 1, *features), fill)
             packed[self.rows] = values
             return packed[:-1]
+        values = self._inside(values)
         return values.transpose(0, 1) if self.qkv_format == "sbhd" else values
 
 
@@ -318,9 +323,11 @@ def fused_attn_bwd(
         lse = it.queries.gather(lse.t().unsqueeze(-1)).squeeze(-1)
     lse = lse.unsqueeze(-1)
     scores = it.scores(queries, keys, bias)
-    weights = (scores - lse).exp().masked_fill(scores == -torch.inf, 0)
+    hidden = scores == -torch.inf
+    weights = (scores - lse).exp().masked_fill(hidden, 0)
     delta = (grad * it.queries.gather(out)).sum(-1, keepdim=True)
-    dscores = weights * (it.dropped(grad @ values.mT) - delta)
+    # Masked too, since no zero times an infinite gradient is.
+    dscores = (weights * (it.dropped(grad @ values.mT) - delta)).masked_fill(hidden, 0)
     dbias = None if bias is None else as_output(dscores.sum_to_size(bias.shape), bias.dtype)
     doffset = None
     if softmax_offset is not None:

@@ -284,7 +284,8 @@ def fused_linear_cross_entropy_fwd(
     wide = math_dtype(input.dtype)
     matrix, rows = weight.to(wide), _chunk_rows(input, weight)
     offset = None if bias is None else bias.to(wide)
-    hidden, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    targets = target.reshape(-1)
+    hidden = input.reshape(len(targets), input.shape[-1])
     losses = []
     for x, chosen in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
         logits = torch.nn.functional.linear(x.to(wide), matrix, offset)
@@ -327,7 +328,7 @@ def fused_linear_cross_entropy_bwd(
     matrix, rows = weight.to(wide), _chunk_rows(input, weight)
     offset = None if bias is None else bias.to(wide)
     others = torch.zeros_like(grad_loss) if grad_lse is None else grad_lse
-    hidden = input.reshape(-1, input.shape[-1])
+    hidden = input.reshape(target.numel(), input.shape[-1])
     grad_input = torch.empty_like(hidden, dtype=wide)
     grad_weight = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
     grad_bias = matrix.new_zeros(len(weight))

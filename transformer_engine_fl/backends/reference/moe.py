@@ -44,8 +44,8 @@ class _Pairs:
 
     @staticmethod
     def of(rows: Tensor, count: int) -> _Pairs:
-        """From the rows of the pairs; those of ``count`` or more are none."""
-        rows = torch.where(rows < count, rows, -1).long().contiguous()
+        """From the rows of the pairs; those below 0, and of ``count`` or more, are none."""
+        rows = torch.where((rows >= 0) & (rows < count), rows, -1).long().contiguous()
         # Pairs without a row write into one more, which is cut off.
         place = torch.where(rows < 0, count, rows).flatten()
         numbers = torch.arange(rows.numel(), device=rows.device)
