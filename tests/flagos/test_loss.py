@@ -114,6 +114,28 @@ def test_a_part_of_padded_rows_has_the_bits_that_it_has_among_all(
         assert all(torch.equal(a[some], b) for a, b in zip(whole, alone, strict=True))
 
 
+def test_factors_of_more_rows_than_two_billion_numbers_have(device: str) -> None:
+    """The last of their four rows begins beyond an int32; one program's part of each is touched."""
+    count, rows = 2**31 // 3 + 1, flagos._MERGE_ROWS
+    try:
+        before = 2**31  # where an int32 would have it
+        factors = torch.empty(before + 4 * count, device=device)[before:]
+    except RuntimeError:
+        pytest.skip("no memory for them, though most of it stays untouched")
+    target = torch.zeros(rows, dtype=torch.int64, device=device)
+    numbers = torch.rand(3, rows, device=device)
+    launch = flagos.launch_of(
+        flagos._row_factors, torch.device(device), (), threads=rows, ROWS=rows
+    )
+    call = (target, numbers[0], numbers[1], numbers[2], None, factors)
+    launch((1, 1), call, (count, -100, 8, 0.5, 0.5 / 8, 0.0))
+    found = factors.view(4, count)[:, :rows]
+    assert torch.equal(found[0], numbers[1])
+    torch.testing.assert_close(found[1], numbers[0] + numbers[2])
+    torch.testing.assert_close(found[2], numbers[0] * (0.5 + 0.5 / 8))
+    torch.testing.assert_close(found[3], numbers[0] * (0.5 / 8))
+
+
 @pytest.mark.parametrize("columns", [60, 5001])
 def test_rows_that_are_ignored_are_not_looked_at(columns: int, device: str) -> None:
     logits = torch.randn(5, columns, device=device)

@@ -395,10 +395,11 @@ def _row_factors(
         row, exists, target_ptr, grad_loss_ptr, lse_ptr, grad_lse_ptr, scale_ptr,
         ignore, last, smoothing, share, z,
     )  # fmt: skip
+    far = tl.full((), rows, tl.int64)
     tl.store(out_ptr + row, tl.where(read, lse, float("inf")), mask=exists)
-    tl.store(out_ptr + rows + row, factor, mask=exists)
-    tl.store(out_ptr + 2 * rows + row, pull, mask=exists)
-    tl.store(out_ptr + 3 * rows + row, uniform, mask=exists)
+    tl.store(out_ptr + far + row, factor, mask=exists)
+    tl.store(out_ptr + 2 * far + row, pull, mask=exists)
+    tl.store(out_ptr + 3 * far + row, uniform, mask=exists)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
