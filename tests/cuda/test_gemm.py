@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends._tf32 import uses_tf32
 from transformer_engine_fl.backends.vendor.cuda import gemm
 from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -100,20 +101,20 @@ def test_before_torch_2_10_wide_sums_are_left_to_others(
 
 
 def test_float32_is_not_multiplied_as_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_uses_tf32", lambda: True)
+    monkeypatch.setattr(gemm, "uses_tf32", lambda: True)
     with cuda_emulation.running(), pytest.raises(NotSupportedError, match="TF32"):
         gemm.generic_gemm(matrix(32, 48, FULL), matrix(16, 48, FULL))
 
 
 def test_torch_is_asked_about_tf32_by_its_own_switch() -> None:
-    assert not gemm._uses_tf32()
+    assert not uses_tf32()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert gemm._uses_tf32()
+        assert uses_tf32()
     finally:
         torch.set_float32_matmul_precision(before)
-    assert not gemm._uses_tf32()
+    assert not uses_tf32()
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -9,8 +9,9 @@ import torch
 from against_contract import checking
 from torch import Tensor
 
+from transformer_engine_fl.backends import _cross_entropy
 from transformer_engine_fl.backends.vendor.cuda import loss
-from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.testing import compare
@@ -142,6 +143,19 @@ def test_rows_that_are_ignored_may_hold_anything(device: str) -> None:
     target[1::2] = -100
     logits[1::2] = torch.nan
     check_both(logits, target, label_smoothing=0.1)
+
+
+def test_a_linear_layer_of_float32_is_declined_where_torch_multiplies_as_tf32(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_cross_entropy, "_as_tf32", lambda tensor: tensor.dtype == FULL)
+    input, weight = torch.randn(6, 8, device=device), torch.randn(40, 8, device=device)
+    target = torch.arange(6, device=device)
+    with pytest.raises(NotSupportedError, match="TF32"):
+        loss.fused_linear_cross_entropy_fwd(input, weight, target)
+    with pytest.raises(NotSupportedError, match="TF32"):
+        loss.fused_linear_cross_entropy_bwd(input[:, 0], input, weight, target, input[:, 0])
+    check("fused_linear_cross_entropy_fwd", input.to(LOW), weight.to(LOW), target)
 
 
 def test_a_linear_layer_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,6 +314,25 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("in_parts")
+def test_linear_layers_of_float32_are_exact_where_torch_s_products_are_not(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rounded(*args: object, **kwargs: object) -> None:
+        raise AssertionError("torch multiplies this as TF32")
+
+    monkeypatch.setattr(_cross_entropy, "_as_tf32", lambda tensor: tensor.dtype == torch.float32)
+    monkeypatch.setattr(_cross_entropy, "_LOGITS", {"forward": 1, "backward": 1})
+    input, weight, target, bias = linear_call(torch.float32, device)
+    with monkeypatch.context() as patched:
+        for name in ("mm", "addmm", "matmul"):
+            patched.setattr(torch, name, rounded)
+        _, lse = flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)
+        call = (lse, input, weight, target, lse, bias)
+        flagos.fused_linear_cross_entropy_bwd(*call)
+    check("fused_linear_cross_entropy_fwd", input, weight, target, bias)
+    check("fused_linear_cross_entropy_bwd", *call)
+
+
 def test_linear_layers_never_hold_all_logits(device: str) -> None:
     input, weight, target, bias = linear_call(torch.float32, device, words=1000)
     with Largest() as largest:

@@ -1,7 +1,8 @@
 """Cross entropy, as far as it is the same for every set that has kernels for it.
 
 How a call's options and rows reach a kernel, and the linear forms: torch multiplies matrices,
-and the kernels are those of logits (:class:`LinearCrossEntropy`).
+and the kernels are those of logits (:class:`LinearCrossEntropy`). Where torch would multiply
+float32 as TF32, which the contracts do not allow, the set does, or declines.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._arguments import check_numbers, fresh
+from transformer_engine_fl.backends._tf32 import uses_tf32
+from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops._rounding import power_of_two
@@ -138,6 +141,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     total += product
 
 
+def _as_tf32(tensor: Tensor) -> bool:
+    """Whether torch would round the tensor's numbers before it multiplies them."""
+    return tensor.dtype == torch.float32 and tensor.device.type == "cuda" and uses_tf32()
+
+
 class _Linear(NamedTuple):
     """A linear layer whose outputs are logits, which are made for some words at a time.
 
@@ -146,6 +154,7 @@ class _Linear(NamedTuple):
         input: ``[rows, H]``.
         weight, bias: as the contract has them.
         most: so many words at a time, whole vectors of them.
+        exact: what multiplies where torch would as TF32; None where it does not.
     """
 
     op: str
@@ -153,6 +162,7 @@ class _Linear(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     most: int
+    exact: _Exact | None
 
     def parts(self) -> list[slice]:
         """The words, in their order."""
@@ -166,8 +176,22 @@ class _Linear(NamedTuple):
     def logits(self, words: slice, memory: Tensor) -> Tensor:
         """The logits of a part, less the bias, in the memory."""
         logits = memory[:, : words.stop - words.start]
-        _multiply(self.input, self.weight[words].t(), logits)
+        self.multiply(self.input, self.weight[words].t(), logits)
         return logits
+
+    def multiply(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """Write the product to ``out``, in whose dtype it is summed."""
+        if self.exact is None:
+            _multiply(left, right, out)
+        else:
+            self.exact(self.op, left, right, out, 0.0)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add the product to ``total``, in whose dtype it is summed."""
+        if self.exact is None:
+            _add_product(total, left, right)
+        else:
+            self.exact(self.op, left, right, total, 1.0)
 
     def offset(self, words: slice) -> Tensor | None:
         """The bias of a part."""
@@ -255,6 +279,11 @@ class _Product(Protocol):
         """Write a product of narrow matrices, summed in float32 and rounded once, to ``out``."""
 
 
+class _Exact(Protocol):
+    def __call__(self, op: str, left: Tensor, right: Tensor, out: Tensor, beta: float) -> None:
+        """Write ``beta * out`` and an exact product of float32 matrices to ``out``."""
+
+
 _FusedStatistics = Callable[[str, Tensor, Tensor, Tensor | None, Tensor, Options], Tensor | None]
 """(op, input, weight, bias, target, options) -> the statistics of all words in some shards, or
 None of what the set has no such kernel for."""
@@ -278,6 +307,7 @@ class LinearCrossEntropy:
         run_forward, run_merge, run_backward: its kernels.
         product: how it multiplies narrow matrices into one of their dtype.
         fused_statistics, fused_gradients: its kernels that store no logits.
+        exact: how it multiplies float32 where torch would as TF32; None declines that.
     """
 
     def __init__(
@@ -289,6 +319,7 @@ class LinearCrossEntropy:
         product: _Product,
         fused_statistics: _FusedStatistics = _none_fused,
         fused_gradients: _FusedGradients = _none_fused,
+        exact: _Exact | None = None,
     ) -> None:
         self._fused_statistics = fused_statistics
         self._fused_gradients = fused_gradients
@@ -297,6 +328,7 @@ class LinearCrossEntropy:
         self._run_merge = run_merge
         self._run_backward = run_backward
         self._product = product
+        self._exact = exact
 
     def _linear(
         self, op: str, way: str, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
@@ -306,7 +338,13 @@ class LinearCrossEntropy:
         weight = self._memory_of(op, "weight", weight)
         bias = None if bias is None else self._memory_of(op, "bias", bias).contiguous()
         most = min(weight.shape[0], max(_FEWEST_WORDS, _LOGITS[way] // max(1, rows)))
-        return _Linear(op, hidden, weight, bias, -(-most // _WHOLE) * _WHOLE)
+        rounds = _as_tf32(hidden)
+        if rounds and self._exact is None:
+            raise NotSupportedError(
+                f"{op}: torch multiplies float32 as TF32 (torch.backends.cuda.matmul)"
+            )
+        exact = self._exact if rounds else None
+        return _Linear(op, hidden, weight, bias, -(-most // _WHOLE) * _WHOLE, exact)
 
     def rows_of(
         self, op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None
@@ -436,15 +474,15 @@ class LinearCrossEntropy:
                     op, logits, layer.most, layer.offset(words), rows, d, *place, options
                 )
             if words.start:
-                _add_product(along, d, layer.weight[words])
+                layer.add_product(along, d, layer.weight[words])
             else:
-                _multiply(d, layer.weight[words], along)
+                layer.multiply(d, layer.weight[words], along)
             part = grad_weight[words]
             if dtype != wide and scale is None:
                 self._product(op, d.t(), layer.input, part)
             else:
                 summed = _as_summed(part, wide)
-                _multiply(d.t(), layer.input, summed)
+                layer.multiply(d.t(), layer.input, summed)
                 _finish(part, summed, scale)
             if grad_bias is not None:
                 _finish(grad_bias[words], d.sum(0, dtype=wide), scale)

@@ -982,9 +982,13 @@ def _product(op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
     generic_gemm(right, left, transa=False, accumulate_into=out, beta=0.0)
 
 
+def _exact_product(op: str, left: Tensor, right: Tensor, out: Tensor, beta: float) -> None:
+    generic_gemm(right, left, transa=False, accumulate_into=out, beta=beta)
+
+
 _linear = LinearCrossEntropy(
     addressed, _run_forward, _run_merge, _run_backward, _product,
-    fused_statistics=_fused_statistics, fused_gradients=_fused_gradients,
+    fused_statistics=_fused_statistics, fused_gradients=_fused_gradients, exact=_exact_product,
 )  # fmt: skip
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd
 fused_linear_cross_entropy_bwd = _linear.fused_linear_cross_entropy_bwd

@@ -2,6 +2,8 @@
 
 Every format is brought to ``[b, h, s, d]`` first, and back at the end; what belongs to no
 sequence is zero on the way. No value is read back to the host.
+On CUDA devices products of float32 follow torch's switch for TF32: the contracts hold while it
+is off.
 """
 
 from __future__ import annotations

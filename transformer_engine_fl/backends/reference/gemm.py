@@ -1,7 +1,8 @@
 """Matrix products in plain PyTorch: the definitions, in float32 (float64 for float64).
 
 Groups are multiplied one after the other. Nothing waits for the device: the sizes of
-groups are host integers.
+groups are host integers. On CUDA devices products of float32 follow torch's switch for TF32,
+as all of torch does: what the contracts allow holds while it is off, as it is unless it is set.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends._groups import GroupedCall, KnownGroups
+from transformer_engine_fl.backends._tf32 import uses_tf32
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     KnownCalls,
@@ -85,19 +86,12 @@ class _WholeSums:
 
 _WHOLE_SUMS: Final = {torch.bfloat16: _WholeSums("bf16"), torch.float16: _WholeSums("fp16")}
 _AS_THEY_ARE: Final = contextlib.nullcontext()
-_float32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # from 2.9 on
 _sums_in_float16: Any = getattr(torch._C, "_get_cublas_allow_fp16_accumulation", bool)
-
-
-def _uses_tf32() -> bool:
-    if _float32_precision is None:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    return bool(_float32_precision("cuda", "matmul") == "tf32")
 
 
 def products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
     """The block in which products of ``dtype`` are queued."""
-    if dtype == torch.float32 and _uses_tf32():
+    if dtype == torch.float32 and uses_tf32():
         refuse(op, "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)")
     if dtype == torch.float16 and _sums_in_float16():
         refuse(op, "torch sums up in float16 (torch.backends.cuda.matmul)")
