@@ -9,7 +9,12 @@ from torch import Tensor
 
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.core.manager import get_default_manager
-from transformer_engine_fl.functional._differentiable import Gradients, apply, first_derivative
+from transformer_engine_fl.functional._differentiable import (
+    Gradients,
+    apply,
+    first_derivative,
+    records,
+)
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import math_dtype
 
@@ -225,12 +230,10 @@ def _shard(
     return vocab_start, vocab_size
 
 
-def _makes_gradient_in_forward(input: object) -> bool:
+def _makes_gradient_in_forward(input: Tensor) -> bool:
     return (
-        isinstance(input, Tensor)
-        and input.requires_grad
+        records("cross_entropy", input)
         and input.dtype != torch.float16
-        and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
     )
 
