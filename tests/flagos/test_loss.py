@@ -124,9 +124,7 @@ def test_factors_of_more_rows_than_two_billion_numbers_have(device: str) -> None
         pytest.skip("no memory for them, though most of it stays untouched")
     target = torch.zeros(rows, dtype=torch.int64, device=device)
     numbers = torch.rand(3, rows, device=device)
-    launch = flagos.launch_of(
-        flagos._row_factors, torch.device(device), (), threads=rows, ROWS=rows
-    )
+    launch = flagos.launch_of(flagos._row_factors, factors.device, (), threads=rows, ROWS=rows)
     call = (target, numbers[0], numbers[1], numbers[2], None, factors)
     launch((1, 1), call, (count, -100, 8, 0.5, 0.5 / 8, 0.0))
     found = factors.view(4, count)[:, :rows]

@@ -202,6 +202,14 @@ def test_every_float8_and_the_numbers_between(kind: torch.dtype, device: str) ->
 # -------------------------------------------------------------------------------- tables
 
 
+@pytest.fixture
+def written_by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of the host are never copied: what writes them is seen among the launches."""
+    numbers = "transformer_engine_fl.backends.flagos._numbers"
+    monkeypatch.setattr(f"{numbers}._can_be_copied", lambda device: False)
+
+
+@pytest.mark.usefixtures("written_by_launches")
 def test_a_second_call_on_the_same_tensors_writes_no_table(
     device: str, launches: list[str]
 ) -> None:
@@ -228,6 +236,7 @@ def test_what_is_kept_is_bounded(device: str) -> None:
     assert len(_lists.LAYOUTS) <= MOST_LAYOUTS
 
 
+@pytest.mark.usefixtures("written_by_launches")
 def test_a_captured_call_has_tables_of_its_own(
     device: str, launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,10 +343,15 @@ def test_a_subclass_with_memory_is_written(device: str) -> None:
     assert (output == 2).all()
 
 
-def test_inference_tensors_are_written(device: str) -> None:
+def test_inference_tensors_are_written_in_their_mode(device: str) -> None:
+    ones = [torch.ones(5, device=device)]
     with torch.inference_mode():
         output = torch.zeros(5, device=device)
-    flagos.multi_tensor_scale([torch.ones(5, device=device)], [output], 2.0)
+    with pytest.raises(ArgumentError, match="inference"):
+        flagos.multi_tensor_scale(ones, [output], 3.0)
+    assert not output.any()
+    with torch.inference_mode():
+        flagos.multi_tensor_scale(ones, [output], 2.0)
     assert bool((output == 2).all())
 
 
