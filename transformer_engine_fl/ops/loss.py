@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from transformer_engine_fl.core.contract import Backward, Sample, Tolerance, contract
+from transformer_engine_fl.core.contract import Backward, Between, Sample, Tolerance, contract
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
@@ -367,9 +367,21 @@ def _cross_entropy_bwd_oracle(
 
 def _both_oracle(
     input: Tensor, target: Tensor, grad_loss: Tensor, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Between]:
+    """Whether p is of lse or of lse as it is rounded, as two operators have it, is left open."""
+    import torch
+
     loss, lse = _cross_entropy_fwd_oracle(input, target, **options)
-    return loss, lse, _cross_entropy_bwd_oracle(grad_loss, input, target, lse, **options)
+    rounded = lse.to(math_dtype(input.dtype)).abs()
+    unit = (torch.nextafter(rounded, rounded + 1) - rounded).double().nan_to_num(posinf=0.0)
+    gradient, less, more = (
+        _cross_entropy_bwd_oracle(grad_loss, input, target, of, **options)
+        for of in (lse, lse + unit, lse - unit)
+    )
+    tolerance = BACKWARD_TOLERANCE[check.dtype_name(input.dtype)]
+    finite = torch.where(gradient.isfinite(), gradient, 0)
+    allowed = tolerance.rtol * finite.abs() + tolerance.atol * finite.square().mean().sqrt()
+    return loss, lse, Between(less.minimum(more) - allowed, less.maximum(more) + allowed)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -832,7 +844,8 @@ def cross_entropy_fwd_bwd(
         loss: ``[...]``, float32 (float64 for float64).
         lse: ``[...]``, likewise.
         grad_input: shape and dtype of ``input``, contiguous: ``grad_loss`` times the loss's
-            gradient. Nothing is written in place.
+            gradient, with p of lse itself or of lse as it is returned, which is rounded. Nothing
+            is written in place.
 
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
