@@ -75,14 +75,6 @@ def cross_entropy_bwd(
     return (gradient.masked_fill((target == ignore_index).unsqueeze(-1), 0),)
 
 
-def cross_entropy_fwd_bwd(
-    input: Tensor, target: Tensor, grad_loss: Tensor, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss, lse = cross_entropy_fwd(input, target, **options)
-    (gradient,) = cross_entropy_bwd(grad_loss, input, target, lse, **options)
-    return loss, lse, gradient
-
-
 def cross_entropy_partial_fwd(
     input: Tensor,
     target: Tensor,
@@ -148,7 +140,6 @@ def fused_linear_cross_entropy_bwd(
 COMPOSITIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "cross_entropy_bwd": cross_entropy_bwd,
     "cross_entropy_fwd": cross_entropy_fwd,
-    "cross_entropy_fwd_bwd": cross_entropy_fwd_bwd,
     "cross_entropy_merge": cross_entropy_merge,
     "cross_entropy_partial_fwd": cross_entropy_partial_fwd,
     "fused_linear_cross_entropy_bwd": fused_linear_cross_entropy_bwd,
