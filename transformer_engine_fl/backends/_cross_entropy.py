@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._arguments import check_numbers, fresh
-from transformer_engine_fl.backends._tf32 import uses_tf32
+from transformer_engine_fl.backends._tf32 import AS_TF32, uses_tf32
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
@@ -340,9 +340,7 @@ class LinearCrossEntropy:
         most = min(weight.shape[0], max(_FEWEST_WORDS, _LOGITS[way] // max(1, rows)))
         rounds = _as_tf32(hidden)
         if rounds and self._exact is None:
-            raise NotSupportedError(
-                f"{op}: torch multiplies float32 as TF32 (torch.backends.cuda.matmul)"
-            )
+            raise NotSupportedError(f"{op}: {AS_TF32}")
         exact = self._exact if rounds else None
         return _Linear(op, hidden, weight, bias, -(-most // _WHOLE) * _WHOLE, exact)
 

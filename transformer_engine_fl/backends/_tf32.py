@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["uses_tf32"]
+__all__ = ["AS_TF32", "uses_tf32"]
+
+AS_TF32 = "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)"
+"""What a set says that declines for it."""
 
 _float32_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # from 2.9 on
 

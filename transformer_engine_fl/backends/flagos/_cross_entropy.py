@@ -1,17 +1,24 @@
-"""What becomes of a row's statistics, in every kernel that makes a loss of them."""
+"""What rows have in common, in every kernel that makes their losses or gradients."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["store_loss", "to_take_off"]
+__all__ = ["of_z_loss", "store_loss", "to_take_off"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def to_take_off(highest: tl.tensor) -> tl.tensor:
     """What to take off scores before exp: 0 where all are hidden, and ``-inf`` the highest."""
     return tl.where(highest == float("-inf"), 0, highest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def of_z_loss(grad_loss: tl.tensor, lse: tl.tensor, z: tl.tensor) -> tl.tensor:
+    """What z_loss adds to the factor of a row's probabilities in its gradients."""
+    twice_z = tl.full((), 2 * z, lse.dtype)
+    return tl.where(twice_z == 0, 0, twice_z * lse * grad_loss)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

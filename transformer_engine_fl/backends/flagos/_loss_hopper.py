@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import check_size, launch_of
+from transformer_engine_fl.backends.flagos._arguments import ALIGNMENT, check_size, launch_of
 from transformer_engine_fl.backends.flagos._products import _place
 from transformer_engine_fl.backends.flagos._products_hopper import (
     _described,
@@ -193,7 +193,6 @@ COLUMNS = 256
 """Words of a tile, which are one shard of a forward's statistics."""
 _TILE = {"SUPER": 16, "ROWS": 128, "COLUMNS": COLUMNS, "TERMS": 64, "STAGES": 4}
 _WARPS = {"MULTIPLYING": _MULTIPLYING, "LOADING": _LOADING}
-_VECTOR = 16  # bytes
 _WORTH = 2**30  # products from which on
 
 
@@ -220,7 +219,7 @@ def _run(
     n = weight.shape[0]
     tiles = -(-m // _TILE["ROWS"]) * -(-n // COLUMNS)
     check_size(op, "tiles", tiles)
-    unit = _VECTOR // input.itemsize
+    unit = ALIGNMENT // input.itemsize
     unit_n = math.gcd(n, unit)
     device = input.device
     launch = launch_of(

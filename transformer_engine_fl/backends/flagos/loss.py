@@ -38,6 +38,7 @@ from transformer_engine_fl.backends._cross_entropy import (
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    ALIGNMENT,
     address_of,
     addressed,
     block_of,
@@ -51,7 +52,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     listed,
     rows_of_tile,
 )
-from transformer_engine_fl.backends.flagos._cross_entropy import store_loss, to_take_off
+from transformer_engine_fl.backends.flagos._cross_entropy import of_z_loss, store_loss, to_take_off
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._tiles import Tile
 from transformer_engine_fl.backends.flagos.gemm import generic_gemm
@@ -356,8 +357,7 @@ def _factors(
     factor = grad_loss
     if grad_lse_ptr is not None:
         factor += tl.where(read, tl.load(grad_lse_ptr + row, mask=exists, other=0), 0)
-    twice_z = tl.full((), 2 * z, ACC)
-    factor += tl.where(twice_z == 0, 0, twice_z * lse * grad_loss)
+    factor += of_z_loss(grad_loss, lse, z)
     smooth = tl.full((), smoothing, ACC)
     uniform = tl.where(smooth == 0, 0, tl.full((), share, ACC) * grad_loss)
     pull = (1 - smooth) * grad_loss + uniform
@@ -501,7 +501,6 @@ _BACKWARD_TILE, _BACKWARD_THREADS = 4096, 128
 _FORWARD_STAGES = 1
 _MERGE_ROWS = 128  # one to a thread
 
-_VECTOR_BYTES = 16
 _LAST = 2**63 - 1
 
 
@@ -654,7 +653,7 @@ def _run_forward(
     columns, rows = logits.shape[-1], target.numel()
     check_size(op, "columns", columns)
     check_size(op, "rows", rows)
-    widest = _VECTOR_BYTES // logits.element_size()
+    widest = ALIGNMENT // logits.element_size()
     vec = math.gcd(step, _lies_at(op, logits), widest)
     summed = outputs[0] is not None or bool(options.smoothing)
     capped = options.softcap is not None
@@ -716,7 +715,7 @@ def _run_backward(
     columns, count, device = logits.shape[-1], rows.target.numel(), logits.device
     check_size(op, "columns", columns)
     check_size(op, "rows", count)
-    widest = _VECTOR_BYTES // min(logits.element_size(), out.element_size())
+    widest = ALIGNMENT // min(logits.element_size(), out.element_size())
     at = math.gcd(_lies_at(op, logits), _lies_at(op, out))
     vec = math.gcd(columns, step, out_step, at, widest)
     alike = at % widest == 0 and (step - out_step) % widest == 0
@@ -916,7 +915,7 @@ def cross_entropy_fwd_bwd(
 
 def _read_once(op: str, logits: Tensor, step: int, options: Options) -> bool:
     """Whether softmax's kernels serve: of plain scores, in rows of whole 16-byte vectors."""
-    vector = _VECTOR_BYTES // logits.element_size()
+    vector = ALIGNMENT // logits.element_size()
     return (
         options.softcap is None
         and not options.smoothing
@@ -978,17 +977,13 @@ def _for_hopper(input: Tensor, weight: Tensor, options: Options) -> Any:
     return _loss_hopper if _loss_hopper.serves(input, weight) else None
 
 
-def _product(op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
-    generic_gemm(right, left, transa=False, accumulate_into=out, beta=0.0)
-
-
-def _exact_product(op: str, left: Tensor, right: Tensor, out: Tensor, beta: float) -> None:
+def _product(op: str, left: Tensor, right: Tensor, out: Tensor, beta: float = 0.0) -> None:
     generic_gemm(right, left, transa=False, accumulate_into=out, beta=beta)
 
 
 _linear = LinearCrossEntropy(
     addressed, _run_forward, _run_merge, _run_backward, _product,
-    fused_statistics=_fused_statistics, fused_gradients=_fused_gradients, exact=_exact_product,
+    fused_statistics=_fused_statistics, fused_gradients=_fused_gradients, exact=_product,
 )  # fmt: skip
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd
 fused_linear_cross_entropy_bwd = _linear.fused_linear_cross_entropy_bwd

@@ -32,7 +32,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     plain,
     rows_to_sum,
 )
-from transformer_engine_fl.backends.flagos._cross_entropy import store_loss, to_take_off
+from transformer_engine_fl.backends.flagos._cross_entropy import of_z_loss, store_loss, to_take_off
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
@@ -195,9 +195,8 @@ def _gradient_share(
     at: tl.tensor, grad_loss: tl.tensor, highest: tl.tensor, total: tl.tensor, z: tl.tensor
 ) -> tl.tensor:
     """By what the weights of rows go into the gradients of their logits."""
-    twice_z = tl.full((), 2 * z, total.dtype)
     lse = highest + tl.log(total)
-    factor = grad_loss + tl.where(twice_z == 0, 0, twice_z * lse * grad_loss)
+    factor = grad_loss + of_z_loss(grad_loss, lse, z)
     return tl.where(at < 0, float("nan"), factor) / total
 
 
@@ -716,40 +715,41 @@ def _forward(
     strides = (0, 0, 0)
     if mask is not None:
         mask, strides = laid_over(plain(name, "mask", mask), shape)
-    numbers = (queries, heads, 1 + columns - queries, *strides, factor)
-    _run_forward(name, scores, step, mask, None, output, numbers, causal)
+    sizes = (queries, heads, 1 + columns - queries)
+    _run_forward(name, scores, step, output, sizes, mask, strides, factor, causal=causal)
     return output
 
 
 def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Tensor) -> None:
     """Write losses and dense gradients of rows that lie ``step`` apart, which are read once."""
-    numbers = (1, 1, logits.shape[-1], 0, 0, 0, 1.0)
-    _run_forward(op, logits, step, None, losses, out, numbers, False)
+    _run_forward(op, logits, step, out, (1, 1, logits.shape[-1]), losses=losses)
 
 
 def _run_forward(
     op: str,
     scores: Tensor,
     step: int,
-    mask: Tensor | None,
-    losses: Losses | None,
     output: Tensor,
-    numbers: tuple[Any, ...],
-    causal: bool,
+    sizes: tuple[int, int, int],
+    mask: Tensor | None = None,
+    strides: tuple[int, ...] = (0, 0, 0),
+    factor: float = 1.0,
+    *,
+    causal: bool = False,
+    losses: Losses | None = None,
 ) -> None:
     """Write the softmax of rows that lie ``step`` apart, or what losses want instead of it.
 
-    ``numbers``: queries, heads, how many keys the first query of a causal form sees, the three
-    strides of the mask, and the scale.
+    ``sizes``: queries, heads, how many keys the first query of a causal form sees. ``strides``
+    are the mask's, over batches, heads and queries.
     """
     columns = scores.shape[-1]
     rows = scores.numel() // columns
     check_size(op, "columns", columns)
     check_size(op, "rows", rows)
-    *sizes, batch, head, query, factor = numbers
     mask_step = None if mask is None else mask.stride(-1)
     # As many as a thread has scores in an access, so that it has both side by side.
-    mask_unit = math.gcd(batch, head, query, 16 // scores.itemsize)
+    mask_unit = math.gcd(*strides, 16 // scores.itemsize)
     unit = math.gcd(columns, step, WIDEST_UNIT)
     kind = (scores.dtype, mask_step, mask_unit, losses is None)
     key = ("forward", *kind, columns, causal, unit, scores.device)
@@ -781,9 +781,7 @@ def _run_forward(
             columns // unit,
             step // unit,
             *sizes,
-            batch // mask_unit,
-            head // mask_unit,
-            query // mask_unit,
+            *(stride // mask_unit for stride in strides),
             factor,
             ignore,
             z,

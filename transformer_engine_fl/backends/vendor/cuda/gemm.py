@@ -22,7 +22,7 @@ from torch import Tensor
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends._allocation import allocator
 from transformer_engine_fl.backends._groups import GroupedCall, KnownGroups
-from transformer_engine_fl.backends._tf32 import uses_tf32
+from transformer_engine_fl.backends._tf32 import AS_TF32, uses_tf32
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     KnownCalls,
@@ -92,7 +92,7 @@ _sums_in_float16: Any = getattr(torch._C, "_get_cublas_allow_fp16_accumulation",
 def products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
     """The block in which products of ``dtype`` are queued."""
     if dtype == torch.float32 and uses_tf32():
-        refuse(op, "torch multiplies float32 as TF32 (torch.backends.cuda.matmul)")
+        refuse(op, AS_TF32)
     if dtype == torch.float16 and _sums_in_float16():
         refuse(op, "torch sums up in float16 (torch.backends.cuda.matmul)")
     return _WHOLE_SUMS.get(dtype, _AS_THEY_ARE)

@@ -201,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     stats[2] = found.at_target;
     stats[3] = found.summed;
   } else {
-    store_loss<SUMMED>(first + row, second + row, target, !read, found, last, words, label_smoothing,
-               z_loss);
+    store_loss<SUMMED>(first + row, second + row, target, !read, found, last, words,
+                       label_smoothing, z_loss);
   }
 }
 
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     if constexpr (SUMMED) found.summed += values[3];
   }
   store_loss<SUMMED>(loss + row, lse + row, target, target == ignore, found, last, words,
-             label_smoothing, z_loss);
+                     label_smoothing, z_loss);
 }
 
 #endif  // KERNEL_merge

@@ -121,7 +121,7 @@ __device__ __forceinline__ A largest(const A (&values)[VEC], A so_far) {
 // Adds the weights of scores up with those so far, from which `before` was taken off: `above` is
 // the largest of them all.
 __device__ __forceinline__ void add_up(const A (&scores)[VEC], A before, A above, A& total) {
-  const A taken = above == lowest<A>() ? A(0) : above;
+  const A taken = taken_off_scores(above);
   total *= exponential(before - taken);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) total += exponential(scores[i] - taken);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_up(const A (&scores)[VEC], A before, A above
 
 // What is taken off the scores; where nothing is visible, nothing.
 __device__ __forceinline__ A taken_off(A highest) {
-  return kHiding && highest == lowest<A>() ? A(0) : highest;
+  return kHiding ? taken_off_scores(highest) : highest;
 }
 
 __device__ __forceinline__ A share_of(A total) {
@@ -264,8 +264,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const A own_highest = highest[0];
     over_near.max(highest);
     // A warp may have nothing of what is visible of its row.
-    const A taken =
-        CLUSTER > 1 && highest[0] == lowest<A>() ? A(0) : taken_off(highest[0]);
+    const A taken = CLUSTER > 1 ? taken_off_scores(highest[0]) : taken_off(highest[0]);
 
     if constexpr (WAITING) {
       total[0] *= exponential(own_highest - taken);
@@ -292,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
       for (const auto& one : all) most[0] = Max::combine(most[0], one[0]);
       over_told.max(most);
-      const A shift = most[0] == lowest<A>() ? A(0) : most[0];
+      const A shift = taken_off_scores(most[0]);
       total[0] = 0;
 #pragma unroll
       for (const auto& one : all) total[0] += one[1] * exponential(one[0] - shift);
@@ -390,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
   }
   A highest[1] = {own};
   over_row.max(highest);
-  const A taken = highest[0] == lowest<A>() ? A(0) : highest[0];
+  const A taken = taken_off_scores(highest[0]);
   total[0] *= exponential(own - taken);
   over_row.sum(total);
   const A share = share_of(total[0]);
