@@ -48,9 +48,10 @@ x, w = torch.ones(2, 4), torch.ones(4)
 manager = transformer_engine_fl.get_default_manager()
 manager.call("rmsnorm_fwd", x, w)
 startup, startup_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
+loaded = sum(name.startswith("te_fl_bench") and "." not in name for name in sys.modules)
 
 plugins = [it for it in manager.plugins if it.name.startswith("entry point bench")]
-assert all(it.error is None for it in plugins), plugins
+assert len(plugins) == loaded and all(it.error is None for it in plugins), plugins
 
 
 def alone(x, w):
@@ -74,7 +75,7 @@ for name in ("alone", "rmsnorm_fwd"):
 print(
     json.dumps(
         {
-            "plugins": len(plugins),
+            "loaded": loaded,
             "startup": startup,
             "startup_cpu": startup_cpu,
             "dispatch": dispatch,
@@ -120,7 +121,7 @@ def run(folder: Path | None) -> dict[str, Any]:
         timeout=300,
     )
     measured: dict[str, Any] = json.loads(done.stdout)
-    assert measured["plugins"] == (PLUGINS if folder else 0)
+    assert measured["loaded"] == (PLUGINS if folder else 0)  # within what was timed
     return measured
 
 

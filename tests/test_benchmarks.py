@@ -62,11 +62,13 @@ def test_a_quick_run_writes_figures_and_a_plot(tmp_path: Path) -> None:
 
 
 def test_twenty_plugins_cost_little_at_the_start_and_nothing_at_a_dispatch() -> None:
-    """Three times the budget, in the processor's time, as this machine may be slow and busy."""
+    """Three times the budget, in the processor's time, as this machine may be slow and busy.
+
+    Each process sees to it that its plugins were loaded in what it timed. Which of two starts
+    took longer is no question here: on a busy machine starts differ by more than the plugins.
+    """
     results = plugin_costs.measure(processes=3)
-    start = results["startup_cpu_ms"]
-    assert start["with"]["lowest"] > start["without"]["lowest"]
-    assert start["added"] < 3 * plugin_costs.STARTUP_BUDGET_MS
+    assert results["startup_cpu_ms"]["added"] < 3 * plugin_costs.STARTUP_BUDGET_MS
     for dispatch in results["dispatch_us"].values():
         assert dispatch["with"]["lowest"] < 2 * dispatch["without"]["lowest"]
 
