@@ -673,6 +673,24 @@ def test_autograd_is_told_what_a_repeated_call_writes(log: list[Any]) -> None:
     assert log[-1][-4:-2] == (other.data_ptr(), step.data_ptr())
 
 
+@pytest.mark.usefixtures("no_scratch")
+def test_what_was_made_in_inference_mode_is_known_there_only(log: list[Any]) -> None:
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+
+    @_repeats.repeating
+    def operator(total: Tensor) -> None:
+        launch((5, 2), (total,), (3,))
+        _repeats.written(total)
+
+    with torch.inference_mode():
+        total = torch.zeros(64)
+        for _ in range(_repeats.CALLS_BEFORE):
+            operator(total)
+        assert operator.calls.last(total) is not _repeats.MISS
+    assert operator.calls.last(total) is _repeats.MISS
+    assert operator.calls.last(torch.zeros(64)) is _repeats.MISS
+
+
 class RunWithScratch(Run):
     """What starts a kernel whose programs have 128 bytes each, if it is not given their address."""
 
