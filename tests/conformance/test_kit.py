@@ -214,6 +214,13 @@ def test_one_that_declines_everything_is_caught() -> None:
     assert_caught(declining, "not today")
 
 
+def test_memory_that_runs_out_in_supports_is_no_decline() -> None:
+    def full(*args: Any, **kwargs: Any) -> bool:
+        raise torch.OutOfMemoryError("no room for a plan")
+
+    assert_caught(right, "values/typical raised OutOfMemoryError", supports=full)
+
+
 def test_a_sample_may_be_declined_and_the_outcome_says_why() -> None:
     def plain(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
         ops.rmsnorm_fwd.check(input, weight, eps)

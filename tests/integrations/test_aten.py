@@ -413,6 +413,19 @@ def test_a_vendor_that_fails_is_set_aside_and_one_that_declines_is_not() -> None
             F.silu(x)
 
 
+def test_memory_that_runs_out_in_supports_is_no_answer() -> None:
+    def full(*args: Any, **kwargs: Any) -> bool:
+        raise torch.OutOfMemoryError("no room for a plan")
+
+    get_default_manager().registry.register_impl(
+        OpImpl("silu", "vendor.acme", "vendor", lambda input: input, vendor="acme", supports=full)  # type: ignore[arg-type]
+    )
+    with use_aten_ops(), with_preference("vendor"):
+        with pytest.raises(torch.OutOfMemoryError, match="no room for a plan"):
+            F.silu(torch.ones(3))
+        assert not get_default_manager().quarantine.held()
+
+
 def test_what_was_routed_for_a_manager_of_before_is_torchs_for_the_next() -> None:
     seen: list[Tensor] = []
 

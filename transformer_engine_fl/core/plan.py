@@ -132,7 +132,14 @@ class Plan:
     def what_if(self, facts: Facts) -> Decision:
         """Judge every candidate for a machine that need not be here."""
         entries = tuple(self._entries.values())
-        decision = select(self._op_name, entries, self._effective, facts, assume_available=True)
+        decision = select(
+            self._op_name,
+            entries,
+            self._effective,
+            facts,
+            is_fatal=self._is_fatal,
+            assume_available=True,
+        )
         note = "what each implementation needs of that machine is assumed"
         return self._with_quarantine(decision.with_note(note))
 

@@ -176,10 +176,10 @@ def select(
     policy: EffectivePolicy,
     facts: Facts,
     *,
+    is_fatal: Callable[[Exception], bool],
     call: Call | None = None,
     quarantined: Mapping[str, str] | None = None,
     assume_available: bool = False,
-    is_fatal: Callable[[Exception], bool] | None = None,
 ) -> Decision:
     """Judge every candidate of an operator.
 
@@ -188,11 +188,11 @@ def select(
         entries: its candidates.
         policy: the policy in force.
         facts: what is known of the dispatch tensor.
+        is_fatal: what a candidate's own check may not be forgiven.
         call: the arguments, if there is a call to judge.
         quarantined: impl id -> why it is in quarantine for these facts.
         assume_available: do not ask the machine (a what-if question), only the
             environment whether it switches a candidate off.
-        is_fatal: what a candidate's own check may not be forgiven.
     """
     order = _order(op_name, entries, policy)
     tokens = _tokens(order, policy)
@@ -303,7 +303,7 @@ def _capability_reason(
     facts: Facts,
     call: Call | None,
     assume_available: bool,
-    is_fatal: Callable[[Exception], bool] | None,
+    is_fatal: Callable[[Exception], bool],
 ) -> Rejection | None:
     impl = entry.impl
     missing = entry.switched_off() if assume_available else entry.unavailable()
@@ -378,9 +378,7 @@ def _given(value: object) -> str:
     return f"{kind.__name__} {value!r:.60}"
 
 
-def ask_supports(
-    entry: Entry, call: Call, is_fatal: Callable[[Exception], bool] | None = None
-) -> str | None:
+def ask_supports(entry: Entry, call: Call, is_fatal: Callable[[Exception], bool]) -> str | None:
     """What ``supports`` says against a call, or None.
 
     One that raises has no answer, which is a decline. A warning says so once, unless the
@@ -398,9 +396,7 @@ def ask_supports(
     except NotSupportedError as error:
         return f"supports() raised {worded(error)}"
     except Exception as error:
-        if isinstance(error, ConfigurationError) or out_of_stack(error):
-            raise
-        if is_fatal is not None and is_fatal(error):
+        if is_fatal(error) or isinstance(error, ConfigurationError) or out_of_stack(error):
             raise
         if entry.contract is None or entry.contract.objection(*call) is None:
             entry.predicate_broken(said(error))

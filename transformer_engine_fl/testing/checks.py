@@ -18,6 +18,7 @@ from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.selection import ask_supports, options_decline
+from transformer_engine_fl.ops._tensors import TorchTensors
 from transformer_engine_fl.testing.allocation import Guarded
 from transformer_engine_fl.testing.arguments import (
     as_tuple,
@@ -253,7 +254,8 @@ class Run:
         self.entry.load()  # which options it has, its signature says
         reason = options_decline(self.entry, call.args, call.kwargs)
         if reason is None and self.entry.impl.supports is not None:
-            reason = ask_supports(self.entry, (call.args, call.kwargs))
+            called = call.args, call.kwargs
+            reason = ask_supports(self.entry, called, TorchTensors().is_fatal)
         if reason is not None:
             raise Declined(reason)
 

@@ -32,6 +32,7 @@ from transformer_engine_fl.core.types import BackendImplKind, OpImpl
 from transformer_engine_fl.functional._differentiable import apply
 from transformer_engine_fl.integrations.aten.bridges import PARTS, WHOLE, Bridge
 from transformer_engine_fl.ops._dtypes import FLOATS
+from transformer_engine_fl.ops._tensors import TorchTensors
 
 __all__ = [
     "ABOVE",
@@ -259,7 +260,7 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
     def run(*args: Any, **kwargs: Any) -> Any:
         reason = entry.load() or options_decline(entry, args, kwargs)
         if reason is None and impl.supports is not None:
-            reason = ask_supports(entry, (args, kwargs))
+            reason = ask_supports(entry, (args, kwargs), TorchTensors().is_fatal)
         if reason is not None:
             raise NotSupportedError(f"{impl.label}: {reason}")
         try:
