@@ -11,6 +11,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos import attention as flagos
+from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import attention as contracts
 from transformer_engine_fl.testing import compare
 
@@ -71,6 +72,13 @@ def test_plain_attention_goes_to_the_kernels_for_hopper(
     ((scale, *rest),) = taken
     assert scale == kwargs.get("scale", 128**-0.5)
     assert tuple(rest)[: len(told)] == told
+
+
+def test_more_queries_than_its_kernels_count_are_declined_backward() -> None:
+    q = torch.empty(2**20, 1, 16, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(2**20, 16, 1, device="meta")
+    with pytest.raises(NotSupportedError, match="2147483648 queries of all heads"):
+        hopper.backward(q, q, q, q, q, lse, 0.125, "bshd", False, False)
 
 
 @pytest.mark.parametrize(

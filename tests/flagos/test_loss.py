@@ -376,6 +376,22 @@ def test_matrix_products_are_widened_by_torch_where_it_can(
     assert set(calls) == {(torch.bfloat16, torch.float32)}
 
 
+def test_torch_is_asked_again_to_add_products_after_an_error_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_cross_entropy, "_ADDS", {})
+    total, narrow = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, failing)
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        _cross_entropy._add_product(total, narrow, narrow)
+    assert _cross_entropy._ADDS.get("cpu", True)
+
+
 def test_the_scale_of_float16_gradients_is_not_that_of_ignored_rows(device: str) -> None:
     input, weight, target, bias = linear_call(torch.float16, device)
     lse = flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)[1]

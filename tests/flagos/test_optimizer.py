@@ -252,6 +252,24 @@ def test_a_captured_call_has_tables_of_its_own(
     assert layout._tables == kept
 
 
+def test_whether_a_stream_is_captured_is_asked_of_the_tensors_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = ["cuda:0"]
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == "cuda:1")
+    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    found = [_numbers._can_be_copied(torch.device(name)) for name in ("cuda:0", "cuda:1")]
+    assert found == [True, False]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_graph_outlives_what_is_kept(device: str) -> None:
     lists = adam_lists(SIZES, device)

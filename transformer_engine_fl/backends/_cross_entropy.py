@@ -135,10 +135,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError):  # some versions want three matrices of one dtype
-            _ADDS[kind] = False
+            pass
     product = torch.empty_like(total)
     _multiply(left, right, product)
     total += product
+    _ADDS[kind] = False  # by now nothing else can have been wrong
 
 
 def _as_tf32(tensor: Tensor) -> bool:

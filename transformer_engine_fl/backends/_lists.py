@@ -30,6 +30,7 @@ from transformer_engine_fl.backends._arguments import (
     check_size,
     keep,
 )
+from transformer_engine_fl.backends._memory import is_captured
 from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
@@ -400,7 +401,4 @@ def _stream(device: torch.device) -> int | None:
     """The stream that kernels go to; None if it is being captured."""
     if device.type != "cuda":
         return 0
-    with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        return int(torch.cuda.current_stream().cuda_stream)
+    return None if is_captured(device) else int(torch.cuda.current_stream(device).cuda_stream)

@@ -27,7 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import address_of, fresh, launch_of
+from transformer_engine_fl.backends.flagos._arguments import (
+    address_of,
+    check_size,
+    fresh,
+    launch_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -1191,7 +1196,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, softmax_lse)`` of what :func:`serves` accepted, as the contract has them."""
     op, width = "fused_attn_fwd", q.shape[-1]
-    q, k, v = (_loadable("fused_attn_fwd", it) for it in (q, k, v))
+    q, k, v = (_loadable(op, it) for it in (q, k, v))
     sizes = _Sizes.of(q, k, qkv_format)
     out = fresh(op, q, q.shape)
     lse = fresh(op, q, (sizes.batch, sizes.heads, sizes.sq), torch.float32)
@@ -1221,9 +1226,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of what :func:`serves` accepted, as the contract has them."""
     op, width = "fused_attn_bwd", q.shape[-1]
-    dout, q, k, v, out = (_loadable("fused_attn_bwd", it) for it in (dout, q, k, v, out))
     sizes = _Sizes.of(q, k, qkv_format)
     padded = -(-sizes.sq // _TILE) * _TILE
+    check_size(op, "queries of all heads, in whole tiles,", sizes.batch * sizes.heads * padded)
+    dout, q, k, v, out = (_loadable(op, it) for it in (dout, q, k, v, out))
     lses = fresh(op, q, (sizes.batch, sizes.heads, padded), torch.float32)
     deltas = fresh(op, q, lses.shape, torch.float32)
     dq, dk, dv = (fresh(op, it, it.shape) for it in (q, k, v))

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._allocation import sees_allocations
+from transformer_engine_fl.backends._memory import is_captured
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import launch_of
 
@@ -71,5 +72,5 @@ def _can_be_copied(device: torch.device) -> bool:
         and not _launch.INTERPRETED
         and _repeats.active is None
         and not sees_allocations()
-        and not torch.cuda.is_current_stream_capturing()
+        and not is_captured(device)
     )
