@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KINDS",
+    "SCALES",
     "Lists",
     "Quantized",
     "Recipe",
@@ -38,6 +39,8 @@ Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tenso
 
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
 """The kind of number that a data dtype holds."""
+SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
+"""The kind of number that a dtype of scales holds."""
 
 
 class Recipe(NamedTuple):
@@ -96,12 +99,11 @@ class Recipe(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """For the kernels."""
-        scales = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
         return {
             "KIND": KINDS[self.dtype],
             "LARGEST": self._largest,
             "WIDTH": self.width,
-            "SCALES": scales.get(self.form.scale_dtype, "float32"),
+            "SCALES": SCALES[self.form.scale_dtype],
             "POW2": self.force_pow_2_scales,
         }
 

@@ -60,7 +60,6 @@ _MOST_AT_HAND = 4
 _MOST_WATCHED = 64
 _MOST_KINDS = 256
 _MOST_LOOKS = 65536
-_LARGEST_NUMBER = 2**40  # beyond it might be an address
 _ALIGNMENT_MASK = 15
 _NEVER = -(2**62)
 
@@ -342,7 +341,7 @@ class _Writer:
             inside = "".join(f"{self.value(it)}, " for it in value)
             return f"({inside})"
         kind = type(value)
-        if kind in (float, bool) or (kind is int and abs(value) < _LARGEST_NUMBER):
+        if kind in (float, bool) or (kind is int and abs(value) < LEAST_ADDRESS):
             return self.constant(value)
         raise UnrepeatableError(f"a {type(value).__name__} for a kernel")
 

@@ -94,11 +94,15 @@ def philox_block(counter: int, key: int) -> list[int]:
     return [c0, c1, c2, c3]
 
 
+def scale_of_kept(probability: float) -> float:
+    """What the elements are multiplied with that are kept: ``1 / (1 - p)``, and 0 if none is."""
+    return 1 / (1 - probability) if probability < 1 else 0.0
+
+
 def _scaled(tensor: Tensor, kept: Tensor, probability: float) -> Tensor:
     import torch
 
-    scale = 1 / (1 - probability) if probability < 1 else 0.0
-    return torch.where(kept.view(tensor.shape), tensor * scale, 0.0)
+    return torch.where(kept.view(tensor.shape), tensor * scale_of_kept(probability), 0.0)
 
 
 def _dropout_fwd_oracle(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+import triton.language as tl
 
 from transformer_engine_fl.backends import _arguments
 from transformer_engine_fl.backends._arguments import (
@@ -38,9 +39,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNMENT",
+    "DESCRIBED_ALIGNMENT",
+    "DESCRIPTORS_FROM",
+    "HOPPER",
+    "INTEGERS",
     "MOST",
     "NOT_A_TENSOR",
+    "OTHER_BYTES",
     "PLAIN",
+    "TRITON_TYPES",
     "WIDEST_UNIT",
     "Written",
     "address_of",
@@ -53,6 +60,7 @@ __all__ = [
     "check_numbers",
     "check_size",
     "dense",
+    "float32_precision",
     "fresh",
     "in_place",
     "is_block",
@@ -75,6 +83,18 @@ ALIGNMENT = 16
 _MOST_ACROSS = 2**16 - 1  # what the second axis of a grid has
 WIDEST_UNIT = 16
 """Columns and distances are counted in units that divide them, of up to so many elements."""
+TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
+"""What kernels compute in."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What values are, by their size, that are only moved."""
+HOPPER = 90
+"""The compute capability that Gluon's kernels are for."""
+DESCRIPTORS_FROM = 90
+"""The compute capability that has tensor descriptors (TMA)."""
+DESCRIBED_ALIGNMENT = 16
+"""Bytes: of addresses and distances in a tensor descriptor."""
+OTHER_BYTES = 2048
+"""Of shared memory, that products leave to barriers and the like."""
 
 _LAUNCHES: dict[object, _launch.Launch] = {}
 
@@ -169,6 +189,11 @@ def check_size(op: str, name: str, size: int) -> None:
 def check_across(op: str, programs: int) -> None:
     """Decline more programs than the second axis of a grid has room for."""
     _arguments.check_size(op, "programs across", programs, _MOST_ACROSS)
+
+
+def float32_precision(device: torch.device) -> str:
+    """How products of float32 are made: of three of TF32 where there is that, as exact."""
+    return "tf32x3" if _launch.limits(device).capability else "ieee"
 
 
 # ------------------------------------------------------------------------------- tiles

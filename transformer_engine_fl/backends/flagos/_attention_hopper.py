@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    HOPPER,
     address_of,
     check_size,
     fresh,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["backward", "forward", "serves"]
 
-_HOPPER = 90  # the compute capability
 
 # ------------------------------------------------------------------------------ kernels
 #
@@ -1119,7 +1119,7 @@ _KEYS = {"ROWS": 64, "KEYS": _ROWS, "STAGES": 3}
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Whether these kernels do it, which does not depend on how much there is of it."""
     return (
-        _launch.limits(q.device).capability == _HOPPER
+        _launch.limits(q.device).capability == HOPPER
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1]
         and q.shape[-1] in _WIDTHS

@@ -33,6 +33,7 @@ from torch import Tensor
 from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    INTEGERS,
     WIDEST_UNIT,
     block_of,
     check_fresh,
@@ -1456,9 +1457,6 @@ def _scale_each_group(
     return scales
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
 def in_bytes(tensor: Tensor) -> Tensor:
     """Numbers of one byte as such, others as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
@@ -1625,7 +1623,7 @@ def _run(
     if data_t is not None:
         size = plan.parts if form.values_per_byte == 1 else plan.parts // 2
         # Where nothing is in it, its strides do not tell what it could hold.
-        data_t = data_t.view(_INTEGERS[size]) if tiles else _empty(data, (0,), _INTEGERS[size])
+        data_t = data_t.view(INTEGERS[size]) if tiles else _empty(data, (0,), INTEGERS[size])
     sizes = owner = None
     if owners is not None:
         sizes, owner = (owners.sizes, None) if owners.owner is None else (None, owners.owner)

@@ -17,7 +17,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from transformer_engine_fl.backends.flagos import _launch
-from transformer_engine_fl.backends.flagos._arguments import ALIGNMENT, check_size, launch_of
+from transformer_engine_fl.backends.flagos._arguments import (
+    ALIGNMENT,
+    HOPPER,
+    check_size,
+    launch_of,
+)
 from transformer_engine_fl.backends.flagos._products import _place
 from transformer_engine_fl.backends.flagos._products_hopper import (
     _described,
@@ -28,7 +33,6 @@ from transformer_engine_fl.backends.flagos._products_hopper import (
     _sum_layout,
 )
 from transformer_engine_fl.backends.flagos.gemm import (
-    _HOPPER,
     _LOADING,
     _MULTIPLYING,
     _SPECIALIZED_REGISTERS,
@@ -201,7 +205,7 @@ def serves(input: Tensor, weight: Tensor) -> bool:
     return (
         _launch.has_gluon()
         and input.dtype in (torch.bfloat16, torch.float16)
-        and _launch.limits(input.device).capability == _HOPPER
+        and _launch.limits(input.device).capability == HOPPER
         and input.shape[0] * input.shape[1] * weight.shape[0] >= _WORTH
         and all(
             it.stride(1) == 1

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    INTEGERS,
     WIDEST_UNIT,
     check_across,
     check_size,
     launch_of,
 )
 from transformer_engine_fl.backends.flagos._fetch import fetch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "Tile",
@@ -136,7 +138,6 @@ def move(
 
 _NARROW_BYTES = 1024  # no row is cut into pieces narrower than this
 _MOST_WASTE = 9 / 8  # columns of its tiles, for one column of a row
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Tile(NamedTuple):
@@ -166,7 +167,7 @@ def highest_power(sequences: int) -> int:
 
 def raw(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same size: bits that no kernel looks into."""
-    return tensor.view(_RAW[tensor.itemsize])
+    return tensor.view(INTEGERS[tensor.itemsize])
 
 
 def joined(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     NOT_A_TENSOR,
     PLAIN,
+    TRITON_TYPES,
     WIDEST_UNIT,
     block_of,
     by_rows,
@@ -395,7 +396,6 @@ _BIAS_TILE = Choice(
     ),
     plans=(_BIAS_PLANS,),
 )
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 _FLOATS = frozenset(getattr(torch, name) for name in FLOATS)
 
 
@@ -412,7 +412,7 @@ def _plan(
         KIND=of.kind,
         PTX=_launch.has_ptx(),
         GATED=of.gated,
-        ACC=_TRITON_TYPES[math_dtype(dtype)],
+        ACC=TRITON_TYPES[math_dtype(dtype)],
         UNIT=unit,
         ROWS=rows,
         BLOCK=block,

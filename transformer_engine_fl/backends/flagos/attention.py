@@ -19,12 +19,15 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from transformer_engine_fl.backends._repeats import repeating_from_starts
 from transformer_engine_fl.backends.flagos import _attention, _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    DESCRIBED_ALIGNMENT,
+    DESCRIPTORS_FROM,
+    OTHER_BYTES,
+    TRITON_TYPES,
     WIDEST_UNIT,
     address_of,
     block_of,
@@ -32,6 +35,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_numbers,
     check_size,
     dense,
+    float32_precision,
     fresh,
     keep,
     launch_of,
@@ -45,6 +49,7 @@ from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import attention as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
+from transformer_engine_fl.ops.dropout import scale_of_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -127,12 +132,8 @@ _MOST_SCORES = 64  # of a thread, in these
 _WIDEST = 512
 _FEW = 64  # rows and columns of a tile that waits for its loads rather than being smaller
 _FEWEST = 16  # rows and columns of a tile, as products want them
-_OTHER_BYTES = 2048  # of shared memory: barriers and the like
-_DESCRIPTORS_FROM = 90  # the compute capability
-_DESCRIBED_ALIGNMENT = 16  # bytes
 _WIDEST_DESCRIBED = 256  # features
 _MOST_TOKENS = 2**28  # of a sequence: positions and windows are summed up in an int32
-_FLOAT32_PRECISION = {"cuda": "tf32x3", "hip": "ieee"}
 _LEAST_FOLDED = 1e-30  # a scale that is not 0 in any units
 
 _KERNELS = {
@@ -141,7 +142,6 @@ _KERNELS = {
     "keys": _attention.backward_keys,
     "bias": _attention.backward_bias,
 }
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 _SUMS: dict[object, SumOfPrograms] = {}
 
 
@@ -192,12 +192,12 @@ def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
         held = 0  # elsewhere than in CUDA, that is kept in registers
     if tile.stages == 1 and held:
         copies = max(keys * width + values * v_width for keys, values in _copies(it, way))
-        return _OTHER_BYTES + it.q.itemsize * (held + other * copies)
+        return OTHER_BYTES + it.q.itemsize * (held + other * copies)
     scores = tile.rows * tile.columns
     bytes_of_bias = 0 if it.bias is None else it.bias.itemsize
     moved = 0 if way == "forward" else scores
     return (
-        _OTHER_BYTES
+        OTHER_BYTES
         + it.q.itemsize * (held + tile.stages * other * both + moved)
         + tile.stages * scores * bytes_of_bias
     )
@@ -356,12 +356,12 @@ def _prepared(
     right = 0 if attn_mask_type in contracts.CAUSAL else window_size_right
     right = right if right < sq + skv else -1
     threshold = min(int(dropout_p * 2**32), 2**32 - 1)
-    kept_scale = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+    kept_scale = scale_of_kept(dropout_p)
     acc = math_dtype(q.dtype)
     constants = {
-        "ACC": _TRITON_TYPES[acc],
+        "ACC": TRITON_TYPES[acc],
         "NATURAL": q.itemsize > 2,
-        "PRECISION": _precision(q),
+        "PRECISION": float32_precision(q.device) if q.dtype == torch.float32 else "ieee",
         "DROPOUT": dropout_p > 0,
         "TOP_LEFT": attn_mask_type in contracts.TOP_LEFT,
         "LEFT": left >= 0,
@@ -392,13 +392,6 @@ def _prepared(
     )
 
 
-def _precision(q: Tensor) -> str:
-    """How products of float32 are made; other dtypes have one way."""
-    if q.dtype != torch.float32 or _launch.INTERPRETED:
-        return "ieee"
-    return _FLOAT32_PRECISION["cuda" if _launch.has_ptx() else "hip"]
-
-
 def _distances(tensor: Tensor, qkv_format: str) -> tuple[int, ...]:
     """How far sequences, tokens and heads are apart."""
     of = dict(zip(qkv_format, steps(tensor), strict=False))
@@ -408,7 +401,7 @@ def _distances(tensor: Tensor, qkv_format: str) -> tuple[int, ...]:
 def _describable(op: str, tensor: Tensor, qkv_format: str, unit: int) -> bool:
     """Whether there can be descriptors of a sequence's tokens."""
     return (
-        not (address_of(op, tensor) | unit * tensor.itemsize) % _DESCRIBED_ALIGNMENT
+        not (address_of(op, tensor) | unit * tensor.itemsize) % DESCRIBED_ALIGNMENT
         and tensor.itemsize == 2
         and tensor.shape[-1] <= _WIDEST_DESCRIBED
         and _distances(tensor, qkv_format)[1] > 0
@@ -443,7 +436,7 @@ def _start(
     if streamed:
         constants["DESCRIBED"] = (
             tile.described
-            and _launch.limits(device).capability >= _DESCRIPTORS_FROM
+            and _launch.limits(device).capability >= DESCRIPTORS_FROM
             and all(_describable(it.op, one, it.qkv_format, unit) for one in streamed)
         )
     constants |= {**it.constants, "UNIT": unit, "ROWS": tile.rows, "COLUMNS": tile.columns}

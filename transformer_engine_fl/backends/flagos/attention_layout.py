@@ -253,8 +253,8 @@ def _append(
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "sequences", "slots", "known_rows", "heads", "width", "from_row", "from_slot",
-        "from_head", "to_row", "to_slot", "to_head",
+        "sequences", "slots", "known_rows", "width", "from_row", "from_slot", "from_head",
+        "to_row", "to_slot", "to_head",
     ]
 )  # fmt: skip
 def _reorder(
@@ -266,7 +266,6 @@ def _reorder(
     sequences: tl.int32,
     slots: tl.int32,
     known_rows: tl.int32,
-    heads: tl.int32,
     width: tl.int32,
     from_row: tl.int64,
     from_slot: tl.int64,
@@ -533,7 +532,7 @@ def _reordering(
     across = heads * -(-width // block)
     check_size(op, "slots", programs)
     check_across(op, across)
-    numbers = (sequences, slots, rows, heads, *(it // unit for it in distances))
+    numbers = (sequences, slots, rows, *(it // unit for it in distances))
     like = cache if in_place else cache.new_empty((0,))
     launch.load((like, cache, indices, added, cached), numbers)
 

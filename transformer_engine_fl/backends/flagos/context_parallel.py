@@ -17,6 +17,7 @@ from triton.language.extra import libdevice
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    TRITON_TYPES,
     Written,
     check_across,
     check_integers,
@@ -350,7 +351,6 @@ _THREADS = 128
 _TILE_BYTES = {"read": 8192, "grad": 4096, "out": 4096}  # of each tensor of a program
 _LSE_TILE = (8, 128)  # heads by columns
 _INDICES = 512  # of a program
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def _offsets(op: str, cu_seqlens: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -427,7 +427,7 @@ def thd_grad_correction(
         tile_bytes=_TILE_BYTES["grad"],
         FIRST=first_half,
         SECOND=second_half,
-        ACC=_TRITON_TYPES[math_dtype(step.dtype)],
+        ACC=TRITON_TYPES[math_dtype(step.dtype)],
     )
     written.finish()
 
@@ -435,7 +435,7 @@ def thd_grad_correction(
 @functools.cache
 def _accumulator(out: torch.dtype, lse: torch.dtype) -> Any:
     """What a share of an output is calculated in."""
-    return _TRITON_TYPES[torch.promote_types(math_dtype(out), lse)]
+    return TRITON_TYPES[torch.promote_types(math_dtype(out), lse)]
 
 
 @repeating

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    TRITON_TYPES,
     check_fresh,
     check_numbers,
     check_size,
@@ -223,7 +224,6 @@ _BACKWARD = Choice(
     wrong=bounded(threads=(32, 1024)),
     plans=(_PLANS,),
 )
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def _start(op: str, tensors: tuple[Tensor, Tensor, Tensor], size: int, *numbers: float) -> None:
@@ -245,7 +245,7 @@ def _plan(op: str, dtype: torch.dtype, whole: bool, device: torch.device) -> _Pl
     else:
         kernel = _backward
         (threads,) = _BACKWARD(device, dtype.itemsize)
-    acc = _TRITON_TYPES[math_dtype(dtype)]
+    acc = TRITON_TYPES[math_dtype(dtype)]
     launch = _launch.Launch(
         kernel, device, threads=threads, ACC=acc, WHOLE=whole, BYTES=threads, **chunks
     )
@@ -253,10 +253,6 @@ def _plan(op: str, dtype: torch.dtype, whole: bool, device: torch.device) -> _Pl
 
 
 # ---------------------------------------------------------------------------- operators
-
-
-def _scale(probability: float) -> float:
-    return 1 / (1 - probability) if probability < 1 else 0.0
 
 
 def dropout_fwd(
@@ -272,7 +268,7 @@ def dropout_fwd(
     mask = torch.empty((contracts.mask_bytes(size),), dtype=torch.uint8, device=input.device)
     if size:
         threshold = int(dropout_probability * 2**16)
-        numbers = (seed, offset, threshold, _scale(dropout_probability))
+        numbers = (seed, offset, threshold, contracts.scale_of_kept(dropout_probability))
         _start("dropout_fwd", (input.contiguous(), output, mask), size, *numbers)
     return output, mask
 
@@ -288,5 +284,5 @@ def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -
     check_fresh("dropout_bwd", grad_input)
     if size := grad_output.numel():
         tensors = (grad_output.contiguous(), mask.contiguous(), grad_input)
-        _start("dropout_bwd", tensors, size, _scale(dropout_probability))
+        _start("dropout_bwd", tensors, size, contracts.scale_of_kept(dropout_probability))
     return grad_input

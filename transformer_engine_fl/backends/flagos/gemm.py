@@ -26,13 +26,18 @@ from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._groups import GroupedCall, KnownGroups
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    DESCRIBED_ALIGNMENT,
+    DESCRIPTORS_FROM,
+    HOPPER,
     NOT_A_TENSOR,
+    OTHER_BYTES,
     PLAIN,
     address_of,
     by_rows,
     check_across,
     check_fresh,
     check_size,
+    float32_precision,
     keep,
     plain,
 )
@@ -131,16 +136,11 @@ _INTERPRETED_TILES = (
     _Tile(32, 64, 32, 1, described=False),
 )
 _INTERPRETED_FEW = 12  # rows, of which the second tile is for
-_HOPPER = 90  # the compute capability
 _SPECIALIZED_REGISTERS = 168  # of a thread, before warps are given what they need:
 _MULTIPLYING, _LOADING = 232, 40
 _FINISHED_BYTES = 32768  # of shared memory for the part of a tile that is being finished
 _LARGEST_UNALIGNED = 128 * 128  # elements of a tile: many addresses take many registers
-_OTHER_BYTES = 2048  # of shared memory: barriers and the like
-_FLOAT32_PRECISION = {"cuda": "tf32x3", "hip": "ieee"}
-_DESCRIPTORS_FROM = 90  # the compute capability
 _FLOAT8_FROM = 89
-_DESCRIBED_ALIGNMENT = 16  # bytes
 _WIDEST_DESCRIBED = 4  # bytes of an element
 _WORTH_A_COPY = 2**30  # products, from which on operands are copied to be described
 _NUMBERS = (int, float)
@@ -197,7 +197,7 @@ def _fitted(tile: _Tile, kind: str, itemsize: int, beside: int, shared: int) -> 
     parts = tile.parts
     while not tile.specialize and finished // parts > _FINISHED_BYTES and tile.columns > 32 * parts:
         parts *= 2
-    left = shared - _OTHER_BYTES - finished // parts
+    left = shared - OTHER_BYTES - finished // parts
     stages = min(tile.stages, left // ((tile.rows + tile.columns) * _TERMS[kind] * itemsize))
     return tile._replace(stages=stages, parts=parts) if stages > 1 else None
 
@@ -366,7 +366,7 @@ def _operands(
 def _way(op: str, a: _Operand, b: _Operand) -> _Way:
     """How products of such operands are made."""
     capability = _launch.limits(b.data.device).capability
-    precision = _FLOAT32_PRECISION["cuda" if capability else "hip"]
+    precision = float32_precision(b.data.device)
     scales = (a.scales, b.scales)
     if b.scale is None:
         if b.data.dtype == torch.float32:
@@ -424,7 +424,7 @@ def _is_for_hopper(
     """
     return (
         _launch.has_gluon()
-        and _launch.limits(device).capability == _HOPPER
+        and _launch.limits(device).capability == HOPPER
         and way.kind in ("half", "float8", "float8 steps")
         and (way.a_scales != "steps" or (at_origin and a.height == contracts.BLOCK))
         and after.gelu_input is None
@@ -475,7 +475,7 @@ def _kernel(
     itemsize = b.data.itemsize
     dtypes = (after.d, after.d if after.accumulate else None, after.pre, after.gelu_input)
     beside = sum(it.itemsize for it in dtypes if it is not None)
-    able = _launch.limits(device).capability >= _DESCRIPTORS_FROM
+    able = _launch.limits(device).capability >= DESCRIPTORS_FROM
     vector = 16 // itemsize
 
     def unit(*sizes: int, of: int = vector) -> int:
@@ -568,7 +568,7 @@ def _programs(tile: _Tile, tiles: int, device: torch.device) -> int:
 def _describable(address: int, itemsize: int, stride: int, columns: int) -> bool:
     """Whether a descriptor can be made of rows of so many columns that are there."""
     return (
-        not (address | stride * itemsize) % _DESCRIBED_ALIGNMENT
+        not (address | stride * itemsize) % DESCRIBED_ALIGNMENT
         and stride >= columns
         and itemsize <= _WIDEST_DESCRIBED
     )
@@ -582,7 +582,7 @@ def _described(op: str, it: _Operand, outer: int, k: int, worth: bool) -> tuple[
         return it, True
     if not worth:
         return it, False
-    unit = _DESCRIBED_ALIGNMENT // size
+    unit = DESCRIBED_ALIGNMENT // size
     stride = -(-columns // unit) * unit
     data = it.data.new_empty((rows, stride))[:, :columns]
     data.copy_(it.data.as_strided((rows, columns), (it.stride, 1)))
@@ -707,7 +707,7 @@ def _key(
             if it is None:
                 kinds.append(None)
             elif type(it) in PLAIN and not it.is_neg():
-                place = it.data_ptr() % _DESCRIBED_ALIGNMENT
+                place = it.data_ptr() % DESCRIBED_ALIGNMENT
                 kinds += (it.dtype, it.shape, it.stride(), it.device, place)
             else:
                 return None
@@ -774,7 +774,7 @@ def _planned(
         return _Plan(None, 0, (), shape, dtype), (None, None, None, None, into, None, None)
     if not k:  # the kernel reads nothing, but Triton wants memory
         a, b = (it._replace(data=it.data.new_empty((1,))) for it in (a, b))
-    described = bool(k) and _launch.limits(B.device).capability >= _DESCRIPTORS_FROM
+    described = bool(k) and _launch.limits(B.device).capability >= DESCRIPTORS_FROM
     if described:
         worth = m * n * k >= _WORTH_A_COPY
         a, a_is = _described(op, a, n, k, worth)

@@ -39,6 +39,7 @@ from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
     ALIGNMENT,
+    TRITON_TYPES,
     address_of,
     addressed,
     block_of,
@@ -566,8 +567,6 @@ def _choice(name: str, rule: Callable[..., Tile]) -> Choice[Tile]:
 _FORWARD = _choice("cross_entropy_fwd", _forward_rule)
 _BACKWARD = _choice("cross_entropy_bwd", _backward_rule)
 
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-
 
 def _lies_at(op: str, tensor: Tensor) -> int:
     """The address of a tensor, in elements; what is no whole element off counts as odd."""
@@ -595,7 +594,7 @@ def _forward_plan(
         CAPPED=capped,
         SUMMED=summed,
         TAIL=bool(columns % vec),
-        ACC=_TRITON_TYPES[math_dtype(dtype)],
+        ACC=TRITON_TYPES[math_dtype(dtype)],
         VEC=vec,
         ROWS=rows,
         DEPTH=block // (lanes * vec),

@@ -9,14 +9,16 @@ only moved are integers of the same size.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from transformer_engine_fl.backends._repeats import repeating
+from transformer_engine_fl.backends._row_map import RowMap
 from transformer_engine_fl.backends.flagos._arguments import (
+    TRITON_TYPES,
     WIDEST_UNIT,
     block_of,
     by_rows,
@@ -403,48 +405,26 @@ _WEIGHTED_SUM_TILE = tile_choice("moe_weighted_sum", {}, Tile(128, 8192), in_byt
 # (threads of a program, elements of its tile), by width as `_rows.Cut` has it.
 _WEIGHTED_TILES = {2048: (128, 2048), 4096: (128, 4096), 8192: (256, 8192)}
 _WEIGHTED_CHUNK, _WEIGHTED_THREADS = 4096, 256
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-class _Map(NamedTuple):
-    """A row id map, and how to go through it.
-
-    Attributes:
-        entries: the map.
-        tokens: T.
-        slots: how many experts each may have.
-        steps: from token to token, and from place to place.
-        mask: whether it is the map of a mask.
-    """
-
-    entries: Tensor
-    tokens: int
-    slots: int
-    steps: tuple[int, int]
-    mask: bool
-
-    def used(self, have: int) -> Tensor:
-        """``[have]``: 1 for each row that a pair has, and else 0."""
-        used = torch.zeros((have,), dtype=torch.uint8, device=self.entries.device)
-        launch = launch_of(
-            _mark, used.device, (), threads=_MARK_THREADS, MASK=self.mask, TOKENS=_MARK_TOKENS
-        )
-        launch(
-            (-(-self.tokens // _MARK_TOKENS), 1),
-            (self.entries, used),
-            (self.tokens, self.slots, have, *self.steps),
-        )
-        return used
+def _used(pairs: RowMap, have: int) -> Tensor:
+    """``[have]``: 1 for each row that a pair has, and else 0."""
+    used = torch.zeros((have,), dtype=torch.uint8, device=pairs.entries.device)
+    launch = launch_of(
+        _mark, used.device, (), threads=_MARK_THREADS, MASK=pairs.mask, TOKENS=_MARK_TOKENS
+    )
+    launch(
+        (-(-pairs.tokens // _MARK_TOKENS), 1),
+        (pairs.entries, used),
+        (pairs.tokens, pairs.slots, have, *pairs.steps),
+    )
+    return used
 
 
-def _map(op: str, row_id_map: Tensor, mask: bool) -> _Map:
+def _map(op: str, row_id_map: Tensor, mask: bool) -> RowMap:
     entries = plain(op, "row_id_map", row_id_map)
     check_size(op, "entries of a map", entries.numel())
-    if mask:
-        tokens, places = entries.shape
-        return _Map(entries, tokens, places // 2, (entries.stride(0), entries.stride(1)), mask)
-    slots, tokens = entries.shape
-    return _Map(entries, tokens, slots, (entries.stride(1), entries.stride(0)), mask)
+    return RowMap.of(entries, mask)
 
 
 def _places_itself(x: Tensor, topk: int) -> bool:
@@ -459,7 +439,7 @@ def _spread_rows(
     op: str,
     x: Tensor,
     y: Tensor,
-    pairs: _Map,
+    pairs: RowMap,
     *,
     used: Tensor | None = None,
     end: int = 0,
@@ -505,7 +485,7 @@ def _spread_rows(
 def _collected(
     op: str,
     rows: Tensor,
-    pairs: _Map,
+    pairs: RowMap,
     probs: Tensor | None,
     moved: Tensor | None = None,
     to: Tensor | None = None,
@@ -530,13 +510,13 @@ def _collected(
         threads=threads,
         tile_bytes=elements * x.itemsize,
         MASK=pairs.mask,
-        ACC=_TRITON_TYPES[math_dtype(x.dtype)],
+        ACC=TRITON_TYPES[math_dtype(x.dtype)],
     )
     return y
 
 
 def _spread_gradients(
-    op: str, dy: Tensor, pairs: _Map, x: Tensor, probs: Tensor, dx: Tensor, dprobs: Tensor
+    op: str, dy: Tensor, pairs: RowMap, x: Tensor, probs: Tensor, dx: Tensor, dprobs: Tensor
 ) -> None:
     """Fill ``dx`` and ``dprobs``, which is zero where no pair is."""
     have, columns = dx.shape
@@ -557,7 +537,7 @@ def _spread_gradients(
         (dy.dtype, x.dtype, probs.dtype),
         threads=threads,
         MASK=pairs.mask,
-        ACC=_TRITON_TYPES[accumulated],
+        ACC=TRITON_TYPES[accumulated],
         WHOLE=tile is not None,
         UNIT=unit,
         SPAN=_SPAN,
@@ -566,7 +546,7 @@ def _spread_gradients(
     )
     launch(
         (-(-pairs.tokens // tokens), 1),
-        (dy, x, probs, pairs.entries, pairs.used(have), dx, dprobs),
+        (dy, x, probs, pairs.entries, _used(pairs, have), dx, dprobs),
         (
             *(pairs.tokens, pairs.slots, have, *pairs.steps, *probs.stride()),
             *(it // unit for it in (columns, dy_step, x_step)),
@@ -640,7 +620,7 @@ def _unpermute_gradients(
     pairs = _map(op, row_id_map, mask)
     dx = fresh(op, dy, (num_rows, dy.shape[1]))
     if input is None or probs is None:
-        used = pairs.used(num_rows) if dx.numel() and pairs.tokens else None
+        used = _used(pairs, num_rows) if dx.numel() and pairs.tokens else None
         _spread_rows(op, dy, dx, pairs, used=used)
         return dx, None
     x, probs = plain(op, "input", input), plain(op, "probs", probs)

@@ -183,7 +183,7 @@ def _forward_rows(
             distance -= per_row(mu, ROWS)
             if not EXACT:
                 column = columns_of_part(PARTS, part)
-                inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+                inside = within(column, columns, len(PARTS) > part + 1)
                 distance = tl.where(per_column(inside, ROWS), distance, 0)
         if ONCE:
             squares, further = two_sums(distance * distance, distance)

@@ -30,6 +30,7 @@ from transformer_engine_fl.backends.flagos._lists import (
     Tiles,
     tiles_choice,
 )
+from transformer_engine_fl.backends.flagos._narrow import LARGEST_FLOAT32
 from transformer_engine_fl.backends.flagos._narrow import rounded as _as
 
 __all__ = [
@@ -48,7 +49,6 @@ __all__ = [
 ]
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
-_LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 _INFINITE = tl.constexpr(0x7F800000)
 _MISSING = tl.constexpr(0x7FC00000)  # the NaN that is written where its bits count
 
@@ -614,7 +614,7 @@ def _float_scales(
         amax = tl.where(amax < least, least, amax)
         usable = (amax != 0) & (tl.abs(amax) < float("inf"))
         scale = tl.div_rn(tl.full((TILE,), largest, tl.float32), amax)
-        scale = tl.minimum(tl.where(usable, scale, 1), _LARGEST_FLOAT32)
+        scale = tl.minimum(tl.where(usable, scale, 1), LARGEST_FLOAT32)
         if POWERS:
             # Of a subnormal one, whose exponent is none, 2**64 times it is looked at.
             high = scale >= 2.0**-126

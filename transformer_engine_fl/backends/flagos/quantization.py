@@ -17,6 +17,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends._recipes import (
     KINDS,
+    SCALES,
     Lists,
     Quantized,
     Recipe,
@@ -26,6 +27,7 @@ from transformer_engine_fl.backends._recipes import (
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    INTEGERS,
     WIDEST_UNIT,
     address_of,
     block_of,
@@ -334,8 +336,6 @@ _TURN = Choice(  # of a tile, rows and columns in bytes
     wrong=bounded(threads=(32, 1024), rows=(16, 512), columns=(32, 512)),
     plans=(_PLANS,),
 )
-_SCALES = {"float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _source(op: str, input: Tensor) -> Source:
@@ -503,7 +503,7 @@ def dequantize(
             KIND=KINDS[data.dtype],
             WIDTH=width,
             HEIGHT=height,
-            SCALES=_SCALES.get(form.scale_dtype, ""),
+            SCALES=SCALES[form.scale_dtype],
             UNIT=unit,
             ROWS=at_once,
             COLUMNS=tile,
@@ -561,7 +561,7 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor) -> None:
             COLUMNS=wide,
         )
         plan = keep(_PLANS, key, _Plan(launch, tall, wide))
-    tensors = (x, y.view(_INTEGERS[size * parts]))
+    tensors = (x, y.view(INTEGERS[size * parts]))
     numbers = (rows // parts // unit_t, columns // unit, stride // unit)
     plan.start(op, rows // parts, columns, tensors, numbers)
 
@@ -589,7 +589,7 @@ def swap_first_dims(input: Tensor) -> Tensor:
     if number is not None:
         _turn(op, number, number.stride(0), output.view(second, -1).view(number.dtype))
         return output
-    x = x.view(_INTEGERS[size])
+    x = x.view(INTEGERS[size])
     check_size(op, "rows", first * second)
     check_size(op, "columns", inner)
     unit = math.gcd(inner, x.stride(0), x.stride(1), WIDEST_UNIT)
@@ -604,14 +604,14 @@ def swap_first_dims(input: Tensor) -> Tensor:
         )
         plan = keep(_PLANS, key, _Plan(launch, rows, columns))
     numbers = (first * second, inner // unit, first, x.stride(0) // unit, x.stride(1) // unit)
-    plan.start(op, first * second, inner, (x, output.view(_INTEGERS[size])), numbers)
+    plan.start(op, first * second, inner, (x, output.view(INTEGERS[size])), numbers)
     return output
 
 
 def _as_numbers(x: Tensor) -> Tensor | None:
     """``[a, b, n]`` as a matrix of integers of n elements each, where its memory can be read so."""
     first, second, inner = x.shape
-    dtype = _INTEGERS.get(inner * x.element_size())
+    dtype = INTEGERS.get(inner * x.element_size())
     strides = (x.stride(1), x.stride(0), x.storage_offset())
     if dtype is None or (x.stride(1) != inner and second > 1) or any(it % inner for it in strides):
         return None

@@ -15,17 +15,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import libdevice
 
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    TRITON_TYPES,
     WIDEST_UNIT,
     check_size,
     dense,
@@ -40,6 +39,9 @@ from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import rope as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "fused_qkv_rope_backward",
@@ -596,7 +598,6 @@ _CUT = Choice(
     wrong=bounded(threads=(32, 1024), bytes=(512, 2**15), heads=(1, 16), programs=range(1, 257)),
     plans=(_PLANS,),
 )
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 class _Places(NamedTuple):
@@ -706,7 +707,7 @@ def _plan_of(
         SEQUENCE_FIRST=sequence_first,
         INTERLEAVED=places.interleaved,
         BACK=places.back,
-        ACC=_TRITON_TYPES[math_dtype(like.dtype)],
+        ACC=TRITON_TYPES[math_dtype(like.dtype)],
         UNIT=unit,
         TABLE_UNIT=table_unit,
         HEADS=heads,

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    TRITON_TYPES,
     WIDEST_UNIT,
     block_of,
     by_rows,
@@ -379,7 +380,6 @@ _TILES = {
 _BACKWARD_TILES = {1024: (128, 1024), **{2 * most: tile for most, tile in _TILES.items()}}
 _LOSS_THREADS, _LOSS_TILE, _LOSS_BLOCK = 128, 4096, 1024
 _LOSS_PROGRAMS = 1024
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 class _Plan(NamedTuple):
@@ -409,7 +409,7 @@ def _tiled(
     **constants: Any,
 ) -> _Plan:
     """For rows that fit into registers."""
-    key = (kernel, like.device, like.dtype, dtypes, block, *constants.values())
+    key = (kernel.fn, like.device, like.dtype, dtypes, block, *constants.values())
     plan = _PLANS.get(key)
     if plan is None:
         accumulated = math_dtype(like.dtype)
@@ -422,7 +422,7 @@ def _tiled(
             )
         threads, elements = tile
         rows = rows_of_tile(elements, width)
-        constants.update(ACC=_TRITON_TYPES[accumulated], ROWS=rows, BLOCK=block)
+        constants.update(ACC=TRITON_TYPES[accumulated], ROWS=rows, BLOCK=block)
         launch = _launch.Launch(kernel, like.device, threads=threads, **constants)
         plan = keep(_PLANS, key, _Plan(launch, rows, block))
     return plan
@@ -433,7 +433,7 @@ def _loss_plan(
 ) -> _Plan:
     """For tiles of a matrix with a column for each expert."""
     block = min(block_of(experts), _LOSS_BLOCK)
-    key = (kernel, like.device, like.dtype, dtypes, block, unit)
+    key = (kernel.fn, like.device, like.dtype, dtypes, block, unit)
     plan = _PLANS.get(key)
     if plan is None:
         rows = rows_of_tile(_LOSS_TILE, block)
@@ -441,7 +441,7 @@ def _loss_plan(
             kernel,
             like.device,
             threads=_LOSS_THREADS,
-            ACC=_TRITON_TYPES[math_dtype(like.dtype)],
+            ACC=TRITON_TYPES[math_dtype(like.dtype)],
             UNIT=unit,
             ROWS=rows,
             BLOCK=block,

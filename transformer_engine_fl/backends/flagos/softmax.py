@@ -24,6 +24,7 @@ from transformer_engine_fl.backends._cross_entropy import Losses
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    TRITON_TYPES,
     WIDEST_UNIT,
     check_fresh,
     check_size,
@@ -612,7 +613,6 @@ def _backward_shared(
 # -------------------------------------------------------------------------------- plans
 
 _PLANS: dict[object, WholeRows | SharedRows] = {}
-_TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 _ANY = 2**32
 _FORWARD_NARROW = {1024: Cut(threads=128, width=2048), 2048: Cut(threads=64, width=2048)}
@@ -680,7 +680,7 @@ def _plan(
 ) -> WholeRows | SharedRows:
     """As ``cut`` has it; ``dtype`` is that of the scores, or of the output."""
     acc = math_dtype(dtype)
-    constants |= {"ACC": _TRITON_TYPES[acc], "PTX": _launch.has_ptx()}
+    constants |= {"ACC": TRITON_TYPES[acc], "PTX": _launch.has_ptx()}
     return cut(
         choice, kernels, device, columns, sums, acc, dtype.itemsize, column_bytes,
         tells_looped=True, **constants,

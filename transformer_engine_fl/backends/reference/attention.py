@@ -20,6 +20,7 @@ from transformer_engine_fl.backends.reference._values import as_output, as_writt
 from transformer_engine_fl.backends.reference.dropout import words_of_blocks
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops.attention import CAUSAL, TOP_LEFT, extents
+from transformer_engine_fl.ops.dropout import scale_of_kept
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
@@ -210,7 +211,7 @@ def _factors(
     block = torch.arange((skv + 3) // 4, device=device)
     words = words_of_blocks(((row << 22 | query) << 20) | block, seed, offset)
     kept = words.flatten(-2)[..., :skv] >= int(probability * 2**32)
-    return kept.to(dtype) * (1 / (1 - probability) if probability < 1 else 0.0)
+    return kept.to(dtype) * scale_of_kept(probability)
 
 
 @as_written

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends.reference._values import as_written
+from transformer_engine_fl.ops.dropout import scale_of_kept
 
 __all__ = ["dropout_bwd", "dropout_fwd", "philox", "words_of_blocks"]
 
@@ -60,8 +61,8 @@ def _unpack(mask: Tensor, count: int) -> Tensor:
 def _scaled(tensor: Tensor, kept: Tensor, probability: float) -> Tensor:
     """The kept elements over 1 - p, zero elsewhere; contiguous."""
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    scale = 1 / (1 - probability) if probability < 1 else 0.0
-    scaled = torch.where(kept.view(tensor.shape), wide.contiguous() * scale, 0.0)
+    scaled = wide.contiguous() * scale_of_kept(probability)
+    scaled = torch.where(kept.view(tensor.shape), scaled, 0.0)
     return scaled.to(tensor.dtype)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -32,6 +31,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
+from transformer_engine_fl.backends.vendor.cuda.activation import CLAMPED
 from transformer_engine_fl.ops._formats import FORMATS
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Source",
     "amax_of_all",
-    "as_float32",
     "cast",
     "cast_with_sums",
     "dense_scale",
@@ -69,8 +68,6 @@ ASIDE_TILES: Final = 2048
 BYTES_AHEAD: Final = 128
 """Of a tensor itself, what a thread has under way at once."""
 LARGEST_THREADS: Final = 1024
-CLAMPED: Final = "SteepSilu"
-_INFINITY: Final = math.inf
 
 
 class Source(NamedTuple):
@@ -429,15 +426,6 @@ def _power(*sizes: int) -> int:
 # ------------------------------------------------------------------------------------ runs
 
 
-def as_float32(value: float) -> float:
-    """A number that fits into a kernel's float32."""
-    try:
-        struct.pack("f", value)
-    except OverflowError:
-        return math.copysign(_INFINITY, value)
-    return value
-
-
 def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:
     """The scale that is given, as kernels take it."""
     return None if scale is None else plain(op, "scale", scale).contiguous()
@@ -445,10 +433,6 @@ def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:
 
 def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=like.device)
-
-
-def _numbers(source: Source) -> tuple[float, float]:
-    return as_float32(source.limit), as_float32(source.alpha)
 
 
 def _amaxes(op: str, source: Source) -> Tensor:
@@ -479,7 +463,8 @@ def _amaxes(op: str, source: Source) -> Tensor:
         matrix.rows,
         matrix.part,
         matrix.columns,
-        *_numbers(source),
+        source.limit,
+        source.alpha,
     )
     return amaxes
 
@@ -499,7 +484,7 @@ def write_largest(
         key, lambda: _launch.load(*largest_source(power, _launch.limits(device)), device)
     )
     pointers = (amaxes.data_ptr(), amax.data_ptr(), pointer(scale))
-    kernel.launch(1, 1, *pointers, amaxes.numel(), most, as_float32(epsilon))
+    kernel.launch(1, 1, *pointers, amaxes.numel(), most, epsilon)
 
 
 def amax_of_all(op: str, source: Source) -> Tensor:
@@ -556,7 +541,7 @@ def _own_rows(
         sizes.numel(),
         math.prod(source.shape[1:-1]),
         recipe.shared_largest,
-        as_float32(recipe.amax_epsilon),
+        recipe.amax_epsilon,
     )
     return owner, scales
 
@@ -627,8 +612,9 @@ class _Run(NamedTuple):
             matrix.part,
             matrix.columns,
             shares,
-            *_numbers(source),
-            as_float32(recipe.amax_epsilon),
+            source.limit,
+            source.alpha,
+            recipe.amax_epsilon,
         )
         self._finish(partial)
         return sums
@@ -664,8 +650,9 @@ class _Run(NamedTuple):
             matrix.rows,
             matrix.part,
             matrix.columns,
-            *_numbers(source),
-            as_float32(recipe.amax_epsilon),
+            source.limit,
+            source.alpha,
+            recipe.amax_epsilon,
         )
         if aside:
             size = SIDE // recipe.width * scale_inv.element_size()

@@ -88,10 +88,6 @@ def _is_word(value: Any) -> bool:
     return type(value) is int and 0 <= value < LIMIT
 
 
-def _scale(probability: float) -> float:
-    return 1 / (1 - probability) if probability < 1 else 0.0
-
-
 @functools.lru_cache(maxsize=64)
 def philox_keys(seed: int) -> tuple[int, ...]:
     """The key's words in each round, as ``PhiloxKeys`` of ``include/philox.cuh`` has them."""
@@ -152,7 +148,7 @@ def dropout_fwd(
     mask = allocator(input.device)((contracts.mask_bytes(size),), (1,), torch.uint8)
     if size:
         pointers = (address, made, mask.data_ptr())
-        numbers = (offset, int(probability * 2**16), _scale(probability))
+        numbers = (offset, int(probability * 2**16), contracts.scale_of_kept(probability))
         _launched(op, "forward", input, pointers, *numbers, *philox_keys(seed))
     return output, mask
 
@@ -175,5 +171,5 @@ def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -
     output, address, made = _like(op, grad_output)
     if grad_output.numel():
         pointers = (address, mask.data_ptr(), made)
-        _launched(op, "backward", grad_output, pointers, _scale(probability))
+        _launched(op, "backward", grad_output, pointers, contracts.scale_of_kept(probability))
     return output

@@ -35,7 +35,6 @@ from transformer_engine_fl.backends.vendor.cuda._casting import (
     Source,
     SourceKey,
     amax_source,
-    as_float32,
     cast,
     cast_source,
     cast_with_sums,
@@ -211,7 +210,7 @@ class _Norm(NamedTuple):
             self.residual_stride,
             columns,
             kernel.share,
-            as_float32(self.eps),
+            self.eps,
             *more,
         )
 
@@ -257,7 +256,7 @@ def _norm(
         what,
         quantized,
         *map(pointer, (scale, quantized[1], quantized[3], amaxes)),
-        as_float32(recipe.amax_epsilon),
+        recipe.amax_epsilon,
     )
     if amaxes is not None and quantized[2] is not None:
         write_largest(amaxes, quantized[2])

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from transformer_engine_fl.backends._repeats import repeating
+from transformer_engine_fl.backends._row_map import RowMap
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._arguments import (
     MOST_COLUMNS,
@@ -287,32 +288,10 @@ def representative_sources(
 # --------------------------------------------------------------------------- launching
 
 
-class _Map(NamedTuple):
-    """A row id map, and how to go through it.
-
-    Attributes:
-        entries: the map.
-        tokens: T.
-        slots: how many experts each may have.
-        steps: from token to token, and from place to place.
-        mask: whether it is the map of a mask.
-    """
-
-    entries: Tensor
-    tokens: int
-    slots: int
-    steps: tuple[int, int]
-    mask: bool
-
-
-def _map(op: str, row_id_map: Tensor, mask: bool) -> _Map:
+def _map(op: str, row_id_map: Tensor, mask: bool) -> RowMap:
     entries = plain(op, "row_id_map", row_id_map)
     check_size(op, "entries of a map", entries.numel(), MOST)
-    if mask:
-        tokens, places = entries.shape
-        return _Map(entries, tokens, places // 2, (entries.stride(0), entries.stride(1)), mask)
-    slots, tokens = entries.shape
-    return _Map(entries, tokens, slots, (entries.stride(1), entries.stride(0)), mask)
+    return RowMap.of(entries, mask)
 
 
 def _in_units(op: str, x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -328,7 +307,7 @@ def _in_units(op: str, x: Tensor) -> tuple[Tensor, int, int, int]:
 def _collected(
     op: str,
     rows: Tensor,
-    pairs: _Map,
+    pairs: RowMap,
     probs: Tensor | None = None,
     moved: Tensor | None = None,
     to: Tensor | None = None,
@@ -370,7 +349,7 @@ def _collected(
     return y
 
 
-def _zero_unused(op: str, dx: Tensor, pairs: _Map, owner: Tensor) -> None:
+def _zero_unused(op: str, dx: Tensor, pairs: RowMap, owner: Tensor) -> None:
     """Fill the rows of ``dx`` that no pair has; ``owner`` has the pairs of the others."""
     _, unit, units, _ = _in_units(op, dx)
     have = dx.shape[0]
@@ -387,7 +366,7 @@ def _zero_unused(op: str, dx: Tensor, pairs: _Map, owner: Tensor) -> None:
     )
 
 
-def _spread(op: str, dy: Tensor, pairs: _Map, dx: Tensor) -> None:
+def _spread(op: str, dy: Tensor, pairs: RowMap, dx: Tensor) -> None:
     """Each token into its rows, and zeros elsewhere."""
     dy, unit, units, step = _in_units(op, dy)
     have = dx.shape[0]
@@ -409,7 +388,7 @@ def _spread(op: str, dy: Tensor, pairs: _Map, dx: Tensor) -> None:
 
 
 def _spread_weighted(
-    op: str, dy: Tensor, pairs: _Map, x: Tensor, probs: Tensor, dx: Tensor, dprobs: Tensor
+    op: str, dy: Tensor, pairs: RowMap, x: Tensor, probs: Tensor, dx: Tensor, dprobs: Tensor
 ) -> None:
     """Each token times its probs into its rows, and zeros elsewhere."""
     have, columns = dx.shape

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends._recipes import (
     KINDS,
+    SCALES,
     Lists,
     Quantized,
     Recipe,
@@ -71,7 +72,6 @@ VECTORS: Final = 2
 """Vectors of a thread, where rows are not told apart by blocks of threads."""
 MOST_VECTORS: Final = 2**32 - 2**20
 WORDS: Final = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}
-SCALES: Final = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
 
 _kernels: Plans[_launch.Kernel] = Plans()
 
@@ -434,7 +434,7 @@ def fused_amax_and_scale_update_after_reduction(
     )
     check_numbers(op, margin)
     name = str(dtype or torch.float8_e4m3fn).removeprefix("torch.")
-    numerator = _casting.as_float32(LARGEST[name] * 2.0**-margin)
+    numerator = LARGEST[name] * 2.0**-margin
     reduced = plain(op, "amax_reduction_buffer", amax_reduction_buffer).contiguous()
     histories = [in_place(op, f"amax_histories[{i}]", it) for i, it in enumerate(amax_histories)]
     factors = [in_place(op, f"scales[{i}]", it) for i, it in enumerate(scales)]
