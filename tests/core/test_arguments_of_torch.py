@@ -52,11 +52,14 @@ def test_a_tensor_of_inference_mode_is_written_there_only(
 
 
 @pytest.mark.parametrize("name", ["lr", "step"])
-@pytest.mark.parametrize("digits", [400, 5000])
-def test_an_integer_beyond_float64_is_refused(name: str, digits: int) -> None:
-    with pytest.raises(te.ArgumentError, match="in the range of float64") as caught:
-        adam(torch.zeros(4), **{name: 10**digits})
+@pytest.mark.parametrize(
+    "value", [2**63, 10**400, 10**5000], ids=["just", "beyond float64", "more digits than printed"]
+)
+def test_an_integer_beyond_int64_is_refused(name: str, value: int) -> None:
+    with pytest.raises(te.ArgumentError, match="in the range of int64") as caught:
+        adam(torch.zeros(4), **{name: value})
     assert caught.value.argument == name
+    adam(torch.zeros(4), **{name: 2**63 - 1})
 
 
 def nested() -> torch.Tensor:

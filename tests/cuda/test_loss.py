@@ -46,6 +46,24 @@ def test_a_row_is_shared_by_whole_warps_or_within_one(vectors: int) -> None:
             "softcap",
         ),
         (
+            "cross_entropy_fwd",
+            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
+            {"softcap": 1e-40},
+            "softcap",
+        ),
+        (
+            "cross_entropy_fwd",
+            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
+            {"softcap": 1e39},
+            "softcap",
+        ),
+        (
+            "cross_entropy_fwd",
+            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
+            {"z_loss": float("inf")},
+            "z_loss",
+        ),
+        (
             "cross_entropy_partial_fwd",
             (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
             {"vocab_start": -1},

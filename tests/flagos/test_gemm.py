@@ -179,6 +179,12 @@ def test_groups_of_scaled_matrices(
     )
 
 
+def test_groups_without_columns_may_have_a_bias(device: str) -> None:
+    weights, rows, bias = (torch.ones(*size, device=device) for size in ((0, 4), (5, 4), (0,)))
+    output, _, _ = flagos.te_general_grouped_gemm([weights] * 2, [rows], [2, 3], bias=[bias] * 2)
+    assert output.shape == (5, 0)
+
+
 def test_groups_with_different_terms_and_row_distances(device: str) -> None:
     terms = (24, 0, 56)
     A = [torch.randn(40, k + i, device=device)[:, :k] for i, k in enumerate(terms)]

@@ -6,7 +6,6 @@ was given and what is expected. Nothing here reads a tensor's values.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -214,19 +213,21 @@ def is_number(
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
     if isinstance(value, bool) or not (isinstance(value, int | float) or symbolic):
         raise ArgumentError(op, name, describe(value), "a Python number")
-    _is_float64(op, name, value)
+    _is_int64(op, name, value)
     if at_least is not None and isinstance(value, int | float) and not value >= at_least:
         raise ArgumentError(op, name, describe(value), f"a number of at least {at_least}")
     if at_most is not None and isinstance(value, int | float) and not value <= at_most:
         raise ArgumentError(op, name, describe(value), f"a number of at most {at_most}")
 
 
-def _is_float64(op: str, name: str, value: object) -> None:
-    """Require that an integer, which is calculated with, is in the range of float64."""
+def _is_int64(op: str, name: str, value: object) -> None:
+    """Require that an integer is one for torch and kernels, too."""
     import torch
 
-    if type(value) is int and not torch.compiler.is_compiling() and abs(value) > sys.float_info.max:
-        raise ArgumentError(op, name, describe(value), "a number in the range of float64")
+    if type(value) is int and not torch.compiler.is_compiling() and abs(value) >= 2**63:
+        raise ArgumentError(
+            op, name, describe(value), "an integer in the range of int64, or a float"
+        )
 
 
 def is_integer(
@@ -240,7 +241,7 @@ def is_integer(
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(op, name, describe(value), allowed)
-    _is_float64(op, name, value)
+    _is_int64(op, name, value)
     if value < at_least or (below is not None and value >= below):
         raise ArgumentError(op, name, describe(value), allowed)
 

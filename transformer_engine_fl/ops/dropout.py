@@ -158,6 +158,8 @@ _CALLS: dict[str, tuple[float, dict[str, int]]] = {
     "a number at the threshold": (0xE8D5 / 2**16, {"seed": 0}),  # that of element 0
     "a probability below 16 bits": (2.0**-17, {"seed": 1}),
     "nearly everything dropped": (0.99, {"seed": 1}),
+    "a seed of 32 bits": (0.3, {"seed": 0x87654321}),
+    "an offset of 32 bits": (0.3, {"seed": 1, "offset": 0x87654321}),
     "a seed of 63 bits": (0.3, {"seed": 0x7EDCBA9876543210}),
     "an offset": (0.3, {"seed": 1, "offset": 1}),
     "an offset of 63 bits": (0.3, {"seed": 1, "offset": 0x7123456789ABCDEF}),

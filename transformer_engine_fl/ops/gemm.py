@@ -671,6 +671,10 @@ def _scaled(make: _Maker) -> Iterator[Sample]:
     blocks: _Options = {"scaling": ("128x128", "1x128")}
     yield make.sized("blocks, dgrad", 140, 130, 132, **blocks, **_DGRAD)
     yield make.sized("blocks, wgrad, bias_grad", 140, 130, 132, **blocks, **_WGRAD, **_BIAS_GRAD)
+    turned = make.sized("transposed scales", 140, 130, 132, **blocks, **_WGRAD, **_BIAS_GRAD)
+    for name in ("A_scale_inv", "B_scale_inv"):
+        turned.kwargs[name] = turned.kwargs[name].t().contiguous().t()
+    yield turned
     yield make.sized("blocks, no rows", 0, 40, 256, **blocks)
     (total,) = make.totals((16, 40))
     yield make.sized("blocks, accumulated", 16, 40, 256, **blocks, accumulate_into=total)

@@ -41,6 +41,7 @@ from transformer_engine_fl.core.contract import Backward, Between, Sample, Toler
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32
 from transformer_engine_fl.ops._samples import layouts, normal
 
 if TYPE_CHECKING:
@@ -99,14 +100,15 @@ def _is_softcap(op: str, name: str, value: Any) -> None:
     if value is None:
         return
     check.is_number(op, name, value)
-    if isinstance(value, int | float) and not 0 < value < float("inf"):
-        raise ArgumentError(op, name, check.describe(value), "None or a finite number above 0")
+    if isinstance(value, int | float) and not 2**-126 <= value <= LARGEST_FLOAT32:
+        expected = "None or a normal number of float32 above 0"
+        raise ArgumentError(op, name, check.describe(value), expected)
 
 
 _OPTION_CHECKS: Mapping[str, Callable[[str, str, Any], None]] = {
     "label_smoothing": partial(check.is_number, at_least=0, at_most=1),
     "ignore_index": partial(check.is_integer, at_least=-_LIMIT, below=_LIMIT),
-    "z_loss": partial(check.is_number, at_least=0),
+    "z_loss": partial(check.is_number, at_least=0, at_most=LARGEST_FLOAT32),
     "softcap": _is_softcap,
 }
 
@@ -149,9 +151,11 @@ def _check_statistics(op: str, input: Tensor, grad_loss: Any, lse: Any, grad_lse
 
 
 def _check_shard(op: str, input: Tensor, vocab_start: Any, vocab_size: Any) -> None:
-    check.is_integer(op, "vocab_start", vocab_start, below=_LIMIT)
+    words = input.shape[-1]
+    check.is_integer(op, "vocab_start", vocab_start, below=_LIMIT - words)
     if vocab_size is not None:
-        check.is_integer(op, "vocab_size", vocab_size, at_least=vocab_start + input.shape[-1])
+        least = vocab_start + words
+        check.is_integer(op, "vocab_size", vocab_size, at_least=least, below=_LIMIT)
 
 
 def _check_forward(op: str, input: Any, target: Any, **options: Any) -> None:
@@ -741,8 +745,8 @@ def cross_entropy_fwd(
         target: ``[...]``, int64, from 0 to V - 1, or ``ignore_index``.
         label_smoothing: e, from 0 to 1.
         ignore_index: the target of rows that do not count; may be in the vocabulary.
-        z_loss: z, at least 0; the factor of the square of lse.
-        softcap: None, or the bound of the scores, above 0.
+        z_loss: z, at least 0 and a number of float32; the factor of the square of lse.
+        softcap: None, or the bound of the scores, above 0 and a normal number of float32.
 
     Returns:
         loss: ``[...]``, float32 (float64 for float64).

@@ -288,7 +288,7 @@ def _check_update(
     check.has_shape(op, "amax_reduction_buffer", buffer, (total,), "an amax for each scale")
     check.is_choice(op, "amax_compute_algo", amax_compute_algo, ("max", "most_recent"))
     check.is_dtype(op, "dtype", dtype, dtypes=FLOAT8)
-    check.is_number(op, "margin", margin)
+    check.is_number(op, "margin", margin, at_least=-100, at_most=100)
 
 
 def _check_shard(op: str, input: Any, h: Any, w: Any, start_offset: Any, block_len: Any) -> None:
@@ -1376,7 +1376,7 @@ def fused_amax_and_scale_update_after_reduction(
         amax_compute_algo: ``"max"`` or ``"most_recent"``.
         dtype: of the data, for its largest value M; float8_e4m3fn (unless given) or
             float8_e5m2.
-        margin: how many powers of two stay free.
+        margin: how many powers of two stay free, from -100 to 100.
 
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.

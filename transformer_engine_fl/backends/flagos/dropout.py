@@ -59,8 +59,9 @@ def _rounds(
 
     Both words of a product come out of one wide multiplication, where tl.philox has two.
     """
-    seed = tl.full((), seed, tl.int64)  # the interpreter takes a small one for an int32
-    offset = tl.full((), offset, tl.int64)
+    # The interpreter takes a small number for an int32 or a uint32, until it is added to.
+    seed = tl.full((), seed, tl.int64) + tl.full((), 0, tl.int64)
+    offset = tl.full((), offset, tl.int64) + tl.full((), 0, tl.int64)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
     c2 = (offset & 0xFFFFFFFF).to(tl.uint32)

@@ -649,7 +649,10 @@ def _sums_of_rows(op: str, matrices: Sequence[_Piece], dtype: torch.dtype) -> Te
     size = (len(matrices), programs, columns)
     partial = torch.empty(size, dtype=torch.float32, device=device)
     for it, sums in zip(matrices, partial, strict=True):
-        data, stride, scale = it.operand.data, it.operand.stride, it.operand.scale
+        data, stride = it.operand.data, it.operand.stride
+        scale, scale_row = it.operand.scale, it.operand.scale_row
+        if scale is not None and it.operand.scale_column > 1:
+            scale, scale_row = scale.contiguous(), scale.shape[1]
         if not it.rows:
             sums.zero_()
             continue
@@ -659,7 +662,7 @@ def _sums_of_rows(op: str, matrices: Sequence[_Piece], dtype: torch.dtype) -> Te
         plan.launch(
             (programs, plan.blocks),
             (rows_of_it, scale, sums),
-            (it.rows, columns // unit, stride // unit, it.start, it.operand.scale_row),
+            (it.rows, columns // unit, stride // unit, it.start, scale_row),
         )
     plan.total(partial, out, None, programs)
     return out
@@ -1209,7 +1212,8 @@ def te_general_grouped_gemm(
     if bias is not None:
         given = [plain(op, "bias", it) for it in bias]
         alike = all(it.dtype == given[0].dtype for it in given)
-        biases = _end_to_end(given if alike else [it.float() for it in given]).view(-1, n)
+        biases = _end_to_end(given if alike else [it.float() for it in given])
+        biases = biases.view(len(given), n)
     shape = (sum(ms), n)
     d_rows = _begins(ms)
     d_places, d_strides, copied = [it * n for it in d_rows], [n] * len(ms), False
