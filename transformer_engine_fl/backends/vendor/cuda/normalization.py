@@ -1048,6 +1048,11 @@ def representative_sources(
         for centred, add in ((False, None), (False, low), (True, None)):
             backward = BackwardKey(columns, 8, low, low, low, centred, False, add)
             yield from backward_sources(backward, device)[0]
+    for columns in (20480, 65536):  # of four bytes, in a cluster
+        yield forward_source(ForwardKey(columns, 4, *(full,) * 4, True, False), device)[:2]
+    for gamma, centred in ((low, False), (low, True), (full, True)):  # where blocks are a cluster
+        backward = BackwardKey(65536, 8, low, low, gamma, centred, False, low)
+        yield from backward_sources(backward, device, through_memory=False)[0]
     for access in (1, 2, 4):  # misaligned memory
         yield forward_source(ForwardKey(64, access, low, full, low, low, True, True), device)[:2]
         yield from backward_sources(BackwardKey(64, access, low, low, full, True, True), device)[0]

@@ -1,8 +1,13 @@
-"""Products of two matrices, as the forward of a linear layer has them: x W^T."""
+"""Products of two matrices, as the forward of a linear layer has them: x W^T.
+
+With scales of blocks: squares of the weight and rows of x, rows of both that lie across the terms
+of one, as in the gradient of a weight, and MX blocks of both.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from transformer_engine_fl.backends.flagos.tuning.calls.call import (
     Calls,
@@ -31,6 +36,40 @@ def _float8(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(weight, x, A_scale_inv=scale, B_scale_inv=scale.clone())
 
 
+def _scaled(shape: Shape, device: str, turned: bool) -> Sample:
+    m, n, k = shape
+    weight = normal((k, n) if turned else (n, k), torch.bfloat16, device, 1)
+    x = normal((m, k), torch.bfloat16, device, 2)
+    height = 1 if turned else 128
+    of_weight = _scales((weight.shape[0], height), (weight.shape[1], 128), device)
+    of_x = _scales((m, 1), (k, 128), device)
+    data = (it.to(torch.float8_e4m3fn) for it in (weight, x))
+    return call(*data, transa=not turned, A_scale_inv=of_weight, B_scale_inv=of_x)
+
+
+def _scales(rows: tuple[int, int], columns: tuple[int, int], device: str) -> Tensor:
+    """Of blocks; of each side how many elements there are, and how many a block has."""
+    shape = [-(-size // block) for size, block in (rows, columns)]
+    return torch.full(shape, 0.5, device=device)
+
+
+def _steps(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
+    return _scaled(shape, device, False)
+
+
+def _steps_turned(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
+    return _scaled(shape, device, True)
+
+
+def _blocks(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
+    weight, x = (it.to(dtype) for it in _plain(shape, torch.bfloat16, device).args)
+    of_weight, of_x = (
+        _scales((it.shape[0], 1), (it.shape[1], 32), device).to(torch.float8_e8m0fnu)
+        for it in (weight, x)
+    )
+    return call(weight, x, A_scale_inv=of_weight, B_scale_inv=of_x)
+
+
 def _smaller(shape: Shape) -> Shape:
     m, n, k = shape
     return (min(m, 320), min(n, 512), min(k, 256))
@@ -50,5 +89,8 @@ CALLS = tuple(
         ("gemm_half", _plain, ("bfloat16",)),
         ("gemm_float32", _plain, ("float32",)),
         ("gemm_float8", _float8, ("float8_e4m3fn",)),
+        ("gemm_float8_steps", _steps, ("float8_e4m3fn",)),
+        ("gemm_float32_blocks", _steps_turned, ("float8_e4m3fn",)),
+        ("gemm_blocks", _blocks, ("float8_e4m3fn",)),
     )
 )

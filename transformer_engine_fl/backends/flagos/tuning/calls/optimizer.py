@@ -47,19 +47,32 @@ def _l2norm(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(_tensors(shape, dtype, device, 1))
 
 
+def _e8m0(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
+    """Of blocks of 32: an amax for each."""
+    layers, width = shape
+    sizes = ((width, -(-width // 32)),) * (4 * layers)
+    amaxes = [normal(size, dtype, device, 1 + at).abs_() for at, size in enumerate(sizes)]
+    return call(amaxes, [torch.empty_like(it, dtype=torch.uint8) for it in amaxes])
+
+
 def _smaller(shape: Shape) -> Shape:
     return min(shape[0], 2), min(shape[1], 512)
 
 
-def _calls(op: str, make: Callable[[Shape, torch.dtype, str], Sample]) -> Calls:
+def _calls(
+    op: str,
+    make: Callable[[Shape, torch.dtype, str], Sample],
+    choice: str | None = None,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+) -> Calls:
     return Calls(
         op=op,
-        choices=(op,),
+        choices=(choice or op,),
         make=make,
         shapes=_SHAPES,
         axes="layers x width: for each layer 4 matrices of width x width and 12 vectors",
         check_shape=_smaller,
-        dtypes=("float32", "bfloat16"),
+        dtypes=dtypes,
     )
 
 
@@ -68,4 +81,7 @@ CALLS = (
     _calls("multi_tensor_sgd", _sgd),
     _calls("multi_tensor_scale", _scale),
     _calls("multi_tensor_l2norm", _l2norm),
+    _calls(
+        "multi_tensor_compute_scale_inv_e8m0", _e8m0, "multi_tensor_compute_scale", ("bfloat16",)
+    ),
 )
