@@ -348,6 +348,7 @@ class LinearCrossEntropy:
     def rows_of(
         self, op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None
     ) -> Rows:
+        """What a backward has of each row, one after the other in memory."""
         return Rows(
             vector_of(self._memory_of(op, "target", target)),
             vector_of(self._memory_of(op, "grad_loss", grad_loss)),

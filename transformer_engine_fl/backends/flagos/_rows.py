@@ -98,7 +98,7 @@ def cut_choice(
         whole: of whole rows, ``programs`` and ``stages`` that are tried.
         most_elements: of a thread that holds whole rows, in those that are tried.
         half: the same as ``usual`` for elements of 2 bytes, if they are cut otherwise.
-        parts: whether the kernel of whole rows takes them in parts.
+        parts: whether whole rows in parts are tried.
         stages: of the pieces that are tried.
     """
     whole = tuple(whole)
