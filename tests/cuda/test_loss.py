@@ -39,29 +39,19 @@ def test_a_row_is_shared_by_whole_warps_or_within_one(vectors: int) -> None:
     [
         ("cross_entropy_fwd", (torch.ones(2, 4), torch.zeros(3, dtype=torch.int64)), {}, "target"),
         ("cross_entropy_fwd", (torch.ones(2, 4), torch.zeros(2)), {}, "target"),
-        (
-            "cross_entropy_fwd",
-            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
-            {"softcap": 0.0},
-            "softcap",
-        ),
-        (
-            "cross_entropy_fwd",
-            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
-            {"softcap": 1e-40},
-            "softcap",
-        ),
-        (
-            "cross_entropy_fwd",
-            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
-            {"softcap": 1e39},
-            "softcap",
-        ),
-        (
-            "cross_entropy_fwd",
-            (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
-            {"z_loss": float("inf")},
-            "z_loss",
+        *(
+            (
+                "cross_entropy_fwd",
+                (torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)),
+                {name: value},
+                name,
+            )
+            for name, value in (
+                ("softcap", 0.0),
+                ("softcap", 1e-40),
+                ("softcap", 1e39),
+                ("z_loss", float("inf")),
+            )
         ),
         (
             "cross_entropy_partial_fwd",
