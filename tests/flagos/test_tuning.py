@@ -228,6 +228,14 @@ WRONG = {
         r":3: .*key\.column: unknown field; .*did you mean 'columns'\?"
     ),
     ENTRY.replace(", itemsize: 2", "") + "{threads: 1}\n": r":3: .*key: 'itemsize' is missing",
+    ENTRY + "{threads: 2026-13-45}\n": r":4: no YAML: '2026-13-45' is no timestamp",
+    ENTRY + "{threads: 0x_}\n": r":4: no YAML: '0x_' is no int",
+    ENTRY + "{threads: !!int ''}\n": r":4: no YAML: '' is no int",
+    ENTRY + "{threads: !!bool x}\n": r":4: no YAML: 'x' is no bool",
+    ENTRY + "{threads: !!timestamp x}\n": r":4: no YAML: 'x' is no timestamp",
+    ENTRY + "{threads: 1}\nchoices: {}\n": r":5: .*choices: is there twice, first in line 1",
+    ENTRY + "{threads: 1, threads: 2}\n": r":4: .*threads: is there twice, first in line 4",
+    ENTRY + "{threads: 1}\n  of_a_test: []\n": r":5: .*of_a_test: is there twice, .* line 2",
     ENTRY.replace("64", "wide") + "{threads: 1}\n": r":3: .*key\.columns: .*integer, got 'wide'",
 }
 
@@ -283,7 +291,9 @@ def test_an_unknown_choice_in_another_file_is_one_warning_and_the_rest_counts(
     assert "choices.cross_entropy_fw: unknown choice" in record.getMessage()
 
 
-@pytest.mark.parametrize("text", [next(iter(WRONG)), ENTRY + "{threads: 0}\n"])
+@pytest.mark.parametrize(
+    "text", [next(iter(WRONG)), ENTRY + "{threads: 0}\n", ENTRY + "{threads: 2026-13-45}\n"]
+)
 def test_another_broken_file_is_one_warning_and_the_rule_stands_in(
     text: str, choice: Choice[Tile], user: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -357,6 +367,13 @@ def test_a_call_raises_what_is_wrong_in_a_named_file_and_blames_no_implementatio
         reset_global_policy()
         manager.call("cross_entropy_fwd", logits, target)
         assert "default.flagos" in manager.explain("cross_entropy_fwd", logits, target).headline()
+
+
+def test_what_an_entry_merges_it_may_say_again(choice: Choice[Tile], user: Path) -> None:
+    user.mkdir(parents=True)
+    other = "\n  - key: {columns: 128, itemsize: 2}\n    value: {<<: *usual, threads: 2}\n"
+    (user / "default.yaml").write_text(f"{ENTRY}&usual {{threads: 1, wide: true}}{other}")
+    assert choice(CPU, 128, 2) == Tile(2, wide=True)
 
 
 # --------------------------------------------------------------------------------- vendors

@@ -26,6 +26,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from yaml.constructor import ConstructorError
 
 from transformer_engine_fl.backends import flagos
 from transformer_engine_fl.backends.flagos.tuning.choice import CHOICES, Choice, Key
@@ -94,16 +95,39 @@ class TuningFile(_Strict):
 # ----------------------------------------------------------------------------- reading
 
 
+class _Loader(yaml.SafeLoader):
+    """Names the line of what PyYAML cannot convert, and refuses a key that is there twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here rather than in construct_mapping: a merged key (<<) may be said again.
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line, name = key.start_mark.line + 1, str(key.value)
+            if name in lines:
+                said = f"{name}: is there twice, first in line {lines[name]}"
+                raise ConstructorError(None, None, said, key.start_mark)
+            lines[name] = line
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError):
+            said = f"{node.value!r} is no {node.tag.rpartition(':')[2]}"
+            raise ConstructorError(None, None, said, node.start_mark) from None
+
+
 def read(path: Path) -> TuningFile:
     """Read a file.
 
     Raises:
-        ConfigurationError: it cannot be read, is no YAML, or has an unknown key or a value
-            of the wrong type; names the file and the line.
+        ConfigurationError: it cannot be read, is no YAML, or has an unknown key, one twice, or
+            a value of the wrong type; names the file and the line.
     """
     text = _text(path)
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
