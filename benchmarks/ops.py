@@ -19,7 +19,6 @@ import datetime
 import functools
 import gc
 import json
-import multiprocessing
 import platform
 import statistics
 import time
@@ -35,7 +34,7 @@ from report import markdown, overview, shape_text
 from workloads import WORKLOADS, Shape, Workload, chosen
 
 import transformer_engine_fl as te
-from transformer_engine_fl.cli._processes import ended_together
+from transformer_engine_fl.cli._processes import beforehand
 from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.testing.arguments import as_tuple
 from transformer_engine_fl.testing.timing import median_ms
@@ -200,13 +199,13 @@ def prepare(
     """Run everything once in several processes, which fills the compilers' caches on disk.
 
     Compiling takes much longer than measuring, and one process compiles one kernel at a time.
-    Nothing runs on when this returns or is ended.
     """
     calls = [(workload.name, shape, args, device) for workload, shape in plan]
-    processes = multiprocessing.get_context("spawn").Pool(args.prepare, maxtasksperchild=16)
-    with ended_together(), processes as pool:
-        for done, seconds in enumerate(pool.imap_unordered(_rehearse, calls), start=1):
-            print(f"prepared {done} of {len(calls)} ({seconds:.0f} s)", flush=True)
+
+    def tell(done: int, seconds: float) -> None:
+        print(f"prepared {done} of {len(calls)} ({seconds:.0f} s)", flush=True)
+
+    beforehand(_rehearse, calls, args.prepare, tell)
 
 
 def _rehearse(call: tuple[str, Shape, argparse.Namespace, str]) -> float:

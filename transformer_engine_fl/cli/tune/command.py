@@ -13,7 +13,6 @@ from rich.text import Text
 
 from transformer_engine_fl.backends.flagos.tuning import forget, lookup
 from transformer_engine_fl.cli._output import Json, console, print_json, progress_bar, table
-from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.cli.tune import checking
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, suggestion
 from transformer_engine_fl.core.manager import get_default_manager
@@ -78,7 +77,7 @@ def tune(
     measuring.load_families()
     path = _path(output, lookup.name_of(device))
     if jobs > 1:
-        with progress_bar("compiling") as progress, ended_together():
+        with progress_bar("compiling") as progress:
             measuring.compile_all(wanted, sizes, dtypes, device, jobs, progress)
     results = _measure(measuring.jobs(wanted, sizes, dtypes), device, path)
     written = any(it.value for it in results)
