@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -490,7 +491,49 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     with pytest.raises(ConfigurationError, match=r"cpu\.yaml: cannot be written: no space left"):
         files.write(path, holding(of_a_test=[entry(64, 2)]))
     assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+    assert set(tmp_path.iterdir()) == {path, tmp_path / f".{path.name}.lock"}
+
+
+def test_of_two_writers_neither_loses_what_the_other_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.yaml"
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from transformer_engine_fl.backends.flagos.tuning import files\n"
+        "entry = files.Entry(key={'columns': 128, 'itemsize': 2}, value={'threads': 2})\n"
+        "print('ready', flush=True)\n"
+        f"files.write(Path({str(path)!r}), files.TuningFile(choices={{'of_a_test': [entry]}}))\n"
+    )
+    merged = files.merged
+    others: list[subprocess.Popen[str]] = []
+
+    def meanwhile(*both: files.TuningFile) -> files.TuningFile:
+        command = [sys.executable, "-c", program]
+        others.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert others[0].stdout is not None
+        others[0].stdout.readline()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for this one
+            others[0].wait(1)
+        return merged(*both)
+
+    monkeypatch.setattr(files, "merged", meanwhile)
+    files.write(path, files.TuningFile(choices={"of_a_test": [entry(64, 1)]}))
+    others[0].communicate(timeout=60)
+    assert others[0].returncode == 0
+    assert files.read(path).choices == {"of_a_test": [entry(64, 1), entry(128, 2)]}
+
+
+def test_a_link_stays_one_and_the_file_keeps_its_mode(tmp_path: Path) -> None:
+    path, link = tmp_path / "real" / "mine.yaml", tmp_path / "mine.yaml"
+    files.write(path, holding(of_a_test=[entry(64, 1)]))
+    path.chmod(0o664)
+    link.symlink_to(path)
+    files.write(link, holding(of_a_test=[entry(128, 2)]))
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o664
+    assert files.read(path) == holding(of_a_test=[entry(64, 1), entry(128, 2)])
 
 
 def test_nothing_is_merged_into_a_broken_file_or_another_devices(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import os
 import pkgutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -313,25 +314,46 @@ def present(path: Path, device: str | None) -> TuningFile:
 
 
 def write(path: Path, content: TuningFile) -> None:
-    """Merge into a file, which is replaced in one step.
+    """Merge into a file, which is replaced in one step; of several writers each waits its turn.
+
+    A link stays one, and the file keeps its mode.
 
     Raises:
         ConfigurationError: what is there is broken or for another device, or nothing can be
             written there.
     """
-    plain = merged(present(path, content.device), content).model_dump(exclude_none=True)
-    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
+    target = Path(os.path.realpath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target):
+            plain = merged(present(path, content.device), content).model_dump(exclude_none=True)
+            text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
+            _replace(target, text)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be written: {error}") from None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other writers of a file out; a lock on itself would go when it is replaced."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # no locks here, or another user's file
+            import fcntl
+
+            lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(path: Path, text: str) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
