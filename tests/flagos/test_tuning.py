@@ -896,7 +896,17 @@ def test_what_was_measured_before_an_error_is_kept(
     assert kept.key["columns"] == 64
 
 
-def test_a_file_that_cannot_be_merged_into_is_an_error_before_anything_is_measured(
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("mine.yaml", "mine.yaml:2: device: is for 'sm_10'"),
+        ("mine.yaml/other.yaml", "mine.yaml is no folder"),
+        ("closed/new/other.yaml", "closed cannot be written to"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_an_error_before_any_work(
+    output: str,
+    said: str,
     measured: Callable[[str], torch.device],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -905,11 +915,15 @@ def test_a_file_that_cannot_be_merged_into_is_an_error_before_anything_is_measur
     from transformer_engine_fl.cli.tune import measuring
 
     measured("cross_entropy_fwd")
-    monkeypatch.setattr(measuring, "measure", None)  # not to be called
-    path = tmp_path / "mine.yaml"
-    path.write_text("format: 1\ndevice: sm_10\n")
-    assert tune("--op", "cross_entropy_fwd", "--output", str(path)) == 2
-    assert f"{path}:2: device: is for 'sm_10'" in capsys.readouterr().err
+    for work in ("compile_all", "measure"):
+        monkeypatch.setattr(measuring, work, None)  # not to be called
+    (tmp_path / "mine.yaml").write_text("format: 1\ndevice: sm_10\n")
+    (tmp_path / "closed").mkdir()
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed" and may(path, mode))
+    asked = ("--op", "cross_entropy_fwd", "--output", str(tmp_path / output))
+    assert tune(*asked, "--jobs", "2") == 2
+    assert f"{tmp_path}/{said}" in capsys.readouterr().err
 
 
 def test_a_device_that_no_vendor_has_needs_a_file_by_name(

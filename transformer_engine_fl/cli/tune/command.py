@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -12,6 +13,7 @@ import typer
 from rich.text import Text
 
 from transformer_engine_fl.backends.flagos.tuning import forget, lookup
+from transformer_engine_fl.cli._folders import check_writable
 from transformer_engine_fl.cli._output import Json, console, print_json, progress_bar, table
 from transformer_engine_fl.cli.tune import checking
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, suggestion
@@ -76,6 +78,7 @@ def tune(
 
     measuring.load_families()
     path = _path(output, lookup.name_of(device))
+    _check_file(path, device)
     if jobs > 1:
         with progress_bar("compiling") as progress:
             measuring.compile_all(wanted, sizes, dtypes, device, jobs, progress)
@@ -172,6 +175,17 @@ def _path(output: Path | None, name: str) -> Path:
     return (lookup.user_folder() if output is None else output) / vendor.name / f"{name}.yaml"
 
 
+def _check_file(path: Path, device: torch.device) -> None:
+    """Whether it can be merged into; an error now, not after all the measuring."""
+    from transformer_engine_fl.backends.flagos.tuning import files
+
+    try:
+        files.present(path, lookup.name_of(device))
+        check_writable(Path(os.path.realpath(path)).parent)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be written: {error}") from None
+
+
 # --------------------------------------------------------------------------- measuring
 
 
@@ -179,10 +193,8 @@ def _measure(jobs: Sequence[Job], device: torch.device, path: Path) -> list[Resu
     """Measure one after the other, each written at once: what comes later may fail."""
     import torch
 
-    from transformer_engine_fl.backends.flagos.tuning import files
     from transformer_engine_fl.cli.tune import measuring
 
-    files.present(path, lookup.name_of(device))  # an error now, not after all the measuring
     results = []
     with progress_bar("tuning") as progress:
         for done, job in enumerate(jobs):
