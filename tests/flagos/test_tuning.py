@@ -545,6 +545,13 @@ def test_nothing_is_merged_into_a_broken_file_or_another_devices(tmp_path: Path)
     with pytest.raises(ConfigurationError, match="unknown key"):
         files.write(path, holding())
     assert path.read_text() == "formats: 1\n"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    path.unlink()
+    path.symlink_to(pipe)
+    with pytest.raises(ConfigurationError, match="is no regular file"):
+        files.write(path, holding())
+    assert pipe.is_fifo()
 
 
 # ------------------------------------------------------------------------------- measuring

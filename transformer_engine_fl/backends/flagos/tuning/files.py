@@ -304,8 +304,10 @@ def present(path: Path, device: str | None) -> TuningFile:
     """What there is to merge into.
 
     Raises:
-        ConfigurationError: it is broken or for another device.
+        ConfigurationError: it is broken, no regular file or for another device.
     """
+    if path.exists() and not path.is_file():  # which a new file would replace
+        raise ConfigurationError(f"{path}: is no regular file")
     found = read(path) if path.exists() else TuningFile()
     if found.device not in (None, device):
         message = f"is for {found.device!r}, this is {device!r}; name another file"
