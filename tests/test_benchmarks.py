@@ -201,6 +201,51 @@ def test_the_script_lists_what_it_can_measure_without_a_gpu() -> None:
     assert "* gemm: generic_gemm float8 (M x N x K: 8192x8192x8192" in done.stdout
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the script for rmsnorm_fwd as if there were a GPU."""
+
+    def ask(row: dict[str, Any], *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["ops.py", "--op", "rmsnorm_fwd", "--quick", *arguments])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(suite, "environment", lambda: {"device": "none"})
+        monkeypatch.setattr(suite, "roofs", dict)
+        monkeypatch.setattr(suite, "copies", list)
+        monkeypatch.setattr(suite, "measure", lambda *_: dict(row))
+        return suite.main()
+
+    return ask
+
+
+NO_ROW = {"workload": "rmsnorm_fwd", "shape": [4, 8], "results": {}, "absent": {"it": "gone"}}
+RESULT = {"us": 1.0, "rate": 1.0, "error_over_allowed": 0.5}
+ROW = {**NO_ROW, "results": {"it": RESULT}, "unit": "GB/s", "dtype": "float32", "roof": "copy"}
+
+
+def test_nothing_measured_is_an_exit_code(asked: Callable[..., int]) -> None:
+    assert (asked(ROW), asked(NO_ROW)) == (0, 1)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_one_before(
+    asked: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "report.json"
+    assert asked(ROW, "--out", str(path)) == 0
+    before = path.read_text(encoding="utf-8")
+    assert [it["results"] for it in json.loads(before)["rows"]] == [{"it": RESULT}]
+    whole = Path.write_text
+
+    def full(file: Path, text: str, **more: Any) -> int:
+        whole(file, text[:9], **more)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        asked(ROW, "--out", str(path))
+    assert path.read_text(encoding="utf-8") == before
+    assert list(path.parent.iterdir()) == [path]
+
+
 # -------------------------------------------------------------------------------- peers
 
 
@@ -210,6 +255,12 @@ def test_the_script_lists_what_it_can_measure_without_a_gpu() -> None:
         (["--op", "swiglo"], "did you mean 'swiglu'?"),
         (["--op", "swiglu", "--shape", "8by64"], "'8by64' is no shape; example: 8192x4096"),
         (["--op", "swiglu", "--shape", "8"], "8 is no shape of swiglu: rows x "),
+        (["--dtype", "bf16"], "invalid choice: 'bf16'"),
+        (["--prepare", "-2"], "'-2' is no whole number from 0 on"),
+        (["--impl", "default.flago"], "did you mean 'default.flagos'?"),
+        (["--out", f"{__file__}/a.json"], f"{__file__} is no folder"),
+        (["--markdown", str(BENCHMARKS)], f"'{BENCHMARKS}' is no file"),
+        (["--plot", f"{__file__}/a.png"], f"{__file__} is no folder"),
     ],
 )
 def test_a_question_that_is_wrong_is_refused_before_a_gpu_is_asked_for(
