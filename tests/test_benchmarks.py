@@ -58,6 +58,22 @@ def test_a_quick_run_writes_figures_and_a_plot(tmp_path: Path) -> None:
     assert "manager.call" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("dispatch_overhead.py", "--rounds", "0"),
+        ("dispatch_overhead.py", "--processes", "0"),
+        ("dispatch_overhead.py", "--worker", "0"),
+        ("plugin_costs.py", "--processes", "0"),
+    ],
+)
+def test_no_rounds_and_no_processes_are_refused(arguments: tuple[str, ...]) -> None:
+    script, *rest = arguments
+    done = run(str(BENCHMARKS / script), *rest)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'0' is no whole number from 1 on" in done.stderr
+
+
 # ----------------------------------------------------------------------------- plugins
 
 
