@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 
+def _named(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("an empty text is no path")
+    return Path(text)
+
+
 def tune(
     op: Annotated[
         list[str] | None,
@@ -47,6 +53,7 @@ def tune(
         Path | None,
         typer.Option(
             metavar="PATH",
+            parser=_named,
             help="The file (.yaml) or folder that is written (the user's own folder).",
         ),
     ] = None,
@@ -70,6 +77,10 @@ def tune(
     """
     get_default_manager().ensure_initialized()  # vendors' plugins register theirs
     if check:
+        if op or dtype or shapes is not None:
+            raise ConfigurationError(
+                "--check looks at whole files: leave out --op, --shapes and --dtype"
+            )
         raise typer.Exit(_check(output, as_json=json))
     wanted, sizes, dtypes = _operators(op or []), _shapes(shapes), dtype or []
     _check_question(wanted, sizes, dtypes)
