@@ -229,6 +229,7 @@ WRONG = {
         r":3: .*key\.column: unknown field; .*did you mean 'columns'\?"
     ),
     ENTRY.replace(", itemsize: 2", "") + "{threads: 1}\n": r":3: .*key: 'itemsize' is missing",
+    ENTRY + "{threads: '256'}\n": r":4: .*value\.threads: .*be a number or a boolean, got '256'",
     ENTRY + "{threads: 2026-13-45}\n": r":4: no YAML: '2026-13-45' is no timestamp",
     ENTRY + "{threads: 0x_}\n": r":4: no YAML: '0x_' is no int",
     ENTRY + "{threads: !!int ''}\n": r":4: no YAML: '' is no int",

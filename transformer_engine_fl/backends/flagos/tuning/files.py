@@ -13,20 +13,20 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
+    PlainValidator,
     PositiveFloat,
-    StrictBool,
-    StrictFloat,
     StrictInt,
     StrictStr,
     TypeAdapter,
     ValidationError,
 )
+from pydantic_core import PydanticCustomError
 from yaml.constructor import ConstructorError
 
 from transformer_engine_fl.backends import flagos
@@ -55,6 +55,12 @@ _STRICT = ConfigDict(strict=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
+def _number(value: Any) -> bool | int | float:
+    if isinstance(value, bool | int | float):
+        return value
+    raise PydanticCustomError("number", "input should be a number or a boolean")
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -72,7 +78,7 @@ class Entry(_Strict):
     """
 
     key: dict[StrictStr, StrictInt]
-    value: dict[StrictStr, StrictBool | StrictInt | StrictFloat]
+    value: dict[StrictStr, Annotated[bool | int | float, PlainValidator(_number)]]
     ms: PositiveFloat | None = None
     heuristic_ms: PositiveFloat | None = None
     call: StrictStr | None = None
