@@ -20,6 +20,7 @@ import functools
 import gc
 import json
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -348,6 +349,7 @@ def question() -> tuple[argparse.Namespace, list[tuple[Workload, Shape]]]:
     parser = arguments()
     args = parser.parse_args()
     if args.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for who reads its first lines alone
         print(listing())
         sys.exit()
     args.impl = args.impl or ["default.flagos", "vendor.cuda"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -215,6 +216,17 @@ def test_the_script_lists_what_it_can_measure_without_a_gpu() -> None:
     done = run(str(BENCHMARKS / "ops.py"), "--list")
     assert done.returncode == 0, done.stderr
     assert "* gemm: generic_gemm float8 (M x N x K: 8192x8192x8192" in done.stdout
+
+
+def test_who_reads_the_first_lines_of_the_list_alone_is_shown_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(BENCHMARKS / "ops.py"), "--list"]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
 @pytest.fixture
