@@ -103,14 +103,19 @@ class TuningFile(_Strict):
 
 
 class _Loader(yaml.SafeLoader):
-    """Names the line of what PyYAML cannot convert, and refuses a key that is there twice."""
+    """Names line and key of what PyYAML cannot convert, and refuses a key that is there twice."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._keys: dict[yaml.Node, str] = {}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here rather than in construct_mapping: a merged key (<<) may be said again.
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, value in node.value:
             line, name = key.start_mark.line + 1, str(key.value)
+            self._keys[value] = f"{name}: "
             if name in lines:
                 said = f"{name}: is there twice, first in line {lines[name]}"
                 raise ConstructorError(None, None, said, key.start_mark)
@@ -119,10 +124,14 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and value.bit_length() > 64:  # Python may not print it
+                raise OverflowError
+            return value
         except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError):
             said = f"{node.value!r} is no {node.tag.rpartition(':')[2]}"
-            raise ConstructorError(None, None, said, node.start_mark) from None
+            key = self._keys.get(node, "")
+            raise ConstructorError(None, None, f"{key}{said}", node.start_mark) from None
 
 
 def read(path: Path) -> TuningFile:
