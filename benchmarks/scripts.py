@@ -40,8 +40,9 @@ def result_file(text: str) -> Path:
 def replaced(path: Path) -> Iterator[Path]:
     """A file to be written in the block, which then takes the place of ``path``.
 
-    If it cannot be written, what was there stays.
+    If it cannot be written, what was there stays; so does a link.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f".{os.getpid()}-{path.name}")
     try:

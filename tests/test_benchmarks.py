@@ -258,7 +258,9 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(
     asked: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "new" / "report.json"
-    assert asked(ROW, "--out", str(path)) == 0
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    assert asked(ROW, "--out", str(link)) == 0
     before = path.read_text(encoding="utf-8")
     assert [it["results"] for it in json.loads(before)["rows"]] == [{"it": RESULT}]
     whole = Path.write_text
@@ -272,6 +274,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(
         asked(ROW, "--out", str(path))
     assert path.read_text(encoding="utf-8") == before
     assert list(path.parent.iterdir()) == [path]
+    assert link.is_symlink()
 
 
 # -------------------------------------------------------------------------------- peers
