@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scripts import at_least
 from torch import Tensor
 
 from transformer_engine_fl import (
@@ -384,12 +385,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one process, few rounds")
     parser.add_argument("--check", action="store_true", help="status 1 if a budget is exceeded")
-    parser.add_argument("--processes", type=int, default=9)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--processes", type=at_least(1), default=9)
+    parser.add_argument("--rounds", type=at_least(1), default=200)
     parser.add_argument("--out", type=Path, help="folder for JSON and plot")
-    parser.add_argument("--worker", type=int, metavar="ROUNDS", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=at_least(1), metavar="ROUNDS", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.worker:
+    if options.worker is not None:
         print(json.dumps(measure(options.worker)))
         return 0
     figures = run(1, 5) if options.quick else run(options.processes, options.rounds)

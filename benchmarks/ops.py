@@ -19,9 +19,10 @@ import datetime
 import functools
 import gc
 import json
-import multiprocessing
 import platform
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,11 +33,14 @@ import torch
 from measuring import copies, error_ratio, roofs
 from peers import COMPILER, DESCRIPTIONS, Work, peers_of
 from report import markdown, overview, shape_text
+from scripts import at_least, replaced, result_file
 from workloads import WORKLOADS, Shape, Workload, chosen
 
 import transformer_engine_fl as te
-from transformer_engine_fl.cli._processes import ended_together
+from transformer_engine_fl.cli._processes import beforehand
 from transformer_engine_fl.core.contract import Contract, Sample
+from transformer_engine_fl.core.errors import suggestion
+from transformer_engine_fl.ops._dtypes import FLOATS
 from transformer_engine_fl.testing.arguments import as_tuple
 from transformer_engine_fl.testing.timing import median_ms
 
@@ -200,13 +204,13 @@ def prepare(
     """Run everything once in several processes, which fills the compilers' caches on disk.
 
     Compiling takes much longer than measuring, and one process compiles one kernel at a time.
-    Nothing runs on when this returns or is ended.
     """
     calls = [(workload.name, shape, args, device) for workload, shape in plan]
-    processes = multiprocessing.get_context("spawn").Pool(args.prepare, maxtasksperchild=16)
-    with ended_together(), processes as pool:
-        for done, seconds in enumerate(pool.imap_unordered(_rehearse, calls), start=1):
-            print(f"prepared {done} of {len(calls)} ({seconds:.0f} s)", flush=True)
+
+    def tell(done: int, seconds: float) -> None:
+        print(f"prepared {done} of {len(calls)} ({seconds:.0f} s)", flush=True)
+
+    beforehand(_rehearse, calls, args.prepare, tell)
 
 
 def _rehearse(call: tuple[str, Shape, argparse.Namespace, str]) -> float:
@@ -313,20 +317,20 @@ def arguments() -> argparse.ArgumentParser:
     add("--op", action="append", default=[], help="an operator, or a workload by its name")
     add("--family", action="append", default=[], help="the standard workloads of a family")
     add("--shape", action="append", type=parse_shape, help="8192x4096 (the standard ones)")
-    add("--dtype", default="bfloat16", help="of workloads that have none of their own")
+    add("--dtype", default="bfloat16", choices=FLOATS, help="of workloads without one of their own")
     add("--wide", action="store_true", help="add rows of 65,536 and above")
     add("--quick", action="store_true", help="the first shape of each, without torch.compile")
     add("--no-peers", dest="peers", action="store_false", help="the sets alone")
     add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
-    add("--prepare", type=int, default=0, help="first compile in so many processes")
-    add("--warmup", type=int, default=20, help="milliseconds before a measurement")
-    add("--rep", type=int, default=80, help="milliseconds of a measurement")
+    add("--prepare", type=at_least(0), default=0, help="first compile in so many processes")
+    add("--warmup", type=at_least(1), default=20, help="milliseconds before a measurement")
+    add("--rep", type=at_least(1), default=80, help="milliseconds of a measurement")
     add("--host", action="store_true", help="also the host time of a tiny call")
     add("--host-only", action="store_true", help="nothing but that")
     add("--list", action="store_true", help="list the workloads and their peers, and stop")
-    add("--out", help="write the report as JSON, again after each workload")
-    add("--markdown", help="write the report as a table")
-    add("--plot", help="write the report as a picture")
+    add("--out", type=result_file, help="write the report as JSON, again after each workload")
+    add("--markdown", type=result_file, help="write the report as a table")
+    add("--plot", type=result_file, help="write the report as a picture")
     return parser
 
 
@@ -340,19 +344,34 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def question() -> tuple[argparse.Namespace, list[tuple[Workload, Shape]]]:
+    """What is asked for, and what is to be measured; ends the program if it cannot be."""
     parser = arguments()
     args = parser.parse_args()
     if args.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for who reads its first lines alone
         print(listing())
-        return
+        sys.exit()
     args.impl = args.impl or ["default.flagos", "vendor.cuda"]
     if args.quick:
         args.compile, args.warmup, args.rep = False, min(args.warmup, 10), min(args.rep, 30)
+    manager = te.get_default_manager()
+    manager.ensure_initialized()
+    listed = map(manager.registry.entries, manager.registry.list_operators())
+    known = {it.impl.impl_id for entries in listed for it in entries}
+    for name in args.impl:
+        if name not in known:
+            said = f"there is no {name!r}; there are: {', '.join(sorted(known))}"
+            parser.error(f"--impl: {said}{suggestion(name, known)}")
     try:
-        plan = [] if args.host_only else list(planned(args))
+        return args, [] if args.host_only else list(planned(args))
     except LookupError as error:
         parser.error(str(error))
+
+
+def main() -> int:
+    """Measure, show and write; 1 if nothing could be measured."""
+    args, plan = question()
     if not torch.cuda.is_available():
         raise SystemExit("this measures on a GPU, and torch sees none")
     if args.prepare:
@@ -376,19 +395,27 @@ def main() -> None:
             report["peers"] |= {name: DESCRIPTIONS[name] for name in present}
             rates = ", ".join(f"{name} {it['rate']:.0f}" for name, it in row["results"].items())
             print(f"{row['workload']} {shape_text(row)}: {rates} {row['absent'] or ''}", flush=True)
-        if args.out:
-            Path(args.out).write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write(report, args.out)
     if args.host or args.host_only:
         report["host_us"] = host_times(args.impl)
-    if args.out:
-        Path(args.out).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    write(report, args.out)
     if args.plot and report["rows"]:
-        overview(report, Path(args.plot))
+        with replaced(args.plot) as picture:
+            overview(report, picture)
     table = markdown(report)
     if args.markdown:
-        Path(args.markdown).write_text(table, encoding="utf-8")
+        with replaced(args.markdown) as page:
+            page.write_text(table, encoding="utf-8")
     print(table)
+    return 0 if report["host_us"] or any(row["results"] for row in report["rows"]) else 1
+
+
+def write(report: Report, path: Path | None) -> None:
+    """Write the report, if it was asked for."""
+    if path is not None:
+        with replaced(path) as file:
+            file.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -118,21 +118,24 @@ def family_picture(path: Path, family: str) -> Path:
 
 def load() -> list[tuple[Path, Report]]:
     """The committed results of operators, by file."""
-    return [
-        (path, json.loads(path.read_text(encoding="utf-8")))
-        for path in sorted(RESULTS.glob("ops_*.json"))
-    ]
+    return [(path, _read(path)) for path in sorted(RESULTS.glob("ops_*.json"))]
 
 
 def load_dispatch() -> Report:
     """The committed results of the dispatch."""
-    found: Report = json.loads((RESULTS / "dispatch_overhead.json").read_text(encoding="utf-8"))
-    return found
+    return _read(RESULTS / "dispatch_overhead.json")
 
 
 def load_plugins() -> Report:
     """The committed results of what plugins cost."""
-    found: Report = json.loads((RESULTS / "plugin_costs.json").read_text(encoding="utf-8"))
+    return _read(RESULTS / "plugin_costs.json")
+
+
+def _read(path: Path) -> Report:
+    try:
+        found: Report = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return found
 
 

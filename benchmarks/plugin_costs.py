@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scripts import at_least
 
 from transformer_engine_fl.cli.new_plugin import Style, new_plugin
 
@@ -169,7 +170,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 def main() -> None:
     """Measure, show, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--processes", type=int, default=11, help="of each kind")
+    parser.add_argument("--processes", type=at_least(1), default=11, help="of each kind")
     parser.add_argument("--out", type=Path, help="where the results are written")
     chosen = parser.parse_args()
     results = measure(chosen.processes)

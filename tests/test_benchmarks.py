@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,22 @@ def test_a_quick_run_writes_figures_and_a_plot(tmp_path: Path) -> None:
     assert results["environment"].keys() >= {"device", "cpu", "python", "torch"}
     assert (tmp_path / "dispatch_overhead.png").read_bytes().startswith(b"\x89PNG")
     assert "manager.call" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("dispatch_overhead.py", "--rounds", "0"),
+        ("dispatch_overhead.py", "--processes", "0"),
+        ("dispatch_overhead.py", "--worker", "0"),
+        ("plugin_costs.py", "--processes", "0"),
+    ],
+)
+def test_no_rounds_and_no_processes_are_refused(arguments: tuple[str, ...]) -> None:
+    script, *rest = arguments
+    done = run(str(BENCHMARKS / script), *rest)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'0' is no whole number from 1 on" in done.stderr
 
 
 # ----------------------------------------------------------------------------- plugins
@@ -201,6 +218,65 @@ def test_the_script_lists_what_it_can_measure_without_a_gpu() -> None:
     assert "* gemm: generic_gemm float8 (M x N x K: 8192x8192x8192" in done.stdout
 
 
+def test_who_reads_the_first_lines_of_the_list_alone_is_shown_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(BENCHMARKS / "ops.py"), "--list"]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the script for rmsnorm_fwd as if there were a GPU."""
+
+    def ask(row: dict[str, Any], *arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["ops.py", "--op", "rmsnorm_fwd", "--quick", *arguments])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(suite, "environment", lambda: {"device": "none"})
+        monkeypatch.setattr(suite, "roofs", dict)
+        monkeypatch.setattr(suite, "copies", list)
+        monkeypatch.setattr(suite, "measure", lambda *_: dict(row))
+        return suite.main()
+
+    return ask
+
+
+NO_ROW = {"workload": "rmsnorm_fwd", "shape": [4, 8], "results": {}, "absent": {"it": "gone"}}
+RESULT = {"us": 1.0, "rate": 1.0, "error_over_allowed": 0.5}
+ROW = {**NO_ROW, "results": {"it": RESULT}, "unit": "GB/s", "dtype": "float32", "roof": "copy"}
+
+
+def test_nothing_measured_is_an_exit_code(asked: Callable[..., int]) -> None:
+    assert (asked(ROW), asked(NO_ROW)) == (0, 1)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_one_before(
+    asked: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "report.json"
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    assert asked(ROW, "--out", str(link)) == 0
+    before = path.read_text(encoding="utf-8")
+    assert [it["results"] for it in json.loads(before)["rows"]] == [{"it": RESULT}]
+    whole = Path.write_text
+
+    def full(file: Path, text: str, **more: Any) -> int:
+        whole(file, text[:9], **more)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        asked(ROW, "--out", str(path))
+    assert path.read_text(encoding="utf-8") == before
+    assert list(path.parent.iterdir()) == [path]
+    assert link.is_symlink()
+
+
 # -------------------------------------------------------------------------------- peers
 
 
@@ -210,6 +286,12 @@ def test_the_script_lists_what_it_can_measure_without_a_gpu() -> None:
         (["--op", "swiglo"], "did you mean 'swiglu'?"),
         (["--op", "swiglu", "--shape", "8by64"], "'8by64' is no shape; example: 8192x4096"),
         (["--op", "swiglu", "--shape", "8"], "8 is no shape of swiglu: rows x "),
+        (["--dtype", "bf16"], "invalid choice: 'bf16'"),
+        (["--prepare", "-2"], "'-2' is no whole number from 0 on"),
+        (["--impl", "default.flago"], "did you mean 'default.flagos'?"),
+        (["--out", f"{__file__}/a.json"], f"{__file__} is no folder"),
+        (["--markdown", str(BENCHMARKS)], f"'{BENCHMARKS}' is no file"),
+        (["--plot", f"{__file__}/a.png"], f"{__file__} is no folder"),
     ],
 )
 def test_a_question_that_is_wrong_is_refused_before_a_gpu_is_asked_for(

@@ -80,3 +80,12 @@ def test_each_table_states_device_versions_and_roof(place: int) -> None:
         assert environment["torch"] in said
         for roof in {row["roof"] for row in rows}:
             assert f"{report['roofs'][roof]['value']:,.0f} {report['roofs'][roof]['unit']}" in said
+
+
+def test_results_that_are_cut_off_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(performance_page, "RESULTS", tmp_path)
+    (tmp_path / "ops_cut.json").write_text('{"rows": [')
+    with pytest.raises(ValueError, match=r"ops_cut\.json: Expecting value"):
+        performance_page.load()

@@ -283,3 +283,28 @@ def test_a_cache_that_cannot_be_is_a_warning_and_to_clear_it_a_fault(te_fl, tmp_
     assert finding["severity"] == "warning"
     assert f"nothing can be written in {blocked}; XDG_CACHE_HOME" in finding["what"]
     assert te_fl("doctor", "--clear-cache", **here).code == 1
+
+
+def test_a_sets_own_folder_that_cannot_be_written_is_told(te_fl, tmp_path, monkeypatch):
+    sets = tmp_path / "transformer_engine_fl"
+    (sets / "other").mkdir(parents=True)
+    (sets / "cuda").write_text("")
+    here = {"XDG_CACHE_HOME": str(tmp_path)}
+    (finding,) = te_fl("doctor", "--json", **here).document["findings"]
+    assert f"nothing can be written in {sets / 'cuda'}; XDG_CACHE_HOME" in finding["what"]
+    (sets / "cuda").unlink()
+    assert te_fl("doctor", "--json", **here).document["findings"] == []
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != sets / "other" and may(path, mode))
+    (finding,) = te_fl("doctor", "--json", **here).document["findings"]
+    assert f"nothing can be written in {sets / 'other'};" in finding["what"]
+
+
+def test_what_cannot_be_deleted_is_a_fault_of_deleting(te_fl, tmp_path):
+    inner = tmp_path / "transformer_engine_fl" / "cuda" / "folder"
+    inner.mkdir(parents=True)
+    ran = te_fl("doctor", "--json", "--clear-cache", XDG_CACHE_HOME=str(tmp_path))
+    assert ran.code == 1
+    (finding,) = ran.document["findings"]
+    assert finding["what"].startswith("compiled kernels cannot be deleted: ")
+    assert str(inner) in finding["what"]

@@ -46,6 +46,8 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(te_fl, monkeypatch):
         (["--op", "cross_entropy_fwd", "--shapes", "8x8x8"], "which has rows x vocabulary"),
         (["--shapes", "8x8"], "--op names the operators it is for"),
         (["--dtype", "bfloat"], "did you mean 'bfloat16'?"),
+        (["--output", ""], "'--output': an empty text is no path"),
+        (["--check", "--op", "gelu"], "leave out --op, --shapes and --dtype"),
         (["--check", "--output", "nowhere"], "there is no file and no folder nowhere"),
     ],
 )

@@ -248,6 +248,17 @@ def test_an_error_in_a_header_names_the_header(sources: Path) -> None:
     assert raised.value.line == 2
 
 
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("name", ["kernels.cu", "include/value.cuh"])
+def test_a_file_that_cannot_be_read_is_an_error_of_compiling(sources: Path, name: str) -> None:
+    (sources / name).write_bytes(b"\xff")
+    with pytest.raises(KernelCompileError, match="can't decode byte 0xff"):
+        cubin(FILL, ARCH)
+    (sources / "kernels.cu").unlink()
+    with pytest.raises(KernelCompileError, match=r"kernels\.cu: kernel 'fill' .*\n.*No such file"):
+        cubin(FILL, ARCH)
+
+
 def test_headers_are_looked_for_in_cuda_home_then_cuda_path_then_the_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -228,6 +229,16 @@ WRONG = {
         r":3: .*key\.column: unknown field; .*did you mean 'columns'\?"
     ),
     ENTRY.replace(", itemsize: 2", "") + "{threads: 1}\n": r":3: .*key: 'itemsize' is missing",
+    ENTRY + "{threads: '256'}\n": r":4: .*value\.threads: .*be a number or a boolean, got '256'",
+    ENTRY + "{threads: 2026-13-45}\n": r":4: no YAML: threads: '2026-13-45' is no timestamp",
+    ENTRY + "{threads: 0x_}\n": r":4: no YAML: threads: '0x_' is no int",
+    ENTRY + f"{{threads: 0x1{'0' * 5000}}}\n": r":4: no YAML: threads: '0x1.*' is no int",
+    ENTRY + "{threads: !!int ''}\n": r":4: no YAML: threads: '' is no int",
+    ENTRY + "{threads: !!bool x}\n": r":4: no YAML: threads: 'x' is no bool",
+    ENTRY + "{threads: !!timestamp x}\n": r":4: no YAML: threads: 'x' is no timestamp",
+    ENTRY + "{threads: 1}\nchoices: {}\n": r":5: .*choices: is there twice, first in line 1",
+    ENTRY + "{threads: 1, threads: 2}\n": r":4: .*threads: is there twice, first in line 4",
+    ENTRY + "{threads: 1}\n  of_a_test: []\n": r":5: .*of_a_test: is there twice, .* line 2",
     ENTRY.replace("64", "wide") + "{threads: 1}\n": r":3: .*key\.columns: .*integer, got 'wide'",
 }
 
@@ -283,7 +294,9 @@ def test_an_unknown_choice_in_another_file_is_one_warning_and_the_rest_counts(
     assert "choices.cross_entropy_fw: unknown choice" in record.getMessage()
 
 
-@pytest.mark.parametrize("text", [next(iter(WRONG)), ENTRY + "{threads: 0}\n"])
+@pytest.mark.parametrize(
+    "text", [next(iter(WRONG)), ENTRY + "{threads: 0}\n", ENTRY + "{threads: 2026-13-45}\n"]
+)
 def test_another_broken_file_is_one_warning_and_the_rule_stands_in(
     text: str, choice: Choice[Tile], user: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -357,6 +370,13 @@ def test_a_call_raises_what_is_wrong_in_a_named_file_and_blames_no_implementatio
         reset_global_policy()
         manager.call("cross_entropy_fwd", logits, target)
         assert "default.flagos" in manager.explain("cross_entropy_fwd", logits, target).headline()
+
+
+def test_what_an_entry_merges_it_may_say_again(choice: Choice[Tile], user: Path) -> None:
+    user.mkdir(parents=True)
+    other = "\n  - key: {columns: 128, itemsize: 2}\n    value: {<<: *usual, threads: 2}\n"
+    (user / "default.yaml").write_text(f"{ENTRY}&usual {{threads: 1, wide: true}}{other}")
+    assert choice(CPU, 128, 2) == Tile(2, wide=True)
 
 
 # --------------------------------------------------------------------------------- vendors
@@ -473,7 +493,49 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     with pytest.raises(ConfigurationError, match=r"cpu\.yaml: cannot be written: no space left"):
         files.write(path, holding(of_a_test=[entry(64, 2)]))
     assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+    assert set(tmp_path.iterdir()) == {path, tmp_path / f".{path.name}.lock"}
+
+
+def test_of_two_writers_neither_loses_what_the_other_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.yaml"
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from transformer_engine_fl.backends.flagos.tuning import files\n"
+        "entry = files.Entry(key={'columns': 128, 'itemsize': 2}, value={'threads': 2})\n"
+        "print('ready', flush=True)\n"
+        f"files.write(Path({str(path)!r}), files.TuningFile(choices={{'of_a_test': [entry]}}))\n"
+    )
+    merged = files.merged
+    others: list[subprocess.Popen[str]] = []
+
+    def meanwhile(*both: files.TuningFile) -> files.TuningFile:
+        command = [sys.executable, "-c", program]
+        others.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert others[0].stdout is not None
+        others[0].stdout.readline()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for this one
+            others[0].wait(1)
+        return merged(*both)
+
+    monkeypatch.setattr(files, "merged", meanwhile)
+    files.write(path, files.TuningFile(choices={"of_a_test": [entry(64, 1)]}))
+    others[0].communicate(timeout=60)
+    assert others[0].returncode == 0
+    assert files.read(path).choices == {"of_a_test": [entry(64, 1), entry(128, 2)]}
+
+
+def test_a_link_stays_one_and_the_file_keeps_its_mode(tmp_path: Path) -> None:
+    path, link = tmp_path / "real" / "mine.yaml", tmp_path / "mine.yaml"
+    files.write(path, holding(of_a_test=[entry(64, 1)]))
+    path.chmod(0o664)
+    link.symlink_to(path)
+    files.write(link, holding(of_a_test=[entry(128, 2)]))
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o664
+    assert files.read(path) == holding(of_a_test=[entry(64, 1), entry(128, 2)])
 
 
 def test_nothing_is_merged_into_a_broken_file_or_another_devices(tmp_path: Path) -> None:
@@ -485,6 +547,13 @@ def test_nothing_is_merged_into_a_broken_file_or_another_devices(tmp_path: Path)
     with pytest.raises(ConfigurationError, match="unknown key"):
         files.write(path, holding())
     assert path.read_text() == "formats: 1\n"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    path.unlink()
+    path.symlink_to(pipe)
+    with pytest.raises(ConfigurationError, match="is no regular file"):
+        files.write(path, holding())
+    assert pipe.is_fifo()
 
 
 # ------------------------------------------------------------------------------- measuring
@@ -836,7 +905,17 @@ def test_what_was_measured_before_an_error_is_kept(
     assert kept.key["columns"] == 64
 
 
-def test_a_file_that_cannot_be_merged_into_is_an_error_before_anything_is_measured(
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("mine.yaml", "mine.yaml:2: device: is for 'sm_10'"),
+        ("mine.yaml/other.yaml", "mine.yaml is no folder"),
+        ("closed/new/other.yaml", "closed cannot be written to"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_an_error_before_any_work(
+    output: str,
+    said: str,
     measured: Callable[[str], torch.device],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -845,11 +924,15 @@ def test_a_file_that_cannot_be_merged_into_is_an_error_before_anything_is_measur
     from transformer_engine_fl.cli.tune import measuring
 
     measured("cross_entropy_fwd")
-    monkeypatch.setattr(measuring, "measure", None)  # not to be called
-    path = tmp_path / "mine.yaml"
-    path.write_text("format: 1\ndevice: sm_10\n")
-    assert tune("--op", "cross_entropy_fwd", "--output", str(path)) == 2
-    assert f"{path}:2: device: is for 'sm_10'" in capsys.readouterr().err
+    for work in ("compile_all", "measure"):
+        monkeypatch.setattr(measuring, work, None)  # not to be called
+    (tmp_path / "mine.yaml").write_text("format: 1\ndevice: sm_10\n")
+    (tmp_path / "closed").mkdir()
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "closed" and may(path, mode))
+    asked = ("--op", "cross_entropy_fwd", "--output", str(tmp_path / output))
+    assert tune(*asked, "--jobs", "2") == 2
+    assert f"{tmp_path}/{said}" in capsys.readouterr().err
 
 
 def test_a_device_that_no_vendor_has_needs_a_file_by_name(

@@ -42,15 +42,17 @@ def root() -> Path:
 
 
 def check_writable() -> None:
-    """Whether a process could keep something.
+    """Whether a process could keep something, also where a set has a folder already.
 
     Raises:
         OSError: it could not.
         RuntimeError: as :func:`root`.
     """
     nearest = next(it for it in (root(), *root().parents) if it.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise PermissionError(f"nothing can be written in {nearest}")
+    sets = root().iterdir() if root().is_dir() else ()
+    for place in (nearest, *(it for it in sets if not it.name.startswith("."))):
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(f"nothing can be written in {place}")
 
 
 def folders() -> list[Folder]:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import signal
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
 
-__all__ = ["ended_together"]
+from transformer_engine_fl.core.log import logger
+
+__all__ = ["beforehand", "ended_together"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_CALLS_EACH = 8
+"""So many calls each process makes on average; then others free what these hold on a device."""
 
 
 @contextlib.contextmanager
@@ -26,3 +37,43 @@ def ended_together() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def beforehand(
+    work: Callable[[T], R], calls: Sequence[T], processes: int, tell: Callable[[int, R], None]
+) -> None:
+    """Make calls in several processes, of which nothing runs on when this returns or is ended.
+
+    It is work that only saves time later: if one of the processes dies, a warning says so and
+    the rest of it is left.
+
+    Args:
+        work: made in another process, so it and what it takes and gives are pickled.
+        calls: the argument of each.
+        processes: how many.
+        tell: told how many are done, and what the last one gave.
+    """
+    done, size = 0, processes * _CALLS_EACH
+    context = multiprocessing.get_context("spawn")  # a device does not survive a fork
+    with ended_together():
+        # Not max_tasks_per_child, under which an executor may wait for ever (CPython gh-115634).
+        for start in range(0, len(calls), size):
+            with ProcessPoolExecutor(processes, context) as pool:
+                waiting = [pool.submit(work, call) for call in calls[start : start + size]]
+                try:
+                    for done, future in enumerate(as_completed(waiting), start=start + 1):
+                        tell(done, future.result())
+                except BrokenProcessPool:
+                    logger.warning(
+                        "a process that compiled beforehand was ended, %d of %d done; the rest "
+                        "is compiled when it is measured",
+                        done - 1,
+                        len(calls),
+                    )
+                    return
+                except BaseException:
+                    for process in multiprocessing.active_children():
+                        process.terminate()
+                    raise
+                finally:
+                    pool.shutdown(cancel_futures=True)

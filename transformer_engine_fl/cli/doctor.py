@@ -320,7 +320,10 @@ def _cache(findings: _Findings, clear: bool) -> dict[str, Any]:
     try:
         report["path"] = str(_disk_cache.root())
         if clear:
-            report["deleted"] = _disk_cache.clear()
+            try:
+                report["deleted"] = _disk_cache.clear()
+            except OSError as error:
+                findings.broken(f"compiled kernels cannot be deleted: {error}")
         report["folders"] = [it._asdict() for it in _disk_cache.folders()]
         _disk_cache.check_writable()
     except (OSError, RuntimeError) as error:

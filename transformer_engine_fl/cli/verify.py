@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from transformer_engine_fl.cli import _sanitize
+from transformer_engine_fl.cli._folders import check_writable
 from transformer_engine_fl.cli._output import (
     Json,
     as_json,
@@ -126,7 +127,10 @@ def verify(
         _halves(readme)  # what is wrong with it is said before the work
     wanted = output is not None or not (case or json or readme or sanitize)
     if wanted:
-        _check_folder(output or Path())
+        try:
+            check_writable(output or Path())
+        except OSError as error:
+            raise ConfigurationError(f"--output: {error}") from None
     from transformer_engine_fl import testing
 
     if sanitize is not None:
@@ -174,19 +178,6 @@ def verify(
         for path in written:
             console(stderr=True).print(f"written: {path}", soft_wrap=True)
     raise typer.Exit(0 if card.passed else 1)
-
-
-def _check_folder(folder: Path) -> None:
-    """Whether the folder of the scorecard is there or can be made; the work may take an hour.
-
-    Raises:
-        ConfigurationError: nothing can be written there.
-    """
-    there = next(it for it in (folder.absolute(), *folder.absolute().parents) if it.exists())
-    if not there.is_dir():
-        raise ConfigurationError(f"--output: {there} is no folder")
-    if not os.access(there, os.W_OK):
-        raise ConfigurationError(f"--output: {there} cannot be written to")
 
 
 def _write(card: Scorecard, folder: Path) -> list[Path]:

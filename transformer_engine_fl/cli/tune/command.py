@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -12,8 +13,8 @@ import typer
 from rich.text import Text
 
 from transformer_engine_fl.backends.flagos.tuning import forget, lookup
+from transformer_engine_fl.cli._folders import check_writable
 from transformer_engine_fl.cli._output import Json, console, print_json, progress_bar, table
-from transformer_engine_fl.cli._processes import ended_together
 from transformer_engine_fl.cli.tune import checking
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, suggestion
 from transformer_engine_fl.core.manager import get_default_manager
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from transformer_engine_fl.cli.tune.measuring import Job, Result
 
 __all__ = ["tune"]
+
+
+def _named(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("an empty text is no path")
+    return Path(text)
 
 
 def tune(
@@ -46,6 +53,7 @@ def tune(
         Path | None,
         typer.Option(
             metavar="PATH",
+            parser=_named,
             help="The file (.yaml) or folder that is written (the user's own folder).",
         ),
     ] = None,
@@ -69,6 +77,10 @@ def tune(
     """
     get_default_manager().ensure_initialized()  # vendors' plugins register theirs
     if check:
+        if op or dtype or shapes is not None:
+            raise ConfigurationError(
+                "--check looks at whole files: leave out --op, --shapes and --dtype"
+            )
         raise typer.Exit(_check(output, as_json=json))
     wanted, sizes, dtypes = _operators(op or []), _shapes(shapes), dtype or []
     _check_question(wanted, sizes, dtypes)
@@ -77,8 +89,9 @@ def tune(
 
     measuring.load_families()
     path = _path(output, lookup.name_of(device))
+    _check_file(path, device)
     if jobs > 1:
-        with progress_bar("compiling") as progress, ended_together():
+        with progress_bar("compiling") as progress:
             measuring.compile_all(wanted, sizes, dtypes, device, jobs, progress)
     results = _measure(measuring.jobs(wanted, sizes, dtypes), device, path)
     written = any(it.value for it in results)
@@ -173,6 +186,17 @@ def _path(output: Path | None, name: str) -> Path:
     return (lookup.user_folder() if output is None else output) / vendor.name / f"{name}.yaml"
 
 
+def _check_file(path: Path, device: torch.device) -> None:
+    """Whether it can be merged into; an error now, not after all the measuring."""
+    from transformer_engine_fl.backends.flagos.tuning import files
+
+    try:
+        files.present(path, lookup.name_of(device))
+        check_writable(Path(os.path.realpath(path)).parent)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be written: {error}") from None
+
+
 # --------------------------------------------------------------------------- measuring
 
 
@@ -180,10 +204,8 @@ def _measure(jobs: Sequence[Job], device: torch.device, path: Path) -> list[Resu
     """Measure one after the other, each written at once: what comes later may fail."""
     import torch
 
-    from transformer_engine_fl.backends.flagos.tuning import files
     from transformer_engine_fl.cli.tune import measuring
 
-    files.present(path, lookup.name_of(device))  # an error now, not after all the measuring
     results = []
     with progress_bar("tuning") as progress:
         for done, job in enumerate(jobs):

@@ -6,7 +6,6 @@ Which candidates there are, and which calls they are measured with, the families
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 
 from transformer_engine_fl.backends.flagos.tuning import CHOICES, Choice
 from transformer_engine_fl.backends.flagos.tuning.calls import CALLS, Calls, Shape
+from transformer_engine_fl.cli._processes import beforehand
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import TeFlError
@@ -163,10 +163,12 @@ def compile_all(
     """
     question = ([CALLS.index(it) for it in wanted], shapes, dtypes, str(device))
     count = len(jobs(wanted, shapes, dtypes))
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=8) as pool:
-        rehearsed = pool.imap_unordered(partial(_rehearse, *question), range(count))
-        for done, name in enumerate(rehearsed, start=1):
-            tell(done, count, name)
+    beforehand(
+        partial(_rehearse, *question),
+        range(count),
+        processes,
+        lambda done, name: tell(done, count, name),
+    )
 
 
 def _rehearse(

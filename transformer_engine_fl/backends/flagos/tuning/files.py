@@ -9,23 +9,25 @@ import contextlib
 import importlib
 import os
 import pkgutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
+    PlainValidator,
     PositiveFloat,
-    StrictBool,
-    StrictFloat,
     StrictInt,
     StrictStr,
     TypeAdapter,
     ValidationError,
 )
+from pydantic_core import PydanticCustomError
+from yaml.constructor import ConstructorError
 
 from transformer_engine_fl.backends import flagos
 from transformer_engine_fl.backends.flagos.tuning.choice import CHOICES, Choice, Key
@@ -53,6 +55,12 @@ _STRICT = ConfigDict(strict=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
+def _number(value: Any) -> bool | int | float:
+    if isinstance(value, bool | int | float):
+        return value
+    raise PydanticCustomError("number", "input should be a number or a boolean")
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -70,7 +78,7 @@ class Entry(_Strict):
     """
 
     key: dict[StrictStr, StrictInt]
-    value: dict[StrictStr, StrictBool | StrictInt | StrictFloat]
+    value: dict[StrictStr, Annotated[bool | int | float, PlainValidator(_number)]]
     ms: PositiveFloat | None = None
     heuristic_ms: PositiveFloat | None = None
     call: StrictStr | None = None
@@ -94,16 +102,48 @@ class TuningFile(_Strict):
 # ----------------------------------------------------------------------------- reading
 
 
+class _Loader(yaml.SafeLoader):
+    """Names line and key of what PyYAML cannot convert, and refuses a key that is there twice."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._keys: dict[yaml.Node, str] = {}
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here rather than in construct_mapping: a merged key (<<) may be said again.
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line, name = key.start_mark.line + 1, str(key.value)
+            self._keys[value] = f"{name}: "
+            if name in lines:
+                said = f"{name}: is there twice, first in line {lines[name]}"
+                raise ConstructorError(None, None, said, key.start_mark)
+            lines[name] = line
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and value.bit_length() > 64:  # Python may not print it
+                raise OverflowError
+            return value
+        except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError):
+            said = f"{node.value!r} is no {node.tag.rpartition(':')[2]}"
+            key = self._keys.get(node, "")
+            raise ConstructorError(None, None, f"{key}{said}", node.start_mark) from None
+
+
 def read(path: Path) -> TuningFile:
     """Read a file.
 
     Raises:
-        ConfigurationError: it cannot be read, is no YAML, or has an unknown key or a value
-            of the wrong type; names the file and the line.
+        ConfigurationError: it cannot be read, is no YAML, or has an unknown key, one twice, or
+            a value of the wrong type; names the file and the line.
     """
     text = _text(path)
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -279,8 +319,10 @@ def present(path: Path, device: str | None) -> TuningFile:
     """What there is to merge into.
 
     Raises:
-        ConfigurationError: it is broken or for another device.
+        ConfigurationError: it is broken, no regular file or for another device.
     """
+    if path.exists() and not path.is_file():  # which a new file would replace
+        raise ConfigurationError(f"{path}: is no regular file")
     found = read(path) if path.exists() else TuningFile()
     if found.device not in (None, device):
         message = f"is for {found.device!r}, this is {device!r}; name another file"
@@ -289,25 +331,46 @@ def present(path: Path, device: str | None) -> TuningFile:
 
 
 def write(path: Path, content: TuningFile) -> None:
-    """Merge into a file, which is replaced in one step.
+    """Merge into a file, which is replaced in one step; of several writers each waits its turn.
+
+    A link stays one, and the file keeps its mode.
 
     Raises:
         ConfigurationError: what is there is broken or for another device, or nothing can be
             written there.
     """
-    plain = merged(present(path, content.device), content).model_dump(exclude_none=True)
-    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
+    target = Path(os.path.realpath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target):
+            plain = merged(present(path, content.device), content).model_dump(exclude_none=True)
+            text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
+            _replace(target, text)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be written: {error}") from None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps other writers of a file out; a lock on itself would go when it is replaced."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # no locks here, or another user's file
+            import fcntl
+
+            lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(path: Path, text: str) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

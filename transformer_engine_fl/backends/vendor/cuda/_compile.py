@@ -42,7 +42,7 @@ _DIAGNOSTIC = re.compile(r"^(?P<file>[^\n]*?)\((?P<line>\d+)\): (?:catastrophic 
 
 
 class KernelCompileError(NotStartedError):
-    """The compiler refused a .cu file.
+    """The compiler refused a .cu file, or it cannot be read.
 
     Whoever writes an argument has loaded every kernel of the call before the first launch.
 
@@ -102,9 +102,12 @@ def cubin(specialisation: Specialisation, arch: str) -> bytes:
     Raises:
         KernelCompileError: names the file, the line and the compiler's words.
     """
-    source = specialisation.path.read_text(encoding="utf-8")
     headers = header_directory()
-    name = _entry_name(specialisation, arch, source, headers)
+    try:
+        source = specialisation.path.read_text(encoding="utf-8")
+        name = _entry_name(specialisation, arch, source, headers)
+    except (OSError, UnicodeDecodeError) as error:
+        raise KernelCompileError(specialisation, arch, str(error)) from error
     code = CACHE.read(name)
     if code is None:
         code = _compile(specialisation, arch, source, headers)

@@ -1,0 +1,59 @@
+"""Work in several processes: what becomes of it when one of them dies, or all are to end."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, time
+from transformer_engine_fl.cli._processes import beforehand
+beforehand({work}, {calls}, 2, lambda *told: print(told, flush=True))
+print("and on")
+"""
+
+
+@pytest.fixture
+def start():
+    """Starts a program that works so; what of it hangs is killed in the end."""
+    programs = []
+
+    def started(work: str, calls: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM.format(work=work, calls=calls)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        programs.append(subprocess.Popen(command, text=True, start_new_session=True, **pipes))
+        return programs[-1]
+
+    yield started
+    for program in programs:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
+
+
+def test_every_call_is_made_however_many_they_are(start):
+    out, err = start("str", "range(40)").communicate(timeout=120)
+    *told, last = out.splitlines()
+    dones, gave = zip(*map(ast.literal_eval, told), strict=True)
+    assert (list(dones), last) == ([*range(1, 41)], "and on"), err
+    assert sorted(gave, key=int) == [str(it) for it in range(40)]
+
+
+def test_a_process_that_dies_ends_the_work_and_not_the_program(start):
+    out, err = start("os._exit", "[1] * 5").communicate(timeout=120)
+    assert out == "and on\n", err
+    assert "a process that compiled beforehand was ended, 0 of 5 done" in err
+
+
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_the_end_of_the_program_is_that_of_its_processes(start, whole_group):
+    program = start("time.sleep", "[0, 600]")
+    assert program.stdout.readline() == "(1, None)\n"  # one is idle now
+    os.killpg(program.pid, signal.SIGTERM) if whole_group else program.terminate()
+    program.communicate(timeout=60)  # returns when nobody has these pipes any more
+    assert program.returncode == 128 + signal.SIGTERM

@@ -1,0 +1,21 @@
+"""Where results go: asked before the work, which may take hours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["check_writable"]
+
+
+def check_writable(folder: Path) -> None:
+    """Whether files can be written in a folder, which is there or can be made.
+
+    Raises:
+        OSError: they cannot.
+    """
+    there = next(it for it in (folder.absolute(), *folder.absolute().parents) if it.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{there} cannot be written to")
