@@ -166,6 +166,33 @@ def test_values_and_gradients_are_those_of_float64(name: str, dtype: torch.dtype
         torch.testing.assert_close(tensor.grad.double(), reference.grad, **close)
 
 
+@pytest.mark.parametrize("offset", [1e6, -1e9])
+def test_probabilities_of_logits_far_from_zero_are_exact(offset: float, ran: Ran) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(6, 8) + offset).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    grad = torch.randn(6)
+    F.cross_entropy(exact, TARGET, reduction="none").backward(grad.double())
+    with use_aten_ops():
+        logarithms = F.log_softmax(logits, -1)
+        losses = F.cross_entropy(logits, TARGET, reduction="none")
+        losses.backward(grad)
+    served = ("aten::_log_softmax", "aten::cross_entropy_loss")
+    assert {(name, "reference.torch") for name in served} <= set(ran)
+    close: dict[str, Any] = {"rtol": 2e-6, "atol": 2e-6}
+    torch.testing.assert_close(logarithms.double(), F.log_softmax(exact, -1), **close)
+    expected = F.cross_entropy(exact, TARGET, reduction="none")
+    torch.testing.assert_close(losses.double(), expected, **close)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, **close)  # type: ignore[union-attr]
+
+
+def test_rows_without_a_largest_logit_are_as_torch_has_them() -> None:
+    rows = torch.tensor([[1.0, -torch.inf], [-torch.inf] * 2, [torch.nan, 1.0], [torch.inf, 0.0]])
+    expected = F.log_softmax(rows, -1)
+    with use_aten_ops():
+        torch.testing.assert_close(F.log_softmax(rows, -1), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda it: str(it).removeprefix("torch."))
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "softmax", "log_softmax", "silu"])
 def test_a_backward_outside_of_the_block_goes_with_the_forward_inside(
