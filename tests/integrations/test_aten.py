@@ -679,6 +679,72 @@ def test_a_block_is_its_threads_own(ran: Ran) -> None:
     assert ran == []
 
 
+def routed(ran: Ran) -> bool:
+    """Whether a call is, which ``enabled`` has to say."""
+    ran.clear()
+    F.silu(torch.ones(3))
+    assert aten.enabled() == bool(ran)
+    return aten.enabled()
+
+
+def test_a_thread_with_a_copy_of_the_context_enters_for_itself(ran: Ran) -> None:
+    def in_a_thread() -> list[bool]:
+        found = [routed(ran)]
+        aten.disable()
+        aten.enable()
+        found.append(routed(ran))
+        with use_aten_ops():
+            found.append(routed(ran))
+        found.append(routed(ran))
+        aten.disable()
+        return [*found, routed(ran)]
+
+    async def run() -> None:
+        aten.enable()
+        try:
+            assert await asyncio.to_thread(in_a_thread) == [False, True, True, True, False]
+            assert routed(ran)
+        finally:
+            aten.disable()
+        with use_aten_ops():
+            assert await asyncio.to_thread(in_a_thread) == [False, True, True, True, False]
+            assert routed(ran)
+        assert not routed(ran)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_task_outlives_the_block_it_was_made_in(lasting: bool, ran: Ran) -> None:
+    async def child(left: asyncio.Event) -> list[bool]:
+        found = [routed(ran)]
+        await left.wait()
+        with other:
+            found.append(routed(ran))
+        aten.enable()
+        found.append(routed(ran))
+        aten.disable()
+        return [*found, routed(ran)]
+
+    async def run() -> list[bool]:
+        left = asyncio.Event()
+        if lasting:
+            aten.enable()
+            task = asyncio.create_task(child(left))
+            await asyncio.sleep(0)
+            aten.disable()
+        else:
+            with use_aten_ops():
+                task = asyncio.create_task(child(left))
+                await asyncio.sleep(0)
+        left.set()
+        return await task
+
+    other = use_aten_ops()
+    assert asyncio.run(run()) == [True, True, True, False]
+    assert not routed(ran)
+
+
 def test_threads_that_enter_at_once_share_the_routes() -> None:
     together = threading.Barrier(4)
     outputs: list[Tensor] = []
