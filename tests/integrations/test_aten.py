@@ -7,7 +7,7 @@ import gc
 import inspect
 import threading
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -318,6 +318,29 @@ def test_enable_lasts_until_disable(ran: Ran) -> None:
     aten.disable()
     F.silu(torch.ones(3))
     assert ran == [("aten::silu", "reference.torch")]
+
+
+def test_generators_end_their_own_blocks_in_any_order(ran: Ran) -> None:
+    def within(*operators: str) -> Generator[None]:
+        with use_aten_ops(*operators):
+            yield
+
+    def served() -> set[str]:
+        ran.clear()
+        F.silu(torch.ones(3, 3).mm(torch.ones(3, 3)))
+        return {operator for operator, _ in ran}
+
+    first, second, third = within("mm"), within("silu"), within("mm", "silu")
+    next(first)
+    next(second)
+    first.close()
+    assert served() == {"aten::silu"}
+    next(third)
+    second.close()
+    assert served() == {"aten::mm", "aten::silu"}
+    third.close()
+    assert served() == set()
+    assert not aten.enabled()
 
 
 def test_a_block_of_some_operators_leaves_the_others(ran: Ran) -> None:

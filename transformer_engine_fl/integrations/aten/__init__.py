@@ -68,17 +68,25 @@ class _Block:
     Attributes:
         routes: whose candidates serve.
         only: names of the operators that are routed, or None for all.
+        owner: what entered it; None for :func:`enable`.
         outer: the block around it.
         thread: who entered it.
         ended: it is in force no more, of which a copy of its context does not know.
         scope: the policy blocks in force at its last call, for the threads of a backward.
     """
 
-    __slots__ = ("ended", "only", "outer", "routes", "scope", "thread")
+    __slots__ = ("ended", "only", "outer", "owner", "routes", "scope", "thread")
 
-    def __init__(self, routes: Routes, only: frozenset[str] | None, outer: _Block | None) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        only: frozenset[str] | None,
+        owner: use_aten_ops | None,
+        outer: _Block | None,
+    ) -> None:
         self.routes = routes
         self.only = only
+        self.owner = owner
         self.outer = outer
         self.thread = get_ident()
         self.ended = False
@@ -96,7 +104,10 @@ def _current() -> _Block | None:
     A context is copied for asyncio.to_thread and for tasks; the thread of the copy may be another
     one, and the block may have ended since.
     """
-    block = _active.get()
+    return _holding(_active.get())
+
+
+def _holding(block: _Block | None) -> _Block | None:
     while block is not None and (block.ended or block.thread != get_ident()):
         block = block.outer
     return block
@@ -154,7 +165,7 @@ class use_aten_ops:  # noqa: N801 - used like the functions of contextlib
 
     @in_compiled_code(lambda self: _refuse())
     def __enter__(self) -> None:
-        _enter(self._only)
+        _enter(self._only, self)
 
     def __exit__(
         self,
@@ -163,6 +174,8 @@ class use_aten_ops:  # noqa: N801 - used like the functions of contextlib
         traceback: TracebackType | None,
     ) -> None:
         block = _current()
+        while block is not None and block.owner is not self:  # of a generator suspended in it
+            block = _holding(block.outer)
         if block is not None:
             _leave(block)
 
@@ -182,8 +195,8 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _enter(only: frozenset[str] | None) -> None:
-    block = _Block(_routes(), only, _active.get())
+def _enter(only: frozenset[str] | None, owner: use_aten_ops | None) -> None:
+    block = _Block(_routes(), only, owner, _active.get())
     _active.set(block)
     torch._C._stash_obj_in_tls(_TLS, block)
     _depth.value += 1
@@ -218,7 +231,7 @@ _lasting: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
 def enable() -> None:
     """Route from here on, in this thread and context, until :func:`disable`; once is enough."""
     if _lasts() is None:
-        _enter(None)
+        _enter(None, None)
         _lasting.set(_active.get())
 
 
