@@ -93,13 +93,14 @@ class TorchTensors:
 
     def is_ordinary(self, value: torch.Tensor) -> bool:
         """Neither sparse nor nested, no subclass with a way of its own, in none of torch's
-        transforms: what fails on such a tensor may well serve any other.
+        transforms, no batch of gradients: what fails on such a tensor may well serve any other.
         """
         return not (
             _unusual(value)
             or value.is_nested
             or value.layout is not torch.strided
             or torch._C._functorch.is_functorch_wrapped_tensor(value)
+            or torch._C._functorch.is_legacy_batchedtensor(value)  # of is_grads_batched
         )
 
     def is_fatal(self, error: Exception) -> bool:
