@@ -463,6 +463,32 @@ def test_a_vendor_that_fails_is_set_aside_and_one_that_declines_is_not() -> None
             F.silu(x)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", ["silu", "rms_norm"])
+def test_a_warning_names_the_line_that_failed(
+    name: str, requires_grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def silu(input: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+    def rmsnorm_fwd(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("broken")
+
+    broken, call = {
+        "silu": (silu, F.silu),
+        "rms_norm": (rmsnorm_fwd, lambda x: F.rms_norm(x, (3,))),
+    }[name]
+    fields: dict[str, Any] = {"vendor": "acme", "devices": ("cpu",), "mutates": ()}
+    get_default_manager().registry.register_impl(
+        OpImpl(broken.__name__, "vendor.acme", "vendor", broken, **fields)  # type: ignore[arg-type]
+    )
+    x = torch.randn(2, 3, requires_grad=requires_grad)
+    with use_aten_ops(), with_preference("vendor:acme"):
+        call(x)
+    line = broken.__code__.co_firstlineno + 1
+    assert f"(RuntimeError: broken (at {__file__}:{line}))" in caplog.text
+
+
 def test_memory_that_runs_out_in_supports_is_no_answer() -> None:
     def full(*args: Any, **kwargs: Any) -> bool:
         raise torch.OutOfMemoryError("no room for a plan")

@@ -18,10 +18,10 @@ from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
 __all__ = ["TorchTensors", "facts_of", "first_tensor"]
 
-# An implementation may be decorated with torch's contexts, or compiled.
+# An implementation may be decorated with torch's contexts, compiled, or run by autograd.
 BETWEEN.update(
     str(Path(torch.__file__).parent / file)
-    for file in ("utils/_contextlib.py", "_dynamo/eval_frame.py")
+    for file in ("utils/_contextlib.py", "_dynamo/eval_frame.py", "autograd/function.py")
 )
 
 # What torch says when a device is gone or its context is beyond use. Errors of these
