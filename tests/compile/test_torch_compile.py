@@ -116,6 +116,21 @@ def test_dynamic_shapes_compile_once() -> None:
         assert counter.frame_count - before == 1
 
 
+@pytest.mark.parametrize("function", [functional.rms_norm, functional.layer_norm])
+def test_gradients_of_no_rows_compile_with_dynamic_shapes(function: Program) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return function(x, w).sum()
+
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+    w = torch.randn(16, requires_grad=True)
+    for rows in (8, 0, 3):
+        x = torch.randn(rows, 16, requires_grad=True)
+        with te.with_preference("reference"):
+            gradients = torch.autograd.grad(compiled(x, w), (x, w))
+            expected = torch.autograd.grad(program(x, w), (x, w))
+        torch.testing.assert_close(gradients, expected)
+
+
 def test_the_same_function_serves_every_dtype() -> None:
     program = by_call()
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
