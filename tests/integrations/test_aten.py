@@ -236,6 +236,14 @@ def test_the_gradient_of_relu_passes_where_the_input_is_nan(ran: Ran) -> None:
     assert gradient.tolist() == expected.tolist() == [1, 2, 0, 0, 0, 6]
 
 
+@pytest.mark.parametrize("beta", [0, 1])
+def test_a_product_times_zero_is_zero_as_torch_has_it(beta: int) -> None:
+    infinite = torch.full((2, 3), torch.inf)
+    with use_aten_ops():
+        total = torch.addmm(torch.ones(2, 4), infinite, torch.ones(3, 4), alpha=0, beta=beta)
+    assert total.tolist() == [[beta] * 4] * 2
+
+
 def test_dropout_keeps_the_mean_and_follows_the_seed(ran: Ran) -> None:
     x = torch.ones(4000, requires_grad=True)
     with use_aten_ops():

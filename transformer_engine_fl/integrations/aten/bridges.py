@@ -173,6 +173,7 @@ def _addmm(
 ) -> Served:
     _matrices(mat1, mat2)
     _same_dtype(mat1, self)
+    _need(alpha != 0, "a product that alpha = 0 leaves out, whatever is in it")
     factors = {"alpha": float(alpha)} if alpha != 1 else {}
 
     def served(run: Run) -> Tensor:
