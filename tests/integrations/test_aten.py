@@ -923,6 +923,7 @@ def test_te_fl_explain_knows_aten_operators(capsys: pytest.CaptureFixture[str]) 
             )
             for last in (4, -1, 2**40)
         ),
+        pytest.param(lambda x: F.cross_entropy(x[0, 0, 0, 0], torch.tensor(0)), id="one-logit"),
         pytest.param(
             lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4).double()),
             id="mask-dtype",
@@ -930,7 +931,7 @@ def test_te_fl_explain_knows_aten_operators(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_a_call_that_torch_refuses_is_refused_in_a_block_alike(
-    call: Callable[[Tensor], Tensor],
+    call: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.randn(2, 3, 4, 4)
     with pytest.raises((IndexError, RuntimeError)) as outside:
@@ -939,6 +940,7 @@ def test_a_call_that_torch_refuses_is_refused_in_a_block_alike(
         call(x)
     assert type(inside.value) is type(outside.value)
     assert str(inside.value) == str(outside.value)
+    assert "supports()" not in caplog.text
 
 
 def test_a_mask_of_one_dimension_is_left_to_torch() -> None:

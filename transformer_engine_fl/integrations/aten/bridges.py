@@ -362,7 +362,7 @@ def _cross_entropy(
 ) -> Served:
     _full(self)
     _need(weight is None, "the contract's cross entropy has no weight for each class")
-    _need(self.ndim <= 2, "the classes are not the last dimension")
+    _need(1 <= self.ndim <= 2, "the classes are not the last dimension")
     _need(target.dtype == torch.int64, "the targets are no indices of classes")
     _need(target.shape == self.shape[:-1], "not one target for each row")
     if self.device.type == "cpu":  # where torch looks at them, and nobody waits for a device
