@@ -116,6 +116,21 @@ def test_dynamic_shapes_compile_once() -> None:
         assert counter.frame_count - before == 1
 
 
+@pytest.mark.parametrize("function", [functional.rms_norm, functional.layer_norm])
+def test_gradients_of_no_rows_compile_with_dynamic_shapes(function: Program) -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return function(x, w).sum()
+
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+    w = torch.randn(16, requires_grad=True)
+    for rows in (8, 0, 3):
+        x = torch.randn(rows, 16, requires_grad=True)
+        with te.with_preference("reference"):
+            gradients = torch.autograd.grad(compiled(x, w), (x, w))
+            expected = torch.autograd.grad(program(x, w), (x, w))
+        torch.testing.assert_close(gradients, expected)
+
+
 def test_the_same_function_serves_every_dtype() -> None:
     program = by_call()
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
@@ -366,17 +381,16 @@ def test_what_declines_in_eager_code_declines_in_compiled_code(
         for run in (compiled, program):
             torch.testing.assert_close(run(x, w, False), x * 2)
     (said,) = [it.getMessage() for it in caplog.records if it.name == "TE-FL"]
-    assert said.startswith("breaks: supports() raised while it was traced")
+    assert said.startswith(
+        "breaks: supports() raised ValueError: only for tokens while it was traced, which is taken"
+    )
     with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:short", "reference"]}):
         for run in (program, compiled):
             with pytest.raises(Exception, match=r"'zero_centered_gamma'(, '| is )int 0"):
                 run(x, w, 0)
 
 
-def test_a_predicate_that_meets_a_malformed_setting_is_not_passed_over_in_compiled_code() -> None:
-    def supports(x: Tensor) -> bool:
-        raise te.ConfigurationError("TE_FL_X: 'maybe' is not a switch")
-
+def choosing(supports: Callable[..., bool | str]) -> te.OpManager:
     registry = te.OpRegistry({})
     registry.register_many(
         [
@@ -386,11 +400,69 @@ def test_a_predicate_that_meets_a_malformed_setting_is_not_passed_over_in_compil
             te.OpImpl("twice", "plain", "reference", lambda x: x * 2),
         ]
     )
-    manager = te.OpManager(registry, builtins=False, plugins=False)
+    return te.OpManager(registry, builtins=False, plugins=False)
+
+
+def test_a_predicate_that_meets_a_malformed_setting_is_not_passed_over_in_compiled_code() -> None:
+    def supports(x: Tensor) -> bool:
+        raise te.ConfigurationError("TE_FL_X: 'maybe' is not a switch")
+
+    manager = choosing(supports)
     program = lambda x: manager.call("twice", x)  # noqa: E731
     for run in (program, torch.compile(program, fullgraph=True, backend="eager")):
         with pytest.raises(Exception, match="TE_FL_X"):
             run(torch.ones(3))
+
+
+def test_a_predicate_that_declines_by_an_error_does_so_without_a_warning_in_compiled_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def supports(x: Tensor) -> bool:
+        raise te.NotSupportedError("three of them are too many")
+
+    manager = choosing(supports)
+    program = lambda x: manager.call("twice", x)  # noqa: E731
+    for run in (torch.compile(program, fullgraph=True, backend="eager"), program):
+        torch.testing.assert_close(run(torch.ones(3)), torch.full((3,), 2.0))
+    assert "supports()" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no memory left"), RuntimeError("CUDA error: device is lost")],
+    ids=["memory", "device"],
+)
+def test_what_is_fatal_in_a_predicate_is_raised_in_compiled_code_too(error: Exception) -> None:
+    kind, text = type(error), str(error)
+
+    def supports(x: Tensor) -> bool:
+        raise kind(text)
+
+    manager = choosing(supports)
+    program = lambda x: manager.call("twice", x)  # noqa: E731
+    for run in (program, torch.compile(program, backend="eager")):
+        with pytest.raises(kind, match=text):
+            run(torch.ones(3))
+
+
+def test_a_wrong_call_blames_no_predicate_in_compiled_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def supports(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> bool:
+        raise ValueError("it cannot have been the call")
+
+    def short(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        return input * 5, input.new_ones(input.shape[:-1])
+
+    manager = te.get_default_manager()
+    fields: dict[str, Any] = {"vendor": "picky", "devices": ["cpu"], "supports": supports}
+    manager.registry.register_impl(te.OpImpl("rmsnorm_fwd", "picky", "vendor", short, **fields))
+    program = lambda x, w: manager.call("rmsnorm_fwd", x, w)[0]  # noqa: E731
+    with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:picky", "reference"]}):
+        for run in (program, torch.compile(program, fullgraph=True, backend="eager")):
+            with pytest.raises(Exception, match="one value per column"):
+                run(torch.ones(4, 8), torch.ones(7))
+    assert "supports()" not in caplog.text
 
 
 def test_what_cannot_be_loaded_is_passed_over_in_compiled_code_too() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import logging.handlers
+import queue
 import re
 import subprocess
 import sys
@@ -197,6 +199,20 @@ def test_what_the_application_shows_is_not_shown_twice(
     logger.warning("hushed there")
     logger.error("shown there")
     assert now.getvalue().count("hushed there") == now.getvalue().count("shown there") == 1
+
+
+def test_what_goes_into_a_queue_is_left_to_its_listener(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = logging.handlers.QueueHandler(records)
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    logger.warning("once")
+    assert records.get_nowait().getMessage() == "once"
+    assert capsys.readouterr().err == ""
+    handler.setLevel("ERROR")
+    logger.warning("not for the queue")
+    assert "not for the queue" in capsys.readouterr().err
 
 
 def test_a_closed_stderr_ends_no_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,10 +93,27 @@ def test_there_is_one_warning_and_it_says_who_failed_why_and_who_served(
         assert part in said[0]
 
 
+def batched_gradients(call: Callable[[torch.Tensor], Any]) -> None:
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            call(grad)
+            return grad
+
+    x = ones().requires_grad_()
+    grads = torch.ones(3, *x.shape)
+    torch.autograd.grad(Asking.apply(x), x, grads, is_grads_batched=True)
+
+
 UNUSUAL: dict[str, Callable[[Callable[[torch.Tensor], Any]], Any]] = {
     "sparse": lambda call: call(ones().to_sparse()),
     "a subclass": lambda call: call(TwoTensor(ones(), ones())),
     "vmap": lambda call: torch.vmap(call)(torch.ones(3, 4)),
+    "a batch of gradients": batched_gradients,
 }
 
 

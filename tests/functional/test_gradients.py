@@ -42,6 +42,29 @@ def test_layer_norm_without_bias_has_gradients_for_the_rest() -> None:
     assert torch.autograd.gradcheck(lambda *args: functional.layer_norm(*args), (x, weight))
 
 
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (functional.rms_norm, ((2, 3, 6), (6,))),
+        (functional.layer_norm, ((2, 3, 6), (6,), (6,))),
+        (functional.linear, ((2, 3, 6), (4, 6), (4,))),
+        (functional.rms_norm, ((0, 6), (6,))),
+    ],
+    ids=["rms_norm", "layer_norm", "linear", "rms_norm without rows"],
+)
+def test_gradients_asked_for_in_a_batch_are_those_asked_for_one_by_one(
+    function: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    torch.manual_seed(7)
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    output = function(*inputs)
+    grads = torch.randn(3, *output.shape, dtype=torch.float64)
+    batch = torch.autograd.grad(output, inputs, grads, retain_graph=True, is_grads_batched=True)
+    for place, grad in enumerate(grads):
+        one = torch.autograd.grad(output, inputs, grad, retain_graph=True)
+        torch.testing.assert_close([gradients[place] for gradients in batch], list(one))
+
+
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_only_the_gradients_that_are_wanted_are_returned(name: str, wanted: int) -> None:

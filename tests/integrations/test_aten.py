@@ -7,7 +7,7 @@ import gc
 import inspect
 import threading
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -166,6 +166,33 @@ def test_values_and_gradients_are_those_of_float64(name: str, dtype: torch.dtype
         torch.testing.assert_close(tensor.grad.double(), reference.grad, **close)
 
 
+@pytest.mark.parametrize("offset", [1e6, -1e9])
+def test_probabilities_of_logits_far_from_zero_are_exact(offset: float, ran: Ran) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(6, 8) + offset).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    grad = torch.randn(6)
+    F.cross_entropy(exact, TARGET, reduction="none").backward(grad.double())
+    with use_aten_ops():
+        logarithms = F.log_softmax(logits, -1)
+        losses = F.cross_entropy(logits, TARGET, reduction="none")
+        losses.backward(grad)
+    served = ("aten::_log_softmax", "aten::cross_entropy_loss")
+    assert {(name, "reference.torch") for name in served} <= set(ran)
+    close: dict[str, Any] = {"rtol": 2e-6, "atol": 2e-6}
+    torch.testing.assert_close(logarithms.double(), F.log_softmax(exact, -1), **close)
+    expected = F.cross_entropy(exact, TARGET, reduction="none")
+    torch.testing.assert_close(losses.double(), expected, **close)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, **close)  # type: ignore[union-attr]
+
+
+def test_rows_without_a_largest_logit_are_as_torch_has_them() -> None:
+    rows = torch.tensor([[1.0, -torch.inf], [-torch.inf] * 2, [torch.nan, 1.0], [torch.inf, 0.0]])
+    expected = F.log_softmax(rows, -1)
+    with use_aten_ops():
+        torch.testing.assert_close(F.log_softmax(rows, -1), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda it: str(it).removeprefix("torch."))
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "softmax", "log_softmax", "silu"])
 def test_a_backward_outside_of_the_block_goes_with_the_forward_inside(
@@ -207,6 +234,14 @@ def test_the_gradient_of_relu_passes_where_the_input_is_nan(ran: Ran) -> None:
         (gradient,) = torch.autograd.grad(F.relu(x), x, torch.arange(1.0, 7.0))
     assert ("aten::threshold_backward", "reference.torch") in ran
     assert gradient.tolist() == expected.tolist() == [1, 2, 0, 0, 0, 6]
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+def test_a_product_times_zero_is_zero_as_torch_has_it(beta: int) -> None:
+    infinite = torch.full((2, 3), torch.inf)
+    with use_aten_ops():
+        total = torch.addmm(torch.ones(2, 4), infinite, torch.ones(3, 4), alpha=0, beta=beta)
+    assert total.tolist() == [[beta] * 4] * 2
 
 
 def test_dropout_keeps_the_mean_and_follows_the_seed(ran: Ran) -> None:
@@ -291,6 +326,29 @@ def test_enable_lasts_until_disable(ran: Ran) -> None:
     aten.disable()
     F.silu(torch.ones(3))
     assert ran == [("aten::silu", "reference.torch")]
+
+
+def test_generators_end_their_own_blocks_in_any_order(ran: Ran) -> None:
+    def within(*operators: str) -> Generator[None]:
+        with use_aten_ops(*operators):
+            yield
+
+    def served() -> set[str]:
+        ran.clear()
+        F.silu(torch.ones(3, 3).mm(torch.ones(3, 3)))
+        return {operator for operator, _ in ran}
+
+    first, second, third = within("mm"), within("silu"), within("mm", "silu")
+    next(first)
+    next(second)
+    first.close()
+    assert served() == {"aten::silu"}
+    next(third)
+    second.close()
+    assert served() == {"aten::mm", "aten::silu"}
+    third.close()
+    assert served() == set()
+    assert not aten.enabled()
 
 
 def test_a_block_of_some_operators_leaves_the_others(ran: Ran) -> None:
@@ -411,6 +469,32 @@ def test_a_vendor_that_fails_is_set_aside_and_one_that_declines_is_not() -> None
         strict = with_preference("vendor:acme"), with_strict_mode()
         with strict[0], strict[1], pytest.raises(StrictModeError, match="no such core"):
             F.silu(x)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", ["silu", "rms_norm"])
+def test_a_warning_names_the_line_that_failed(
+    name: str, requires_grad: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def silu(input: Tensor) -> Tensor:
+        raise RuntimeError("broken")
+
+    def rmsnorm_fwd(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("broken")
+
+    broken, call = {
+        "silu": (silu, F.silu),
+        "rms_norm": (rmsnorm_fwd, lambda x: F.rms_norm(x, (3,))),
+    }[name]
+    fields: dict[str, Any] = {"vendor": "acme", "devices": ("cpu",), "mutates": ()}
+    get_default_manager().registry.register_impl(
+        OpImpl(broken.__name__, "vendor.acme", "vendor", broken, **fields)  # type: ignore[arg-type]
+    )
+    x = torch.randn(2, 3, requires_grad=requires_grad)
+    with use_aten_ops(), with_preference("vendor:acme"):
+        call(x)
+    line = broken.__code__.co_firstlineno + 1
+    assert f"(RuntimeError: broken (at {__file__}:{line}))" in caplog.text
 
 
 def test_memory_that_runs_out_in_supports_is_no_answer() -> None:
@@ -652,6 +736,72 @@ def test_a_block_is_its_threads_own(ran: Ran) -> None:
     assert ran == []
 
 
+def routed(ran: Ran) -> bool:
+    """Whether a call is, which ``enabled`` has to say."""
+    ran.clear()
+    F.silu(torch.ones(3))
+    assert aten.enabled() == bool(ran)
+    return aten.enabled()
+
+
+def test_a_thread_with_a_copy_of_the_context_enters_for_itself(ran: Ran) -> None:
+    def in_a_thread() -> list[bool]:
+        found = [routed(ran)]
+        aten.disable()
+        aten.enable()
+        found.append(routed(ran))
+        with use_aten_ops():
+            found.append(routed(ran))
+        found.append(routed(ran))
+        aten.disable()
+        return [*found, routed(ran)]
+
+    async def run() -> None:
+        aten.enable()
+        try:
+            assert await asyncio.to_thread(in_a_thread) == [False, True, True, True, False]
+            assert routed(ran)
+        finally:
+            aten.disable()
+        with use_aten_ops():
+            assert await asyncio.to_thread(in_a_thread) == [False, True, True, True, False]
+            assert routed(ran)
+        assert not routed(ran)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_task_outlives_the_block_it_was_made_in(lasting: bool, ran: Ran) -> None:
+    async def child(left: asyncio.Event) -> list[bool]:
+        found = [routed(ran)]
+        await left.wait()
+        with other:
+            found.append(routed(ran))
+        aten.enable()
+        found.append(routed(ran))
+        aten.disable()
+        return [*found, routed(ran)]
+
+    async def run() -> list[bool]:
+        left = asyncio.Event()
+        if lasting:
+            aten.enable()
+            task = asyncio.create_task(child(left))
+            await asyncio.sleep(0)
+            aten.disable()
+        else:
+            with use_aten_ops():
+                task = asyncio.create_task(child(left))
+                await asyncio.sleep(0)
+        left.set()
+        return await task
+
+    other = use_aten_ops()
+    assert asyncio.run(run()) == [True, True, True, False]
+    assert not routed(ran)
+
+
 def test_threads_that_enter_at_once_share_the_routes() -> None:
     together = threading.Barrier(4)
     outputs: list[Tensor] = []
@@ -773,6 +923,7 @@ def test_te_fl_explain_knows_aten_operators(capsys: pytest.CaptureFixture[str]) 
             )
             for last in (4, -1, 2**40)
         ),
+        pytest.param(lambda x: F.cross_entropy(x[0, 0, 0, 0], torch.tensor(0)), id="one-logit"),
         pytest.param(
             lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.zeros(4, 4).double()),
             id="mask-dtype",
@@ -780,7 +931,7 @@ def test_te_fl_explain_knows_aten_operators(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_a_call_that_torch_refuses_is_refused_in_a_block_alike(
-    call: Callable[[Tensor], Tensor],
+    call: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.randn(2, 3, 4, 4)
     with pytest.raises((IndexError, RuntimeError)) as outside:
@@ -789,6 +940,7 @@ def test_a_call_that_torch_refuses_is_refused_in_a_block_alike(
         call(x)
     assert type(inside.value) is type(outside.value)
     assert str(inside.value) == str(outside.value)
+    assert "supports()" not in caplog.text
 
 
 def test_a_mask_of_one_dimension_is_left_to_torch() -> None:

@@ -34,7 +34,14 @@ ON_BEHALF: Final = (
 BETWEEN: Final[set[str]] = set()
 """Files of others through which what we call is run. Who calls through one adds it."""
 
-_NOBODY: Final = (*ON_BEHALF, "<", importlib.__file__, contextlib.__file__)
+_NOBODY: Final = (
+    *ON_BEHALF,
+    str(_ROOT / "integrations" / "aten"),
+    str(_ROOT / "functional" / "_differentiable.py"),
+    "<",
+    importlib.__file__,
+    contextlib.__file__,
+)
 
 
 def said(error: BaseException, most: int | None = None) -> str:

@@ -2,7 +2,8 @@
 
 The level comes from ``TEFL_LOG_LEVEL`` (policy.py reads it with the other variables).
 ``propagate`` is left alone, so an application's own handlers and pytest's caplog see
-every record. What one of those shows on the console is not written there again.
+every record. What one of those shows on the console is not written there again; nor is what
+one puts into a queue, whose end is not known here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         others = [it for it in logger.handlers if it is not self]
         if logger.propagate:
             others += logging.root.handlers
-        if not any(record.levelno >= it.level and _on_console(it) for it in others):
+        if not any(record.levelno >= it.level and _shows(it) for it in others):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
@@ -53,8 +54,14 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         raise AttributeError("this handler always writes to sys.stderr")
 
 
-def _on_console(handler: logging.Handler) -> bool:
-    """Whether a handler writes where we would; rich's has its stream in a console."""
+def _shows(handler: logging.Handler) -> bool:
+    """Whether a handler writes where we would, or may have a listener do so.
+
+    rich's has its stream in a console. Nobody has a queue's whose module is not imported.
+    """
+    queued = sys.modules.get("logging.handlers")
+    if queued is not None and isinstance(handler, queued.QueueHandler):
+        return True
     stream = getattr(handler, "stream", None)
     if stream is None:
         stream = getattr(getattr(handler, "console", None), "file", None)

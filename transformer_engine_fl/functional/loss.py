@@ -83,6 +83,8 @@ def cross_entropy(
 
     See :func:`transformer_engine_fl.ops.cross_entropy_fwd` for the formula and the other
     arguments. The logits are kept for the backward; the probabilities are calculated again.
+    As lse is float32 (float64 for float64), the logarithm of a probability has an absolute error
+    of about ``eps * |lse|``: where that matters, subtract from each row its largest logit before.
 
     With a process group the logits are this rank's columns, a shard of the vocabulary, and
     every rank has the same targets. One all-gather of four numbers for each row is all

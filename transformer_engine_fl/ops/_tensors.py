@@ -18,10 +18,10 @@ from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
 __all__ = ["TorchTensors", "facts_of", "first_tensor"]
 
-# An implementation may be decorated with torch's contexts, or compiled.
+# An implementation may be decorated with torch's contexts, compiled, or run by autograd.
 BETWEEN.update(
     str(Path(torch.__file__).parent / file)
-    for file in ("utils/_contextlib.py", "_dynamo/eval_frame.py")
+    for file in ("utils/_contextlib.py", "_dynamo/eval_frame.py", "autograd/function.py")
 )
 
 # What torch says when a device is gone or its context is beyond use. Errors of these
@@ -93,13 +93,14 @@ class TorchTensors:
 
     def is_ordinary(self, value: torch.Tensor) -> bool:
         """Neither sparse nor nested, no subclass with a way of its own, in none of torch's
-        transforms: what fails on such a tensor may well serve any other.
+        transforms, no batch of gradients: what fails on such a tensor may well serve any other.
         """
         return not (
             _unusual(value)
             or value.is_nested
             or value.layout is not torch.strided
             or torch._C._functorch.is_functorch_wrapped_tensor(value)
+            or torch._C._functorch.is_legacy_batchedtensor(value)  # of is_grads_batched
         )
 
     def is_fatal(self, error: Exception) -> bool:

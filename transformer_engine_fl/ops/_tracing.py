@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from transformer_engine_fl.core.errors import (
+    ArgumentError,
     ConfigurationError,
     NoImplementationError,
     NotSupportedError,
@@ -29,7 +30,7 @@ from transformer_engine_fl.core.policy import ROOT, policy_state
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tracing import constant
 from transformer_engine_fl.ops import _library
-from transformer_engine_fl.ops._tensors import facts_of, first_tensor
+from transformer_engine_fl.ops._tensors import TorchTensors, facts_of, first_tensor
 
 __all__ = ["traced_call"]
 
@@ -45,12 +46,14 @@ class _Target:
         run: the function to trace through, or an operator of ``torch.library``.
         added: keywords that ``run`` needs besides the call's own.
         supports: the candidate's own check of the arguments, or None.
+        check: the contract's, or None.
         missing: (name, position or -1, default) of each option that it does not take.
     """
 
     def __init__(self, entry: Entry) -> None:
         self.name = _name_of(entry)
         self.supports = entry.impl.supports
+        self.check = entry.contract.check if entry.contract is not None else None
         self.added: Kwargs = {}
         self.run: Callable[..., Any] = entry.fn
         if not entry.impl.traceable and entry.contract is not None:
@@ -97,11 +100,33 @@ def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
             return False
     try:
         return target.supports is None or target.supports(*args, **kwargs) is True
-    except (ConfigurationError, MemoryError):
-        raise
-    except Exception:  # noqa: BLE001 - somebody's code; in eager code too it is no answer
-        _predicate_broken(target.name)
+    except NotSupportedError:
         return False
+    except (ConfigurationError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # somebody's code; in eager code too it is no answer
+        text = str(error.args[0]) if error.args else ""
+        if isinstance(error, RuntimeError) and _is_fatal(text):
+            raise
+        if not _objects(target, args, kwargs):
+            _predicate_broken(target.name, f"{type(error).__name__}: {text}")
+        return False
+
+
+def _objects(target: _Target, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the contract does, to a call that may itself have made ``supports`` raise."""
+    if target.check is None:
+        return False
+    try:
+        target.check(*args, **kwargs)
+    except ArgumentError:
+        return True
+    return False
+
+
+@constant
+def _is_fatal(text: str) -> bool:
+    return TorchTensors().is_fatal(RuntimeError(text))
 
 
 def _run(target: _Target, args: Args, kwargs: Kwargs) -> Any:
@@ -141,8 +166,8 @@ def _name_of(entry: Entry) -> str:
 
 
 @constant
-def _predicate_broken(name: str) -> None:
-    _ENTRIES[name].predicate_broken("while it was traced")
+def _predicate_broken(name: str, error: str) -> None:
+    _ENTRIES[name].predicate_broken(f"{error} while it was traced")
 
 
 @constant

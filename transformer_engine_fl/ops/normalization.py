@@ -7,6 +7,7 @@ forward goes with any backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rows(input: Tensor) -> int:
-    return input.numel() // input.shape[-1]
+    return math.prod(input.shape[:-1])
 
 
 # ------------------------------------------------------------------------------ checks

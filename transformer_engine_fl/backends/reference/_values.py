@@ -41,4 +41,4 @@ def as_output(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def over_rows(value: Tensor) -> Tensor:
     """The sum over all dimensions but the last."""
-    return value.unsqueeze(0).flatten(0, -2).sum(0)
+    return value.unsqueeze(0).sum(tuple(range(value.ndim)))

@@ -7,6 +7,8 @@ as all of torch does: what the contracts allow holds while it is off, as it is u
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
 def _matrix(tensor: Tensor) -> Tensor:
     """All dimensions but the last are rows."""
-    return tensor.unsqueeze(0).flatten(0, -2)
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _operand(data: Tensor, scale_inv: Tensor | None) -> Tensor:

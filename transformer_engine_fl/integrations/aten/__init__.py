@@ -68,24 +68,49 @@ class _Block:
     Attributes:
         routes: whose candidates serve.
         only: names of the operators that are routed, or None for all.
+        owner: what entered it; None for :func:`enable`.
         outer: the block around it.
         thread: who entered it.
+        ended: it is in force no more, of which a copy of its context does not know.
         scope: the policy blocks in force at its last call, for the threads of a backward.
     """
 
-    __slots__ = ("only", "outer", "routes", "scope", "thread")
+    __slots__ = ("ended", "only", "outer", "owner", "routes", "scope", "thread")
 
-    def __init__(self, routes: Routes, only: frozenset[str] | None, outer: _Block | None) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        only: frozenset[str] | None,
+        owner: use_aten_ops | None,
+        outer: _Block | None,
+    ) -> None:
         self.routes = routes
         self.only = only
+        self.owner = owner
         self.outer = outer
         self.thread = get_ident()
+        self.ended = False
         self.scope: Scope = active_scope()
 
 
 _active: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
     "te_fl_aten", default=None
 )
+
+
+def _current() -> _Block | None:
+    """The innermost block that holds here.
+
+    A context is copied for asyncio.to_thread and for tasks; the thread of the copy may be another
+    one, and the block may have ended since.
+    """
+    return _holding(_active.get())
+
+
+def _holding(block: _Block | None) -> _Block | None:
+    while block is not None and (block.ended or block.thread != get_ident()):
+        block = block.outer
+    return block
 
 
 class _Depth(threading.local):
@@ -140,7 +165,7 @@ class use_aten_ops:  # noqa: N801 - used like the functions of contextlib
 
     @in_compiled_code(lambda self: _refuse())
     def __enter__(self) -> None:
-        _enter(self._only)
+        _enter(self._only, self)
 
     def __exit__(
         self,
@@ -148,7 +173,9 @@ class use_aten_ops:  # noqa: N801 - used like the functions of contextlib
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        block = _active.get()
+        block = _current()
+        while block is not None and block.owner is not self:  # of a generator suspended in it
+            block = _holding(block.outer)
         if block is not None:
             _leave(block)
 
@@ -168,8 +195,8 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _enter(only: frozenset[str] | None) -> None:
-    block = _Block(_routes(), only, _active.get())
+def _enter(only: frozenset[str] | None, owner: use_aten_ops | None) -> None:
+    block = _Block(_routes(), only, owner, _active.get())
     _active.set(block)
     torch._C._stash_obj_in_tls(_TLS, block)
     _depth.value += 1
@@ -179,12 +206,21 @@ def _enter(only: frozenset[str] | None) -> None:
 
 
 def _leave(block: _Block) -> None:
-    _active.set(block.outer)
-    torch._C._stash_obj_in_tls(_TLS, block.outer)
+    block.ended = True
+    _active.set(_without_ended(_active.get()))
+    torch._C._stash_obj_in_tls(_TLS, _current())
     _depth.value = max(_depth.value - 1, 0)
     if _depth.value == 0:
         include(BELOW, False)
         include(ABOVE, False)
+
+
+def _without_ended(block: _Block | None) -> _Block | None:
+    while block is not None and block.ended:
+        block = block.outer
+    if block is not None:
+        block.outer = _without_ended(block.outer)
+    return block
 
 
 _lasting: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
@@ -194,8 +230,8 @@ _lasting: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
 
 def enable() -> None:
     """Route from here on, in this thread and context, until :func:`disable`; once is enough."""
-    if _lasting.get() is None:
-        _enter(None)
+    if _lasts() is None:
+        _enter(None, None)
         _lasting.set(_active.get())
 
 
@@ -205,18 +241,24 @@ def disable() -> None:
     Raises:
         ConfigurationError: such a block has not ended.
     """
-    block = _lasting.get()
+    block = _lasts()
     if block is None:
         return
-    if _active.get() is not block:
+    if _current() is not block:
         raise ConfigurationError("disable(): a use_aten_ops block entered since has not ended")
     _leave(block)
     _lasting.set(None)
 
 
+def _lasts() -> _Block | None:
+    """The block of :func:`enable`, if it holds here."""
+    block = _lasting.get()
+    return None if block is None or block.ended or block.thread != get_ident() else block
+
+
 def enabled() -> bool:
     """Whether ATen operators are routed here."""
-    return _active.get() is not None
+    return _current() is not None
 
 
 def routed() -> tuple[Route, ...]:
@@ -243,7 +285,7 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
     whole = after.has(BELOW)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        block = _active.get() or _handed_on()
+        block = _current() or _handed_on()
         if (
             block is None
             or (block.only is not None and name not in block.only)

@@ -114,13 +114,26 @@ def _softmax_backward(
     return lambda run: run(grad_output, output)
 
 
+def _near_zero(logits: Tensor) -> Tensor:
+    """The logits less the largest of their row, where lse is no wider than they are.
+
+    An lse far from zero is rounded by more than the probabilities bear, and torch's are none the
+    worse for a row that is shifted. Logits of half precision stay as they are: a difference would
+    be rounded to their dtype, and lse has 13 bits more than they, or 16.
+    """
+    if logits.dtype.itemsize < 4:
+        return logits
+    highest = logits.detach().amax(-1, keepdim=True)
+    return logits - highest.where(highest.isfinite(), 0)
+
+
 def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
     _last(self, dim)
     _need(not half_to_float, "the output has another dtype than the input")
 
     def served(run: Run) -> Tensor:
         # The logarithm of the denominator is what cross entropy saves, whatever the targets.
-        rows = self.contiguous()  # as what is returned
+        rows = _near_zero(self).contiguous()  # as what is returned
         lse: Tensor = run(rows, rows.new_zeros(rows.shape[:-1], dtype=torch.int64))[1]
         return (rows.to(lse.dtype) - lse.unsqueeze(-1)).to(self.dtype)
 
@@ -160,6 +173,7 @@ def _addmm(
 ) -> Served:
     _matrices(mat1, mat2)
     _same_dtype(mat1, self)
+    _need(alpha != 0, "a product that alpha = 0 leaves out, whatever is in it")
     factors = {"alpha": float(alpha)} if alpha != 1 else {}
 
     def served(run: Run) -> Tensor:
@@ -348,7 +362,7 @@ def _cross_entropy(
 ) -> Served:
     _full(self)
     _need(weight is None, "the contract's cross entropy has no weight for each class")
-    _need(self.ndim <= 2, "the classes are not the last dimension")
+    _need(1 <= self.ndim <= 2, "the classes are not the last dimension")
     _need(target.dtype == torch.int64, "the targets are no indices of classes")
     _need(target.shape == self.shape[:-1], "not one target for each row")
     if self.device.type == "cpu":  # where torch looks at them, and nobody waits for a device
@@ -357,7 +371,7 @@ def _cross_entropy(
 
     def served(run: Run) -> Tensor:
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
-        losses: Tensor = run(self, target, **options)[0]
+        losses: Tensor = run(_near_zero(self), target, **options)[0]
         if reduction == _NONE:
             return losses.to(self.dtype)
         total = losses.sum()
