@@ -179,7 +179,7 @@ def unsupported_device(device: torch.device) -> str | None:
 
 
 class _NoCalls:
-    """Stands for a chain of hooks in a Triton that has none."""
+    """Stands for a chain of hooks in a Triton that has none, where nothing is started directly."""
 
     calls = ()
 
@@ -192,8 +192,8 @@ def _hooked() -> bool:
     return bool(
         _ENTER.calls
         or _LEAVE.calls
-        or (_RUNTIME.launch_enter_hook or _NoCalls) is not _ENTER
-        or (_RUNTIME.launch_exit_hook or _NoCalls) is not _LEAVE
+        or _RUNTIME.launch_enter_hook is not _ENTER
+        or _RUNTIME.launch_exit_hook is not _LEAVE
     )
 
 
@@ -229,8 +229,8 @@ _WATCHED = """\
 not direct.allowed
         or enter.calls
         or leave.calls
-        or (runtime.launch_enter_hook or nobody) is not enter
-        or (runtime.launch_exit_hook or nobody) is not leave"""
+        or runtime.launch_enter_hook is not enter
+        or runtime.launch_exit_hook is not leave"""
 """Whether somebody wants to see launches, so that each must go Triton's own way."""
 
 _QUICK = """\
@@ -287,7 +287,6 @@ def _written(name: str, source: str, ready: _Started, fixed: dict[str, Any]) -> 
         "enter": _ENTER,
         "leave": _LEAVE,
         "runtime": _RUNTIME,
-        "nobody": _NoCalls,
         "start": ready.start,
         **fixed,
     }
