@@ -359,9 +359,8 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.
 
     As :func:`scaled_softmax_forward`, with the sum over visible keys only; hidden ones
     give 0, and so does a row in which every key is hidden. (Kernels that put -10000 in the
-    place of a hidden score give the same while visible ones stay above about -9900.) Where a
-    visible score is NaN or infinite, so that visible keys give NaN, hidden ones of the row
-    give 0 or NaN.
+    place of a hidden score give the same while visible ones stay above about -9900.) In rows
+    whose visible keys give NaN hidden ones give 0 or NaN.
 
     Args:
         input: ``[..., sq, sk]``; float32, bfloat16, float16 or float64.
@@ -415,7 +414,7 @@ def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float = 1.0
     """Causal softmax of scaled scores: query i sees the keys up to i.
 
     As :func:`scaled_softmax_forward`, with the sum over keys ``k <= i`` only; the upper
-    triangle, ``k > i``, gives 0 (where row i sees NaN or infinity, 0 or NaN).
+    triangle, ``k > i``, gives 0, or NaN in rows whose visible keys give NaN.
 
     Args:
         input: ``[..., s, s]``; float32, bfloat16, float16 or float64.
@@ -467,8 +466,8 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1
     """Causal softmax of scaled scores, the last query aligned with the last key.
 
     As :func:`scaled_softmax_forward`, with the sum over keys ``k <= i + sk - sq`` only;
-    later ones give 0 (where a row sees NaN or infinity, 0 or NaN), and where sq is larger
-    than sk so do the first ``sq - sk`` rows, which see no key.
+    later ones give 0, or NaN in rows whose visible keys give NaN, and where sq is larger
+    than sk the first ``sq - sk`` rows, which see no key, give 0.
 
     Args:
         input: ``[..., sq, sk]``; float32, bfloat16, float16 or float64.
