@@ -584,7 +584,9 @@ def grouped_product(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "stride", "first_row", "scale_row"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "columns", "stride", "first_row", "scale_row", "scale_column"]
+)
 def sum_of_rows(
     b_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -594,6 +596,7 @@ def sum_of_rows(
     stride: tl.int64,
     first_row: tl.int64,
     scale_row: tl.int64,
+    scale_column: tl.int64,
     SCALES: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -612,7 +615,7 @@ def sum_of_rows(
         if SCALES == "blocks":
             value = _unscaled(
                 value, scale_ptr, row, start, rows, columns,
-                first_row, scale_row, 1, HEIGHT, WIDTH,
+                first_row, scale_row, scale_column, HEIGHT, WIDTH,
             )  # fmt: skip
         total += value.to(tl.float32)
     result = tl.sum(total, axis=0)

@@ -649,10 +649,7 @@ def _sums_of_rows(op: str, matrices: Sequence[_Piece], dtype: torch.dtype) -> Te
     size = (len(matrices), programs, columns)
     partial = torch.empty(size, dtype=torch.float32, device=device)
     for it, sums in zip(matrices, partial, strict=True):
-        data, stride = it.operand.data, it.operand.stride
-        scale, scale_row = it.operand.scale, it.operand.scale_row
-        if scale is not None and it.operand.scale_column > 1:
-            scale, scale_row = scale.contiguous(), scale.shape[1]
+        data, stride, scale = it.operand.data, it.operand.stride, it.operand.scale
         if not it.rows:
             sums.zero_()
             continue
@@ -662,7 +659,10 @@ def _sums_of_rows(op: str, matrices: Sequence[_Piece], dtype: torch.dtype) -> Te
         plan.launch(
             (programs, plan.blocks),
             (rows_of_it, scale, sums),
-            (it.rows, columns // unit, stride // unit, it.start, scale_row),
+            (
+                *(it.rows, columns // unit, stride // unit, it.start),
+                *(it.operand.scale_row, it.operand.scale_column),
+            ),
         )
     plan.total(partial, out, None, programs)
     return out

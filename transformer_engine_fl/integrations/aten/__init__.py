@@ -253,7 +253,7 @@ def disable() -> None:
 def _lasts() -> _Block | None:
     """The block of :func:`enable`, if it holds here."""
     block = _lasting.get()
-    return None if block is None or block.ended or block.thread != get_ident() else block
+    return block if _holding(block) is block else None
 
 
 def enabled() -> bool:

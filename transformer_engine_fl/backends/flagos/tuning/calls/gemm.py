@@ -6,6 +6,8 @@ of one, as in the gradient of a weight, and MX blocks of both.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -36,14 +38,14 @@ def _float8(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(weight, x, A_scale_inv=scale, B_scale_inv=scale.clone())
 
 
-def _scaled(shape: Shape, device: str, turned: bool) -> Sample:
+def _steps(shape: Shape, dtype: torch.dtype, device: str, turned: bool = False) -> Sample:
     m, n, k = shape
     weight = normal((k, n) if turned else (n, k), torch.bfloat16, device, 1)
     x = normal((m, k), torch.bfloat16, device, 2)
     height = 1 if turned else 128
     of_weight = _scales((weight.shape[0], height), (weight.shape[1], 128), device)
     of_x = _scales((m, 1), (k, 128), device)
-    data = (it.to(torch.float8_e4m3fn) for it in (weight, x))
+    data = (it.to(dtype) for it in (weight, x))
     return call(*data, transa=not turned, A_scale_inv=of_weight, B_scale_inv=of_x)
 
 
@@ -51,14 +53,6 @@ def _scales(rows: tuple[int, int], columns: tuple[int, int], device: str) -> Ten
     """Of blocks; of each side how many elements there are, and how many a block has."""
     shape = [-(-size // block) for size, block in (rows, columns)]
     return torch.full(shape, 0.5, device=device)
-
-
-def _steps(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
-    return _scaled(shape, device, False)
-
-
-def _steps_turned(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
-    return _scaled(shape, device, True)
 
 
 def _blocks(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
@@ -90,7 +84,7 @@ CALLS = tuple(
         ("gemm_float32", _plain, ("float32",)),
         ("gemm_float8", _float8, ("float8_e4m3fn",)),
         ("gemm_float8_steps", _steps, ("float8_e4m3fn",)),
-        ("gemm_float32_blocks", _steps_turned, ("float8_e4m3fn",)),
+        ("gemm_float32_blocks", partial(_steps, turned=True), ("float8_e4m3fn",)),
         ("gemm_blocks", _blocks, ("float8_e4m3fn",)),
     )
 )
