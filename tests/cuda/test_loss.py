@@ -163,15 +163,15 @@ def test_a_linear_layer_of_float32_is_declined_where_torch_multiplies_as_tf32(
         loss.fused_linear_cross_entropy_fwd(input, weight, target)
     with pytest.raises(NotSupportedError, match="TF32"):
         loss.fused_linear_cross_entropy_bwd(input[:, 0], input, weight, target, input[:, 0])
+    with pytest.raises(NotSupportedError, match="TF32"):
+        loss.fused_linear_cross_entropy_fwd_bwd(input, weight, target, input[:, 0])
     check("fused_linear_cross_entropy_fwd", input.to(LOW), weight.to(LOW), target)
 
 
 def test_a_linear_layer_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformer_engine_fl.backends._cross_entropy._FEWEST_WORDS", 16)
-    monkeypatch.setattr(
-        "transformer_engine_fl.backends._cross_entropy._LOGITS",
-        {"forward": 21 * 64, "backward": 21 * 48},
-    )
+    monkeypatch.setattr(_cross_entropy, "_FEWEST_WORDS", 16)
+    monkeypatch.setattr(_cross_entropy, "_ROWS_AT_ONCE", (16, 16))
+    monkeypatch.setattr(_cross_entropy, "_LOGITS", {"forward": 21 * 64, "backward": 21 * 48})
     generator = torch.Generator().manual_seed(2)
     for dtype in (FULL, LOW):
         input, weight, bias = (
@@ -184,6 +184,28 @@ def test_a_linear_layer_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -
         grad = torch.linspace(-1, 1, 21).to(device)
         call = (grad, input, weight, target, lse, bias)
         check("fused_linear_cross_entropy_bwd", *call, **options)
+        at_once = (input, weight, target, grad, bias)
+        check("fused_linear_cross_entropy_fwd_bwd", *at_once, **options)
+
+
+@pytest.mark.parametrize("dtype", [FULL, LOW])
+@pytest.mark.parametrize("words", [208, 20_480, 128_256])
+def test_a_linear_layer_whose_logits_are_read_once(
+    words: int, dtype: torch.dtype, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    input, weight = (
+        torch.randn(rows, 24, generator=generator).to(device, dtype) for rows in (5, words)
+    )
+    target = torch.tensor([0, words - 1, IGNORED, words // 2, words]).to(device)
+    grad = torch.linspace(-1, 1, 5).to(device)
+    options = {"z_loss": 0.01, "ignore_index": IGNORED}
+    call = (input, weight, target, grad)
+    found = check("fused_linear_cross_entropy_fwd_bwd", *call, **options)[:2]
+    forward = contracts.fused_linear_cross_entropy_fwd
+    exact = forward.oracle(input, weight, target, **options)
+    for value, wanted in zip(found, exact, strict=True):
+        assert compare(value, wanted, forward.tolerance_for("float32")).ratio <= 1
 
 
 def test_the_gradient_of_a_narrow_weight_is_summed_whole_and_rounded_by_its_product(

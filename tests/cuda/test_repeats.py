@@ -314,6 +314,7 @@ NEVER_REPEATED = {
     ("vendor.cuda", "fused_attn_bwd"),
     "fused_linear_cross_entropy_fwd",  # torch's matrix products
     "fused_linear_cross_entropy_bwd",
+    "fused_linear_cross_entropy_fwd_bwd",
     "multi_tensor_quantize",  # lists of tensors
 }
 WRITTEN = {("default.flagos", name) for name in repeated_calls.WRITING}

@@ -36,6 +36,11 @@ def targets_of(logits: Tensor) -> Tensor:
     return some.repeat(len(logits))[: len(logits)].to(logits.device)
 
 
+LINEAR = "fused_linear_cross_entropy"
+GRAD_LOSS = {"cross_entropy": 2, LINEAR: 3}
+"""Where an operator that makes gradients in the forward takes it."""
+
+
 def check_logits(logits: Tensor, *calls: dict[str, Any]) -> None:
     """Forward and backward, with these options, and as a shard."""
     target = targets_of(logits)
@@ -44,20 +49,19 @@ def check_logits(logits: Tensor, *calls: dict[str, Any]) -> None:
     for options in calls:
         _, lse = check("cross_entropy_fwd", logits, target, **options)
         check("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
-        check_at_once(logits, target, grads[0], **options)
+        check_at_once("cross_entropy", logits, target, grads[0], **options)
     shard = {"vocab_start": 1, "ignore_index": IGNORED}
     check("cross_entropy_partial_fwd", logits, target, **shard)
 
 
-def check_at_once(logits: Tensor, target: Tensor, grad_loss: Tensor, **options: Any) -> None:
+def check_at_once(name: str, *args: Any, **options: Any) -> None:
     """Its losses must be as exact as the forward's, though its contract allows gradients more."""
-    found = check("cross_entropy_fwd_bwd", logits, target, grad_loss, **options)[:2]
-    exact = contracts.cross_entropy_fwd.oracle(logits, target, **options)
+    found = check(f"{name}_fwd_bwd", *args, **options)[:2]
+    forward = getattr(contracts, f"{name}_fwd")
+    given = [it for place, it in enumerate(args) if place != GRAD_LOSS[name]]
+    exact = forward.oracle(*given, **options)
     for value, expected in zip(found, exact, strict=True):
-        assert (
-            compare(value, expected, contracts.cross_entropy_fwd.tolerance_for("float32")).ratio
-            <= 1
-        )
+        assert compare(value, expected, forward.tolerance_for("float32")).ratio <= 1
 
 
 # ------------------------------------------------------------------------------- values
@@ -235,7 +239,8 @@ def linear_call(
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers have their logits made for a few words at a time."""
+    """Linear layers have their logits made for a few words, or rows, at a time."""
+    monkeypatch.setattr(_cross_entropy, "_ROWS_AT_ONCE", (16, 16))
     monkeypatch.setattr(_cross_entropy, "_LOGITS", {"forward": 21 * 64, "backward": 21 * 48})
     monkeypatch.setattr(_cross_entropy, "_FEWEST_WORDS", 16)
 
@@ -250,6 +255,30 @@ def test_linear_layers_in_parts(options: str, dtype: torch.dtype, device: str) -
     grads = torch.randn(2, 21, device=device)
     call = (grads[0], input, weight, target, lse, bias, grads[1])
     check("fused_linear_cross_entropy_bwd", *call, **given)
+    check_at_once(LINEAR, input, weight, target, grads[0], bias, **given)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("words", [208, 4096, 20_480])
+def test_linear_layers_whose_logits_are_read_once(
+    words: int, dtype: torch.dtype, device: str
+) -> None:
+    input, weight, target, _ = linear_call(dtype, device, words)
+    target[1], target[2] = words - 1, 0
+    check_at_once(LINEAR, input, weight, target, torch.rand(21, device=device), None, z_loss=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "most"),
+    [(5, 24, 5), (1024, 24, 1024), (10_000, 24, 1024), (9_000, 2048, 2048), (9_001, 2**14, 4096)],
+)
+def test_the_logits_of_so_many_rows_are_made_at_once(rows: int, features: int, most: int) -> None:
+    parts = _cross_entropy._rows_at_once(rows, features)
+    sizes = [part.stop - part.start for part in parts]
+    assert [row for part in parts for row in range(rows)[part]] == list(range(rows))
+    assert max(sizes) <= most
+    assert len(parts) == -(-rows // most)
 
 
 @pytest.mark.gpu
@@ -333,6 +362,8 @@ def test_linear_layers_of_float32_are_exact_where_torch_s_products_are_not(
         _, lse = flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)
         call = (lse, input, weight, target, lse, bias)
         flagos.fused_linear_cross_entropy_bwd(*call)
+        flagos.fused_linear_cross_entropy_fwd_bwd(input, weight, target, lse, bias)
+    check_at_once(LINEAR, input, weight, target, lse, bias)
     check("fused_linear_cross_entropy_fwd", input, weight, target, bias)
     check("fused_linear_cross_entropy_bwd", *call)
 
@@ -417,6 +448,7 @@ def test_tensors_without_memory_are_declined(device: str) -> None:
         ),
         lambda x: flagos.fused_linear_cross_entropy_fwd(input, x + weight, target),
         lambda x: flagos.fused_linear_cross_entropy_bwd(x + row, input, weight, target, row),
+        lambda x: flagos.fused_linear_cross_entropy_fwd_bwd(input, weight, target, x + row),
     ]
     for call in calls:
         with pytest.raises(NotSupportedError):

@@ -125,6 +125,36 @@ def called(run: Callable[[], object]) -> list[str]:
     return seen
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_the_fused_form_s_forward_are_the_gradients(
+    options: dict[str, Any], reduction: str, biased: bool
+) -> None:
+    leaves = linear()[: 3 if biased else 2]
+    x, weight, *bias = leaves
+    target = targets(options.get("ignore_index", -100))
+    given = {"reduction": reduction, **options}
+    expected = functional.fused_linear_cross_entropy(x, weight, target, *bias, **given)
+    gradients = torch.autograd.grad(expected * 0.25, leaves)
+
+    def loss() -> Tensor:
+        return functional.fused_linear_cross_entropy(
+            x, weight, target, *bias, gradient_in_forward=True, **given
+        )
+
+    found = loss()
+    assert called(loss) == ["fused_linear_cross_entropy_fwd_bwd"]
+    torch.testing.assert_close(found, expected)
+    for _ in range(3):  # the second and the third are calculated anew
+        again = torch.autograd.grad(found * 0.25, leaves, retain_graph=True)
+        torch.testing.assert_close(again, gradients)
+        for it in again:
+            it.zero_()
+    weight.requires_grad_(False)
+    assert "fused_linear_cross_entropy_fwd_bwd" not in called(loss), "nobody wants the weight's"
+
+
 @pytest.mark.parametrize(
     ("at_once", "dtype", "given"),
     [

@@ -8,7 +8,7 @@ float32 as TF32, which the contracts do not allow, the set does, or declines.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ __all__ = ["LinearCrossEntropy", "Losses", "Options", "Rows", "options_of", "vec
 _LOGITS = {"forward": 2**22, "backward": 2**25}
 _FEWEST_WORDS = 256
 _WHOLE = 16  # divides the distance of their rows
+# Rows whose logits both directions at once hold: as many as there are hidden features, so that
+# they are no more numbers than the weight, but within these bounds. Below, products do not fill
+# a GPU, and a sum of gradients of the weight is read and written for each part; above, that is
+# little beside the products.
+_ROWS_AT_ONCE = (1024, 4096)
 
 
 class Options(NamedTuple):
@@ -170,9 +175,10 @@ class _Linear(NamedTuple):
         words = self.weight.shape[0]
         return [slice(at, min(at + self.most, words)) for at in range(0, words, self.most)]
 
-    def memory(self, dtype: torch.dtype) -> Tensor:
-        """Memory for the logits of a part."""
-        return fresh(self.op, self.input, (self.input.shape[0], self.most), dtype)
+    def memory(self, dtype: torch.dtype, rows: int | None = None) -> Tensor:
+        """Memory for the logits of a part, of all rows unless so many are given."""
+        count = self.input.shape[0] if rows is None else rows
+        return fresh(self.op, self.input, (count, self.most), dtype)
 
     def logits(self, words: slice, memory: Tensor) -> Tensor:
         """The logits of a part, less the bias, in the memory."""
@@ -197,6 +203,14 @@ class _Linear(NamedTuple):
     def offset(self, words: slice) -> Tensor | None:
         """The bias of a part."""
         return None if self.bias is None else self.bias[words]
+
+
+def _rows_at_once(rows: int, features: int) -> list[slice]:
+    """The rows in parts of about one size, whose logits are made at once."""
+    least, most = _ROWS_AT_ONCE
+    count = -(-rows // min(max(features, least), most))
+    size = -(-rows // (count * _WHOLE)) * _WHOLE
+    return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
 def _scale(rows: Rows, options: Options) -> Tensor:
@@ -275,6 +289,25 @@ class _Backward(Protocol):
         """Write the gradients of logits ``step`` apart, maybe in their place."""
 
 
+class _Both(Protocol):
+    def __call__(
+        self,
+        op: str,
+        logits: Tensor,
+        step: int,
+        bias: Tensor | None,
+        rows: Rows,
+        loss: Tensor,
+        out: Tensor,
+        out_step: int,
+        options: Options,
+    ) -> None:
+        """Write loss and lse of the rows of a whole vocabulary, and then their gradients.
+
+        The gradients lie ``out_step`` apart, maybe in the place of the logits.
+        """
+
+
 class _Product(Protocol):
     def __call__(self, op: str, left: Tensor, right: Tensor, out: Tensor) -> None:
         """Write a product of narrow matrices, summed in float32 and rounded once, to ``out``."""
@@ -305,7 +338,7 @@ class LinearCrossEntropy:
 
     Args:
         memory_of: how the set takes a tensor.
-        run_forward, run_merge, run_backward: its kernels.
+        run_forward, run_merge, run_backward, run_both: its kernels.
         product: how it multiplies narrow matrices into one of their dtype.
         fused_statistics, fused_gradients: its kernels that store no logits.
         exact: how it multiplies float32 where torch would as TF32; None declines that.
@@ -317,6 +350,7 @@ class LinearCrossEntropy:
         run_forward: _Forward,
         run_merge: _Merge,
         run_backward: _Backward,
+        run_both: _Both,
         product: _Product,
         fused_statistics: _FusedStatistics = _none_fused,
         fused_gradients: _FusedGradients = _none_fused,
@@ -328,6 +362,7 @@ class LinearCrossEntropy:
         self._run_forward = run_forward
         self._run_merge = run_merge
         self._run_backward = run_backward
+        self._run_both = run_both
         self._product = product
         self._exact = exact
 
@@ -477,14 +512,93 @@ class LinearCrossEntropy:
                 layer.add_product(along, d, layer.weight[words])
             else:
                 layer.multiply(d, layer.weight[words], along)
-            part = grad_weight[words]
-            if dtype != wide and scale is None:
-                self._product(op, d.t(), layer.input, part)
-            else:
-                summed = _as_summed(part, wide)
-                layer.multiply(d.t(), layer.input, summed)
-                _finish(part, summed, scale)
+            self._store_product(layer, d.t(), layer.input, grad_weight[words], scale)
             if grad_bias is not None:
                 _finish(grad_bias[words], d.sum(0, dtype=wide), scale)
         _finish(grad_input, total, scale)
         return grad_input, grad_weight, grad_bias
+
+    def _store_product(
+        self, layer: _Linear, left: Tensor, right: Tensor, out: Tensor, scale: Tensor | None = None
+    ) -> None:
+        """Write a product that is so many times too large to ``out``, rounded once."""
+        wide = math_dtype(out.dtype)
+        if out.dtype != wide and scale is None:
+            self._product(layer.op, left, right, out)
+        else:
+            summed = _as_summed(out, wide)
+            layer.multiply(left, right, summed)
+            _finish(out, summed, scale)
+
+    def fused_linear_cross_entropy_fwd_bwd(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        grad_loss: Tensor,
+        bias: Tensor | None = None,
+        *,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """``fused_linear_cross_entropy_fwd_bwd`` of the contract."""
+        op = "fused_linear_cross_entropy_fwd_bwd"
+        given: Any = {
+            "label_smoothing": label_smoothing,
+            "ignore_index": ignore_index,
+            "z_loss": z_loss,
+            "softcap": softcap,
+        }
+        contracts.fused_linear_cross_entropy_fwd_bwd.check(
+            input, weight, target, grad_loss, bias, **given
+        )
+        if input.dtype == torch.float16:  # scaled by what lse of all rows says, if there is z_loss
+            loss, lse = self.fused_linear_cross_entropy_fwd(input, weight, target, bias, **given)
+            gradients = self.fused_linear_cross_entropy_bwd(
+                grad_loss, input, weight, target, lse, bias, **given
+            )
+            return loss, lse, *gradients
+        options = options_of(op, label_smoothing, ignore_index, z_loss, softcap)
+        layer = self._linear(op, "backward", input, weight, target, bias)
+        dtype, wide = input.dtype, math_dtype(input.dtype)
+        loss, lse = (fresh(op, layer.input, tuple(target.shape), wide) for _ in range(2))
+        grad_input = fresh(op, layer.input, tuple(input.shape), dtype)
+        grad_weight = fresh(op, layer.input, tuple(weight.shape), dtype)
+        grad_bias = None if bias is None else fresh(op, layer.input, tuple(bias.shape), dtype)
+        if not target.numel():
+            zeros = grad_weight.zero_(), None if grad_bias is None else grad_bias.zero_()
+            return loss, lse, grad_input, *zeros
+        layer = layer._replace(most=-(-weight.shape[0] // _WHOLE) * _WHOLE)
+        every = self.rows_of(op, target, grad_loss, lse, None)
+        parts = _rows_at_once(*layer.input.shape)
+        memory = layer.memory(wide, parts[0].stop)
+        narrow = memory if dtype == wide else layer.memory(dtype, parts[0].stop)
+        # Of several parts, what they add to the gradients of the weight and the bias.
+        total = grad_weight if len(parts) == 1 else _as_summed(grad_weight, wide)
+        of_bias = None
+        for at in parts:
+            part = layer._replace(input=layer.input[at])
+            rows = every._replace(
+                target=every.target[at], grad_loss=every.grad_loss[at], lse=every.lse[at]
+            )
+            logits = part.logits(slice(0, weight.shape[0]), memory[: rows.target.numel()])
+            d = narrow[: rows.target.numel(), : weight.shape[0]]
+            self._run_both(
+                op, logits, layer.most, layer.bias, rows, loss.view(-1)[at], d, layer.most, options
+            )
+            self._store_product(part, d, layer.weight, grad_input.view(layer.input.shape)[at])
+            if len(parts) == 1:
+                self._store_product(part, d.t(), part.input, grad_weight)
+            elif at.start:
+                part.add_product(total, d.t(), part.input)
+            else:
+                part.multiply(d.t(), part.input, total)
+            if grad_bias is not None:
+                summed = d.sum(0, dtype=wide)
+                of_bias = summed if of_bias is None else of_bias + summed
+        _finish(grad_weight, total, None)
+        if grad_bias is not None and of_bias is not None:
+            _finish(grad_bias, of_bias, None)
+        return loss, lse, grad_input, grad_weight, grad_bias

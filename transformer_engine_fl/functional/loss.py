@@ -35,10 +35,10 @@ class _Options(TypedDict, total=False):
     z_loss: float
     softcap: float | None
     reduction: str
+    gradient_in_forward: bool
 
 
 class _LogitsOptions(_Options, total=False):
-    gradient_in_forward: bool
     process_group: ProcessGroup | None
     vocab_start: int | None
     vocab_size: int | None
@@ -102,7 +102,7 @@ def cross_entropy(
             multiplies it by what comes back, in place and rounded once more; nothing is read
             where that is 1, as of ``loss.backward()``. It pays there, and costs more than it
             saves where the loss is scaled. A second backward calculates the gradient anew.
-            Ignored where no gradient is wanted, for "none", with ``return_z_loss`` or a
+            Ignored unless a gradient is wanted, for "none", with ``return_z_loss`` or a
             process group, for float16, whose gradients could vanish before they are scaled, and
             while torch compiles.
         process_group: the ranks that share the vocabulary; None: it is here as a whole.
@@ -125,13 +125,10 @@ def cross_entropy(
         for name, value in {"vocab_start": vocab_start, "vocab_size": vocab_size}.items():
             if value is not None:
                 raise ArgumentError("cross_entropy", name, str(value), "a process_group with it")
-        wanted = gradient_in_forward and not return_z_loss and reduction != "none"
-        if wanted and _makes_gradient_in_forward(input):
-            count = (target != ignore_index).sum() if reduction == "mean" else None
-            total: Tensor = _WithGradient.apply(  # type: ignore[no-untyped-call]
-                input, target, count, options
-            )
-            return total
+        if gradient_in_forward and not return_z_loss and reduction != "none":
+            total = _with_gradient("cross_entropy", options, reduction, target, input)
+            if total is not None:
+                return total
         loss, lse = apply("cross_entropy_fwd", options, input, target)
     else:
         start, size = _shard(input, process_group, vocab_start, vocab_size)
@@ -178,6 +175,7 @@ def fused_linear_cross_entropy(
     softcap: float | None = None,
     reduction: str = "mean",
     return_z_loss: bool = False,
+    gradient_in_forward: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of ``input @ weight.T + bias``, differentiable in all three.
 
@@ -191,6 +189,11 @@ def fused_linear_cross_entropy(
         bias: ``[V]`` or None.
         reduction: as in :func:`cross_entropy`.
         return_z_loss: as in :func:`cross_entropy`.
+        gradient_in_forward: as in :func:`cross_entropy`: whether the forward makes the gradients,
+            so that the logits are calculated once instead of twice
+            (:func:`transformer_engine_fl.ops.fused_linear_cross_entropy_fwd_bwd`). They are kept
+            for the backward, as much memory as the arguments take. Ignored unless gradients of
+            all arguments are wanted, too.
 
     Returns:
         As :func:`cross_entropy`.
@@ -202,6 +205,12 @@ def fused_linear_cross_entropy(
         "z_loss": z_loss,
         "softcap": softcap,
     }
+    if gradient_in_forward and not return_z_loss and reduction != "none":
+        total = _with_gradient(
+            "fused_linear_cross_entropy", options, reduction, target, input, weight, bias
+        )
+        if total is not None:
+            return total
     loss, lse = apply("fused_linear_cross_entropy_fwd", options, input, weight, target, bias)
     results = (loss, z_loss * lse.square()) if return_z_loss else (loss,)
     return _reduced(results, target, ignore_index, reduction)
@@ -232,32 +241,56 @@ def _shard(
     return vocab_start, vocab_size
 
 
-def _makes_gradient_in_forward(input: Tensor) -> bool:
-    return (
-        records("cross_entropy", input)
-        and input.dtype != torch.float16
-        and not torch.compiler.is_compiling()
+def _with_gradient(
+    op: str, options: dict[str, Any], reduction: str, target: Tensor, *given: Tensor | None
+) -> Tensor | None:
+    """The sum or mean by the operator that makes gradients in the forward; None if it is not to."""
+    if (
+        not records(op, *given)
+        or not all(it is None or it.requires_grad for it in given)
+        or any(it is not None and it.dtype == torch.float16 for it in given)
+        or torch.compiler.is_compiling()
+    ):
+        return None
+    count = (target != options["ignore_index"]).sum() if reduction == "mean" else None
+    total: Tensor = _WithGradient.apply(  # type: ignore[no-untyped-call]
+        op, options, count, target, *given
     )
+    return total
 
 
 class _WithGradient(torch.autograd.Function):
-    """The sum of the losses over ``count``, if there is one, and its gradient along with it."""
+    """The sum of the losses over ``count``, if there is one, and its gradients along with it.
+
+    ``given`` are the arguments of the operator but for ``target``, and those behind the first
+    are the ones it takes before that.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, target: Tensor, count: Tensor | None, options: dict[str, Any]
+        ctx: Any,
+        op: str,
+        options: dict[str, Any],
+        count: Tensor | None,
+        target: Tensor,
+        input: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         manager = get_default_manager()
         each = input.new_ones((), dtype=math_dtype(input.dtype))
         each = each if count is None else each / count
         grad_loss = each.expand(target.shape)
-        loss, lse, gradient = manager.call(
-            "cross_entropy_fwd_bwd", input, target, grad_loss, **options
+        before = () if weight is None else (weight,)
+        behind = () if weight is None else (bias,)
+        loss, lse, *gradients = manager.call(
+            f"{op}_fwd_bwd", input, *before, target, grad_loss, *behind, **options
         )
-        ctx.save_for_backward(input, target, lse, grad_loss, gradient)
-        ctx.op_name = "cross_entropy_fwd_bwd"
+        ctx.save_for_backward(grad_loss, input, *before, target, lse, *behind, *gradients)
+        ctx.count = len(gradients)
+        ctx.op_name = f"{op}_fwd_bwd"
         ctx.scale = manager.pin("multi_tensor_scale_tensor")
-        ctx.again = manager.pin("cross_entropy_bwd")
+        ctx.again = manager.pin(f"{op}_bwd")
         ctx.options = options
         ctx.given_out = False
         total: Tensor = loss.sum()
@@ -266,18 +299,20 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
-        input, target, lse, grad_loss, gradient = saved
-        assert grad_loss is not None  # an invariant of ours: the forward saved them
-        assert gradient is not None
+        grad_loss, *others = saved[: -ctx.count]
+        assert grad_loss is not None  # an invariant of ours: the forward saved it
         if ctx.given_out:
-            again: Tensor = ctx.again(grad_loss * grad, input, target, lse, **ctx.options)
-            return again, None, None, None
-        # It is scaled where it is, and whose it is then may write it. That is no business of
-        # autograd's, which has it among what was saved: nobody gets it from there again.
-        ctx.given_out = True
-        there = gradient.data
-        ctx.scale([there], [there], grad.reshape(1))
-        return there, None, None, None
+            again = ctx.again(grad_loss * grad, *others, **ctx.options)
+            gradients: Gradients = (again,) if isinstance(again, Tensor) else again
+        else:
+            # They are scaled where they are, and whose they are then may write them. That is no
+            # business of autograd's, which has them among what was saved: nobody gets them from
+            # there again.
+            ctx.given_out = True
+            gradients = tuple(None if it is None else it.data for it in saved[-ctx.count :])
+            there = [it for it in gradients if it is not None]
+            ctx.scale(there, there, grad.reshape(1))
+        return None, None, None, None, *gradients
 
 
 class _VocabularyParallel(torch.autograd.Function):

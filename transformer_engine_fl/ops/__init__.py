@@ -110,6 +110,7 @@ from transformer_engine_fl.ops.loss import (
     cross_entropy_partial_fwd,
     fused_linear_cross_entropy_bwd,
     fused_linear_cross_entropy_fwd,
+    fused_linear_cross_entropy_fwd_bwd,
 )
 from transformer_engine_fl.ops.moe import (
     moe_permute_bwd,
@@ -247,6 +248,7 @@ __all__ = [
     "fused_attn_fwd",
     "fused_linear_cross_entropy_bwd",
     "fused_linear_cross_entropy_fwd",
+    "fused_linear_cross_entropy_fwd_bwd",
     "fused_moe_aux_loss_bwd",
     "fused_moe_aux_loss_fwd",
     "fused_multi_row_padding",

@@ -22,7 +22,8 @@ Losses are one for each row; the mean and the sum are in
 float64 for float64 logits, and so is what is calculated.
 
 Forward and backward read the logits once each. Where what comes back is known before the
-forward, as of a mean over the rows, :func:`cross_entropy_fwd_bwd` is both at once.
+forward, as of a mean over the rows, :func:`cross_entropy_fwd_bwd` is both at once, and
+:func:`fused_linear_cross_entropy_fwd_bwd` that of a linear layer's outputs.
 
 **Shards of the vocabulary** (Shoeybi et al., 2019, "Megatron-LM"): each rank holds some
 columns of the logits. :func:`cross_entropy_partial_fwd` makes four numbers for each row of
@@ -56,6 +57,7 @@ __all__ = [
     "cross_entropy_partial_fwd",
     "fused_linear_cross_entropy_bwd",
     "fused_linear_cross_entropy_fwd",
+    "fused_linear_cross_entropy_fwd_bwd",
 ]
 
 # The results are float32 whatever the logits are.
@@ -233,6 +235,13 @@ def _check_linear_backward(
 ) -> None:
     _check_linear(op, input, weight, target, bias, **options)
     _check_statistics(op, input, grad_loss, lse, grad_lse)
+
+
+def _check_linear_both(
+    op: str, input: Any, weight: Any, target: Any, grad_loss: Any, bias: Any, **options: Any
+) -> None:
+    _check_linear(op, input, weight, target, bias, **options)
+    _check_per_row(op, input, {"grad_loss": grad_loss})
 
 
 # ------------------------------------------------------------------------------ oracles
@@ -420,6 +429,19 @@ def _linear_bwd_oracle(
         gradient = _cross_entropy_bwd_oracle(grad_loss, logits, target, lse, grad_lse, **options)
         dx, dw, *db = torch.autograd.grad(logits, leaves, gradient)
     return dx, dw, db[0] if db else None
+
+
+def _linear_both_oracle(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    grad_loss: Tensor,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    loss, lse = _linear_fwd_oracle(input, weight, target, bias, **options)
+    gradients = _linear_bwd_oracle(grad_loss, input, weight, target, lse, bias, **options)
+    return loss, lse, *gradients
 
 
 # ------------------------------------------------------------------------------ samples
@@ -705,6 +727,16 @@ def _linear_backward_samples(dtype: str, device: str) -> Iterator[Sample]:
             yield Sample("expanded grad_loss", (grad[3].expand(24), *call))
             # As of a mean over many rows: too small for float16 before the products.
             yield Sample("a small grad_loss", (grad * 2**-12, *call))
+
+
+def _linear_both_samples(dtype: str, device: str) -> Iterator[Sample]:
+    for label, input, weight, target, bias, options in _linear_calls(dtype, device):
+        grad = _per_row(input, target, 65)
+        yield Sample(label, (input, weight, target, grad, bias), options)
+        if label == "typical":
+            yield Sample("expanded grad_loss", (input, weight, target, grad[3].expand(24)))
+            yield Sample("a small grad_loss", (input, weight, target, grad * 2**-12, bias))
+            yield Sample("a grad_loss of 0", (input, weight, target, grad * 0, bias))
 
 
 # ---------------------------------------------------------------------------- contracts
@@ -1055,3 +1087,58 @@ def fused_linear_cross_entropy_bwd(
     """
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
     return input.new_empty(input.shape), weight.new_empty(weight.shape), grad_bias
+
+
+@contract(
+    family="loss",
+    check=_check_linear_both,
+    samples=_linear_both_samples,
+    tolerance=LINEAR_BACKWARD_TOLERANCE,
+    oracle=_linear_both_oracle,
+)
+def fused_linear_cross_entropy_fwd_bwd(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    grad_loss: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """:func:`fused_linear_cross_entropy_fwd` and its gradients at once.
+
+    So the logits need not be calculated a second time, which is one of four products; nor are
+    they held whole: some rows at a time, as many as keep what is allocated besides the outputs
+    within a multiple of the arguments. ``grad_loss`` must be known before the loss is, as in
+    :func:`cross_entropy_fwd_bwd`; the gradients are those of
+    :func:`fused_linear_cross_entropy_bwd`.
+
+    Args:
+        input: ``[..., H]``, as in the forward.
+        weight: ``[V, H]``, as in the forward.
+        target: ``[...]``, as in the forward.
+        grad_loss: ``[...]``, float32 (float64 for a float64 input).
+        bias: ``[V]``, as in the forward, or None.
+        label_smoothing: as in the forward.
+        ignore_index: as in the forward.
+        z_loss: as in the forward.
+        softcap: as in the forward.
+
+    Returns:
+        loss: ``[...]``, float32 (float64 for float64).
+        lse: ``[...]``, likewise.
+        grad_input: shape and dtype of ``input``, contiguous: ``grad_loss`` times the loss's
+            gradient.
+        grad_weight: ``[V, H]``, dtype of ``weight``, contiguous, likewise.
+        grad_bias: ``[V]``, dtype of ``bias``, likewise; None if there is none.
+
+    Raises:
+        ArgumentError: a shape, dtype, option or device does not agree.
+    """
+    dtype = math_dtype(input.dtype)
+    loss, lse = (input.new_empty(target.shape, dtype=dtype) for _ in range(2))
+    grad_bias = None if bias is None else bias.new_empty(bias.shape)
+    return loss, lse, input.new_empty(input.shape), weight.new_empty(weight.shape), grad_bias

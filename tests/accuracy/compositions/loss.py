@@ -137,6 +137,21 @@ def fused_linear_cross_entropy_bwd(
     return gradient @ weight, dweight, None if bias is None else rows.sum(0)
 
 
+def fused_linear_cross_entropy_fwd_bwd(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    grad_loss: Tensor,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    loss, lse = fused_linear_cross_entropy_fwd(input, weight, target, bias, **options)
+    gradients = fused_linear_cross_entropy_bwd(
+        grad_loss, input, weight, target, lse, bias, **options
+    )
+    return loss, lse, *gradients
+
+
 COMPOSITIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "cross_entropy_bwd": cross_entropy_bwd,
     "cross_entropy_fwd": cross_entropy_fwd,
@@ -144,4 +159,5 @@ COMPOSITIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "cross_entropy_partial_fwd": cross_entropy_partial_fwd,
     "fused_linear_cross_entropy_bwd": fused_linear_cross_entropy_bwd,
     "fused_linear_cross_entropy_fwd": fused_linear_cross_entropy_fwd,
+    "fused_linear_cross_entropy_fwd_bwd": fused_linear_cross_entropy_fwd_bwd,
 }

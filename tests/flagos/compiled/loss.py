@@ -30,6 +30,7 @@ def launch() -> None:
         bias = torch.zeros(5001, dtype=dtype)
         flagos.fused_linear_cross_entropy_fwd(input, weight, target, bias)
         flagos.fused_linear_cross_entropy_bwd(row, input, weight, target, row, bias)
+        flagos.fused_linear_cross_entropy_fwd_bwd(input, weight, target, row, bias)
     for rows in (Rows(target, row, row, None), Rows(target, row, row, row, row[0])):
         flagos._factors_of_rows("a test's", rows, 5001, Options(0.1, -100, 0.01, None))
 

@@ -72,5 +72,6 @@ def register(registry: OpRegistry) -> None:
             "cross_entropy_bwd": _NOT_INVARIANT,
             "fused_linear_cross_entropy_fwd": _NOT_INVARIANT,
             "fused_linear_cross_entropy_bwd": _NOT_INVARIANT,
+            "fused_linear_cross_entropy_fwd_bwd": _NOT_INVARIANT,
         },
     )

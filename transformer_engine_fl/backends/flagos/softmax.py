@@ -751,7 +751,7 @@ def _run_forward(
     # As many as a thread has scores in an access, so that it has both side by side.
     mask_unit = math.gcd(*strides, 16 // scores.itemsize)
     unit = math.gcd(columns, step, WIDEST_UNIT)
-    kind = (scores.dtype, mask_step, mask_unit, losses is None)
+    kind = (scores.dtype, output.dtype, mask_step, mask_unit, losses is None)
     key = ("forward", *kind, columns, causal, unit, scores.device)
     plan = _PLANS.get(key) or keep(
         _PLANS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ __all__ = [
     "cross_entropy_partial_fwd",
     "fused_linear_cross_entropy_bwd",
     "fused_linear_cross_entropy_fwd",
+    "fused_linear_cross_entropy_fwd_bwd",
 ]
 
 
@@ -357,3 +360,31 @@ def fused_linear_cross_entropy_bwd(
         as_output(grad_weight, weight.dtype),
         None if bias is None else as_output(grad_bias, bias.dtype),
     )
+
+
+@as_written
+def fused_linear_cross_entropy_fwd_bwd(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    grad_loss: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Both, one after the other."""
+    options: Any = {
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "z_loss": z_loss,
+        "softcap": softcap,
+    }
+    ops.fused_linear_cross_entropy_fwd_bwd.check(input, weight, target, grad_loss, bias, **options)
+    loss, lse = fused_linear_cross_entropy_fwd(input, weight, target, bias, **options)
+    gradients = fused_linear_cross_entropy_bwd(
+        grad_loss, input, weight, target, lse, bias, **options
+    )
+    return loss, lse, *gradients

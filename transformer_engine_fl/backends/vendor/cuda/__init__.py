@@ -69,6 +69,7 @@ def register(registry: OpRegistry) -> None:
             "gemm": _NOT_INVARIANT,
             "fused_linear_cross_entropy_fwd": _NOT_INVARIANT,
             "fused_linear_cross_entropy_bwd": _NOT_INVARIANT,
+            "fused_linear_cross_entropy_fwd_bwd": _NOT_INVARIANT,
             "attention": {
                 "supported_dtypes": frozenset({"bfloat16", "float16"}),
                 "traits": frozenset({"graph_safe"}),

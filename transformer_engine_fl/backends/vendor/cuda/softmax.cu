@@ -5,7 +5,8 @@
 // Compiled at run time, one kernel and one specialisation at a time: the host defines
 // KERNEL_<name> and what that kernel needs of the following, as softmax.py chooses it.
 //
-//   TX, TDY      storage types of the scores (and of the output), of the output's gradient
+//   TX, TDY      storage types of the scores (and of an output that is read), of its gradient
+//   TY           storage type of what is written; forward of rows that are read once
 //   CAUSAL       1 if query i sees the keys up to i + ahead - 1
 //   MASKED       1 if there is a mask: bytes, not 0 where a key is hidden
 //   MASK_STEP    bytes between the mask's columns, 0 or 1
@@ -178,7 +179,7 @@ __device__ __forceinline__ A products_of(const Vec<TX, VEC>& output,
 
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     forward(const TX* __restrict__ x, const unsigned char* __restrict__ mask,
-            TX* __restrict__ y, long long rows, long long x_stride, int columns, int queries,
+            TY* __restrict__ y, long long rows, long long x_stride, int columns, int queries,
             int heads, int ahead, long long mask_batch, long long mask_head,
             long long mask_query, double factor
 #if LOSS
@@ -306,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #endif
 
     if (!active) continue;
-    TX* out = y + (static_cast<long long>(row) * columns + Row::first_column(0, rank));
+    TY* out = y + (static_cast<long long>(row) * columns + Row::first_column(0, rank));
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -319,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       }
 #pragma unroll
       for (int i = 0; i < VEC; ++i) scores[i] *= share;
-      store(out + v * kApart, encode<TX>(scores));
+      store(out + v * kApart, encode<TY>(scores));
     }
 #if LOSS
     // What differs is written again by who has written it, so that nobody else looks at it.
@@ -328,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
         if (Row::in_row(Row::first_column(v, rank), columns)) {
-          store(out + v * kApart, zeros<TX, VEC>());
+          store(out + v * kApart, zeros<TY, VEC>());
         }
       }
     }
@@ -341,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         score[0] = product(score[0], scale);
         if (!ignored) {
           const A own_gradient[1] = {exponential(score[0] - taken) * share - grad_loss};
-          store(out + from, encode<TX>(own_gradient));
+          store(out + from, encode<TY>(own_gradient));
         }
       }
       store_loss<false>(loss + row, lse + row, target, ignored,

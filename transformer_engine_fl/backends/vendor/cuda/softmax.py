@@ -245,7 +245,8 @@ class Key:
         causal: whether later keys are hidden.
         mask_step: bytes between the columns of the mask; None without one.
         mask_access: whether vectors of the mask may be read as such.
-        losses: whether a forward writes cross entropy and its gradients.
+        gradients: dtype of what a forward writes instead, with the losses, if it is to write
+            cross entropy and its gradients.
     """
 
     columns: int
@@ -255,7 +256,7 @@ class Key:
     causal: bool = False
     mask_step: int | None = None
     mask_access: bool = False
-    losses: bool = False
+    gradients: torch.dtype | None = None
 
 
 def source(
@@ -268,20 +269,21 @@ def source(
         "CAUSAL": int(key.causal),
     }
     sizes: tuple[int, ...] = (SIZES[key.x],)
+    losses = key.gradients is not None
     if key.dy is None:
         kernel, arguments = "forward", "PPPqqiiiiqqqd"
         defines["MASKED"] = int(key.mask_step is not None)
         defines["MASK_STEP"] = key.mask_step or 0
         defines["MASK_ACCESS"] = int(key.mask_access)
-        defines["LOSS"] = int(key.losses)
-        arguments += "PPPPqd" * key.losses
+        defines["LOSS"] = int(losses)
+        arguments += "PPPPqd" * losses
     else:
         kernel, arguments = "backward", "PPPqqqiiid"
         defines["TDY"] = NAMES[key.dy]
         sizes += (SIZES[key.dy],)
     waiting = None
     if key.dy is None and key.mask_step is None and not key.causal:
-        waiting = waiting_tile(key.columns, sizes[0], device, most_blocks, key.losses)
+        waiting = waiting_tile(key.columns, sizes[0], device, most_blocks, losses)
     tile = waiting or row_tile(key.columns, sizes, device, most_blocks)
     if tile is None:
         kernel += "_wide"
@@ -294,6 +296,7 @@ def source(
         if key.dy is None:
             waits = int(waiting is not None)
             defines |= {"LOOPED": int(looped), "STAGES": depth, "WAITING": waits}
+            defines["TY"] = NAMES[key.gradients or key.x]
         else:
             defines["IN_REGISTERS"] = int(in_registers(tile, sizes))
         geometry = _launch.Geometry(
@@ -315,10 +318,10 @@ class Plan:
         limits = _launch.limits(device)
         for most_blocks in LARGEST_CLUSTERS:
             found, geometry, tile = source(key, limits, most_blocks)
-            if (key.losses and tile is None) or runs_clusters(found, geometry, device):
+            if (key.gradients and tile is None) or runs_clusters(found, geometry, device):
                 break
         self.whole = tile is not None
-        if key.losses and not self.whole:
+        if key.gradients and not self.whole:
             return
         self._kernel = _launch.load(found, geometry, device)
         self._rows, self._cluster = (tile.rows, tile.cluster) if tile else (1, 1)
@@ -350,9 +353,10 @@ def representative_sources(
         keys += [Key(columns, 8, low, dy, True) for dy in (None, low)]
         keys += [Key(columns, 8, low, None, False, step, step == 1) for step in (0, 1)]
     for columns in (64, 2048, 4096, 8192, 32000, 128_256, 151_936, 262144):
-        keys.append(Key(columns, 8, low, losses=True))
-    for x in (half, full):
-        keys += [Key(columns, 16 // SIZES[x], x, losses=True) for columns in (512, 32000)]
+        keys.append(Key(columns, 8, low, gradients=low))
+    for x, dx in ((half, half), (full, full), (full, low)):
+        vec = 16 // SIZES[x]
+        keys += [Key(columns, vec, x, gradients=dx) for columns in (512, 32000, 128_256)]
     for x, dy in ((full, full), (full, low), (half, full), (double, half)):
         vec = 16 // SIZES[x]
         for columns in (512, 200_000, 262144):
@@ -440,13 +444,15 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
     """Write losses and dense gradients of rows that lie ``step`` apart, which are read once.
 
     Returns:
-        Whether that was done: a row must fit on the chip, and lie in whole vectors.
+        Whether that was done: a row must fit on the chip, and lie in whole vectors. The target's
+        score is read when the row is written, so not in place.
     """
     columns, dtype, address = logits.shape[-1], logits.dtype, address_of(op, logits)
     size = SIZES[dtype]
-    if (columns * size | step * size | address) & 15:
+    if (columns * size | step * size | address) & 15 or out.data_ptr() == address:
         return False
-    plan = _planned(logits.get_device(), columns, 16 // size, dtype, None, False, None, False, True)
+    scores = (columns, 16 // size, dtype, None, False, None, False)
+    plan = _planned(logits.get_device(), *scores, out.dtype)
     if not plan.whole:
         return False
     check_size(op, "columns", columns, MOST_COLUMNS)
