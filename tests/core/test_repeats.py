@@ -88,11 +88,26 @@ def asked(manager: OpManager) -> int:
     return manager.tensors.asked  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("by", ["name", "handle"])
-def test_a_call_like_the_last_one_is_done_without_a_look_at_its_tensor(by: str) -> None:
+WAYS: dict[str, Callable[[OpManager], Callable[..., Any]]] = {
+    "name": lambda manager: functools.partial(manager.call, "scale"),
+    "handle": lambda manager: manager.bind("scale"),
+    "pin": lambda manager: manager.pin("scale"),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Callable[[OpManager], Callable[..., Any]]:
+    """How an operator is called."""
+    return WAYS[request.param]
+
+
+Way = Callable[[OpManager], Callable[..., Any]]
+
+
+def test_a_call_like_the_last_one_is_done_without_a_look_at_its_tensor(way: Way) -> None:
     fn, _ = remembering()
     manager = manager_of(fn)
-    call = manager.bind("scale") if by == "handle" else functools.partial(manager.call, "scale")
+    call = way(manager)
     assert call(X) == "worked out plain"
     assert call(X, mode="odd") == "remembered odd"  # after a look, by which it is approved
     looks = asked(manager)
@@ -104,21 +119,23 @@ def test_a_call_like_the_last_one_is_done_without_a_look_at_its_tensor(by: str) 
     assert asked(manager) == looks
 
 
-def test_other_calls_are_looked_at() -> None:
+def test_other_calls_are_looked_at(way: Way) -> None:
     fn, _ = remembering()
     manager = manager_of(fn)
+    call = way(manager)
     for _ in range(3):
-        manager.call("scale", X)
+        call(X)
     looks = asked(manager)
-    assert manager.call("scale", X, 2.0) == "worked out plain"
+    assert call(X, 2.0, mode="odd") == "worked out odd"
     assert asked(manager) == looks + 1
     for other in (OTHER_DTYPE, OTHER_DEVICE):
-        assert manager.call("scale", other) == "reference.torch"
+        assert call(other) == "reference.torch"
 
 
-def test_calls_that_take_turns_are_tried_once_each() -> None:
+def test_calls_that_take_turns_are_tried_once_each(way: Way) -> None:
     fn, calls = remembering()
     manager = manager_of(fn)
+    call = way(manager)
     tried: list[float] = []
     remember = calls.remember
 
@@ -135,20 +152,33 @@ def test_calls_that_take_turns_are_tried_once_each() -> None:
 
     calls.remember = counted  # type: ignore[method-assign]
     for factor in (1.0, 2.0, 2.0, 1.0, 2.0):
-        manager.call("scale", X, factor)
+        call(X, factor)
     assert tried == [1.0, 2.0, 2.0, 1.0]
 
 
-def test_what_was_not_approved_here_is_not_asked() -> None:
+def test_what_was_not_approved_here_is_not_asked(way: Way) -> None:
     """An implementation may serve other tensors for another manager."""
     fn, calls = remembering()
-    first, second = manager_of(fn), manager_of(fn)
+    first, second = way(manager_of(fn)), way(manager_of(fn))
     for _ in range(3):
-        first.call("scale", X)
+        first(X)
     calls.remember(OTHER_DTYPE, 1.0)  # as somebody's call of the function itself does
-    assert first.call("scale", OTHER_DTYPE) == "reference.torch"
-    assert second.call("scale", OTHER_DTYPE) == "reference.torch"
+    assert first(OTHER_DTYPE) == "reference.torch"
+    assert second(OTHER_DTYPE) == "reference.torch"
     assert calls.repeated == 2  # of X, the second and third call
+
+
+def test_who_serves_other_tensors_is_asked_for_its_own_last_call(way: Way) -> None:
+    manager = make_manager(
+        *(
+            impl(f"vendor.{dtype}", "vendor", fn=remembering()[0], supported_dtypes=(dtype,))
+            for dtype in ("float32", "bfloat16")
+        ),
+        tensors=Keys(),
+    )
+    call = way(manager)
+    for x in (X, OTHER_DTYPE):
+        assert [call(x) for _ in range(3)] == ["worked out plain", *2 * ["remembered plain"]]
 
 
 def test_a_wrapper_with_the_attributes_of_what_it_wraps_is_called() -> None:
@@ -172,13 +202,15 @@ def test_something_else_called_calls_is_left_alone() -> None:
     assert manager_of(fn).call("scale", X) == "vendor.acme"
 
 
-def test_a_failure_of_a_repeated_call_is_one_of_its_implementation() -> None:
+def test_a_failure_of_a_repeated_call_is_one_of_its_implementation(way: Way) -> None:
     fn, calls = remembering()
     manager = manager_of(fn)
+    call = way(manager)
     for _ in range(3):
-        manager.call("scale", X)
-    calls.fails = RuntimeError("no such kernel")
-    assert manager.call("scale", X) == "reference.torch"
+        call(X)
+    calls.fails, before = RuntimeError("no such kernel"), calls.repeated
+    assert call(X, mode="odd") == "reference.torch"
+    assert calls.repeated == before + 1, "it ran again"
     (key,) = manager.quarantine.held()
     assert (key.impl_id, key.device, key.dtype) == ("vendor.acme", "cpu", "float32")
     calls.fails = None
@@ -187,11 +219,31 @@ def test_a_failure_of_a_repeated_call_is_one_of_its_implementation() -> None:
     assert manager.call("scale", X) == "remembered plain"
 
 
-def test_a_failed_question_is_not_a_failure_of_who_serves_the_call() -> None:
+def test_a_failure_after_a_question_is_judged_once(way: Way) -> None:
     fn, calls = remembering()
     manager = manager_of(fn)
+    call = way(manager)
     for _ in range(3):
-        manager.call("scale", X)
+        call(X)
+    tried = []
+
+    def other(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
+        tried.append(factor)
+        raise RuntimeError("no such kernel")
+
+    calls.other = other
+    assert call(X, 2.0) == "reference.torch"
+    assert tried == [2.0]
+    (key,) = manager.quarantine.held()
+    assert key.impl_id == "vendor.acme"
+
+
+def test_a_failed_question_is_not_a_failure_of_who_serves_the_call(way: Way) -> None:
+    fn, calls = remembering()
+    manager = manager_of(fn)
+    call = way(manager)
+    for _ in range(3):
+        call(X)
     again = calls.last
 
     def strict(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
@@ -200,19 +252,49 @@ def test_a_failed_question_is_not_a_failure_of_who_serves_the_call() -> None:
         return again(x, factor, mode=mode)
 
     calls.last = strict
-    assert manager.call("scale", X) == "remembered plain"  # by which it is approved
+    assert call(X) == "remembered plain"  # by which it is approved
     for other in (OTHER_DTYPE, OTHER_DEVICE):
-        assert manager.call("scale", other) == "reference.torch"
+        assert call(other) == "reference.torch"
     assert not manager.quarantine.held()
 
 
-def test_a_call_that_is_wrong_is_refused_after_right_ones() -> None:
+def test_a_failed_question_is_no_reason_for_what_fails_after_it(way: Way) -> None:
+    def broken(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
+        raise RuntimeError("no such kernel")
+
+    def strict(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
+        if x != X:
+            raise TypeError("no such tensor")
+        return "remembered"
+
+    fn, calls = remembering()
+    manager = make_manager(
+        impl("vendor.acme", "vendor", fn=fn, devices=("cpu",)),
+        impl("vendor.other", "vendor", fn=broken, devices=("cuda",)),
+        tensors=Keys(),
+    )
+    call, calls.last = way(manager), strict
+    assert [call(X), call(X)] == 2 * ["remembered"]
+    with pytest.raises(RuntimeError) as raised:
+        call(OTHER_DEVICE)
+    reasons: list[BaseException] = [raised.value]
+    seen: set[type[BaseException]] = set()
+    while reasons:
+        error = reasons.pop()
+        seen.add(type(error))
+        reasons += [it for it in (error.__cause__, error.__context__) if it is not None]
+    assert RuntimeError in seen
+    assert TypeError not in seen
+
+
+def test_a_call_that_is_wrong_is_refused_after_right_ones(way: Way) -> None:
     fn, _ = remembering()
     manager = manager_of(fn)
+    call = way(manager)
     for _ in range(3):
-        manager.call("scale", X)
+        call(X)
     with pytest.raises(TypeError):
-        manager.call("scale", X, 1.0, "plain")
+        call(X, 1.0, "plain")
 
 
 def test_a_monitor_hears_of_repeated_calls() -> None:

@@ -611,17 +611,30 @@ def test_a_look_sees_all_but_where_tensors_are_and_what_they_hold() -> None:
     assert _repeats.look([first.to_sparse()]) is None
 
 
-# ----------------------------------------------------------------------- prepared launches
+# ----------------------------------------------------------------------- repeated launches
 
 
 class _Driver:
-    """Stands for the CUDA driver: notes what each launch would have been given."""
+    """Stands for the CUDA driver: notes what each launch is given.
 
-    def __init__(self, *codes: int) -> None:
-        self.codes = list(codes)
+    Attributes:
+        codes: what the next launches give.
+        meeting: where a launch waits for others before it looks at what it was given.
+        launch: the driver's function, of which ctypes knows as little as of the real one.
+    """
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.meeting: threading.Barrier | None = None
         self.launches: list[tuple[Any, ...]] = []
+        taken = (ctypes.c_void_p,) * 4
+        self._called = ctypes.CFUNCTYPE(ctypes.c_int, *taken)(self._launched)
+        address = ctypes.cast(self._called, ctypes.c_void_p).value
+        self.launch = ctypes.CFUNCTYPE(ctypes.c_int)(address)
 
-    def __call__(self, config: int, function: int, parameters: int, extra: None) -> int:
+    def _launched(self, config: int, function: int, parameters: int, extra: None) -> int:
+        if self.meeting is not None:
+            self.meeting.wait(60)
         code = self.codes.pop(0) if self.codes else 0
         if not code:
             seen = _launch._Config.from_address(config)
@@ -633,78 +646,189 @@ class _Driver:
             last = ctypes.c_void_p.from_address(places[4]).value
             attributes = (_launch._Attribute * seen.attribute_count).from_address(seen.attributes)
             found = {it.id: tuple(it.value[0:3]) for it in attributes}
-            grid = (seen.grid_x, seen.grid_y, seen.block_x, seen.shared_bytes, seen.stream)
-            self.launches.append((grid, found, (*values, last)))
+            grid = (seen.grid_x, seen.grid_y, seen.grid_z)
+            block = (seen.block_x, seen.block_y, seen.block_z, seen.shared_bytes)
+            how = (function, extra, grid, block, seen.stream, found)
+            self.launches.append((how, (*values, last)))
         return code
 
 
-def _kernel(driver: _Driver) -> _launch.Kernel:
+def _kernel(driver: _Driver, function: int = 77, **geometry: Any) -> _launch.Kernel:
     kernel = object.__new__(_launch.Kernel)
     kernel.name, kernel.device = "nothing", 0
-    kernel._geometry = _launch.Geometry(128, "PPqiP", shared_bytes=512, cluster=2, dependent=True)
-    kernel._idle, kernel._address = [], 77
-    kernel._launch, kernel._stream = driver, lambda device: 900 + device
+    options = geometry or {"shared_bytes": 512, "cluster": 2, "dependent": True}
+    kernel._geometry = _launch.Geometry(128, "PPqiP", **options)
+    kernel._idle, kernel._function = [], ctypes.c_void_p(function)
+    kernel._launch, kernel._stream = driver.launch, lambda device: 900 + device
     kernel._device_now = lambda: 0
     return kernel
 
 
-def test_a_prepared_launch_gives_the_driver_what_an_ordinary_one_does() -> None:
-    driver = _Driver()
-    kernel = _kernel(driver)
-    kernel.launch(4, 3, 1 << 40, 0, -5, 6, 1 << 41)
-    again, addresses = kernel.prepared(4, 3, 2 << 40, 0, -5, 6, 2 << 41)
-    assert addresses == [2 << 40, 0, 2 << 41]
-    assert again(1 << 40, 0, 1 << 41)
-    assert driver.launches[1] == driver.launches[0]
-    assert again(3 << 40, 5 << 40, 4 << 40)
-    grid, attributes, values = driver.launches[2]
-    assert grid == (4, 3, 128, 512, 900)
-    assert attributes[_launch._CLUSTER_DIMENSION] == (2, 1, 1)
-    assert attributes[_launch._PROGRAMMATIC_STREAM_SERIALIZATION][0] == 1
-    assert values == (3 << 40, 5 << 40, -5, 6, 4 << 40)
+def _launching(*kernels: _launch.Kernel) -> Any:
+    """An operator of one launch of each, on an address that may be 0 between two that are not."""
+
+    @_repeats.repeating
+    def operator(input: Tensor, other: Tensor | None = None) -> Tensor:
+        output = torch.empty((16,), device=input.device)
+        for turn, kernel in enumerate(kernels):
+            there = 0 if other is None else other[4:].data_ptr()
+            kernel.launch(4, 3 + turn, input.data_ptr(), there, -5, 6 + turn, output.data_ptr())
+        return output
+
+    return operator
 
 
-def test_a_prepared_launch_is_as_cooperative_as_an_ordinary_one() -> None:
+@pytest.mark.parametrize("other", [None, torch.zeros(64)], ids=["nothing", "a tensor"])
+def test_a_repeated_launch_gives_the_driver_what_an_ordinary_one_does(
+    other: Tensor | None,
+) -> None:
     driver = _Driver()
-    kernel = _kernel(driver)
-    kernel._geometry = _launch.Geometry(128, "PPqiP", together=4)
-    kernel.launch(8, 1, 1 << 40, 0, -5, 6, 1 << 41)
-    again, addresses = kernel.prepared(8, 1, 1 << 40, 0, -5, 6, 1 << 41)
-    assert again(*addresses)
-    for _, attributes, _ in driver.launches:
+    operator = _launching(_kernel(driver))
+    _repeated(lambda: operator(torch.zeros(64), None if other is None else torch.zeros(64)))
+    driver.launches.clear()
+    x, y = torch.zeros(64), torch.zeros(64)
+    assert _is_repeat(operator, x, other), operator.calls.refusal
+    outputs = [operator.__wrapped__(x, other), operator(x, other), operator(y, other)]
+    del driver.launches[0]  # of the question
+    ordinary, repeated, next_one = driver.launches
+    assert repeated[0] == next_one[0] == ordinary[0]
+    cluster = {_launch._CLUSTER_DIMENSION: (2, 1, 1)}
+    started = {_launch._PROGRAMMATIC_STREAM_SERIALIZATION: (1, 0, 0)}
+    assert ordinary[0] == (77, None, (4, 3, 1), (128, 1, 1, 512), 900, cluster | started)
+    there = None if other is None else other.data_ptr() + 16
+    given = zip((x, x, y), outputs, driver.launches, strict=True)
+    for argument, output, (_, values) in given:
+        assert values == (argument.data_ptr(), there, -5, 6, output.data_ptr())
+
+
+def test_a_repeated_launch_is_as_cooperative_as_an_ordinary_one() -> None:
+    driver = _Driver()
+    operator = _launching(_kernel(driver, together=4))
+    _repeated(lambda: operator(torch.zeros(64)))
+    assert _is_repeat(operator, torch.zeros(64), None), operator.calls.refusal
+    for (*_, attributes), _ in driver.launches:
         assert {name: value[0] for name, value in attributes.items()} == {_launch._COOPERATIVE: 1}
 
 
-def test_a_prepared_launch_takes_the_stream_of_the_moment() -> None:
-    driver = _Driver()
+def test_a_repeated_launch_takes_the_stream_of_the_moment() -> None:
+    driver, streams = _Driver(), list(range(1, 40))
     kernel = _kernel(driver)
-    streams = iter([1, 2])
-    kernel._stream = lambda device: next(streams)
-    again, addresses = kernel.prepared(1, 1, 1 << 40, 0, 1, 2, 1 << 41)
-    again(*addresses)
-    again(*addresses)
-    assert [grid[-1] for grid, _, _ in driver.launches] == [1, 2]
+    kernel._stream = lambda device: streams.pop(0)
+    operator = _launching(kernel)
+    _repeated(lambda: operator(torch.zeros(64)))
+    for _ in range(3):
+        assert _is_repeat(operator, torch.zeros(64), None), operator.calls.refusal
+    found = [stream for (*_, stream, _), _ in driver.launches]
+    assert found == list(range(1, len(found) + 1))
 
 
-def test_a_prepared_launch_binds_the_context_of_a_new_thread_and_raises_what_the_driver_says(
+def test_a_repeated_launch_takes_the_memory_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, x = _Driver(), torch.zeros(64)
+    operator = _launching(_kernel(driver))
+    _repeated(lambda: operator(x))
+    made = []
+
+    def counted(*arguments: Any) -> Any:
+        made.append(arguments)
+        return prepared(*arguments)
+
+    prepared = _launch._Prepared
+    monkeypatch.setattr(_launch, "_Prepared", counted)
+    for _ in range(3):
+        assert _is_repeat(operator, x, None), operator.calls.refusal
+    assert not made
+
+
+def test_a_repeated_launch_binds_the_context_of_a_new_thread_and_raises_what_the_driver_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bound: list[int] = []
     monkeypatch.setattr(_launch, "_bind_context", bound.append)
     monkeypatch.setattr(_launch, "_describe", str)
-    driver = _Driver(_launch._INVALID_CONTEXT, 0, 700)
-    again, addresses = _kernel(driver).prepared(1, 1, 1 << 40, 0, 1, 2, 1 << 41)
-    assert again(*addresses)
+    driver, x = _Driver(), torch.zeros(64)
+    operator = _launching(_kernel(driver))
+    _repeated(lambda: operator(x))
+    driver.launches.clear()
+    driver.codes = [_launch._INVALID_CONTEXT, 0, 700]
+    assert _is_repeat(operator, x, None)
     assert bound == [0]
     with pytest.raises(_launch.LaunchError) as raised:
-        again(*addresses)
+        operator(x)
     assert raised.value.code == 700
-    assert again(*addresses)
+    assert _is_repeat(operator, x, None)
+    assert len(driver.launches) == 2
 
 
-def test_numbers_that_may_be_addresses_are_not_prepared() -> None:
+def test_several_launches_of_a_call_are_each_repeated_in_their_order() -> None:
+    driver, x = _Driver(), torch.zeros(64)
+    operator = _launching(_kernel(driver, 77), _kernel(driver, 78, together=4))
+    _repeated(lambda: operator(torch.zeros(64)))
+    assert _is_repeat(operator, x, None), operator.calls.refusal
+    driver.launches.clear()
+    outputs = [operator.__wrapped__(x), operator(x)]
+    ordinary, repeated = driver.launches[:2], driver.launches[2:]
+    assert [how for how, _ in repeated] == [how for how, _ in ordinary]
+    assert [how[0] for how, _ in repeated] == [77, 78]
+    for launches, output in zip((ordinary, repeated), outputs, strict=True):
+        start, end = x.data_ptr(), output.data_ptr()
+        assert [values for _, values in launches] == [
+            (start, None, -5, 6, end),
+            (start, None, -5, 7, end),
+        ]
+
+
+def test_a_call_whose_second_launch_fails_raises_that_and_the_next_does_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_launch, "_describe", str)
+    driver, x = _Driver(), torch.zeros(64)
+    operator = _launching(_kernel(driver, 77), _kernel(driver, 78))
+    _repeated(lambda: operator(x))
+    driver.launches.clear()
+    driver.codes = [0, 700]
+    with pytest.raises(_launch.LaunchError, match="the launch of nothing"):
+        operator(x)
+    assert [how[0] for how, _ in driver.launches] == [77]
+    assert _is_repeat(operator, x, None)
+    assert [how[0] for how, _ in driver.launches] == [77, 77, 78]
+
+
+def test_threads_that_repeat_a_call_at_once_do_not_share_what_they_launch_with() -> None:
+    driver, count = _Driver(), 4
+    operator = _launching(_kernel(driver, 77), _kernel(driver, 78))
+    _repeated(lambda: operator(torch.zeros(64)))
+    driver.launches.clear()
+    driver.meeting = threading.Barrier(count)  # in the driver, so that all have written theirs
+    inputs = [[torch.zeros(64) for _ in range(3)] for _ in range(count)]
+    outputs: list[list[Tensor]] = [[] for _ in range(count)]
+
+    def work(turn: int) -> None:
+        outputs[turn] += [operator(it) for it in inputs[turn]]
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    driver.meeting = None
+    assert _is_repeat(operator, inputs[0][0], None), operator.calls.refusal
+    del driver.launches[-2:]
+    expected = {
+        (function, x.data_ptr(), number, y.data_ptr())
+        for mine, made in zip(inputs, outputs, strict=True)
+        for x, y in zip(mine, made, strict=True)
+        for function, number in ((77, 6), (78, 7))
+    }
+    found = [(how[0], *values[::3], values[-1]) for how, values in driver.launches]
+    assert len(found) == len(expected) == 6 * count
+    assert set(found) == expected
+
+
+def test_numbers_that_may_be_addresses_are_not_repeated() -> None:
     with pytest.raises(_repeats.UnrepeatableError):
-        _kernel(_Driver()).prepared(1, 1, 1 << 40, 0, 1 << 40, 2, 0)
+        _kernel(_Driver()).statements(str, 1, 1, 1 << 40, 0, 1 << 40, 2, 0)
 
 
 def test_a_launch_is_noted_once_on_whichever_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,10 +227,14 @@ def note(function: Any, *arguments: Any) -> bool:
     """Tell the watch of a launch, if this is its thread; says whether it is.
 
     Args:
-        function: does it again. If it has an attribute ``prepared``, that is called with
-            the arguments for what does so with less work, and the arguments of that; it is
-            false where a call must go the ordinary way.
-        arguments: what is no number is an :class:`Address`.
+        function: does it again, called with the arguments. If it has ``statements``, these
+            are written into the function that repeats the operator's call, which saves the
+            call of another: ``function.statements(name, *arguments)`` gives lines of Python.
+            ``name(value)`` is how they write a value, an :class:`Address` as what it is in
+            the call that is repeated. Variables of their own begin with ``_its_``, and end
+            with the lines; ``return _MISS`` is for a call that must go the ordinary way.
+        arguments: of a function without ``statements``, what is no number is an
+            :class:`Address`.
     """
     watch = active
     if watch is None or watch.thread != threading.get_ident():
@@ -290,6 +294,8 @@ class _Writer:
                 raise UnrepeatableError(f"the memory that {name!r} and {other!r} share")
 
     def constant(self, value: Any) -> str:
+        if value is None or type(value) is bool:
+            return repr(value)  # takes less than a name
         name = f"_c{len(self.namespace)}"
         self.namespace[name] = value
         return name
@@ -331,6 +337,10 @@ class _Writer:
             if start < value < end and (name in allocated or not self.from_starts):
                 return f"_a{name} + {value - start}"
         raise UnrepeatableError("an address of other memory")
+
+    def name(self, value: Any) -> str:
+        """For the statements of a launch: see :func:`note`."""
+        return self.address(value) if type(value) is Address else self.constant(value)
 
     def value(self, value: Any) -> str:
         if type(value) is Address:
@@ -376,12 +386,13 @@ class _Writer:
             self.lines.append(f"_increment({starts[address]})")
         else:
             function, arguments = what
-            prepare = getattr(function, "prepared", None)
-            if prepare is not None:
-                function, arguments = prepare(*arguments)
-            told = f"{self.constant(function)}({', '.join([self.value(it) for it in arguments])})"
-            # What has been launched may be launched again: nothing has been given out yet.
-            self.lines += [told] if prepare is None else [f"if not {told}:", "    return _MISS"]
+            statements = getattr(function, "statements", None)
+            if statements is not None:
+                # What has been launched may be launched again: nothing has been given out yet.
+                self.lines += statements(self.name, *arguments)
+            else:
+                told = ", ".join([self.value(it) for it in arguments])
+                self.lines.append(f"{self.constant(function)}({told})")
 
     def result(self, value: Any) -> str:
         if type(value) in (tuple, list):

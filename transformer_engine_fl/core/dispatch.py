@@ -1,11 +1,12 @@
 """What runs at each call: nothing here builds, logs, locks or reads a setting.
 
-The manager's table maps an operator to a callable. That is the implementation itself
-where the first candidate needs no look at the tensors; otherwise a :func:`guarded` one,
-which looks at one tensor's device and dtype and remembers what follows from them. An
-implementation that looks at them itself, because it remembers its calls, is asked first. A
-:func:`handle` is the same with the operator's own signature. What to build into them
-is the manager's business.
+The manager's table maps an operator to who serves it (:class:`Served`), by a callable. That is
+the implementation itself where the first candidate needs no look at the tensors; otherwise a
+:func:`guarded` one, which looks at one tensor's device and dtype and remembers what follows
+from them. An implementation that looks at them itself, because it remembers its calls, is
+asked before that, by whoever has looked up the table: one more function in between is more
+than a third of what a dispatch takes. A :func:`handle` is the same with the operator's own
+signature. What to build into them is the manager's business.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = [
     "Cell",
     "Handle",
     "Repeats",
+    "Served",
     "Steps",
     "guarded",
     "handle",
@@ -81,13 +83,39 @@ class Steps:
             self.direct, self.repeats = None, found
 
 
+class Served:
+    """Who serves an operator.
+
+    Whoever calls it asks ``repeats.last`` first, if that is ``approved``, and ``fn`` otherwise.
+
+    Attributes:
+        fn: serves any call.
+        repeats: whom to ask before; None if nobody is known.
+        approved: the function that has done a call after a look at its tensor. It does no
+            others than that look has led to it.
+        failed: ``failed(repeats, args, kwargs, error)`` if ``approved`` has raised that: what
+            follows from it, or MISS if the call is not one for its implementation.
+        missed: ``missed(approved, args, kwargs)`` serves a call that this one has not done.
+    """
+
+    __slots__ = ("approved", "failed", "fn", "missed", "repeats")
+
+    failed: Callable[[Repeats, tuple[Any, ...], dict[str, Any], Exception], Any]
+    missed: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.repeats: Repeats | None = None
+        self.approved: Callable[..., Any] | None = None
+
+
 def guarded(
     key: Callable[[Any], Any],
     place: int,
     find: Callable[..., Steps],
     serve: Callable[..., Any],
-) -> Handle:
-    """A callable that chooses by the dispatch tensor's device and dtype.
+) -> Served:
+    """Who chooses by the dispatch tensor's device and dtype.
 
     Args:
         key: cheap hashable key of a tensor; AttributeError for anything else.
@@ -96,29 +124,10 @@ def guarded(
         serve: ``serve(steps, args, kwargs, error)``: goes through the candidates.
     """
     memo: dict[Any, Steps] = {}
-    # Of these ``last`` is asked before a look at the tensor, if it is the function that has done
-    # a call after such a look: it does no others than that look has led to it.
-    repeats: Repeats | None = None
-    approved: Any = None
 
     # A closure, because calling an object through __call__ costs a quarter more.
     @settles_failures
     def choose(*args: Any, **kwargs: Any) -> Any:
-        nonlocal repeats, approved
-        asked = None
-        first = repeats
-        if first is not None and (last := first.last) is approved:
-            asked = last
-            try:
-                found = last(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
-                steps = find(args, kwargs, memo)
-                if steps.repeats is first:
-                    return serve(steps, args, kwargs, error)
-                # It would not be served by the one that was asked, so none of it has run.
-            else:
-                if found is not MISS:
-                    return found
         try:
             steps = memo[key(args[place])]
         except (LookupError, AttributeError, TypeError):
@@ -133,35 +142,69 @@ def guarded(
         if own is not None:
             try:
                 last = own.last
-                if last is not asked:
-                    found = last(*args, **kwargs)
-                    if found is not MISS:
-                        repeats, approved = own, last
-                        return found
+                found = last(*args, **kwargs)
+                if found is not MISS:
+                    served.repeats, served.approved = own, last
+                    return found
                 return own.other(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
                 return serve(steps, args, kwargs, error)
         return serve(steps, args, kwargs, None)
 
-    return choose
+    def failed(
+        repeats: Repeats, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    ) -> Any:
+        try:
+            steps = find(args, kwargs, memo)
+            # Who would not serve the call has not failed: none of it has run.
+            return serve(steps, args, kwargs, error) if steps.repeats is repeats else MISS
+        finally:
+            del error  # in a frame of its own traceback it would keep the call's tensors
+
+    def missed(asked: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            steps = memo[key(args[place])]
+        except (LookupError, AttributeError, TypeError):
+            steps = find(args, kwargs, memo)
+        own = steps.repeats
+        if own is None or own.last is not asked:
+            return choose(*args, **kwargs)
+        try:
+            return own.other(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - judged by the rules of recovery.py
+            return serve(steps, args, kwargs, error)
+
+    served = Served(choose)
+    served.failed, served.missed = failed, missed
+    return served
 
 
 class Cell:
-    """Holds the callable that a bound handle calls outside every ``with`` block."""
+    """Holds who serves the calls of a bound handle outside every ``with`` block."""
 
-    __slots__ = ("fn", "unbuilt")
+    __slots__ = ("served", "unbuilt")
 
     def __init__(self, unbuilt: Handle) -> None:
-        self.unbuilt = unbuilt
-        self.fn: Any = unbuilt
+        self.unbuilt = Served(unbuilt)
+        self.served = self.unbuilt
 
 
 _TEMPLATE = """\
 def {name}({parameters}):
     if _active_scope() is _ROOT:
-        _fn = _cell.fn
+        _served = _cell.served
     else:
-        _fn = _scoped()
+        _served = _scoped()
+    _repeats = _served.repeats
+    if _repeats is not None and (_last := _repeats.last) is _served.approved:
+        try:
+            _found = _last({arguments})
+        except Exception as _error:
+            _found = _served.failed(_repeats, ({positional}), {{{named}}}, _error)
+        if _found is not _MISS:
+            return _found
+        return _served.missed(_last, ({positional}), {{{named}}})
+    _fn = _served.fn
     try:
         return _fn({arguments})
     except Exception as _error:
@@ -174,7 +217,7 @@ def handle(
     name: str,
     signature: inspect.Signature,
     cell: Cell,
-    scoped: Callable[[], Callable[..., Any]],
+    scoped: Callable[[], Served],
     failed: Failed,
 ) -> Handle:
     """Make a function with ``signature`` that calls what ``cell`` holds.
@@ -189,6 +232,7 @@ def handle(
         "_cell": cell,
         "_scoped": scoped,
         "_failed": failed,
+        "_MISS": MISS,
     }
     starred = False
     for parameter in signature.parameters.values():

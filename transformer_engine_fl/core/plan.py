@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformer_engine_fl.core import blame
 from transformer_engine_fl.core.discovery import broken_vendors
-from transformer_engine_fl.core.dispatch import Steps, guarded, settles_failures
+from transformer_engine_fl.core.dispatch import Served, Steps, guarded, settles_failures
 from transformer_engine_fl.core.errors import (
     AllCandidatesFailedError,
     ArgumentError,
@@ -198,17 +198,17 @@ class Plan:
 
     # ------------------------------------------------------------- building callables
 
-    def callable(self) -> Callable[..., Any]:
+    def served(self) -> Served:
         """What to keep in the table: the implementation itself where that is safe."""
         if self._manager.watchers:
-            return self._watched()
+            return Served(self._watched())
         chosen = self.decide(Facts()).selected
         if chosen is None:
-            return self._watched()
+            return Served(self._watched())
         entry = self._entries[chosen.impl_id]
         if self._unconditional(entry):
             self._manager.log_selection(self._op_name, chosen)
-            return entry.fn
+            return Served(entry.fn)
         return guarded(self._manager.tensors.key, self.dispatch_on[0], self._remember, self.serve)
 
     def _watched(self) -> Callable[..., Any]:

@@ -225,12 +225,18 @@ def _started(compiled: Any, constants: tuple[Any, ...]) -> _Started:
     return _Started(run, (function, packed, None, None, None), constants, scratch, None)
 
 
-_WATCHED = """\
-not direct.allowed
-        or enter.calls
-        or leave.calls
-        or runtime.launch_enter_hook is not enter
-        or runtime.launch_exit_hook is not leave"""
+_WATCHING: Final = {
+    "direct": _DirectLaunches,
+    "enter": _ENTER,
+    "leave": _LEAVE,
+    "runtime": _RUNTIME,
+}
+_WATCHED: Final = """\
+not {direct}.allowed
+        or {enter}.calls
+        or {leave}.calls
+        or {runtime}.launch_enter_hook is not {enter}
+        or {runtime}.launch_exit_hook is not {leave}"""
 """Whether somebody wants to see launches, so that each must go Triton's own way."""
 
 _QUICK = """\
@@ -272,26 +278,13 @@ def _quick(
         taken="; ".join([taken, *(f"p{place} = t{place}.data_ptr()" for place in given)]),
         bits=" | ".join(f"p{place}" for place in given) or "0",
         mask=_ALIGNMENT_MASK,
-        watched=_WATCHED,
+        watched=_WATCHED.format_map({name: name for name in _WATCHING}),
         index=index,
         arguments=", ".join([*before, *pointers, "*numbers", *after]),
     )
-    return _written("quick", source, ready, before | after)
-
-
-def _written(name: str, source: str, ready: _Started, fixed: dict[str, Any]) -> Callable[..., bool]:
-    """The function of that name in ``source``, which knows the values of ``fixed`` by name."""
-    namespace: dict[str, Any] = {
-        "torch": torch._C,
-        "direct": _DirectLaunches,
-        "enter": _ENTER,
-        "leave": _LEAVE,
-        "runtime": _RUNTIME,
-        "start": ready.start,
-        **fixed,
-    }
-    exec(compile(source, f"<{name} launch>", "exec"), namespace)
-    made: Callable[..., bool] = namespace[name]
+    namespace = {"torch": torch._C, "start": ready.start, **_WATCHING, **before, **after}
+    exec(compile(source, "<quick launch>", "exec"), namespace)
+    made: Callable[..., bool] = namespace["quick"]
     return made
 
 
@@ -338,49 +331,31 @@ def _alignment(pointers: list[int]) -> object:
     return tuple([not it & _ALIGNMENT_MASK for it in pointers]) if bits & _ALIGNMENT_MASK else 0
 
 
-_AGAIN = """\
-def again({taken}):
-    if (
-        {watched}
-    ):
-        return False
-    {scratch}
-    start({x}, {y}, 1, torch._cuda_getCurrentRawStream({index}), {arguments})
-    return True
-"""
-
-
-def _again(
+def _statements(
+    name: Callable[[Any], str],
     ready: _Started,
     grid: tuple[int, int],
     pointers: list[int],
     numbers: tuple[Any, ...],
     device: torch.device,
-) -> Callable[..., bool]:
-    """A function that starts a kernel again, given the pointers that are not 0."""
-    given = [place for place, pointer in enumerate(pointers) if pointer]
-    values = {"before": ready.head, "number": numbers, "after": ready.tail}
-    fixed = {f"{name}{i}": it for name, those in values.items() for i, it in enumerate(those)}
-    before, number, after = ([name for name in fixed if name.startswith(kind)] for kind in values)
-    addresses = [f"p{place}" if pointer else "0" for place, pointer in enumerate(pointers)]
-    scratch = ""
+) -> list[str]:
+    """What starts a kernel again, as lines of Python; see ``_repeats.note``."""
+    watched = _WATCHED.format_map({it: name(value) for it, value in _WATCHING.items()})
+    before = [f"if ({watched}):", "    return _MISS"]
+    start, head, behind = ready.start, [name(it) for it in ready.head], []
     if ready.scratch and ready.place is None:
-        ready = ready._replace(start=functools.partial(_start_with_memory, ready.start, device))
+        start = functools.partial(_start_with_memory, start, device)
     elif ready.scratch and ready.place is not None:
-        scratch = "scratch = allocate(size, (1,), byte)"
         size = (grid[0] * grid[1] * ready.scratch,)
-        fixed |= {"allocate": quickest(device), "size": size, "byte": torch.uint8}
-        before[ready.place] = "scratch.data_ptr()"
-    source = _AGAIN.format(
-        taken=", ".join(f"p{place}" for place in given),
-        x=grid[0],
-        y=grid[1],
-        watched=_WATCHED,
-        scratch=scratch,
-        index=device.index,
-        arguments=", ".join([*before, *addresses, *number, *after]),
-    )
-    return _written("again", source, ready, fixed)
+        asked = ", ".join(map(name, (size, (1,), torch.uint8)))
+        before.append(f"_its_memory = {name(quickest(device))}({asked})")
+        head[ready.place] = "_its_memory.data_ptr()"
+        behind = ["del _its_memory"]
+    stream = f"{name(torch._C._cuda_getCurrentRawStream)}({device.index})"
+    addresses = [name(_repeats.Address(it)) for it in pointers]
+    fixed = [name(it) for it in (*numbers, *ready.tail)]
+    arguments = ", ".join([*map(str, grid), "1", stream, *head, *addresses, *fixed])
+    return [*before, f"{name(start)}({arguments})", *behind]
 
 
 def _start_with_memory(start: Callable[..., None], device: torch.device, *arguments: Any) -> None:
@@ -503,16 +478,17 @@ class Launch:
         self.load(tensors, numbers)
         return functools.partial(self, grid, tensors, numbers)
 
-    def prepared(
+    def statements(
         self,
+        name: Callable[[Any], str],
         grid: tuple[int, int],
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
-    ) -> tuple[Callable[..., bool], list[_repeats.Address]]:
-        """What starts the kernel again, on the current device, and the addresses it takes.
+    ) -> list[str]:
+        """What starts the kernel again, on the current device, as lines of Python.
 
-        It is false where the ordinary launch must be taken. The device must be this one's,
-        and the addresses aligned as now.
+        The device must be this one's, and the addresses aligned as now. For ``name`` see
+        ``_repeats.note``.
         """
         pointers = _pointers(tensors)
         ready = self._ready.get(_alignment(pointers))
@@ -520,8 +496,7 @@ class Launch:
             raise _repeats.UnrepeatableError("numbers that may be addresses")
         if ready is None:
             raise _repeats.UnrepeatableError("no kernel that can be started directly")
-        again = _again(ready, grid, pointers, numbers, self._device)
-        return again, [_repeats.Address(it) for it in pointers if it]
+        return _statements(name, ready, grid, pointers, numbers, self._device)
 
     def _start(
         self,

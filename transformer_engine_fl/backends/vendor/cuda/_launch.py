@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -143,7 +143,6 @@ def _driver() -> ctypes.CDLL:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         library = ctypes.CDLL("nvcuda.dll")
-    library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
     return library
 
 
@@ -172,29 +171,10 @@ def _call(function: str, *arguments: Any) -> None:
 # ------------------------------------------------------------------------------ kernels
 
 
-# With a parameter for each address: to hand on as many as there are takes Python 0.15 us more.
-_AGAIN: Final = """\
-def again({taken}):
-    try:
-        ready = take()
-    except IndexError:
-        ready = new()
-    buffer, config, config_address, parameters_address, made = ready
-    {packed}
-    config.stream = stream(device)
-    code = launch(config_address, function, parameters_address, None)
-    if code:
-        failed(code, made)
-    give(ready)
-    return True
-"""
-
-
 class Kernel:
     """A kernel on a device, ready to launch."""
 
     __slots__ = (
-        "_address",
         "_device_now",
         "_function",
         "_geometry",
@@ -218,7 +198,6 @@ class Kernel:
         with torch.cuda.device(device):
             _bind_context(device)
             self._function = _load_function(code, name)
-            self._address = self._function.value
             for attribute, value in (
                 (_MAX_DYNAMIC_SHARED_BYTES, geometry.shared_bytes or None),
                 (_SHARED_CARVEOUT, geometry.carveout),
@@ -227,12 +206,12 @@ class Kernel:
                 if value is not None:
                     _call("cuFuncSetAttribute", self._function, attribute, value)
 
-    def prepared(
-        self, blocks: int, rows_of_blocks: int, *values: Any
-    ) -> tuple[Callable[..., bool], list[Any]]:
-        """What launches with these numbers, on the current device; and the addresses it takes.
+    def statements(
+        self, name: Callable[[Any], str], blocks: int, rows_of_blocks: int, *values: Any
+    ) -> list[str]:
+        """What launches with these numbers, on the current device, as lines of Python.
 
-        The device must be this kernel's.
+        The device must be this kernel's. For ``name`` see ``_repeats.note``.
         """
         kinds = self._geometry.arguments
         if any(
@@ -240,21 +219,14 @@ class Kernel:
             for kind, it in zip(kinds, values, strict=True)
         ):
             raise _repeats.UnrepeatableError("numbers that may be addresses")
-        places = [at for at, kind in enumerate(kinds) if kind == "P"]
-        names = [f"p{at}" for at in places]
-        first = len(kinds) - len(kinds.lstrip("P"))
-        behind = [
-            f"pack_one(buffer, {struct.calcsize('@' + kinds[:at] + '0P')}, {name})"
-            for at, name in zip(places, names, strict=True)
-            if at >= first
-        ]
-        idle: list[tuple[Any, ...]] = []
+        # An address that is 0 stands for what is not there, in each of these launches.
+        given = [at for at, kind in enumerate(kinds) if kind == "P" and values[at]]
 
-        def new() -> tuple[Any, ...]:
-            made = _Prepared(self._geometry)
-            made.pack_into(made.buffer, 0, *values)
+        def new() -> tuple[ctypes.Array[ctypes.c_char], tuple[Any, ...], _Prepared]:
+            made = _Prepared(self._geometry, self._function, given)
+            made.pack_into(made.buffer, made.start, *values)
             made.config.grid_x, made.config.grid_y = blocks, rows_of_blocks
-            return made.buffer, made.config, made.config_address, made.parameters_address, made
+            return made.buffer, made.arguments, made
 
         def failed(code: int, made: _Prepared) -> None:
             if code == _INVALID_CONTEXT:
@@ -262,22 +234,21 @@ class Kernel:
             if code:
                 raise LaunchError(code, f"the launch of {self.name}")
 
-        namespace: dict[str, Any] = {
-            "take": idle.pop,
-            "give": idle.append,
-            "new": new,
-            "pack": struct.Struct(f"@{first}P").pack_into,
-            "pack_one": struct.Struct("@P").pack_into,
-            "stream": self._stream,
-            "device": self.device,
-            "launch": self._launch,
-            "function": self._address,
-            "failed": failed,
-        }
-        packed = [f"pack(buffer, 0, {', '.join(names[:first])})", *behind]
-        source = _AGAIN.format(taken=", ".join(names), packed="\n    ".join(packed))
-        exec(compile(source, f"<the launch of {self.name}>", "exec"), namespace)
-        return namespace["again"], [values[at] for at in places]
+        idle = [new()]
+        before_stream = bytes(idle[0][-1].config)[: _Config.stream.offset]
+        pack = struct.Struct(f"@{len(given)}P{len(before_stream)}sP").pack_into
+        addresses = "".join(f"{name(values[at])}, " for at in given)
+        stream = f"{name(self._stream)}({self.device})"
+        return [
+            "try:",
+            f"    _its_buffer, _its_arguments, _its_made = _its_all = {name(idle.pop)}()",
+            "except IndexError:",
+            f"    _its_buffer, _its_arguments, _its_made = _its_all = {name(new)}()",
+            f"{name(pack)}(_its_buffer, 0, {addresses}{name(before_stream)}, {stream})",
+            f"if _its_code := {name(self._launch)}(*_its_arguments):",
+            f"    {name(failed)}(_its_code, _its_made)",
+            f"{name(idle.append)}(_its_all)",
+        ]
 
     def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
         """Put the kernel on torch's current stream of its device.
@@ -295,22 +266,20 @@ class Kernel:
                 return self.launch(blocks, rows_of_blocks, *values)
         if _repeats.active is not None:
             told = map(_told, self._geometry.arguments, values)
-            _repeats.note(_Again(self), blocks, rows_of_blocks, *told)
+            _repeats.note(self, blocks, rows_of_blocks, *told)
         try:
             prepared = self._idle.pop()
         except IndexError:
-            prepared = _Prepared(self._geometry)
+            prepared = _Prepared(self._geometry, self._function)
         try:
-            prepared.pack_into(prepared.buffer, 0, *values)
+            prepared.pack_into(prepared.buffer, prepared.start, *values)
         except struct.error as error:
             raise NotSupportedError(f"{self.name}: a size is too large: {error}") from error
         config = prepared.config
         config.grid_x = blocks
         config.grid_y = rows_of_blocks
         config.stream = self._stream(self.device)
-        code = self._launch(
-            prepared.config_address, self._address, prepared.parameters_address, None
-        )
+        code = self._launch(*prepared.arguments)
         if code == _INVALID_CONTEXT:
             code = self._launch_bound(prepared)
         self._idle.append(prepared)
@@ -321,9 +290,7 @@ class Kernel:
     def _launch_bound(self, prepared: _Prepared) -> int:
         """Launch in a thread that has not used CUDA yet; gives the driver's answer."""
         _bind_context(self.device)
-        code: int = self._launch(
-            prepared.config_address, self._address, prepared.parameters_address, None
-        )
+        code: int = self._launch(*prepared.arguments)
         return code
 
     @property
@@ -339,13 +306,13 @@ class Kernel:
             if geometry.together > 1 and not _device_attribute(_RUNS_COOPERATIVE, self.device):
                 return 0
             if geometry.cluster > 1:
-                prepared = _Prepared(geometry)
+                prepared = _Prepared(geometry, self._function)
                 prepared.config.grid_x = geometry.cluster
                 _call(
                     "cuOccupancyMaxActiveClusters",
                     ctypes.byref(count),
                     self._function,
-                    ctypes.c_void_p(prepared.config_address),
+                    ctypes.byref(prepared.config),
                 )
                 return count.value
             _call(
@@ -362,38 +329,39 @@ def _told(kind: str, value: Any) -> Any:
     return _repeats.Address(value) if kind == "P" else value
 
 
-class _Again:
-    """Launches a kernel again."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.prepared = kernel.prepared
-
-
 class _Prepared:
-    """The memory of one launch: its configuration, arguments and where each lies."""
+    """The memory of one launch: its configuration, its parameters and where each lies.
 
-    __slots__ = (
-        "attributes",
-        "buffer",
-        "config",
-        "config_address",
-        "pack_into",
-        "parameters",
-        "parameters_address",
-    )
+    Args:
+        geometry, function: the kernel's.
+        first: places of addresses among the parameters that lie in a row, right before the
+            configuration. So these, what the configuration begins with and its stream can
+            all be written at once.
 
-    def __init__(self, geometry: Geometry) -> None:
-        packer = struct.Struct("@" + geometry.arguments)
+    Attributes:
+        start: where in the buffer ``pack_into`` writes the other parameters, or all.
+        arguments: what the driver's function takes, in the form in which ctypes has the least
+            to do: its own pointers, in a tuple, for a function without ``argtypes``.
+    """
+
+    __slots__ = ("arguments", "attributes", "buffer", "config", "pack_into", "parameters", "start")
+
+    def __init__(
+        self, geometry: Geometry, function: ctypes.c_void_p, first: Sequence[int] = ()
+    ) -> None:
+        kinds, word = geometry.arguments, struct.calcsize("@P")
+        packer = struct.Struct("@" + kinds)
         self.pack_into = packer.pack_into
-        self.buffer = ctypes.create_string_buffer(max(packer.size, 8))
-        start = ctypes.addressof(self.buffer)
+        self.start = len(first) * word + ctypes.sizeof(_Config)
+        self.buffer = ctypes.create_string_buffer(self.start + packer.size)
         offsets = [
-            struct.calcsize("@" + geometry.arguments[: at + 1]) - struct.calcsize("@" + kind)
-            for at, kind in enumerate(geometry.arguments)
+            self.start + struct.calcsize("@" + kinds[: at + 1]) - struct.calcsize("@" + kind)
+            for at, kind in enumerate(kinds)
         ]
+        for turn, place in enumerate(first):
+            offsets[place] = turn * word
+        start = ctypes.addressof(self.buffer)
         self.parameters = (ctypes.c_void_p * max(len(offsets), 1))(*(start + at for at in offsets))
-        # As a number: to hand ctypes an array takes it longer than all the rest.
-        self.parameters_address = ctypes.addressof(self.parameters)
         self.attributes = (_Attribute * 3)()
         count = 0
         if geometry.cluster > 1:
@@ -408,11 +376,18 @@ class _Prepared:
             self.attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION
             self.attributes[count].value[0] = 1
             count += 1
-        self.config = _Config(
-            1, 1, 1, geometry.threads, 1, 1, geometry.shared_bytes, None, None, count
+        self.config = config = _Config.from_buffer(self.buffer, len(first) * word)
+        config.grid_x = config.grid_y = config.grid_z = 1
+        config.block_x, config.block_y, config.block_z = geometry.threads, 1, 1
+        config.shared_bytes = geometry.shared_bytes
+        config.attributes = ctypes.addressof(self.attributes) if count else None
+        config.attribute_count = count
+        self.arguments = (
+            ctypes.byref(config),
+            ctypes.c_void_p.from_param(function.value),
+            ctypes.byref(self.parameters),
+            None,
         )
-        self.config.attributes = ctypes.addressof(self.attributes) if count else None
-        self.config_address = ctypes.addressof(self.config)
 
 
 def _load_function(code: bytes, name: str) -> ctypes.c_void_p:
