@@ -35,6 +35,11 @@ inline void read_piece(Word* to, const void* from) {
 }
 
 template <int Bytes, typename Word>
+inline void read_plain_piece(Word* to, const void* from) {
+  read_piece<Bytes>(to, from);
+}
+
+template <int Bytes, typename Word>
 inline void read_written_piece(Word* to, const void* from) {
   read_piece<Bytes>(to, from);
 }

@@ -124,6 +124,42 @@ def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
     check("layernorm_fwd", x, ones, ones)
 
 
+@pytest.mark.parametrize("columns", [20_480, 32_768, 40_008])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_variance_survives_a_mean_of_any_size(
+    columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """Where it is summed around 0 first, also on both sides of what is summed once more."""
+    means = torch.tensor([0.0, 1.0, 2.5, 2.8, 4.0, 60.0, 0.0, 0.0])
+    x = torch.randn(8, columns) + means[:, None]
+    x[6, :2048] += 100  # a piece that has a mean of its own
+    x[7, 5] = 1000.0  # a number far from all others
+    x = x.to(device, dtype)
+    weight, bias = torch.randn(2, columns).to(device, dtype)
+    check("layernorm_fwd", x, weight, bias)
+    check("layernorm_fwd", torch.full((2, columns), 3.0).to(device, dtype), weight, bias)
+
+
+@pytest.mark.parametrize("columns", [4096, 9000, 16_384])
+def test_few_rows_have_the_bits_of_many(columns: int, device: str) -> None:
+    """Where a multiprocessor has one program, it asks for gamma and beta ahead of the sums."""
+    multiprocessors = _launch.limits(torch.device(device, 0)).multiprocessors
+    x = torch.randn(2 * multiprocessors + 2, columns).to(device, torch.bfloat16)
+    weight, bias = torch.randn(2, columns).to(device, torch.bfloat16)
+    for op, given in (
+        (flagos.rmsnorm_fwd, (weight,)),
+        (flagos.layernorm_fwd, (weight, bias)),
+    ):
+        flagos._FORWARD_PLANS.clear()
+        many, few = op(x, *given), op(x[:2], *given)
+        (plan,) = flagos._FORWARD_PLANS.values()
+        assert isinstance(plan.run, _rows.WholeRows)
+        assert plan.run._few is not plan.run._launch
+        assert plan.run.groups(2) <= multiprocessors < plan.run.groups(len(x))
+        for one, other in zip(many, few, strict=True):
+            assert torch.equal(one[:2], other)
+
+
 @pytest.mark.parametrize("columns", [64, 1000, 5003, 9000, 40008])
 def test_a_row_does_not_depend_on_the_rows_around_it(columns: int, device: str) -> None:
     x = torch.randn(67 if columns < 9000 else 7, columns, device=device)
@@ -614,6 +650,65 @@ def test_a_repeated_call_goes_the_ordinary_way_where_a_launch_must(log: list[Any
     log.clear()
     operator(torch.zeros(65)[1:])
     assert "ordinary" in log
+
+
+@pytest.mark.usefixtures("no_scratch")
+def test_several_launches_of_a_call_are_each_repeated(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "_VERSION", (3, 7))
+    device = torch.device("cuda:1")
+    launches = [_launch.Launch(StubKernel(log), device, threads=128, BLOCK=it) for it in (8, 16)]
+
+    @_repeats.repeating
+    def operator(input: Tensor) -> Tensor:
+        output = torch.empty((16,), device=input.device)
+        launches[0]((5, 2), (input, output[4:]), (3,))
+        launches[1]((7, 1), (output, None), (2.5,))
+        return output
+
+    a = torch.zeros(64)
+    for _ in range(_repeats.CALLS_BEFORE):
+        operator(a)
+    assert operator.calls.last(a) is not _repeats.MISS, operator.calls.refusal
+    log.clear()
+    output = operator(a)
+    start, fixed = output.data_ptr(), (1, 501, 77, (4, 1, 0), None, None, None)
+    first = (5, 2, *fixed, a.data_ptr(), start + 16, 3, 8)
+    assert log == [first, (7, 1, *fixed, start, 0, 2.5, 16)]
+
+
+@pytest.mark.usefixtures("no_scratch")
+def test_a_call_goes_the_ordinary_way_from_its_start_where_its_second_launch_must(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = False
+
+    def start(run: Run, *arguments: Any) -> None:
+        log.append(arguments)
+        if watched:  # from now on somebody wants to see launches
+            _launch._DirectLaunches.allowed = False
+
+    monkeypatch.setattr(_launch, "_VERSION", (3, 7))
+    monkeypatch.setattr(Run, "__call__", start)
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+
+    @_repeats.repeating
+    def operator(input: Tensor) -> Tensor:
+        output = torch.empty((16,), device=input.device)
+        launch((5, 2), (input, output), (3,))
+        launch((5, 2), (output, output[4:]), (3,))
+        return output
+
+    a = torch.zeros(64)
+    for _ in range(_repeats.CALLS_BEFORE):
+        operator(a)
+    assert operator.calls.last(a) is not _repeats.MISS, operator.calls.refusal
+    log.clear()
+    watched = True
+    operator(a)
+    assert log[0][-4] == a.data_ptr()
+    assert log[1:] == 2 * ["on 1", "ordinary", "back"]
 
 
 @pytest.mark.usefixtures("no_scratch")

@@ -194,6 +194,7 @@ _PIECES = (
     (128, 4096, 2),
     (128, 4096, 3),
     (128, 4096, 4),
+    (128, 8192, 3),
     (256, 4096, 2),
     (256, 4096, 3),
     (256, 4096, 4),
@@ -404,6 +405,8 @@ def two_sums(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]
 _SUMS_BYTES = 2048
 _LEAST_OF_PART = 4
 """Elements of a thread in the narrowest part of a row."""
+_WIDEST_FEW = 16384
+"""Columns of the widest rows that are faster where a program has all registers it can use."""
 _MOST_WIDE = 16
 """Elements of a row in parts that a thread may hold in the form that they are computed in."""
 
@@ -430,11 +433,12 @@ class WholeRows:
         columns: of a row.
         dtype: of the sums.
         column_bytes: that are read of a row, per column.
-        constants: for the kernel, beside ROWS, BLOCK or PARTS, STAGES, EXACT and NARROW, which
-            says that what a thread holds of a row would take too many registers in a wider form.
+        constants: for the kernel, beside ROWS, BLOCK or PARTS, STAGES, EXACT, FEW, which says
+            that a multiprocessor has one program at most, and NARROW, that what a thread holds of
+            a row would take too many registers in a wider form.
     """
 
-    __slots__ = ("_launch", "_most", "_rows")
+    __slots__ = ("_few", "_launch", "_most", "_multiprocessors", "_rows")
 
     def __init__(
         self,
@@ -452,14 +456,14 @@ class WholeRows:
             parts = parts_of(columns, tiles.width // size, _LEAST_OF_PART * tiles.threads)
         block = sum(parts)
         self._rows = rows_of_tile(tiles.width, block * size)
-        offered = _launch.limits(device)
-        self._most = tiles.programs * offered.multiprocessors or MOST
+        self._multiprocessors = _launch.limits(device).multiprocessors
+        self._most = tiles.programs * self._multiprocessors or MOST
         held = self._rows * block // tiles.threads
-        self._launch = _launch.Launch(
+        make = functools.partial(
+            _launch.Launch,
             kernel,
             device,
             threads=tiles.threads,
-            resident=tiles.programs or tiles.resident,
             ROWS=self._rows,
             BLOCK=block,
             PARTS=parts,
@@ -468,6 +472,10 @@ class WholeRows:
             STAGES=_stages(tiles, self._rows * block * column_bytes, device),
             **constants,
         )
+        self._launch = make(resident=tiles.programs or tiles.resident, FEW=False)
+        # Nobody else wants the registers of a multiprocessor that has one program.
+        wants_them = "FEW" in kernel.arg_names and block <= _WIDEST_FEW
+        self._few = make(FEW=True) if wants_them else self._launch
 
     def groups(self, rows: int) -> int:
         """How many programs there are for so many rows."""
@@ -477,7 +485,9 @@ class WholeRows:
         self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
     ) -> None:
         """Start the kernel."""
-        self._launch((self.groups(rows), 1), tensors, numbers)
+        groups = self.groups(rows)
+        launch = self._few if groups <= self._multiprocessors else self._launch
+        launch((groups, 1), tensors, numbers)
 
 
 class SharedRows:

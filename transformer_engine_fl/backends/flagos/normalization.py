@@ -137,12 +137,14 @@ def _forward_rows(
     EXACT: tl.constexpr,
     NARROW: tl.constexpr,
     ONCE: tl.constexpr,
+    FEW: tl.constexpr,
     SUM: tl.constexpr,
 ) -> None:
     """Rows that fit into registers, ROWS to a program, in PARTS; see ``_rows``.
 
     EXACT: the parts have no columns beyond the row's. ONCE: a row's numbers and their squares are
-    summed together. Not a loop over tiles: that cost registers, and so programs at a time.
+    summed together. FEW: a multiprocessor has one program at most. Not a loop over tiles: that
+    cost registers, and so programs at a time.
     """
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     AXIS: tl.constexpr = 0 if ROWS == 1 else 1
@@ -162,15 +164,22 @@ def _forward_rows(
         place, mask = per_column(column, ROWS), per_row(exists, ROWS) & inside
         one = _input(x_ptr, residual_ptr, sum_ptr, place, place, mask, SUM)
         x += (one,)  # type: ignore[assignment]
-    # Ahead of the sums gamma costs registers, which measured slower but for these rows.
-    AHEAD: tl.constexpr = PARTS == (4096,) and mu_ptr is None and residual_ptr is None
+    # Ahead of the sums gamma costs registers, which measured slower but for these rows, and where
+    # there is room for it: of few rows each waits for memory once instead of twice.
+    AHEAD: tl.constexpr = FEW or (PARTS == (4096,) and mu_ptr is None and residual_ptr is None)
+    gamma = ()
+    beta = ()
     if AHEAD:
-        column = columns_of_part(PARTS, 0)
-        weight = fetch(weight_ptr + column, column < columns)
+        for part in tl.static_range(len(PARTS)):
+            column = columns_of_part(PARTS, part)
+            inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+            gamma += (fetch(weight_ptr + column, inside),)  # type: ignore[assignment]
+            if bias_ptr is not None:
+                beta += (fetch(bias_ptr + column, inside),)  # type: ignore[assignment]
     mu = (row * 0).to(ACC)
     if mu_ptr is not None:
         if ONCE:
-            mu = _typical(x_ptr, 0, columns, True, ACC)
+            mu = _typical(x_ptr, columns, ACC)
         else:
             for part in tl.static_range(len(PARTS)):
                 mu += tl.sum(x[part].to(ACC), axis=AXIS)
@@ -199,14 +208,14 @@ def _forward_rows(
     for part in tl.static_range(len(PARTS)):
         column = columns_of_part(PARTS, part)
         inside = within(column, columns, EXACT or len(PARTS) > part + 1)
-        if not AHEAD:
-            weight = fetch(weight_ptr + column, inside)
+        weight = gamma[part] if AHEAD else fetch(weight_ptr + column, inside)
         y = as_stored(x[part], NARROW).to(ACC)
         if mu_ptr is not None:
             y -= per_row(mu, ROWS)
         y = y * per_row(rsigma, ROWS) * per_column(_gain(weight, ACC, OFFSET), ROWS)
         if bias_ptr is not None:
-            y += per_column(fetch(bias_ptr + column, inside).to(ACC), ROWS)
+            bias = beta[part] if AHEAD else fetch(bias_ptr + column, inside)
+            y += per_column(bias.to(ACC), ROWS)
         mask = per_row(exists, ROWS) & per_column(inside, ROWS)
         tl.store(y_ptr + per_column(column, ROWS), y.to(y_ptr.dtype.element_ty), mask=mask)
     # Last: stored between the sums, they held up rows in parts by up to a fifth.
@@ -216,22 +225,21 @@ def _forward_rows(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _typical(
-    x_ptr: tl.tensor, first: tl.tensor, count: tl.tensor, exists: tl.tensor, ACC: tl.constexpr
-) -> tl.tensor:
-    """The middle one of three numbers of a piece: not the only one far from all others."""
-    place = x_ptr + first
-    third = count // 3
-    one = fetch(place, exists).to(ACC)
-    two = fetch(place + third, exists).to(ACC)
-    three = fetch(place + 2 * third, exists).to(ACC)
+def _typical(x_ptr: tl.tensor, columns: tl.tensor, ACC: tl.constexpr) -> tl.tensor:
+    """The middle one of three numbers of a row: not the only one far from all others."""
+    third = columns // 3
+    one = fetch(x_ptr, True).to(ACC)
+    two = fetch(x_ptr + third, True).to(ACC)
+    three = fetch(x_ptr + 2 * third, True).to(ACC)
     return tl.maximum(tl.minimum(one, two), tl.minimum(tl.maximum(one, two), three))
+
+
+_CANCELS = tl.constexpr(8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tell_squares(
     x: tl.tensor,
-    typical: tl.tensor,
     inside: tl.tensor,
     shares_ptr: tl.tensor,
     row: tl.tensor,
@@ -240,29 +248,40 @@ def _tell_squares(
     SUMS: tl.constexpr,
     EXACT: tl.constexpr,
     STEP: tl.constexpr,
+    ACC: tl.constexpr,
 ) -> None:
     """This piece's sum of squares; with two SUMS around its mean, which is the other.
 
-    So there is no difference of large sums, whatever the mean. Numbers of 2 bytes are summed
-    together with their squares, both around a typical one: that errs by less than they do.
+    Numbers of 2 bytes are summed together with their squares, and once more around their mean
+    only where most of the squares is the mean's, so that rounding it off says too little.
     """
     NARROW: tl.constexpr = x.dtype.primitive_bitwidth == 16
-    x = x.to(typical.dtype)
-    mean = typical
-    if SUMS == 2:
-        if not NARROW:
-            mean = tl.sum(x, axis=0) / count
-        x -= mean
-        if not EXACT:
-            x = tl.where(inside, x, 0)
-    if SUMS == 2 and NARROW:
-        squares, ahead = two_sums(x * x, x)
-        squares -= ahead * (ahead / count)
-        squares = tl.where(squares < 0, 0, squares)
-        mean += ahead / count
-    else:
+    x = x.to(ACC)
+    mean = tl.zeros((), ACC)
+    squares = mean
+    if SUMS == 1:
         squares = tl.sum(x * x, axis=0)
+    elif NARROW:
+        all_squares, total = two_sums(x * x, x)
+        mean = total / count
+        squares = all_squares - total * mean
+        if squares * _CANCELS < all_squares:
+            squares = _squares_around(x, mean, inside, EXACT)
+    else:
+        mean = tl.sum(x, axis=0) / count
+        squares = _squares_around(x, mean, inside, EXACT)
     tell(shares_ptr, row, squares, mean, PIECES, SUMS, STEP)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _squares_around(
+    x: tl.tensor, mean: tl.tensor, inside: tl.tensor, EXACT: tl.constexpr
+) -> tl.tensor:
+    """The sum of the squares of what a vector has inside, around a mean."""
+    x -= mean
+    if not EXACT:
+        x = tl.where(inside, x, 0)
+    return tl.sum(x * x, axis=0)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
@@ -302,7 +321,8 @@ def _forward_shared(
     count = tl.minimum(tl.maximum(columns - pieces * BLOCK, 0), BLOCK).to(ACC)
     groups = tl.num_programs(1)
     # Together with beta it would take the registers of a program or two: of centred rows both
-    # are read for each row, in a branch, which has them come from L1 and not through stages.
+    # are read for each row while the other pieces are waited for, in a branch, which has them come
+    # from L1 and not through stages.
     if mu_ptr is None:
         weight = fetch(weight_ptr + column, inside)
     x = tl.zeros((BLOCK,), SUM)
@@ -315,10 +335,6 @@ def _forward_shared(
             x_ptr, residual_ptr, sum_ptr, row * stride + column, row * columns + column,
             inside, SUM,
         )  # fmt: skip
-    typical_next = tl.zeros((), ACC)
-    if mu_ptr is not None:
-        row = tl.program_id(1).to(tl.int64)  # there are no more groups than rows
-        typical_next = _typical(x_ptr, row * stride + first, mine, True, ACC)
     for index in tl.range(tl.program_id(1) - groups, rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         following = row + groups
@@ -329,19 +345,21 @@ def _forward_shared(
         )  # fmt: skip
         if residual_ptr is None:
             x_next = x_asked
-        typical = typical_next
-        if mu_ptr is not None:
-            # A turn ahead of its use, so that nothing waits for it.
-            after = following + groups
-            typical_next = _typical(x_ptr, after * stride + first, mine, after < rows, ACC)
         if STEP != "rest":
             _tell_squares(
-                x_next, typical, inside, shares_ptr, following, mine, PIECES, SUMS, EXACT, STEP
+                x_next, inside, shares_ptr, following, mine, PIECES, SUMS, EXACT, STEP, ACC
             )
         if STEP != "sums" and index >= 0:
+            # Of wider numbers there are no registers for both.
+            AHEAD: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth == 16
+            if mu_ptr is not None and AHEAD:
+                weight = fetch(weight_ptr + column, inside)
+            if bias_ptr is not None and AHEAD:
+                bias = fetch(bias_ptr + column, inside)
             squares, means = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
             if mu_ptr is not None:
-                weight = fetch(weight_ptr + column, inside)
+                if not AHEAD:
+                    weight = fetch(weight_ptr + column, inside)
                 mu = tl.sum(means * count, axis=0) / columns
                 squares += (means - mu) * (means - mu) * count
                 if tl.program_id(0) == 0:
@@ -355,7 +373,9 @@ def _forward_shared(
                 y -= mu * rsigma
             y *= _gain(weight, ACC, OFFSET)
             if bias_ptr is not None:
-                y += fetch(bias_ptr + column, inside).to(ACC)
+                if not AHEAD:
+                    bias = fetch(bias_ptr + column, inside)
+                y += bias.to(ACC)
             out = y_ptr + row * columns + column
             tl.store(out, y.to(y_ptr.dtype.element_ty), mask=inside)
         x = x_next
@@ -678,15 +698,17 @@ _FORWARD_CENTRED = cut_choice(
         7168: Cut(threads=256, width=4096, resident=5),
         8192: Cut(threads=256, width=4096, resident=4),
         10240: Cut(threads=256, width=8192, resident=4),
+        12288: Cut(threads=256, width=8192, resident=3),
+        14336: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
         16384: Cut(threads=256, width=8192, resident=3),
-        24576: Cut(threads=512, width=16384, resident=2),
-        32768: Cut(threads=256, width=16384, resident=2),
-        65536: Cut(threads=32, width=2048, programs=12, stages=3, shared=True),
-        131072: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
-        262144: Cut(threads=64, width=4096, programs=8, stages=3, shared=True),
+        20480: Cut(threads=512, width=16384, resident=2),
+        131072: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
+        155648: Cut(threads=64, width=4096, programs=6, stages=2, shared=True),
+        262144: Cut(threads=128, width=8192, programs=3, stages=2, shared=True),
         _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
     parts=True,
+    stages=2,
 )
 _BACKWARD_WHOLE = {
     2048: Cut(threads=128, width=2048, programs=4, stages=3),

@@ -289,6 +289,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       static_cast<long long>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
   const bool active = Row::in_rows(row, rows);
   Statistics<kBehindBarrier> over_row;
+  // A thread that has many vectors had better ask for their gamma and beta early.
+  constexpr bool kEarly = CENTRED && LANES * CLUSTER * VECS * VEC > 8192;
 
   // The row waits in shared memory: it is read from there as often as it is needed, and
   // takes no registers between. So more blocks fit, and more rows are under way.
@@ -367,8 +369,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       g = Slots<TW>::read(kept_gamma, v);
       if constexpr (CENTRED) b = Slots<TB>::read(kept_beta, v);
     } else if (inside) {
-      g = load<ACCESS, VEC>(gamma + column);
-      if (CENTRED && beta) b = load<ACCESS, VEC>(beta + column);
+      g = load<ACCESS, VEC, kEarly>(gamma + column);
+      if (CENTRED && beta) b = load<ACCESS, VEC, kEarly>(beta + column);
     }
     A values[VEC];
     normalize(Slots<TX>::read(kept, v), mean, scale, g, b, values);

@@ -67,6 +67,23 @@ TE_FL_READ(read_piece, "ld.global.nc")
 TE_FL_READ(read_written_piece, "ld.global.cg")
 #undef TE_FL_READ
 
+// As read_piece, and L2 is asked for nothing. The compiler may read it earlier, or several at once.
+template <int Bytes, typename Word>
+__device__ __forceinline__ void read_plain_piece(Word* to, const void* from) {
+  static_assert(Bytes == 16 || Bytes == 8 || Bytes == 4 || Bytes == 2, "no such access");
+  if constexpr (Bytes == 16) {
+    const uint4 words = __ldg(static_cast<const uint4*>(from));
+    to[0] = words.x, to[1] = words.y, to[2] = words.z, to[3] = words.w;
+  } else if constexpr (Bytes == 8) {
+    const uint2 words = __ldg(static_cast<const uint2*>(from));
+    to[0] = words.x, to[1] = words.y;
+  } else if constexpr (Bytes == 4) {
+    to[0] = __ldg(static_cast<const unsigned*>(from));
+  } else {
+    to[0] = __ldg(static_cast<const unsigned short*>(from));
+  }
+}
+
 // 16 bytes to global memory if they are `valid`, without a branch.
 __device__ __forceinline__ void write_where(void* to, const unsigned* words, bool valid) {
   asm volatile(

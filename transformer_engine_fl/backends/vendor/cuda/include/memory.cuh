@@ -67,8 +67,14 @@ __device__ __forceinline__ void write_chunks(unsigned char* to, int stride,
   }
 }
 
-// What no kernel writes while this one runs.
-template <int Access, int N, typename T>
+template <int Bytes, bool Plain, typename Word>
+__device__ __forceinline__ void read_one(Word* to, const void* from) {
+  if constexpr (Plain) read_plain_piece<Bytes>(to, from);
+  else read_piece<Bytes>(to, from);
+}
+
+// What no kernel writes while this one runs; Plain: as read_plain_piece.
+template <int Access, int N, bool Plain = false, typename T>
 __device__ __forceinline__ Vec<T, N> load(const T* from) {
   constexpr int bytes = least(16, Access * static_cast<int>(sizeof(T)));
   const char* source = reinterpret_cast<const char*>(from);
@@ -77,15 +83,15 @@ __device__ __forceinline__ Vec<T, N> load(const T* from) {
 #pragma unroll
     for (int i = 0; i < Vec<T, N>::kWords; ++i) {
       unsigned short low, high;
-      read_piece<2>(&low, source + 4 * i);
-      read_piece<2>(&high, source + 4 * i + 2);
+      read_one<2, Plain>(&low, source + 4 * i);
+      read_one<2, Plain>(&high, source + 4 * i + 2);
       result.words[i] = low | static_cast<unsigned>(high) << 16;
     }
   } else {
     constexpr int words = bytes < 4 ? 1 : bytes / 4;
 #pragma unroll
     for (int i = 0; i < Vec<T, N>::kWords; i += words) {
-      read_piece<bytes>(result.words + i, source + 4 * i);
+      read_one<bytes, Plain>(result.words + i, source + 4 * i);
     }
   }
   return result;
