@@ -151,8 +151,11 @@ def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
     """The whole page."""
     reports = list(reports)
     parts = [INTRODUCTION, *_method(report for _, report in reports)]
-    for path, report in reports:
-        parts += _operators(path, report)
+    titles = [_title(report) for _, report in reports]
+    for (path, report), title in zip(reports, titles, strict=True):
+        if titles.count(title) > 1:  # runs of other operators each
+            title += f": {', '.join(families(report))}"
+        parts += [f"## {title}\n", *_operators(path, report)]
     parts += _dispatch(dispatch)
     parts += _plugins(load_plugins())
     return "\n".join(parts)
@@ -165,10 +168,13 @@ def _method(reports: Iterable[Report]) -> Iterator[str]:
         yield _paragraph(TURNS.format(rounds=rounds))
 
 
-def _operators(path: Path, report: Report) -> Iterator[str]:
+def _title(report: Report) -> str:
     compiled = any(COMPILER in row["results"] for row in report["rows"])
     beside = f", beside `{COMPILER}`" if compiled else ""
-    yield f"## Operators on {report['environment']['device']}{beside}\n"
+    return f"Operators on {report['environment']['device']}{beside}"
+
+
+def _operators(path: Path, report: Report) -> Iterator[str]:
     names = names_of(report["rows"], report)
     yield _paragraph(
         f"Measured on {report['environment']['date']}. Versions: {_versions(report)}. "
