@@ -102,7 +102,7 @@ def cross_entropy(
             multiplies it by what comes back, in place and rounded once more; nothing is read
             where that is 1, as of ``loss.backward()``. It pays there, and costs more than it
             saves where the loss is scaled. A second backward calculates the gradient anew.
-            Ignored unless a gradient is wanted, for "none", with ``return_z_loss`` or a
+            Ignored where no gradient is wanted, for "none", with ``return_z_loss`` or a
             process group, for float16, whose gradients could vanish before they are scaled, and
             while torch compiles.
         process_group: the ranks that share the vocabulary; None: it is here as a whole.
@@ -192,8 +192,8 @@ def fused_linear_cross_entropy(
         gradient_in_forward: as in :func:`cross_entropy`: whether the forward makes the gradients,
             so that the logits are calculated once instead of twice
             (:func:`transformer_engine_fl.ops.fused_linear_cross_entropy_fwd_bwd`). They are kept
-            for the backward, as much memory as the arguments take. Ignored unless gradients of
-            all arguments are wanted, too.
+            for the backward, as much memory as the arguments take. Ignored also where the gradient
+            of one of the arguments is not wanted.
 
     Returns:
         As :func:`cross_entropy`.
@@ -247,8 +247,8 @@ def _with_gradient(
     """The sum or mean by the operator that makes gradients in the forward; None if it is not to."""
     if (
         not records(op, *given)
-        or not all(it is None or it.requires_grad for it in given)
-        or any(it is not None and it.dtype == torch.float16 for it in given)
+        or not all(getattr(it, "requires_grad", it is None) for it in given)
+        or any(getattr(it, "dtype", None) == torch.float16 for it in given)
         or torch.compiler.is_compiling()
     ):
         return None
@@ -262,8 +262,7 @@ def _with_gradient(
 class _WithGradient(torch.autograd.Function):
     """The sum of the losses over ``count``, if there is one, and its gradients along with it.
 
-    ``given`` are the arguments of the operator but for ``target``, and those behind the first
-    are the ones it takes before that.
+    Of logits; with a weight, of the outputs of a linear layer.
     """
 
     @staticmethod
