@@ -262,7 +262,7 @@ def _with_gradient(
 class _WithGradient(torch.autograd.Function):
     """The sum of the losses over ``count``, if there is one, and its gradients along with it.
 
-    Of logits; with a weight, of the outputs of a linear layer.
+    ``parameters``: of the linear layer whose outputs the logits are, a weight and a bias or None.
     """
 
     @staticmethod
@@ -273,15 +273,13 @@ class _WithGradient(torch.autograd.Function):
         count: Tensor | None,
         target: Tensor,
         input: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
+        *parameters: Tensor | None,
     ) -> Tensor:
         manager = get_default_manager()
         each = input.new_ones((), dtype=math_dtype(input.dtype))
         each = each if count is None else each / count
         grad_loss = each.expand(target.shape)
-        before = () if weight is None else (weight,)
-        behind = () if weight is None else (bias,)
+        before, behind = parameters[:1], parameters[1:]
         loss, lse, *gradients = manager.call(
             f"{op}_fwd_bwd", input, *before, target, grad_loss, *behind, **options
         )
