@@ -155,6 +155,14 @@ def test_gradients_of_the_fused_form_s_forward_are_the_gradients(
     assert "fused_linear_cross_entropy_fwd_bwd" not in called(loss), "nobody wants the weight's"
 
 
+@pytest.mark.parametrize("weight", [None, [1.0]])
+def test_what_is_no_weight_is_named_also_where_the_forward_makes_gradients(weight: Any) -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+    with pytest.raises(te.ArgumentError) as raised:
+        functional.fused_linear_cross_entropy(x, weight, targets(), gradient_in_forward=True)
+    assert raised.value.argument == "weight"
+
+
 @pytest.mark.parametrize(
     ("at_once", "dtype", "given"),
     [
