@@ -117,8 +117,9 @@ def family_picture(path: Path, family: str) -> Path:
 
 
 def load() -> list[tuple[Path, Report]]:
-    """The committed results of operators, by file."""
-    return [(path, _read(path)) for path in sorted(RESULTS.glob("ops_*.json"))]
+    """The committed results of operators, those of one title one after the other."""
+    found = [(path, _read(path)) for path in sorted(RESULTS.glob("ops_*.json"))]
+    return sorted(found, key=lambda it: _title(it[1]))
 
 
 def load_dispatch() -> Report:

@@ -346,8 +346,11 @@ LOSS = {
         note="keeps the logarithms of the probabilities in float32, not lse",
     ),
     "cross_entropy fwd+bwd": Formula(_with_gradients(_mean_loss), note=_MEAN, compile=False),
-    "fused_linear_cross_entropy fwd+bwd": Formula(
-        _with_gradients(_linear_mean_loss), note=f"{_MEAN}, which are held whole", compile=False
+    **dict.fromkeys(
+        ("fused_linear_cross_entropy fwd+bwd", "fused_linear_cross_entropy at once"),
+        Formula(
+            _with_gradients(_linear_mean_loss), note=f"{_MEAN}, which are held whole", compile=False
+        ),
     ),
 }
 
@@ -658,5 +661,8 @@ EAGER: Table = {name: formula.peer(compile=False) for name, formula in FORMULAS.
 COMPILE: Table = {
     **{name: formula.peer(compile=True) for name, formula in FORMULAS.items() if formula.compile},
     "cross_entropy fwd+bwd": _compiled_with_gradients(_mean_loss),
-    "fused_linear_cross_entropy fwd+bwd": _compiled_with_gradients(_linear_mean_loss),
+    **dict.fromkeys(
+        ("fused_linear_cross_entropy fwd+bwd", "fused_linear_cross_entropy at once"),
+        _compiled_with_gradients(_linear_mean_loss),
+    ),
 }

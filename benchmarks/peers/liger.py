@@ -170,5 +170,8 @@ LIGER: Table = {
     "cross_entropy fwd+bwd": Peer(
         _cross_entropy, f"{_MEAN}; its forward writes the gradient over the logits"
     ),
-    "fused_linear_cross_entropy fwd+bwd": Peer(_linear_cross_entropy, _MEAN),
+    **dict.fromkeys(
+        ("fused_linear_cross_entropy fwd+bwd", "fused_linear_cross_entropy at once"),
+        Peer(_linear_cross_entropy, _MEAN),
+    ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from core_helpers import StubTensor, StubTensors, answering, impl, make_manager
 
 from transformer_engine_fl import OpManager
-from transformer_engine_fl.core.dispatch import MISS, Repeats
+from transformer_engine_fl.core.dispatch import MISS, Cell, Repeats, handle
 
 X = StubTensor()
 OTHER_DTYPE = StubTensor(dtype="bfloat16")
@@ -308,3 +309,23 @@ def test_a_monitor_hears_of_repeated_calls() -> None:
     undo()
     manager.call("scale", X)
     assert heard == ["vendor.acme"]
+
+
+@pytest.mark.parametrize("ends", ["found", "missed", "raised"])
+def test_parameters_named_like_words_of_dispatch_reach_the_function_that_is_asked(
+    ends: str,
+) -> None:
+    def op(_last: Any, _found: Any, _MISS: Any = 3, *, _served: Any = 4, _repeats: Any = 5) -> Any:
+        given = (_last, _found, _MISS, _served, _repeats)
+        if ends == "raised":
+            raise ValueError(given)
+        return given if ends == "found" else MISS
+
+    cell, repeats = Cell(op), Repeats()
+    repeats.last = cell.served.approved = op
+    cell.served.repeats = repeats
+    cell.served.missed = lambda last, args, kwargs: (*args, *kwargs.values())
+    cell.served.failed = lambda asked, args, kwargs, error: (*args, *kwargs.values())
+    made = handle("op", inspect.signature(op), cell, lambda: cell.served, lambda *call: None)
+    assert made(1, _found=2) == (1, 2, 3, 4, 5)
+    assert made(1, 2, 6, _served=7, _repeats=8) == (1, 2, 6, 7, 8)

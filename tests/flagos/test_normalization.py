@@ -124,40 +124,91 @@ def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
     check("layernorm_fwd", x, ones, ones)
 
 
-@pytest.mark.parametrize("columns", [20_480, 32_768, 40_008])
+@pytest.mark.parametrize("columns", [14_336, 32_768, 40_008])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_variance_survives_a_mean_of_any_size(
+def test_the_variance_of_pieces_survives_a_mean_of_any_size(
     columns: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Where it is summed around 0 first, also on both sides of what is summed once more."""
-    means = torch.tensor([0.0, 1.0, 2.5, 2.8, 4.0, 60.0, 0.0, 0.0])
-    x = torch.randn(8, columns) + means[:, None]
-    x[6, :2048] += 100  # a piece that has a mean of its own
-    x[7, 5] = 1000.0  # a number far from all others
+    """They are summed around 0 first, and again where that says too little."""
+    means = torch.tensor([0.0, 1.0, 2.5, 2.8, 4.0, 30.0, 120.0, 250.0, 0.0, 0.0])
+    x = means[:, None] + means.abs().clamp(min=4)[:, None] / 4 * torch.randn(10, columns)
+    x[5:8] = means[5:8, None] + torch.randn(3, columns)
+    x[8, :2048] += 100  # a piece that has a mean of its own
+    x[9, 5] = 1000.0  # a number far from all others
     x = x.to(device, dtype)
     weight, bias = torch.randn(2, columns).to(device, dtype)
     check("layernorm_fwd", x, weight, bias)
-    check("layernorm_fwd", torch.full((2, columns), 3.0).to(device, dtype), weight, bias)
+    _, mu, rsigma = flagos.layernorm_fwd(x, weight, bias)
+    exact = (x.double().var(-1, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(rsigma.double(), exact, rtol=2e-6, atol=0)
+    torch.testing.assert_close(mu.double(), x.double().mean(-1), rtol=5e-7, atol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [14_336, 22_528, 32_768, 40_008])
+@pytest.mark.parametrize("value", [5e17, 1e20])
+def test_squares_too_large_for_a_sum_are_those_of_a_mean(
+    columns: int, value: float, device: str
+) -> None:
+    x = torch.full((3, columns), value).to(device, torch.bfloat16)
+    ones = torch.ones(columns, dtype=torch.bfloat16, device=device)
+    _, mu, rsigma = flagos.layernorm_fwd(x, ones, ones)
+    torch.testing.assert_close(mu, x[:, 0].float())
+    torch.testing.assert_close(rsigma, torch.full((3,), 1e-5, device=device).rsqrt())
+
+
+NORMS_OF_FEW: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "rmsnorm_fwd": lambda x, weight, bias: flagos.rmsnorm_fwd(x, weight),
+    "rmsnorm_fwd_add": lambda x, weight, bias: flagos.rmsnorm_fwd_add(x, x + 1, weight),
+    "layernorm_fwd": flagos.layernorm_fwd,
+    "an offset": lambda x, weight, bias: flagos.layernorm_fwd(
+        x, weight, bias, zero_centered_gamma=True
+    ),
+}
 
 
 @pytest.mark.parametrize("columns", [4096, 9000, 16_384])
-def test_few_rows_have_the_bits_of_many(columns: int, device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", NORMS_OF_FEW)
+def test_few_rows_have_the_bits_of_many(
+    norm: str, dtype: torch.dtype, columns: int, device: str
+) -> None:
     """Where a multiprocessor has one program, it asks for gamma and beta ahead of the sums."""
     multiprocessors = _launch.limits(torch.device(device, 0)).multiprocessors
-    x = torch.randn(2 * multiprocessors + 2, columns).to(device, torch.bfloat16)
-    weight, bias = torch.randn(2, columns).to(device, torch.bfloat16)
-    for op, given in (
-        (flagos.rmsnorm_fwd, (weight,)),
-        (flagos.layernorm_fwd, (weight, bias)),
-    ):
-        flagos._FORWARD_PLANS.clear()
-        many, few = op(x, *given), op(x[:2], *given)
-        (plan,) = flagos._FORWARD_PLANS.values()
-        assert isinstance(plan.run, _rows.WholeRows)
-        assert plan.run._few is not plan.run._launch
-        assert plan.run.groups(2) <= multiprocessors < plan.run.groups(len(x))
-        for one, other in zip(many, few, strict=True):
-            assert torch.equal(one[:2], other)
+    x = torch.randn(2 * multiprocessors + 2, columns).to(device, dtype)
+    weight, bias = torch.randn(2, columns).to(device, dtype)
+    flagos._FORWARD_PLANS.clear()
+    many, few = NORMS_OF_FEW[norm](x, weight, bias), NORMS_OF_FEW[norm](x[:2], weight, bias)
+    (plan,) = flagos._FORWARD_PLANS.values()
+    if not isinstance(plan.run, _rows.WholeRows):
+        pytest.skip("rows of this width are in pieces")
+    assert plan.run._few is not plan.run._launch
+    assert plan.run.groups(2) <= multiprocessors < plan.run.groups(len(x))
+    for one, other in zip(many, few, strict=True):
+        assert torch.equal(one[:2], other)
+
+
+@pytest.mark.parametrize(("loaded", "captured"), [(False, True), (True, True), (False, False)])
+def test_no_kernel_is_loaded_for_few_rows_while_a_graph_is_captured(
+    loaded: bool, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Known:
+        def __init__(self, loaded_before: bool) -> None:
+            self.loaded_before = loaded_before
+            self.calls: list[tuple[int, int]] = []
+
+        def __call__(self, grid: tuple[int, int], tensors: Any, numbers: Any) -> None:
+            self.calls.append(grid)
+
+    rows = _rows.WholeRows.__new__(_rows.WholeRows)
+    few, many = Known(loaded), Known(True)
+    rows._few, rows._launch = few, many  # type: ignore[assignment]
+    rows._rows, rows._most, rows._multiprocessors = 1, 1000, 132
+    rows._device = torch.device("cuda", 0)
+    monkeypatch.setattr(_rows, "is_captured", lambda device: captured)
+    rows(16, (), ())
+    assert (few.calls, many.calls)[captured and not loaded] == [(16, 1)]
+    rows(600, (), ())
+    assert many.calls[-1] == (600, 1)
 
 
 @pytest.mark.parametrize("columns", [64, 1000, 5003, 9000, 40008])

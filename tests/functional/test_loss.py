@@ -155,12 +155,62 @@ def test_gradients_of_the_fused_form_s_forward_are_the_gradients(
     assert "fused_linear_cross_entropy_fwd_bwd" not in called(loss), "nobody wants the weight's"
 
 
-@pytest.mark.parametrize("weight", [None, [1.0]])
-def test_what_is_no_weight_is_named_also_where_the_forward_makes_gradients(weight: Any) -> None:
-    x = torch.randn(6, 4, requires_grad=True)
+@pytest.mark.parametrize(
+    ("named", "wrong"),
+    [
+        ("weight", {"weight": None}),
+        ("weight", {"weight": [1.0]}),
+        ("input", {"input": None}),
+        ("target", {"target": [1, 2, 3]}),
+        ("target", {"target": None}),
+        ("ignore_index", {"ignore_index": "a"}),
+    ],
+)
+def test_what_is_wrong_is_named_also_where_the_forward_makes_gradients(
+    named: str, wrong: dict[str, Any]
+) -> None:
+    x, weight, _ = linear()
+    given = {
+        "input": x,
+        "weight": weight,
+        "target": targets(),
+        "gradient_in_forward": True,
+        **wrong,
+    }
     with pytest.raises(te.ArgumentError) as raised:
-        functional.fused_linear_cross_entropy(x, weight, targets(), gradient_in_forward=True)
-    assert raised.value.argument == "weight"
+        functional.fused_linear_cross_entropy(**given)
+    assert raised.value.argument == named
+
+
+@pytest.mark.parametrize(
+    "given", [{"reduction": "none"}, {"return_z_loss": True}, {"dtype": torch.float16}]
+)
+def test_when_the_fused_form_s_forward_makes_no_gradients(given: dict[str, Any]) -> None:
+    dtype = given.pop("dtype", torch.float64)
+    leaves = [it.detach().to(dtype).requires_grad_() for it in linear()]
+
+    def loss() -> object:
+        return functional.fused_linear_cross_entropy(
+            leaves[0], leaves[1], targets(), leaves[2], gradient_in_forward=True, **given
+        )
+
+    assert called(loss) == ["fused_linear_cross_entropy_fwd"]
+
+
+def test_the_gradients_of_a_checkpointed_fused_forward() -> None:
+    x, weight, bias = linear()
+
+    def loss(it: Tensor) -> Any:
+        return functional.fused_linear_cross_entropy(
+            it * 2, weight, targets(), bias, gradient_in_forward=True
+        )
+
+    found = torch.utils.checkpoint.checkpoint(loss, x, use_reentrant=False)
+    expected = F.cross_entropy(F.linear(x * 2, weight, bias), targets())
+    leaves = (x, weight, bias)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves)
+    )
 
 
 @pytest.mark.parametrize(

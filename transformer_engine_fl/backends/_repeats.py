@@ -231,8 +231,9 @@ def note(function: Any, *arguments: Any) -> bool:
             are written into the function that repeats the operator's call, which saves the
             call of another: ``function.statements(name, *arguments)`` gives lines of Python.
             ``name(value)`` is how they write a value, an :class:`Address` as what it is in
-            the call that is repeated. Variables of their own begin with ``_its_``, and end
-            with the lines; ``return _MISS`` is for a call that must go the ordinary way.
+            the call that is repeated. Variables of their own begin with ``_its_``, and nobody
+            looks at them after the lines; ``return _MISS`` is for a call that must go the
+            ordinary way.
         arguments: of a function without ``statements``, what is no number is an
             :class:`Address`.
     """

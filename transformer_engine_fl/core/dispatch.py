@@ -191,26 +191,31 @@ class Cell:
 
 _TEMPLATE = """\
 def {name}({parameters}):
-    if _active_scope() is _ROOT:
-        _served = _cell.served
+    if _te_fl_active_scope() is _te_fl_ROOT:
+        _te_fl_served = _te_fl_cell.served
     else:
-        _served = _scoped()
-    _repeats = _served.repeats
-    if _repeats is not None and (_last := _repeats.last) is _served.approved:
+        _te_fl_served = _te_fl_scoped()
+    _te_fl_repeats = _te_fl_served.repeats
+    if (
+        _te_fl_repeats is not None
+        and (_te_fl_last := _te_fl_repeats.last) is _te_fl_served.approved
+    ):
         try:
-            _found = _last({arguments})
-        except Exception as _error:
-            _found = _served.failed(_repeats, ({positional}), {{{named}}}, _error)
-        if _found is not _MISS:
-            return _found
-        return _served.missed(_last, ({positional}), {{{named}}})
-    _fn = _served.fn
+            _te_fl_found = _te_fl_last({arguments})
+        except Exception as _te_fl_error:
+            _te_fl_found = _te_fl_served.failed(
+                _te_fl_repeats, ({positional}), {{{named}}}, _te_fl_error
+            )
+        if _te_fl_found is not _te_fl_MISS:
+            return _te_fl_found
+        return _te_fl_served.missed(_te_fl_last, ({positional}), {{{named}}})
+    _te_fl_fn = _te_fl_served.fn
     try:
-        return _fn({arguments})
-    except Exception as _error:
-        return _failed(_fn, ({positional}), {{{named}}}, _error)
+        return _te_fl_fn({arguments})
+    except Exception as _te_fl_error:
+        return _te_fl_failed(_te_fl_fn, ({positional}), {{{named}}}, _te_fl_error)
 """
-"""Its own names are private ones, so that a parameter may be called ``fn`` or ``error``."""
+"""Its own names are ones that no parameter has, whatever that is called."""
 
 
 def handle(
@@ -227,12 +232,12 @@ def handle(
     """
     parameters, positional, named = [], [], []
     namespace: dict[str, Any] = {
-        "_active_scope": active_scope,
-        "_ROOT": ROOT,
-        "_cell": cell,
-        "_scoped": scoped,
-        "_failed": failed,
-        "_MISS": MISS,
+        "_te_fl_active_scope": active_scope,
+        "_te_fl_ROOT": ROOT,
+        "_te_fl_cell": cell,
+        "_te_fl_scoped": scoped,
+        "_te_fl_failed": failed,
+        "_te_fl_MISS": MISS,
     }
     starred = False
     for parameter in signature.parameters.values():
@@ -245,8 +250,8 @@ def handle(
             parameters.append("*")
             starred = True
         if parameter.default is not parameter.empty:
-            namespace[f"_default_{parameter.name}"] = parameter.default
-            text += f"=_default_{parameter.name}"
+            namespace[f"_te_fl_default_{parameter.name}"] = parameter.default
+            text += f"=_te_fl_default_{parameter.name}"
         parameters.append(text)
         if parameter.kind is parameter.KEYWORD_ONLY:
             named.append(parameter.name)

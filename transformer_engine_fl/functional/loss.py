@@ -179,7 +179,8 @@ def fused_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of ``input @ weight.T + bias``, differentiable in all three.
 
-    Neither those logits nor their gradient are ever held whole, forward or backward. See
+    Neither those logits nor their gradient are ever held whole, forward or backward, but of some
+    thousand rows with ``gradient_in_forward``. See
     :func:`transformer_engine_fl.ops.fused_linear_cross_entropy_fwd`.
 
     Args:
@@ -245,10 +246,15 @@ def _with_gradient(
     op: str, options: dict[str, Any], reduction: str, target: Tensor, *given: Tensor | None
 ) -> Tensor | None:
     """The sum or mean by the operator that makes gradients in the forward; None if it is not to."""
+    tensors: list[Any] = [target, *(it for it in given if it is not None)]
     if (
         not records(op, *given)
-        or not all(getattr(it, "requires_grad", it is None) for it in given)
-        or any(getattr(it, "dtype", None) == torch.float16 for it in given)
+        # Of anything else the contract says what is wrong.
+        or not all(isinstance(it, Tensor) for it in tensors)
+        or given[0] is None
+        or type(options["ignore_index"]) is not int
+        or not all(it.requires_grad for it in tensors[1:])
+        or any(it.dtype == torch.float16 for it in tensors)
         or torch.compiler.is_compiling()
     ):
         return None

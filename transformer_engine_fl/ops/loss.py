@@ -1110,10 +1110,11 @@ def fused_linear_cross_entropy_fwd_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """:func:`fused_linear_cross_entropy_fwd` and its gradients at once.
 
-    So the logits need not be calculated a second time, which is one of four products; nor are
-    they held whole: some rows at a time, as many as keep what is allocated besides the outputs
-    within a multiple of the arguments. ``grad_loss`` must be known before the loss is, as in
-    :func:`cross_entropy_fwd_bwd`; the gradients are those of
+    So the logits need not be calculated a second time, which is one of four products, and those
+    of as many rows are held as an implementation calculates at a time: in the sets with kernels
+    as many as there are features, but at least 1,024 and at most 4,096, in float32 and once more
+    in the dtype of the input (float16 goes by the two operators there). ``grad_loss`` must be
+    known before the loss is, as in :func:`cross_entropy_fwd_bwd`; the gradients are those of
     :func:`fused_linear_cross_entropy_bwd`.
 
     Args:

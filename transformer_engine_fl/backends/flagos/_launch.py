@@ -456,6 +456,11 @@ class Launch:
             return None
         return self._start(grid, tensors, numbers)
 
+    @property
+    def loaded_before(self) -> bool:
+        """Whether it has been compiled, for pointers of some alignment."""
+        return bool(self._loaded)
+
     def load(self, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
         """Compile the kernel for a launch with these, unless it has been; launch nothing.
 

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from transformer_engine_fl.backends._memory import is_captured
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import MOST, block_of, listed, rows_of_tile
 from transformer_engine_fl.backends.flagos._tiles import bounded
@@ -438,7 +439,7 @@ class WholeRows:
             a row would take too many registers in a wider form.
     """
 
-    __slots__ = ("_few", "_launch", "_most", "_multiprocessors", "_rows")
+    __slots__ = ("_device", "_few", "_launch", "_most", "_multiprocessors", "_rows")
 
     def __init__(
         self,
@@ -456,6 +457,7 @@ class WholeRows:
             parts = parts_of(columns, tiles.width // size, _LEAST_OF_PART * tiles.threads)
         block = sum(parts)
         self._rows = rows_of_tile(tiles.width, block * size)
+        self._device = device
         self._multiprocessors = _launch.limits(device).multiprocessors
         self._most = tiles.programs * self._multiprocessors or MOST
         held = self._rows * block // tiles.threads
@@ -486,7 +488,13 @@ class WholeRows:
     ) -> None:
         """Start the kernel."""
         groups = self.groups(rows)
-        launch = self._few if groups <= self._multiprocessors else self._launch
+        launch, other = self._launch, self._few
+        if groups <= self._multiprocessors:
+            launch, other = other, launch
+        # No kernel is loaded while a graph is captured; both give the same bits.
+        if not launch.loaded_before and other.loaded_before:
+            captured = self._device.type == "cuda" and is_captured(self._device)
+            launch = other if captured else launch
         launch((groups, 1), tensors, numbers)
 
 

@@ -235,6 +235,8 @@ def _typical(x_ptr: tl.tensor, columns: tl.tensor, ACC: tl.constexpr) -> tl.tens
 
 
 _CANCELS = tl.constexpr(8)
+"""Of a sum of squares around 0, the share that may be left of it around the mean, or more."""
+_TOO_LARGE = tl.constexpr(float("inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -247,25 +249,26 @@ def _tell_squares(
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
     EXACT: tl.constexpr,
+    HALF: tl.constexpr,
     STEP: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
     """This piece's sum of squares; with two SUMS around its mean, which is the other.
 
     Numbers of 2 bytes are summed together with their squares, and once more around their mean
-    only where most of the squares is the mean's, so that rounding it off says too little.
+    only where most of the squares is the mean's, so that rounding it off says too little, or
+    where the squares are too large for a sum.
     """
-    NARROW: tl.constexpr = x.dtype.primitive_bitwidth == 16
     x = x.to(ACC)
     mean = tl.zeros((), ACC)
     squares = mean
     if SUMS == 1:
         squares = tl.sum(x * x, axis=0)
-    elif NARROW:
+    elif HALF:
         all_squares, total = two_sums(x * x, x)
         mean = total / count
         squares = all_squares - total * mean
-        if squares * _CANCELS < all_squares:
+        if (squares * _CANCELS < all_squares) | (all_squares == _TOO_LARGE):
             squares = _squares_around(x, mean, inside, EXACT)
     else:
         mean = tl.sum(x, axis=0) / count
@@ -305,6 +308,7 @@ def _forward_shared(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
+    HALF: tl.constexpr,
     SUM: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
@@ -347,7 +351,7 @@ def _forward_shared(
             x_next = x_asked
         if STEP != "rest":
             _tell_squares(
-                x_next, inside, shares_ptr, following, mine, PIECES, SUMS, EXACT, STEP, ACC
+                x_next, inside, shares_ptr, following, mine, PIECES, SUMS, EXACT, HALF, STEP, ACC
             )
         if STEP != "sums" and index >= 0:
             # Of wider numbers there are no registers for both.
@@ -361,7 +365,8 @@ def _forward_shared(
                 if not AHEAD:
                     weight = fetch(weight_ptr + column, inside)
                 mu = tl.sum(means * count, axis=0) / columns
-                squares += (means - mu) * (means - mu) * count
+                apart = tl.where(count > 0, means - mu, 0)  # not of pieces that are not there
+                squares += apart * apart * count
                 if tl.program_id(0) == 0:
                     tl.store(mu_ptr + row, mu)
             variance = tl.sum(squares, axis=0) / columns
@@ -787,7 +792,7 @@ _WIDEST_TWICE = 16384
 
 
 def _sums_at_once(op: Contract[..., Any], columns: int, dtype: torch.dtype) -> bool:
-    """Whether whole rows are summed together with their squares, as pieces are."""
+    """Whether whole rows are summed together with their squares, around one of their numbers."""
     return op is contracts.layernorm_fwd and dtype.itemsize == 2 and columns > _WIDEST_TWICE
 
 
@@ -817,6 +822,7 @@ def _plan_forward(
         OFFSET=int(offset),
         UNIT=unit,
         ONCE=_sums_at_once(op, columns, dtype),
+        HALF=dtype.itemsize == 2,
         SUM=getattr(tl, str(dtype).removeprefix("torch.")),
     )
     return _ForwardPlan(run, statistics, unit)
