@@ -118,8 +118,8 @@ def family_picture(path: Path, family: str) -> Path:
 
 def load() -> list[tuple[Path, Report]]:
     """The committed results of operators, those of one title one after the other."""
-    found = [(path, _read(path)) for path in sorted(RESULTS.glob("ops_*.json"))]
-    return sorted(found, key=lambda it: _title(it[1]))
+    found = [(path, _read(path)) for path in RESULTS.glob("ops_*.json")]
+    return sorted(found, key=lambda it: (_title(it[1]), it[0]))
 
 
 def load_dispatch() -> Report:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from workloads.loss import LINEAR_CROSS_ENTROPY
 from workloads.softmax import future
 
 from peers.peer import Peer, Table, Work, autograd, compiled
@@ -347,7 +348,7 @@ LOSS = {
     ),
     "cross_entropy fwd+bwd": Formula(_with_gradients(_mean_loss), note=_MEAN, compile=False),
     **dict.fromkeys(
-        ("fused_linear_cross_entropy fwd+bwd", "fused_linear_cross_entropy at once"),
+        LINEAR_CROSS_ENTROPY,
         Formula(
             _with_gradients(_linear_mean_loss), note=f"{_MEAN}, which are held whole", compile=False
         ),
@@ -661,8 +662,5 @@ EAGER: Table = {name: formula.peer(compile=False) for name, formula in FORMULAS.
 COMPILE: Table = {
     **{name: formula.peer(compile=True) for name, formula in FORMULAS.items() if formula.compile},
     "cross_entropy fwd+bwd": _compiled_with_gradients(_mean_loss),
-    **dict.fromkeys(
-        ("fused_linear_cross_entropy fwd+bwd", "fused_linear_cross_entropy at once"),
-        _compiled_with_gradients(_linear_mean_loss),
-    ),
+    **dict.fromkeys(LINEAR_CROSS_ENTROPY, _compiled_with_gradients(_linear_mean_loss)),
 }

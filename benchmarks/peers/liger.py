@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from workloads.loss import LINEAR_CROSS_ENTROPY
 
 from peers.peer import Peer, Table, Work
 
@@ -170,8 +171,5 @@ LIGER: Table = {
     "cross_entropy fwd+bwd": Peer(
         _cross_entropy, f"{_MEAN}; its forward writes the gradient over the logits"
     ),
-    **dict.fromkeys(
-        ("fused_linear_cross_entropy fwd+bwd", "fused_linear_cross_entropy at once"),
-        Peer(_linear_cross_entropy, _MEAN),
-    ),
+    **dict.fromkeys(LINEAR_CROSS_ENTROPY, Peer(_linear_cross_entropy, _MEAN)),
 }

@@ -87,6 +87,13 @@ def _product(times: int) -> Any:
 
 _ROWS = "rows x vocabulary"
 _LINEAR = "rows x hidden size x vocabulary"
+LINEAR_CROSS_ENTROPY = ("fused_linear_cross_entropy fwd+bwd", "fused_linear_cross_entropy at once")
+"""What two operators do, and one: of either, peers do the same."""
+_LINEAR_BOTH, _LINEAR_AT_ONCE = LINEAR_CROSS_ENTROPY
+_THREE = (
+    "the three products (logits and two gradients), 2 operations for each multiplication; "
+    "logits calculated a second time are not counted"
+)
 
 WORKLOADS = (
     Workload(
@@ -141,22 +148,20 @@ WORKLOADS = (
         )
         for name, ops, make, run, products, counted in (
             (
-                "fused_linear_cross_entropy fwd+bwd",
+                _LINEAR_BOTH,
                 ("fused_linear_cross_entropy_fwd", "fused_linear_cross_entropy_bwd"),
                 _linear,
                 _linear_both,
                 3,
-                "the three products (logits and two gradients), 2 operations for each "
-                "multiplication; logits calculated a second time are not counted",
+                _THREE,
             ),
             (
-                "fused_linear_cross_entropy at once",
+                _LINEAR_AT_ONCE,
                 ("fused_linear_cross_entropy_fwd_bwd",),
                 _linear,
                 _linear_at_once,
                 3,
-                "the three products (logits and two gradients), 2 operations for each "
-                "multiplication; where logits are calculated a second time, that is not counted",
+                _THREE,
             ),
             (
                 "fused_linear_cross_entropy_fwd",

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from against_contract import checking
+from losses_at_once import LINEAR, LOGITS, checking_losses
 from torch import Tensor
 
 from transformer_engine_fl.backends import _cross_entropy
 from transformer_engine_fl.backends.vendor.cuda import loss
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
-from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
-from transformer_engine_fl.testing import compare
 
 check = checking(loss)
+check_at_once = checking_losses(check)
 
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 IGNORED = 3
@@ -88,11 +88,7 @@ def check_both(logits: Tensor, target: Tensor, **options: Any) -> None:
     grads = torch.randn(2, len(logits), generator=generator).to(logits.device, kind)
     _, lse = check("cross_entropy_fwd", logits, target, **options)
     check("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
-    # Its losses must be as exact as the forward's, though its contract allows gradients more.
-    found = check("cross_entropy_fwd_bwd", logits, target, grads[0], **options)[:2]
-    forward = contracts.cross_entropy_fwd
-    for value, exact in zip(found, forward.oracle(logits, target, **options), strict=True):
-        assert compare(value, exact, forward.tolerance_for("float32")).ratio <= 1
+    check_at_once(LOGITS, logits, target, grads[0], **options)
     shard = {"vocab_start": 1, "ignore_index": options.get("ignore_index", -100)}
     check("cross_entropy_partial_fwd", logits, target, **shard)
 
@@ -200,12 +196,7 @@ def test_a_linear_layer_whose_logits_are_read_once(
     target = torch.tensor([0, words - 1, IGNORED, words // 2, words]).to(device)
     grad = torch.linspace(-1, 1, 5).to(device)
     options = {"z_loss": 0.01, "ignore_index": IGNORED}
-    call = (input, weight, target, grad)
-    found = check("fused_linear_cross_entropy_fwd_bwd", *call, **options)[:2]
-    forward = contracts.fused_linear_cross_entropy_fwd
-    exact = forward.oracle(input, weight, target, **options)
-    for value, wanted in zip(found, exact, strict=True):
-        assert compare(value, wanted, forward.tolerance_for("float32")).ratio <= 1
+    check_at_once(LINEAR, input, weight, target, grad, **options)
 
 
 def test_the_gradient_of_a_narrow_weight_is_summed_whole_and_rounded_by_its_product(

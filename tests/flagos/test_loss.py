@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from against_contract import checking
+from losses_at_once import LINEAR, LOGITS, checking_losses
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +22,7 @@ from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.testing import compare
 
 check = checking(flagos)
+check_at_once = checking_losses(check)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,11 +38,6 @@ def targets_of(logits: Tensor) -> Tensor:
     return some.repeat(len(logits))[: len(logits)].to(logits.device)
 
 
-LINEAR = "fused_linear_cross_entropy"
-GRAD_LOSS = {"cross_entropy": 2, LINEAR: 3}
-"""Where an operator that makes gradients in the forward takes it."""
-
-
 def check_logits(logits: Tensor, *calls: dict[str, Any]) -> None:
     """Forward and backward, with these options, and as a shard."""
     target = targets_of(logits)
@@ -49,19 +46,9 @@ def check_logits(logits: Tensor, *calls: dict[str, Any]) -> None:
     for options in calls:
         _, lse = check("cross_entropy_fwd", logits, target, **options)
         check("cross_entropy_bwd", grads[0], logits, target, lse, grads[1], **options)
-        check_at_once("cross_entropy", logits, target, grads[0], **options)
+        check_at_once(LOGITS, logits, target, grads[0], **options)
     shard = {"vocab_start": 1, "ignore_index": IGNORED}
     check("cross_entropy_partial_fwd", logits, target, **shard)
-
-
-def check_at_once(name: str, *args: Any, **options: Any) -> None:
-    """Its losses must be as exact as the forward's, though its contract allows gradients more."""
-    found = check(f"{name}_fwd_bwd", *args, **options)[:2]
-    forward = getattr(contracts, f"{name}_fwd")
-    given = [it for place, it in enumerate(args) if place != GRAD_LOSS[name]]
-    exact = forward.oracle(*given, **options)
-    for value, expected in zip(found, exact, strict=True):
-        assert compare(value, expected, forward.tolerance_for("float32")).ratio <= 1
 
 
 # ------------------------------------------------------------------------------- values

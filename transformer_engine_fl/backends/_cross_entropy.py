@@ -8,6 +8,7 @@ float32 as TF32, which the contracts do not allow, the set does, or declines.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +21,15 @@ from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
 from transformer_engine_fl.ops._rounding import power_of_two
 
-__all__ = ["LinearCrossEntropy", "Losses", "Options", "Rows", "options_of", "vector_of"]
+__all__ = [
+    "LinearCrossEntropy",
+    "Losses",
+    "Options",
+    "Rows",
+    "options_of",
+    "run_both",
+    "vector_of",
+]
 
 # How many logits the linear forms hold at a time, and of how many words at least. What the
 # kernels read of them is still in a large GPU's L2, or part of it.
@@ -175,10 +184,20 @@ class _Linear(NamedTuple):
         words = self.weight.shape[0]
         return [slice(at, min(at + self.most, words)) for at in range(0, words, self.most)]
 
-    def memory(self, dtype: torch.dtype, rows: int | None = None) -> Tensor:
-        """Memory for the logits of a part, of all rows unless so many are given."""
-        count = self.input.shape[0] if rows is None else rows
-        return fresh(self.op, self.input, (count, self.most), dtype)
+    def memory(self, dtype: torch.dtype) -> Tensor:
+        """Memory for the logits of a part."""
+        return fresh(self.op, self.input, (self.input.shape[0], self.most), dtype)
+
+    def gradients(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Memory for those of an input of that shape, the weight and the bias; 0 of no rows."""
+        op, like, dtype = self.op, self.input, self.input.dtype
+        input, weight = (fresh(op, like, it, dtype) for it in (shape, tuple(self.weight.shape)))
+        bias = None if self.bias is None else fresh(op, like, tuple(self.bias.shape), dtype)
+        if not like.shape[0]:
+            weight.zero_()
+            if bias is not None:
+                bias.zero_()
+        return input, weight, bias
 
     def logits(self, words: slice, memory: Tensor) -> Tensor:
         """The logits of a part, less the bias, in the memory."""
@@ -205,11 +224,16 @@ class _Linear(NamedTuple):
         return None if self.bias is None else self.bias[words]
 
 
+def _whole(count: int) -> int:
+    """So many, and what is missing to whole vectors."""
+    return -(-count // _WHOLE) * _WHOLE
+
+
 def _rows_at_once(rows: int, features: int) -> list[slice]:
     """The rows in parts of about one size, whose logits are made at once."""
     least, most = _ROWS_AT_ONCE
     count = -(-rows // min(max(features, least), most))
-    size = -(-rows // (count * _WHOLE)) * _WHOLE
+    size = _whole(-(-rows // count))
     return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
@@ -289,23 +313,46 @@ class _Backward(Protocol):
         """Write the gradients of logits ``step`` apart, maybe in their place."""
 
 
-class _Both(Protocol):
-    def __call__(
-        self,
-        op: str,
-        logits: Tensor,
-        step: int,
-        bias: Tensor | None,
-        rows: Rows,
-        loss: Tensor,
-        out: Tensor,
-        out_step: int,
-        options: Options,
-    ) -> None:
-        """Write loss and lse of the rows of a whole vocabulary, and then their gradients.
+class _ReadOnce(Protocol):
+    def __call__(self, op: str, logits: Tensor, step: int, losses: Losses, out: Tensor) -> bool:
+        """Write losses, and dense gradients elsewhere, of plain scores that are read once.
 
-        The gradients lie ``out_step`` apart, maybe in the place of the logits.
+        Returns:
+            Whether that was done.
         """
+
+
+def run_both(
+    run_forward: _Forward,
+    run_backward: _Backward,
+    read_once: _ReadOnce,
+    op: str,
+    logits: Tensor,
+    step: int,
+    bias: Tensor | None,
+    rows: Rows,
+    loss: Tensor,
+    out: Tensor,
+    out_step: int,
+    options: Options,
+) -> None:
+    """Write loss and lse of rows of a whole vocabulary, and then gradients ``out_step`` apart.
+
+    These may lie in the place of the logits. The first three are a set's kernels.
+    """
+    columns = logits.shape[-1]
+    plain_scores = (
+        bias is None
+        and out_step == columns
+        and out.data_ptr() != logits.data_ptr()
+        and options.softcap is None
+        and not options.smoothing
+        and loss.dtype == torch.float32
+    )
+    losses = Losses(rows.target, rows.grad_loss, loss, rows.lse, options.ignore, options.z)
+    if not (plain_scores and read_once(op, logits, step, losses, out)):
+        run_forward(op, logits, step, bias, rows.target, (None, loss, rows.lse), 0, options)
+        run_backward(op, logits, step, bias, rows, out, out_step, 0, columns, options)
 
 
 class _Product(Protocol):
@@ -338,7 +385,7 @@ class LinearCrossEntropy:
 
     Args:
         memory_of: how the set takes a tensor.
-        run_forward, run_merge, run_backward, run_both: its kernels.
+        run_forward, run_merge, run_backward, read_once: its kernels.
         product: how it multiplies narrow matrices into one of their dtype.
         fused_statistics, fused_gradients: its kernels that store no logits.
         exact: how it multiplies float32 where torch would as TF32; None declines that.
@@ -350,7 +397,7 @@ class LinearCrossEntropy:
         run_forward: _Forward,
         run_merge: _Merge,
         run_backward: _Backward,
-        run_both: _Both,
+        read_once: _ReadOnce,
         product: _Product,
         fused_statistics: _FusedStatistics = _none_fused,
         fused_gradients: _FusedGradients = _none_fused,
@@ -362,7 +409,7 @@ class LinearCrossEntropy:
         self._run_forward = run_forward
         self._run_merge = run_merge
         self._run_backward = run_backward
-        self._run_both = run_both
+        self._run_both = partial(run_both, run_forward, run_backward, read_once)
         self._product = product
         self._exact = exact
 
@@ -378,7 +425,7 @@ class LinearCrossEntropy:
         if rounds and self._exact is None:
             raise NotSupportedError(f"{op}: {AS_TF32}")
         exact = self._exact if rounds else None
-        return _Linear(op, hidden, weight, bias, -(-most // _WHOLE) * _WHOLE, exact)
+        return _Linear(op, hidden, weight, bias, _whole(most), exact)
 
     def rows_of(
         self, op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None
@@ -481,18 +528,16 @@ class LinearCrossEntropy:
         layer = self._linear(op, "backward", input, weight, target, bias)
         rows = self.rows_of(op, target, grad_loss, lse, grad_lse)
         dtype, wide = input.dtype, math_dtype(input.dtype)
-        grad_input = fresh(op, layer.input, tuple(input.shape), dtype)
-        grad_weight = fresh(op, layer.input, tuple(weight.shape), dtype)
-        grad_bias = None if bias is None else fresh(op, layer.input, tuple(bias.shape), dtype)
+        gradients = grad_input, grad_weight, grad_bias = layer.gradients(tuple(input.shape))
         if not target.numel():
-            return grad_input, grad_weight.zero_(), None if grad_bias is None else grad_bias.zero_()
+            return gradients
         scale = None
         if dtype == torch.float16:
             scale = _scale(rows, options)
             rows = rows._replace(scale=scale)
         write = self._fused_gradients(op, layer.input, layer.weight, layer.bias, rows, options)
         if write is not None:  # there are no logits in float32 beside their gradients
-            layer = layer._replace(most=min(2 * layer.most, -(-weight.shape[0] // _WHOLE) * _WHOLE))
+            layer = layer._replace(most=min(2 * layer.most, _whole(weight.shape[0])))
         memory = layer.memory(wide) if write is None else None
         # The logits' gradients, in their place if they have their dtype.
         narrow = layer.memory(dtype) if memory is None or dtype != wide else memory
@@ -516,7 +561,7 @@ class LinearCrossEntropy:
             if grad_bias is not None:
                 _finish(grad_bias[words], d.sum(0, dtype=wide), scale)
         _finish(grad_input, total, scale)
-        return grad_input, grad_weight, grad_bias
+        return gradients
 
     def _store_product(
         self, layer: _Linear, left: Tensor, right: Tensor, out: Tensor, scale: Tensor | None = None
@@ -556,25 +601,26 @@ class LinearCrossEntropy:
         )
         if input.dtype == torch.float16:  # scaled by what lse of all rows says, if there is z_loss
             loss, lse = self.fused_linear_cross_entropy_fwd(input, weight, target, bias, **given)
-            gradients = self.fused_linear_cross_entropy_bwd(
-                grad_loss, input, weight, target, lse, bias, **given
+            return (
+                loss,
+                lse,
+                *self.fused_linear_cross_entropy_bwd(
+                    grad_loss, input, weight, target, lse, bias, **given
+                ),
             )
-            return loss, lse, *gradients
         options = options_of(op, label_smoothing, ignore_index, z_loss, softcap)
         layer = self._linear(op, "backward", input, weight, target, bias)
         dtype, wide = input.dtype, math_dtype(input.dtype)
         loss, lse = (fresh(op, layer.input, tuple(target.shape), wide) for _ in range(2))
-        grad_input = fresh(op, layer.input, tuple(input.shape), dtype)
-        grad_weight = fresh(op, layer.input, tuple(weight.shape), dtype)
-        grad_bias = None if bias is None else fresh(op, layer.input, tuple(bias.shape), dtype)
+        gradients = grad_input, grad_weight, grad_bias = layer.gradients(tuple(input.shape))
         if not target.numel():
-            zeros = grad_weight.zero_(), None if grad_bias is None else grad_bias.zero_()
-            return loss, lse, grad_input, *zeros
-        layer = layer._replace(most=-(-weight.shape[0] // _WHOLE) * _WHOLE)
+            return loss, lse, *gradients
+        layer = layer._replace(most=_whole(weight.shape[0]))
         every = self.rows_of(op, target, grad_loss, lse, None)
         parts = _rows_at_once(*layer.input.shape)
-        memory = layer.memory(wide, parts[0].stop)
-        narrow = memory if dtype == wide else layer.memory(dtype, parts[0].stop)
+        largest = layer._replace(input=layer.input[parts[0]])
+        memory = largest.memory(wide)
+        narrow = memory if dtype == wide else largest.memory(dtype)
         # Of several parts, what they add to the gradients of the weight and the bias.
         total = grad_weight if len(parts) == 1 else _as_summed(grad_weight, wide)
         of_bias = None
@@ -601,4 +647,4 @@ class LinearCrossEntropy:
         _finish(grad_weight, total, None)
         if grad_bias is not None and of_bias is not None:
             _finish(grad_bias, of_bias, None)
-        return loss, lse, grad_input, grad_weight, grad_bias
+        return loss, lse, *gradients

@@ -125,7 +125,7 @@ def cross_entropy(
         for name, value in {"vocab_start": vocab_start, "vocab_size": vocab_size}.items():
             if value is not None:
                 raise ArgumentError("cross_entropy", name, str(value), "a process_group with it")
-        if gradient_in_forward and not return_z_loss and reduction != "none":
+        if gradient_in_forward and not return_z_loss:
             total = _with_gradient("cross_entropy", options, reduction, target, input)
             if total is not None:
                 return total
@@ -206,7 +206,7 @@ def fused_linear_cross_entropy(
         "z_loss": z_loss,
         "softcap": softcap,
     }
-    if gradient_in_forward and not return_z_loss and reduction != "none":
+    if gradient_in_forward and not return_z_loss:
         total = _with_gradient(
             "fused_linear_cross_entropy", options, reduction, target, input, weight, bias
         )
@@ -248,7 +248,8 @@ def _with_gradient(
     """The sum or mean by the operator that makes gradients in the forward; None if it is not to."""
     tensors: list[Any] = [target, *(it for it in given if it is not None)]
     if (
-        not records(op, *given)
+        reduction == "none"
+        or not records(op, *given)
         # Of anything else the contract says what is wrong.
         or not all(isinstance(it, Tensor) for it in tensors)
         or given[0] is None

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from transformer_engine_fl.backends._cross_entropy import (
     LinearCrossEntropy,
-    Losses,
     Options,
     Rows,
     options_of,
+    run_both,
     vector_of,
 )
 from transformer_engine_fl.backends._repeats import repeating
@@ -903,44 +903,9 @@ def cross_entropy_fwd_bwd(
         return loss, lse, grad_input
     logits, step = by_rows(input)
     rows = _linear.rows_of(op, target, grad_loss, lse, None)
-    _run_both(op, logits, step, None, rows, loss, grad_input, logits.shape[-1], options)
+    kernels = (_run_forward, _run_backward, run_with_losses)
+    run_both(*kernels, op, logits, step, None, rows, loss, grad_input, logits.shape[-1], options)
     return loss, lse, grad_input
-
-
-def _run_both(
-    op: str,
-    logits: Tensor,
-    step: int,
-    bias: Tensor | None,
-    rows: Rows,
-    loss: Tensor,
-    out: Tensor,
-    out_step: int,
-    options: Options,
-) -> None:
-    """Write loss and lse, and then gradients to rows that lie ``out_step`` apart."""
-    columns = logits.shape[-1]
-    if bias is None and out_step == columns and _read_once(op, logits, step, out, options):
-        losses = Losses(rows.target, rows.grad_loss, loss, rows.lse, options.ignore, options.z)
-        run_with_losses(op, logits, step, losses, out)
-    else:
-        _run_forward(op, logits, step, bias, rows.target, (None, loss, rows.lse), 0, options)
-        _run_backward(op, logits, step, bias, rows, out, out_step, 0, columns, options)
-
-
-def _read_once(op: str, logits: Tensor, step: int, out: Tensor, options: Options) -> bool:
-    """Whether softmax's kernels serve: of plain scores, in rows of whole 16-byte vectors.
-
-    They look at the target's score whoever has written over it, so not in place.
-    """
-    vector = ALIGNMENT // logits.element_size()
-    return (
-        out.data_ptr() != logits.data_ptr()
-        and options.softcap is None
-        and not options.smoothing
-        and logits.dtype != torch.float64
-        and math.gcd(logits.shape[-1], step, _lies_at(op, logits)) % vector == 0
-    )
 
 
 def _fused_statistics(
@@ -1001,7 +966,7 @@ def _product(op: str, left: Tensor, right: Tensor, out: Tensor, beta: float = 0.
 
 
 _linear = LinearCrossEntropy(
-    addressed, _run_forward, _run_merge, _run_backward, _run_both, _product,
+    addressed, _run_forward, _run_merge, _run_backward, run_with_losses, _product,
     fused_statistics=_fused_statistics, fused_gradients=_fused_gradients, exact=_product,
 )  # fmt: skip
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd

@@ -235,7 +235,7 @@ def _typical(x_ptr: tl.tensor, columns: tl.tensor, ACC: tl.constexpr) -> tl.tens
 
 
 _CANCELS = tl.constexpr(8)
-"""Of a sum of squares around 0, the share that may be left of it around the mean, or more."""
+"""Around the mean, no less than one in so many may be left of a sum of squares around 0."""
 _TOO_LARGE = tl.constexpr(float("inf"))
 
 

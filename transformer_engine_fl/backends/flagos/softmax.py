@@ -24,8 +24,10 @@ from transformer_engine_fl.backends._cross_entropy import Losses
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
+    ALIGNMENT,
     TRITON_TYPES,
     WIDEST_UNIT,
+    address_of,
     check_fresh,
     check_size,
     keep,
@@ -720,9 +722,18 @@ def _forward(
     return output
 
 
-def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Tensor) -> None:
-    """Write losses and dense gradients of rows that lie ``step`` apart, which are read once."""
-    _run_forward(op, logits, step, out, (1, 1, logits.shape[-1]), losses=losses)
+def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Tensor) -> bool:
+    """Write losses and dense gradients of rows that lie ``step`` apart, which are read once.
+
+    Returns:
+        Whether that was done: a row must lie in whole 16-byte vectors. The target's score is looked
+        at whoever has written over it, so not in place.
+    """
+    columns, size = logits.shape[-1], logits.element_size()
+    if (columns * size | step * size | address_of(op, logits)) % ALIGNMENT:
+        return False
+    _run_forward(op, logits, step, out, (1, 1, columns), losses=losses)
+    return True
 
 
 def _run_forward(

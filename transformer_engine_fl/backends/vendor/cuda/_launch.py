@@ -228,12 +228,6 @@ class Kernel:
             made.config.grid_x, made.config.grid_y = blocks, rows_of_blocks
             return made.buffer, made.arguments, made
 
-        def failed(code: int, made: _Prepared) -> None:
-            if code == _INVALID_CONTEXT:
-                code = self._launch_bound(made)
-            if code:
-                raise LaunchError(code, f"the launch of {self.name}")
-
         idle = [new()]
         before_stream = bytes(idle[0][-1].config)[: _Config.stream.offset]
         pack = struct.Struct(f"@{len(given)}P{len(before_stream)}sP").pack_into
@@ -246,7 +240,7 @@ class Kernel:
             f"    _its_buffer, _its_arguments, _its_made = _its_all = {name(new)}()",
             f"{name(pack)}(_its_buffer, 0, {addresses}{name(before_stream)}, {stream})",
             f"if _its_code := {name(self._launch)}(*_its_arguments):",
-            f"    {name(failed)}(_its_code, _its_made)",
+            f"    {name(self._settle)}(_its_code, _its_made)",
             f"{name(idle.append)}(_its_all)",
         ]
 
@@ -279,19 +273,18 @@ class Kernel:
         config.grid_x = blocks
         config.grid_y = rows_of_blocks
         config.stream = self._stream(self.device)
-        code = self._launch(*prepared.arguments)
-        if code == _INVALID_CONTEXT:
-            code = self._launch_bound(prepared)
+        if code := self._launch(*prepared.arguments):
+            self._settle(code, prepared)
         self._idle.append(prepared)
-        if code:
-            raise LaunchError(code, f"the launch of {self.name}")
         return None
 
-    def _launch_bound(self, prepared: _Prepared) -> int:
-        """Launch in a thread that has not used CUDA yet; gives the driver's answer."""
-        _bind_context(self.device)
-        code: int = self._launch(*prepared.arguments)
-        return code
+    def _settle(self, code: int, prepared: _Prepared) -> None:
+        """Launch once more if this thread has not used CUDA yet; raise what the driver refuses."""
+        if code == _INVALID_CONTEXT:
+            _bind_context(self.device)
+            code = self._launch(*prepared.arguments)
+        if code:
+            raise LaunchError(code, f"the launch of {self.name}")
 
     @property
     def cluster(self) -> int:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from transformer_engine_fl.backends._cross_entropy import (
     LinearCrossEntropy,
-    Losses,
     Options,
     Rows,
+    run_both,
     vector_of,
 )
 from transformer_engine_fl.backends._repeats import repeating
@@ -667,36 +667,9 @@ def cross_entropy_fwd_bwd(
         return loss, lse, grad_input
     logits, step = dense_rows(input)
     rows = _rows(op, target, grad_loss, lse, None)
-    _run_both(op, logits, step, None, rows, loss, grad_input, input.shape[-1], options)
+    kernels = (_run_forward, _run_backward, run_with_losses)
+    run_both(*kernels, op, logits, step, None, rows, loss, grad_input, input.shape[-1], options)
     return loss, lse, grad_input
-
-
-def _run_both(
-    op: str,
-    logits: Tensor,
-    step: int,
-    bias: Tensor | None,
-    rows: Rows,
-    loss: Tensor,
-    out: Tensor,
-    out_step: int,
-    options: Options,
-    *,
-    owned: bool = False,
-) -> None:
-    """Write loss and lse, and then gradients to rows that lie ``out_step`` apart."""
-    columns = logits.shape[-1]
-    plain_scores = (
-        bias is None
-        and out_step == columns
-        and options.softcap is None
-        and not options.smoothing
-        and loss.dtype == torch.float32
-    )
-    losses = Losses(rows.target, rows.grad_loss, loss, rows.lse, options.ignore, options.z)
-    if not (plain_scores and run_with_losses(op, logits, step, losses, out)):
-        _run_forward(op, logits, step, bias, rows.target, (None, loss, rows.lse), 0, options)
-        _run_backward(op, logits, step, bias, rows, out, out_step, 0, columns, options, owned=owned)
 
 
 def _rows(op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Rows:
@@ -721,7 +694,7 @@ _linear = LinearCrossEntropy(
     _run_forward,
     _run_merge,
     partial(_run_backward, owned=True),
-    partial(_run_both, owned=True),
+    run_with_losses,
     _product,
 )
 fused_linear_cross_entropy_fwd = _linear.fused_linear_cross_entropy_fwd

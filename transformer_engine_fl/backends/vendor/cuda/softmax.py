@@ -449,7 +449,7 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
     """
     columns, dtype, address = logits.shape[-1], logits.dtype, address_of(op, logits)
     size = SIZES[dtype]
-    if (columns * size | step * size | address) & 15 or out.data_ptr() == address:
+    if (columns * size | step * size | address) & 15:
         return False
     scores = (columns, 16 // size, dtype, None, False, None, False)
     plan = _planned(logits.get_device(), *scores, out.dtype)
