@@ -156,6 +156,20 @@ def test_squares_too_large_for_a_sum_are_those_of_a_mean(
     torch.testing.assert_close(rsigma, torch.full((3,), 1e-5, device=device).rsqrt())
 
 
+@pytest.mark.parametrize("columns", [40, 1000, 3000, 7168, 14_336, 20_480, 40_008])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_numbers_that_are_all_alike_have_no_variance(
+    columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """However large they are: the quotient of their sum is one of them."""
+    x = torch.full((3, columns), 1.5 * 2**70, dtype=dtype, device=device)
+    ones = torch.ones(columns, dtype=dtype, device=device)
+    y, mu, rsigma = flagos.layernorm_fwd(x, ones, 2 * ones)
+    assert torch.equal(mu, x[:, 0].float())
+    torch.testing.assert_close(rsigma, torch.full((3,), 1e-5, device=device).rsqrt())
+    assert torch.equal(y, torch.full_like(y, 2))
+
+
 NORMS_OF_FEW: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]] = {
     "rmsnorm_fwd": lambda x, weight, bias: flagos.rmsnorm_fwd(x, weight),
     "rmsnorm_fwd_add": lambda x, weight, bias: flagos.rmsnorm_fwd_add(x, x + 1, weight),

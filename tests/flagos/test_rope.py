@@ -100,7 +100,7 @@ def test_heads_shared_out_among_any_number_of_programs(
     programs: int, interleaved: bool, device: str
 ) -> None:
     freqs, options = table(40, 24, device), {"interleaved": interleaved}
-    with flagos._CUT.trial(flagos._USUAL._replace(programs=programs)):
+    with flagos._CUT.trial(flagos._OF_ONE._replace(programs=programs)):
         x = tokens(40, 1, 11, 32, device=device)
         check("fused_rope_forward", x, freqs, **options)
         qkv = tokens(40, 1, 3, 4 * 32 + 32 + 48, device=device)

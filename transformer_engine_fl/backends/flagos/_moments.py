@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from transformer_engine_fl.backends.flagos._exact import mean_of
 from transformer_engine_fl.backends.flagos._fetch import fetch
 
 __all__ = ["moments_of_rows", "moments_of_wide_row"]
@@ -28,7 +29,7 @@ def moments_of_rows(
         CENTRED: whether there is a mean; otherwise it is 0.
     """
     if CENTRED:
-        mu = tl.sum(x, axis=1) / columns
+        mu = mean_of(tl.sum(x, axis=1), columns)
         x = tl.where(inside[None, :], x - mu[:, None], 0)
         variance = tl.sum(x * x, axis=1) / columns
     else:
@@ -65,7 +66,7 @@ def moments_of_wide_row(
     mu = tl.zeros((), ACC)
     if CENTRED:
         count = (columns - lane + (BLOCK - 1)) // BLOCK
-        mu = tl.sum(mean * count, axis=0) / columns
+        mu = mean_of(tl.sum(mean * count, axis=0), columns)
         squares += (mean - mu) * (mean - mu) * count
     variance = tl.sum(squares, axis=0) / columns
     return mu, tl.rsqrt(variance + tl.full((), eps, ACC))

@@ -44,6 +44,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_to_sum,
 )
 from transformer_engine_fl.backends.flagos._dependent import follows, let_follow
+from transformer_engine_fl.backends.flagos._exact import mean_of
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._narrow import rounded
 from transformer_engine_fl.backends.flagos._rows import (
@@ -183,7 +184,7 @@ def _forward_rows(
         else:
             for part in tl.static_range(len(PARTS)):
                 mu += tl.sum(x[part].to(ACC), axis=AXIS)
-            mu /= columns
+            mu = mean_of(mu, columns)
     variance = (row * 0).to(ACC)
     ahead = variance
     for part in tl.static_range(len(PARTS)):
@@ -266,12 +267,12 @@ def _tell_squares(
         squares = tl.sum(x * x, axis=0)
     elif HALF:
         all_squares, total = two_sums(x * x, x)
-        mean = total / count
+        mean = mean_of(total, count)
         squares = all_squares - total * mean
         if (squares * _CANCELS < all_squares) | (all_squares == _TOO_LARGE):
             squares = _squares_around(x, mean, inside, EXACT)
     else:
-        mean = tl.sum(x, axis=0) / count
+        mean = mean_of(tl.sum(x, axis=0), count)
         squares = _squares_around(x, mean, inside, EXACT)
     tell(shares_ptr, row, squares, mean, PIECES, SUMS, STEP)
 
@@ -364,7 +365,7 @@ def _forward_shared(
             if mu_ptr is not None:
                 if not AHEAD:
                     weight = fetch(weight_ptr + column, inside)
-                mu = tl.sum(means * count, axis=0) / columns
+                mu = mean_of(tl.sum(means * count, axis=0), columns)
                 apart = tl.where(count > 0, means - mu, 0)  # not of pieces that are not there
                 squares += apart * apart * count
                 if tl.program_id(0) == 0:

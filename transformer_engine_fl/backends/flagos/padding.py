@@ -14,6 +14,7 @@ import triton.language as tl
 
 from transformer_engine_fl.backends._repeats import repeating
 from transformer_engine_fl.backends.flagos._arguments import by_rows, check_integers, fresh, plain
+from transformer_engine_fl.backends.flagos._dependent import following, follows, wait_for_last
 from transformer_engine_fl.backends.flagos._numbers import numbers_on_device
 from transformer_engine_fl.backends.flagos._sequences import (
     highest_power,
@@ -48,6 +49,7 @@ def _move_blocks(
     width: tl.int32,
     x_row: tl.int64,
     y_row: tl.int64,
+    FOLLOWS: tl.constexpr,
     UNIT: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -59,6 +61,7 @@ def _move_blocks(
     """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = row < rows
+    wait_for_last(FOLLOWS)
     block, within, _, known = token_at(begins_ptr, row, blocks, highest, 1)
     begin = tl.load(begins_ptr + (blocks + 1) + block)
     source = begin + within
@@ -69,8 +72,8 @@ def _move_blocks(
     )  # fmt: skip
 
 
-_THREADS = 128
-_TILE_BYTES = 4096
+_THREADS = 256
+_TILE_BYTES = 8192
 
 
 def _moved(
@@ -94,6 +97,7 @@ def _moved(
         heads=1,
         threads=_THREADS,
         tile_bytes=_TILE_BYTES,
+        **following(follows(input.device)),
     )
     return output
 

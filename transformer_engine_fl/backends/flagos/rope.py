@@ -32,6 +32,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     keep,
     plain,
 )
+from transformer_engine_fl.backends.flagos._exact import fma
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.backends.flagos._sequences import highest_power, steps, token_at
 from transformer_engine_fl.backends.flagos._tiles import bounded
@@ -92,20 +93,11 @@ def _bits_of_two_over_pi(place: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """``x * y + z`` of float32, rounded once."""
-    if _INTERPRETED:  # rounds the product too
-        return (x.to(tl.float64) * y + z).to(tl.float32)
-    else:
-        return tl.fma(x, y, z)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _reduced(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The rest and k, as told above, of float32 angles up to the largest."""
-    shifted = _fma(angle, _TWO_OVER_PI, _TO_INTEGER)
+    shifted = fma(angle, _TWO_OVER_PI, _TO_INTEGER)
     k = shifted - _TO_INTEGER
-    rest = _fma(k, -_REST_OF_HALF_PI, _fma(k, -_HALF_PI, angle))
+    rest = fma(k, -_REST_OF_HALF_PI, fma(k, -_HALF_PI, angle))
     return rest, shifted.to(tl.int32, bitcast=True)
 
 
@@ -144,8 +136,8 @@ def _reduced_exactly(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     high = fraction.to(tl.float32)
     low = (fraction - high.to(tl.int64)).to(tl.float32)
     unit = 2.0**-62
-    rest = _fma(high, _REST_OF_HALF_PI * unit, low * (_HALF_PI * unit))
-    rest = _fma(high, _HALF_PI * unit, rest)
+    rest = fma(high, _REST_OF_HALF_PI * unit, low * (_HALF_PI * unit))
+    rest = fma(high, _HALF_PI * unit, rest)
     rest = tl.where(exponent == 255, float("nan"), rest)
     return tl.where(bits < 0, -rest, rest), tl.where(bits < 0, -k, k)
 
@@ -154,9 +146,9 @@ def _reduced_exactly(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def _cos_sin_of_rest(r: tl.tensor, quarter: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Of ``quarter`` times pi / 2 and a rest."""
     square = r * r
-    sin = _fma(_fma(_fma(square, _SIN_7, _SIN_5), square, _SIN_3), square * r, r)
-    tail = _fma(_fma(square, _COS_8, _COS_6), square, _COS_4)
-    cos = _fma(tail, square * square, _fma(square, -0.5, 1.0))
+    sin = fma(fma(fma(square, _SIN_7, _SIN_5), square, _SIN_3), square * r, r)
+    tail = fma(fma(square, _COS_8, _COS_6), square, _COS_4)
+    cos = fma(tail, square * square, fma(square, -0.5, 1.0))
     odd = quarter & 1 != 0
     new_sin = tl.where(odd, cos, sin)
     new_cos = tl.where(odd, sin, cos)
@@ -562,7 +554,12 @@ class _Cut(NamedTuple):
     programs: int
 
 
-_USUAL = _Cut(128, 2048, 8, 24)
+_OF_ONE = _Cut(128, 2048, 8, 24)
+_OF_THREE = _Cut(128, 2048, 4, 40)  # so that programs of queries have no more heads than others
+
+
+def _rule(tensors: int) -> _Cut:
+    return _OF_ONE if tensors == 1 else _OF_THREE
 
 
 class _Plan(NamedTuple):
@@ -585,7 +582,7 @@ _PLANS: dict[object, _Plan] = {}
 
 def _candidates(tensors: int, features: int, itemsize: int) -> Iterator[_Cut]:
     for threads, size, heads in itertools.product((128, 256), (2048, 4096), (4, 8)):
-        yield _Cut(threads, size, heads, _USUAL.programs)
+        yield _Cut(threads, size, heads, _rule(tensors).programs)
 
 
 _CUT = Choice(
@@ -594,7 +591,7 @@ _CUT = Choice(
     key=("tensors", "features", "itemsize"),
     rounded=("features",),
     candidates=_candidates,
-    heuristic=lambda device, tensors, features, itemsize: _USUAL,
+    heuristic=lambda device, tensors, features, itemsize: _rule(tensors),
     wrong=bounded(threads=(32, 1024), bytes=(512, 2**15), heads=(1, 16), programs=range(1, 257)),
     plans=(_PLANS,),
 )

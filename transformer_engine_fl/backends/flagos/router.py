@@ -35,6 +35,12 @@ from transformer_engine_fl.backends.flagos._arguments import (
     rows_of_tile,
     rows_to_sum,
 )
+from transformer_engine_fl.backends.flagos._dependent import (
+    following,
+    follows,
+    let_follow,
+    wait_for_last,
+)
 from transformer_engine_fl.backends.flagos._fetch import fetch
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import router as contracts
@@ -305,8 +311,10 @@ def _sum_loads(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """One number: the probs of some rows and columns, times the counts."""
+    let_follow(FOLLOWS)
     columns = experts * UNIT
     expert = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known = expert < columns
@@ -331,8 +339,10 @@ def _finish_loss(
     factor: tl.float64,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ) -> None:
     """The sum of what the programs left, times a factor, and the factor."""
+    wait_for_last(FOLLOWS)
     total = tl.zeros((BLOCK,), ACC)
     for first in tl.range(0, count, BLOCK):
         place = first + tl.arange(0, BLOCK)
@@ -378,8 +388,9 @@ _TILES = {
     16384: (1024, 16384),
 }
 _BACKWARD_TILES = {1024: (128, 1024), **{2 * most: tile for most, tile in _TILES.items()}}
-_LOSS_THREADS, _LOSS_TILE, _LOSS_BLOCK = 128, 4096, 1024
-_LOSS_PROGRAMS = 1024
+_LOSS_THREADS, _LOSS_BLOCK = 128, 1024
+_LOSS_TILE, _LOSS_BACKWARD_TILE = 8192, 4096
+_LOSS_PROGRAMS = 528
 
 
 class _Plan(NamedTuple):
@@ -429,14 +440,23 @@ def _tiled(
 
 
 def _loss_plan(
-    kernel: Any, like: Tensor, dtypes: tuple[Any, ...], experts: int, unit: int
+    kernel: Any,
+    like: Tensor,
+    dtypes: tuple[Any, ...],
+    experts: int,
+    unit: int,
+    elements: int,
+    **options: Any,
 ) -> _Plan:
-    """For tiles of a matrix with a column for each expert."""
+    """For tiles of so many elements of a matrix with a column for each expert.
+
+    The options are the launch's.
+    """
     block = min(block_of(experts), _LOSS_BLOCK)
-    key = (kernel.fn, like.device, like.dtype, dtypes, block, unit)
+    key = (kernel.fn, like.device, like.dtype, dtypes, block, unit, options.get("FOLLOWS"))
     plan = _PLANS.get(key)
     if plan is None:
-        rows = rows_of_tile(_LOSS_TILE, block)
+        rows = rows_of_tile(elements, block)
         launch = _launch.Launch(
             kernel,
             like.device,
@@ -445,6 +465,7 @@ def _loss_plan(
             UNIT=unit,
             ROWS=rows,
             BLOCK=block,
+            **options,
         )
         plan = keep(_PLANS, key, _Plan(launch, rows, block))
     return plan
@@ -693,7 +714,8 @@ def fused_moe_aux_loss_fwd(
     check_size(op, "tokens", rows)
     probs, step = by_rows(probs)
     unit = math.gcd(experts, step, WIDEST_UNIT)
-    plan = _loss_plan(_sum_loads, probs, (counts.dtype,), experts, unit)
+    after = follows(probs.device)
+    plan = _loss_plan(_sum_loads, probs, (counts.dtype,), experts, unit, _LOSS_TILE, FOLLOWS=after)
     blocks = -(-experts // plan.columns)
     check_across(op, blocks)
     programs = min(-(-rows // plan.rows), max(1, _LOSS_PROGRAMS // max(1, blocks)))
@@ -703,7 +725,9 @@ def fused_moe_aux_loss_fwd(
         grid = (programs, blocks)
         plan.launch(grid, (probs, counts, partial), (rows, experts // unit, step // unit))
     factor = experts * coeff / (topk * total_num_tokens**2)
-    finish = _loss_plan(_finish_loss, probs, (), _LOSS_BLOCK, 1)
+    finish = _loss_plan(
+        _finish_loss, probs, (), _LOSS_BLOCK, 1, _LOSS_BLOCK, **following(after and left > 0)
+    )
     finish.launch((1, 1), (partial, loss, const), (left, float(factor)))
     return loss, const
 
@@ -725,7 +749,8 @@ def fused_moe_aux_loss_bwd(
         return grad_probs
     check_size(op.name, "tokens", num_rows)
     unit = math.gcd(experts, WIDEST_UNIT)
-    plan = _loss_plan(_loss_backward, grad, (const.dtype, counts.dtype), experts, unit)
+    dtypes = (const.dtype, counts.dtype)
+    plan = _loss_plan(_loss_backward, grad, dtypes, experts, unit, _LOSS_BACKWARD_TILE)
     grid = (-(-num_rows // plan.rows), -(-experts // plan.columns))
     check_across(op.name, grid[1])
     plan.launch(grid, (grad, const, counts, grad_probs), (num_rows, experts // unit))

@@ -1,0 +1,40 @@
+"""Arithmetic that rounds once, also where Triton's own does not."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from transformer_engine_fl.backends.flagos import _launch
+
+__all__ = ["fma", "mean_of"]
+
+_INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
+    """``x * y + z`` of float32, rounded once."""
+    if _INTERPRETED:  # rounds the product too
+        return (x.to(tl.float64) * y + z).to(tl.float32)
+    else:
+        return tl.fma(x, y, z)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def mean_of(total: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """``total / count``: of numbers that are all alike, the number, so that they have no variance.
+
+    Triton's own division of float32 may be off by two in the last place, and one that is not
+    takes a branch. What is left of the total corrects the quotient (P. W. Markstein, Computation
+    of elementary functions on the IBM RISC System/6000 processor, 1990). Of an infinite total
+    nothing is.
+    """
+    if total.dtype == tl.float32:
+        count = count.to(tl.float32)
+        inverse = 1.0 / count
+        mean = total * inverse
+        rest = fma(-mean, count, total)
+        return tl.where(rest == rest, fma(rest, inverse, mean), mean)
+    else:
+        return total / count
