@@ -150,7 +150,9 @@ class _Differentiable(torch.autograd.Function):
         ctx.op_name = op_name
         ctx.places = places
         ctx.count = len(tensors)
-        ctx.mark_non_differentiable(*returned[len(ctx.grads) :])
+        # Integers are none anyway, and torch.compile of torch 2.11 takes sizes for them.
+        others = returned[len(ctx.grads) :]
+        ctx.mark_non_differentiable(*[it for it in others if it.is_floating_point()])
         return (*returned, *hidden)
 
     @staticmethod

@@ -374,9 +374,10 @@ def _forward_shared(
             rsigma = tl.rsqrt(variance + tl.full((), eps, ACC))
             if tl.program_id(0) == 0:
                 tl.store(rsigma_ptr + row, rsigma)
-            y = x.to(ACC) * rsigma
+            y = x.to(ACC)
             if mu_ptr is not None:
-                y -= mu * rsigma
+                y -= mu
+            y *= rsigma
             y *= _gain(weight, ACC, OFFSET)
             if bias_ptr is not None:
                 if not AHEAD:

@@ -16,6 +16,20 @@ __all__ = ["as_output", "as_written", "over_rows"]
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 
+# What Dynamo can look up: that of torch 2.11 does not know how to ask torch.
+_WITH_AUTOCAST = frozenset(
+    it
+    for it in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu", "xla")
+    if torch.amp.is_autocast_available(it)
+)
+
+
+def _has_autocast(device_type: str) -> bool:
+    if torch.compiler.is_compiling():
+        return device_type in _WITH_AUTOCAST
+    return torch.amp.is_autocast_available(device_type)
+
+
 def as_written(operator: Operator) -> Operator:
     """Decorate an operator: autograd records nothing of it, and autocast changes no dtype.
 
@@ -26,7 +40,7 @@ def as_written(operator: Operator) -> Operator:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch._C._is_any_autocast_enabled():
             tensor = first_tensor([*args, *kwargs.values()])
-            if tensor is not None and torch.amp.is_autocast_available(tensor.device.type):
+            if tensor is not None and _has_autocast(tensor.device.type):
                 with torch.autocast(tensor.device.type, enabled=False):
                     return operator(*args, **kwargs)
         return operator(*args, **kwargs)

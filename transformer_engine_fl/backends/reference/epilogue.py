@@ -24,7 +24,7 @@ def _quantizing(epilogue: Epilogue, calculate: Operator) -> Operator:
         given = epilogue.contract.check(*args, **kwargs)
         arguments, scale, options = epilogue.divided(given)
         outputs = calculate(**arguments)
-        return epilogue.outputs(outputs, Recipe(**options)(epilogue.of(outputs), scale))
+        return epilogue.outputs(outputs, Recipe(**options).cast(epilogue.of(outputs), scale))
 
     name = epilogue.contract.name
     operator.__name__ = operator.__qualname__ = name

@@ -170,14 +170,14 @@ class Recipe:
             "amax_epsilon": self.amax_epsilon,
         }
 
-    def __call__(
+    def cast(
         self,
         input: Tensor,
         scale: Tensor | None = None,
         group: Tensor | None = None,
         groups: int = 1,
     ) -> Quantized:
-        """The outputs of quantize.
+        """The outputs of quantize. (Dynamo of torch 2.11 calls no object that it has made.)
 
         Args:
             input: calculated with in float32.
@@ -214,7 +214,7 @@ class Recipe:
 
     def each(self, inputs: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Lists:
         """The outputs of several tensors, a list in place of each."""
-        found = [self(it, scales[place] if scales else None) for place, it in enumerate(inputs)]
+        found = [self.cast(it, scales[place] if scales else None) for place, it in enumerate(inputs)]
         data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = (
             [it for it in outputs if it is not None] for outputs in zip(*found, strict=True)
         )
@@ -248,7 +248,7 @@ def quantize(
     """Casts a tensor to a scaling format."""
     recipe = Recipe(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
     ops.quantize.check(input, scale, **recipe.options)
-    return recipe(input, scale)
+    return recipe.cast(input, scale)
 
 
 @as_written
@@ -265,7 +265,7 @@ def bgrad_quantize(
     """Casts a gradient, and sums it over the rows."""
     recipe = Recipe(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
     ops.bgrad_quantize.check(input, scale, **recipe.options)
-    return over_rows(input.float()).to(input.dtype), *recipe(input, scale)
+    return over_rows(input.float()).to(input.dtype), *recipe.cast(input, scale)
 
 
 @as_written
@@ -307,7 +307,7 @@ def group_quantize(
     inside = (place < ends[-1]).view(-1, *[1] * (input.ndim - 1))
     owner = torch.searchsorted(ends, place, right=True).clamp_max(groups - 1)
     rows = matrix_shape(input.shape[1:])[0]  # in each place of the first dimension
-    return recipe(torch.where(inside, input, 0), scale, owner.repeat_interleave(rows), groups)
+    return recipe.cast(torch.where(inside, input, 0), scale, owner.repeat_interleave(rows), groups)
 
 
 @as_written

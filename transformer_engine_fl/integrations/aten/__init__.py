@@ -22,6 +22,8 @@ mean to the contracts in bridges.py.
 from __future__ import annotations
 
 import contextvars
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Collection
 from threading import get_ident
@@ -195,10 +197,38 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
+def _takes_without_owning() -> bool:
+    """Whether torch keeps what a thread stashes without a reference, and gives one back later.
+
+    As torch 2.11 does and 2.13 does not: the object would be freed while others hold it.
+    """
+    stashed = object()
+    before = sys.getrefcount(stashed)
+    torch._C._stash_obj_in_tls(f"{_TLS}.tried", stashed)
+    if sys.getrefcount(stashed) > before:
+        return False
+    _own_one_more(stashed)
+    return True
+
+
+def _own_one_more(value: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+_OWES: Final = _takes_without_owning()
+
+
+def _stash(block: _Block | None) -> None:
+    """Let the threads of a backward that is called from here on know of the block."""
+    if _OWES:
+        _own_one_more(block)
+    torch._C._stash_obj_in_tls(_TLS, block)
+
+
 def _enter(only: frozenset[str] | None, owner: use_aten_ops | None) -> None:
     block = _Block(_routes(), only, owner, _active.get())
     _active.set(block)
-    torch._C._stash_obj_in_tls(_TLS, block)
+    _stash(block)
     _depth.value += 1
     if _depth.value == 1:
         include(BELOW, True)
@@ -208,7 +238,7 @@ def _enter(only: frozenset[str] | None, owner: use_aten_ops | None) -> None:
 def _leave(block: _Block) -> None:
     block.ended = True
     _active.set(_without_ended(_active.get()))
-    torch._C._stash_obj_in_tls(_TLS, _current())
+    _stash(_current())
     _depth.value = max(_depth.value - 1, 0)
     if _depth.value == 0:
         include(BELOW, False)
