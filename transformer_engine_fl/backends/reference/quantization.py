@@ -214,7 +214,9 @@ class Recipe:
 
     def each(self, inputs: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Lists:
         """The outputs of several tensors, a list in place of each."""
-        found = [self.cast(it, scales[place] if scales else None) for place, it in enumerate(inputs)]
+        found = [
+            self.cast(it, scales[place] if scales else None) for place, it in enumerate(inputs)
+        ]
         data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = (
             [it for it in outputs if it is not None] for outputs in zip(*found, strict=True)
         )

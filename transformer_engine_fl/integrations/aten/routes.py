@@ -55,7 +55,7 @@ _NAMES: Final = ("Fake", "DeferredInit")
 
 def _key(name: str) -> torch._C.DispatchKey:
     key = torch._C._parse_dispatch_key(name)
-    assert key is not None  # torch has had both since before 2.6
+    assert key is not None  # torch has both
     return key
 
 

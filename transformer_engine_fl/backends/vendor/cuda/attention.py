@@ -28,8 +28,6 @@ _WIDEST: Final = 128
 _LEAST_CUDNN: Final = 90000
 _ALIGNMENT: Final = 16
 """Bytes. cuDNN is told so by torch, whatever the addresses are, and reads what lies before them."""
-_WITH_ONE: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
-"""Whether torch has the logarithms as ``[b, h, s, 1]``: before 2.9 it was ``[b, h, s]``."""
 
 _forward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
 _backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
@@ -280,7 +278,7 @@ def fused_attn_bwd(
         k.permute(order),
         v.permute(order),
         out.contiguous().permute(order),
-        lse.unsqueeze(-1) if _WITH_ONE else lse,
+        lse.unsqueeze(-1),
         nothing,
         nothing,
         None,

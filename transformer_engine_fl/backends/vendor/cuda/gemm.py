@@ -72,9 +72,7 @@ class _WholeSums:
 
     def __enter__(self) -> None:
         _switching.acquire(timeout=-1)
-        found = self._get()
-        # Whether a sum may be shared out at all comes with it, from torch 2.10 on.
-        self._before = found if isinstance(found, tuple) else (found,)
+        self._before = self._get()  # and whether a sum may be shared out at all
         if self._before[0]:
             self._set(False, *self._before[1:])
 
