@@ -2,8 +2,8 @@
 
     python benchmarks/performance_page.py
 
-Reads ``results/ops_*.json`` (one for each run, written by ops.py) and
-``results/dispatch_overhead.json``; measures nothing. A test compares the page with what
+Reads ``results/ops_*.json`` (one for each run, written by ops.py), ``results/host_*.json`` (by
+ops.py with --host-only) and ``results/dispatch_overhead.json``; measures nothing. A test compares the page with what
 this gives, so a new result and its page are committed together.
 """
 
@@ -67,7 +67,8 @@ same run, timed likewise, and its fill, which writes as many and reads none:
 HOST = """
 What the host needs for one call of `rmsnorm_fwd` on a 4x64 bfloat16 tensor, {where}: the median of
 41 batches of 200 calls, all measured in turns, with the garbage collector off; the device is waited
-for between batches only. *direct* is the implementation itself, without dispatch.
+for between batches only. *direct* is the implementation itself, without dispatch. Each column is a
+process, and what the processors do beside it moves all of a column: compare within one.
 """
 
 DISPATCH = """
@@ -122,6 +123,11 @@ def load() -> list[tuple[Path, Report]]:
     return sorted(found, key=lambda it: (_title(it[1]), it[0]))
 
 
+def load_hosts() -> list[Report]:
+    """The committed results of runs that measured the host's time and nothing else."""
+    return [_read(path) for path in sorted(RESULTS.glob("host_*.json"))]
+
+
 def load_dispatch() -> Report:
     """The committed results of the dispatch."""
     return _read(RESULTS / "dispatch_overhead.json")
@@ -153,10 +159,11 @@ def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
     reports = list(reports)
     parts = [INTRODUCTION, *_method(report for _, report in reports)]
     titles = [_title(report) for _, report in reports]
+    alone = load_hosts()
     for (path, report), title in zip(reports, titles, strict=True):
         if titles.count(title) > 1:  # runs of other operators each
             title += f": {', '.join(families(report))}"
-        parts += [f"## {title}\n", *_operators(path, report)]
+        parts += [f"## {title}\n", *_operators(path, report, alone)]
     parts += _dispatch(dispatch)
     parts += _plugins(load_plugins())
     return "\n".join(parts)
@@ -175,7 +182,7 @@ def _title(report: Report) -> str:
     return f"Operators on {report['environment']['device']}{beside}"
 
 
-def _operators(path: Path, report: Report) -> Iterator[str]:
+def _operators(path: Path, report: Report, alone: list[Report]) -> Iterator[str]:
     names = names_of(report["rows"], report)
     yield _paragraph(
         f"Measured on {report['environment']['date']}. Versions: {_versions(report)}. "
@@ -200,8 +207,11 @@ def _operators(path: Path, report: Report) -> Iterator[str]:
         yield "### Host time\n"
         where = f"{report['environment']['device']}, {main_versions(report)}"
         yield _paragraph(HOST.format(where=where))
-        host = [[name, f"{us:.1f}"] for name, us in report["host_us"].items()]
-        yield _table(["call", "us"], host)
+        device = report["environment"]["device"]
+        others = [it["host_us"] for it in alone if it["environment"]["device"] == device]
+        columns = [*others, report["host_us"]]
+        host = [[name, *(f"{it[name]:.1f}" for it in columns)] for name in report["host_us"]]
+        yield _table(["call", *["us, alone"] * len(others), "us, after the above"], host)
 
 
 def _copies(report: Report) -> Iterator[str]:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from transformer_engine_fl.backends.flagos import _launch
 
-__all__ = ["fma", "mean_of"]
+__all__ = ["fma", "mean_of", "mean_of_all"]
 
 _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 
@@ -38,3 +38,12 @@ def mean_of(total: tl.tensor, count: tl.tensor) -> tl.tensor:
         return tl.where(rest == rest, fma(rest, inverse, mean), mean)
     else:
         return total / count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def mean_of_all(total: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """The same of a number that is known to the compiler: of a power of two, one product."""
+    if COUNT & (COUNT - 1) == 0:
+        return total * (1.0 / COUNT)
+    else:
+        return mean_of(total, tl.full((), COUNT, tl.int32))
