@@ -3,8 +3,8 @@
     python benchmarks/performance_page.py
 
 Reads ``results/ops_*.json`` (one for each run, written by ops.py), ``results/host_*.json`` (by
-ops.py with --host-only) and ``results/dispatch_overhead.json``; measures nothing. A test compares the page with what
-this gives, so a new result and its page are committed together.
+ops.py with --host-only) and ``results/dispatch_overhead.json``; measures nothing. A test compares
+the page with what this gives, so a new result and its page are committed together.
 """
 
 from __future__ import annotations

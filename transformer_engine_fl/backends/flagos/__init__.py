@@ -5,6 +5,7 @@ Triton reads ``TRITON_INTERPRET`` when it is imported, so it must be set before 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 
@@ -19,12 +20,31 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
+def _version(package: str) -> tuple[int, ...] | None:
+    """The first two numbers of an installed package's version."""
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return tuple(int(it) for it in found.split(".")[:2] if it.isdecimal())
+
+
+def _why_not_interpreted() -> str | None:
+    numpy, triton = _version("numpy"), _version("triton")
+    if numpy is None:
+        return "Triton's interpreter needs NumPy: pip install numpy"
+    if triton is not None and triton < (3, 7) and numpy >= (2, 4):
+        # It takes arrays of one number for numbers, which they are no more.
+        return "the interpreter of Triton 3.6 needs NumPy before 2.4: pip install 'numpy<2.4'"
+    return None
+
+
 def is_available() -> bool | str:
     """Whether Triton can run a kernel here; says why not."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (it exists for Linux only): pip install triton"
     if _interpreted():
-        return True
+        return _why_not_interpreted() or True
     import torch
 
     if not torch.cuda.is_available():
