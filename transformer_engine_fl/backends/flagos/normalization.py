@@ -359,19 +359,9 @@ def _forward_shared(
             x_next = x_asked
         if STEP != "rest":
             _tell_squares(
-                x_next,
-                inside,
-                shares_ptr,
-                following,
-                mine,
-                PIECES,
-                SUMS,
-                BLOCK,
-                EXACT,
-                HALF,
-                STEP,
+                x_next, inside, shares_ptr, following, mine, PIECES, SUMS, BLOCK, EXACT, HALF, STEP,
                 ACC,
-            )
+            )  # fmt: skip
         if STEP != "sums" and index >= 0:
             # Of wider numbers there are no registers for both.
             AHEAD: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth == 16
