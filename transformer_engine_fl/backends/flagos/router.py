@@ -30,6 +30,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     check_size,
     fresh,
     keep,
+    launch_of,
     listed,
     plain,
     rows_of_tile,
@@ -453,22 +454,19 @@ def _loss_plan(
     The options are the launch's.
     """
     block = min(block_of(experts), _LOSS_BLOCK)
-    key = (kernel.fn, like.device, like.dtype, dtypes, block, unit, options.get("FOLLOWS"))
-    plan = _PLANS.get(key)
-    if plan is None:
-        rows = rows_of_tile(elements, block)
-        launch = _launch.Launch(
-            kernel,
-            like.device,
-            threads=_LOSS_THREADS,
-            ACC=TRITON_TYPES[math_dtype(like.dtype)],
-            UNIT=unit,
-            ROWS=rows,
-            BLOCK=block,
-            **options,
-        )
-        plan = keep(_PLANS, key, _Plan(launch, rows, block))
-    return plan
+    rows = rows_of_tile(elements, block)
+    launch = launch_of(
+        kernel,
+        like.device,
+        (like.dtype, *dtypes),
+        threads=_LOSS_THREADS,
+        ACC=TRITON_TYPES[math_dtype(like.dtype)],
+        UNIT=unit,
+        ROWS=rows,
+        BLOCK=block,
+        **options,
+    )
+    return _Plan(launch, rows, block)
 
 
 # ---------------------------------------------------------------------------- operators
