@@ -940,9 +940,9 @@ def test_each_repeated_call_exchanges_through_words_of_its_own(op: str, much_roo
     assert plan.words
 
 
-@pytest.mark.parametrize("groups", [1, 16, 35])
-@pytest.mark.parametrize("columns", [65_536, 65_540])
-def test_partial_sums_of_wide_rows_are_added_up(columns: int, groups: int, device: str) -> None:
+@pytest.mark.parametrize("groups", [1, 16, 35, 64, 65])
+@pytest.mark.parametrize("columns", [65_536, 65_540, 8_192, 4_100, 33])
+def test_partial_sums_are_added_up(columns: int, groups: int, device: str) -> None:
     generator = torch.Generator().manual_seed(groups)
     partial = torch.randn(2, groups, columns, generator=generator).to(device)
     found = torch.full((2, columns), torch.nan, device=device)
@@ -995,6 +995,20 @@ def test_a_variance_does_not_suffer_from_a_large_mean(columns: int, device: str)
     assert torch.allclose(mu.double(), wide.mean(-1), rtol=1e-6)
     exact = (wide.var(-1, correction=0) + 1e-5).rsqrt()
     assert torch.allclose(rsigma.double(), exact, rtol=2e-3)
+
+
+@pytest.mark.parametrize("columns", [40, 1000, 3000, 7168, 14_336, 20_480, 40_008, 300_008])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_numbers_that_are_all_alike_have_no_variance(
+    columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """However large they are: the quotient of their sum is one of them."""
+    x = torch.full((3, columns), 1.5 * 2**60, dtype=dtype, device=device)
+    ones = torch.ones(columns, dtype=dtype, device=device)
+    y, mu, rsigma = normalization.layernorm_fwd(x, ones, 2 * ones)
+    assert torch.equal(mu, x[:, 0].to(mu.dtype))
+    torch.testing.assert_close(rsigma, torch.full_like(rsigma, 1e-5).rsqrt())
+    assert torch.equal(y, torch.full_like(y, 2))
 
 
 def assert_close(op: str, outputs: tuple[Tensor, ...], expected: Any, dtype: str) -> None:

@@ -379,4 +379,5 @@ def _forget() -> None:
     _repeats.forget()
     for known in (gemm._known, attention._known):
         known._seen.clear()
+    gemm._known_groups._found.clear()
     optimizer._operators._listing.layouts.clear()

@@ -26,7 +26,8 @@ def sources(device: Limits) -> Iterator[Specialisation]:
             backward = BackwardKey(columns, 8, low, low, low, centred, False)
             yield forward_source(forward, device)[0]
             yield from (source for source, _ in backward_sources(backward, device)[0])
-            yield sum_source(columns, torch.float32, low, device, 1 + centred)[0]
+            for few in (False, True):
+                yield sum_source(columns, torch.float32, low, device, 1 + centred, few)[0]
         forward = ForwardKey(columns, 8, low, low, low, low, False, False, True)
         backward = BackwardKey(columns, 8, low, low, low, False, False, low)
         yield forward_source(forward, device)[0]

@@ -72,10 +72,10 @@ def groups_of(size: int, least: int) -> tuple[int, int]:
 
 # ------------------------------------------------------------------------------- tiles
 
-PAIRS: Final = 2
-"""Rows of a token under way at once where gradients meet them; with four, too few registers."""
-RESIDENT: Final = 1024
-"""Threads of a multiprocessor; leaves each the registers for the rows that are under way."""
+PAIRS: Final = 1
+"""Rows of a token under way at once where gradients meet them."""
+RESIDENT: Final = 768
+"""Threads of a multiprocessor; leaves each the registers for the row that is under way."""
 SUMMING: Final = 896
 """The same where rows are summed: each has four vectors of one row under way."""
 
@@ -134,7 +134,7 @@ def team_of(vectors: int, usual: int, lanes: int, *, halved: bool = False) -> Te
 
 def _blocks(team: Team, *dtypes: torch.dtype) -> int:
     """Blocks that make RESIDENT threads on a multiprocessor, where a thread's values are few."""
-    small = team.vecs <= 2 and all(dtype.itemsize == 2 for dtype in dtypes)
+    small = all(dtype.itemsize == 2 for dtype in dtypes)
     return max(1, RESIDENT // team.threads) if small else 1
 
 
@@ -245,7 +245,7 @@ def weighting(
 ) -> Source:
     """Spreads gradients by probs and a map; the arguments are as in :func:`collecting`."""
     vec = vector_width(columns, dy.itemsize)
-    team = team_of(columns // vec, 2, 512, halved=True)
+    team = team_of(columns // vec, 4, 512, halved=True)
     defines = team.defines | {
         "VEC": vec,
         "ACCESS": access,

@@ -137,8 +137,8 @@ __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, in
       total += sum_of(own(v));  // zeros beyond the columns
       if (!FULL && Row::in_row(Row::first_column(v, rank), columns)) count += VEC;
     }
-    if constexpr (FULL) mean = total * (A(1) / A(VECS * VEC));
-    else mean = count > 0 ? total * reciprocal(count) : A(0);
+    if constexpr (FULL) mean = quotient<VECS * VEC>(total);
+    else mean = count > 0 ? quotient(total, count, reciprocal(count)) : A(0);
   }
   A squares = 0;
 #pragma unroll
@@ -159,9 +159,9 @@ __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, in
 }
 
 // The mean, and the mean of squared deviations from it, of what has been reduced.
-__device__ __forceinline__ A mean_of(const A (&found)[kStatistics], A share) {
+__device__ __forceinline__ A mean_of(const A (&found)[kStatistics], int columns, A share) {
   if constexpr (!CENTRED) return 0;
-  else return FULL ? found[0] : found[1] * share;
+  else return FULL ? found[0] : quotient(found[1], A(columns), share);
 }
 __device__ __forceinline__ A variance_of(const A (&found)[kStatistics], A share) {
   if constexpr (CENTRED && FULL) return found[1];
@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   A found[kStatistics];
   own_statistics<false>(kept, rank, columns, found);
   over_row.reduce<Merging>(found);
-  const A mean = mean_of(found, share);
+  const A mean = mean_of(found, columns, share);
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
 
   wait_copies<0>();
@@ -486,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll 1
   for (long long row = group; row < rows; row += groups) {
     over_row.end<Merging>(found);
-    const A mean = mean_of(found, share);
+    const A mean = mean_of(found, columns, share);
     const A scale = inverse_sqrt(variance_of(found, share) + eps);
     unsigned char* slots = ring + stage * kStageBytes;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -618,8 +618,9 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       if constexpr (ADDED) {
         held.total[v] = sum_with(held.total[v], Slots<TX>::read(slots + Slots<TX>::kBytes, v));
       }
-      if constexpr (CENTRED) mean += sum_of(held.total[v]) * (A(1) / A(VECS * VEC));
+      if constexpr (CENTRED) mean += sum_of(held.total[v]);
     }
+    if constexpr (CENTRED) mean = quotient<VECS * VEC>(mean);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) squares += squares_of(held.total[v], mean);
     found[0] = CENTRED ? mean : squares;
@@ -648,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     Held next = held;
     if (following < rows) take(following, next);
     over_row.template end<Merging>(found);
-    const A mean = mean_of(found, share);
+    const A mean = mean_of(found, columns, share);
     const A scale = inverse_sqrt(variance_of(found, share) + eps);
     if (rank == 0 && threadIdx.x == 0) {
       rsigma[row] = scale;
@@ -712,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
         total[0] += sum_of(part(column));
       }
       over_row.sum(total);
-      mean = total[0] * share;
+      mean = quotient(total[0], A(columns), share);
     }
     A squares[1] = {0};
 #pragma unroll 4

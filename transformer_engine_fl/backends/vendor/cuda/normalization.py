@@ -1038,7 +1038,8 @@ def representative_sources(
                 yield forward_source(forward, device)[:2]
                 backward = BackwardKey(columns, access, x, other, weight, centred, False)
                 yield from backward_sources(backward, device)[0]
-                yield sum_source(columns, math_dtype(x), weight, device, 1 + centred)
+                for few in (False, True):
+                    yield sum_source(columns, math_dtype(x), weight, device, 1 + centred, few)
             added = ForwardKey(columns, access, x, weight, weight, other, False, False, True)
             yield forward_source(added, device)[:2]
             added_back = BackwardKey(columns, access, x, other, weight, False, False, weight)

@@ -73,20 +73,23 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #ifdef KERNEL_turn
 
-// A matrix of bytes, transposed tile by tile.
-extern "C" __global__ void __launch_bounds__(256, 6)
+// A matrix of bytes, transposed by tiles of 256 rows and 128 columns: what is written to a row
+// of the output follows each other in whole pairs of lines.
+extern "C" __global__ void __launch_bounds__(512, 3)
     turn(const unsigned char* __restrict__ x, unsigned char* __restrict__ y, long long stride,
          int rows, int columns) {
-  __shared__ __align__(16) unsigned char tile[128 * 128];
+  constexpr int kThreads = 512;
+  constexpr int kRows = 256;
+  __shared__ __align__(16) unsigned char tile[kRows * 128];
   const int across = (columns + 127) / 128;
   const int above = blockIdx.x / across;
-  const int first_row = above * 128;
+  const int first_row = above * kRows;
   const int first_column = (blockIdx.x - above * across) * 128;
   const int column = first_column + threadIdx.x % 8 * 16;
   unsigned words[4][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = first_row + threadIdx.x / 8 + i * 32;
+    const int row = first_row + threadIdx.x / 8 + i * (kThreads / 8);
     const unsigned char* source = x + row * stride + column;
     if (row < rows && column + 16 <= columns) {
       load_bytes<16, ACCESS>(source, words[i]);
@@ -103,12 +106,12 @@ extern "C" __global__ void __launch_bounds__(256, 6)
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int place = threadIdx.x / 8 + i * 32;
+    const int place = threadIdx.x / 8 + i * (kThreads / 8);
     store_bytes<16, 16>(tile + place * 128 + threadIdx.x % 8 * 16, words[i]);
   }
   __syncthreads();
-  turn_bytes<256>(tile);
-  drain_turned<256, 128, 2, STORE>(tile, y, first_column, columns, first_row, rows);
+  turn_bytes<kThreads>(tile);
+  drain_turned<kThreads, kRows, 2, STORE>(tile, y, first_column, columns, first_row, rows);
 }
 
 #endif  // KERNEL_turn

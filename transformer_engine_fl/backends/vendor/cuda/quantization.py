@@ -106,7 +106,7 @@ def dequantize_source(
 
 def turn_source(access: int, store: int) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that transposes bytes."""
-    return _source("turn", ACCESS=access, STORE=store), _launch.Geometry(THREADS, "PPqii")
+    return _source("turn", ACCESS=access, STORE=store), _launch.Geometry(512, "PPqii")
 
 
 def turn_words_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
@@ -362,11 +362,11 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, s
     if size == 1:
         access = math.gcd(16, x.data_ptr(), stride)
         kernel = _kernel(turn_source, device, access, math.gcd(16, rows))
-        side = 128
+        high, wide = 256, 128
     else:
         kernel = _kernel(turn_words_source, device, size)
-        side = 64
-    tiles = -(-rows // side) * -(-columns // side)
+        high = wide = 64
+    tiles = -(-rows // high) * -(-columns // wide)
     check_size(op, "tiles", tiles, MOST)
     kernel.launch(tiles, 1, x.data_ptr(), y.data_ptr(), stride, rows, columns)
 

@@ -176,4 +176,22 @@ __device__ __forceinline__ A missing() {
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
 
+// total / count, where `share` is about 1 / count: of numbers that are all alike the number, so
+// that they have no variance. What the product leaves of the total corrects it (P. W. Markstein,
+// Computation of elementary functions on the IBM RISC System/6000 processor, 1990); of an
+// infinite one it leaves nothing. Both sides of an exchange calculate the same bits.
+template <typename A>
+__device__ __forceinline__ A quotient(A total, A count, A share) {
+  const A close = product(total, share);
+  const A rest = fma(-close, count, total);
+  return rest == rest ? fma(rest, share, close) : close;
+}
+// The same of a count that the compiler knows: of a power of two it is a product.
+template <int Count, typename A>
+__device__ __forceinline__ A quotient(A total) {
+  constexpr A kShare = A(1) / A(Count);
+  if constexpr ((Count & (Count - 1)) == 0) return total * kShare;
+  else return quotient(total, A(Count), kShare);
+}
+
 }  // namespace te_fl

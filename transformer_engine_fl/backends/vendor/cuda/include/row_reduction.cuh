@@ -50,14 +50,12 @@ struct Moments {
 
   template <typename A>
   static __device__ __forceinline__ void merge(A (&own)[3], const A (&other)[3]) {
+    // The distance of the means times both counts: of means that are equal it is 0.
+    const A distance = product(own[1], other[0]) - product(other[1], own[0]);
+    const A counts = own[0] * other[0];
     const A count = own[0] + other[0];
-    if (own[0] > 0 && other[0] > 0) {
-      const A distance =
-          product(own[1], reciprocal(own[0])) - product(other[1], reciprocal(other[0]));
-      own[2] = (own[2] + other[2]) + distance * distance * (own[0] * other[0] * reciprocal(count));
-    } else {
-      own[2] += other[2];
-    }
+    const A weight = reciprocal(counts > 0 ? counts * count : A(1));
+    own[2] = (own[2] + other[2]) + distance * (distance * weight);
     own[1] += other[1];
     own[0] = count;
   }

@@ -67,10 +67,10 @@ __device__ __forceinline__ unsigned char* turned_chunk(unsigned char* tile, int 
   return tile + (column * kChunks + (chunk ^ (column >> Shift & (kChunks - 1)))) * 16;
 }
 
-// Turns 128 rows of 128 bytes, in their place; the turned chunks are shifted by 2.
+// Turns Threads / 2 rows of 128 bytes, in their place, a thread 4 columns of 16 rows; the turned
+// chunks are shifted by 2.
 template <int Threads>
 __device__ __forceinline__ void turn_bytes(unsigned char* tile) {
-  static_assert(Threads == 256, "a thread has 4 columns of 16 rows");
   const int group = threadIdx.x % 32;
   const int run = threadIdx.x / 32;
   unsigned turned[4][4];
@@ -94,7 +94,7 @@ __device__ __forceinline__ void turn_bytes(unsigned char* tile) {
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    store_bytes<16, 16>(turned_chunk<128, 2>(tile, group * 4 + i, run), turned[i]);
+    store_bytes<16, 16>(turned_chunk<Threads / 2, 2>(tile, group * 4 + i, run), turned[i]);
   }
   __syncthreads();
 }
