@@ -540,7 +540,14 @@ def backward_queries(
     q = _tokens(q_ptr, None, first, lq, q_token, WIDTH, ROWS, BLOCK, False)
     dout = _tokens(dout_ptr, None, first, lq, dout_token, V_WIDTH, ROWS, V_BLOCK, False)
     o = _tokens(out_ptr, None, first, lq, out_token, V_WIDTH, ROWS, V_BLOCK, False)
-    delta = tl.sum(dout.to(ACC) * o.to(ACC), axis=1)
+    if dout_ptr.dtype.element_ty == tl.float32:
+        # Added up in the order of the slopes, from which it is taken: of a query that sees one
+        # key, or hardly more, nothing must be left.
+        products = tl.dot(dout, o.T, input_precision=PRECISION, out_dtype=ACC)
+        own = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
+        delta = tl.sum(tl.where(own, products, 0.0), axis=1)
+    else:
+        delta = tl.sum(dout.to(ACC) * o.to(ACC), axis=1)
     tl.store(delta_ptr + statistic + i, delta, mask=i < lq)
     lse = _subtrahends(lse_ptr + statistic, i, lq, NATURAL)
     if sink_ptr is not None:
