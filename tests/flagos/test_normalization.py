@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -496,13 +498,49 @@ def test_tensors_of_another_device_are_declined(monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------------------- launching
 
 
+class Launcher:
+    """What starts a compiled kernel, which needs no scratch memory, in any version of Triton."""
+
+    launch_cooperative_grid, launch_pdl = False, True
+    global_scratch_size = profile_scratch_size = 0
+    num_ctas = 1
+    arg_annotations, kernel_signature = ("annotated",), b"signature"
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def launch(self, *arguments: Any) -> None:
+        self.log.append(arguments)
+
+
+class LauncherWithScratch(Launcher):
+    """The same of a kernel whose programs need 128 bytes each."""
+
+    global_scratch_size = 128
+
+
+class LauncherThatWatches(Launcher):
+    """The same of a kernel that is profiled."""
+
+    profile_scratch_size = 128
+
+
+def started(x: int, y: int, *own: Any, scratch: int | None = None) -> tuple[Any, ...]:
+    """What a launch on device 1 gives to Triton."""
+    how = (x, y, 1, 501, 77, False, True)
+    if _launch._VERSION == (3, 6):
+        return (*how, scratch, None, (4, 1, 0), None, None, None, *own)
+    head = (*how, (4, 1, 0), None, None, None, scratch, None, ("annotated",), b"signature")
+    return (*head, own)
+
+
 class StubKernel:
     """A kernel that notes how it is launched."""
 
     arg_names: tuple[str, ...] = ("a_ptr", "b_ptr", "n", "BLOCK")
 
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
+    def __init__(self, log: list[Any], launcher: type[Launcher] = Launcher) -> None:
+        self.log, self.launcher = log, launcher
 
     def warmup(self, *args: Any, **options: Any) -> None:
         """Compiles it, and launches nothing."""
@@ -511,7 +549,8 @@ class StubKernel:
         def launch(*args: Any, **options: Any) -> Any:
             self.log.append("ordinary")
             compiled = object.__new__(triton.compiler.CompiledKernel)
-            compiled._run = lambda *args: self.log.append(args)
+            compiled.module = None  # nothing to unload
+            compiled._run = self.launcher(self.log)
             compiled.function, compiled.packed_metadata = 77, (4, 1, 0)
             return compiled
 
@@ -531,10 +570,11 @@ class OnDevice:
         self.log.append("back")
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+@pytest.fixture(params=[(3, 6), (3, 7)], ids=["Triton 3.6", "Triton 3.7 and later"])
+def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What a launch on device 1 does, on a machine where nothing can really be launched."""
     noted: list[Any] = []
+    monkeypatch.setattr(_launch, "_VERSION", request.param)
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     monkeypatch.setattr(_launch._DirectLaunches, "allowed", True)
     monkeypatch.setattr(_launch, "limits", lambda device: _launch.Limits(2, 1 << 16, 32, 65536))
@@ -602,8 +642,7 @@ def test_a_kernel_is_started_directly_once_it_is_compiled(log: list[Any]) -> Non
     assert log == ["on 1", "ordinary", "back"]
     log.clear()
     launch((5, 2), (a, b), (3,))
-    start = (5, 2, 1, 501, 77, (4, 1, 0), None, None, None)
-    assert log == [(*start, a.data_ptr(), b.data_ptr(), 3, 8)]
+    assert log == [started(5, 2, a.data_ptr(), b.data_ptr(), 3, 8)]
 
 
 def test_each_alignment_is_compiled_for_itself(log: list[Any]) -> None:
@@ -633,32 +672,6 @@ def test_the_current_device_is_switched_for_the_launch(
     assert len(log) == 3
 
 
-class Run:
-    """What starts a kernel without scratch memory, in either version of Triton."""
-
-    launch_cooperative_grid, launch_pdl = False, True
-    global_scratch_size = profile_scratch_size = 0
-
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
-
-    def __call__(self, *arguments: Any) -> None:
-        self.log.append(arguments)
-
-    launch = __call__
-
-
-@pytest.fixture
-def no_scratch(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    started = _launch._started
-
-    def of_run(compiled: Any, constants: tuple[Any, ...]) -> Any:
-        compiled._run = Run(log)
-        return started(compiled, constants)
-
-    monkeypatch.setattr(_launch, "_started", of_run)
-
-
 def repeated(launch: _launch.Launch, numbers: tuple[Any, ...] = (3, 2.5)) -> Any:
     """An operator of one launch, called so often that its calls are known."""
 
@@ -674,34 +687,47 @@ def repeated(launch: _launch.Launch, numbers: tuple[Any, ...] = (3, 2.5)) -> Any
     return operator
 
 
-@pytest.mark.usefixtures("no_scratch")
-def test_a_repeated_call_starts_what_its_launch_does(
-    log: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_launch, "_VERSION", (3, 7))
+def test_a_repeated_call_starts_what_its_launch_does(log: list[Any]) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     operator, a = repeated(launch), torch.zeros(64)
     assert operator.calls.last(a, None) is not _repeats.MISS, operator.calls.refusal
     log.clear()
     results = [operator(a), operator(a)]
-    start = (5, 2, 1, 501, 77, (4, 1, 0), None, None, None)
-    assert log == [(*start, a.data_ptr() + 16, 0, it.data_ptr(), 3, 2.5, 8) for it in results]
+    assert log == [started(5, 2, a.data_ptr() + 16, 0, it.data_ptr(), 3, 2.5, 8) for it in results]
 
 
-@pytest.mark.usefixtures("no_scratch")
-def test_a_repeated_call_starts_triton_3_6_as_that_does(
-    log: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("log")
+@pytest.mark.parametrize("starts", ["a repeated call", "a quick launch"])
+def test_machine_code_stays_loaded_as_long_as_something_starts_it(
+    starts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_launch, "_VERSION", (3, 6))
-    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
-    operator, a = repeated(launch), torch.zeros(64)
-    log.clear()
-    launched = operator(a)
-    head = (5, 2, 1, 501, 77, False, True, None, None, (4, 1, 0), None, None, None)
-    assert log == [(*head, a.data_ptr() + 16, 0, launched.data_ptr(), 3, 2.5, 8)]
+    """From Triton 3.8 on a compiled kernel unloads it when it goes."""
+    seen: list[weakref.ref[Any]] = []
+    known = _launch._started
+
+    def noting(compiled: Any, constants: tuple[Any, ...]) -> Any:
+        seen.append(weakref.ref(compiled))
+        return known(compiled, constants)
+
+    monkeypatch.setattr(_launch, "_started", noting)
+    launch = _launch.Launch(StubKernel([]), torch.device("cuda:1"), threads=128, BLOCK=8)
+    operator = repeated(launch)
+    assert operator.calls.last(torch.zeros(64), None) is not _repeats.MISS, operator.calls.refusal
+    (compiled,) = seen
+    quick, launch._quick = launch._quick, None
+    launch._ready.clear()
+    if starts == "a repeated call":
+        del quick
+    else:
+        _repeats.forget()
+    gc.collect()
+    assert compiled() is not None
+    quick = None
+    _repeats.forget()
+    gc.collect()
+    assert compiled() is None
 
 
-@pytest.mark.usefixtures("no_scratch")
 def test_a_repeated_call_goes_the_ordinary_way_where_a_launch_must(log: list[Any]) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     operator, a = repeated(launch), torch.zeros(80)[:64]
@@ -722,11 +748,7 @@ def test_a_repeated_call_goes_the_ordinary_way_where_a_launch_must(log: list[Any
     assert "ordinary" in log
 
 
-@pytest.mark.usefixtures("no_scratch")
-def test_several_launches_of_a_call_are_each_repeated(
-    log: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_launch, "_VERSION", (3, 7))
+def test_several_launches_of_a_call_are_each_repeated(log: list[Any]) -> None:
     device = torch.device("cuda:1")
     launches = [_launch.Launch(StubKernel(log), device, threads=128, BLOCK=it) for it in (8, 16)]
 
@@ -743,24 +765,22 @@ def test_several_launches_of_a_call_are_each_repeated(
     assert operator.calls.last(a) is not _repeats.MISS, operator.calls.refusal
     log.clear()
     output = operator(a)
-    start, fixed = output.data_ptr(), (1, 501, 77, (4, 1, 0), None, None, None)
-    first = (5, 2, *fixed, a.data_ptr(), start + 16, 3, 8)
-    assert log == [first, (7, 1, *fixed, start, 0, 2.5, 16)]
+    start = output.data_ptr()
+    first = started(5, 2, a.data_ptr(), start + 16, 3, 8)
+    assert log == [first, started(7, 1, start, 0, 2.5, 16)]
 
 
-@pytest.mark.usefixtures("no_scratch")
 def test_a_call_goes_the_ordinary_way_from_its_start_where_its_second_launch_must(
     log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = False
 
-    def start(run: Run, *arguments: Any) -> None:
+    def start(launcher: Launcher, *arguments: Any) -> None:
         log.append(arguments)
         if watched:  # from now on somebody wants to see launches
             _launch._DirectLaunches.allowed = False
 
-    monkeypatch.setattr(_launch, "_VERSION", (3, 7))
-    monkeypatch.setattr(Run, "__call__", start)
+    monkeypatch.setattr(Launcher, "launch", start)
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
 
     @_repeats.repeating
@@ -776,12 +796,11 @@ def test_a_call_goes_the_ordinary_way_from_its_start_where_its_second_launch_mus
     assert operator.calls.last(a) is not _repeats.MISS, operator.calls.refusal
     log.clear()
     watched = True
-    operator(a)
-    assert log[0][-4] == a.data_ptr()
+    output = operator(a)
     assert log[1:] == 2 * ["on 1", "ordinary", "back"]
+    assert len(log[0]) == len(started(5, 2, a.data_ptr(), output.data_ptr(), 3, 8))
 
 
-@pytest.mark.usefixtures("no_scratch")
 @pytest.mark.parametrize("numbers", [(2**40, 1), (3, 2**60 + 2**41)])
 def test_numbers_that_may_be_addresses_are_not_repeated(
     log: list[Any], numbers: tuple[Any, ...]
@@ -791,7 +810,6 @@ def test_numbers_that_may_be_addresses_are_not_repeated(
     assert operator.calls.last(torch.zeros(64), None) is _repeats.MISS
 
 
-@pytest.mark.usefixtures("no_scratch")
 @pytest.mark.parametrize("from_starts", [True, False])
 @pytest.mark.parametrize("skipped", [0, 4])
 def test_arguments_that_overlap_are_known_by_where_they_start(
@@ -813,10 +831,10 @@ def test_arguments_that_overlap_are_known_by_where_they_start(
     assert (operator.calls.last(query, key) is not _repeats.MISS) is (from_starts and not skipped)
     log.clear()
     output = operator(query, key)
-    assert log[-1][-5:-2] == tuple(it.data_ptr() for it in (query[:, skipped:], key, output[4:]))
+    pointers = [it.data_ptr() for it in (query[:, skipped:], key, output[4:])]
+    assert log[-1] == started(5, 2, *pointers, 3, 8)
 
 
-@pytest.mark.usefixtures("no_scratch")
 def test_autograd_is_told_what_a_repeated_call_writes(log: list[Any]) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
 
@@ -835,10 +853,9 @@ def test_autograd_is_told_what_a_repeated_call_writes(log: list[Any]) -> None:
     log.clear()
     operator(other, step)
     assert (other._version, total._version) == (1, before)
-    assert log[-1][-4:-2] == (other.data_ptr(), step.data_ptr())
+    assert log[-1] == started(5, 2, other.data_ptr(), step.data_ptr(), 3, 8)
 
 
-@pytest.mark.usefixtures("no_scratch")
 def test_what_was_made_in_inference_mode_is_known_there_only(log: list[Any]) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
 
@@ -856,19 +873,8 @@ def test_what_was_made_in_inference_mode_is_known_there_only(log: list[Any]) -> 
     assert operator.calls.last(torch.zeros(64)) is _repeats.MISS
 
 
-class RunWithScratch(Run):
-    """What starts a kernel whose programs have 128 bytes each, if it is not given their address."""
-
-    global_scratch_size = 128
-
-    def __call__(self, *arguments: Any) -> None:
-        memory = _launch._allocation._allocator.get()(5 * 2 * 128, 128, 501)
-        self.log.append((tuple(memory.shape), *arguments))
-
-
-@pytest.mark.parametrize("version", [(3, 6), (3, 7)])
 def test_a_repeated_call_has_scratch_memory_of_its_own(
-    version: tuple[int, int], log: list[Any], monkeypatch: pytest.MonkeyPatch
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Tensor] = []
 
@@ -876,34 +882,55 @@ def test_a_repeated_call_has_scratch_memory_of_its_own(
         made.append(torch.empty_strided(size, stride, dtype=dtype))
         return made[-1]
 
-    started, empty = _launch._started, torch.empty
-    monkeypatch.setattr(_launch, "_VERSION", version)
-    monkeypatch.setattr(_launch, "quickest", lambda device: allocate)
-    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
-
-    def of_run(compiled: Any, constants: tuple[Any, ...]) -> Any:
-        compiled._run = RunWithScratch(log)
-        return started(compiled, constants)
-
     def on_the_cpu(*arguments: Any, **options: Any) -> Tensor:
         return empty(*arguments, **{**options, "device": "cpu"})
 
-    monkeypatch.setattr(_launch, "_started", of_run)
+    empty = torch.empty
+    monkeypatch.setattr(_launch, "quickest", lambda device: allocate)
     monkeypatch.setattr(torch, "empty", on_the_cpu)
+    kernel = StubKernel(log, LauncherWithScratch)
+    launch = _launch.Launch(kernel, torch.device("cuda:1"), threads=128, BLOCK=8)
     operator, a = repeated(launch), torch.zeros(64)
     assert operator.calls.last(a, None) is not _repeats.MISS, operator.calls.refusal
     log.clear()
     made.clear()
     results = [operator(a), operator(a)]
-    assert len(log) == len(results)
-    for call, result in zip(log, results, strict=True):
-        assert call[-5:] == (a.data_ptr() + 16, 0, result.data_ptr(), 3, 2.5, 8)[-5:]
-    if version == (3, 7):  # it asks for the memory
-        assert [call[0] for call in log] == 2 * [(5 * 2 * 128,)]
-        assert not made
-    else:
-        assert [it.numel() for it in made] == 2 * [5 * 2 * 128]
-        assert [call[7] for call in log] == [it.data_ptr() for it in made]
+    assert [it.numel() for it in made] == 2 * [5 * 2 * 128]
+    assert log == [
+        started(5, 2, a.data_ptr() + 16, 0, it.data_ptr(), 3, 2.5, 8, scratch=memory.data_ptr())
+        for it, memory in zip(results, made, strict=True)
+    ]
+
+
+def test_a_launch_that_is_not_repeated_has_scratch_memory_too(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Tensor] = []
+
+    def noting(*arguments: Any, **options: Any) -> Tensor:
+        made.append(empty(*arguments, **{**options, "device": "cpu"}))
+        return made[-1]
+
+    a, empty = torch.zeros(64), torch.empty
+    monkeypatch.setattr(torch, "empty", noting)
+    kernel = StubKernel(log, LauncherWithScratch)
+    launch = _launch.Launch(kernel, torch.device("cuda:1"), threads=128, BLOCK=8)
+    launch((5, 2), (a, a), (3,))
+    log.clear()
+    launch((5, 2), (a, a), (3,))
+    (memory,) = made
+    assert memory.shape == (5 * 2 * 128,)
+    assert log == [started(5, 2, a.data_ptr(), a.data_ptr(), 3, 8, scratch=memory.data_ptr())]
+
+
+def test_launches_that_triton_does_more_for_stay_ordinary(log: list[Any]) -> None:
+    kernel = StubKernel(log, LauncherThatWatches)
+    launch = _launch.Launch(kernel, torch.device("cuda:1"), threads=128, BLOCK=8)
+    operator, a = repeated(launch), torch.zeros(64)
+    assert operator.calls.last(a, None) is _repeats.MISS
+    log.clear()
+    operator(a)
+    assert log == ["on 1", "ordinary", "back"]
 
 
 def test_launches_are_ordinary_when_asked_for_or_watched(log: list[Any]) -> None:

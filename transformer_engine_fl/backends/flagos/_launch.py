@@ -63,11 +63,12 @@ variable would give kernels that run nowhere.
 _ALIGNMENT_MASK = 15
 _MOST_REGISTERS = 255  # of one thread
 _PARTITIONS = 4  # of an NVIDIA multiprocessor
-# In these versions a compiled kernel is started by
-# run(x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *every_argument),
-# and a pointer may be passed as an integer. For AMD, compiled code also depends on whether
-# a tensor is larger than 2 GB, which nothing here looks at: ordinary launches there.
-_UNDERSTOOD = ((3, 6), (3, 7))
+# In these versions the launcher of a compiled kernel, its ``run``, ends in
+# launch(x, y, z, stream, *head, *every_argument), from 3.7 on with every argument in one tuple;
+# :func:`_started` has the head. A pointer may be passed as an integer. For AMD, compiled code also
+# depends on whether a tensor is larger than 2 GB, which nothing here looks at: ordinary launches
+# there.
+_UNDERSTOOD = ((3, 6), (3, 7), (3, 8))
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _RUNTIME = triton.knobs.runtime
 
@@ -205,24 +206,49 @@ class _Started(NamedTuple):
         head, tail: what stands before and after a call's own arguments.
         scratch: bytes of scratch memory that each program needs; tensor descriptors that
             a kernel makes are in it.
-        place: where in ``head`` its address belongs; None if ``start`` asks for the memory.
+        place: where in ``head`` its address belongs.
+        together: whether a call's own arguments and the tail are one tuple.
+        kept: what unloads the machine code when it goes, as Triton 3.8 has it.
     """
 
     start: Callable[..., None]
     head: tuple[Any, ...]
     tail: tuple[Any, ...]
     scratch: int
-    place: int | None
+    place: int
+    together: bool
+    kept: Any
+
+    def __call__(
+        self, grid: tuple[int, int], stream: int, scratch: int | None, own: tuple[Any, ...]
+    ) -> None:
+        """Start it, with the address of scratch memory if it needs any."""
+        head = self.head
+        if scratch is not None:
+            head = (*head[: self.place], scratch, *head[self.place + 1 :])
+        own = (*own, *self.tail)
+        self.start(*grid, 1, stream, *head, *((own,) if self.together else own))
+
+    def arguments(self, own: list[str]) -> str:
+        """A call's own arguments and the tail, as a call of ``start`` in Python has them."""
+        return f"({', '.join(own)},)" if self.together else ", ".join(own)
 
 
-def _started(compiled: Any, constants: tuple[Any, ...]) -> _Started:
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    scratch = getattr(run, "global_scratch_size", 1) * getattr(run, "num_ctas", 1)
-    if _VERSION == (3, 6) and not getattr(run, "profile_scratch_size", 1):
-        # What run itself ends in.
-        head = (function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-        return _Started(run.launch, (*head, packed, None, None, None), constants, scratch, 3)
-    return _Started(run, (function, packed, None, None, None), constants, scratch, None)
+def _started(compiled: Any, constants: tuple[Any, ...]) -> _Started | None:
+    """None if Triton does more to start it than is known here, as to instrument it."""
+    run, packed = compiled.run, compiled.packed_metadata
+    if getattr(run, "profile_scratch_size", 1) or getattr(run, "gsan_enabled", False):
+        return None
+    scratch = run.global_scratch_size * run.num_ctas
+    how = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    watching, memory = (None, None, None), (None, None)  # what is launched, two hooks; scratch
+    head: tuple[Any, ...]
+    if _VERSION == (3, 6):
+        head = (*how, *memory, packed, *watching)
+        return _Started(run.launch, head, constants, scratch, 3, False, compiled)
+    known = (run.arg_annotations, run.kernel_signature)
+    head = (*how, packed, *watching, *memory, *known)
+    return _Started(run.launch, head, constants, scratch, 7, True, compiled)
 
 
 _WATCHING: Final = {
@@ -273,6 +299,7 @@ def _quick(
     before = {f"before{place}": value for place, value in enumerate(ready.head)}
     after = {f"after{place}": value for place, value in enumerate(ready.tail)}
     pointers = [f"p{place}" if place in given else "0" for place in range(len(tensors))]
+    own = ready.arguments([*pointers, "*numbers", *after])
     taken = "".join(f"t{place}, " for place in range(len(tensors))) + "= tensors"
     source = _QUICK.format(
         taken="; ".join([taken, *(f"p{place} = t{place}.data_ptr()" for place in given)]),
@@ -280,9 +307,10 @@ def _quick(
         mask=_ALIGNMENT_MASK,
         watched=_WATCHED.format_map({name: name for name in _WATCHING}),
         index=index,
-        arguments=", ".join([*before, *pointers, "*numbers", *after]),
+        arguments=", ".join([*before, own]),
     )
-    namespace = {"torch": torch._C, "start": ready.start, **_WATCHING, **before, **after}
+    namespace: dict[str, Any] = {"torch": torch._C, "ready": ready, "start": ready.start}
+    namespace |= {**_WATCHING, **before, **after}
     exec(compile(source, "<quick launch>", "exec"), namespace)
     made: Callable[..., bool] = namespace["quick"]
     return made
@@ -342,10 +370,9 @@ def _statements(
     """What starts a kernel again, as lines of Python; see ``_repeats.note``."""
     watched = _WATCHED.format_map({it: name(value) for it, value in _WATCHING.items()})
     before = [f"if ({watched}):", "    return _MISS"]
-    start, head, behind = ready.start, [name(it) for it in ready.head], []
-    if ready.scratch and ready.place is None:
-        start = functools.partial(_start_with_memory, start, device)
-    elif ready.scratch and ready.place is not None:
+    head, behind = [name(it) for it in ready.head], []
+    name(ready.kept)
+    if ready.scratch:
         size = (grid[0] * grid[1] * ready.scratch,)
         asked = ", ".join(map(name, (size, (1,), torch.uint8)))
         before.append(f"_its_memory = {name(quickest(device))}({asked})")
@@ -354,13 +381,9 @@ def _statements(
     stream = f"{name(torch._C._cuda_getCurrentRawStream)}({device.index})"
     addresses = [name(_repeats.Address(it)) for it in pointers]
     fixed = [name(it) for it in (*numbers, *ready.tail)]
-    arguments = ", ".join([*map(str, grid), "1", stream, *head, *addresses, *fixed])
-    return [*before, f"{name(start)}({arguments})", *behind]
-
-
-def _start_with_memory(start: Callable[..., None], device: torch.device, *arguments: Any) -> None:
-    with _scratch_memory(device):
-        start(*arguments)
+    own = ready.arguments([*addresses, *fixed])
+    arguments = ", ".join([*map(str, grid), "1", stream, *head, own])
+    return [*before, f"{name(ready.start)}({arguments})", *behind]
 
 
 class KernelCompileError(NotStartedError):
@@ -516,33 +539,17 @@ class Launch:
         if ready is None or not _DirectLaunches.allowed or _hooked():
             self._ordinary(alignment, grid, tensors, numbers)
         else:
-            start, head, tail, scratch, _ = ready
             stream = torch._C._cuda_getCurrentRawStream(self._index)
-            if scratch:
-                self._with_scratch(ready, grid, stream, (*pointers, *numbers))
-            elif torch._C._cuda_getDevice() == self._index:
-                start(*grid, 1, stream, *head, *pointers, *numbers, *tail)
-            else:
-                with torch.cuda.device(self._index):
-                    start(*grid, 1, stream, *head, *pointers, *numbers, *tail)
-
-    def _with_scratch(
-        self, ready: _Started, grid: tuple[int, int], stream: int, arguments: tuple[Any, ...]
-    ) -> None:
-        """Start a kernel that needs scratch memory.
-
-        That may be freed before the kernel has run: what takes it then is queued behind it.
-        """
-        start, head, tail, scratch, place = ready
-        elsewhere = torch._C._cuda_getDevice() != self._index
-        with torch.cuda.device(self._index) if elsewhere else contextlib.nullcontext():
-            if place is None:
-                _start_with_memory(start, self._device, *grid, 1, stream, *head, *arguments, *tail)
-                return
-            size = (grid[0] * grid[1] * scratch,)
-            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            head = (*head[:place], memory.data_ptr(), *head[place + 1 :])
-            start(*grid, 1, stream, *head, *arguments, *tail)
+            elsewhere = torch._C._cuda_getDevice() != self._index
+            with torch.cuda.device(self._index) if elsewhere else contextlib.nullcontext():
+                memory = None
+                if ready.scratch:
+                    # It may be freed before the kernel has run: what takes it then is queued
+                    # behind it.
+                    size = (grid[0] * grid[1] * ready.scratch,)
+                    memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+                address = None if memory is None else memory.data_ptr()
+                ready(grid, stream, address, (*pointers, *numbers))
 
     def _ordinary(
         self,
@@ -557,9 +564,10 @@ class Launch:
             compiled = self._launched(grid, tensors, numbers)
         if _DirectLaunches.allowed and isinstance(compiled, triton.compiler.CompiledKernel):
             ready = _started(compiled, tuple(self._constants.values()))
-            self._ready[alignment] = ready
-            if not alignment:
-                self._quick = _quick(ready, tensors, self._index)
+            if ready is not None:
+                self._ready[alignment] = ready
+                if not alignment:
+                    self._quick = _quick(ready, tensors, self._index)
 
     def _launched(
         self,
