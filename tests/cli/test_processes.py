@@ -7,8 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+
+from transformer_engine_fl.cli import _processes
 
 PROGRAM = """
 import os, time
@@ -48,6 +52,25 @@ def test_a_process_that_dies_ends_the_work_and_not_the_program(start):
     out, err = start("os._exit", "[1] * 5").communicate(timeout=120)
     assert out == "and on\n", err
     assert "a process that compiled beforehand was ended, 0 of 5 done" in err
+
+
+def test_a_process_may_die_while_calls_are_handed_out(monkeypatch, caplog):
+    handed = []
+
+    def submit(pool, work, call):
+        if len(handed) == 19:
+            raise BrokenProcessPool("one of them has died")
+        handed.append(call)
+        future = Future()
+        future.set_result(work(call))
+        return future
+
+    monkeypatch.setattr(_processes.ProcessPoolExecutor, "submit", submit)
+    monkeypatch.setattr(_processes.logger, "propagate", True)
+    told = []
+    _processes.beforehand(str, range(40), 2, lambda *it: told.append(it))
+    assert len(told) == 16
+    assert "a process that compiled beforehand was ended, 16 of 40 done" in caplog.text
 
 
 @pytest.mark.parametrize("whole_group", [True, False])

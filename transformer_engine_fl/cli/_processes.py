@@ -59,15 +59,18 @@ def beforehand(
         # Not max_tasks_per_child, under which an executor may wait for ever (CPython gh-115634).
         for start in range(0, len(calls), size):
             with ProcessPoolExecutor(processes, context) as pool:
-                waiting = [pool.submit(work, call) for call in calls[start : start + size]]
                 try:
-                    for done, future in enumerate(as_completed(waiting), start=start + 1):
-                        tell(done, future.result())
+                    # One may die, and so be found out, while calls are still handed out.
+                    waiting = [pool.submit(work, call) for call in calls[start : start + size]]
+                    for future in as_completed(waiting):
+                        gave = future.result()
+                        done += 1
+                        tell(done, gave)
                 except BrokenProcessPool:
                     logger.warning(
                         "a process that compiled beforehand was ended, %d of %d done; the rest "
                         "is compiled when it is measured",
-                        done - 1,
+                        done,
                         len(calls),
                     )
                     return
