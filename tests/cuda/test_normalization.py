@@ -940,6 +940,20 @@ def test_each_repeated_call_exchanges_through_words_of_its_own(op: str, much_roo
     assert plan.words
 
 
+@pytest.mark.parametrize("columns", [2560, 3000, 4096, 5120, 8192])
+def test_few_rows_have_the_bits_of_many_backward(columns: int, device: str) -> None:
+    """Where a pair of blocks adds up gradients of parameters, of few rows each block does."""
+    many = normalization.FEW_ROWS + 1
+    x = torch.randn(many, columns, generator=torch.Generator().manual_seed(3)).bfloat16()
+    call = call_for("layernorm_bwd", x.to(device))
+    dx, *_ = normalization.layernorm_bwd(*call)
+    few = tuple(it[:5] if it.shape[0] == many else it for it in call)
+    dx_of_few, dgamma, dbeta = normalization.layernorm_bwd(*few)
+    assert torch.equal(dx_of_few, dx[:5])
+    expected = ops.layernorm_bwd.oracle(*few)
+    assert_close("layernorm_bwd", (dx_of_few, dgamma, dbeta), expected, "bfloat16")
+
+
 @pytest.mark.parametrize("groups", [1, 16, 35, 64, 65])
 @pytest.mark.parametrize("columns", [65_536, 65_540, 8_192, 4_100, 33])
 def test_partial_sums_are_added_up(columns: int, groups: int, device: str) -> None:

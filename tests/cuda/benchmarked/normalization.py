@@ -23,10 +23,10 @@ def sources(device: Limits) -> Iterator[Specialisation]:
     for columns in (1024, 4096, 8192, 32768, 65536):
         for centred in (False, True):
             forward = ForwardKey(columns, 8, low, low, low, low, centred, False)
-            backward = BackwardKey(columns, 8, low, low, low, centred, False)
             yield forward_source(forward, device)[0]
-            yield from (source for source, _ in backward_sources(backward, device)[0])
             for few in (False, True):
+                backward = BackwardKey(columns, 8, low, low, low, centred, False, None, few)
+                yield from (source for source, _ in backward_sources(backward, device)[0])
                 yield sum_source(columns, torch.float32, low, device, 1 + centred, few)[0]
         forward = ForwardKey(columns, 8, low, low, low, low, False, False, True)
         backward = BackwardKey(columns, 8, low, low, low, False, False, low)

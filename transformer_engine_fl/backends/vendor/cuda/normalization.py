@@ -223,6 +223,11 @@ IN_REGISTERS: Final = (
 )
 
 
+# Of no more rows, a block has one, and none of a pair waits for the other. The gradient of a row
+# has the same bits either way.
+FEW_ROWS: Final = 64
+
+
 class Piece(NamedTuple):
     """What a block has of a row of half precision whose blocks are no cluster, but exchange sums
     through global memory (``include/row_words.cuh``).
@@ -636,7 +641,8 @@ class ForwardKey:
 class BackwardKey:
     """What a backward's kernels depend on, besides the device.
 
-    ``add`` is the dtype of what is added to the input's gradient, if there is any.
+    ``add`` is the dtype of what is added to the input's gradient, if there is any; ``few`` says
+    that there are no more rows than FEW_ROWS.
     """
 
     columns: int
@@ -647,6 +653,7 @@ class BackwardKey:
     centred: bool
     zero_centred: bool
     add: torch.dtype | None = None
+    few: bool = False
 
     @property
     def add_size(self) -> int:
@@ -837,6 +844,8 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
     found = next(rows, None)
     if found is None:
         return None
+    if key.few and found.kernel == "backward_pairs":
+        found = found._replace(kernel="backward_registers", stages=1)
     vecs = -(-key.columns // (vec * found.lanes))
     tile = Tile(vec, vecs, found.lanes, blocks=found.blocks)
     stage_bytes = found.turn * key.row_bytes(tile)
@@ -1046,8 +1055,13 @@ def representative_sources(
             yield from backward_sources(added_back, device)[0]
     for columns in (2560, 3072, 5120, 7168, 9216, 20480, 33000, 40960, 151_936):
         yield forward_source(ForwardKey(columns, 8, low, low, low, low, True, False), device)[:2]
-        for centred, add in ((False, None), (False, low), (True, None)):
-            backward = BackwardKey(columns, 8, low, low, low, centred, False, add)
+        for centred, add, few in (
+            (False, None, False),
+            (False, low, False),
+            (True, None, False),
+            (True, None, True),
+        ):
+            backward = BackwardKey(columns, 8, low, low, low, centred, False, add, few)
             yield from backward_sources(backward, device)[0]
     for columns in (20480, 65536):  # of four bytes, in a cluster
         yield forward_source(ForwardKey(columns, 4, *(full,) * 4, True, False), device)[:2]
@@ -1287,6 +1301,7 @@ def _backward(
             centred,
             zero_centered_gamma,
             add_dtype,
+            rows <= FEW_ROWS,
         )
         plan = _backwards.get(key) or _backwards.made(
             key, lambda: Backward(BackwardKey(*key[1:]), device)
