@@ -37,8 +37,9 @@ class _Shape(NamedTuple):
 
 
 FEW: Final = 64
-"""So many groups leave most warps of a large block nothing but loads of what others load: with 64,
-two rows of 4,096 columns took 9.9 microseconds, and take 8.1 in small ones; with 128 as long.
+"""So many groups, or fewer, leave most warps of a large block nothing to load but what others do:
+with 64 of them a backward of 4,096 columns took 9.9 microseconds, and 8.1 in small blocks; with
+128 as long.
 """
 
 

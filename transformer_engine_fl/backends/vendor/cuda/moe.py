@@ -73,7 +73,7 @@ def groups_of(size: int, least: int) -> tuple[int, int]:
 # ------------------------------------------------------------------------------- tiles
 
 PAIRS: Final = 1
-"""Rows of a token under way at once where gradients meet them."""
+"""Rows of a token under way at once where gradients meet them; two and four took longer."""
 RESIDENT: Final = 768
 """Threads of a multiprocessor; leaves each the registers for the row that is under way."""
 SUMMING: Final = 896

@@ -68,6 +68,8 @@ __all__ = [
 ]
 
 THREADS: Final = 256
+TURNED: Final = (256, 128)
+"""Rows and columns of a tile of bytes that is transposed."""
 VECTORS: Final = 2
 """Vectors of a thread, where rows are not told apart by blocks of threads."""
 MOST_VECTORS: Final = 2**32 - 2**20
@@ -106,7 +108,7 @@ def dequantize_source(
 
 def turn_source(access: int, store: int) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that transposes bytes."""
-    return _source("turn", ACCESS=access, STORE=store), _launch.Geometry(512, "PPqii")
+    return _source("turn", ACCESS=access, STORE=store), _launch.Geometry(2 * TURNED[0], "PPqii")
 
 
 def turn_words_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
@@ -362,7 +364,7 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, s
     if size == 1:
         access = math.gcd(16, x.data_ptr(), stride)
         kernel = _kernel(turn_source, device, access, math.gcd(16, rows))
-        high, wide = 256, 128
+        high, wide = TURNED
     else:
         kernel = _kernel(turn_words_source, device, size)
         high = wide = 64

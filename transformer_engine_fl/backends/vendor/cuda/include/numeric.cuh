@@ -179,7 +179,7 @@ __device__ __forceinline__ double product(double a, double b) { return __dmul_rn
 // total / count, where `share` is about 1 / count: of numbers that are all alike the number, so
 // that they have no variance. What the product leaves of the total corrects it (P. W. Markstein,
 // Computation of elementary functions on the IBM RISC System/6000 processor, 1990); of an
-// infinite one it leaves nothing. Both sides of an exchange calculate the same bits.
+// infinite one it leaves nothing.
 template <typename A>
 __device__ __forceinline__ A quotient(A total, A count, A share) {
   const A close = product(total, share);
