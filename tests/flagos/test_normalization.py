@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -796,9 +797,9 @@ def test_a_call_goes_the_ordinary_way_from_its_start_where_its_second_launch_mus
     assert operator.calls.last(a) is not _repeats.MISS, operator.calls.refusal
     log.clear()
     watched = True
-    output = operator(a)
+    operator(a)
+    assert log[0] == started(5, 2, a.data_ptr(), mock.ANY, 3, 8)
     assert log[1:] == 2 * ["on 1", "ordinary", "back"]
-    assert len(log[0]) == len(started(5, 2, a.data_ptr(), output.data_ptr(), 3, 8))
 
 
 @pytest.mark.parametrize("numbers", [(2**40, 1), (3, 2**60 + 2**41)])

@@ -220,12 +220,12 @@ class _Started(NamedTuple):
     kept: Any
 
     def __call__(
-        self, grid: tuple[int, int], stream: int, scratch: int | None, own: tuple[Any, ...]
+        self, grid: tuple[int, int], stream: int, memory: Tensor | None, own: tuple[Any, ...]
     ) -> None:
-        """Start it, with the address of scratch memory if it needs any."""
+        """Start it, with scratch memory if it needs any."""
         head = self.head
-        if scratch is not None:
-            head = (*head[: self.place], scratch, *head[self.place + 1 :])
+        if memory is not None:
+            head = (*head[: self.place], memory.data_ptr(), *head[self.place + 1 :])
         own = (*own, *self.tail)
         self.start(*grid, 1, stream, *head, *((own,) if self.together else own))
 
@@ -548,8 +548,7 @@ class Launch:
                     # behind it.
                     size = (grid[0] * grid[1] * ready.scratch,)
                     memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-                address = None if memory is None else memory.data_ptr()
-                ready(grid, stream, address, (*pointers, *numbers))
+                ready(grid, stream, memory, (*pointers, *numbers))
 
     def _ordinary(
         self,

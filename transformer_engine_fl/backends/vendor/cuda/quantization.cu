@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #ifdef KERNEL_turn
 
-// A matrix of bytes, transposed by tiles of 256 rows and 128 columns: what is written to a row
-// of the output follows each other in whole pairs of lines.
+// A matrix of bytes, transposed by tiles of 256 rows and 128 columns: a row of the output is
+// written by pairs of lines.
 extern "C" __global__ void __launch_bounds__(512, 3)
     turn(const unsigned char* __restrict__ x, unsigned char* __restrict__ y, long long stride,
          int rows, int columns) {
