@@ -100,7 +100,8 @@ COUNTED = (
 )
 FAULTS |= {
     "a word that no block leaves": (
-        "wait_for_word(reinterpret_cast<unsigned*>(out) + i);",
+        "const int places[] = {i}; unsigned found[1];"
+        "wait_for_words(reinterpret_cast<unsigned*>(out), places, found);",
         "wait for ever, the first at a word of another block",
     ),
     "more is expected than another block sends": (
@@ -189,10 +190,11 @@ def test_blocks_that_run_at_once_find_the_words_of_the_others(run: Run) -> None:
     body = (
         "unsigned* words = reinterpret_cast<unsigned*>(out) + 64;"
         "if (i == 0) post_word(words + blockIdx.x, blockIdx.x + 1);"
-        "const unsigned heard = wait_for_word(words + i % 32 % gridDim.x);"
-        "if (blockIdx.x == 1) out[i] = heard;"
+        "const int own = i % gridDim.x, places[] = {own, 3 - own}; unsigned heard[2];"
+        "wait_for_words(words, places, heard);"
+        "if (blockIdx.x == 1) out[i] = 10 * heard[0] + heard[1];"
     )
-    assert run(body, blocks=4, size=128, together=4)[:6] == [1, 2, 3, 4, 1, 2]
+    assert run(body, blocks=4, size=128, together=4)[:6] == [14, 23, 32, 41, 14, 23]
 
 
 def test_more_blocks_than_run_at_once_are_not_launched_together(run: Run) -> None:

@@ -153,10 +153,10 @@ def declared(source: Specialisation) -> int:
         told = COUNTER_BYTES if macros.get("TOLD") else 0
         return exchange(values) * (1 + macros["AMAX"]) + told
     if kernel == ("normalization", "forward_pieces"):
-        return 2 * exchange(1, 1)
+        return exchange(1 + macros["CENTRED"], 1)
     if kernel == ("normalization", "backward"):
         if macros["TOLD"] == normalization.TOLD_THROUGH_MEMORY:
-            return 2 * exchange(1 + macros["CENTRED"], 1)  # to tell and to hear
+            return exchange(1 + macros["CENTRED"], 1)
         return exchange(1 + macros["CENTRED"]) + (COUNTER_BYTES if macros["TOLD"] else 0)
     if kernel in IN_REGISTERS:
         return exchange(macros.get("TURN", 1) * (1 + macros["CENTRED"]))

@@ -37,11 +37,14 @@ inline void post_word(Word* to, Word word) {
   *to = word;
 }
 // A word's lower half is never 0 once the word is there.
-template <typename Word>
-inline Word wait_for_word(const Word* from) {
-  emulation::check_aligned(from, sizeof *from);
-  emulation::wait_for_word(reinterpret_cast<const unsigned*>(from));
-  return *from;
+template <int N, typename Word>
+inline void wait_for_words(const Word* words, const int (&places)[N], Word (&found)[N]) {
+  for (int i = 0; i < N; ++i) {
+    const Word* from = words + places[i];
+    emulation::check_aligned(from, sizeof *from);
+    emulation::wait_for_word(reinterpret_cast<const unsigned*>(from));
+    found[i] = *from;
+  }
 }
 
 inline void release_dependents() {}

@@ -20,7 +20,7 @@ from transformer_engine_fl.backends.vendor.cuda.normalization import (
 def sources(device: Limits) -> Iterator[Specialisation]:
     """Those of bfloat16 rows on such a device."""
     low = torch.bfloat16
-    for columns in (1024, 4096, 8192, 32768, 65536):
+    for columns in (1024, 4096, 8192, 32768, 65536, 131072, 262144):
         for centred in (False, True):
             forward = ForwardKey(columns, 8, low, low, low, low, centred, False)
             yield forward_source(forward, device)[0]

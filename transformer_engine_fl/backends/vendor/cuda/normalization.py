@@ -237,19 +237,14 @@ class Piece(NamedTuple):
         vecs: vectors that a thread holds.
         blocks: of a multiprocessor.
         stages: rows under way; where there is no room for them, rows are those of clusters.
-        compared: whether columns are compared with the row's also where they fill all vectors,
-            since the compiler orders the instructions better so.
         holds: whether gamma and beta are in registers, and not in shared memory.
-        least: columns of the narrowest rows that it serves.
     """
 
     lanes: int
     vecs: int
     blocks: int
     stages: int = 3
-    compared: bool = False
     holds: bool = True
-    least: int = 0
 
     def tile(self, columns: int) -> Tile:
         """How a row is spread: over as many blocks as hold it."""
@@ -257,53 +252,30 @@ class Piece(NamedTuple):
         return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks)
 
 
-# Of those that serve rows of that width and leave one in 32 blocks, whose words one warp looks at,
-# the one that leaves the fewest threads without columns does, and of several the first. As measured
-# with 25 widths from 8,200 to 262,144 columns; those of one and two warps, and those of forwards,
-# with six to ten widths (docs/cuda-kernels.md).
+# Of those that spread rows of that width over no more than MOST_PIECES blocks, the one that leaves
+# the fewest threads without columns does, and of several the first. As measured with 29 widths from
+# 8,200 to 262,144 columns (docs/cuda-kernels.md).
 THROUGH_MEMORY: Final = range(8193, 262145)
-RMS_PIECES: Final = (
-    Piece(32, 4, 10),
-    Piece(128, 2, 6),
-    Piece(128, 3, 4),
-    Piece(128, 4, 4),
-    Piece(256, 4, 2),
-    Piece(256, 3, 2),
-)
-ADDED_PIECES: Final = (
-    Piece(32, 4, 10),
-    Piece(128, 2, 4),
-    Piece(128, 3, 3),
-    Piece(128, 4, 3),
-    Piece(256, 4, 2, 2, least=196609),
-    Piece(256, 3, 2),
-)
-LAYER_PIECES: Final = (
-    Piece(32, 4, 10),
-    Piece(64, 4, 5),
-    Piece(128, 4, 3),
-    Piece(128, 2, 5),
-    Piece(128, 3, 4, compared=True),
-    Piece(256, 4, 1, least=196609),
-    Piece(256, 3, 2, compared=True),
-)
-MOST_PIECES: Final = 32
+RMS_PIECES: Final = (Piece(32, 4, 10), Piece(256, 4, 2), Piece(256, 3, 2))
+ADDED_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 3))
+LAYER_PIECES: Final = (Piece(32, 4, 10), Piece(64, 4, 5))
+MOST_PIECES: Final = 128
+"""Of those, each lane of a warp hears four."""
 # Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows
-# are, and the piece, which spreads them over no more blocks than it has threads. Rows of layer
-# norms must fill a power of two of blocks.
+# are, and the piece. Rows of layer norms must fill a power of two of blocks.
 FORWARD_PIECES: Final[dict[tuple[bool, bool], tuple[tuple[range, Piece], ...]]] = {
     (False, False): (
-        (range(32769, 65537), Piece(32, 8, 12, 4)),
-        (range(65537, 262145), Piece(128, 8, 3)),
+        (range(32769, 131073), Piece(32, 8, 12, 4)),
+        (range(131073, 262145), Piece(128, 8, 3)),
     ),
     (False, True): (
         (range(32769, 65537), Piece(128, 2, 4)),
-        (range(65537, 131073), Piece(64, 4, 8)),
-        (range(131073, 262145), Piece(128, 8, 2)),
+        (range(65537, 262145), Piece(32, 8, 8)),
     ),
     (True, False): (
         (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),
-        (range(65537, 262145), Piece(128, 8, 3, 2, holds=False)),
+        (range(65537, 131073), Piece(128, 8, 3, 2, holds=False)),
+        (range(131073, 262145), Piece(32, 8, 12, 2, holds=False)),
     ),
 }
 TOLD_THROUGH_MEMORY: Final = 2
@@ -470,7 +442,7 @@ def pieces(
     """
     if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
         return None
-    told = 2 * exchange_bytes(replace(tile, cluster=1), sums, 2)  # and heard
+    told = exchange_bytes(replace(tile, cluster=1), sums, 2)
     stage_bytes = tile.threads * tile.held * element_bytes
     depth = under_way(tile, stage_bytes, kept + told, device, stages, False).stages
     return stages * stage_bytes + kept if depth == stages else None
@@ -814,13 +786,12 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
         return None
     found = LAYER_PIECES if key.centred else ADDED_PIECES if key.add else RMS_PIECES
     tiles = [(it.tile(key.columns), it) for it in found]
-    few = (it for it in tiles if it[0].cluster <= MOST_PIECES and it[1].least <= key.columns)
+    few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
     tile, piece = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
     shared = pieces(tile, 2 * size + key.add_size, key.sums, device, piece.stages)
     if shared is None:
         return None
     own: dict[str, str | int] = {
-        "FULL": int(tile.fills(key.columns) and not piece.compared),
         "STAGES": piece.stages,
         "TOLD": TOLD_THROUGH_MEMORY,
         "SHARED_DBETA": 0,

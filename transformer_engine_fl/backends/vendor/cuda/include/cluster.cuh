@@ -164,13 +164,20 @@ __device__ __forceinline__ unsigned long long look_at_word(const unsigned long l
   return word;
 }
 
-// Call from whole warps, a word for each lane: all lanes go on together, or each would find its
+// Call from whole warps, N words for each lane: all lanes go on together, or each would find its
 // way through what follows by itself.
-template <typename Word>
-__device__ __forceinline__ Word wait_for_word(const Word* from) {
-  Word found = look_at_word(from);
-  while (!__all_sync(0xffffffffu, found != 0)) found = look_at_word(from);
-  return found;
+template <int N, typename Word>
+__device__ __forceinline__ void wait_for_words(const Word* words, const int (&places)[N],
+                                               Word (&found)[N]) {
+  bool there;
+  do {
+    there = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      found[i] = look_at_word(words + places[i]);
+      there = there && found[i] != 0;
+    }
+  } while (!__all_sync(0xffffffffu, there));
 }
 
 }  // namespace te_fl

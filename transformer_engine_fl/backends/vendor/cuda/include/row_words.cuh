@@ -29,10 +29,10 @@ struct ToldIn<2> {
 // cluster, who tells of a row need not have heard of the row before.
 template <int Lanes, int Blocks, int K>
 class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
-  static_assert(Lanes % 32 == 0 && Blocks <= Lanes, "whole warps hear a word a lane");
+  static_assert(Lanes % 32 == 0, "whole warps hear");
   using Word = typename ToldIn<K>::type;
   static constexpr int kWarps = Lanes / 32;
-  static constexpr int kHearing = (Blocks + 31) / 32;  // warps; if one is enough, all of them
+  static constexpr int kHeard = (Blocks + 31) / 32;  // words of a lane, in each warp
   // A signalling NaN, which no sum is: what comes of arithmetic is a quiet one. So no word that
   // is there is 0.
   static constexpr unsigned kNoSum = 0x7f800001u;
@@ -47,8 +47,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   // Two halves, as those of other reductions; values are merged one by one.
   template <typename Operation>
   __device__ __forceinline__ void begin(float (&value)[K]) {
-    over_warps<Operation, kWarps, true>(value, turn_);
-    turn_ ^= 1;
+    over_block<Operation>(value);
     if (threadIdx.x == 0) {
       Word word = __float_as_uint(value[0]) ^ kNoSum;
       if constexpr (K == 2) word |= Word(__float_as_uint(value[1]) ^ kNoSum) << 32;
@@ -63,65 +62,63 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
     constexpr bool kAll = kAgain || Blocks % 32 == 0;
     static_assert(kAll || kKeeps<Operation>, "0 for what 32 lanes have more");
-    if (kHearing == 1 || kHearing == kWarps || own_warp() < kHearing) {
-      const int lane = threadIdx.x % (kHearing * 32);
-      const int block = kAgain ? lane % Blocks : least(lane, Blocks - 1);
-      const Word word = wait_for_word(words_ + (hearing_ + block));
+    const int lane = threadIdx.x % 32;
+    int blocks[kHeard];
+#pragma unroll
+    for (int i = 0; i < kHeard; ++i) {
+      blocks[i] = kAgain ? lane % Blocks : least(lane + i * 32, Blocks - 1);
+    }
+    Word found[kHeard];
+    wait_for_words(words_ + hearing_, blocks, found);
+    hearing_ += step_;
+    float heard[kHeard][K];
+#pragma unroll
+    for (int i = 0; i < kHeard; ++i) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        const float told = __uint_as_float(static_cast<unsigned>(word >> k * 32) ^ kNoSum);
-        value[k] = kAll || lane < Blocks ? told : 0.0f;
+        const float told = __uint_as_float(static_cast<unsigned>(found[i] >> k * 32) ^ kNoSum);
+        heard[i][k] = kAll || lane + i * 32 < Blocks ? told : 0.0f;
       }
     }
-    hearing_ += step_;
-    if constexpr (kHearing == 1) {
-      halve<Operation, (kAgain ? Blocks : 32)>(value);
-    } else {
-      over_warps<Operation, kHearing, false>(value, heard_);
-      heard_ ^= 1;
-    }
+    merge_parts<Operation>(heard, value);
+    halve<Operation, (kAgain ? Blocks : 32)>(value);
   }
 
  private:
-  // From the first lane, so that the compiler sees that it is the same for all of them.
-  static __device__ __forceinline__ int own_warp() {
-    return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  }
-
-  // Over the threads of the first Warps warps; all warps get the result, or the first one. One of
-  // two sets of slots in turn: who writes one again has passed the barrier of the other.
-  template <typename Operation, int Warps, bool ForFirst>
-  __device__ __forceinline__ void over_warps(float (&value)[K], int set) {
-    if constexpr (Warps == 1) {
+  // Over the threads of a block; the first warp gets the result. One of two sets of slots in turn:
+  // who writes one again has passed the barrier of the other.
+  template <typename Operation>
+  __device__ __forceinline__ void over_block(float (&value)[K]) {
+    if constexpr (kWarps == 1) {
       halve<Operation, 32>(value);
     } else {
-      __shared__ __align__(16) float slots[2][K][Warps];
-      const int warp = Warps == kWarps ? static_cast<int>(threadIdx.x) / 32 : own_warp();
+      __shared__ __align__(16) float slots[2][K][kWarps];
+      const int warp = threadIdx.x / 32;
       const int lane = threadIdx.x % 32;
-      if (Warps == kWarps || warp < Warps) {
-        if constexpr (K == 2 && kKeeps<Operation>) {
-          // Of two sums: after the first exchange each half of the warp has one of them.
-          const bool upper = lane & 16;
-          float own[1] = {upper ? value[1] : value[0]};
-          const float other[1] = {__shfl_xor_sync(0xffffffffu, upper ? value[0] : value[1], 16)};
-          Operation::merge(own, other);
-          halve<Operation, 16>(own);
-          if (lane % 16 == 0) slots[set][upper][warp] = own[0];
-        } else {
-          halve<Operation, 32>(value);
-          if (lane == 0) {
+      if constexpr (K == 2 && kKeeps<Operation>) {
+        // Of two sums: after the first exchange each half of the warp has one of them.
+        const bool upper = lane & 16;
+        float own[1] = {upper ? value[1] : value[0]};
+        const float other[1] = {__shfl_xor_sync(0xffffffffu, upper ? value[0] : value[1], 16)};
+        Operation::merge(own, other);
+        halve<Operation, 16>(own);
+        if (lane % 16 == 0) slots[turn_][upper][warp] = own[0];
+      } else {
+        halve<Operation, 32>(value);
+        if (lane == 0) {
 #pragma unroll
-            for (int k = 0; k < K; ++k) slots[set][k][warp] = value[k];
-          }
+          for (int k = 0; k < K; ++k) slots[turn_][k][warp] = value[k];
         }
       }
       __syncthreads();
-      if (ForFirst && warp > 0) return;
-      float parts[Warps][K];
+      const float(&set)[K][kWarps] = slots[turn_];
+      turn_ ^= 1;
+      if (warp > 0) return;
+      float parts[kWarps][K];
 #pragma unroll
       for (int k = 0; k < K; ++k) {
 #pragma unroll
-        for (int w = 0; w < Warps; ++w) parts[w][k] = slots[set][k][w];
+        for (int w = 0; w < kWarps; ++w) parts[w][k] = set[k][w];
       }
       merge_parts<Operation>(parts, value);
     }
@@ -130,7 +127,6 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   Word* words_;
   unsigned telling_, hearing_, step_;
   int turn_ = 0;
-  int heard_ = 0;
 };
 
 }  // namespace te_fl
