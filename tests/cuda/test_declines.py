@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from transformer_engine_fl import ops
+from transformer_engine_fl.backends import _driver
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -70,6 +71,6 @@ def test_tensors_without_device_memory_are_declined(op: str, kind: str) -> None:
 def test_a_number_larger_than_its_parameter_is_declined_before_the_launch() -> None:
     kernel = object.__new__(_launch.Kernel)
     kernel.name, kernel.device, kernel._device_now = "spread", 0, lambda: 0
-    kernel._idle = [_launch._Prepared(_launch.Geometry(32, "Pi"), ctypes.c_void_p(77))]
+    kernel._idle = [_driver.Prepared(_launch.Geometry(32, "Pi"), ctypes.c_void_p(77))]
     with pytest.raises(NotSupportedError, match="spread: a size is too large"):
         kernel.launch(1, 1, 0, 2**31)

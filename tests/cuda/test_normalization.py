@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
-import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -214,48 +212,6 @@ def test_the_split_of_a_row_does_not_depend_on_where_it_lies() -> None:
         source = normalization.forward_source(key, HOPPER)[0]
         shapes.append({name: value for name, value in source.defines if name != "ACCESS"})
     assert shapes[0] == shapes[1] == shapes[2]
-
-
-def test_the_driver_types_have_the_layout_of_cuda_h() -> None:
-    assert ctypes.sizeof(_launch._Config) == 56
-    assert _launch._Config.stream.offset == 32
-    assert _launch._Config.attributes.offset == 40
-    assert ctypes.sizeof(_launch._Attribute) == 72
-    assert _launch._Attribute.value.offset == 8
-
-
-@pytest.mark.parametrize("first", [(), (0,), (3, 0)], ids=["in order", "one", "two"])
-def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them(
-    first: tuple[int, ...],
-) -> None:
-    """Those that lie before the configuration as well, which nothing else overwrites."""
-    geometry = _launch.Geometry(64, "PiqPf", 1024, cluster=4, dependent=True)
-    prepared = _launch._Prepared(geometry, ctypes.c_void_p(77), first)
-    values = (2**40 + 1, -3, -(2**40), 7, 0.5)
-    prepared.pack_into(prepared.buffer, prepared.start, *values)
-    struct.pack_into(f"@{len(first)}P", prepared.buffer, 0, *(int(values[at]) for at in first))
-    kinds: tuple[Any, ...] = (
-        ctypes.c_void_p,
-        ctypes.c_int32,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_float,
-    )
-    found = [
-        kind.from_address(address or 0).value
-        for kind, address in zip(kinds, prepared.parameters, strict=True)
-    ]
-    assert found == [2**40 + 1, -3, -(2**40), 7, 0.5]
-    assert all(
-        (address or 0) % ctypes.sizeof(kind) == 0
-        for kind, address in zip(kinds, prepared.parameters, strict=True)
-    )
-    config = prepared.config
-    assert (config.grid_x, config.grid_y, config.grid_z, config.shared_bytes) == (1, 1, 1, 1024)
-    assert (config.block_x, config.block_y, config.block_z, config.stream) == (64, 1, 1, None)
-    assert config.attributes == ctypes.addressof(prepared.attributes)
-    assert config.attribute_count == 2
-    assert list(prepared.attributes[0].value[:3]) == [4, 1, 1]
 
 
 LONG = 4096, 4104, 16384, 16392, 32768, 32776, 65536, 65544, 131072, 131_080, 262144

@@ -20,6 +20,7 @@ import cuda_emulation
 import pytest
 import repeated_calls
 import torch
+from stub_driver import StubDriver
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine_fl as te
 from transformer_engine_fl import ops
-from transformer_engine_fl.backends import _repeats
+from transformer_engine_fl.backends import _driver, _repeats
 from transformer_engine_fl.backends.vendor.cuda import (
     _arguments,
     _launch,
@@ -614,49 +615,11 @@ def test_a_look_sees_all_but_where_tensors_are_and_what_they_hold() -> None:
 # ----------------------------------------------------------------------- repeated launches
 
 
-class _Driver:
-    """Stands for the CUDA driver: notes what each launch is given.
-
-    Attributes:
-        codes: what the next launches give.
-        meeting: where a launch waits for others before it looks at what it was given.
-        launch: the driver's function, of which ctypes knows as little as of the real one.
-    """
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self.meeting: threading.Barrier | None = None
-        self.launches: list[tuple[Any, ...]] = []
-        taken = (ctypes.c_void_p,) * 4
-        self._called = ctypes.CFUNCTYPE(ctypes.c_int, *taken)(self._launched)
-        address = ctypes.cast(self._called, ctypes.c_void_p).value
-        self.launch = ctypes.CFUNCTYPE(ctypes.c_int)(address)
-
-    def _launched(self, config: int, function: int, parameters: int, extra: None) -> int:
-        if self.meeting is not None:
-            self.meeting.wait(60)
-        code = self.codes.pop(0) if self.codes else 0
-        if not code:
-            seen = _launch._Config.from_address(config)
-            places = (ctypes.c_void_p * 5).from_address(parameters)
-            kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
-            values = [
-                kind.from_address(place).value for kind, place in zip(kinds, places, strict=False)
-            ]
-            last = ctypes.c_void_p.from_address(places[4]).value
-            attributes = (_launch._Attribute * seen.attribute_count).from_address(seen.attributes)
-            found = {it.id: tuple(it.value[0:3]) for it in attributes}
-            grid = (seen.grid_x, seen.grid_y, seen.grid_z)
-            block = (seen.block_x, seen.block_y, seen.block_z, seen.shared_bytes)
-            how = (function, extra, grid, block, seen.stream, found)
-            self.launches.append((how, (*values, last)))
-        return code
-
-
-def _kernel(driver: _Driver, function: int = 77, **geometry: Any) -> _launch.Kernel:
+def _kernel(driver: StubDriver, function: int = 77, **geometry: Any) -> _launch.Kernel:
     kernel = object.__new__(_launch.Kernel)
     kernel.name, kernel.device = "nothing", 0
     options = geometry or {"shared_bytes": 512, "cluster": 2, "dependent": True}
+    driver.arguments[function] = "PPqiP"
     kernel._geometry = _launch.Geometry(128, "PPqiP", **options)
     kernel._idle, kernel._function = [], ctypes.c_void_p(function)
     kernel._launch, kernel._stream = driver.launch, lambda device: 900 + device
@@ -682,7 +645,7 @@ def _launching(*kernels: _launch.Kernel) -> Any:
 def test_a_repeated_launch_gives_the_driver_what_an_ordinary_one_does(
     other: Tensor | None,
 ) -> None:
-    driver = _Driver()
+    driver = StubDriver()
     operator = _launching(_kernel(driver))
     _repeated(lambda: operator(torch.zeros(64), None if other is None else torch.zeros(64)))
     driver.launches.clear()
@@ -692,26 +655,26 @@ def test_a_repeated_launch_gives_the_driver_what_an_ordinary_one_does(
     del driver.launches[0]  # of the question
     ordinary, repeated, next_one = driver.launches
     assert repeated[0] == next_one[0] == ordinary[0]
-    cluster = {_launch._CLUSTER_DIMENSION: (2, 1, 1)}
-    started = {_launch._PROGRAMMATIC_STREAM_SERIALIZATION: (1, 0, 0)}
-    assert ordinary[0] == (77, None, (4, 3, 1), (128, 1, 1, 512), 900, cluster | started)
-    there = None if other is None else other.data_ptr() + 16
+    cluster = {_driver._CLUSTER_DIMENSION: (2, 1, 1)}
+    started = {_driver._PROGRAMMATIC_STREAM_SERIALIZATION: (1, 0, 0)}
+    assert ordinary[0] == (77, (4, 3, 1), (128, 1, 1), 512, 900, cluster | started)
+    there = 0 if other is None else other.data_ptr() + 16
     given = zip((x, x, y), outputs, driver.launches, strict=True)
     for argument, output, (_, values) in given:
         assert values == (argument.data_ptr(), there, -5, 6, output.data_ptr())
 
 
 def test_a_repeated_launch_is_as_cooperative_as_an_ordinary_one() -> None:
-    driver = _Driver()
+    driver = StubDriver()
     operator = _launching(_kernel(driver, together=4))
     _repeated(lambda: operator(torch.zeros(64)))
     assert _is_repeat(operator, torch.zeros(64), None), operator.calls.refusal
     for (*_, attributes), _ in driver.launches:
-        assert {name: value[0] for name, value in attributes.items()} == {_launch._COOPERATIVE: 1}
+        assert {name: value[0] for name, value in attributes.items()} == {_driver._COOPERATIVE: 1}
 
 
 def test_a_repeated_launch_takes_the_stream_of_the_moment() -> None:
-    driver, streams = _Driver(), list(range(1, 40))
+    driver, streams = StubDriver(), list(range(1, 40))
     kernel = _kernel(driver)
     kernel._stream = lambda device: streams.pop(0)
     operator = _launching(kernel)
@@ -725,7 +688,7 @@ def test_a_repeated_launch_takes_the_stream_of_the_moment() -> None:
 def test_a_repeated_launch_takes_the_memory_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    driver, x = _Driver(), torch.zeros(64)
+    driver, x = StubDriver(), torch.zeros(64)
     operator = _launching(_kernel(driver))
     _repeated(lambda: operator(x))
     made = []
@@ -734,8 +697,8 @@ def test_a_repeated_launch_takes_the_memory_of_the_one_before(
         made.append(arguments)
         return prepared(*arguments)
 
-    prepared = _launch._Prepared
-    monkeypatch.setattr(_launch, "_Prepared", counted)
+    prepared = _driver.Prepared
+    monkeypatch.setattr(_driver, "Prepared", counted)
     for _ in range(3):
         assert _is_repeat(operator, x, None), operator.calls.refusal
     assert not made
@@ -745,13 +708,13 @@ def test_a_repeated_launch_binds_the_context_of_a_new_thread_and_raises_what_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bound: list[int] = []
-    monkeypatch.setattr(_launch, "_bind_context", bound.append)
-    monkeypatch.setattr(_launch, "_describe", str)
-    driver, x = _Driver(), torch.zeros(64)
+    monkeypatch.setattr(_driver, "bind_context", bound.append)
+    monkeypatch.setattr(_driver, "_describe", str)
+    driver, x = StubDriver(), torch.zeros(64)
     operator = _launching(_kernel(driver))
     _repeated(lambda: operator(x))
     driver.launches.clear()
-    driver.codes = [_launch._INVALID_CONTEXT, 0, 700]
+    driver.codes = [_driver._INVALID_CONTEXT, 0, 700]
     assert _is_repeat(operator, x, None)
     assert bound == [0]
     with pytest.raises(_launch.LaunchError) as raised:
@@ -762,7 +725,7 @@ def test_a_repeated_launch_binds_the_context_of_a_new_thread_and_raises_what_the
 
 
 def test_several_launches_of_a_call_are_each_repeated_in_their_order() -> None:
-    driver, x = _Driver(), torch.zeros(64)
+    driver, x = StubDriver(), torch.zeros(64)
     operator = _launching(_kernel(driver, 77), _kernel(driver, 78, together=4))
     _repeated(lambda: operator(torch.zeros(64)))
     assert _is_repeat(operator, x, None), operator.calls.refusal
@@ -774,16 +737,16 @@ def test_several_launches_of_a_call_are_each_repeated_in_their_order() -> None:
     for launches, output in zip((ordinary, repeated), outputs, strict=True):
         start, end = x.data_ptr(), output.data_ptr()
         assert [values for _, values in launches] == [
-            (start, None, -5, 6, end),
-            (start, None, -5, 7, end),
+            (start, 0, -5, 6, end),
+            (start, 0, -5, 7, end),
         ]
 
 
 def test_a_call_whose_second_launch_fails_raises_that_and_the_next_does_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_launch, "_describe", str)
-    driver, x = _Driver(), torch.zeros(64)
+    monkeypatch.setattr(_driver, "_describe", str)
+    driver, x = StubDriver(), torch.zeros(64)
     operator = _launching(_kernel(driver, 77), _kernel(driver, 78))
     _repeated(lambda: operator(x))
     driver.launches.clear()
@@ -796,7 +759,7 @@ def test_a_call_whose_second_launch_fails_raises_that_and_the_next_does_both(
 
 
 def test_threads_that_repeat_a_call_at_once_do_not_share_what_they_launch_with() -> None:
-    driver, count = _Driver(), 4
+    driver, count = StubDriver(), 4
     operator = _launching(_kernel(driver, 77), _kernel(driver, 78))
     _repeated(lambda: operator(torch.zeros(64)))
     driver.launches.clear()
@@ -828,11 +791,11 @@ def test_threads_that_repeat_a_call_at_once_do_not_share_what_they_launch_with()
 
 def test_numbers_that_may_be_addresses_are_not_repeated() -> None:
     with pytest.raises(_repeats.UnrepeatableError):
-        _kernel(_Driver()).statements(str, 1, 1, 1 << 40, 0, 1 << 40, 2, 0)
+        _kernel(StubDriver()).statements(str, 1, 1, 1 << 40, 0, 1 << 40, 2, 0)
 
 
 def test_a_launch_is_noted_once_on_whichever_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _Driver()
+    driver = StubDriver()
     kernel = _kernel(driver)
     now = iter([1, 0])
     kernel._device_now = lambda: next(now)

@@ -20,6 +20,7 @@ needs, its grid and its constants, is left to the kernel's own module.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from triton.runtime import _allocation
 from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._allocation import quickest
 from transformer_engine_fl.backends._arguments import extent
+from transformer_engine_fl.backends._driver import Function, Geometry
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
 
@@ -63,11 +65,12 @@ variable would give kernels that run nowhere.
 _ALIGNMENT_MASK = 15
 _MOST_REGISTERS = 255  # of one thread
 _PARTITIONS = 4  # of an NVIDIA multiprocessor
-# In these versions the launcher of a compiled kernel, its ``run``, ends in
-# launch(x, y, z, stream, *head, *every_argument), from 3.7 on with every argument in one tuple;
-# :func:`_started` has the head. A pointer may be passed as an integer. For AMD, compiled code also
-# depends on whether a tensor is larger than 2 GB, which nothing here looks at: ordinary launches
-# there.
+_WARP_SIZE = 32  # of NVIDIA
+_MOST_SHARED = 228 * 1024  # bytes of a program; for more of them Triton asks the driver otherwise
+# In these versions a compiled kernel's machine code is given the parameters that are no constants,
+# and the addresses of two sorts of scratch memory; :func:`_started` has what the driver is told
+# besides. For AMD, compiled code also depends on whether a tensor is larger than 2 GB, which
+# nothing here looks at: ordinary launches there.
 _UNDERSTOOD = ((3, 6), (3, 7), (3, 8))
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _RUNTIME = triton.knobs.runtime
@@ -202,53 +205,75 @@ class _Started(NamedTuple):
     """How to start a compiled kernel with the least work on the host.
 
     Attributes:
-        start: what starts it.
-        head, tail: what stands before and after a call's own arguments.
+        function: what the driver starts.
+        kinds: of each of the kernel's parameters a ``struct`` format character, or a tuple of
+            such; None for what is part of the machine code.
         scratch: bytes of scratch memory that each program needs; tensor descriptors that
             a kernel makes are in it.
-        place: where in ``head`` its address belongs.
-        together: whether a call's own arguments and the tail are one tuple.
-        kept: what unloads the machine code when it goes, as Triton 3.8 has it.
     """
 
-    start: Callable[..., None]
-    head: tuple[Any, ...]
-    tail: tuple[Any, ...]
+    function: Function
+    kinds: tuple[Any, ...]
     scratch: int
-    place: int
-    together: bool
-    kept: Any
 
-    def __call__(
-        self, grid: tuple[int, int], stream: int, memory: Tensor | None, own: tuple[Any, ...]
-    ) -> None:
+    def __call__(self, grid: tuple[int, int], memory: Tensor | None, own: tuple[Any, ...]) -> None:
         """Start it, with scratch memory if it needs any."""
-        head = self.head
-        if memory is not None:
-            head = (*head[: self.place], memory.data_ptr(), *head[self.place + 1 :])
-        own = (*own, *self.tail)
-        self.start(*grid, 1, stream, *head, *((own,) if self.together else own))
-
-    def arguments(self, own: list[str]) -> str:
-        """A call's own arguments and the tail, as a call of ``start`` in Python has them."""
-        return f"({', '.join(own)},)" if self.together else ", ".join(own)
+        if all(grid):
+            scratch = 0 if memory is None else memory.data_ptr()
+            self.function.start(*grid, *_given(self.kinds, own), scratch, 0)
 
 
-def _started(compiled: Any, constants: tuple[Any, ...]) -> _Started | None:
-    """None if Triton does more to start it than is known here, as to instrument it."""
-    run, packed = compiled.run, compiled.packed_metadata
-    if getattr(run, "profile_scratch_size", 1) or getattr(run, "gsan_enabled", False):
+# What a parameter of a Triton type is for ``struct``.
+_KINDS: Final = dict(
+    zip(
+        ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp32", "fp64"),
+        "bbhiqBBHIQfd",
+        strict=True,
+    )
+)
+
+
+def _kind(type_name: Any) -> Any:
+    """The kind of a parameter, as in :class:`_Started`; KeyError for one that is not known."""
+    if isinstance(type_name, tuple):
+        return tuple(map(_kind, type_name))
+    if type_name == "constexpr":
         return None
-    scratch = run.global_scratch_size * run.num_ctas
-    how = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-    watching, memory = (None, None, None), (None, None)  # what is launched, two hooks; scratch
-    head: tuple[Any, ...]
-    if _VERSION == (3, 6):
-        head = (*how, *memory, packed, *watching)
-        return _Started(run.launch, head, constants, scratch, 3, False, compiled)
-    known = (run.arg_annotations, run.kernel_signature)
-    head = (*how, packed, *watching, *memory, *known)
-    return _Started(run.launch, head, constants, scratch, 7, True, compiled)
+    return "P" if type_name.startswith("*") else _KINDS[type_name]
+
+
+def _given(kinds: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
+    """Of a call's arguments what the machine code is given, one after the other."""
+    given: list[Any] = []
+    for kind, value in zip(kinds, values, strict=False):
+        if isinstance(kind, tuple):
+            given += _given(kind, value)
+        elif kind is not None:
+            given.append(value)
+    return given
+
+
+def _started(compiled: Any, device: int) -> _Started | None:
+    """None if Triton does more to start it than is known here, as to instrument it."""
+    run = compiled.run
+    warps, clustered, shared = compiled.packed_metadata
+    watched = getattr(run, "profile_scratch_size", 1) or getattr(run, "gsan_enabled", False)
+    if watched or clustered != 1 or shared > _MOST_SHARED:
+        return None
+    try:
+        kinds = tuple(map(_kind, compiled.src.signature.values()))
+    except KeyError:
+        return None
+    geometry = Geometry(
+        warps * _WARP_SIZE,
+        "".join(_given(kinds, kinds)) + "PP",  # and scratch memory of two sorts
+        shared,
+        dependent=bool(run.launch_pdl),
+        together=2 if run.launch_cooperative_grid else 1,  # or more
+    )
+    handle = ctypes.c_void_p(compiled.function)
+    function = Function(compiled.name, device, handle, geometry, kept=compiled)
+    return _Started(function, kinds, run.global_scratch_size)
 
 
 _WATCHING: Final = {
@@ -271,49 +296,60 @@ def quick(grid, tensors, numbers):
         {taken}
     except (AttributeError, RuntimeError):
         return False
+    x, y = grid
     if (
         ({bits}) & {mask}
+        or not x
+        or not y
         or torch._cuda_getDevice() != {index}
         or {watched}
     ):
         return False
-    x, y = grid
-    start(x, y, 1, torch._cuda_getCurrentRawStream({index}), {arguments})
+    start(x, y, {arguments}, 0, 0)
     return True
 """
 
 
 def _quick(
-    ready: _Started, tensors: tuple[Tensor | None, ...], index: int
+    ready: _Started, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], index: int
 ) -> Callable[..., bool] | None:
     """A function that starts a kernel whose pointers are aligned; False if it must not.
 
     Args:
         ready: how the kernel is started.
-        tensors: of a call; None where every call has None.
+        tensors, numbers: of a call; None where every call has None.
         index: of the device.
     """
     if ready.scratch:
         return None
     given = [place for place, tensor in enumerate(tensors) if tensor is not None]
-    before = {f"before{place}": value for place, value in enumerate(ready.head)}
-    after = {f"after{place}": value for place, value in enumerate(ready.tail)}
-    pointers = [f"p{place}" if place in given else "0" for place in range(len(tensors))]
-    own = ready.arguments([*pointers, "*numbers", *after])
-    taken = "".join(f"t{place}, " for place in range(len(tensors))) + "= tensors"
+    pointers = tuple(f"p{place}" for place in range(len(tensors)))
     source = _QUICK.format(
-        taken="; ".join([taken, *(f"p{place} = t{place}.data_ptr()" for place in given)]),
+        taken="; ".join(
+            [
+                f"{', '.join(f't{place}' for place in range(len(tensors)))}, = tensors",
+                *(f"p{place} = t{place}.data_ptr()" for place in given),
+            ]
+        ),
         bits=" | ".join(f"p{place}" for place in given) or "0",
         mask=_ALIGNMENT_MASK,
         watched=_WATCHED.format_map({name: name for name in _WATCHING}),
         index=index,
-        arguments=", ".join([*before, own]),
+        arguments=", ".join(_given(ready.kinds, (*pointers, *_places(numbers)))) or "*()",
     )
-    namespace: dict[str, Any] = {"torch": torch._C, "ready": ready, "start": ready.start}
-    namespace |= {**_WATCHING, **before, **after}
+    namespace = {**_WATCHING, "torch": torch._C, "start": ready.function.start}
     exec(compile(source, "<quick launch>", "exec"), namespace)
     made: Callable[..., bool] = namespace["quick"]
     return made
+
+
+def _places(numbers: tuple[Any, ...], within: str = "numbers") -> list[Any]:
+    """Of each number where it is, as Python; of a tuple of numbers as many."""
+    places = [f"{within}[{place}]" for place in range(len(numbers))]
+    return [
+        _places(number, place) if isinstance(number, tuple) else place
+        for number, place in zip(numbers, places, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -359,6 +395,10 @@ def _alignment(pointers: list[int]) -> object:
     return tuple([not it & _ALIGNMENT_MASK for it in pointers]) if bits & _ALIGNMENT_MASK else 0
 
 
+_SCRATCH: Final = _repeats.Address(1)
+"""Stands for the scratch memory of a launch that is repeated, whose address is not 0."""
+
+
 def _statements(
     name: Callable[[Any], str],
     ready: _Started,
@@ -369,21 +409,21 @@ def _statements(
 ) -> list[str]:
     """What starts a kernel again, as lines of Python; see ``_repeats.note``."""
     watched = _WATCHED.format_map({it: name(value) for it, value in _WATCHING.items()})
-    before = [f"if ({watched}):", "    return _MISS"]
-    head, behind = [name(it) for it in ready.head], []
-    name(ready.kept)
+    before, behind = [f"if ({watched}):", "    return _MISS"], []
+    if not all(grid):
+        return before
     if ready.scratch:
         size = (grid[0] * grid[1] * ready.scratch,)
         asked = ", ".join(map(name, (size, (1,), torch.uint8)))
         before.append(f"_its_memory = {name(quickest(device))}({asked})")
-        head[ready.place] = "_its_memory.data_ptr()"
         behind = ["del _its_memory"]
-    stream = f"{name(torch._C._cuda_getCurrentRawStream)}({device.index})"
-    addresses = [name(_repeats.Address(it)) for it in pointers]
-    fixed = [name(it) for it in (*numbers, *ready.tail)]
-    own = ready.arguments([*addresses, *fixed])
-    arguments = ", ".join([*map(str, grid), "1", stream, *head, own])
-    return [*before, f"{name(ready.start)}({arguments})", *behind]
+
+    def named(value: Any) -> str:
+        return "_its_memory.data_ptr()" if value is _SCRATCH else name(value)
+
+    own = _given(ready.kinds, (*map(_repeats.Address, pointers), *numbers))
+    scratch = _SCRATCH if ready.scratch else 0
+    return [*before, *ready.function.statements(named, *grid, *own, scratch, 0), *behind]
 
 
 class KernelCompileError(NotStartedError):
@@ -539,7 +579,6 @@ class Launch:
         if ready is None or not _DirectLaunches.allowed or _hooked():
             self._ordinary(alignment, grid, tensors, numbers)
         else:
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
             elsewhere = torch._C._cuda_getDevice() != self._index
             with torch.cuda.device(self._index) if elsewhere else contextlib.nullcontext():
                 memory = None
@@ -548,7 +587,7 @@ class Launch:
                     # behind it.
                     size = (grid[0] * grid[1] * ready.scratch,)
                     memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-                ready(grid, stream, memory, (*pointers, *numbers))
+                ready(grid, memory, (*pointers, *numbers))
 
     def _ordinary(
         self,
@@ -562,11 +601,11 @@ class Launch:
                 self._load(alignment, tensors, numbers)
             compiled = self._launched(grid, tensors, numbers)
         if _DirectLaunches.allowed and isinstance(compiled, triton.compiler.CompiledKernel):
-            ready = _started(compiled, tuple(self._constants.values()))
+            ready = _started(compiled, self._index)
             if ready is not None:
                 self._ready[alignment] = ready
                 if not alignment:
-                    self._quick = _quick(ready, tensors, self._index)
+                    self._quick = _quick(ready, tensors, numbers, self._index)
 
     def _launched(
         self,

@@ -1,0 +1,312 @@
+"""Starting kernels by the CUDA driver with the least work on the host.
+
+A :class:`Function` is a kernel that somebody has loaded, and how it is started. Its arguments
+are plain numbers here: whose memory they point to, and that it is big enough, is the caller's
+concern, and so is which device is the current one.
+
+The driver's ``cuLaunchKernelEx`` is called with buffers that are prepared once, because the
+host's time per call counts: for a small tensor it is all there is. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from transformer_engine_fl.core.errors import NotSupportedError, TeFlError
+
+__all__ = ["Function", "Geometry", "LaunchError", "Prepared", "bind_context", "call"]
+
+
+class LaunchError(TeFlError, RuntimeError):
+    """The CUDA driver refused a call.
+
+    Attributes:
+        code: the driver's number for the reason.
+    """
+
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(f"CUDA error: {_describe(code)}, in {what}")
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a kernel is launched, but for the size of its grid.
+
+    Attributes:
+        threads: threads per block.
+        arguments: the kernel's parameters, as ``struct`` format characters.
+        shared_bytes: dynamic shared memory per block.
+        cluster: blocks per cluster.
+        dependent: may start while the kernel before it is finishing (it waits itself).
+        carveout: percent of a multiprocessor's memory that should be shared memory rather
+            than L1 cache; None leaves it to the driver. Whoever loads a kernel says so.
+        together: blocks that wait for each other and are no cluster; if there are several, the
+            launch is cooperative: all blocks of the grid run at once.
+    """
+
+    threads: int
+    arguments: str
+    shared_bytes: int = 0
+    cluster: int = 1
+    dependent: bool = False
+    carveout: int | None = None
+    together: int = 1
+
+
+# ------------------------------------------------------------------- the driver's types
+
+_INVALID_CONTEXT: Final = 201
+_COOPERATIVE: Final = 2
+_CLUSTER_DIMENSION: Final = 4
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute; the value's union is 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid_x", ctypes.c_uint32),
+        ("grid_y", ctypes.c_uint32),
+        ("grid_z", ctypes.c_uint32),
+        ("block_x", ctypes.c_uint32),
+        ("block_y", ctypes.c_uint32),
+        ("block_z", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint32),
+    ]
+
+
+_GRID: Final = struct.Struct("@II")
+_BEHIND_GRID: Final = _Config.stream.offset - _GRID.size
+_BEGIN: Final = struct.Struct(f"@II{_BEHIND_GRID}sP").pack_into
+"""What a configuration begins with: the grid, what stands between that and the stream, that."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The CUDA driver. Torch has initialised it: there is a tensor on a device."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        library = ctypes.CDLL("nvcuda.dll")
+    return library
+
+
+def _describe(code: int) -> str:
+    texts = []
+    for function in (_driver().cuGetErrorName, _driver().cuGetErrorString):
+        text = ctypes.c_char_p()
+        function(code, ctypes.byref(text))
+        texts.append((text.value or b"unknown").decode())
+    return f"{texts[1]} ({texts[0]}, {code})"
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Call a function of the driver.
+
+    Raises:
+        LaunchError: it gives an error.
+    """
+    code = getattr(_driver(), function)(*arguments)
+    if code:
+        raise LaunchError(code, function)
+
+
+# ---------------------------------------------------------------------------- functions
+
+
+class Function:
+    """A kernel on a device, ready to be started.
+
+    Args:
+        name: of the kernel, for messages.
+        device: its device.
+        function: the driver's handle.
+        geometry: how it is launched.
+        kept: what must live as long as the handle is used.
+    """
+
+    __slots__ = ("_function", "_geometry", "_idle", "_kept", "_launch", "_stream", "device", "name")
+
+    def __init__(
+        self,
+        name: str,
+        device: int,
+        function: ctypes.c_void_p,
+        geometry: Geometry,
+        kept: Any = None,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self._function = function
+        self._geometry = geometry
+        self._kept = kept
+        # Prepared buffers that no launch is using: taken and given back by single
+        # operations on a list, so that threads need no lock and never share one.
+        self._idle: list[Prepared] = []
+        self._launch = _driver().cuLaunchKernelEx
+        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    def statements(
+        self, name: Callable[[Any], str], blocks: int, rows_of_blocks: int, *values: Any
+    ) -> list[str]:
+        """What starts it with these numbers, and addresses in their places, as lines of Python.
+
+        The current device must be this kernel's. For ``name`` see ``_repeats.note``.
+        """
+        kinds = self._geometry.arguments
+        # An address that is 0 stands for what is not there, in each of these launches.
+        given = [at for at, kind in enumerate(kinds) if kind == "P" and values[at]]
+
+        def new() -> tuple[ctypes.Array[ctypes.c_char], tuple[Any, ...], Prepared]:
+            made = Prepared(self._geometry, self._function, given)
+            made.pack_into(made.buffer, made.start, *values)
+            return made.buffer, made.arguments, made
+
+        idle = [new()]
+        before_stream = _GRID.pack(blocks, rows_of_blocks) + idle[0][-1].behind_grid
+        pack = struct.Struct(f"@{len(given)}P{len(before_stream)}sP").pack_into
+        addresses = "".join(f"{name(values[at])}, " for at in given)
+        stream = f"{name(self._stream)}({self.device})"
+        return [
+            "try:",
+            f"    _its_buffer, _its_arguments, _its_made = _its_all = {name(idle.pop)}()",
+            "except IndexError:",
+            f"    _its_buffer, _its_arguments, _its_made = _its_all = {name(new)}()",
+            f"{name(pack)}(_its_buffer, 0, {addresses}{name(before_stream)}, {stream})",
+            f"if _its_code := {name(self._launch)}(*_its_arguments):",
+            f"    {name(self._settle)}(_its_code, _its_made)",
+            f"{name(idle.append)}(_its_all)",
+        ]
+
+    def start(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
+        """Put the kernel on torch's current stream of its device, which is the current one.
+
+        Args:
+            blocks, rows_of_blocks: the grid, in blocks (also if they form clusters).
+            values: the kernel's arguments: addresses and numbers.
+
+        Raises:
+            NotSupportedError: a number is larger than the kernel's parameter.
+            LaunchError: the driver refused.
+        """
+        try:
+            prepared = self._idle.pop()
+        except IndexError:
+            prepared = Prepared(self._geometry, self._function)
+        try:
+            prepared.pack_into(prepared.buffer, prepared.start, *values)
+        except struct.error as error:
+            raise NotSupportedError(f"{self.name}: a size is too large: {error}") from error
+        stream = self._stream(self.device)
+        _BEGIN(prepared.buffer, 0, blocks, rows_of_blocks, prepared.behind_grid, stream)
+        if code := self._launch(*prepared.arguments):
+            self._settle(code, prepared)
+        self._idle.append(prepared)
+
+    def _settle(self, code: int, prepared: Prepared) -> None:
+        """Launch once more if this thread has not used CUDA yet; raise what the driver refuses."""
+        if code == _INVALID_CONTEXT:
+            bind_context(self.device)
+            code = self._launch(*prepared.arguments)
+        if code:
+            raise LaunchError(code, f"the launch of {self.name}")
+
+
+class Prepared:
+    """The memory of one launch: its configuration, its parameters and where each lies.
+
+    Args:
+        geometry, function: the kernel's.
+        first: places of addresses among the parameters that lie in a row, right before the
+            configuration. So these, what the configuration begins with and its stream can
+            all be written at once.
+
+    Attributes:
+        start: where in the buffer ``pack_into`` writes the other parameters, or all.
+        behind_grid: the bytes of the configuration between the grid and the stream.
+        arguments: what the driver's function takes, in the form in which ctypes has the least
+            to do: its own pointers, in a tuple, for a function without ``argtypes``.
+    """
+
+    __slots__ = (
+        "arguments",
+        "attributes",
+        "behind_grid",
+        "buffer",
+        "config",
+        "pack_into",
+        "parameters",
+        "start",
+    )
+
+    def __init__(
+        self, geometry: Geometry, function: ctypes.c_void_p, first: Sequence[int] = ()
+    ) -> None:
+        kinds, word = geometry.arguments, struct.calcsize("@P")
+        packer = struct.Struct("@" + kinds)
+        self.pack_into = packer.pack_into
+        self.start = len(first) * word + ctypes.sizeof(_Config)
+        self.buffer = ctypes.create_string_buffer(self.start + packer.size)
+        offsets = [
+            self.start + struct.calcsize("@" + kinds[: at + 1]) - struct.calcsize("@" + kind)
+            for at, kind in enumerate(kinds)
+        ]
+        for turn, place in enumerate(first):
+            offsets[place] = turn * word
+        start = ctypes.addressof(self.buffer)
+        self.parameters = (ctypes.c_void_p * max(len(offsets), 1))(*(start + at for at in offsets))
+        self.attributes = (_Attribute * 3)()
+        count = 0
+        if geometry.cluster > 1:
+            self.attributes[count].id = _CLUSTER_DIMENSION
+            self.attributes[count].value[0:3] = (geometry.cluster, 1, 1)
+            count += 1
+        if geometry.together > 1:
+            self.attributes[count].id = _COOPERATIVE
+            self.attributes[count].value[0] = 1
+            count += 1
+        if geometry.dependent:
+            self.attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION
+            self.attributes[count].value[0] = 1
+            count += 1
+        self.config = config = _Config.from_buffer(self.buffer, len(first) * word)
+        config.grid_x = config.grid_y = config.grid_z = 1
+        config.block_x, config.block_y, config.block_z = geometry.threads, 1, 1
+        config.shared_bytes = geometry.shared_bytes
+        config.attributes = ctypes.addressof(self.attributes) if count else None
+        config.attribute_count = count
+        self.behind_grid = bytes(config)[_GRID.size : _Config.stream.offset]
+        self.arguments = (
+            ctypes.byref(config),
+            ctypes.c_void_p.from_param(function.value),
+            ctypes.byref(self.parameters),
+            None,
+        )
+
+
+def bind_context(device: int) -> None:
+    """Make the device's primary context (torch's) the current one of this thread."""
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    call("cuDeviceGet", ctypes.byref(number), device)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+    try:
+        call("cuCtxSetCurrent", context)
+    finally:
+        call("cuDevicePrimaryCtxRelease_v2", number)
