@@ -317,18 +317,35 @@ def tell(
             tl.store(shares_ptr + place + PIECES, second)
 
 
-_WAIT = """
-{
-.reg .pred missing;
-again:
-ld.relaxed.gpu.global.BITS $0, [$1];
-setp.eq.BITS missing, $0, 0;
-vote.sync.any.pred missing, missing, 0xffffffff;
-@missing bra again;
-}
-"""
-_WAIT_FOR_32 = tl.constexpr(_WAIT.replace("BITS", "b32"))
-_WAIT_FOR_64 = tl.constexpr(_WAIT.replace("BITS", "b64"))
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _wait(words: int, bits: int) -> str:
+    """PTX by which the lanes of a warp wait until each has so many words."""
+    loads = [f"ld.relaxed.gpu.global.b{bits} ${at}, [${words + at}];" for at in range(words)]
+    looks = [f"setp.eq.b{bits} missing, $0, 0;"]
+    looks += [f"setp.eq.or.b{bits} missing, ${at}, 0, missing;" for at in range(1, words)]
+    return "\n".join(
+        [
+            "{",
+            ".reg .pred missing;",
+            "again:",
+            *loads,
+            *looks,
+            "vote.sync.any.pred missing, missing, 0xffffffff;",
+            "@missing bra again;",
+            "}",
+        ]
+    )
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _registers(words: int, bits: int) -> str:
+    """What it takes: so many words, of as many addresses."""
+    return ",".join(["=&l" if bits == 64 else "=&r"] * words + ["l"] * words)
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _words_of_lane(pieces: int, warps: int) -> int:
+    return max(1, pieces // (32 * warps))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -338,14 +355,15 @@ def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
     The lanes of a warp wait for all of theirs, and go on together: each by itself would also find
     its way through what follows by itself, with more registers for it.
     """
-    if SUMS == 2:
-        return tl.inline_asm_elementwise(
-            _WAIT_FOR_64, "=&l,l", [place], dtype=tl.int64, is_pure=False, pack=1
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            _WAIT_FOR_32, "=&r,l", [place], dtype=tl.int32, is_pure=False, pack=1
-        )
+    WORDS: tl.constexpr = _words_of_lane(place.shape[0], tl.extra.cuda.num_warps())
+    return tl.inline_asm_elementwise(
+        _wait(WORDS, 32 * SUMS),
+        _registers(WORDS, 32 * SUMS),
+        [place],
+        dtype=tl.int64 if SUMS == 2 else tl.int32,
+        is_pure=False,
+        pack=WORDS,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -655,7 +655,7 @@ _FORWARD = cut_choice(
         4096: Cut(threads=256, width=4096),
         8192: Cut(threads=256, width=8192),
         16384: Cut(threads=512, width=16384),
-        65536: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
         262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
         _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
@@ -671,7 +671,7 @@ _FORWARD = cut_choice(
         24576: Cut(threads=512, width=16384, resident=2),
         32767: _FORWARD_PIECES,
         32768: Cut(threads=512, width=16384, resident=2),  # no column is beyond the row's
-        81920: _FORWARD_PIECES,
+        262144: _FORWARD_PIECES,
         _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
     parts=True,
@@ -685,13 +685,19 @@ _FORWARD_ADD_WHOLE = {
 _FORWARD_ADD = cut_choice(
     "rmsnorm_fwd_add",
     _FORWARD_PLANS,
-    _FORWARD_ADD_WHOLE | {_ANY: Cut(threads=128, width=2048, programs=4, shared=True)},
+    _FORWARD_ADD_WHOLE
+    | {
+        131072: Cut(threads=32, width=1024, programs=8, shared=True),
+        _ANY: Cut(threads=128, width=2048, programs=4, shared=True),
+    },
     whole=[(0, 1)],
     most_elements=32,
     half=_FORWARD_ADD_WHOLE
     | {
         4096: Cut(threads=128, width=2048),
         8192: Cut(threads=512, width=8192, resident=2),
+        163840: Cut(threads=64, width=4096, programs=4, shared=True),
+        262144: Cut(threads=32, width=2048, programs=8, shared=True),
         _ANY: Cut(threads=64, width=4096, programs=4, shared=True),
     },
     stages=1,
@@ -702,7 +708,7 @@ _FORWARD_CENTRED = cut_choice(
     {
         2048: Cut(threads=128, width=2048),
         12288: Cut(threads=256, width=8192),
-        65536: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
         262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
         _ANY: Cut(threads=128, width=4096, programs=4, stages=3, shared=True),
     },
@@ -721,9 +727,7 @@ _FORWARD_CENTRED = cut_choice(
         14336: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
         16384: Cut(threads=256, width=8192, resident=3),
         20480: Cut(threads=512, width=16384, resident=2),
-        131072: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
-        155648: Cut(threads=64, width=4096, programs=6, stages=2, shared=True),
-        262144: Cut(threads=128, width=8192, programs=3, stages=2, shared=True),
+        262144: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
         _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
     parts=True,
@@ -747,7 +751,7 @@ _BACKWARD = cut_choice(
     _BACKWARD_WHOLE
     | {
         16384: _BACKWARD_NARROW,
-        65536: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
+        131072: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
         _ANY: _BACKWARD_WIDE,
     },
     whole=_PERSISTENT,
@@ -756,8 +760,8 @@ _BACKWARD = cut_choice(
     | {
         6144: _BACKWARD_HALF_NARROW,
         7168: _BACKWARD_HALF_NARROW,
-        32768: _BACKWARD_HALF_NARROW,
-        131072: Cut(threads=64, width=2048, programs=6, stages=2, shared=True),
+        131072: _BACKWARD_HALF_NARROW,
+        262144: Cut(threads=64, width=2048, programs=6, stages=2, shared=True),
         _ANY: Cut(threads=128, width=4096, programs=3, stages=2, shared=True),
     },
 )
@@ -770,8 +774,7 @@ _BACKWARD_ADD = cut_choice(
     half=_BACKWARD_WHOLE_HALF
     | {
         32768: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
-        65536: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
-        131072: Cut(threads=256, width=4096, programs=2, stages=3, shared=True),
+        131072: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
         _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
     },
 )
@@ -792,9 +795,8 @@ _BACKWARD_CENTRED = cut_choice(
         7168: Cut(threads=512, width=8192, programs=1, stages=4),
         8192: Cut(threads=256, width=8192, programs=1, stages=3),
         16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
-        32768: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
-        65536: Cut(threads=64, width=2048, programs=4, stages=3, shared=True),
-        131072: Cut(threads=128, width=4096, programs=2, stages=3, shared=True),
+        131072: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
+        163840: Cut(threads=64, width=2048, programs=4, stages=3, shared=True),
         _ANY: Cut(threads=256, width=8192, programs=1, stages=3, shared=True),
     },
 )

@@ -640,7 +640,7 @@ _FORWARD = cut_choice(
         12288: Cut(threads=256, width=8192, resident=3),
         16384: Cut(threads=256, width=16384, resident=3),
         20480: Cut(threads=512, width=16384, resident=2),
-        98304: Cut(threads=32, width=2048, programs=12, stages=3, shared=True),
+        262144: Cut(threads=32, width=2048, programs=12, stages=3, shared=True),
         _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
     parts=True,
@@ -651,7 +651,8 @@ _BACKWARD_USUAL = {
     4096: Cut(threads=128, width=4096),
     8192: Cut(threads=256, width=8192),
     16384: Cut(threads=512, width=16384),
-    131072: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
+    65536: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
+    131072: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
     262144: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
     _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
 }
@@ -664,7 +665,7 @@ _BACKWARD = cut_choice(
     half=_BACKWARD_USUAL
     | {
         65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
-        131072: Cut(threads=128, width=4096, programs=3, stages=3, shared=True),
+        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
         262144: _BACKWARD_USUAL[_ANY],
     },
 )

@@ -256,7 +256,7 @@ class Piece(NamedTuple):
 # the fewest threads without columns does, and of several the first. As measured with 29 widths from
 # 8,200 to 262,144 columns (docs/cuda-kernels.md).
 THROUGH_MEMORY: Final = range(8193, 262145)
-RMS_PIECES: Final = (Piece(32, 4, 10), Piece(256, 4, 2), Piece(256, 3, 2))
+RMS_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 4))
 ADDED_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 3))
 LAYER_PIECES: Final = (Piece(32, 4, 10), Piece(64, 4, 5))
 MOST_PIECES: Final = 128
