@@ -49,8 +49,12 @@ def launch() -> None:
 def check(cases: list[dict[str, Any]]) -> None:
     """The sums over the programs may start early, and wait for what they add up.
 
-    Of whole rows, single numbers are read where a row is summed once, and nowhere else.
+    Of whole rows, single numbers are read where a row is summed once, and nowhere else. Of rows in
+    more pieces than a warp has lanes, a lane waits for several sums at once.
     """
+    for kernel, most in (("_forward_shared", 2), ("_backward_shared", 4)):  # 64 pieces, 128
+        words = {it for case in cases if case["kernel"] == kernel for it in case["words"]}
+        assert max(words) == most, (kernel, words)
     once = f"({flagos._forward_rows.arg_names.index('ONCE')},): True"
     rows = [case for case in cases if case["kernel"] == "_forward_rows"]
     for case in rows:
