@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import types
 from typing import Any
 
 import pytest
@@ -51,3 +52,24 @@ def test_the_arguments_of_a_launch_lie_where_the_kernel_looks_for_them(
     assert config.attributes == ctypes.addressof(prepared.attributes)
     assert config.attribute_count == 2
     assert list(prepared.attributes[0].value[:3]) == [4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("found", "there"),
+    [({"cuLaunchKernelEx": None}, True), ({"cuLaunchKernel": None}, False), (None, False)],
+    ids=["NVIDIA's", "another's", "none"],
+)
+def test_a_driver_is_there_that_launches_as_nvidias_does(
+    found: dict[str, Any] | None, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def driver() -> Any:
+        if found is None:
+            raise OSError("nvcuda.dll")
+        return types.SimpleNamespace(**found)
+
+    monkeypatch.setattr(_driver, "_driver", driver)
+    _driver.is_there.cache_clear()
+    try:
+        assert _driver.is_there() is there
+    finally:
+        _driver.is_there.cache_clear()

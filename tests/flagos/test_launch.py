@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import struct
+import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -14,6 +16,7 @@ import torch
 import triton
 from stub_driver import StubDriver
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 
 from transformer_engine_fl.backends import _driver, _repeats
 from transformer_engine_fl.backends.flagos import _launch, _rows
@@ -85,11 +88,13 @@ class StubKernel:
 
     Attributes:
         packed_metadata: its warps, programs of a cluster and bytes of shared memory.
+        target: what it is compiled for.
         types: of parameters by which place, where Triton has others.
     """
 
     arg_names: tuple[str, ...] = ("a_ptr", "b_ptr", "n", "BLOCK")
-    packed_metadata: tuple[int, int, int] = (4, 1, 1024)
+    packed_metadata: tuple[int, ...] = (4, 1, 1024)
+    target = GPUTarget("cuda", 90, 32)
     types: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, log: Log, launcher: type[Launcher] = Launcher) -> None:
@@ -105,6 +110,7 @@ class StubKernel:
             compiled.module = None  # nothing to unload
             compiled._run, compiled.name = self.launcher(), "stub"
             compiled.function, compiled.packed_metadata = options["BLOCK"], self.packed_metadata
+            compiled.metadata = types.SimpleNamespace(target=self.target)
             kinds = [*map(kind, args), None]
             types_of = {str(place): signature(it) for place, it in enumerate(kinds)}
             compiled.src = types.SimpleNamespace(signature=types_of | self.types)
@@ -134,6 +140,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     noted = Log()
     found = types.SimpleNamespace(cuLaunchKernelEx=noted.driver.launch)
     monkeypatch.setattr(_driver, "_driver", lambda: found)
+    monkeypatch.setattr(_launch, "is_there", lambda: True)
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     monkeypatch.setattr(_launch._DirectLaunches, "allowed", True)
     monkeypatch.setattr(_launch, "limits", lambda device: _launch.Limits(2, 1 << 16, 32, 65536))
@@ -548,6 +555,38 @@ def test_what_the_driver_is_not_known_to_take_stays_tritons(
     assert log == 2 * ["on 1", "ordinary", "back"]
 
 
+@pytest.mark.parametrize("target", [GPUTarget("cuda", 90, 64), GPUTarget("other", 1, 32)], ids=str)
+def test_what_is_compiled_for_another_makers_device_is_its_tritons_to_launch(
+    target: GPUTarget, log: Log
+) -> None:
+    kernel, a = StubKernel(log), torch.zeros(64)
+    kernel.target, kernel.packed_metadata = target, (4, 1, 1024, 7)
+    launch = _launch.Launch(kernel, torch.device("cuda:1"), threads=128, BLOCK=8)
+    for _ in range(2):
+        launch((5, 1), (a, a), (3,))
+    assert log == 2 * ["on 1", "ordinary", "back"]
+
+
+def test_without_nvidias_driver_triton_launches(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "is_there", lambda: False)
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    a = torch.zeros(64)
+    for _ in range(2):
+        launch((5, 1), (a, a), (3,))
+    assert log == 2 * ["on 1", "ordinary", "back"]
+
+
+def test_a_number_that_is_too_large_is_no_reason_to_run_another_kernel(log: Log) -> None:
+    """One that writes its arguments may have launched another before."""
+    launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
+    a = torch.zeros(64)
+    launch((5, 1), (a, a), (3,))
+    with pytest.raises(struct.error):
+        launch((5, 1), (a, a), (2**64,))
+    with pytest.raises(struct.error):
+        launch((2**32, 1), (a, a), (3,))
+
+
 def test_launches_are_ordinary_when_asked_for_or_watched(log: Log) -> None:
     launch = _launch.Launch(StubKernel(log), torch.device("cuda:1"), threads=128, BLOCK=8)
     a = torch.zeros(64)
@@ -599,3 +638,16 @@ def test_a_launch_is_on_the_current_stream_and_can_be_captured(device: str) -> N
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(output, flagos.rmsnorm_fwd(x, weight)[0])
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_not_used_the_device_starts_kernels(device: str) -> None:
+    x, weight = torch.randn(64, 512, device=device), torch.randn(512, device=device)
+    for _ in range(_repeats.CALLS_BEFORE + 1):
+        expected, _ = flagos.rmsnorm_fwd(x, weight)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(flagos.rmsnorm_fwd(x, weight)[0]))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(found[0], expected)

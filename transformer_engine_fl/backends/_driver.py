@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import torch
 
-from transformer_engine_fl.core.errors import NotSupportedError, TeFlError
+from transformer_engine_fl.core.errors import TeFlError
 
-__all__ = ["Function", "Geometry", "LaunchError", "Prepared", "bind_context", "call"]
+__all__ = ["Function", "Geometry", "LaunchError", "Prepared", "bind_context", "call", "is_there"]
 
 
 class LaunchError(TeFlError, RuntimeError):
@@ -106,6 +106,15 @@ def _driver() -> ctypes.CDLL:
     except OSError:
         library = ctypes.CDLL("nvcuda.dll")
     return library
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether this machine has a driver that launches as NVIDIA's does."""
+    try:
+        return hasattr(_driver(), "cuLaunchKernelEx")
+    except OSError:
+        return False
 
 
 def _describe(code: int) -> str:
@@ -203,17 +212,14 @@ class Function:
             values: the kernel's arguments: addresses and numbers.
 
         Raises:
-            NotSupportedError: a number is larger than the kernel's parameter.
+            struct.error: a number is larger than the kernel's parameter, or the grid.
             LaunchError: the driver refused.
         """
         try:
             prepared = self._idle.pop()
         except IndexError:
             prepared = Prepared(self._geometry, self._function)
-        try:
-            prepared.pack_into(prepared.buffer, prepared.start, *values)
-        except struct.error as error:
-            raise NotSupportedError(f"{self.name}: a size is too large: {error}") from error
+        prepared.pack_into(prepared.buffer, prepared.start, *values)
         stream = self._stream(self.device)
         _BEGIN(prepared.buffer, 0, blocks, rows_of_blocks, prepared.behind_grid, stream)
         if code := self._launch(*prepared.arguments):

@@ -36,7 +36,7 @@ from triton.runtime import _allocation
 from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._allocation import quickest
 from transformer_engine_fl.backends._arguments import extent
-from transformer_engine_fl.backends._driver import Function, Geometry
+from transformer_engine_fl.backends._driver import Function, Geometry, is_there
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
 
@@ -254,11 +254,15 @@ def _given(kinds: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
 
 
 def _started(compiled: Any, device: int) -> _Started | None:
-    """None if Triton does more to start it than is known here, as to instrument it."""
-    run = compiled.run
-    warps, clustered, shared = compiled.packed_metadata
+    """How to start it on a device, or None: that is not NVIDIA's, Triton does more for that than is
+    known here, as to instrument it, or its parameters are of other types.
+    """
+    run, target = compiled.run, compiled.metadata.target
     watched = getattr(run, "profile_scratch_size", 1) or getattr(run, "gsan_enabled", False)
-    if watched or clustered != 1 or shared > _MOST_SHARED:
+    if watched or (target.backend, target.warp_size) != ("cuda", _WARP_SIZE) or not is_there():
+        return None
+    warps, clustered, shared = compiled.packed_metadata
+    if clustered != 1 or shared > _MOST_SHARED:
         return None
     try:
         kinds = tuple(map(_kind, compiled.src.signature.values()))

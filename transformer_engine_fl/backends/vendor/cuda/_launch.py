@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,6 +30,7 @@ from transformer_engine_fl.backends.vendor.cuda._compile import (
     architecture,
     cubin,
 )
+from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
 __all__ = ["Geometry", "Kernel", "LaunchError", "Limits", "limits", "load"]
@@ -101,7 +103,11 @@ class Kernel(Function):
     def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
         """Put the kernel on torch's current stream of its device.
 
-        The same arguments, and errors, as :meth:`start`.
+        The same arguments as :meth:`start`.
+
+        Raises:
+            NotSupportedError: a number is larger than the kernel's parameter.
+            LaunchError: the driver refused.
         """
         if self._device_now() != self.device:
             with torch.cuda.device(self.device):
@@ -109,7 +115,10 @@ class Kernel(Function):
         if _repeats.active is not None:
             told = map(_told, self._geometry.arguments, values)
             _repeats.note(self, blocks, rows_of_blocks, *told)
-        return self.start(blocks, rows_of_blocks, *values)
+        try:
+            return self.start(blocks, rows_of_blocks, *values)
+        except struct.error as error:
+            raise NotSupportedError(f"{self.name}: a size is too large: {error}") from error
 
     def statements(
         self, name: Callable[[Any], str], blocks: int, rows_of_blocks: int, *values: Any
