@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import Any
 
+import direct_launches
 import grouped_calls
 import pytest
 import torch
@@ -358,12 +359,7 @@ def one_and_grouped(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.gpu
 def test_direct_and_ordinary_launches_give_the_same_bytes(device: str) -> None:
     A, B = operands("bfloat16", device, sizes=(1024, 2048, 512))
-    run = functools.partial(one_and_grouped, A, B)
-    run()
-    direct = run()
-    with _launch.ordinary_launches():
-        ordinary = run()
-    assert all(map(torch.equal, direct, ordinary))
+    direct_launches.check(functools.partial(one_and_grouped, A, B))
 
 
 @pytest.mark.gpu

@@ -339,7 +339,7 @@ def _quick(
         mask=_ALIGNMENT_MASK,
         watched=_WATCHED.format_map({name: name for name in _WATCHING}),
         index=index,
-        arguments=", ".join(_given(ready.kinds, (*pointers, *_places(numbers)))) or "*()",
+        arguments=", ".join(_given(ready.kinds, (*pointers, *_places(numbers)))),
     )
     namespace = {**_WATCHING, "torch": torch._C, "start": ready.function.start}
     exec(compile(source, "<quick launch>", "exec"), namespace)
