@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from transformer_engine_fl.cli._output import fitted
+
 OPERATORS = {"rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"}
 
 LOADED = """
@@ -18,7 +20,8 @@ from transformer_engine_fl.cli import main
 try:
     main(["list"])
 finally:
-    print([name for name in ("torch", "triton", "cuda") if name in sys.modules], file=sys.stderr)
+    slow = ("torch", "triton", "cuda", "pydantic", "rich")
+    print([name for name in slow if name in sys.modules], file=sys.stderr)
 """
 
 
@@ -43,7 +46,7 @@ def test_answers_in_half_a_second(te_fl_process):
     assert min(taken) < 0.5, taken
 
 
-def test_loads_neither_torch_nor_a_compiler(te_fl_process):
+def test_loads_neither_torch_nor_a_compiler_nor_what_draws_tables(te_fl_process):
     ran = te_fl_process(program=LOADED)
     assert "reference.torch" in ran.out
     assert ran.err.strip() == "[]"
@@ -141,6 +144,27 @@ def test_text_fits_a_narrow_terminal_and_is_not_cut(te_fl, arguments):
     assert max(map(len, ran.out.splitlines())) <= 80
     assert "…" not in ran.out
     assert "reference.torch" in ran.out
+
+
+def test_reasons_are_broken_into_lines_at_spaces(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    reason = "default.flagos is not available: " + "the device-side library is too old, " * 3
+    lines = fitted(f"{reason}\nsee its page").splitlines()
+    assert max(map(len, lines)) <= 70
+    assert " ".join(lines[:-1]) == reason.strip()
+    assert lines[-1] == "see its page"
+
+
+def test_a_command_that_is_misspelt_is_told_the_nearest(te_fl):
+    ran = te_fl("verfy")
+    assert ran.code == 2
+    assert "Did you mean 'verify'?" in ran.err
+
+
+def test_help_names_every_command(te_fl):
+    ran = te_fl("--help")
+    named = {line.split()[0] for line in ran.out.partition("Commands:\n")[2].splitlines()}
+    assert {"list", "explain", "doctor", "verify", "tune", "new-plugin", "demo"} <= named
 
 
 def test_no_column_is_lost_on_a_terminal_that_is_too_narrow(te_fl):

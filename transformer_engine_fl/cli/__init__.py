@@ -9,31 +9,66 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from transformer_engine_fl import __version__
-from transformer_engine_fl.cli import doctor, explain, listing, verify
 from transformer_engine_fl.cli._output import console
-from transformer_engine_fl.cli.demo import command as demo
-from transformer_engine_fl.cli.new_plugin import new_plugin
-from transformer_engine_fl.cli.tune import command as tune
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, UnknownOperatorError
 
 __all__ = ["app", "main"]
 
+COMMANDS = {
+    "list": "listing:list_operators",
+    "explain": "explain:explain",
+    "doctor": "doctor:doctor",
+    "verify": "verify:verify",
+    "tune": "tune.command:tune",
+    "new-plugin": "new_plugin:new_plugin",
+    "demo": "demo.command:demo",
+}
+"""Command -> where it is, as module:function; a module is loaded when its command is asked for."""
+
+OPTIONS: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+    # typer's own --help has no default, and typer loads pydantic to make a bool of none: a
+    # quarter of what `te-fl list` took.
+    "context_settings": {"default_map": {"help": False}},
+}
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:  # all: one was meant
+            if name not in self.commands:
+                self.commands[name] = self._load(name)
+        return self.commands.get(cmd_name)
+
+    def _load(self, name: str) -> Any:
+        module, _, function = COMMANDS[name].partition(":")
+        alone = typer.Typer(**OPTIONS)
+        alone.command(name)(getattr(importlib.import_module(f"{__name__}.{module}"), function))
+        return typer.main.get_command(alone)
+
+
 app = typer.Typer(
     name="te-fl",
     help="Operator dispatch for transformer models: what there is, who serves, and why.",
+    cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    **OPTIONS,
 )
 
 
@@ -53,15 +88,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-app.command("list")(listing.list_operators)
-app.command("explain")(explain.explain)
-app.command("doctor")(doctor.doctor)
-app.command("verify")(verify.verify)
-app.command("tune")(tune.tune)
-app.command("new-plugin")(new_plugin)
-app.command("demo")(demo.demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,18 +10,22 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 __all__ = [
     "Json",
     "as_json",
     "console",
+    "fitted",
     "long_table",
     "named",
     "print_json",
@@ -73,6 +77,8 @@ def console(*, stderr: bool = False) -> Console:
     Results are never laid out for fewer than ``NARROWEST`` columns: a table that has no room
     loses whole columns, where a terminal that is narrower wraps lines.
     """
+    from rich.console import Console
+
     made = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not stderr and made.width < NARROWEST:
         made.width = NARROWEST
@@ -139,6 +145,8 @@ def table(
         numbers: headings of the columns to align at the right.
         wrapped: headings of the columns that may be broken into lines.
     """
+    from rich.table import Table
+
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for heading in headings:
         made.add_column(
@@ -159,7 +167,8 @@ def long_table(
     """A plain table of hundreds of rows that fits the terminal's width.
 
     A first cell for which the terminal has no room has a line of its own, above its row.
-    :func:`table` looks at each cell in several passes: a tenth of a second at 400 rows.
+    :func:`table` looks at each cell in several passes, and rich is loaded first: a fifth of a
+    second at 400 rows.
 
     Args:
         headings: of the columns.
@@ -167,7 +176,7 @@ def long_table(
         numbers: headings of the columns to align at the right; not the first.
     """
     first, *widths = (max(map(len, column)) for column in zip(headings, *rows, strict=True))
-    room = console().width - sum(2 + width for width in widths)
+    room = _columns() - sum(2 + width for width in widths)
     sides = [">" if heading in numbers else "<" for heading in headings[1:]]
     lines = []
     for name, *cells in (headings, *rows):
@@ -179,6 +188,25 @@ def long_table(
         )
         lines.append("  ".join((name.ljust(min(first, room)), *aligned)).rstrip())
     return "\n".join(lines)
+
+
+def fitted(text: str) -> str:
+    """Text broken at spaces into lines that fit the terminal's width."""
+    wrapped = (
+        textwrap.wrap(line, _columns(), break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
+    return "\n".join("\n".join(lines) for lines in wrapped)
+
+
+def _columns() -> int:
+    """Columns to lay out for: the terminal's, also where stdout is a pipe, as rich finds them."""
+    stated = os.environ.get("COLUMNS", "")
+    found = [int(stated)] if stated.isdigit() else []
+    for stream in range(3):
+        with contextlib.suppress(OSError):  # no terminal, or closed
+            found.append(os.get_terminal_size(stream).columns)
+    return max(NARROWEST, next(filter(None, found), 80))
 
 
 def named(names: Collection[str], whole: int) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from transformer_engine_fl.cli._output import Json, console, long_table, print_json, reasons
+from transformer_engine_fl.cli._output import Json, fitted, long_table, print_json, reasons
 from transformer_engine_fl.core.discovery import find_sources
 from transformer_engine_fl.core.manager import OpManager
 from transformer_engine_fl.core.registry import Entry
@@ -98,14 +98,14 @@ def _sources(manager: OpManager) -> list[dict[str, Any]]:
 
 
 def _show(document: dict[str, Any]) -> None:
-    out = console()
     headings = ("operator", "implementation", "kind", "vendor", "priority", "available")
     rows = [row for operator in document["operators"] for row in _rows(operator)]
     typer.echo(long_table(headings, rows))
     for line in (*_reasons(document), *_plugins(document)):
-        out.print(line)
+        typer.echo(fitted(line))
     if not document["probed"]:
-        out.print("available: not asked; `te-fl list --probe` loads plugins and asks the devices")
+        asked_by = "`te-fl list --probe` loads plugins and asks the devices"
+        typer.echo(fitted(f"available: not asked; {asked_by}"))
 
 
 def _rows(operator: dict[str, Any]) -> Iterator[tuple[str, ...]]:
