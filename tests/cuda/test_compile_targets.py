@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -40,12 +41,19 @@ Sources = dict[_compile.Specialisation, Geometry]
 
 
 @pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for the whole run, in whichever process: several tests ask for the same kernels."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the whole run, in whichever process: several tests ask for the same kernels."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "compiled"))
+    made = folder / "compiled"
+    made.mkdir(exist_ok=True)
+    return made
+
+
+@pytest.fixture
+def cache(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared))
 
 
 def _families() -> Iterator[tuple[str, ModuleType]]:
@@ -113,7 +121,7 @@ Dump = Callable[[_compile.Specialisation, str], str]
 
 
 @pytest.fixture
-def dump(tmp_path: Path) -> Dump:
+def dump(shared: Path, tmp_path: Path) -> Dump:
     """Compiles a kernel for Hopper and gives what the disassembler says of it."""
     triton = pytest.importorskip("triton", reason="its wheel has the disassembler")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -122,8 +130,14 @@ def dump(tmp_path: Path) -> Dump:
     file = tmp_path / "kernel.cubin"
 
     def said(source: _compile.Specialisation, what: str) -> str:
-        file.write_bytes(_compile.cubin(source, "sm_90a"))
-        return subprocess.check_output([tool, f"--dump-{what}", file], text=True)
+        code = _compile.cubin(source, "sm_90a")
+        kept = shared / f"{hashlib.sha256(code).hexdigest()}.{what}"
+        if not kept.exists():
+            file.write_bytes(code)
+            written = tmp_path / kept.name
+            written.write_bytes(subprocess.check_output([tool, f"--dump-{what}", file]))
+            written.replace(kept)  # whole, whoever else reads or writes it
+        return kept.read_text()
 
     return said
 
