@@ -167,8 +167,8 @@ def long_table(
     """A plain table of hundreds of rows that fits the terminal's width.
 
     A first cell for which the terminal has no room has a line of its own, above its row.
-    :func:`table` looks at each cell in several passes, and rich is loaded first: a fifth of a
-    second at 400 rows.
+    :func:`table` looks at each cell in several passes, a tenth of a second at 400 rows, and
+    loads rich.
 
     Args:
         headings: of the columns.
