@@ -19,6 +19,7 @@ import pytest
 import torch
 from cuda_binaries import DEVICES, own_shared_bytes
 
+from transformer_engine_fl.backends._disk_cache import DiskCache
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _compile
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
@@ -41,19 +42,12 @@ Sources = dict[_compile.Specialisation, Geometry]
 
 
 @pytest.fixture
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the whole run, in whichever process: several tests ask for the same kernels."""
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the whole run, in whichever process: several tests ask for the same kernels."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    made = folder / "compiled"
-    made.mkdir(exist_ok=True)
-    return made
-
-
-@pytest.fixture
-def cache(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "compiled"))
 
 
 def _families() -> Iterator[tuple[str, ModuleType]]:
@@ -120,8 +114,11 @@ def test_every_family_of_kernels_says_which_shapes_are_benchmarked() -> None:
 Dump = Callable[[_compile.Specialisation, str], str]
 
 
+DUMPS = DiskCache("dumps", "what the disassembler says")
+
+
 @pytest.fixture
-def dump(shared: Path, tmp_path: Path) -> Dump:
+def dump(cache: None, tmp_path: Path) -> Dump:
     """Compiles a kernel for Hopper and gives what the disassembler says of it."""
     triton = pytest.importorskip("triton", reason="its wheel has the disassembler")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -131,13 +128,13 @@ def dump(shared: Path, tmp_path: Path) -> Dump:
 
     def said(source: _compile.Specialisation, what: str) -> str:
         code = _compile.cubin(source, "sm_90a")
-        kept = shared / f"{hashlib.sha256(code).hexdigest()}.{what}"
-        if not kept.exists():
+        name = f"{hashlib.sha256(code).hexdigest()}.{what}"
+        text = DUMPS.read(name)
+        if text is None:
             file.write_bytes(code)
-            written = tmp_path / kept.name
-            written.write_bytes(subprocess.check_output([tool, f"--dump-{what}", file]))
-            written.replace(kept)  # whole, whoever else reads or writes it
-        return kept.read_text()
+            text = subprocess.check_output([tool, f"--dump-{what}", file])
+            DUMPS.write(name, text)
+        return text.decode()
 
     return said
 

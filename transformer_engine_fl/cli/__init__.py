@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import io
 import os
 import sys
@@ -22,6 +21,7 @@ from typer.core import TyperGroup
 from transformer_engine_fl import __version__
 from transformer_engine_fl.cli._output import console
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError, UnknownOperatorError
+from transformer_engine_fl.core.late import load_attribute
 
 __all__ = ["app", "main"]
 
@@ -57,9 +57,8 @@ class _Commands(TyperGroup):
         return self.commands.get(cmd_name)
 
     def _load(self, name: str) -> Any:
-        module, _, function = COMMANDS[name].partition(":")
         alone = typer.Typer(**OPTIONS)
-        alone.command(name)(getattr(importlib.import_module(f"{__name__}.{module}"), function))
+        alone.command(name)(load_attribute(f"{__name__}.{COMMANDS[name]}"))
         return typer.main.get_command(alone)
 
 

@@ -79,10 +79,8 @@ def console(*, stderr: bool = False) -> Console:
     """
     from rich.console import Console
 
-    made = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if not stderr and made.width < NARROWEST:
-        made.width = NARROWEST
-    return made
+    width = None if stderr else _columns()
+    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def print_json(document: Any) -> None:
@@ -192,11 +190,11 @@ def long_table(
 
 def fitted(text: str) -> str:
     """Text broken at spaces into lines that fit the terminal's width."""
-    wrapped = (
-        textwrap.wrap(line, _columns(), break_long_words=False, break_on_hyphens=False)
+    width = _columns()
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
         for line in text.splitlines()
     )
-    return "\n".join("\n".join(lines) for lines in wrapped)
 
 
 def _columns() -> int:
