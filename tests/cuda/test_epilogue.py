@@ -70,6 +70,44 @@ def test_groups_with_several_long_rows_leave_one_amax_each(
         check("layernorm_fwd_quantize", x, weight, weight, scale=scale, format=format)
 
 
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    # a warp; whole warps that fill their vectors, as many as no power of two; and that do not;
+    # two vectors side by side, of one row and of several; a cluster
+    [
+        (256, 9),
+        (512, 9),
+        (1280, 5),
+        (1504, 5),
+        (2048, 5),
+        (4096, 5),
+        (5120, 5),
+        (6128, 3),
+        (20480, 3),
+    ],
+)
+@pytest.mark.parametrize("format", ["per_tensor", "block_1x128", "mxfp8"])
+@pytest.mark.parametrize("op", ["rmsnorm_fwd_quantize", "layernorm_fwd_quantize"])
+def test_norms_of_every_width(
+    op: str, format: str, columns: int, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
+    monkeypatch.setattr(normalization, "_forwards", Plans())
+    scale = torch.tensor([3.0], device=device) if format == "per_tensor" else None
+    weight, bias = values(columns, device=device), values(columns, device=device, seed=2)
+    parameters = (weight, bias) if op.startswith("layer") else (weight,)
+    x = values(rows, columns, device=device, seed=3)
+    check(op, x, *parameters, scale=scale, format=format)
+
+
+@pytest.mark.parametrize("columns", [2048, 8192])
+def test_two_vectors_of_a_row_with_a_residual_are_cast_side_by_side(
+    columns: int, device: str
+) -> None:
+    x, residual = values(3, columns, device=device), values(3, columns, device=device, seed=2)
+    check("rmsnorm_fwd_add_quantize", x, residual, values(columns, device=device), format="mxfp8")
+
+
 @pytest.mark.parametrize("format", ["per_tensor", "mxfp8"])
 def test_norms_of_rows_that_do_not_stay_on_the_chip(
     format: str, device: str, monkeypatch: pytest.MonkeyPatch

@@ -232,15 +232,6 @@ def test_long_rows_keep_their_parameters_and_have_others_under_way(centred: bool
     assert streamed == ({65536, 131072, 262144} if centred else {131_080, 262144})
 
 
-def test_a_layer_norm_that_is_cast_has_rows_under_way_from_shorter_ones_on() -> None:
-    low = torch.bfloat16
-    for columns, kernel in ((4096, "forward"), (4104, "forward_stream")):
-        key = normalization.ForwardKey(
-            columns, 8, low, low, low, low, True, False, cast=normalization.Cast(None, True)
-        )
-        assert normalization.forward_source(key, HOPPER)[0].kernel == kernel
-
-
 @pytest.mark.parametrize(
     ("columns", "centred", "ahead"),
     [(4096, True, 1), (4104, True, 0), (16384, True, 0), (4104, False, 1), (16384, False, 1)],
@@ -508,6 +499,8 @@ def test_a_longer_layer_norm_gives_a_thread_more_vectors_and_registers(
         (131072, False, (256, 4, 16, 3)),
         (131_080, False, None),
         (1024, True, (64, 1, 2, 24)),
+        (1280, True, (64, 1, 3, 20)),
+        (2048, True, (64, 1, 4, 20)),
         (4096, True, None),
         (5120, True, (128, 1, 5, 8)),
         (8192, True, None),
@@ -627,31 +620,87 @@ def test_which_forwards_exchange_through_memory() -> None:
     assert not found
 
 
+def _cast(kind: str) -> normalization.Cast:
+    """What a kernel leaves: codes of that format, or only what a later cast needs."""
+    if kind in ("statistics", "amax"):
+        return normalization.Cast(None, kind == "amax")
+    recipe = next(it for it in _casting.recipes() if it.form is FORMATS[kind] and not it.columnwise)
+    return normalization.Cast(recipe, recipe.form.by_tensor)
+
+
 @pytest.mark.parametrize(
-    ("format", "columns", "centred", "added", "dtype", "streamed"),
-    [
-        ("mxfp8", 8192, False, False, torch.bfloat16, False),
-        ("mxfp8", 8224, False, False, torch.bfloat16, True),
-        ("mxfp8", 8192, True, False, torch.bfloat16, True),
-        ("mxfp8", 8192, False, True, torch.bfloat16, True),
-        ("mxfp8", 4096, False, False, torch.float32, True),
-        ("nvfp4", 8192, False, False, torch.bfloat16, True),
-        ("per_tensor", 8192, False, False, torch.bfloat16, False),
-        ("per_tensor", 8208, False, False, torch.bfloat16, True),
-        ("per_tensor", 8192, True, False, torch.bfloat16, True),
+    ("kind", "columns", "norm", "spread"),
+    [  # lanes, vectors of a thread, blocks of a row and of a multiprocessor, columns side by side
+        ("per_tensor", 248, "rms", None),
+        ("per_tensor", 256, "rms", (32, 1, 1, 16, 8)),
+        ("per_tensor", 2048, "rms", (64, 4, 1, 8, 8)),
+        ("per_tensor", 4096, "rms", None),
+        ("per_tensor", 5120, "rms", (256, 3, 1, 2, 8)),
+        ("amax", 5120, "rms", (256, 3, 1, 2, 8)),
+        ("per_tensor", 8192, "rms", None),
+        ("per_tensor", 16384, "rms", (512, 4, 1, 1, 8)),
+        ("per_tensor", 32768, "rms", (512, 4, 2, 2, 8)),
+        ("mxfp8", 512, "rms", (32, 2, 1, 16, 8)),
+        ("mxfp8", 1024, "rms", None),
+        ("mxfp8", 4096, "rms", None),
+        ("mxfp8", 5120, "rms", (160, 4, 1, 3, 16)),
+        ("nvfp4", 8192, "rms", None),
+        ("block_1x128", 12288, "rms", (384, 4, 1, 1, 16)),
+        ("mxfp8", 32768, "rms", (512, 4, 2, 1, 8)),
+        ("per_tensor", 1024, "layer", (32, 4, 1, 16, 8)),
+        ("per_tensor", 4096, "layer", (128, 4, 1, 4, 8)),
+        ("amax", 7168, "layer", (224, 4, 1, 2, 8)),
+        ("mxfp8", 2048, "layer", (64, 4, 1, 8, 16)),
+        ("mxfp8", 7168, "layer", (224, 4, 1, 2, 16)),
+        ("mxfp8", 6136, "layer", (192, 4, 1, 2, 8)),
+        ("mxfp8", 32768, "layer", (512, 4, 2, 1, 8)),
+        ("statistics", 8192, "layer", None),
+        ("statistics", 32768, "layer", (512, 4, 2, 1, 8)),
+        ("per_tensor", 1024, "added", (32, 4, 1, 16, 8)),
+        ("mxfp8", 1024, "added", None),
+        ("per_tensor", 16384, "added", None),
+        ("mxfp8", 32768, "added", (512, 4, 2, 1, 8)),
     ],
 )
-def test_of_casts_float8_with_gamma_alone_leaves_8192_columns_to_a_block(
-    format: str, columns: int, centred: bool, added: bool, dtype: torch.dtype, streamed: bool
+def test_which_rows_that_are_cast_follow_each_other(
+    kind: str, columns: int, norm: str, spread: tuple[int, ...] | None
 ) -> None:
-    (recipe, *_) = (
-        it for it in _casting.recipes() if it.form is FORMATS[format] and not it.columnwise
+    low = torch.bfloat16
+    key = normalization.ForwardKey(
+        columns, 8, *(low,) * 4, norm == "layer", False, norm == "added", _cast(kind)
     )
-    cast = normalization.Cast(recipe, recipe.form.by_tensor)
-    same = (dtype,) * 4
-    key = normalization.ForwardKey(columns, 8, *same, centred, False, added, cast)
-    kernel = normalization.forward_source(key, HOPPER)[0].kernel
-    assert (kernel == "forward_stream") == streamed
+    source, geometry, *_ = normalization.forward_source(key, HOPPER)
+    defines = dict(source.defines)
+    if spread is None:
+        assert source.kernel == "forward"
+    else:
+        assert source.kernel == "forward_stream"
+        named = ("LANES", "VECS", "CLUSTER", "BLOCKS", "SPAN")
+        assert tuple(defines[name] for name in named) == spread
+        together = int(defines["BLOCKS"]) * (geometry.shared_bytes + 1024)
+        assert together <= HOPPER.shared_per_multiprocessor
+    assert normalization.forward_source(key, ADA)[0].kernel == "forward" or columns > 16384
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "dtype", "span"),
+    [
+        ("mxfp8", 4096, torch.bfloat16, 16),
+        ("block_1x128", 2048, torch.float16, 16),
+        ("per_tensor", 4096, torch.bfloat16, 8),  # no scales that several threads share
+        ("mxfp8", 3072, torch.bfloat16, 8),  # three vectors
+        ("mxfp8", 1024, torch.bfloat16, 8),  # within a warp
+        ("mxfp8", 4096, torch.float32, 4),
+    ],
+)
+def test_two_vectors_of_a_row_in_shared_memory_are_cast_side_by_side(
+    kind: str, columns: int, dtype: torch.dtype, span: int
+) -> None:
+    key = normalization.ForwardKey(
+        columns, 16 // dtype.itemsize, *(dtype,) * 4, False, False, cast=_cast(kind)
+    )
+    source, *_ = normalization.forward_source(key, HOPPER)
+    assert (source.kernel, dict(source.defines)["SPAN"]) == ("forward", span)
 
 
 class Unloaded:

@@ -39,7 +39,8 @@ def bits(source: Specialisation) -> tuple[int, int]:
     if source.kernel in ("forward", "forward_stream") and not defines["ADDED"]:
         if defines["CAST"] == 2:  # statistics alone
             return 128, 0
-        return 128, 0 if defines["KIND"] == "e2m1" else 64
+        bits = int(defines["SPAN"]) * (4 if defines["KIND"] == "e2m1" else 8)
+        return 128, bits if bits >= 64 else 0
     if source.kernel == "cast_rows" and defines["KIND"] == "e2m1":
         return 128, 64
     return 128, 128

@@ -70,11 +70,12 @@ using Slots = Row::Slots<T>;
 
 #ifndef KERNEL_backward_columns
 
-__device__ __forceinline__ void decode_gamma(const Vec<TW, VEC>& stored, A (&gamma)[VEC]) {
+template <int N>
+__device__ __forceinline__ void decode_gamma(const Vec<TW, N>& stored, A (&gamma)[N]) {
   decode(stored, gamma);
   if constexpr (ZERO_CENTRED) {
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) gamma[i] += 1;
+    for (int i = 0; i < N; ++i) gamma[i] += 1;
   }
 }
 
@@ -114,8 +115,10 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
 
 #ifndef KERNEL_forward_wide
 
-// What is reduced to a row's statistics: the sum of squares, or what Moments says.
-constexpr int kStatistics = !CENTRED ? 1 : FULL ? 2 : 3;
+// What is reduced to a row's statistics: the sum of squares, or what Moments says, of parts that
+// are equally large if the row fills all vectors of as many threads as are halved.
+constexpr bool kEqual = CENTRED && FULL && (LANES & (LANES - 1)) == 0;
+constexpr int kStatistics = !CENTRED ? 1 : kEqual ? 2 : 3;
 template <Telling Told>
 using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A, Told>;
 
@@ -148,7 +151,7 @@ __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, in
   }
   if constexpr (!CENTRED) {
     found[0] = squares;
-  } else if constexpr (FULL) {
+  } else if constexpr (kEqual) {
     found[0] = mean;
     found[1] = squares * (A(1) / A(VECS * VEC));
   } else {
@@ -161,10 +164,10 @@ __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, in
 // The mean, and the mean of squared deviations from it, of what has been reduced.
 __device__ __forceinline__ A mean_of(const A (&found)[kStatistics], int columns, A share) {
   if constexpr (!CENTRED) return 0;
-  else return FULL ? found[0] : quotient(found[1], A(columns), share);
+  else return kEqual ? found[0] : quotient(found[1], A(columns), share);
 }
 __device__ __forceinline__ A variance_of(const A (&found)[kStatistics], A share) {
-  if constexpr (CENTRED && FULL) return found[1];
+  if constexpr (kEqual) return found[1];
   else return found[kStatistics - 1] * share;
 }
 
@@ -176,19 +179,20 @@ using Merging = Sum;
 
 #endif
 
-__device__ __forceinline__ void normalize(const Vec<TX, VEC>& row, A mean, A scale,
-                                          const Vec<TW, VEC>& gamma, const Vec<TB, VEC>& beta,
-                                          A (&y)[VEC]) {
-  A x[VEC], g[VEC];
+template <int N>
+__device__ __forceinline__ void normalize(const Vec<TX, N>& row, A mean, A scale,
+                                          const Vec<TW, N>& gamma, const Vec<TB, N>& beta,
+                                          A (&y)[N]) {
+  A x[N], g[N];
   decode(row, x);
   decode_gamma(gamma, g);
 #pragma unroll
-  for (int i = 0; i < VEC; ++i) y[i] = (x[i] - mean) * scale * g[i];
+  for (int i = 0; i < N; ++i) y[i] = (x[i] - mean) * scale * g[i];
   if constexpr (CENTRED) {
-    A b[VEC];
+    A b[N];
     decode(beta, b);
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) y[i] += b[i];
+    for (int i = 0; i < N; ++i) y[i] += b[i];
   }
 }
 
@@ -260,8 +264,8 @@ struct Terms {
 
 // What a cast takes beside what all forwards do.
 #if CAST == 1
-using Cast = RowCast<KIND, SCALES, POW2, WIDTH, VEC,
-                     (WIDTH > 0 ? least(LANES, least(32, WIDTH / VEC)) : 1), 16, true>;
+using Cast = RowCast<KIND, SCALES, POW2, WIDTH, SPAN,
+                     (WIDTH > SPAN ? least(LANES, least(32, WIDTH / SPAN)) : 1), 16, true>;
 #define CAST_PARAMETERS                                                                      \
   , const float *all_scale, Cast::Stored *scale_inv, float *global_scale_inv, float *amaxes, \
       float epsilon
@@ -270,6 +274,20 @@ using Cast = RowCast<KIND, SCALES, POW2, WIDTH, VEC,
 #else
 #define CAST_PARAMETERS
 #endif
+
+// The neighbouring columns that a thread writes. Where they are more than it has asked for at
+// once, other threads have brought some of them to shared memory, in which the row lies as in
+// global memory.
+constexpr int kSpans = VECS * VEC / SPAN;
+using Span = RowTile<SPAN, kSpans, ACCESS, LANES, ROWS, CLUSTER, FULL>;
+static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * VEC % SPAN == 0),
+              "a row of a block, with a barrier before it is written");
+
+template <typename T>
+__device__ __forceinline__ Vec<T, SPAN> read_span(unsigned char* row, int at) {
+  if constexpr (SPAN == VEC) return Slots<T>::read(row, at);
+  else return read_chunks<T, SPAN>(row + Span::first_column(at, 0) * sizeof(T), 16);
+}
 
 #endif
 
@@ -318,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
   }
   commit_copies();
-  wait_copies<1>();
+  wait_copies<(SPAN == VEC ? 1 : 0)>();
 
   if constexpr (ADDED) {
 #pragma unroll
@@ -359,26 +377,26 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #endif
   A largest[kStatistics] = {};
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
+  for (int at = 0; at < kSpans; ++at) {
+    const int column = Span::first_column(at, rank);
     const bool inside = active && Row::in_row(column, columns);
     if (CAST == 0 && !inside) continue;
-    Vec<TW, VEC> g = zeros<TW, VEC>();
-    Vec<TB, VEC> b = zeros<TB, VEC>();
+    Vec<TW, SPAN> g = zeros<TW, SPAN>();
+    Vec<TB, SPAN> b = zeros<TB, SPAN>();
     if constexpr (AHEAD) {
-      g = Slots<TW>::read(kept_gamma, v);
-      if constexpr (CENTRED) b = Slots<TB>::read(kept_beta, v);
+      g = read_span<TW>(kept_gamma, at);
+      if constexpr (CENTRED) b = read_span<TB>(kept_beta, at);
     } else if (inside) {
-      g = load<ACCESS, VEC, kEarly>(gamma + column);
-      if (CENTRED && beta) b = load<ACCESS, VEC, kEarly>(beta + column);
+      g = load<ACCESS, SPAN, kEarly>(gamma + column);
+      if (CENTRED && beta) b = load<ACCESS, SPAN, kEarly>(beta + column);
     }
-    A values[VEC];
-    normalize(Slots<TX>::read(kept, v), mean, scale, g, b, values);
+    A values[SPAN];
+    normalize(read_span<TX>(kept, at), mean, scale, g, b, values);
 #if CAST == 0
     store(y + row * columns + column, encode<TY>(values));
 #else
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
+    for (int i = 0; i < SPAN; ++i) {
       values[i] = inside ? values[i] : A(0);
       if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
     }
@@ -389,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   }
 #if CAST != 0
   if constexpr (AMAX) {
-    over_row.max(largest);
+    over_row.reduce<Largest>(largest);
     if (active && rank == 0 && threadIdx.x % LANES == 0) amaxes[row] = largest[0];
   }
 #endif
@@ -437,17 +455,17 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   for (int stage = 0; stage < STAGES; ++stage) {
     ask(group + stage * groups, ring + stage * kStageBytes);
   }
-  Vec<TW, VEC> own_gamma[VECS];
-  Vec<TB, VEC> own_beta[VECS];
+  Vec<TW, SPAN> own_gamma[kSpans];
+  Vec<TB, SPAN> own_beta[kSpans];
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    own_gamma[v] = zeros<TW, VEC>();
-    own_beta[v] = zeros<TB, VEC>();
+  for (int at = 0; at < kSpans; ++at) {
+    const int column = Span::first_column(at, rank);
+    own_gamma[at] = zeros<TW, SPAN>();
+    own_beta[at] = zeros<TB, SPAN>();
     if (CAST == 2 && !AMAX) continue;
     if (Row::in_row(column, columns)) {
-      own_gamma[v] = load<ACCESS, VEC>(gamma + column);
-      if (kHoldsBeta && beta) own_beta[v] = load<ACCESS, VEC>(beta + column);
+      own_gamma[at] = load<ACCESS, SPAN>(gamma + column);
+      if (kHoldsBeta && beta) own_beta[at] = load<ACCESS, SPAN>(beta + column);
     }
   }
 
@@ -482,13 +500,17 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   A largest[kStatistics] = {};
   wait_copies<STAGES - 1>();
   begin(group, ring);
+  unsigned char* written = ring;
   int stage = 0;
 #pragma unroll 1
   for (long long row = group; row < rows; row += groups) {
     over_row.end<Merging>(found);
     const A mean = mean_of(found, columns, share);
     const A scale = inverse_sqrt(variance_of(found, share) + eps);
+    // What others read, too, is free once all have come to that barrier.
+    if (SPAN != VEC && row != group) ask(row + (STAGES - 1) * groups, written);
     unsigned char* slots = ring + stage * kStageBytes;
+    written = slots;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     if (row + groups < rows) {
       wait_copies<STAGES - 2>();
@@ -500,21 +522,21 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
 #if !(CAST == 2 && !AMAX)
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const int column = Row::first_column(v, rank);
+    for (int at = 0; at < kSpans; ++at) {
+      const int column = Span::first_column(at, rank);
       const bool inside = Row::in_row(column, columns);
       if (CAST == 0 && !inside) continue;
-      A values[VEC];
-      Vec<TB, VEC> b = own_beta[v];
+      A values[SPAN];
+      Vec<TB, SPAN> b = own_beta[at];
       if (CENTRED && !kHoldsBeta && beta && inside) {
-        b = load<ACCESS, VEC>(beta + column);
+        b = load<ACCESS, SPAN>(beta + column);
       }
-      normalize(Slots<TX>::read(slots, v), mean, scale, own_gamma[v], b, values);
+      normalize(read_span<TX>(slots, at), mean, scale, own_gamma[at], b, values);
 #if CAST == 0
       store(y + row * columns + column, encode<TY>(values));
 #else
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) {
+      for (int i = 0; i < SPAN; ++i) {
         values[i] = inside ? values[i] : A(0);
         if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
       }
@@ -524,12 +546,12 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #endif
     }
 #endif
-    ask(row + STAGES * groups, slots);
+    if (SPAN == VEC) ask(row + STAGES * groups, slots);
   }
 #if CAST != 0
   // One for all rows of a group, at the place of its first; there are none for the others.
   if constexpr (AMAX) {
-    over_row.max(largest);
+    over_row.reduce<Largest>(largest);
     if (rank == 0 && threadIdx.x == 0) amaxes[group] = largest[0];
   }
 #endif

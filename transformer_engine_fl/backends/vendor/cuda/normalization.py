@@ -92,13 +92,18 @@ LARGE_STREAM_TEAM: Final = (1024, 16)
 # which have the registers for it and for beta.
 LONG_LAYER: Final = 4096
 LONG_LAYER_TEAMS: Final = ((256, 8), (512, 8), (512, 16))
+# Of rows that are cast. At any width a thread has up to four vectors, and 128 registers: as many
+# threads are on a multiprocessor.
+CAST_CLUSTERS: Final = ((512, 2), (512, 4), (512, 8), (512, 16))
+CAST_TEAMS: Final = ((32, 1), (64, 1), (128, 1), (256, 1), (512, 1), *CAST_CLUSTERS)
+# Of those whose blocks have scales, or that have a mean: whole warps, which fill more of them.
+CAST_WARPS: Final = (*((lanes, 1) for lanes in range(32, 513, 32)), *CAST_CLUSTERS)
+CAST_RESIDENT: Final = 512
 # Rows of more vectors go that way, unless they are among WAITING: a cast gains first, a residual
-# last. With gamma and beta the limit is where one block no longer holds the row. Of mxfp8 and of
-# float8 with one scale 8,192 columns were measured, gamma alone; four vectors a thread are as far
-# as the same block holds the row.
+# last. With gamma and beta the limit is where one block no longer holds the row; with gamma alone,
+# four vectors a thread are as far as the same block holds it.
 STREAM_VECTORS: Final = 2048
-STREAM_VECTORS_CAST: Final = 512
-STREAM_VECTORS_FLOAT8: Final = 1024
+STREAM_VECTORS_CAST: Final = 31
 STREAM_VECTORS_GAMMA_ALONE: Final = 4096
 STREAM_VECTORS_ADDED: Final = 8192
 # Of rows of more bytes within a block, gamma and beta stay in L1 until the sums are there: in
@@ -156,6 +161,7 @@ WAITING: Final = (
     Waiting(False, range(40961, 65537), (256, 2), 16, 3),
     Waiting(False, range(65537, 131073), (256, 4), 16, 3),
     Waiting(True, range(897, 1025), (64, 1), 2, 24),
+    Waiting(True, range(1025, 2049), (64, 1), 4, 20),
     Waiting(True, range(4097, 8192), (128, 1), 8, 8),
     Waiting(True, range(8193, 16385), (256, 1), 8, 5),
     Waiting(True, range(16385, 20481), (256, 1), 16, 4),
@@ -282,7 +288,12 @@ TOLD_THROUGH_MEMORY: Final = 2
 
 
 def forward_tile(
-    columns: int, x_size: int, other_size: int, clusters: bool, large_block: bool = False
+    columns: int,
+    x_size: int,
+    other_size: int,
+    clusters: bool,
+    large_block: bool = False,
+    resident: int = 1280,
 ) -> Tile | None:
     """The tile of a forward; None if the row has to be read more than once.
 
@@ -292,6 +303,7 @@ def forward_tile(
         other_size: bytes of the widest element of the others.
         clusters: whether the device has thread block clusters.
         large_block: whether a block of 1,024 threads comes before them.
+        resident: threads of a multiprocessor that share its registers, in half precision.
     """
     teams = FORWARD_TEAMS_LARGE_BLOCK if large_block else FORWARD_TEAMS
     vec = vector_width(columns, x_size)
@@ -302,7 +314,7 @@ def forward_tile(
     )
     if tile is None or x_size != 2 or other_size != 2:
         return tile
-    return with_blocks(tile, 1280)
+    return with_blocks(tile, resident)
 
 
 def stream_tile(
@@ -540,13 +552,48 @@ class ForwardKey:
         """How rows are spread of which a group has one; None if the device has no room."""
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         clusters = device.has_clusters
-        tile = forward_tile(self.columns, SIZES[self.x], others, clusters, large_block)
+        resident = 1280 if self.cast is None else 1536
+        tile = forward_tile(self.columns, SIZES[self.x], others, clusters, large_block, resident)
         if tile is None:
             return None
-        if self.cast is not None and self.added and tile.blocks > 1:
-            tile = with_blocks(tile, 1024)  # casting a sum takes more registers
         kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
         return tile if kept + self.exchanged(tile) <= device.shared_per_block else None
+
+    @property
+    def casts_blocks(self) -> bool:
+        """Whether a row is cast in blocks that have scales of their own."""
+        recipe = None if self.cast is None else self.cast.recipe
+        return recipe is not None and recipe.width > 0
+
+    def span(self, tile: Tile) -> int:
+        """How many neighbouring columns a thread casts of a row that lies in shared memory: two
+        vectors where blocks have scales, of which fewer threads have a share of one then, if rows
+        have an even number and a block of several warps one of them at a time.
+        """
+        sizes = {SIZES[self.x], SIZES[self.weight], SIZES[self.bias]}
+        even = tile.vecs % 2 == 0 and self.columns % (2 * tile.vec) == 0
+        whole = {tile.vec * size for size in sizes} == {16}
+        alone = tile.lanes > 32 and tile.cluster == 1
+        return 2 * tile.vec if self.casts_blocks and even and whole and alone else tile.vec
+
+    def _casts_one_row(self, device: _launch.Limits) -> bool:
+        """Whether threads cast one row, and end, where that was faster than going from row to row
+        with the parameters in registers.
+        """
+        tile = self._row_tile(device)
+        if tile is None or tile.cluster > 1:
+            return False
+        if self.cast == STATISTICS:
+            return True
+        if self.added:
+            return tile.lanes > 32 or self.casts_blocks
+        if self.centred or tile.lanes > 256 or not tile.fills(self.columns):
+            return False
+        return (
+            tile.held * tile.lanes > 512
+            if self.casts_blocks
+            else tile.lanes > 32 and tile.vecs == 4
+        )
 
     def exchanged(self, tile: Tile) -> int:
         """Bytes in which warps exchange a row's statistics, and its amax apart from them."""
@@ -585,13 +632,10 @@ class ForwardKey:
         teams: tuple[Team, ...] = STREAM_TEAMS
         most, resident = 2, 1024
         if self.cast is not None:
-            longer = STREAM_VECTORS_CAST
-            casting = self.cast.defines()
-            if self.centred and casting.get("KIND") == "e2m1":
-                resident = 512  # registers for beta and for making codes of four bits
-            alone = not self.centred and not self.added and x_size == 2
-            if alone and casting.get("KIND") in ("e4m3", "e5m2"):
-                longer = STREAM_VECTORS_FLOAT8
+            if self._casts_one_row(device):
+                return None
+            longer, most, resident = STREAM_VECTORS_CAST, 4, CAST_RESIDENT
+            teams = CAST_WARPS if self.centred or self.casts_blocks else CAST_TEAMS
         elif self.centred and self.columns // vector_width(self.columns, x_size) > LONG_LAYER:
             teams, most, resident = LONG_LAYER_TEAMS, 4, 512
         elif self.added:
@@ -600,10 +644,12 @@ class ForwardKey:
         tile = stream_tile(self.columns, x_size, others, longer, resident, teams, most)
         if tile is None:
             return None
+        told = TOLD_LAYER_FORWARD if self.centred else TOLD_RMS_FORWARD
+        tell = self.columns // tile.vec in told
+        if self.cast is not None:
+            tell = self.centred or self.added or self.casts_blocks
+            tile = tile if tell or tile.cluster == 1 else with_blocks(tile, 1024)
         stage_bytes = tile.threads * tile.held * x_size * (1 + self.added)
-        tell = self.columns // tile.vec in (
-            TOLD_LAYER_FORWARD if self.centred else TOLD_RMS_FORWARD
-        )
         kept = self.exchanged(tile)
         found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, tell)
         return (tile, found) if found.stages > 1 else None
@@ -702,6 +748,7 @@ def forward_source(
     if way is not None:
         depth, told = way
         main = {**defines, **tile.defines(key.columns), "STAGES": depth, "TOLD": int(told)}
+        main["SPAN"] = key.span(tile)
         geometry = _launch.Geometry(
             tile.threads, arguments, depth * tile.threads * shared, tile.cluster, carveout=100
         )
@@ -713,11 +760,12 @@ def forward_source(
     ahead = ahead and key.cast != STATISTICS  # which need no parameters
     if key.centred and key.cast is None and device.has_clusters and tile.cluster == 1:
         ahead = ahead and key.columns * SIZES[key.x] <= MOST_AHEAD
-    main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead)}
+    span = key.span(tile) if ahead and SIZES[key.x] == 2 else tile.vec
+    main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead), "SPAN": span}
     shared = tile.threads * (shared + (parameters if ahead else 0))
     # As much shared memory as the blocks of a multiprocessor fill; the rest is L1 cache.
     resident = (2048 if held * SIZES[key.x] <= 32 else 1280) // tile.threads
-    filled = max(1, resident) * (shared + SHARED_PER_BLOCK)
+    filled = max(tile.blocks, resident) * (shared + SHARED_PER_BLOCK)
     carveout = min(100, -(-100 * filled // device.shared_per_multiprocessor))
     geometry = _launch.Geometry(tile.threads, arguments, shared, tile.cluster, carveout=carveout)
     return _source("forward", main), geometry, tile.rows, tile.cluster

@@ -61,11 +61,18 @@ struct Moments {
   }
 };
 
-// Whether an operation keeps a value that it merges with 0.
-template <typename Operation>
+// Of values none of which is negative.
+struct Largest : Max {};
+
+// Whether an operation keeps K values that it merges with 0.
+template <typename Operation, int K>
 constexpr bool kKeeps = false;
+template <int K>
+constexpr bool kKeeps<Sum, K> = true;
+template <int K>
+constexpr bool kKeeps<Largest, K> = true;
 template <>
-constexpr bool kKeeps<Sum> = true;
+constexpr bool kKeeps<Moments, 3> = true;  // a part of no values
 
 constexpr __host__ __device__ int next_power_of_two(int least_one) {
   int found = 1;
@@ -164,7 +171,7 @@ class RowReduction {
 
   template <typename Operation>
   __device__ __forceinline__ void end(A (&value)[K]) {
-    static_assert(kSlots % kHalved == 0 || kKeeps<Operation>, "0 for what a power of two has more");
+    static_assert(kSlots % kHalved == 0 || kKeeps<Operation, K>, "0 for what a power of two has more");
     if constexpr (kSlots > 1) {
       A heard[kOwn][K];
       if constexpr (kTold) {

@@ -61,7 +61,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     // Lanes behind the last block have 0, or of a power of two of blocks the same once more.
     constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
     constexpr bool kAll = kAgain || Blocks % 32 == 0;
-    static_assert(kAll || kKeeps<Operation>, "0 for what 32 lanes have more");
+    static_assert(kAll || kKeeps<Operation, K>, "0 for what 32 lanes have more");
     const int lane = threadIdx.x % 32;
     int blocks[kHeard];
 #pragma unroll
@@ -95,7 +95,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
       __shared__ __align__(16) float slots[2][K][kWarps];
       const int warp = threadIdx.x / 32;
       const int lane = threadIdx.x % 32;
-      if constexpr (K == 2 && kKeeps<Operation>) {
+      if constexpr (K == 2 && kKeeps<Operation, K>) {
         // Of two sums: after the first exchange each half of the warp has one of them.
         const bool upper = lane & 16;
         float own[1] = {upper ? value[1] : value[0]};
