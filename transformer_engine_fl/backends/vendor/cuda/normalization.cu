@@ -22,6 +22,8 @@
 //   FULL                 1 if the row fills all of those vectors, and nothing is compared with
 //                        its columns
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
+//   SPAN                 neighbouring columns that a thread casts: VEC, or two vectors (forward with
+//                        AHEAD, forward_stream)
 //   STAGES               rows, or turns, under way from global to shared memory (backward,
 //                        backward_registers, backward_pairs, forward_stream, forward_pieces)
 //   TOLD                 1 to exchange sums without a barrier of the cluster (backward,

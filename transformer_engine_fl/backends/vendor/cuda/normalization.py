@@ -148,7 +148,7 @@ class Waiting(NamedTuple):
 
 
 # Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
-# 262,144 columns, and with 1,024, 4,096 and 8,192 (docs/cuda-kernels.md).
+# 262,144 columns, and with 1,024 to 2,048, 4,096 and 8,192 (docs/cuda-kernels.md).
 WAITING: Final = (
     Waiting(False, range(3585, 4097), (256, 1), 2, 3),
     Waiting(False, range(7169, 8193), (512, 1), 2, 4),
@@ -648,7 +648,8 @@ class ForwardKey:
         tell = self.columns // tile.vec in told
         if self.cast is not None:
             tell = self.centred or self.added or self.casts_blocks
-            tile = tile if tell or tile.cluster == 1 else with_blocks(tile, 1024)
+            if not tell and tile.cluster > 1:  # less to do than to wait for: twice the blocks
+                tile = with_blocks(tile, 1024)
         stage_bytes = tile.threads * tile.held * x_size * (1 + self.added)
         kept = self.exchanged(tile)
         found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, tell)
@@ -748,7 +749,8 @@ def forward_source(
     if way is not None:
         depth, told = way
         main = {**defines, **tile.defines(key.columns), "STAGES": depth, "TOLD": int(told)}
-        main["SPAN"] = key.span(tile)
+        # With two rows under way, the place that others read is free too late for the next one.
+        main["SPAN"] = key.span(tile) if depth > 2 else tile.vec
         geometry = _launch.Geometry(
             tile.threads, arguments, depth * tile.threads * shared, tile.cluster, carveout=100
         )
