@@ -43,8 +43,11 @@ demo: $(STAMP)  ## train a small transformer through the dispatcher (the main jo
 # Triton decides when it is imported whether it interprets, hence two runs. Status 5 is
 # pytest's word for a selection that selects nothing: right in one of them, not in both.
 INTERPRETED := $(if $(TESTS),$(filter tests/flagos% tests/conformance%,$(TESTS)),tests/flagos tests/conformance/test_sets.py)
+# Many tests start processes; none of them should compile the package anew, which is what
+# PYTHONDONTWRITEBYTECODE, set in many containers, comes to.
 test: $(STAMP)  ## run the whole test suite, or TESTS="tests/core" of it
-	@first=0; second=5; \
+	@$(BIN)/python -m compileall -q transformer_engine_fl; \
+	first=0; second=5; \
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS) $(ARGS) || first=$$?; \
 	if [ -n "$(INTERPRETED)" ]; then \
 	  TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(INTERPRETED) $(ARGS); second=$$?; \

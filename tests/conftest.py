@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from triton_interpreter import replace_once_per_launch
 
 
 def _has_gpu() -> bool:
@@ -19,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # the suite runs in several processes
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        replace_once_per_launch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
