@@ -94,10 +94,12 @@ LONG_LAYER: Final = 4096
 LONG_LAYER_TEAMS: Final = ((256, 8), (512, 8), (512, 16))
 # Of rows that are cast. At any width a thread has up to four vectors, and 128 registers: as many
 # threads are on a multiprocessor.
-CAST_CLUSTERS: Final = ((512, 2), (512, 4), (512, 8), (512, 16))
+CAST_CLUSTERS: Final = ((512, 2), (512, 4), (512, 8))
 CAST_TEAMS: Final = ((32, 1), (64, 1), (128, 1), (256, 1), (512, 1), *CAST_CLUSTERS)
 # Of those whose blocks have scales, or that have a mean: whole warps, which fill more of them.
 CAST_WARPS: Final = (*((lanes, 1) for lanes in range(32, 513, 32)), *CAST_CLUSTERS)
+# Of those with a mean or a residual; others are faster in clusters of eight blocks of 1,024.
+LARGE_CAST_TEAM: Final = (512, 16)
 CAST_RESIDENT: Final = 512
 # Rows of more vectors go that way, unless they are among WAITING: a cast gains first, a residual
 # last. With gamma and beta the limit is where one block no longer holds the row; with gamma alone,
@@ -636,6 +638,8 @@ class ForwardKey:
                 return None
             longer, most, resident = STREAM_VECTORS_CAST, 4, CAST_RESIDENT
             teams = CAST_WARPS if self.centred or self.casts_blocks else CAST_TEAMS
+            if self.centred or self.added:
+                teams = (*teams, LARGE_CAST_TEAM)
         elif self.centred and self.columns // vector_width(self.columns, x_size) > LONG_LAYER:
             teams, most, resident = LONG_LAYER_TEAMS, 4, 512
         elif self.added:
@@ -650,6 +654,7 @@ class ForwardKey:
             tell = self.centred or self.added or self.casts_blocks
             if not tell and tile.cluster > 1:  # less to do than to wait for: twice the blocks
                 tile = with_blocks(tile, 1024)
+                tell = tile.blocks == 1  # of 1,024 threads
         stage_bytes = tile.threads * tile.held * x_size * (1 + self.added)
         kept = self.exchanged(tile)
         found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, tell)
