@@ -23,6 +23,13 @@ def values(*shape: int, device: str, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=generator).to(device, torch.bfloat16)
 
 
+@pytest.fixture
+def two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of them run at once, so that each has several rows."""
+    monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
+    monkeypatch.setattr(normalization, "_forwards", Plans())
+
+
 @pytest.mark.parametrize(
     ("op", "args", "named"),
     [
@@ -57,11 +64,10 @@ def test_norms_with_a_given_scale_leave_the_amax(format: str, device: str) -> No
     ("format", "columns"),
     [("per_tensor", 4128), ("per_tensor", 8224), ("mxfp8", 4128), ("mxfp8", 8224)],
 )
+@pytest.mark.usefixtures("two_groups")
 def test_groups_with_several_long_rows_leave_one_amax_each(
-    format: str, columns: int, device: str, monkeypatch: pytest.MonkeyPatch
+    format: str, columns: int, device: str
 ) -> None:
-    monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
-    monkeypatch.setattr(normalization, "_forwards", Plans())
     scale = torch.tensor([3.0], device=device) if format == "per_tensor" else None
     weight = values(columns, device=device)
     for rows in (1, 5):
@@ -88,11 +94,8 @@ def test_groups_with_several_long_rows_leave_one_amax_each(
 )
 @pytest.mark.parametrize("format", ["per_tensor", "block_1x128", "mxfp8"])
 @pytest.mark.parametrize("op", ["rmsnorm_fwd_quantize", "layernorm_fwd_quantize"])
-def test_norms_of_every_width(
-    op: str, format: str, columns: int, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(normalization, "require_clusters", lambda kernel, columns: 2)
-    monkeypatch.setattr(normalization, "_forwards", Plans())
+@pytest.mark.usefixtures("two_groups")
+def test_norms_of_every_width(op: str, format: str, columns: int, rows: int, device: str) -> None:
     scale = torch.tensor([3.0], device=device) if format == "per_tensor" else None
     weight, bias = values(columns, device=device), values(columns, device=device, seed=2)
     parameters = (weight, bias) if op.startswith("layer") else (weight,)
