@@ -15,7 +15,12 @@ from transformer_engine_fl.ops._formats import FORMATS
 
 check = checking(flagos)
 
-NORMS = ("rmsnorm_fwd_quantize", "rmsnorm_fwd_add_quantize", "layernorm_fwd_quantize")
+CUTS = {
+    "rmsnorm_fwd_quantize": flagos._CAST_CUTS,
+    "rmsnorm_fwd_add_quantize": flagos._CAST_SUM_CUTS,
+    "layernorm_fwd_quantize": flagos._CAST_CENTRED_CUTS,
+}
+NORMS = tuple(CUTS)
 
 
 def numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -34,8 +39,7 @@ def inputs(op: str, rows: int, columns: int, device: str) -> tuple[Tensor, ...]:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row is too wide for registers."""
-    monkeypatch.setattr(flagos, "_CAST_TILES", {})
-    monkeypatch.setattr(flagos, "_STATISTICS_TILES", {})
+    monkeypatch.setattr(flagos, "_cuts", lambda norm, cast_here: {})
     monkeypatch.setattr(flagos, "_CHUNK", (128, 128))
     monkeypatch.setattr(flagos, "_PLANS", {})
 
@@ -61,6 +65,29 @@ def test_rows_that_end_within_a_block(columns: int, device: str) -> None:
     for op in NORMS:
         for form in ("per_tensor", "block_1x128", "mxfp8"):
             check(op, *inputs(op, 7, columns, device), format=form)
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["statistics", "cast"])
+@pytest.mark.parametrize("op", NORMS)
+def test_every_cut_of_rows(op: str, cast: bool, device: str) -> None:
+    """At the widest row of each, and at one that ends within a part and a block of values."""
+    for widest in CUTS[op] if cast else flagos._STATISTICS_CUTS:
+        for columns in (widest, widest - 72):
+            given = inputs(op, 3, columns, device)
+            scale = torch.full((1,), 3.0, device=device) if cast else None
+            check(op, *given, scale=scale)
+            check(op, *given, format="mxfp8", columnwise=not cast)
+
+
+@pytest.mark.parametrize("columns", [1280, 2880, 5000])
+def test_the_spread_of_rows_in_parts_far_from_zero(columns: int, device: str) -> None:
+    x, weight, bias = inputs("layernorm_fwd_quantize", 4, columns, device)
+    x = x + 200
+    found = flagos.layernorm_fwd_quantize(x, weight, bias, format="mxfp8")  # type: ignore[attr-defined]
+    exact = x.double()
+    mean, spread = exact.mean(1), (exact.var(1, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(found[-2].double(), mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[-1].double(), spread, rtol=1e-5, atol=0)
 
 
 def test_programs_with_several_tiles_find_the_amax_of_all(device: str) -> None:

@@ -1,4 +1,4 @@
-"""The mean and the spread of rows, as every kernel that normalizes them calculates both.
+"""What every kernel that normalizes rows does with them: reading, their mean and their spread.
 
 The order of the sums depends on a row's width and on how it is cut alone, so a row's
 statistics are the same whichever rows come with it.
@@ -9,33 +9,145 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transformer_engine_fl.backends.flagos._exact import mean_of
+from transformer_engine_fl.backends.flagos._exact import mean_of, mean_of_all
 from transformer_engine_fl.backends.flagos._fetch import fetch
+from transformer_engine_fl.backends.flagos._narrow import rounded
+from transformer_engine_fl.backends.flagos._rows import (
+    as_stored,
+    by_lane,
+    columns_of_part,
+    per_row,
+    two_sums,
+    within,
+)
 
-__all__ = ["moments_of_rows", "moments_of_wide_row"]
+__all__ = ["gain_of", "moments_of_parts", "moments_of_wide_row", "read_input"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def moments_of_rows(
-    x: tl.tensor, inside: tl.tensor, columns: tl.tensor, eps: tl.tensor, CENTRED: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of whole rows, ``x [rows, columns]``: x without its mean, the mean, and rsigma.
+def read_input(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    place: tl.tensor,
+    out: tl.tensor,
+    mask: tl.tensor,
+    SUM: tl.constexpr,
+) -> tl.tensor:
+    """x, or its sum with the residual, rounded, which is stored."""
+    x = fetch(x_ptr + place, mask)
+    if residual_ptr is not None:
+        ACC: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
+        residual = fetch(residual_ptr + place, mask)
+        x = rounded(x.to(ACC) + residual.to(ACC), SUM)
+        tl.store(sum_ptr + out, x, mask=mask)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gain_of(gamma: tl.tensor, ACC: tl.constexpr, OFFSET: tl.constexpr) -> tl.tensor:
+    """What a row is multiplied by. To add 0 would be an instruction: it makes 0 of -0."""
+    gain = gamma.to(ACC)
+    if OFFSET:
+        gain += OFFSET
+    return gain
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def moments_of_parts(
+    x: tl.tuple,
+    x_ptr: tl.tensor,
+    row: tl.tensor,
+    columns: tl.tensor,
+    eps: tl.tensor,
+    ACC: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ONCE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    NARROW: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The mean (0 unless CENTRED) and rsigma of whole rows in PARTS; see ``_rows``.
 
     Args:
-        x: 0 outside.
-        inside: which columns there are.
-        columns: how many.
+        x: the parts, 0 outside: tiles, or of one row vectors.
+        x_ptr: the rows, of which ONCE reads three numbers.
+        row: which rows.
+        columns: how many there are.
         eps: added to the mean of squares.
-        CENTRED: whether there is a mean; otherwise it is 0.
+        ACC: of the sums.
+        CENTRED: whether there is a mean.
+        ONCE: the numbers of one row and their squares are summed together.
+        ROWS, PARTS, EXACT, NARROW, LANES: see :class:`WholeRows`.
+        VECTOR: elements that a thread reads at a time.
     """
+    AT_ONCE: tl.constexpr = ONCE and ROWS == 1
+    zero = (row * 0).to(ACC)
+    mu = zero
     if CENTRED:
-        mu = mean_of(tl.sum(x, axis=1), columns)
-        x = tl.where(inside[None, :], x - mu[:, None], 0)
-        variance = tl.sum(x * x, axis=1) / columns
+        if AT_ONCE:
+            mu = _typical(x_ptr, columns, ACC)
+        else:
+            sums = zero
+            for part in tl.static_range(len(PARTS)):
+                sums += _sums(x[part].to(ACC), ROWS, LANES, VECTOR)
+            mu = _whole(sums, ROWS)
+            mu = mean_of_all(mu, _width_of(PARTS)) if EXACT else mean_of(mu, columns)
+    squares = zero
+    ahead = zero
+    for part in tl.static_range(len(PARTS)):
+        distance = as_stored(x[part], NARROW and CENTRED).to(ACC)
+        if CENTRED:
+            distance -= per_row(mu, ROWS)
+            if not EXACT:
+                column = columns_of_part(PARTS, part)
+                inside = within(column, columns, len(PARTS) > part + 1)
+                inside = inside if len(distance.shape) == 1 else inside[None, :]
+                distance = tl.where(inside, distance, 0)
+        squares += _sums(distance * distance, ROWS, LANES, VECTOR)
+        if AT_ONCE:
+            ahead += _sums(distance, ROWS, LANES, VECTOR)
+    if AT_ONCE:
+        squares, ahead = two_sums(squares, ahead)
+        squares -= ahead * (ahead / columns)
+        squares = tl.where(squares < 0, 0, squares)
+        mu += ahead / columns
     else:
-        variance = tl.sum(x * x, axis=1) / columns
-        mu = variance * 0
-    return x, mu, tl.rsqrt(variance + tl.full((), eps, x.dtype))
+        squares = _whole(squares, ROWS)
+    return mu, tl.rsqrt(squares / columns + tl.full((), eps, ACC))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums(x: tl.tensor, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
+    """The sums of a part's rows; of one row, of what each thread has of it."""
+    if ROWS == 1:
+        return tl.sum(tl.sum(by_lane(x, LANES, VECTOR), axis=2), axis=0)
+    else:
+        return tl.sum(x, axis=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _whole(sums: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """The sums of rows, from those of their parts."""
+    return tl.sum(sums, axis=0) if ROWS == 1 else sums
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _width_of(parts: tuple[int, ...]) -> int:
+    return sum(parts)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _typical(x_ptr: tl.tensor, columns: tl.tensor, ACC: tl.constexpr) -> tl.tensor:
+    """The middle one of three numbers of a row: not the only one far from all others."""
+    third = columns // 3
+    one = fetch(x_ptr, True).to(ACC)
+    two = fetch(x_ptr + third, True).to(ACC)
+    three = fetch(x_ptr + 2 * third, True).to(ACC)
+    return tl.maximum(tl.minimum(one, two), tl.minimum(tl.maximum(one, two), three))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

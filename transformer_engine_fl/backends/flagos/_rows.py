@@ -40,6 +40,7 @@ __all__ = [
     "SharedRows",
     "WholeRows",
     "as_stored",
+    "by_lane",
     "columns_of_part",
     "cut",
     "cut_choice",
@@ -281,6 +282,19 @@ def as_stored(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
         return x
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def by_lane(x: tl.tensor, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
+    """A part of one row as ``[turns, LANES, elements]``: what a thread has is along two axes.
+
+    That holds where threads read VECTOR elements at a time, or all of theirs. Parts of a row that
+    are first summed up along these axes, and then together, wait for other warps once, not once
+    each.
+    """
+    HELD: tl.constexpr = x.numel // LANES
+    ELEMENTS: tl.constexpr = min(HELD, VECTOR)
+    return tl.reshape(x, (HELD // ELEMENTS, LANES, ELEMENTS))
+
+
 # ------------------------------------------------------------ in a kernel of shared rows
 #
 # STEP is "together", or "sums" and then "rest"; a row has one or two SUMS. In two steps
@@ -452,9 +466,11 @@ class WholeRows:
         columns: of a row.
         dtype: of the sums.
         column_bytes: that are read of a row, per column.
+        least: columns of the narrowest part, a power of two.
         constants: for the kernel, beside ROWS, BLOCK or PARTS, STAGES, EXACT, FEW, which says
-            that a multiprocessor has one program at most, and NARROW, that what a thread holds of
-            a row would take too many registers in a wider form.
+            that a multiprocessor has one program at most, LANES, the threads among which
+            :func:`by_lane` divides a part, and NARROW, that what a thread holds of a row would
+            take too many registers in a wider form.
     """
 
     __slots__ = ("_device", "_few", "_launch", "_most", "_multiprocessors", "_rows")
@@ -467,18 +483,24 @@ class WholeRows:
         columns: int,
         dtype: torch.dtype,
         column_bytes: int,
+        *,
+        least: int = 1,
         **constants: Any,
     ) -> None:
         size = 2 if dtype == torch.float64 else 1
-        parts: tuple[int, ...] = (block_of(columns),)
+        parts: tuple[int, ...] = (max(block_of(columns), least),)
         if "PARTS" in kernel.arg_names and columns * size > tiles.width:
-            parts = parts_of(columns, tiles.width // size, _LEAST_OF_PART * tiles.threads)
+            least = max(least, _LEAST_OF_PART * tiles.threads)
+            parts = parts_of(columns, tiles.width // size, least)
         block = sum(parts)
         self._rows = rows_of_tile(tiles.width, block * size)
         self._device = device
-        self._multiprocessors = _launch.limits(device).multiprocessors
+        offered = _launch.limits(device)
+        self._multiprocessors = offered.multiprocessors
         self._most = tiles.programs * self._multiprocessors or MOST
         held = self._rows * block // tiles.threads
+        # What is under way in shared memory would be read there each time that it is used.
+        kept = len(parts) > 1 or tiles.programs > 0
         make = functools.partial(
             _launch.Launch,
             kernel,
@@ -488,7 +510,8 @@ class WholeRows:
             BLOCK=block,
             PARTS=parts,
             EXACT=columns == block,
-            NARROW=len(parts) > 1 and held > _MOST_WIDE and _launch.has_ptx(),
+            LANES=min(max(tiles.threads, offered.warp_size), *parts),
+            NARROW=kept and held > _MOST_WIDE and _launch.has_ptx(),
             STAGES=_stages(tiles, self._rows * block * column_bytes, device),
             **constants,
         )

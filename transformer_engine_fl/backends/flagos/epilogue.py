@@ -22,9 +22,7 @@ from torch import Tensor
 from transformer_engine_fl.backends._recipes import Quantized, Recipe, outputs_of, quantizing
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import (
-    MOST,
     WIDEST_UNIT,
-    block_of,
     by_rows,
     check_numbers,
     check_size,
@@ -32,7 +30,6 @@ from transformer_engine_fl.backends.flagos._arguments import (
     keep,
     listed,
     plain,
-    rows_of_tile,
     rows_to_sum,
 )
 from transformer_engine_fl.backends.flagos._casting import (
@@ -46,14 +43,31 @@ from transformer_engine_fl.backends.flagos._casting import (
     write_largest,
 )
 from transformer_engine_fl.backends.flagos._fetch import fetch
-from transformer_engine_fl.backends.flagos._moments import moments_of_rows, moments_of_wide_row
+from transformer_engine_fl.backends.flagos._moments import (
+    gain_of,
+    moments_of_parts,
+    moments_of_wide_row,
+    read_input,
+)
 from transformer_engine_fl.backends.flagos._narrow import amax_of, constants_of, rounded, size_of
-from transformer_engine_fl.backends.flagos._rows import Cut
+from transformer_engine_fl.backends.flagos._rows import (
+    Cut,
+    WholeRows,
+    as_stored,
+    by_lane,
+    columns_of_part,
+    existing,
+    per_row,
+    rows_of,
+    within,
+)
 from transformer_engine_fl.backends.flagos.activation import ACTIVATIONS
 from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
 
 # -------------------------------------------------------------------------------- kernels
-#
+
+_VECTOR = tl.constexpr(16)  # elements that a thread reads at a time: as many codes are an access
+
 # ``columns`` and the row strides count units of UNIT elements. Where ``residual`` is given,
 # what is normalized is ``sum``, as it has been rounded. ``data`` is given where rows are cast
 # here; ``partial`` takes the amax of what a program has normalized.
@@ -92,58 +106,117 @@ def _norm_rows(
     LEAVES_NAN: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    NARROW: tl.constexpr,
+    LANES: tl.constexpr,
+    LOOPED: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, ROWS at a time."""
+    """Rows that fit into registers, ROWS at a time, in PARTS; see ``_rows``.
+
+    LOOPED: a program has several tiles, and keeps the parameters.
+    """
+    AHEAD: tl.constexpr = LOOPED and (data_ptr is not None or partial_ptr is not None)
     columns = columns * UNIT
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    row = tl.arange(0, ROWS)
-    if data_ptr is not None or partial_ptr is not None:
-        weight = fetch(weight_ptr + column, inside)
-        if bias_ptr is not None:
-            bias = fetch(bias_ptr + column, inside)
+    gamma = ()
+    beta = ()
+    if AHEAD:
+        for part in tl.static_range(len(PARTS)):
+            column = columns_of_part(PARTS, part)
+            inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+            gamma += (_parameter(weight_ptr, column, inside, ROWS),)  # type: ignore[assignment]
+            if bias_ptr is not None:
+                beta += (_parameter(bias_ptr, column, inside, ROWS),)  # type: ignore[assignment]
     least = tl.full((), epsilon, tl.float32)
     shared = shared_scale(
         scale_ptr, tl.program_id(0) == 0, scale_inv_ptr, None, global_scale_inv_ptr, WIDTH == 0
     )  # fmt: skip
-    largest = tl.zeros((), tl.float32)
+    largest = tl.zeros((LANES,) if ROWS == 1 else (ROWS,), tl.float32)
     for tile in tl.range(
         tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
     ):
-        first = tl.full((), tile, tl.int64) * ROWS
-        height = tl.minimum(rows - tile * ROWS, ROWS)
-        exists = row < height
-        mask = exists[:, None] & inside[None, :]
-        start = first + row
-        where = (start * (x_stride * UNIT))[:, None] + column[None, :]
-        x = fetch(x_ptr + where, mask).to(tl.float32)
+        row = rows_of(tile, ROWS)
+        exists = existing(row, rows, ROWS)
+        start = row.to(tl.int64)
+        from_ptr = x_ptr + per_row(start * (x_stride * UNIT), ROWS)
+        other_ptr = None
+        total_ptr = None
         if residual_ptr is not None:
-            where = (start * (residual_stride * UNIT))[:, None] + column[None, :]
-            x += fetch(residual_ptr + where, mask).to(tl.float32)
-            total = rounded(x, SUM)
-            tl.store(sum_ptr + (start * columns)[:, None] + column[None, :], total, mask=mask)
-            x = total.to(tl.float32)
-        x, mu, rsigma = moments_of_rows(x, inside, columns, eps, mu_ptr is not None)
-        if mu_ptr is not None:
-            tl.store(mu_ptr + start, mu, mask=exists)
-        tl.store(rsigma_ptr + start, rsigma, mask=exists)
+            other_ptr = residual_ptr + per_row(start * (residual_stride * UNIT), ROWS)
+            total_ptr = sum_ptr + per_row(start * columns, ROWS)
+        x = ()
+        for part in tl.static_range(len(PARTS)):
+            column = columns_of_part(PARTS, part)
+            inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+            place, mask = column[None, :], per_row(exists, ROWS) & inside[None, :]
+            one = read_input(from_ptr, other_ptr, total_ptr, place, place, mask, SUM)
+            x += (one,)  # type: ignore[assignment]
+        mu, rsigma = moments_of_parts(
+            x, from_ptr, row, columns, eps, tl.float32, mu_ptr is not None, False, ROWS, PARTS,
+            EXACT, NARROW, LANES, _VECTOR,
+        )  # fmt: skip
         if data_ptr is not None or partial_ptr is not None:
-            # Beyond the columns there is a NaN where rsigma is infinite, which no amax heeds.
-            y = x * rsigma[:, None] * (weight.to(tl.float32) + OFFSET)[None, :]
-            if bias_ptr is not None:
-                y += bias.to(tl.float32)[None, :]
-        if partial_ptr is not None:
-            most = amax_of(tl.max(size_of(y, LEAVES_NAN), axis=1), LEAVES_NAN)
-            largest = tl.maximum(largest, tl.max(tl.where(exists, most, 0), axis=0))
-        if data_ptr is not None:
-            store_rows(
-                y, first, row, height, 0, columns, columns, shared, least, data_ptr,
-                scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, ROWS, BLOCK,
-            )  # fmt: skip
+            first = tl.full((), tile, tl.int64) * ROWS
+            height = tl.minimum(rows - tile * ROWS, ROWS)
+            for part in tl.static_range(len(PARTS)):
+                column = columns_of_part(PARTS, part)
+                inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+                y = as_stored(x[part], NARROW).to(tl.float32)
+                if mu_ptr is not None:
+                    y -= per_row(mu, ROWS)
+                    if not EXACT and part + 1 == len(PARTS):
+                        y = tl.where(inside[None, :], y, 0)
+                # Beyond the columns there is a NaN where rsigma is infinite, which no amax heeds.
+                y *= per_row(rsigma, ROWS)
+                weight = gamma[part] if AHEAD else _parameter(weight_ptr, column, inside, ROWS)
+                y *= gain_of(weight, tl.float32, OFFSET)
+                if bias_ptr is not None:
+                    bias = beta[part] if AHEAD else _parameter(bias_ptr, column, inside, ROWS)
+                    y += bias.to(tl.float32)
+                if partial_ptr is not None:
+                    sizes = size_of(y, LEAVES_NAN)
+                    if ROWS == 1:
+                        lanes = by_lane(sizes, LANES, _VECTOR)
+                        largest = tl.maximum(largest, tl.max(tl.max(lanes, axis=2), axis=0))
+                    else:
+                        most = tl.max(sizes, axis=1)
+                        largest = tl.maximum(largest, tl.where(exists, most, 0))
+                if data_ptr is not None:
+                    before = _before(PARTS, part)
+                    store_rows(
+                        y, first, tl.arange(0, ROWS), height, before,
+                        tl.minimum(columns - before, PARTS[part]), columns, shared, least,
+                        data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
+                        LEAVES_NAN, ROWS, PARTS[part],
+                    )  # fmt: skip
+        # Last, as in ``normalization``.
+        tl.store(rsigma_ptr + row, rsigma, mask=exists)
+        if mu_ptr is not None:
+            tl.store(mu_ptr + row, mu, mask=exists)
     if partial_ptr is not None:
-        tl.store(partial_ptr + tl.program_id(0), largest)
+        tl.store(partial_ptr + tl.program_id(0), amax_of(tl.max(largest, axis=0), LEAVES_NAN))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _parameter(
+    pointer: tl.tensor, column: tl.tensor, inside: tl.tensor, ROWS: tl.constexpr
+) -> tl.tensor:
+    """A norm's parameter, as it goes with a tile.
+
+    Read as a tile of one row it lies as that does, and nothing has to change places; of several
+    rows each would read it.
+    """
+    if ROWS == 1:
+        return fetch(pointer + column[None, :], inside[None, :])
+    else:
+        return fetch(pointer + column, inside)[None, :]
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _before(parts: tuple[int, ...], part: int) -> int:
+    """Columns of a row that are in the parts before one."""
+    return sum(parts[:part])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -238,34 +311,82 @@ def _norm_wide(
 # ---------------------------------------------------------------------------------- plans
 
 
-# By width: columns rounded up to a power of two. The widest listed is the widest that is kept
-# in registers; wider rows take (threads, columns) of a chunk, and programs as above.
-_CAST_TILES = {
-    4096: Cut(threads=128, width=4096),
+# By the widest row that it is for. The widest listed is the widest that is kept in registers;
+# wider rows take (threads, columns) of a chunk, and programs as below. Where formats disagree,
+# the least sum of one scale and of mxfp8 decided: ``docs/kernels.md``.
+_CAST_CUTS = {
+    512: Cut(threads=128, width=4096),
+    896: Cut(threads=32, width=512, programs=16, stages=3),
+    1024: Cut(threads=32, width=1024),
+    1536: Cut(threads=32, width=512),
+    2560: Cut(threads=64, width=2048, resident=16),
+    3072: Cut(threads=64, width=1024),
+    3584: Cut(threads=128, width=2048, programs=4, stages=3),
+    6144: Cut(threads=128, width=4096, resident=8),
+    7680: Cut(threads=256, width=4096, programs=2, stages=3),
     8192: Cut(threads=256, width=8192, programs=2, stages=3),
-    16384: Cut(threads=512, width=16384, programs=1, stages=2),
+    12288: Cut(threads=256, width=4096, programs=2, stages=3),
+    16384: Cut(threads=512, width=16384, programs=1, stages=4),
+    24576: Cut(threads=512, width=16384, programs=1, stages=3),
+    32768: Cut(threads=1024, width=32768),
+}
+_CAST_SUM_CUTS = _CAST_CUTS | {
+    8192: Cut(threads=256, width=8192, resident=4),
+    16384: Cut(threads=512, width=16384, resident=2),
+}
+_CAST_CENTRED_CUTS = {
+    896: Cut(threads=32, width=512, programs=16, stages=3),
+    1024: Cut(threads=32, width=1024, programs=12, stages=3),
+    1536: Cut(threads=32, width=512, programs=12, stages=3),
+    2560: Cut(threads=64, width=1024, programs=8, stages=3),
+    3072: Cut(threads=64, width=1024, resident=12),
+    3584: Cut(threads=128, width=2048, programs=4, stages=3),
+    5120: Cut(threads=128, width=4096, programs=4, stages=3),
+    6144: Cut(threads=256, width=4096, programs=2, stages=3),
+    7680: Cut(threads=256, width=4096, programs=2, stages=4),
+    8192: Cut(threads=256, width=8192, programs=2, stages=4),
+    12288: Cut(threads=256, width=8192, resident=3),
+    14336: Cut(threads=512, width=8192, programs=1, stages=3),
+    16384: Cut(threads=512, width=16384, programs=1, stages=4),
+    20480: Cut(threads=512, width=16384, programs=1, stages=3),
+    24576: Cut(threads=512, width=8192, resident=2),
+    28672: Cut(threads=1024, width=16384, resident=1),
+    32768: Cut(threads=1024, width=32768, resident=1),
 }
 # Of rows that are not cast here. Each program leaves an amax, of which all are read later.
-_STATISTICS_TILES = {
-    2048: Cut(threads=128, width=2048, programs=8),
-    8192: Cut(threads=256, width=8192, programs=4),
-    16384: Cut(threads=512, width=16384, programs=2),
+_STATISTICS_CUTS = {
+    512: Cut(threads=128, width=2048, programs=8),
+    1536: Cut(threads=32, width=512, programs=16, stages=3),
+    3072: Cut(threads=128, width=1024, programs=4, stages=3),
+    6144: Cut(threads=128, width=2048, programs=4, stages=3),
+    12288: Cut(threads=256, width=8192, programs=2, stages=3),
+    16384: Cut(threads=512, width=16384, programs=1, stages=3),
+    24576: Cut(threads=1024, width=8192, programs=1, stages=3),
+    32768: Cut(threads=1024, width=32768),
 }
 _CHUNK, _CHUNK_PROGRAMS, _UNROLL = (512, 4096), 4, 4
 
 
-class _Plan(NamedTuple):
-    """How to normalize rows.
+class _WideRows(NamedTuple):
+    """Rows that do not fit into registers; as :class:`WholeRows`.
 
     Attributes:
         launch: the kernel.
-        rows: of a tile.
         most: programs at most.
     """
 
     launch: _launch.Launch
-    rows: int
     most: int
+
+    def groups(self, rows: int) -> int:
+        """How many programs there are for so many rows."""
+        return min(rows, self.most)
+
+    def __call__(
+        self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
+    ) -> None:
+        """Start the kernel."""
+        self.launch((self.groups(rows), 1), tensors, numbers)
 
 
 class _Norm(NamedTuple):
@@ -349,12 +470,19 @@ class _Norm(NamedTuple):
         )
 
 
-_PLANS: dict[object, _Plan] = {}
+def _cuts(norm: _Norm, cast_here: bool) -> dict[int, Cut]:
+    if not cast_here:
+        return _STATISTICS_CUTS
+    if norm.residual is not None:
+        return _CAST_SUM_CUTS
+    return _CAST_CUTS if norm.mu is None else _CAST_CENTRED_CUTS
 
 
-def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> _Plan:
-    device = norm.x.device
-    width = block_of(norm.shape[-1])
+_PLANS: dict[object, WholeRows | _WideRows] = {}
+
+
+def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> WholeRows | _WideRows:
+    device, columns = norm.x.device, norm.shape[-1]
     constants: dict[str, Any] = {
         "OFFSET": norm.offset,
         "SUM": getattr(tl, str(norm.x.dtype).removeprefix("torch.")),
@@ -362,25 +490,24 @@ def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> _Plan:
         **constants_of(device),
         "UNIT": unit,
     }
-    processors = _launch.limits(device).multiprocessors
-    tile: Cut | None = listed(_CAST_TILES if cast_here else _STATISTICS_TILES, width)
-    if tile is None:
+    way: Cut | None = listed(_cuts(norm, cast_here), columns)
+    if way is None:
         threads, block = _CHUNK
         launch = _launch.Launch(
             _norm_wide, device, threads=threads, **constants, BLOCK=block, UNROLL=_UNROLL
         )
-        return _Plan(launch, 1, _CHUNK_PROGRAMS * processors)
-    rows = rows_of_tile(tile.width, width)
-    launch = _launch.Launch(
+        return _WideRows(launch, _CHUNK_PROGRAMS * _launch.limits(device).multiprocessors)
+    return WholeRows(
         _norm_rows,
         device,
-        threads=tile.threads,
+        way,
+        columns,
+        torch.float32,
+        norm.x.element_size() * (1 + (norm.residual is not None)),
+        least=recipe.width,
+        LOOPED=way.programs > 0,
         **constants,
-        ROWS=rows,
-        BLOCK=max(width, recipe.width),
-        STAGES=tile.stages,
     )
-    return _Plan(launch, rows, tile.programs * processors or MOST)
 
 
 # ------------------------------------------------------------------------------ operators
@@ -433,11 +560,11 @@ def _normalize(
     dtypes = [None if it is None else it.dtype for it in tensors]
     key = (*dtypes, *recipe[1:5], norm.offset, columns, unit, with_amaxes, norm.x.device)
     plan = _PLANS.get(key) or keep(_PLANS, key, _plan(norm, recipe, unit, outputs is not None))
-    programs = max(1, min(-(-norm.rows // plan.rows), plan.most))
+    programs = max(1, plan.groups(norm.rows))
     amaxes = fresh(recipe.op, norm.x, (programs,), torch.float32) if with_amaxes else None
     if norm.rows or with_amaxes:
-        plan.launch(
-            (programs, 1),
+        plan(
+            norm.rows,
             (*tensors, amaxes),
             (
                 norm.rows, columns // unit, norm.x_stride // unit, norm.residual_stride // unit,

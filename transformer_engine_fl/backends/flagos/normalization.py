@@ -46,7 +46,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
 from transformer_engine_fl.backends.flagos._dependent import follows, let_follow
 from transformer_engine_fl.backends.flagos._exact import mean_of, mean_of_all
 from transformer_engine_fl.backends.flagos._fetch import fetch
-from transformer_engine_fl.backends.flagos._narrow import rounded
+from transformer_engine_fl.backends.flagos._moments import gain_of, moments_of_parts, read_input
 from transformer_engine_fl.backends.flagos._rows import (
     Cut,
     SharedRows,
@@ -88,35 +88,6 @@ __all__ = [
 # Where there is a residual, its rows are as far apart as those of x.
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _input(
-    x_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    place: tl.tensor,
-    out: tl.tensor,
-    mask: tl.tensor,
-    SUM: tl.constexpr,
-) -> tl.tensor:
-    """x, or its sum with the residual, rounded, which is stored."""
-    x = fetch(x_ptr + place, mask)
-    if residual_ptr is not None:
-        ACC: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
-        residual = fetch(residual_ptr + place, mask)
-        x = rounded(x.to(ACC) + residual.to(ACC), SUM)
-        tl.store(sum_ptr + out, x, mask=mask)
-    return x
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _gain(gamma: tl.tensor, ACC: tl.constexpr, OFFSET: tl.constexpr) -> tl.tensor:
-    """What a row is multiplied by. To add 0 would be an instruction: it makes 0 of -0."""
-    gain = gamma.to(ACC)
-    if OFFSET:
-        gain += OFFSET
-    return gain
-
-
 @triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
 def _forward_rows(
     x_ptr: tl.tensor,
@@ -137,6 +108,7 @@ def _forward_rows(
     PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     NARROW: tl.constexpr,
+    LANES: tl.constexpr,
     ONCE: tl.constexpr,
     FEW: tl.constexpr,
     SUM: tl.constexpr,
@@ -148,7 +120,6 @@ def _forward_rows(
     cost registers, and so programs at a time.
     """
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
-    AXIS: tl.constexpr = 0 if ROWS == 1 else 1
     columns = columns * UNIT
     row = rows_of(tl.program_id(0), ROWS)
     exists = existing(row, rows, ROWS)
@@ -163,7 +134,7 @@ def _forward_rows(
         column = columns_of_part(PARTS, part)
         inside = per_column(within(column, columns, EXACT or len(PARTS) > part + 1), ROWS)
         place, mask = per_column(column, ROWS), per_row(exists, ROWS) & inside
-        one = _input(x_ptr, residual_ptr, sum_ptr, place, place, mask, SUM)
+        one = read_input(x_ptr, residual_ptr, sum_ptr, place, place, mask, SUM)
         x += (one,)  # type: ignore[assignment]
     # Ahead of the sums gamma costs registers, which measured slower but for these rows, and where
     # there is room for it: of few rows each waits for memory once instead of twice.
@@ -177,35 +148,10 @@ def _forward_rows(
             gamma += (fetch(weight_ptr + column, inside),)  # type: ignore[assignment]
             if bias_ptr is not None:
                 beta += (fetch(bias_ptr + column, inside),)  # type: ignore[assignment]
-    mu = (row * 0).to(ACC)
-    if mu_ptr is not None:
-        if ONCE:
-            mu = _typical(x_ptr, columns, ACC)
-        else:
-            for part in tl.static_range(len(PARTS)):
-                mu += tl.sum(x[part].to(ACC), axis=AXIS)
-            mu = mean_of_all(mu, _width_of(PARTS)) if EXACT else mean_of(mu, columns)
-    variance = (row * 0).to(ACC)
-    ahead = variance
-    for part in tl.static_range(len(PARTS)):
-        distance = as_stored(x[part], NARROW and mu_ptr is not None).to(ACC)
-        if mu_ptr is not None:
-            distance -= per_row(mu, ROWS)
-            if not EXACT:
-                column = columns_of_part(PARTS, part)
-                inside = within(column, columns, len(PARTS) > part + 1)
-                distance = tl.where(per_column(inside, ROWS), distance, 0)
-        if ONCE:
-            squares, further = two_sums(distance * distance, distance)
-            variance += squares
-            ahead += further
-        else:
-            variance += tl.sum(distance * distance, axis=AXIS)
-    if ONCE:
-        variance -= ahead * (ahead / columns)
-        variance = tl.where(variance < 0, 0, variance)
-        mu += ahead / columns
-    rsigma = tl.rsqrt(variance / columns + tl.full((), eps, ACC))
+    mu, rsigma = moments_of_parts(
+        x, x_ptr, row, columns, eps, ACC, mu_ptr is not None, ONCE, ROWS, PARTS, EXACT, NARROW,
+        LANES, 128 // SUM.primitive_bitwidth,
+    )  # fmt: skip
     for part in tl.static_range(len(PARTS)):
         column = columns_of_part(PARTS, part)
         inside = within(column, columns, EXACT or len(PARTS) > part + 1)
@@ -213,7 +159,7 @@ def _forward_rows(
         y = as_stored(x[part], NARROW).to(ACC)
         if mu_ptr is not None:
             y -= per_row(mu, ROWS)
-        y = y * per_row(rsigma, ROWS) * per_column(_gain(weight, ACC, OFFSET), ROWS)
+        y = y * per_row(rsigma, ROWS) * per_column(gain_of(weight, ACC, OFFSET), ROWS)
         if bias_ptr is not None:
             bias = beta[part] if AHEAD else fetch(bias_ptr + column, inside)
             y += per_column(bias.to(ACC), ROWS)
@@ -223,21 +169,6 @@ def _forward_rows(
     tl.store(rsigma_ptr + row, rsigma, mask=exists)
     if mu_ptr is not None:
         tl.store(mu_ptr + row, mu, mask=exists)
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def _width_of(parts: tuple[int, ...]) -> int:
-    return sum(parts)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _typical(x_ptr: tl.tensor, columns: tl.tensor, ACC: tl.constexpr) -> tl.tensor:
-    """The middle one of three numbers of a row: not the only one far from all others."""
-    third = columns // 3
-    one = fetch(x_ptr, True).to(ACC)
-    two = fetch(x_ptr + third, True).to(ACC)
-    three = fetch(x_ptr + 2 * third, True).to(ACC)
-    return tl.maximum(tl.minimum(one, two), tl.minimum(tl.maximum(one, two), three))
 
 
 _CANCELS = tl.constexpr(8)
@@ -343,7 +274,7 @@ def _forward_shared(
     # shared memory: half as much, and read as ``fetch`` reads.
     if residual_ptr is not None:
         row = tl.program_id(1).to(tl.int64)
-        x_next = _input(
+        x_next = read_input(
             x_ptr, residual_ptr, sum_ptr, row * stride + column, row * columns + column,
             inside, SUM,
         )  # fmt: skip
@@ -351,7 +282,7 @@ def _forward_shared(
         row = tl.full((), index, tl.int64)
         following = row + groups
         asked = following if residual_ptr is None else following + groups
-        x_asked = _input(
+        x_asked = read_input(
             x_ptr, residual_ptr, sum_ptr, asked * stride + column, asked * columns + column,
             inside & (asked < rows), SUM,
         )  # fmt: skip
@@ -390,7 +321,7 @@ def _forward_shared(
                 # Not of the distance from the mean, which takes a hundredth longer: so a result
                 # is off by half a unit of the mean times rsigma.
                 y -= mu * rsigma
-            y *= _gain(weight, ACC, OFFSET)
+            y *= gain_of(weight, ACC, OFFSET)
             if bias_ptr is not None:
                 if not AHEAD:
                     bias = fetch(bias_ptr + column, inside)
@@ -456,7 +387,7 @@ def _backward_rows(
         if mu_ptr is not None:
             xhat -= fetch(mu_ptr + row, row < rows)[:, None]
         xhat *= rsigma[:, None]
-        u = dy * _gain(gamma, ACC, OFFSET)[None, :]
+        u = dy * gain_of(gamma, ACC, OFFSET)[None, :]
         dx = u - xhat * (tl.sum(u * xhat, axis=1) / columns)[:, None]
         if mu_ptr is not None:
             dx -= (tl.sum(u, axis=1) / columns)[:, None]
@@ -490,7 +421,7 @@ def _tell_means(
 ) -> None:
     """This piece's shares of the sums of u * xhat and of u."""
     ACC: tl.constexpr = rsigma.dtype
-    u = dy.to(ACC) * _gain(gamma, ACC, OFFSET)
+    u = dy.to(ACC) * gain_of(gamma, ACC, OFFSET)
     if SUMS == 2:
         products, plain = two_sums(u * (x.to(ACC) * rsigma - mu * rsigma), u)
     else:
@@ -581,7 +512,7 @@ def _backward_shared(
             products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
             xhat = x.to(ACC) * rsigma
             grad = dy.to(ACC)
-            u = grad * _gain(gamma, ACC, OFFSET)
+            u = grad * gain_of(gamma, ACC, OFFSET)
             if mu_ptr is not None:
                 xhat -= mu * rsigma
                 product, constant = two_sums(products, plain)

@@ -293,16 +293,40 @@ def rows_ahead(key: SourceKey) -> int:
     return BYTES_AHEAD // (PIECE * key.x.itemsize) if key.kind == "identity" else 1
 
 
-def _row_blocks(key: CastKey) -> int:
-    """How many blocks of the kernel that casts along rows must fit on a multiprocessor."""
-    if key.sums:  # three would spill what scales of blocks take
-        return 2 if key.recipe.width else 3
-    return 4 if key.source.kind == "identity" else 2
+# Of activations of 2-byte numbers, by whether they are gated and gradients: rows of a thread that
+# are under way at once, and blocks of the kernel that casts along rows that must fit on a
+# multiprocessor.
+_ACTIVATED: Final = {
+    (False, False): (2, 5),
+    (False, True): (1, 6),
+    (True, False): (1, 2),
+    (True, True): (1, 4),
+}
+_LIGHT: Final = ("Relu", "SquaredRelu")
+"""Activations of few instructions, which a second row under way would hold up."""
+
+
+def row_way(key: SourceKey, recipe: Recipe) -> tuple[int, int]:
+    """How the kernel that casts along rows, adding up no columns, goes through them.
+
+    Returns:
+        Rows of a thread that are under way at once, and how many blocks must fit on a
+        multiprocessor, which bounds the registers. Codes of four bits take some more of these.
+    """
+    if key.kind == "identity":
+        return rows_ahead(key), 4
+    if key.kind in ("norm", *_LIGHT) or key.x.itemsize > 2 or key.grad.itemsize > 2:
+        return 1, 2
+    ahead, blocks = _ACTIVATED[key.gated, key.backward]
+    return ahead, blocks - (ahead > 1 and recipe.form.values_per_byte > 1)
 
 
 def rows_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that casts along rows."""
-    defines = {**key.defines(), "AHEAD": key.ahead, "BLOCKS": _row_blocks(key)}
+    blocks = row_way(key.source, key.recipe)[1]
+    if key.sums:  # three would spill what scales of blocks take
+        blocks = 2 if key.recipe.width else 3
+    defines = {**key.defines(), "AHEAD": key.ahead, "BLOCKS": blocks}
     geometry = _launch.Geometry(
         key.lanes * key.rows,
         "P" * 13 + "qqiiiifff",
@@ -590,7 +614,7 @@ class _Run(NamedTuple):
         limits = _launch.limits(source.x.get_device())
         ahead = 1
         if not self.sums:  # with few rows, more blocks
-            ahead = rows_ahead(key)
+            ahead = row_way(key, recipe)[0]
             while ahead > 1 and matrix.rows * across <= ahead * rows * limits.multiprocessors:
                 ahead //= 2
         kernel = self._kernel(key, matrix, lanes, rows, rows_source, ahead=ahead)
