@@ -153,6 +153,14 @@ def test_bias_gradients_of_strips_of_many_rows(
     check("dbias_dgelu_quantize", grad, x, format=format)
 
 
+@pytest.mark.parametrize("format", ["per_tensor", "block_1x128", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(("rows", "columns"), [(600, 40), (599, 520)])
+def test_activations_with_two_rows_of_a_thread_under_way(
+    format: str, rows: int, columns: int, device: str
+) -> None:
+    check("gelu_quantize", values(rows, columns, device=device), format=format)
+
+
 @pytest.mark.parametrize(
     ("across", "strips"),
     [(28, 14), (1, 396), (99, 4), (104, 15), (396, 1), (397, 3), (5000, 1)],

@@ -17,7 +17,7 @@ check = checking(flagos)
 
 CUTS = {
     "rmsnorm_fwd_quantize": flagos._CAST_CUTS,
-    "rmsnorm_fwd_add_quantize": flagos._CAST_SUM_CUTS,
+    "rmsnorm_fwd_add_quantize": flagos._CAST_CUTS,
     "layernorm_fwd_quantize": flagos._CAST_CENTRED_CUTS,
 }
 NORMS = tuple(CUTS)
@@ -39,7 +39,7 @@ def inputs(op: str, rows: int, columns: int, device: str) -> tuple[Tensor, ...]:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row is too wide for registers."""
-    monkeypatch.setattr(flagos, "_cuts", lambda norm, cast_here: {})
+    monkeypatch.setattr(flagos, "_cut", lambda norm, cast_here: None)
     monkeypatch.setattr(flagos, "_CHUNK", (128, 128))
     monkeypatch.setattr(flagos, "_PLANS", {})
 
@@ -90,14 +90,38 @@ def test_the_spread_of_rows_in_parts_far_from_zero(columns: int, device: str) ->
     torch.testing.assert_close(found[-1].double(), spread, rtol=1e-5, atol=0)
 
 
-def test_programs_with_several_tiles_find_the_amax_of_all(device: str) -> None:
-    x, weight = inputs("rmsnorm_fwd_quantize", 4000, 24, device)
+@pytest.mark.parametrize("columns", [64, 1280, 70000])
+def test_no_rows_have_an_amax_of_0(columns: int, device: str) -> None:
+    scale = torch.full((1,), 4.0, device=device)
+    for op in NORMS:
+        for given in (None, scale):
+            found = check(op, *inputs(op, 0, columns, device), scale=given)
+            assert found[2] is not None
+            assert found[2].item() == 0
+
+
+@pytest.mark.parametrize("op", NORMS)
+def test_programs_with_several_tiles_find_the_amax_of_all(op: str, device: str) -> None:
+    x, *others = inputs(op, 4000, 24, device)
     x[0, 3] = x[3999, 5] = 16.0
-    found = check("rmsnorm_fwd_quantize", x, weight)
-    given = check("rmsnorm_fwd_quantize", x, weight, scale=torch.ones(1, device=device))
+    found = check(op, x, *others)
+    given = check(op, x, *others, scale=torch.ones(1, device=device))
     assert found[2] is not None
     assert given[2] is not None
     assert found[2].equal(given[2])
+
+
+@pytest.mark.parametrize("columns", [64, 2880, 40000])
+@pytest.mark.parametrize("op", NORMS)
+def test_zeros_have_the_same_sign_whatever_casts_them(op: str, columns: int, device: str) -> None:
+    given = list(inputs(op, 4, columns, device))
+    given[-1] = torch.full_like(given[-1], -0.0)
+    if op == "layernorm_fwd_quantize":
+        given[-2] = given[-1]
+    scale = torch.ones(1, device=device)
+    once, both = (check(op, *given, scale=scale, columnwise=it) for it in (False, True))
+    assert once[0].view(torch.uint8).equal(both[0].view(torch.uint8))
+    assert once[0].view(torch.uint8).unique().tolist() == [0, 128]
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "both ways"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from transformer_engine_fl.backends.vendor.cuda._casting import cast_source, recipes
+from transformer_engine_fl.backends.vendor.cuda._casting import cast_source, recipes, row_way
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._launch import Limits
 from transformer_engine_fl.backends.vendor.cuda._sums import sum_source
@@ -25,7 +25,8 @@ def sources(device: Limits) -> Iterator[Specialisation]:
             ("Silu", True, True),
         ):
             key = activation_key(kind, gated, backward, low, both=True)
-            yield cast_source(key, recipe, device, amax=amax)[0]
+            ahead = row_way(key, recipe)[0]
+            yield cast_source(key, recipe, device, amax=amax, ahead=ahead)[0]
         gradient = activation_key("Gelu", False, True, low)
         yield cast_source(gradient, recipe, device, amax=amax, sums=True)[0]
     yield sum_source(14336, torch.float32, low, device)[0]

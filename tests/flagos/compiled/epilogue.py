@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from transformer_engine_fl.backends.flagos import epilogue
@@ -24,6 +26,10 @@ def launch() -> None:
         _operator("layernorm_fwd_quantize", x, w, w, format="mxfp8")
         _operator("rmsnorm_fwd_add_quantize", x, x, w, format="block_1x128")
         _operator("rmsnorm_fwd_add_quantize", x, x, w, format="mxfp8", columnwise=True)
+    # As many stages as fit into shared memory.
+    _operator("rmsnorm_fwd_quantize", x[:, :20480].contiguous(), w[:20480], format="mxfp8")
+    wide = x[:, :16384].float()
+    _operator("rmsnorm_fwd_add_quantize", wide, wide, w[:16384].float(), format="mxfp8")
     x, w = x[:, :8192].contiguous(), w[:8192]
     _operator("rmsnorm_fwd_quantize", x.float(), w.float(), format="mxfp8")
     _operator("rmsnorm_fwd_quantize", x, w, scale=scale, format="nvfp4")
@@ -35,3 +41,19 @@ def launch() -> None:
     _operator("gelu_quantize", x, columnwise=True)
     _operator("dswiglu_quantize", x[:, :4096].contiguous(), x, format="mxfp8", columnwise=True)
     _operator("clamped_dswiglu_quantize", x[:, :4096].contiguous(), x)
+
+
+def check(cases: list[dict[str, Any]]) -> None:
+    """Parts of a row are summed and cast where they lie: only sums and scales change threads."""
+    looped = f"({epilogue._norm_rows.arg_names.index('LOOPED')},): True"
+    parts = [
+        case
+        for case in cases
+        if case["kernel"] == "_norm_rows"
+        and "(1024, 1024, 1024)" in case["constants"]
+        and looped not in case["constants"]
+        and "residual_ptr" not in case["tensors"]  # whose sum is stored in accesses of its own
+    ]
+    assert len(parts) == 2  # with one scale, and centred as mxfp8
+    for case in parts:
+        assert case["shared"] < 256, case

@@ -50,6 +50,7 @@ from transformer_engine_fl.backends.flagos._dependent import (
     wait_for_last,
 )
 from transformer_engine_fl.backends.flagos._fetch import fetch
+from transformer_engine_fl.backends.flagos._moments import gain_of
 from transformer_engine_fl.backends.flagos._narrow import (
     LARGEST_FLOAT32,
     amax_of,
@@ -149,8 +150,8 @@ def _values(
         if mu_ptr is not None:
             x -= fetch(mu_ptr + first_row + row, exists)[:, None]
         x *= fetch(rsigma_ptr + first_row + row, exists)[:, None]
-        weight = fetch(weight_ptr + first_column + column, inside).to(tl.float32)
-        x *= (weight + OFFSET)[None, :]
+        weight = fetch(weight_ptr + first_column + column, inside)
+        x *= gain_of(weight, tl.float32, OFFSET)[None, :]
         if bias_ptr is not None:
             bias = fetch(bias_ptr + first_column + column, inside)
             x += bias.to(tl.float32)[None, :]

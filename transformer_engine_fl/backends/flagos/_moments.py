@@ -73,7 +73,7 @@ def moments_of_parts(
     """The mean (0 unless CENTRED) and rsigma of whole rows in PARTS; see ``_rows``.
 
     Args:
-        x: the parts, 0 outside: tiles, or of one row vectors.
+        x: the parts, 0 outside; those of one row may be vectors.
         x_ptr: the rows, of which ONCE reads three numbers.
         row: which rows.
         columns: how many there are.

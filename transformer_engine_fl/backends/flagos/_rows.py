@@ -1,7 +1,7 @@
 """How rows are cut: into tiles of whole rows, or into pieces that several programs share.
 
 A tile is a power of two wide. A forward holds a whole row of another width in up to three such
-parts, and numbers of 2 bytes as they were stored while it waits for their sum, if they are many.
+parts. Many numbers of 2 bytes are held as they were stored, while their sum is waited for.
 
 A program that has one piece of a row holds it in registers, leaves its share of the row's
 sums where the others find it, and does the same for the next of its rows before it waits
@@ -228,8 +228,9 @@ def parts_of(columns: int, widest: int, least: int) -> tuple[int, ...]:
     return tuple(parts)
 
 
-# A tile of one row is a vector, and what its row has is a number: of tiles [1, columns] that are
-# not alike in their layout, each sum would have to change its own to meet those of the others.
+# What one row has is a number: of the sums of tiles [1, columns] that are not alike in their
+# layout, each would have to change its own to meet the others. One row is a vector; where it is
+# cast it is a tile, in which blocks of columns are found without changing places.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -441,7 +442,8 @@ _LEAST_OF_PART = 4
 _WIDEST_FEW = 16384
 """Columns of the widest rows that are faster where a program has all registers it can use."""
 _MOST_WIDE = 16
-"""Elements of a row in parts that a thread may hold in the form that they are computed in."""
+"""Elements that a thread may hold in the form that they are computed in, of a row in parts or one
+of many of its program's."""
 
 
 def _stages(way: Cut, stage_bytes: int, device: torch.device, behind: int = 0) -> int:

@@ -66,7 +66,7 @@ from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
 
 # -------------------------------------------------------------------------------- kernels
 
-_VECTOR = tl.constexpr(16)  # elements that a thread reads at a time: as many codes are an access
+_CODES = tl.constexpr(16)  # of a byte, in an access: so many elements a thread reads at a time
 
 # ``columns`` and the row strides count units of UNIT elements. Where ``residual`` is given,
 # what is normalized is ``sum``, as it has been rounded. ``data`` is given where rows are cast
@@ -118,6 +118,7 @@ def _norm_rows(
     LOOPED: a program has several tiles, and keeps the parameters.
     """
     AHEAD: tl.constexpr = LOOPED and (data_ptr is not None or partial_ptr is not None)
+    VECTOR: tl.constexpr = 128 // SUM.primitive_bitwidth if data_ptr is None else _CODES
     columns = columns * UNIT
     gamma = ()
     beta = ()
@@ -154,7 +155,7 @@ def _norm_rows(
             x += (one,)  # type: ignore[assignment]
         mu, rsigma = moments_of_parts(
             x, from_ptr, row, columns, eps, tl.float32, mu_ptr is not None, False, ROWS, PARTS,
-            EXACT, NARROW, LANES, _VECTOR,
+            EXACT, NARROW, LANES, VECTOR,
         )  # fmt: skip
         if data_ptr is not None or partial_ptr is not None:
             first = tl.full((), tile, tl.int64) * ROWS
@@ -177,7 +178,7 @@ def _norm_rows(
                 if partial_ptr is not None:
                     sizes = size_of(y, LEAVES_NAN)
                     if ROWS == 1:
-                        lanes = by_lane(sizes, LANES, _VECTOR)
+                        lanes = by_lane(sizes, LANES, VECTOR)
                         largest = tl.maximum(largest, tl.max(tl.max(lanes, axis=2), axis=0))
                     else:
                         most = tl.max(sizes, axis=1)
@@ -290,8 +291,8 @@ def _norm_wide(
                 column = first + lane
                 inside = column < columns
                 x = fetch(read_ptr + column, inside).to(tl.float32)
-                weight = fetch(weight_ptr + column, inside).to(tl.float32)
-                y = (x - mu) * rsigma * (weight + OFFSET)
+                weight = fetch(weight_ptr + column, inside)
+                y = (x - mu) * rsigma * gain_of(weight, tl.float32, OFFSET)
                 if bias_ptr is not None:
                     y += fetch(bias_ptr + column, inside).to(tl.float32)
                 y = tl.where(inside, y, 0)
@@ -311,9 +312,9 @@ def _norm_wide(
 # ---------------------------------------------------------------------------------- plans
 
 
-# By the widest row that it is for. The widest listed is the widest that is kept in registers;
-# wider rows take (threads, columns) of a chunk, and programs as below. Where formats disagree,
-# the least sum of one scale and of mxfp8 decided: ``docs/kernels.md``.
+# By the widest row that it is for, as measured of numbers of 2 bytes. The widest listed is the
+# widest that is kept in registers; wider rows take (threads, columns) of a chunk, and programs as
+# below. Where formats disagree, the least sum of one scale and mxfp8 decided: ``docs/kernels.md``.
 _CAST_CUTS = {
     512: Cut(threads=128, width=4096),
     896: Cut(threads=32, width=512, programs=16, stages=3),
@@ -329,10 +330,6 @@ _CAST_CUTS = {
     16384: Cut(threads=512, width=16384, programs=1, stages=4),
     24576: Cut(threads=512, width=16384, programs=1, stages=3),
     32768: Cut(threads=1024, width=32768),
-}
-_CAST_SUM_CUTS = _CAST_CUTS | {
-    8192: Cut(threads=256, width=8192, resident=4),
-    16384: Cut(threads=512, width=16384, resident=2),
 }
 _CAST_CENTRED_CUTS = {
     896: Cut(threads=32, width=512, programs=16, stages=3),
@@ -364,6 +361,7 @@ _STATISTICS_CUTS = {
     24576: Cut(threads=1024, width=8192, programs=1, stages=3),
     32768: Cut(threads=1024, width=32768),
 }
+_WIDEST_OF_4_BYTES = 16384
 _CHUNK, _CHUNK_PROGRAMS, _UNROLL = (512, 4096), 4, 4
 
 
@@ -470,12 +468,16 @@ class _Norm(NamedTuple):
         )
 
 
-def _cuts(norm: _Norm, cast_here: bool) -> dict[int, Cut]:
-    if not cast_here:
-        return _STATISTICS_CUTS
-    if norm.residual is not None:
-        return _CAST_SUM_CUTS
-    return _CAST_CUTS if norm.mu is None else _CAST_CENTRED_CUTS
+def _cut(norm: _Norm, cast_here: bool) -> Cut | None:
+    """How to cut rows; None where they do not fit into registers."""
+    columns = norm.shape[-1]
+    if columns > _WIDEST_OF_4_BYTES and norm.x.element_size() > 2:
+        return None
+    table = _STATISTICS_CUTS
+    if cast_here:
+        table = _CAST_CUTS if norm.mu is None else _CAST_CENTRED_CUTS
+    found: Cut | None = listed(table, columns)
+    return found
 
 
 _PLANS: dict[object, WholeRows | _WideRows] = {}
@@ -490,7 +492,7 @@ def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> WholeRows 
         **constants_of(device),
         "UNIT": unit,
     }
-    way: Cut | None = listed(_cuts(norm, cast_here), columns)
+    way = _cut(norm, cast_here)
     if way is None:
         threads, block = _CHUNK
         launch = _launch.Launch(
@@ -560,11 +562,11 @@ def _normalize(
     dtypes = [None if it is None else it.dtype for it in tensors]
     key = (*dtypes, *recipe[1:5], norm.offset, columns, unit, with_amaxes, norm.x.device)
     plan = _PLANS.get(key) or keep(_PLANS, key, _plan(norm, recipe, unit, outputs is not None))
-    programs = max(1, plan.groups(norm.rows))
-    amaxes = fresh(recipe.op, norm.x, (programs,), torch.float32) if with_amaxes else None
+    rows = max(1, norm.rows)  # of no rows a program tells that their amax is 0
+    amaxes = fresh(recipe.op, norm.x, (plan.groups(rows),), torch.float32) if with_amaxes else None
     if norm.rows or with_amaxes:
         plan(
-            norm.rows,
+            rows,
             (*tensors, amaxes),
             (
                 norm.rows, columns // unit, norm.x_stride // unit, norm.residual_stride // unit,

@@ -44,6 +44,7 @@ __all__ = [
     "cast_with_sums",
     "dense_scale",
     "representative_sources",
+    "row_way",
     "rows_ahead",
     "write_largest",
 ]

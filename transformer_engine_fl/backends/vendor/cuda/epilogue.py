@@ -40,6 +40,7 @@ from transformer_engine_fl.backends.vendor.cuda._casting import (
     cast_with_sums,
     dense_scale,
     recipes,
+    row_way,
     write_largest,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -333,7 +334,8 @@ def representative_sources(
                 recipe = several[(3 * place + 2 * gated + 5 * backward) % len(several)]
                 both = not (recipe.columnwise or recipe.square)
                 key = activation_key(kind, gated, backward, low, both)
-                yield cast_source(key, recipe, device, amax=recipe.form.by_tensor)
+                ahead = row_way(key, recipe)[0]
+                yield cast_source(key, recipe, device, amax=recipe.form.by_tensor, ahead=ahead)
     for recipe in several:
         plain_key = activation_key("Gelu", False, True, full)
         yield cast_source(plain_key, recipe, device, sums=True)
