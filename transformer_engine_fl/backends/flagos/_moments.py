@@ -15,10 +15,10 @@ from transformer_engine_fl.backends.flagos._narrow import rounded
 from transformer_engine_fl.backends.flagos._rows import (
     as_stored,
     by_lane,
-    columns_of_part,
+    columns_before,
+    part_of_row,
     per_row,
     two_sums,
-    within,
 )
 
 __all__ = ["gain_of", "moments_of_parts", "moments_of_wide_row", "read_input"]
@@ -95,7 +95,8 @@ def moments_of_parts(
             for part in tl.static_range(len(PARTS)):
                 sums += _sums(x[part].to(ACC), ROWS, LANES, VECTOR)
             mu = _whole(sums, ROWS)
-            mu = mean_of_all(mu, _width_of(PARTS)) if EXACT else mean_of(mu, columns)
+            WIDTH: tl.constexpr = columns_before(PARTS, len(PARTS))
+            mu = mean_of_all(mu, WIDTH) if EXACT else mean_of(mu, columns)
     squares = zero
     ahead = zero
     for part in tl.static_range(len(PARTS)):
@@ -103,8 +104,7 @@ def moments_of_parts(
         if CENTRED:
             distance -= per_row(mu, ROWS)
             if not EXACT:
-                column = columns_of_part(PARTS, part)
-                inside = within(column, columns, len(PARTS) > part + 1)
+                _, inside = part_of_row(PARTS, part, columns, EXACT)
                 inside = inside if len(distance.shape) == 1 else inside[None, :]
                 distance = tl.where(inside, distance, 0)
         squares += _sums(distance * distance, ROWS, LANES, VECTOR)
@@ -133,11 +133,6 @@ def _sums(x: tl.tensor, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.cons
 def _whole(sums: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """The sums of rows, from those of their parts."""
     return tl.sum(sums, axis=0) if ROWS == 1 else sums
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def _width_of(parts: tuple[int, ...]) -> int:
-    return sum(parts)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -41,11 +41,12 @@ __all__ = [
     "WholeRows",
     "as_stored",
     "by_lane",
-    "columns_of_part",
+    "columns_before",
     "cut",
     "cut_choice",
     "existing",
     "heard",
+    "part_of_row",
     "parts_of",
     "per_column",
     "per_row",
@@ -257,19 +258,28 @@ def per_column(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     return values if ROWS == 1 else values[None, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def columns_of_part(PARTS: tl.constexpr, INDEX: tl.constexpr) -> tl.tensor:
-    """The columns of one of a row's parts."""
-    first = 0
-    for before in tl.static_range(INDEX):
-        first += PARTS[before]
-    return first + tl.arange(0, PARTS[INDEX])
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def columns_before(parts: tuple[int, ...], index: int) -> int:
+    """Columns of a row that are in the parts before one; before the end, all of them."""
+    return sum(parts[:index])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def within(column: tl.tensor, columns: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
-    """Which columns are those of a row: EXACT, all of them, as in every part but the last."""
+    """Which columns are those of a row: EXACT, all of them."""
     return tl.full(column.shape, True, tl.int1) if EXACT else column < columns
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def part_of_row(
+    PARTS: tl.constexpr, INDEX: tl.constexpr, columns: tl.tensor, EXACT: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The columns of one of a row's parts, and which of them are the row's.
+
+    EXACT: no part has columns beyond it; otherwise only the last one may.
+    """
+    column = columns_before(PARTS, INDEX) + tl.arange(0, PARTS[INDEX])
+    return column, within(column, columns, EXACT or len(PARTS) > INDEX + 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -55,11 +55,11 @@ from transformer_engine_fl.backends.flagos._rows import (
     WholeRows,
     as_stored,
     by_lane,
-    columns_of_part,
+    columns_before,
     existing,
+    part_of_row,
     per_row,
     rows_of,
-    within,
 )
 from transformer_engine_fl.backends.flagos.activation import ACTIVATIONS
 from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
@@ -124,8 +124,7 @@ def _norm_rows(
     beta = ()
     if AHEAD:
         for part in tl.static_range(len(PARTS)):
-            column = columns_of_part(PARTS, part)
-            inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+            column, inside = part_of_row(PARTS, part, columns, EXACT)
             gamma += (_parameter(weight_ptr, column, inside, ROWS),)  # type: ignore[assignment]
             if bias_ptr is not None:
                 beta += (_parameter(bias_ptr, column, inside, ROWS),)  # type: ignore[assignment]
@@ -148,8 +147,7 @@ def _norm_rows(
             total_ptr = sum_ptr + per_row(start * columns, ROWS)
         x = ()
         for part in tl.static_range(len(PARTS)):
-            column = columns_of_part(PARTS, part)
-            inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+            column, inside = part_of_row(PARTS, part, columns, EXACT)
             place, mask = column[None, :], per_row(exists, ROWS) & inside[None, :]
             one = read_input(from_ptr, other_ptr, total_ptr, place, place, mask, SUM)
             x += (one,)  # type: ignore[assignment]
@@ -161,8 +159,7 @@ def _norm_rows(
             first = tl.full((), tile, tl.int64) * ROWS
             height = tl.minimum(rows - tile * ROWS, ROWS)
             for part in tl.static_range(len(PARTS)):
-                column = columns_of_part(PARTS, part)
-                inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+                column, inside = part_of_row(PARTS, part, columns, EXACT)
                 y = as_stored(x[part], NARROW).to(tl.float32)
                 if mu_ptr is not None:
                     y -= per_row(mu, ROWS)
@@ -184,7 +181,7 @@ def _norm_rows(
                         most = tl.max(sizes, axis=1)
                         largest = tl.maximum(largest, tl.where(exists, most, 0))
                 if data_ptr is not None:
-                    before = _before(PARTS, part)
+                    before = columns_before(PARTS, part)
                     store_rows(
                         y, first, tl.arange(0, ROWS), height, before,
                         tl.minimum(columns - before, PARTS[part]), columns, shared, least,
@@ -212,12 +209,6 @@ def _parameter(
         return fetch(pointer + column[None, :], inside[None, :])
     else:
         return fetch(pointer + column, inside)[None, :]
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def _before(parts: tuple[int, ...], part: int) -> int:
-    """Columns of a row that are in the parts before one."""
-    return sum(parts[:part])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

@@ -52,11 +52,11 @@ from transformer_engine_fl.backends.flagos._rows import (
     SharedRows,
     WholeRows,
     as_stored,
-    columns_of_part,
     cut,
     cut_choice,
     existing,
     heard,
+    part_of_row,
     per_column,
     per_row,
     rows_of,
@@ -131,9 +131,9 @@ def _forward_rows(
         sum_ptr += per_row(start * columns, ROWS)
     x = ()
     for part in tl.static_range(len(PARTS)):
-        column = columns_of_part(PARTS, part)
-        inside = per_column(within(column, columns, EXACT or len(PARTS) > part + 1), ROWS)
-        place, mask = per_column(column, ROWS), per_row(exists, ROWS) & inside
+        column, inside = part_of_row(PARTS, part, columns, EXACT)
+        place = per_column(column, ROWS)
+        mask = per_row(exists, ROWS) & per_column(inside, ROWS)
         one = read_input(x_ptr, residual_ptr, sum_ptr, place, place, mask, SUM)
         x += (one,)  # type: ignore[assignment]
     # Ahead of the sums gamma costs registers, which measured slower but for these rows, and where
@@ -143,8 +143,7 @@ def _forward_rows(
     beta = ()
     if AHEAD:
         for part in tl.static_range(len(PARTS)):
-            column = columns_of_part(PARTS, part)
-            inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+            column, inside = part_of_row(PARTS, part, columns, EXACT)
             gamma += (fetch(weight_ptr + column, inside),)  # type: ignore[assignment]
             if bias_ptr is not None:
                 beta += (fetch(bias_ptr + column, inside),)  # type: ignore[assignment]
@@ -153,8 +152,7 @@ def _forward_rows(
         LANES, 128 // SUM.primitive_bitwidth,
     )  # fmt: skip
     for part in tl.static_range(len(PARTS)):
-        column = columns_of_part(PARTS, part)
-        inside = within(column, columns, EXACT or len(PARTS) > part + 1)
+        column, inside = part_of_row(PARTS, part, columns, EXACT)
         weight = gamma[part] if AHEAD else fetch(weight_ptr + column, inside)
         y = as_stored(x[part], NARROW).to(ACC)
         if mu_ptr is not None:

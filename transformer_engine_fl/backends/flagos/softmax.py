@@ -42,11 +42,11 @@ from transformer_engine_fl.backends.flagos._rows import (
     SharedRows,
     WholeRows,
     as_stored,
-    columns_of_part,
     cut,
     cut_choice,
     existing,
     heard,
+    part_of_row,
     per_column,
     per_row,
     rows_of,
@@ -247,7 +247,8 @@ def _forward_tile(
         chosen = tl.load(x_ptr + start * stride + at, mask=there & (at >= 0), other=0).to(ACC)
     scores = ()
     for part in tl.static_range(len(PARTS)):
-        column = per_column(columns_of_part(PARTS, part), ROWS)
+        column, _ = part_of_row(PARTS, part, columns, EXACT)
+        column = per_column(column, ROWS)
         one = _scores(
             x_ptr, mask_ptr, per_row(row, ROWS), column, exists, columns, stride, queries, heads,
             ahead, mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC,
@@ -279,14 +280,13 @@ def _forward_tile(
         share = per_row(1 / tl.where(total == 0, 1, total), ROWS)
     y_ptr += per_row(start * columns, ROWS)
     for part in tl.static_range(len(PARTS)):
-        column = columns_of_part(PARTS, part)
-        inside = per_column(within(column, columns, EXACT or len(PARTS) > part + 1), ROWS)
+        column, inside = part_of_row(PARTS, part, columns, EXACT)
         y = weights[part] * share
         if target_ptr is not None:
             y -= tl.where(per_column(column, ROWS) == at, grad_loss, 0)
             y = tl.where(ignored, 0, y)  # whatever its logits are
         y = y.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + per_column(column, ROWS), y, mask=exists & inside)
+        tl.store(y_ptr + per_column(column, ROWS), y, mask=exists & per_column(inside, ROWS))
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
