@@ -635,32 +635,32 @@ def _cast(kind: str) -> normalization.Cast:
         ("per_tensor", 256, "rms", (32, 1, 1, 16, 8)),
         ("per_tensor", 2048, "rms", (64, 4, 1, 8, 8)),
         ("per_tensor", 4096, "rms", None),
-        ("per_tensor", 5120, "rms", (256, 3, 1, 2, 8)),
-        ("amax", 5120, "rms", (256, 3, 1, 2, 8)),
+        ("per_tensor", 5120, "rms", (128, 5, 1, 3, 8)),
+        ("amax", 5120, "rms", (128, 5, 1, 3, 8)),
         ("per_tensor", 8192, "rms", None),
         ("per_tensor", 16384, "rms", (512, 4, 1, 1, 8)),
         ("per_tensor", 32768, "rms", (512, 4, 2, 2, 8)),
         ("mxfp8", 512, "rms", (32, 2, 1, 16, 8)),
         ("mxfp8", 1024, "rms", None),
         ("mxfp8", 4096, "rms", None),
-        ("mxfp8", 5120, "rms", (160, 4, 1, 3, 16)),
-        ("mxfp8", 8224, "rms", (288, 4, 1, 1, 16)),
-        ("per_tensor", 8208, "rms", (512, 3, 1, 1, 8)),
+        ("mxfp8", 5120, "rms", None),
+        ("mxfp8", 8224, "rms", None),
+        ("per_tensor", 8208, "rms", (256, 5, 1, 1, 8)),
         ("nvfp4", 8192, "rms", None),
-        ("block_1x128", 12288, "rms", (384, 4, 1, 1, 16)),
+        ("block_1x128", 12288, "rms", (256, 6, 1, 1, 16)),
         ("mxfp8", 32768, "rms", (512, 4, 2, 1, 8)),
         ("per_tensor", 262144, "rms", (1024, 4, 8, 1, 8)),
         ("mxfp8", 262144, "rms", (1024, 4, 8, 1, 8)),
         ("mxfp8", 262144, "layer", (512, 4, 16, 1, 8)),
         ("per_tensor", 1024, "layer", (32, 4, 1, 16, 8)),
-        ("per_tensor", 4096, "layer", (128, 4, 1, 4, 8)),
-        ("amax", 4104, "layer", (160, 4, 1, 3, 8)),
-        ("amax", 7168, "layer", (224, 4, 1, 2, 8)),
-        ("per_tensor", 8192, "layer", (256, 4, 1, 2, 8)),
+        ("per_tensor", 4096, "layer", (64, 8, 1, 4, 8)),
+        ("amax", 4104, "layer", (128, 5, 1, 2, 8)),
+        ("amax", 7168, "layer", (128, 7, 1, 2, 8)),
+        ("per_tensor", 8192, "layer", (128, 8, 1, 2, 8)),
         ("mxfp8", 8192, "layer", (256, 4, 1, 2, 16)),
         ("mxfp8", 2048, "layer", (64, 4, 1, 8, 16)),
-        ("mxfp8", 7168, "layer", (224, 4, 1, 2, 16)),
-        ("mxfp8", 6136, "layer", (192, 4, 1, 2, 8)),
+        ("mxfp8", 7168, "layer", None),
+        ("mxfp8", 6136, "layer", (128, 6, 1, 2, 8)),
         ("mxfp8", 32768, "layer", (512, 4, 2, 1, 8)),
         ("statistics", 8192, "layer", None),
         ("statistics", 32768, "layer", (512, 4, 2, 1, 8)),
@@ -690,13 +690,31 @@ def test_which_rows_that_are_cast_follow_each_other(
     assert normalization.forward_source(key, ADA)[0].kernel == "forward" or columns > 16384
 
 
+@pytest.mark.parametrize("kind", ["per_tensor", "amax", "mxfp8"])
+@pytest.mark.parametrize("centred", [False, True])
+def test_listed_ways_to_cast_hold_all_their_rows(centred: bool, kind: str) -> None:
+    ways = normalization.CAST_AS[centred, kind == "mxfp8"]
+    narrowest = normalization.CAST_NARROWEST + 7
+    for way in ways:
+        assert narrowest <= way.widest <= way.tile.held * way.lanes
+        assert way.blocks * way.lanes <= 1536
+        for columns in (narrowest, way.widest):
+            low = (torch.bfloat16,) * 4
+            key = normalization.ForwardKey(columns, 8, *low, centred, False, cast=_cast(kind))
+            source, *_ = normalization.forward_source(key, HOPPER)
+            assert source.kernel == ("forward" if way.one_row else "forward_stream")
+            assert dict(source.defines)["VECS"] == way.vecs
+        narrowest = way.widest + 8
+
+
 @pytest.mark.parametrize(
     ("kind", "columns", "dtype", "span"),
     [
         ("mxfp8", 4096, torch.bfloat16, 16),
         ("block_1x128", 2048, torch.float16, 16),
         ("per_tensor", 4096, torch.bfloat16, 8),  # no scales that several threads share
-        ("mxfp8", 3072, torch.bfloat16, 8),  # three vectors
+        ("mxfp8", 1536, torch.bfloat16, 8),  # a row is a warp's
+        ("mxfp8", 2304, torch.bfloat16, 8),  # three vectors
         ("mxfp8", 1024, torch.bfloat16, 8),  # within a warp
         ("mxfp8", 4096, torch.float32, 4),
     ],

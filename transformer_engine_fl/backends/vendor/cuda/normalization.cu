@@ -117,33 +117,58 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
 
 #ifndef KERNEL_forward_wide
 
-// What is reduced to a row's statistics: the sum of squares, or what Moments says, of parts that
-// are equally large if the row fills all vectors of as many threads as are halved.
+// What is reduced to a row's statistics: the sum of squares, or what Moments says. Where a row
+// fills all vectors of as many threads as are halved, those are equally large parts; elsewhere
+// parts of any size, those of warps, whose lanes add up what they have before and after they
+// subtract its mean: to merge two such parts takes several times as long as two sums.
 constexpr bool kEqual = CENTRED && FULL && (LANES & (LANES - 1)) == 0;
+constexpr bool kOfWarps = CENTRED && !kEqual;
 constexpr int kStatistics = !CENTRED ? 1 : kEqual ? 2 : 3;
 template <Telling Told>
 using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A, Told>;
 
-// A thread's part of them, from its vectors of a row in shared memory; Held: in registers
-// between the mean and the deviations from it.
+// How many columns the lanes of a warp have that share a row.
+__device__ __forceinline__ A columns_of_warp(int rank, int columns) {
+  constexpr int kLanes = least(LANES, 32);
+  if constexpr (FULL) return A(kLanes * VECS * VEC);
+  int count = 0;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const int first = Row::first_column(v, rank) - static_cast<int>(threadIdx.x) % kLanes * VEC;
+    count += max(0, min(columns - first, kLanes * VEC));
+  }
+  return A(count);
+}
+
+__device__ __forceinline__ A sum_of_warp(A own) {
+  A sum[1] = {own};
+  halve<Sum, least(LANES, 32)>(sum);
+  return sum[0];
+}
+
+// A thread's part of them, or its warp's, from its vectors of a row in shared memory; Held: in
+// registers between the mean and the deviations from it.
 template <bool Held>
 __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, int columns,
                                         A (&found)[kStatistics]) {
   A mean = 0;
-  A count = VECS * VEC;
+  A count = 0;
   A total = 0;
   Vec<TX, VEC> held[Held ? VECS : 1];
   auto own = [&](int v) { return Held ? held[v] : Slots<TX>::read(kept, v); };
   if constexpr (CENTRED) {
-    if (!FULL) count = 0;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       if constexpr (Held) held[v] = Slots<TX>::read(kept, v);
       total += sum_of(own(v));  // zeros beyond the columns
-      if (!FULL && Row::in_row(Row::first_column(v, rank), columns)) count += VEC;
     }
-    if constexpr (FULL) mean = quotient<VECS * VEC>(total);
-    else mean = count > 0 ? quotient(total, count, reciprocal(count)) : A(0);
+    if constexpr (kEqual) {
+      mean = quotient<VECS * VEC>(total);
+    } else {
+      total = sum_of_warp(total);
+      count = columns_of_warp(rank, columns);
+      mean = count > 0 ? quotient(total, count, reciprocal(count)) : A(0);
+    }
   }
   A squares = 0;
 #pragma unroll
@@ -159,7 +184,7 @@ __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, in
   } else {
     found[0] = count;
     found[1] = total;
-    found[2] = squares;
+    found[2] = sum_of_warp(squares);
   }
 }
 
@@ -353,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
   A found[kStatistics];
   own_statistics<false>(kept, rank, columns, found);
-  over_row.reduce<Merging>(found);
+  over_row.reduce<Merging, kOfWarps>(found);
   const A mean = mean_of(found, columns, share);
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
 
@@ -485,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       }
     }
     own_statistics<(CENTRED && LANES * BLOCKS <= 512)>(slots, rank, columns, found);
-    over_row.begin<Merging>(found);
+    over_row.begin<Merging, kOfWarps>(found);
   };
 
 #if CAST == 1

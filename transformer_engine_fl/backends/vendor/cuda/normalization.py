@@ -39,6 +39,22 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     vector_width,
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
+from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
+    ADDED_PIECES,
+    CAST_AS,
+    CAST_NARROWEST,
+    FEW_ROWS,
+    FORWARD_PIECES,
+    IN_REGISTERS,
+    LAYER_PIECES,
+    MOST_PIECES,
+    RMS_PIECES,
+    THROUGH_MEMORY,
+    TOLD_THROUGH_MEMORY,
+    WAITING,
+    CastAs,
+    Piece,
+)
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
@@ -123,170 +139,6 @@ TOLD_RMS_FORWARD: Final = range(4097, MOST_COLUMNS)
 TOLD_LAYER_FORWARD: Final = range(4097, MOST_COLUMNS)
 TOLD_RMS_BACKWARD: Final = range(8193, MOST_COLUMNS)
 TOLD_LAYER_BACKWARD: Final = range(1025, 4097)
-
-
-class Waiting(NamedTuple):
-    """Rows of half precision that wait for their sums in the shared memory of small blocks.
-
-    Several of them, or of clusters, are on a multiprocessor, each with a row of its own: while
-    one writes, the others load. Gamma and beta are in caches, but where there is room for both.
-
-    Attributes:
-        centred: whether there is a mean to subtract.
-        columns: how wide the rows are.
-        team: threads of a block that share a row, and blocks that do.
-        vecs: vectors that a thread holds, at most.
-        blocks: of a multiprocessor.
-        unfilled: whether rows are left out that fill the vectors of ``forward_stream``, where
-            nothing is compared with the columns.
-    """
-
-    centred: bool
-    columns: range
-    team: Team
-    vecs: int
-    blocks: int
-    unfilled: bool = False
-
-
-# Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
-# 262,144 columns, and with 1,024 to 2,048, 4,096 and 8,192 (docs/cuda-kernels.md).
-WAITING: Final = (
-    Waiting(False, range(3585, 4097), (256, 1), 2, 3),
-    Waiting(False, range(7169, 8193), (512, 1), 2, 4),
-    Waiting(False, range(8193, 12289), (256, 1), 8, 5),
-    Waiting(False, range(16385, 20481), (512, 1), 8, 2),
-    Waiting(False, range(20481, 24577), (256, 1), 16, 3),
-    Waiting(False, range(24577, 28673), (256, 1), 16, 2),
-    Waiting(False, range(28673, 32769), (512, 1), 8, 2),
-    Waiting(False, range(32769, 40961), (512, 1), 16, 2),
-    Waiting(False, range(40961, 65537), (256, 2), 16, 3),
-    Waiting(False, range(65537, 131073), (256, 4), 16, 3),
-    Waiting(True, range(897, 1025), (64, 1), 2, 24),
-    Waiting(True, range(1025, 2049), (64, 1), 4, 20),
-    Waiting(True, range(4097, 8192), (128, 1), 8, 8),
-    Waiting(True, range(8193, 16385), (256, 1), 8, 5),
-    Waiting(True, range(16385, 20481), (256, 1), 16, 4),
-    Waiting(True, range(20481, 24577), (256, 1), 16, 3),
-    Waiting(True, range(24577, 28673), (512, 1), 8, 2),
-    Waiting(True, range(28673, 32769), (256, 2), 8, 4),
-    Waiting(True, range(32769, 40961), (512, 1), 16, 2),
-    Waiting(True, range(40961, 65537), (256, 2), 16, 3, unfilled=True),
-    Waiting(True, range(65537, 131073), (256, 4), 16, 3, unfilled=True),
-    Waiting(True, range(131073, 262145), (256, 8), 16, 3, unfilled=True),
-)
-
-
-class InRegisters(NamedTuple):
-    """Rows of half precision that a backward keeps in registers.
-
-    Attributes:
-        centred: whether there is a mean to subtract.
-        added: whether something is added to the gradient.
-        columns: how wide the rows are.
-        lanes: threads of a block, which share a row.
-        blocks: of a multiprocessor.
-        turn: rows that a block takes at a time.
-        stages: turns under way, at most.
-        kernel: which one does; in ``backward_pairs`` two blocks, a cluster, add up what they have
-            of the parameters' gradients.
-    """
-
-    centred: bool
-    added: bool
-    columns: range
-    lanes: int
-    blocks: int
-    turn: int
-    stages: int
-    kernel: str = "backward_registers"
-
-
-# Each as measured with the widest of its rows. Other threads than whole fours of warps can take
-# longer than more of them, some of which have nothing: 7,168 columns of a root mean square take
-# 117.5 us in 448 threads and 105.0 in 512.
-IN_REGISTERS: Final = (
-    InRegisters(False, False, range(769, 1025), 128, 4, 2, 4),
-    InRegisters(False, False, range(1025, 2049), 128, 4, 1, 2),
-    InRegisters(False, False, range(2049, 2561), 320, 2, 1, 2),
-    InRegisters(False, False, range(2561, 3073), 384, 2, 1, 2),
-    InRegisters(False, False, range(3073, 3585), 224, 2, 1, 2),
-    InRegisters(False, False, range(3585, 4097), 512, 2, 1, 2),
-    InRegisters(False, False, range(4097, 5121), 320, 1, 2, 6),
-    InRegisters(False, False, range(5121, 8193), 512, 1, 1, 2),
-    InRegisters(False, True, range(2049, 2561), 256, 2, 1, 6),
-    InRegisters(False, True, range(2561, 3073), 384, 2, 1, 2),
-    InRegisters(False, True, range(3073, 3585), 256, 2, 1, 6),
-    InRegisters(False, True, range(3585, 4097), 512, 2, 1, 2),
-    InRegisters(False, True, range(4097, 5121), 320, 1, 2, 2),
-    InRegisters(False, True, range(5121, 8193), 512, 1, 1, 3),
-    InRegisters(True, False, range(769, 1025), 128, 4, 4, 3),
-    InRegisters(True, False, range(2049, 2561), 160, 3, 1, 4, "backward_pairs"),
-    InRegisters(True, False, range(2561, 3073), 192, 3, 1, 4, "backward_pairs"),
-    InRegisters(True, False, range(3073, 3585), 512, 1, 4, 3),
-    InRegisters(True, False, range(3585, 4097), 256, 2, 1, 2, "backward_pairs"),
-    InRegisters(True, False, range(4097, 5121), 320, 2, 1, 2, "backward_pairs"),
-    InRegisters(True, False, range(5121, 6145), 384, 1, 2, 2),
-    InRegisters(True, False, range(6145, 8193), 512, 1, 1, 2, "backward_pairs"),
-)
-
-
-# Of no more rows, a block has one, and none of a pair waits for the other. The gradient of a row
-# has the same bits either way.
-FEW_ROWS: Final = 64
-
-
-class Piece(NamedTuple):
-    """What a block has of a row of half precision whose blocks are no cluster, but exchange sums
-    through global memory (``include/row_words.cuh``).
-
-    Attributes:
-        lanes: threads of a block.
-        vecs: vectors that a thread holds.
-        blocks: of a multiprocessor.
-        stages: rows under way; where there is no room for them, rows are those of clusters.
-        holds: whether gamma and beta are in registers, and not in shared memory.
-    """
-
-    lanes: int
-    vecs: int
-    blocks: int
-    stages: int = 3
-    holds: bool = True
-
-    def tile(self, columns: int) -> Tile:
-        """How a row is spread: over as many blocks as hold it."""
-        share = self.vecs * self.lanes * 8
-        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks)
-
-
-# Of those that spread rows of that width over no more than MOST_PIECES blocks, the one that leaves
-# the fewest threads without columns does, and of several the first. As measured with 29 widths from
-# 8,200 to 262,144 columns (docs/cuda-kernels.md).
-THROUGH_MEMORY: Final = range(8193, 262145)
-RMS_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 4))
-ADDED_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 3))
-LAYER_PIECES: Final = (Piece(32, 4, 10), Piece(64, 4, 5))
-MOST_PIECES: Final = 128
-"""Of those, each lane of a warp hears four."""
-# Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows
-# are, and the piece. Rows of layer norms must fill a power of two of blocks.
-FORWARD_PIECES: Final[dict[tuple[bool, bool], tuple[tuple[range, Piece], ...]]] = {
-    (False, False): (
-        (range(32769, 131073), Piece(32, 8, 12, 4)),
-        (range(131073, 262145), Piece(128, 8, 3)),
-    ),
-    (False, True): (
-        (range(32769, 65537), Piece(128, 2, 4)),
-        (range(65537, 262145), Piece(32, 8, 8)),
-    ),
-    (True, False): (
-        (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),
-        (range(65537, 131073), Piece(128, 8, 3, 2, holds=False)),
-        (range(131073, 262145), Piece(32, 8, 12, 2, holds=False)),
-    ),
-}
-TOLD_THROUGH_MEMORY: Final = 2
 
 
 def forward_tile(
@@ -555,7 +407,12 @@ class ForwardKey:
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         clusters = device.has_clusters
         resident = 1280 if self.cast is None else 1536
-        tile = forward_tile(self.columns, SIZES[self.x], others, clusters, large_block, resident)
+        way = self._cast_as(device)
+        tile = (
+            way.tile
+            if way
+            else forward_tile(self.columns, SIZES[self.x], others, clusters, large_block, resident)
+        )
         if tile is None:
             return None
         kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
@@ -578,10 +435,21 @@ class ForwardKey:
         alone = tile.lanes > 32 and tile.cluster == 1
         return 2 * tile.vec if self.casts_blocks and even and whole and alone else tile.vec
 
+    def _cast_as(self, device: _launch.Limits) -> CastAs | None:
+        """The one of :data:`CAST_AS` that rows are for; None for other rows."""
+        sizes = {SIZES[it] for it in (self.x, self.weight, self.bias)}
+        half = sizes == {2} and self.columns % 8 == 0 and self.columns >= CAST_NARROWEST
+        if self.cast in (None, STATISTICS) or self.added or not half or not device.has_clusters:
+            return None
+        ways = CAST_AS[self.centred, self.casts_blocks]
+        return next((it for it in ways if self.columns <= it.widest), None)
+
     def _casts_one_row(self, device: _launch.Limits) -> bool:
         """Whether threads cast one row, and end, where that was faster than going from row to row
         with the parameters in registers.
         """
+        if way := self._cast_as(device):
+            return way.one_row
         tile = self._row_tile(device)
         if tile is None or tile.cluster > 1:
             return False
@@ -645,7 +513,12 @@ class ForwardKey:
         elif self.added:
             teams = (*teams, LARGE_STREAM_TEAM)
         teams = tuple(team for team in teams if team[1] <= most_blocks)
-        tile = stream_tile(self.columns, x_size, others, longer, resident, teams, most)
+        way = self._cast_as(device)
+        tile = (
+            way.tile
+            if way
+            else stream_tile(self.columns, x_size, others, longer, resident, teams, most)
+        )
         if tile is None:
             return None
         told = TOLD_LAYER_FORWARD if self.centred else TOLD_RMS_FORWARD

@@ -116,6 +116,7 @@ class RowReduction {
   static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
   static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
   static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
+  static constexpr int kTogether = Lanes < 32 ? Lanes : 32;
   static constexpr bool kTold = Told != kBehindBarrier && Cluster > 1;
   static constexpr bool kOfBlocks = kTold && Told == kByBlocks;
   static constexpr int kTelling = kOfBlocks ? 1 : kWarps;  // warps of a block that do
@@ -134,17 +135,18 @@ class RowReduction {
   __device__ __forceinline__ void max(A (&value)[K]) { reduce<Max>(value); }
   __device__ __forceinline__ void moments(A (&value)[K]) { reduce<Moments>(value); }
 
-  template <typename Operation>
+  // OfWarps: the lanes of a warp that share a row have the same values, those of all of them.
+  template <typename Operation, bool OfWarps = false>
   __device__ __forceinline__ void reduce(A (&value)[K]) {
-    begin<Operation>(value);
+    begin<Operation, OfWarps>(value);
     end<Operation>(value);
   }
 
   // A reduction in two halves, so that something can be done while the blocks of a cluster
   // wait for each other. Each begin has its end, of the same values, before the next begin.
-  template <typename Operation>
+  template <typename Operation, bool OfWarps = false>
   __device__ __forceinline__ void begin(A (&value)[K]) {
-    halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
+    if constexpr (!OfWarps) halve<Operation, kTogether>(value);
     if constexpr (kOfBlocks && kWarps > 1) merge_in_block<Operation>(value);
     if constexpr (kTold) {
       exchange_.tell(value);

@@ -1,0 +1,324 @@
+"""How rows of norms are spread, and which kernel has them, where measuring decided and no rule.
+
+All of it is looked up by how wide rows are, and whether something is subtracted or added. The rules
+for other rows are ``normalization``'s.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from transformer_engine_fl.backends.vendor.cuda._tiles import Team, Tile
+
+__all__ = [
+    "ADDED_PIECES",
+    "CAST_AS",
+    "CAST_NARROWEST",
+    "FEW_ROWS",
+    "FORWARD_PIECES",
+    "IN_REGISTERS",
+    "LAYER_PIECES",
+    "MOST_PIECES",
+    "RMS_PIECES",
+    "THROUGH_MEMORY",
+    "TOLD_THROUGH_MEMORY",
+    "WAITING",
+    "CastAs",
+    "InRegisters",
+    "Piece",
+    "Waiting",
+]
+
+
+class Waiting(NamedTuple):
+    """Rows of half precision that wait for their sums in the shared memory of small blocks.
+
+    Several of them, or of clusters, are on a multiprocessor, each with a row of its own: while
+    one writes, the others load. Gamma and beta are in caches, but where there is room for both.
+
+    Attributes:
+        centred: whether there is a mean to subtract.
+        columns: how wide the rows are.
+        team: threads of a block that share a row, and blocks that do.
+        vecs: vectors that a thread holds, at most.
+        blocks: of a multiprocessor.
+        unfilled: whether rows are left out that fill the vectors of ``forward_stream``, where
+            nothing is compared with the columns.
+    """
+
+    centred: bool
+    columns: range
+    team: Team
+    vecs: int
+    blocks: int
+    unfilled: bool = False
+
+
+# Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
+# 262,144 columns, and with 1,024 to 2,048, 4,096 and 8,192 (docs/cuda-kernels.md).
+WAITING: Final = (
+    Waiting(False, range(3585, 4097), (256, 1), 2, 3),
+    Waiting(False, range(7169, 8193), (512, 1), 2, 4),
+    Waiting(False, range(8193, 12289), (256, 1), 8, 5),
+    Waiting(False, range(16385, 20481), (512, 1), 8, 2),
+    Waiting(False, range(20481, 24577), (256, 1), 16, 3),
+    Waiting(False, range(24577, 28673), (256, 1), 16, 2),
+    Waiting(False, range(28673, 32769), (512, 1), 8, 2),
+    Waiting(False, range(32769, 40961), (512, 1), 16, 2),
+    Waiting(False, range(40961, 65537), (256, 2), 16, 3),
+    Waiting(False, range(65537, 131073), (256, 4), 16, 3),
+    Waiting(True, range(897, 1025), (64, 1), 2, 24),
+    Waiting(True, range(1025, 2049), (64, 1), 4, 20),
+    Waiting(True, range(4097, 8192), (128, 1), 8, 8),
+    Waiting(True, range(8193, 16385), (256, 1), 8, 5),
+    Waiting(True, range(16385, 20481), (256, 1), 16, 4),
+    Waiting(True, range(20481, 24577), (256, 1), 16, 3),
+    Waiting(True, range(24577, 28673), (512, 1), 8, 2),
+    Waiting(True, range(28673, 32769), (256, 2), 8, 4),
+    Waiting(True, range(32769, 40961), (512, 1), 16, 2),
+    Waiting(True, range(40961, 65537), (256, 2), 16, 3, unfilled=True),
+    Waiting(True, range(65537, 131073), (256, 4), 16, 3, unfilled=True),
+    Waiting(True, range(131073, 262145), (256, 8), 16, 3, unfilled=True),
+)
+
+
+class InRegisters(NamedTuple):
+    """Rows of half precision that a backward keeps in registers.
+
+    Attributes:
+        centred: whether there is a mean to subtract.
+        added: whether something is added to the gradient.
+        columns: how wide the rows are.
+        lanes: threads of a block, which share a row.
+        blocks: of a multiprocessor.
+        turn: rows that a block takes at a time.
+        stages: turns under way, at most.
+        kernel: which one does; in ``backward_pairs`` two blocks, a cluster, add up what they have
+            of the parameters' gradients.
+    """
+
+    centred: bool
+    added: bool
+    columns: range
+    lanes: int
+    blocks: int
+    turn: int
+    stages: int
+    kernel: str = "backward_registers"
+
+
+# Each as measured with the widest of its rows. Other threads than whole fours of warps can take
+# longer than more of them, some of which have nothing: 7,168 columns of a root mean square take
+# 117.5 us in 448 threads and 105.0 in 512.
+IN_REGISTERS: Final = (
+    InRegisters(False, False, range(769, 1025), 128, 4, 2, 4),
+    InRegisters(False, False, range(1025, 2049), 128, 4, 1, 2),
+    InRegisters(False, False, range(2049, 2561), 320, 2, 1, 2),
+    InRegisters(False, False, range(2561, 3073), 384, 2, 1, 2),
+    InRegisters(False, False, range(3073, 3585), 224, 2, 1, 2),
+    InRegisters(False, False, range(3585, 4097), 512, 2, 1, 2),
+    InRegisters(False, False, range(4097, 5121), 320, 1, 2, 6),
+    InRegisters(False, False, range(5121, 8193), 512, 1, 1, 2),
+    InRegisters(False, True, range(2049, 2561), 256, 2, 1, 6),
+    InRegisters(False, True, range(2561, 3073), 384, 2, 1, 2),
+    InRegisters(False, True, range(3073, 3585), 256, 2, 1, 6),
+    InRegisters(False, True, range(3585, 4097), 512, 2, 1, 2),
+    InRegisters(False, True, range(4097, 5121), 320, 1, 2, 2),
+    InRegisters(False, True, range(5121, 8193), 512, 1, 1, 3),
+    InRegisters(True, False, range(769, 1025), 128, 4, 4, 3),
+    InRegisters(True, False, range(2049, 2561), 160, 3, 1, 4, "backward_pairs"),
+    InRegisters(True, False, range(2561, 3073), 192, 3, 1, 4, "backward_pairs"),
+    InRegisters(True, False, range(3073, 3585), 512, 1, 4, 3),
+    InRegisters(True, False, range(3585, 4097), 256, 2, 1, 2, "backward_pairs"),
+    InRegisters(True, False, range(4097, 5121), 320, 2, 1, 2, "backward_pairs"),
+    InRegisters(True, False, range(5121, 6145), 384, 1, 2, 2),
+    InRegisters(True, False, range(6145, 8193), 512, 1, 1, 2, "backward_pairs"),
+)
+
+
+# Of no more rows, a block has one, and none of a pair waits for the other. The gradient of a row
+# has the same bits either way.
+FEW_ROWS: Final = 64
+
+
+class Piece(NamedTuple):
+    """What a block has of a row of half precision whose blocks are no cluster, but exchange sums
+    through global memory (``include/row_words.cuh``).
+
+    Attributes:
+        lanes: threads of a block.
+        vecs: vectors that a thread holds.
+        blocks: of a multiprocessor.
+        stages: rows under way; where there is no room for them, rows are those of clusters.
+        holds: whether gamma and beta are in registers, and not in shared memory.
+    """
+
+    lanes: int
+    vecs: int
+    blocks: int
+    stages: int = 3
+    holds: bool = True
+
+    def tile(self, columns: int) -> Tile:
+        """How a row is spread: over as many blocks as hold it."""
+        share = self.vecs * self.lanes * 8
+        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks)
+
+
+# Of those that spread rows of that width over no more than MOST_PIECES blocks, the one that leaves
+# the fewest threads without columns does, and of several the first. As measured with 29 widths from
+# 8,200 to 262,144 columns (docs/cuda-kernels.md).
+THROUGH_MEMORY: Final = range(8193, 262145)
+RMS_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 4))
+ADDED_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 3))
+LAYER_PIECES: Final = (Piece(32, 4, 10), Piece(64, 4, 5))
+MOST_PIECES: Final = 128
+"""Of those, each lane of a warp hears four."""
+# Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows
+# are, and the piece. Rows of layer norms must fill a power of two of blocks.
+FORWARD_PIECES: Final[dict[tuple[bool, bool], tuple[tuple[range, Piece], ...]]] = {
+    (False, False): (
+        (range(32769, 131073), Piece(32, 8, 12, 4)),
+        (range(131073, 262145), Piece(128, 8, 3)),
+    ),
+    (False, True): (
+        (range(32769, 65537), Piece(128, 2, 4)),
+        (range(65537, 262145), Piece(32, 8, 8)),
+    ),
+    (True, False): (
+        (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),
+        (range(65537, 131073), Piece(128, 8, 3, 2, holds=False)),
+        (range(131073, 262145), Piece(32, 8, 12, 2, holds=False)),
+    ),
+}
+TOLD_THROUGH_MEMORY: Final = 2
+
+
+class CastAs(NamedTuple):
+    """Rows of half precision, without a residual, that are cast.
+
+    Attributes:
+        widest: row that it is for; it is the first one in its list that is for a row.
+        lanes: threads of a block, which share a row.
+        vecs: vectors of 16 bytes that a thread has.
+        blocks: of a multiprocessor.
+        one_row: whether a block has one, and does not go from row to row.
+    """
+
+    widest: int
+    lanes: int
+    vecs: int
+    blocks: int
+    one_row: bool
+
+    @property
+    def tile(self) -> Tile:
+        """How a row is spread."""
+        return Tile(8, self.vecs, self.lanes, blocks=self.blocks)
+
+
+CAST_NARROWEST: Final = 1025
+"""The narrowest row of those."""
+# By whether there is a mean and whether blocks have scales, as measured with the widest of each and
+# others (docs/cuda-kernels.md). It is faster where a row fills all vectors of a power of two of
+# threads: nothing is compared with the columns then, and what a layer norm's threads have are equal
+# parts of it.
+_STREAM, _ROW = False, True
+CAST_AS: Final[dict[tuple[bool, bool], tuple[CastAs, ...]]] = {
+    (False, False): (
+        CastAs(1280, 32, 5, 12, _STREAM),
+        CastAs(1536, 32, 6, 12, _STREAM),
+        CastAs(1792, 32, 7, 12, _STREAM),
+        CastAs(2048, 64, 4, 8, _STREAM),
+        CastAs(2560, 64, 5, 6, _STREAM),
+        CastAs(3072, 64, 6, 4, _STREAM),
+        CastAs(3584, 64, 7, 4, _STREAM),
+        CastAs(4096, 128, 4, 12, _ROW),
+        CastAs(5120, 128, 5, 3, _STREAM),
+        CastAs(6144, 256, 3, 1, _STREAM),
+        CastAs(7168, 128, 7, 2, _STREAM),
+        CastAs(8192, 256, 4, 6, _ROW),
+        CastAs(10240, 256, 5, 1, _STREAM),
+        CastAs(12288, 256, 6, 1, _STREAM),
+        CastAs(14336, 256, 7, 1, _STREAM),
+        CastAs(16384, 512, 4, 1, _STREAM),
+        CastAs(20480, 512, 5, 1, _STREAM),
+        CastAs(24576, 384, 8, 1, _STREAM),
+    ),
+    (False, True): (
+        CastAs(1280, 32, 5, 16, _ROW),
+        CastAs(1536, 32, 6, 16, _ROW),
+        CastAs(1792, 32, 7, 16, _ROW),
+        CastAs(2048, 128, 2, 12, _ROW),
+        CastAs(2304, 96, 3, 10, _ROW),
+        CastAs(2560, 64, 5, 16, _ROW),
+        CastAs(3072, 96, 4, 16, _ROW),
+        CastAs(3328, 64, 7, 8, _ROW),
+        CastAs(3584, 128, 4, 12, _ROW),
+        CastAs(4096, 128, 4, 12, _ROW),
+        CastAs(4608, 96, 6, 10, _ROW),
+        CastAs(5120, 128, 5, 8, _ROW),
+        CastAs(6144, 128, 6, 8, _ROW),
+        CastAs(7168, 224, 4, 6, _ROW),
+        CastAs(8192, 256, 4, 6, _ROW),
+        CastAs(8960, 224, 5, 4, _ROW),
+        CastAs(10240, 256, 5, 4, _ROW),
+        CastAs(12288, 256, 6, 1, _STREAM),
+        CastAs(16384, 512, 4, 1, _STREAM),
+        CastAs(18432, 384, 6, 1, _STREAM),
+        CastAs(20480, 512, 5, 1, _STREAM),
+        CastAs(24576, 384, 8, 1, _STREAM),
+    ),
+    (True, False): (
+        CastAs(1280, 32, 5, 12, _STREAM),
+        CastAs(1536, 32, 6, 8, _STREAM),
+        CastAs(1792, 32, 7, 8, _STREAM),
+        CastAs(2048, 64, 4, 8, _STREAM),
+        CastAs(2560, 64, 5, 4, _STREAM),
+        CastAs(2944, 128, 3, 4, _STREAM),
+        CastAs(3072, 64, 6, 4, _STREAM),
+        CastAs(3584, 64, 7, 4, _STREAM),
+        CastAs(4096, 64, 8, 4, _STREAM),
+        CastAs(5120, 128, 5, 2, _STREAM),
+        CastAs(5376, 192, 4, 2, _STREAM),
+        CastAs(6144, 128, 6, 2, _STREAM),
+        CastAs(7168, 128, 7, 2, _STREAM),
+        CastAs(8192, 128, 8, 2, _STREAM),
+        CastAs(8960, 224, 5, 4, _ROW),
+        CastAs(10240, 256, 5, 1, _STREAM),
+        CastAs(11264, 512, 3, 1, _STREAM),
+        CastAs(12288, 256, 6, 1, _STREAM),
+        CastAs(13824, 384, 5, 1, _STREAM),
+        CastAs(14336, 256, 7, 1, _STREAM),
+        CastAs(16384, 256, 8, 1, _STREAM),
+        CastAs(18432, 384, 6, 2, _ROW),
+        CastAs(20480, 512, 5, 2, _ROW),
+    ),
+    (True, True): (
+        CastAs(1280, 32, 5, 12, _STREAM),
+        CastAs(1536, 64, 3, 8, _STREAM),
+        CastAs(1792, 32, 7, 24, _ROW),
+        CastAs(2048, 64, 4, 8, _STREAM),
+        CastAs(2304, 96, 3, 5, _STREAM),
+        CastAs(2560, 64, 5, 8, _ROW),
+        CastAs(2944, 96, 4, 5, _STREAM),
+        CastAs(3072, 64, 6, 4, _STREAM),
+        CastAs(3584, 64, 7, 8, _ROW),
+        CastAs(4096, 128, 4, 4, _STREAM),
+        CastAs(4608, 96, 6, 5, _ROW),
+        CastAs(5120, 128, 5, 4, _ROW),
+        CastAs(5376, 192, 4, 2, _STREAM),
+        CastAs(6144, 128, 6, 2, _STREAM),
+        CastAs(7168, 128, 7, 4, _ROW),
+        CastAs(8192, 256, 4, 2, _STREAM),
+        CastAs(8960, 160, 7, 6, _ROW),
+        CastAs(10240, 256, 5, 4, _ROW),
+        CastAs(11264, 256, 6, 4, _ROW),
+        CastAs(12288, 256, 6, 1, _STREAM),
+        CastAs(14336, 256, 7, 4, _ROW),
+        CastAs(16384, 512, 4, 1, _STREAM),
+        CastAs(18432, 384, 6, 2, _ROW),
+        CastAs(20480, 512, 5, 2, _ROW),
+        CastAs(24576, 512, 6, 2, _ROW),
+    ),
+}
