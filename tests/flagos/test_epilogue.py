@@ -15,12 +15,19 @@ from transformer_engine_fl.ops._formats import FORMATS
 
 check = checking(flagos)
 
-CUTS = {
-    "rmsnorm_fwd_quantize": flagos._CAST_CUTS,
-    "rmsnorm_fwd_add_quantize": flagos._CAST_CUTS,
-    "layernorm_fwd_quantize": flagos._CAST_CENTRED_CUTS,
-}
-NORMS = tuple(CUTS)
+NORMS = ("rmsnorm_fwd_quantize", "rmsnorm_fwd_add_quantize", "layernorm_fwd_quantize")
+
+
+def cuts_of(op: str, cast: bool, dtype: torch.dtype) -> dict[int, Any]:
+    """By which rows are cut."""
+    half = dtype.itemsize == 2
+    if op == "rmsnorm_fwd_add_quantize":
+        return flagos._ADDED_CUTS if half else flagos._ADDED_CUTS_OF_4_BYTES
+    if not cast:
+        return flagos._STATISTICS_CUTS
+    if not half:
+        return flagos._CAST_CUTS_OF_4_BYTES
+    return flagos._CAST_CUTS if op == "rmsnorm_fwd_quantize" else flagos._CAST_CENTRED_CUTS
 
 
 def numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -28,11 +35,13 @@ def numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Te
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def inputs(op: str, rows: int, columns: int, device: str) -> tuple[Tensor, ...]:
-    x = numbers(rows, columns, device=device)
-    weight = numbers(columns, device=device)
+def inputs(
+    op: str, rows: int, columns: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, ...]:
+    x = numbers(rows, columns, device=device, dtype=dtype)
+    weight = numbers(columns, device=device, dtype=dtype)
     if op == "rmsnorm_fwd_add_quantize":
-        return x, numbers(rows, columns, device=device).flip(0), weight
+        return x, numbers(rows, columns, device=device, dtype=dtype).flip(0), weight
     return (x, weight, weight) if op == "layernorm_fwd_quantize" else (x, weight)
 
 
@@ -67,13 +76,14 @@ def test_rows_that_end_within_a_block(columns: int, device: str) -> None:
             check(op, *inputs(op, 7, columns, device), format=form)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cast", [False, True], ids=["statistics", "cast"])
 @pytest.mark.parametrize("op", NORMS)
-def test_every_cut_of_rows(op: str, cast: bool, device: str) -> None:
+def test_every_cut_of_rows(op: str, cast: bool, dtype: torch.dtype, device: str) -> None:
     """At the widest row of each, and at one that ends within a part and a block of values."""
-    for widest in CUTS[op] if cast else flagos._STATISTICS_CUTS:
+    for widest in cuts_of(op, cast, dtype):
         for columns in (widest, widest - 72):
-            given = inputs(op, 3, columns, device)
+            given = inputs(op, 3, columns, device, dtype)
             scale = torch.full((1,), 3.0, device=device) if cast else None
             check(op, *given, scale=scale)
             check(op, *given, format="mxfp8", columnwise=not cast)

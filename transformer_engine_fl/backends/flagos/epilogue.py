@@ -303,9 +303,10 @@ def _norm_wide(
 # ---------------------------------------------------------------------------------- plans
 
 
-# By the widest row that it is for, as measured of numbers of 2 bytes. The widest listed is the
-# widest that is kept in registers; wider rows take (threads, columns) of a chunk, and programs as
-# below. Where formats disagree, the least sum of one scale and mxfp8 decided: ``docs/kernels.md``.
+# By the widest row that it is for, as measured of numbers of 2 bytes, or of 4 where it says so. The
+# widest listed is the widest that is kept in registers; wider rows take (threads, columns) of a
+# chunk, and programs as below. Where formats disagree, or norms with a mean and without that share
+# a table, the least sum of one scale and mxfp8 decided: ``docs/kernels.md``.
 _CAST_CUTS = {
     512: Cut(threads=128, width=4096),
     896: Cut(threads=32, width=512, programs=16, stages=3),
@@ -341,18 +342,61 @@ _CAST_CENTRED_CUTS = {
     28672: Cut(threads=1024, width=16384, resident=1),
     32768: Cut(threads=1024, width=32768, resident=1),
 }
-# Of rows that are not cast here. Each program leaves an amax, of which all are read later.
+_CAST_CUTS_OF_4_BYTES = {
+    512: Cut(threads=32, width=256, resident=32),
+    1024: Cut(threads=64, width=512, programs=8, stages=3),
+    1280: Cut(threads=128, width=1024, programs=8, stages=3),
+    2048: Cut(threads=128, width=1024, programs=4, stages=3),
+    3072: Cut(threads=256, width=2048, programs=4, stages=3),
+    3584: Cut(threads=128, width=2048, programs=4, stages=3),
+    4096: Cut(threads=256, width=2048, programs=2, stages=3),
+    5120: Cut(threads=512, width=4096, programs=2, stages=3),
+    7168: Cut(threads=256, width=4096, programs=2, stages=3),
+    8192: Cut(threads=512, width=4096, programs=1, stages=3),
+    16384: Cut(threads=1024, width=8192, programs=1, stages=3),
+    24576: Cut(threads=1024, width=16384, programs=1, stages=3),
+    32768: Cut(threads=1024, width=32768),
+}
+# Of rows to which a residual is added, whether they are cast here or not.
+_ADDED_CUTS = {
+    512: Cut(threads=128, width=4096),
+    1024: Cut(threads=32, width=1024, resident=16),
+    1536: Cut(threads=64, width=2048, resident=16),
+    2048: Cut(threads=128, width=2048, resident=6),
+    2560: Cut(threads=64, width=2048, resident=12),
+    3072: Cut(threads=64, width=4096, resident=8),
+    4096: Cut(threads=128, width=4096, resident=4),
+    5120: Cut(threads=128, width=4096, resident=6),
+    7168: Cut(threads=128, width=8192, resident=4),
+    10240: Cut(threads=256, width=8192, resident=3),
+    11264: Cut(threads=256, width=16384, resident=2),
+    12288: Cut(threads=256, width=8192, resident=3),
+    16384: Cut(threads=256, width=16384, resident=2),
+    24576: Cut(threads=512, width=16384, programs=1, stages=3),
+    32768: Cut(threads=1024, width=32768),
+}
+_ADDED_CUTS_OF_4_BYTES = {
+    1024: Cut(threads=128, width=1024, resident=6),
+    2048: Cut(threads=128, width=2048, resident=6),
+    4096: Cut(threads=256, width=4096, resident=4),
+    8192: Cut(threads=256, width=8192),
+    16384: Cut(threads=512, width=8192, resident=2),
+    32768: Cut(threads=512, width=16384),
+}
+# Of others that are not cast here. Each program leaves an amax, of which all are read later.
 _STATISTICS_CUTS = {
-    512: Cut(threads=128, width=2048, programs=8),
-    1536: Cut(threads=32, width=512, programs=16, stages=3),
+    512: Cut(threads=32, width=512, programs=32, stages=3),
+    1280: Cut(threads=32, width=512, programs=16, stages=3),
+    2048: Cut(threads=64, width=1024, programs=8, stages=3),
+    2560: Cut(threads=64, width=2048, programs=8, stages=3),
     3072: Cut(threads=128, width=1024, programs=4, stages=3),
-    6144: Cut(threads=128, width=2048, programs=4, stages=3),
-    12288: Cut(threads=256, width=8192, programs=2, stages=3),
-    16384: Cut(threads=512, width=16384, programs=1, stages=3),
+    5120: Cut(threads=128, width=2048, programs=4, stages=3),
+    8192: Cut(threads=256, width=4096, programs=2, stages=3),
+    11264: Cut(threads=256, width=8192, programs=2, stages=3),
+    16384: Cut(threads=512, width=8192, programs=1, stages=3),
     24576: Cut(threads=1024, width=8192, programs=1, stages=3),
     32768: Cut(threads=1024, width=32768),
 }
-_WIDEST_OF_4_BYTES = 16384
 _CHUNK, _CHUNK_PROGRAMS, _UNROLL = (512, 4096), 4, 4
 
 
@@ -461,13 +505,16 @@ class _Norm(NamedTuple):
 
 def _cut(norm: _Norm, cast_here: bool) -> Cut | None:
     """How to cut rows; None where they do not fit into registers."""
-    columns = norm.shape[-1]
-    if columns > _WIDEST_OF_4_BYTES and norm.x.element_size() > 2:
-        return None
-    table = _STATISTICS_CUTS
-    if cast_here:
+    half = norm.x.element_size() == 2
+    if norm.residual is not None:
+        table = _ADDED_CUTS if half else _ADDED_CUTS_OF_4_BYTES
+    elif not cast_here:
+        table = _STATISTICS_CUTS
+    elif not half:
+        table = _CAST_CUTS_OF_4_BYTES
+    else:
         table = _CAST_CUTS if norm.mu is None else _CAST_CENTRED_CUTS
-    found: Cut | None = listed(table, columns)
+    found: Cut | None = listed(table, norm.shape[-1])
     return found
 
 
