@@ -16,10 +16,15 @@ _BASES = {it.name: it for it in (*normalization.WORKLOADS, *activation.WORKLOADS
 _STANDARD = {
     ("rmsnorm_fwd_quantize", "delayed scaling"),
     ("rmsnorm_fwd_quantize", "mxfp8"),
+    ("rmsnorm_fwd_add_quantize", "mxfp8"),
+    ("layernorm_fwd_quantize", "delayed scaling"),
+    ("layernorm_fwd_quantize", "mxfp8"),
     ("swiglu_quantize", "delayed scaling"),
     ("swiglu_quantize", "mxfp8"),
     ("dbias_dgelu_quantize", "delayed scaling"),
 }
+# The other one is the hidden size of a model that is trained in float8 (DeepSeek-V3).
+_NORM_SHAPES: tuple[Shape, ...] = ((16384, 8192), (16384, 7168))
 
 
 def _options(form: str, device: str) -> dict[str, Any]:
@@ -42,7 +47,9 @@ WORKLOADS = tuple(
         name=f"{op} {form}",
         ops=(op,),
         make=_quantizing(_BASES[epilogue.base.name].make, form),
-        shapes=_BASES[epilogue.base.name].shapes[-1:],
+        shapes=_NORM_SHAPES
+        if epilogue.base.family == "normalization"
+        else _BASES[epilogue.base.name].shapes[-1:],
         tiny=(32, 64),
         axes=_BASES[epilogue.base.name].axes,
         standard=(op, form) in _STANDARD,

@@ -99,7 +99,7 @@ WORKLOADS = (
         _of_format(
             f"quantize {name} both ways",
             _quantize(FORMATS[name] | {"columnwise": True}),
-            standard=name == "mxfp8",
+            standard=name in ("1x128", "mxfp8"),
         )
         for name in FORMATS
     ),

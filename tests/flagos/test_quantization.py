@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _casting
 from transformer_engine_fl.backends.flagos import quantization as flagos
+from transformer_engine_fl.backends.flagos._narrow import quotient_of
 from transformer_engine_fl.backends.flagos._tiles import Block
 from transformer_engine_fl.backends.reference import quantization as reference
 
@@ -31,24 +34,58 @@ def differing(x: Tensor, **options: object) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tile"), [(torch.float8_e4m3fn, (128, 64)), (torch.float8_e5m2, (64, 128))]
+    ("form", "dtype", "tile"),
+    [
+        ("mxfp8", torch.float8_e4m3fn, (128, 64)),
+        ("mxfp8", torch.float8_e5m2, (64, 128)),
+        ("block_1x128", torch.float8_e4m3fn, (128, 128)),
+        ("block_1x128", torch.float8_e5m2, (128, 256)),
+    ],
 )
 def test_scales_that_tiles_leave_aside(
-    dtype: torch.dtype, tile: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+    form: str,
+    dtype: torch.dtype,
+    tile: tuple[int, int],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called = []
     ordinary = _casting._run_aside
-    monkeypatch.setattr(_casting, "_ASIDE_FROM", 1)
+    monkeypatch.setattr(_casting, "_ASIDE_FROM", {32: 1, 128: 1})
     monkeypatch.setattr(_casting, "_SQUARES", lambda *kind: Block(128, *tile))
     monkeypatch.setattr(_casting, "_run_aside", lambda *given: called.append(1) or ordinary(*given))
     monkeypatch.setattr(_casting, "_ORDER", Block(128, 16, 64))
     monkeypatch.setattr(_casting, "_PLANS", {})
-    shapes = ((384, 256), (128, 640), (640, 128))  # the scales in several tiles
+    shapes = ((384, 256), (128, 768), (640, 256))  # the scales in several tiles
     for rows, columns in shapes:
         x = (torch.randn(rows, columns + 8) * 8).to(device, torch.bfloat16)[:, :columns]
         x[rows - 1, columns - 1] = torch.nan
         x[127, 17] = -1000.0
-        assert differing(x, format="mxfp8", dtype=dtype) == []
+        x[:, :128] *= 2.0**-130  # too small for a scale of float32
+        x[5, 128:] = 0.0
+        x[6, 128:] = torch.inf
+        assert differing(x, format=form, dtype=dtype) == []
     assert len(called) == len(shapes)
-    assert differing(x[:, :96], format="mxfp8", dtype=dtype) == []  # in no whole tiles
+    assert differing(x[:, :96], format=form, dtype=dtype) == []  # in no whole tiles
     assert len(called) == len(shapes)
+
+
+@triton.jit
+def _divide(amax_ptr: tl.tensor, out_ptr: tl.tensor, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + place, quotient_of(LARGEST, tl.load(amax_ptr + place), True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("largest", [448.0, 57344.0])
+def test_quotients_without_a_branch_round_once(largest: float) -> None:
+    every = torch.arange(1 << 23, dtype=torch.int32, device="cuda")  # mantissa
+    some = every[:: (1 << 23) // (1 << 15)]
+    bits = [every | 127 << 23, every, some[:1]]
+    bits += [some | exponent << 23 for exponent in range(1, 255)]
+    amax = torch.cat(bits).view(torch.float32)
+    amax = torch.nn.functional.pad(amax, (0, -amax.numel() % 1024), value=1.0)
+    found = torch.empty_like(amax)
+    _divide[(amax.numel() // 1024,)](amax, found, largest, 1024)
+    expected = (largest / amax.double()).float().clamp(max=torch.finfo(torch.float32).max)
+    assert found.equal(expected)

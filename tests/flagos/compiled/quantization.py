@@ -25,7 +25,8 @@ def launch() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             flagos.dequantize(data, inverse, whole, format=name, out_dtype=dtype)
     # Large enough for scales that are left aside.
-    flagos.quantize(torch.empty(8192, 4096, dtype=x.dtype), format="mxfp8", columnwise=True)
+    for name in ("mxfp8", "block_1x128"):
+        flagos.quantize(torch.empty(8192, 4096, dtype=x.dtype), format=name, columnwise=True)
     flagos.quantize(x, scale, dtype=torch.float8_e5m2, columnwise=True)
     flagos.bgrad_quantize(x, format="mxfp8")
     for rows in (254, 255):

@@ -200,7 +200,7 @@ def _block_scales(
         CAST: the device has an instruction.
     """
     if SCALES == "float32":
-        scale = scale_of(amax, LARGEST, epsilon, POW2)
+        scale = scale_of(amax, LARGEST, epsilon, POW2, CAST)
         return scale, inverse_of(scale, CAST)
     elif SCALES == "e8m0":
         return microscale(amax, KIND)
@@ -264,11 +264,11 @@ def store_rows(
 ) -> tl.tensor:
     """Cast and write ``[ROWS, COLUMNS]``, in blocks of WIDTH columns or with ``shared``.
 
-    Without ``scale_inv`` the inverses of the scales are returned.
+    Without ``scale_inv`` returns what :func:`_order_scales` makes them of.
     """
     exists = (row < height)[:, None]
     row = row.to(tl.int64)
-    inverse = tl.zeros((1, 1), tl.uint8)
+    left = tl.zeros((1, 1), tl.uint8)
     if WIDTH:
         blocks = tl.reshape(values, (ROWS, COLUMNS // WIDTH, WIDTH))
         amax = amax_of(tl.max(size_of(blocks, LEAVES_NAN), axis=2), LEAVES_NAN)
@@ -280,6 +280,7 @@ def store_rows(
             scale_inv_ptr += first_row * across + first_column // WIDTH
             where = scale_inv_ptr + (row * across)[:, None] + block[None, :]
             tl.store(where, inverse, mask=exists & (block * WIDTH < width)[None, :])
+        left = scale if SCALES == "float32" else inverse
     else:
         y = values * shared
     if KIND == "e2m1":
@@ -295,7 +296,7 @@ def store_rows(
     data_ptr += first_row * columns + first_column
     where = data_ptr + (row * columns)[:, None] + column[None, :]
     tl.store(where, code, mask=exists & (column < width)[None, :])
-    return inverse
+    return left
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -374,12 +375,13 @@ def _store_columns(
     """Cast and write the transposed of PARTS times ``[ROWS, COLUMNS]``.
 
     A unit is PARTS rows, of which each of the values has one, and one number of ``data``;
-    the tile is ``high`` of them. Without ``scale_inv`` the scales' inverses are returned.
+    the tile is ``high`` of them. Without ``scale_inv`` returns what :func:`_order_scales` makes
+    them of.
     """
     column = tl.arange(0, COLUMNS)
     inside = column < width
     scaled = ()
-    inverse = tl.zeros((1, 1), tl.uint8)
+    left = tl.zeros((1, 1), tl.uint8)
     if WIDTH:
         HEIGHT: tl.constexpr = WIDTH // PARTS
         SHAPE: tl.constexpr = (ROWS // HEIGHT, HEIGHT, COLUMNS)
@@ -397,6 +399,7 @@ def _store_columns(
             scale_inv_ptr += first_column * down + first_unit // HEIGHT
             where = scale_inv_ptr + (column.to(tl.int64) * down)[None, :] + block[:, None]
             tl.store(where, inverse, mask=(block * HEIGHT < high)[:, None] & inside[None, :])
+        left = scale if SCALES == "float32" else inverse
     else:
         for part in tl.static_range(PARTS):
             scaled += (values[part] * shared[part],)
@@ -410,7 +413,7 @@ def _store_columns(
     data_ptr += first_column * units + first_unit
     where = data_ptr + (column.to(tl.int64) * units)[:, None] + unit[None, :]
     tl.store(where, tl.trans(code), mask=inside[:, None] & (unit < high)[None, :])
-    return inverse
+    return left
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -605,10 +608,10 @@ def _cast_aside(
     COLUMNS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """A whole tile both ways, whose scales, of one byte each, are left transposed.
+    """A whole tile both ways, of whose scales what they are made of is left transposed.
 
-    A unit is four rows. ``aside`` [blocks of a row, units] has the scales of four rows in one
-    number, ``aside_t`` is [blocks of a column, columns].
+    A unit is four rows. ``aside`` [blocks of a row, rows], which has the bytes of four rows in one
+    number, and ``aside_t`` [blocks of a column, columns] are inverses, or float32 scales.
     """
     let_follow(FOLLOWS)
     HEIGHT: tl.constexpr = WIDTH // 4
@@ -629,22 +632,32 @@ def _cast_aside(
         where = x_ptr + first_row * x_stride + first_column
         where += ((unit * 4 + part).to(tl.int64) * x_stride)[:, None] + column[None, :]
         values += (fetch(where).to(tl.float32),)
-    of_unit = tl.zeros((ROWS, COLUMNS // WIDTH), tl.int32)
+    left = ()
     for part in tl.static_range(4):
-        inverse = store_rows(
-            values[part], first_row, unit * 4 + part, ROWS * 4, first_column, COLUMNS, columns,
-            one, least, data_ptr, None, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN,
-            ROWS, COLUMNS,
+        left += (
+            store_rows(
+                values[part], first_row, unit * 4 + part, ROWS * 4, first_column, COLUMNS,
+                columns, one, least, data_ptr, None, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
+                LEAVES_NAN, ROWS, COLUMNS,
+            ),
         )  # fmt: skip
-        of_unit |= inverse.to(tl.int32) << (8 * part)
     block = first_column // WIDTH + tl.arange(0, COLUMNS // WIDTH)
-    tl.store(aside_ptr + first_unit + unit[:, None] + (block * units)[None, :], of_unit)
-    inverse = _store_columns(
+    if SCALES == "float32":
+        pairs = tl.join(tl.join(left[0], left[2]), tl.join(left[1], left[3]))
+        of_row = tl.reshape(tl.permute(pairs, (1, 0, 2, 3)), (COLUMNS // WIDTH, ROWS * 4))
+        row = first_row + tl.arange(0, ROWS * 4)
+        tl.store(aside_ptr + row[None, :] + (block * units * 4)[:, None], of_row)
+    else:
+        of_unit = left[0].to(tl.int32)
+        for part in tl.static_range(1, 4):
+            of_unit |= left[part].to(tl.int32) << (8 * part)
+        tl.store(aside_ptr + first_unit + unit[:, None] + (block * units)[None, :], of_unit)
+    below = _store_columns(
         values, first_unit, ROWS, first_column, COLUMNS, units, (one,), least, data_t_ptr,
         None, KIND, LARGEST, WIDTH, SCALES, POW2, CAST, LEAVES_NAN, 4, ROWS, COLUMNS,
     )  # fmt: skip
     block = first_unit // HEIGHT + tl.arange(0, ROWS // HEIGHT)
-    tl.store(aside_t_ptr + first_column + column[None, :] + (block * columns)[:, None], inverse)
+    tl.store(aside_t_ptr + first_column + column[None, :] + (block * columns)[:, None], below)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -658,14 +671,21 @@ def transpose_tile(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INVERTS: tl.constexpr = False,
+    PTX: tl.constexpr = False,
 ) -> None:
-    """Transpose PARTS times ROWS rows of integers; a unit is PARTS rows, one number of ``y``."""
+    """Transpose PARTS times ROWS rows of integers; a unit is PARTS rows, one number of ``y``.
+
+    INVERTS: of float32, which are also inverted.
+    """
     across = tl.cdiv(columns, COLUMNS)
     unit = (tile // across) * ROWS + tl.arange(0, ROWS)
     column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (unit < units)[:, None] & (column < columns)[None, :]
     x_ptr += (unit * PARTS)[:, None] * stride + column[None, :]
     packed = fetch(x_ptr, mask)
+    if INVERTS:
+        packed = inverse_of(packed, PTX)
     if PARTS > 1:
         BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
         packed = packed.to(tl.int32) & ((1 << BITS) - 1)
@@ -691,22 +711,31 @@ def _order_scales(
     columns_t: tl.int64,
     programs: tl.int32,
     UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CAST: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """What ``_cast_aside`` leaves, a tile a program; ``programs`` are for those of rows."""
+    """What ``_cast_aside`` leaves, a tile a program; ``programs`` are for those of rows.
+
+    PARTS: 4 of bytes, 1 of float32, which are still to be inverted.
+    """
     wait_for_last(FOLLOWS)
     tile = tl.program_id(0).to(tl.int64)
     columns = columns * UNIT
     columns_t = columns_t * UNIT
     if tile < programs:
-        transpose_tile(aside_ptr, scale_inv_ptr, tile, units, columns, columns, 4, ROWS, COLUMNS)
+        transpose_tile(
+            aside_ptr, scale_inv_ptr, tile, units, columns, columns, PARTS, ROWS, COLUMNS,
+            PARTS == 1, CAST,
+        )  # fmt: skip
     else:
         tile -= programs
         transpose_tile(
-            aside_t_ptr, scale_inv_t_ptr, tile, units_t, columns_t, columns_t, 4, ROWS, COLUMNS
-        )
+            aside_t_ptr, scale_inv_t_ptr, tile, units_t, columns_t, columns_t, PARTS, ROWS,
+            COLUMNS, PARTS == 1, CAST,
+        )  # fmt: skip
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -897,7 +926,7 @@ def _largest(
     tl.store(amax_ptr, amax)
     if scale_ptr is not None:
         least = tl.full((), epsilon, tl.float32)
-        tl.store(scale_ptr, scale_of(amax, SHARED_LARGEST, least, POW2))
+        tl.store(scale_ptr, scale_of(amax, SHARED_LARGEST, least, POW2, False))
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride"])  # type: ignore[untyped-decorator]
@@ -970,7 +999,8 @@ def _scale_groups(
     amax = tl.max(largest, axis=0)
     tl.store(amax_ptr + group, amax)
     if given_ptr is None:
-        scale = scale_of(amax, SHARED_LARGEST, tl.full((), epsilon, tl.float32), POW2)
+        least = tl.full((), epsilon, tl.float32)
+        scale = scale_of(amax, SHARED_LARGEST, least, POW2, False)
     else:
         scale = tl.load(given_ptr + group)
     inverse = tl.div_rn(1.0, scale)
@@ -991,8 +1021,9 @@ _STRIP_PROGRAMS = 4
 _LARGEST_THREADS, _LARGEST_BLOCK = 1024, 16384
 _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
 _MOST_GROUPS = 4096
-# A large tensor both ways, whose blocks' scales are left aside.
-_ASIDE_FROM = 2**25  # elements: of a smaller one, the launch that orders them costs too much
+# Elements of a large tensor both ways, whose blocks' scales are left aside, by a block's width: of
+# a smaller one, the launch that orders them costs too much.
+_ASIDE_FROM = {32: 20 * 2**20, 128: 2**23}
 _ORDER = Block(256, 128, 128)
 
 
@@ -1182,7 +1213,7 @@ def _halved(recipe: Recipe) -> bool:
 def _square_rule(height: int) -> Block:
     if _launch.INTERPRETED:
         return _INTERPRETED
-    return Block(256, 128, 128) if height == 128 else Block(128, 128, 64)
+    return Block(128, 128, 128 if height == 128 else 64)
 
 
 def _square_candidates(height: int) -> Iterator[Block]:
@@ -1504,11 +1535,12 @@ def _run_strips(
 
 
 def _leaves_aside(recipe: Recipe, source: Source, matrix: _Matrix) -> bool:
-    """Whether there are blocks' scales of one byte, of many and whole tiles."""
+    """Whether there are scales of rows and columns of blocks, of many and whole tiles."""
     rows, columns = matrix.rows, matrix.columns
-    if not recipe.columnwise or recipe.width != 32 or source.kind != "identity":
+    least = _ASIDE_FROM.get(recipe.width)
+    if not recipe.columnwise or least is None or source.kind != "identity":
         return False
-    if rows * columns < _ASIDE_FROM or math.gcd(rows, columns) % 128:
+    if rows * columns < least or math.gcd(rows, columns) % 128:
         return False
     _, tall, wide = _square_tile(source, recipe.width)
     return not (rows % tall or columns % wide)
@@ -1524,13 +1556,18 @@ def _run_aside(recipe: Recipe, source: Source, matrix: _Matrix, outputs: Quantiz
     plan = _PLANS.get(key) or keep(_PLANS, key, _aside_plan(source, recipe, matrix))
     programs = rows // (plan.rows * plan.parts) * (columns // plan.columns)
     check_size(recipe.op, "programs", programs)
-    aside = _empty(source.x, (columns // recipe.width, rows), torch.uint8)
-    aside_t = _empty(source.x, (rows // recipe.width, columns), torch.uint8)
+    # The bytes of four rows are one number.
+    of_bytes = scale_inv.element_size() == 1
+    dtype, parts = (torch.uint8, 4) if of_bytes else (torch.float32, 1)
+    aside = _empty(source.x, (columns // recipe.width, rows), dtype)
+    aside_t = _empty(source.x, (rows // recipe.width, columns), dtype)
+
+    def words(scales: Tensor) -> Tensor:
+        return scales.view(torch.int32) if of_bytes else scales
+
     plan.launch(
         (programs, 1),
-        (
-            source.x, in_bytes(data), aside.view(torch.int32), data_t.view(torch.int32), aside_t,
-        ),
+        (source.x, in_bytes(data), words(aside), data_t.view(torch.int32), aside_t),
         (
             rows // plan.parts // plan.unit_t, *matrix[3:5], recipe.amax_epsilon,
         ),
@@ -1543,19 +1580,20 @@ def _run_aside(recipe: Recipe, source: Source, matrix: _Matrix, outputs: Quantiz
         (),
         threads=threads,
         UNIT=unit,
+        PARTS=parts,
         ROWS=tall // 4,
         COLUMNS=wide,
+        CAST=constants_of(device)["CAST"],
         **following(follows(device)),
     )
+    tall = tall // 4 * parts
     tiles = [-(-it.shape[0] // tall) * -(-it.shape[1] // wide) for it in (aside, aside_t)]
     launch(
         (sum(tiles), 1),
+        (aside, words(in_bytes(scale_inv)), aside_t, words(in_bytes(scale_inv_t))),
         (
-            aside, in_bytes(scale_inv).view(torch.int32),
-            aside_t, in_bytes(scale_inv_t).view(torch.int32),
-        ),
-        (
-            aside.shape[0] // 4, rows // unit, aside_t.shape[0] // 4, columns // unit, tiles[0],
+            aside.shape[0] // parts, rows // unit, aside_t.shape[0] // parts, columns // unit,
+            tiles[0],
         ),
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ Also here: rounding to the dtype of a tensor, which the interpreter does in its 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import triton
@@ -41,6 +42,7 @@ __all__ = [
     "nibble_word",
     "power_of_byte",
     "quotient",
+    "quotient_of",
     "rounded",
     "scale_of",
     "size_of",
@@ -62,6 +64,8 @@ _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 LARGEST_FLOAT32 = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 _INFINITE = tl.constexpr(0x7F800000)
 _SIZE = tl.constexpr(0x7FFFFFFF)  # a float32 without its sign
+_FRACTION = tl.constexpr(0x7FFFFF)
+_ONE = tl.constexpr(0x3F800000)
 _OCTAVE = tl.constexpr(8388608.0)  # 2 ** 23
 
 
@@ -336,13 +340,57 @@ def quotient(largest: tl.tensor, amax: tl.tensor) -> tl.tensor:
     return tl.minimum(tl.div_rn(largest, amax), LARGEST_FLOAT32)
 
 
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _significand(number: float) -> float:
+    """That of a positive number, in [1, 2)."""
+    return math.frexp(number)[0] * 2
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _exponent_bits(number: float) -> int:
+    """The bits of its exponent, where they are in a float32."""
+    return (math.frexp(number)[1] + 126) << 23
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quotient_of(LARGEST: tl.constexpr, amax: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
+    """The same of a number from 4 on that is known to the compiler, and of an amax that is no NaN.
+
+    A division takes a branch, so that those of a thread wait for each other. Here mantissas are
+    divided, with a correction of what is left (Markstein, see ``_exact``), which a test holds to be
+    rounded once for all of them, and exponents subtracted. Below the least normal number, where
+    that does not hold, any quotient is too large. Of an infinite amax it is any number.
+    """
+    if PTX:
+        bits = amax.to(tl.int32, bitcast=True)
+        m = ((bits & _FRACTION) | _ONE).to(tl.float32, bitcast=True)
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [m], dtype=tl.float32, is_pure=True, pack=1
+        )
+        one = tl.full((), 1.0, tl.float32)
+        over = tl.full((), _significand(LARGEST), tl.float32)
+        inverse = tl.fma(tl.fma(-m, inverse, one), inverse, inverse)
+        q = over * inverse
+        q = tl.fma(tl.fma(-m, q, over), inverse, q)
+        scale = q.to(tl.int32, bitcast=True) + (_exponent_bits(LARGEST) - (bits & _INFINITE))
+        # Too large a scale has become negative, or that of no finite number.
+        scale = tl.minimum(scale.to(tl.uint32, bitcast=True), _INFINITE - 1)
+        return scale.to(tl.float32, bitcast=True)
+    else:
+        return quotient(tl.full((), LARGEST, tl.float32), amax)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(
-    amax: tl.tensor, largest: tl.tensor, epsilon: tl.tensor, POW2: tl.constexpr
+    amax: tl.tensor,
+    LARGEST: tl.constexpr,
+    epsilon: tl.tensor,
+    POW2: tl.constexpr,
+    PTX: tl.constexpr,
 ) -> tl.tensor:
-    """The float32 scale of an amax."""
+    """The float32 scale of an amax. PTX: of one of several that a thread has."""
     a = tl.maximum(amax, epsilon)
-    scale = quotient(tl.full((), largest, tl.float32), a)
+    scale = quotient_of(LARGEST, a, PTX)
     scale = tl.where((a == 0) | (a == float("inf")), 1.0, scale)
     if POW2:
         return (scale.to(tl.int32, bitcast=True) & _INFINITE).to(tl.float32, bitcast=True)
