@@ -45,6 +45,27 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
     assert raised.value.argument == named
 
 
+# Of threads that are no power of two, or that have the most vectors, in each list of ways to cast.
+@pytest.mark.parametrize(
+    ("op", "format", "columns"),
+    [
+        ("rmsnorm_fwd_quantize", "per_tensor", 3584),
+        ("rmsnorm_fwd_quantize", "mxfp8", 3072),
+        ("rmsnorm_fwd_quantize", "mxfp8", 3328),
+        ("layernorm_fwd_quantize", "per_tensor", 4096),
+        ("layernorm_fwd_quantize", "per_tensor", 5376),
+        ("layernorm_fwd_quantize", "mxfp8", 2304),
+        ("layernorm_fwd_quantize", "mxfp8", 3584),
+    ],
+)
+def test_listed_ways_to_cast(op: str, format: str, columns: int, device: str) -> None:
+    for width in (columns, columns - 8):  # a row fills its threads, or does not
+        x, weight = values(5, width, device=device), values(width, device=device)
+        bias = (weight.flip(0),) if op == "layernorm_fwd_quantize" else ()
+        scale = torch.full((1,), 2.0, device=device) if format == "per_tensor" else None
+        check(op, x, weight, *bias, scale=scale, format=format)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_norms_of_rows_over_several_warps(format: str, device: str) -> None:
     x, weight = values(8, 1048, device=device), values(1048, device=device)

@@ -684,6 +684,7 @@ def transpose_tile(
     mask = (unit < units)[:, None] & (column < columns)[None, :]
     x_ptr += (unit * PARTS)[:, None] * stride + column[None, :]
     packed = fetch(x_ptr, mask)
+    tl.static_assert(not INVERTS or PARTS == 1)
     if INVERTS:
         packed = inverse_of(packed, PTX)
     if PARTS > 1:
@@ -1216,6 +1217,11 @@ def _square_rule(height: int) -> Block:
     return Block(128, 128, 128 if height == 128 else 64)
 
 
+def _calculated_square_rule(height: int) -> Block:
+    rule = _square_rule(height)
+    return rule if height < 128 else rule._replace(threads=256)  # they take more registers
+
+
 def _square_candidates(height: int) -> Iterator[Block]:
     if height == 128:
         yield from (Block(threads, 128, 128) for threads in (128, 256, 512))
@@ -1238,6 +1244,9 @@ def _strip_candidates(halves: int) -> Iterator[Block]:
 
 # A tile that is written transposed as well or has square blocks, by the rows of a block.
 _SQUARES = block_choice("cast_squares", _PLANS, "height", _square_rule, _square_candidates)
+_CALCULATED_SQUARES = block_choice(
+    "cast_squares_calculated", _PLANS, "height", _calculated_square_rule, _square_candidates
+)
 # Those below each other, which are cast along their rows alone and have sums or halves.
 _STRIPS = block_choice("cast_strips", _PLANS, "halves", _strip_rule, _strip_candidates)
 
@@ -1251,7 +1260,8 @@ def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]
 
 def _square_tile(source: Source, height: int) -> Block:
     """What a program has of a tensor whose blocks have so many rows or columns: whole ones."""
-    threads, rows, columns = _SQUARES(source.x.device, height, source.x.itemsize)
+    choice = _SQUARES if source.kind == "identity" else _CALCULATED_SQUARES
+    threads, rows, columns = choice(source.x.device, height, source.x.itemsize)
     return Block(threads, max(rows, height), max(columns, height))
 
 

@@ -354,12 +354,13 @@ def _exponent_bits(number: float) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quotient_of(LARGEST: tl.constexpr, amax: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    """The same of a number from 4 on that is known to the compiler, and of an amax that is no NaN.
+    """:func:`quotient` where the compiler knows LARGEST, at least 4, and the amax is no NaN.
 
-    A division takes a branch, so that those of a thread wait for each other. Here mantissas are
-    divided, with a correction of what is left (Markstein, see ``_exact``), which a test holds to be
-    rounded once for all of them, and exponents subtracted. Below the least normal number, where
-    that does not hold, any quotient is too large. Of an infinite amax it is any number.
+    PTX: without the branch that a division takes, for which those of a thread wait for each other.
+    Mantissas are divided, with a correction of what is left (Markstein, see ``_exact``), which a
+    test holds to be rounded once for all of them, over the largest numbers of float8, and exponents
+    subtracted, perhaps below 0. Below the least normal number, where that does not hold, any
+    quotient is too large. Of an infinite amax it is any number then.
     """
     if PTX:
         bits = amax.to(tl.int32, bitcast=True)
@@ -388,7 +389,7 @@ def scale_of(
     POW2: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
-    """The float32 scale of an amax. PTX: of one of several that a thread has."""
+    """The float32 scale of an amax. PTX: as :func:`quotient_of` has it; a thread has several."""
     a = tl.maximum(amax, epsilon)
     scale = quotient_of(LARGEST, a, PTX)
     scale = tl.where((a == 0) | (a == float("inf")), 1.0, scale)

@@ -383,7 +383,8 @@ _ADDED_CUTS_OF_4_BYTES = {
     16384: Cut(threads=512, width=8192, resident=2),
     32768: Cut(threads=512, width=16384),
 }
-# Of others that are not cast here. Each program leaves an amax, of which all are read later.
+# Of others that are not cast here, of 4 bytes too up to 16,384 columns. Each program leaves an
+# amax, of which all are read later.
 _STATISTICS_CUTS = {
     512: Cut(threads=32, width=512, programs=32, stages=3),
     1280: Cut(threads=32, width=512, programs=16, stages=3),
@@ -397,6 +398,7 @@ _STATISTICS_CUTS = {
     24576: Cut(threads=1024, width=8192, programs=1, stages=3),
     32768: Cut(threads=1024, width=32768),
 }
+_WIDEST_STATISTICS_OF_4_BYTES = 16384
 _CHUNK, _CHUNK_PROGRAMS, _UNROLL = (512, 4096), 4, 4
 
 
@@ -505,16 +507,18 @@ class _Norm(NamedTuple):
 
 def _cut(norm: _Norm, cast_here: bool) -> Cut | None:
     """How to cut rows; None where they do not fit into registers."""
-    half = norm.x.element_size() == 2
+    half, columns = norm.x.element_size() == 2, norm.shape[-1]
     if norm.residual is not None:
         table = _ADDED_CUTS if half else _ADDED_CUTS_OF_4_BYTES
     elif not cast_here:
         table = _STATISTICS_CUTS
+        if not half and columns > _WIDEST_STATISTICS_OF_4_BYTES:
+            return None
     elif not half:
         table = _CAST_CUTS_OF_4_BYTES
     else:
         table = _CAST_CUTS if norm.mu is None else _CAST_CENTRED_CUTS
-    found: Cut | None = listed(table, norm.shape[-1])
+    found: Cut | None = listed(table, columns)
     return found
 
 

@@ -198,7 +198,7 @@ class CastAs(NamedTuple):
     """Rows of half precision, without a residual, that are cast.
 
     Attributes:
-        widest: row that it is for; it is the first one in its list that is for a row.
+        widest: row that it is for. A row takes the first one in its list that is wide enough.
         lanes: threads of a block, which share a row.
         vecs: vectors of 16 bytes that a thread has.
         blocks: of a multiprocessor.

@@ -108,8 +108,9 @@ LARGE_STREAM_TEAM: Final = (1024, 16)
 # which have the registers for it and for beta.
 LONG_LAYER: Final = 4096
 LONG_LAYER_TEAMS: Final = ((256, 8), (512, 8), (512, 16))
-# Of rows that are cast. At any width a thread has up to four vectors, and 128 registers: as many
-# threads are on a multiprocessor.
+# Of rows that are cast and that CAST_AS has not: narrow or very wide ones, with a residual, or of
+# other types than half precision. At any width a thread has up to four vectors, and 128 registers:
+# as many threads are on a multiprocessor.
 CAST_CLUSTERS: Final = ((512, 2), (512, 4), (512, 8))
 CAST_TEAMS: Final = ((32, 1), (64, 1), (128, 1), (256, 1), (512, 1), *CAST_CLUSTERS)
 # Of those whose blocks have scales, or that have a mean: whole warps, which fill more of them.

@@ -86,6 +86,14 @@ CALLS = (
         _calls("quantize", "cast_squares", _cast(format=name, columnwise=True))
         for name in ("nvfp4", "mxfp8", "block_128x128")
     ),
+    *(
+        _calls(
+            "swiglu_quantize",
+            "cast_squares_calculated",
+            _cast(_MAKERS["swiglu"], format=name, columnwise=True),
+        )
+        for name in ("mxfp8", "block_128x128")
+    ),
     _calls("bgrad_quantize", "cast_strips", _cast(format="mxfp8")),
     _calls("dswiglu_quantize", "cast_strips", _cast(_MAKERS["dswiglu"], format="mxfp8")),
     _calls("compute_amax", "amax", _plain),

@@ -6,7 +6,7 @@
 // it is told, as exchange.cuh has it; or a block's result is. The barrier is the faster one
 // as long as a kernel has stored nothing; a block's result has a barrier of the block more on
 // its way, and then there is less to hear for every warp. The order of operations depends on
-// Lanes, Cluster and Told only, and every thread gets the same bits.
+// Lanes, Cluster, Told and OfWarps only, and every thread gets the same bits.
 
 #pragma once
 
@@ -116,7 +116,6 @@ class RowReduction {
   static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
   static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
   static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
-  static constexpr int kTogether = Lanes < 32 ? Lanes : 32;
   static constexpr bool kTold = Told != kBehindBarrier && Cluster > 1;
   static constexpr bool kOfBlocks = kTold && Told == kByBlocks;
   static constexpr int kTelling = kOfBlocks ? 1 : kWarps;  // warps of a block that do
@@ -146,7 +145,7 @@ class RowReduction {
   // wait for each other. Each begin has its end, of the same values, before the next begin.
   template <typename Operation, bool OfWarps = false>
   __device__ __forceinline__ void begin(A (&value)[K]) {
-    if constexpr (!OfWarps) halve<Operation, kTogether>(value);
+    if constexpr (!OfWarps) halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
     if constexpr (kOfBlocks && kWarps > 1) merge_in_block<Operation>(value);
     if constexpr (kTold) {
       exchange_.tell(value);
