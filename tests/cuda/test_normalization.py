@@ -713,6 +713,7 @@ def test_listed_ways_to_cast_hold_all_their_rows(centred: bool, kind: str) -> No
         ("mxfp8", 4096, torch.bfloat16, 16),
         ("block_1x128", 2048, torch.float16, 16),
         ("per_tensor", 4096, torch.bfloat16, 8),  # no scales that several threads share
+        ("mxfp8", 3072, torch.bfloat16, 16),
         ("mxfp8", 1536, torch.bfloat16, 8),  # a row is a warp's
         ("mxfp8", 2304, torch.bfloat16, 8),  # three vectors
         ("mxfp8", 1024, torch.bfloat16, 8),  # within a warp

@@ -20,14 +20,8 @@ NORMS = ("rmsnorm_fwd_quantize", "rmsnorm_fwd_add_quantize", "layernorm_fwd_quan
 
 def cuts_of(op: str, cast: bool, dtype: torch.dtype) -> dict[int, Any]:
     """By which rows are cut."""
-    half = dtype.itemsize == 2
-    if op == "rmsnorm_fwd_add_quantize":
-        return flagos._ADDED_CUTS if half else flagos._ADDED_CUTS_OF_4_BYTES
-    if not cast:
-        return flagos._STATISTICS_CUTS
-    if not half:
-        return flagos._CAST_CUTS_OF_4_BYTES
-    return flagos._CAST_CUTS if op == "rmsnorm_fwd_quantize" else flagos._CAST_CENTRED_CUTS
+    added, centred = op == "rmsnorm_fwd_add_quantize", op == "layernorm_fwd_quantize"
+    return flagos._cuts(dtype.itemsize == 2, added, centred, cast)
 
 
 def numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -505,20 +505,23 @@ class _Norm(NamedTuple):
         )
 
 
+def _cuts(half: bool, added: bool, centred: bool, cast_here: bool) -> dict[int, Cut]:
+    """By what rows are cut; half: they are of 2 bytes."""
+    if added:
+        return _ADDED_CUTS if half else _ADDED_CUTS_OF_4_BYTES
+    if not cast_here:
+        most = max(_STATISTICS_CUTS) if half else _WIDEST_STATISTICS_OF_4_BYTES
+        return {widest: cut for widest, cut in _STATISTICS_CUTS.items() if widest <= most}
+    if not half:
+        return _CAST_CUTS_OF_4_BYTES
+    return _CAST_CENTRED_CUTS if centred else _CAST_CUTS
+
+
 def _cut(norm: _Norm, cast_here: bool) -> Cut | None:
     """How to cut rows; None where they do not fit into registers."""
-    half, columns = norm.x.element_size() == 2, norm.shape[-1]
-    if norm.residual is not None:
-        table = _ADDED_CUTS if half else _ADDED_CUTS_OF_4_BYTES
-    elif not cast_here:
-        table = _STATISTICS_CUTS
-        if not half and columns > _WIDEST_STATISTICS_OF_4_BYTES:
-            return None
-    elif not half:
-        table = _CAST_CUTS_OF_4_BYTES
-    else:
-        table = _CAST_CUTS if norm.mu is None else _CAST_CENTRED_CUTS
-    found: Cut | None = listed(table, columns)
+    half, added = norm.x.element_size() == 2, norm.residual is not None
+    cuts = _cuts(half, added, norm.mu is not None, cast_here)
+    found: Cut | None = listed(cuts, norm.shape[-1])
     return found
 
 

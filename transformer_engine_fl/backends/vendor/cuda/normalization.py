@@ -372,6 +372,9 @@ class ForwardKey:
         """The same, and how many rows are under way where a group of blocks goes from one to
         the next.
         """
+        if way := self._cast_as(device):
+            tell = False  # nothing: a block has all of a row
+            return way.tile, None if way.one_row else self._under_way(way.tile, device, tell)
         found = self._stream(device, most_blocks)
         if tile := self._waiting(device, found[0] if found else None):
             return tile, None
@@ -408,12 +411,7 @@ class ForwardKey:
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         clusters = device.has_clusters
         resident = 1280 if self.cast is None else 1536
-        way = self._cast_as(device)
-        tile = (
-            way.tile
-            if way
-            else forward_tile(self.columns, SIZES[self.x], others, clusters, large_block, resident)
-        )
+        tile = forward_tile(self.columns, SIZES[self.x], others, clusters, large_block, resident)
         if tile is None:
             return None
         kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
@@ -449,8 +447,6 @@ class ForwardKey:
         """Whether threads cast one row, and end, where that was faster than going from row to row
         with the parameters in registers.
         """
-        if way := self._cast_as(device):
-            return way.one_row
         tile = self._row_tile(device)
         if tile is None or tile.cluster > 1:
             return False
@@ -514,12 +510,7 @@ class ForwardKey:
         elif self.added:
             teams = (*teams, LARGE_STREAM_TEAM)
         teams = tuple(team for team in teams if team[1] <= most_blocks)
-        way = self._cast_as(device)
-        tile = (
-            way.tile
-            if way
-            else stream_tile(self.columns, x_size, others, longer, resident, teams, most)
-        )
+        tile = stream_tile(self.columns, x_size, others, longer, resident, teams, most)
         if tile is None:
             return None
         told = TOLD_LAYER_FORWARD if self.centred else TOLD_RMS_FORWARD
@@ -529,10 +520,15 @@ class ForwardKey:
             if not tell and tile.cluster > 1:  # less to do than to wait for: twice the blocks
                 tile = with_blocks(tile, 1024)
                 tell = tile.blocks == 1  # of 1,024 threads
-        stage_bytes = tile.threads * tile.held * x_size * (1 + self.added)
+        found = self._under_way(tile, device, tell)
+        return (tile, found) if found else None
+
+    def _under_way(self, tile: Tile, device: _launch.Limits, tell: bool) -> UnderWay | None:
+        """How many rows are under way where blocks go from row to row; None if not even two."""
+        stage_bytes = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
         kept = self.exchanged(tile)
         found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, tell)
-        return (tile, found) if found.stages > 1 else None
+        return found if found.stages > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
