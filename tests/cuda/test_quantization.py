@@ -60,6 +60,23 @@ def test_several_tiles_with_a_rest_on_each_side(format: str, device: str) -> Non
     assert_same_bits(quantization.quantize(x, **options), reference.quantize(x, **options))
 
 
+@pytest.mark.parametrize("rows", [3, 257, 259, 260, 272])
+@pytest.mark.parametrize("format", FORMATS)
+def test_transposed_rows_begin_anywhere(format: str, rows: int, device: str) -> None:
+    dtype = torch.float32 if rows == 259 else torch.bfloat16
+    packed = FORMATS[format].values_per_byte
+    x = values(rows * packed, 276, dtype=dtype).to(device)
+    x[-1, 275] = torch.nan
+    x[rows // 2, 17] = -1000.0
+    options = {"format": format, **BOTH_WAYS}
+    assert_same_bits(quantization.quantize(x, **options), reference.quantize(x, **options))
+    x = x[:-packed].clone()
+    bias_grad, *found = quantization.bgrad_quantize(x, **options)
+    assert_same_bits(found, reference.quantize(x, **options))
+    sums = x.double().sum(0)
+    assert bool(((bias_grad.double() - sums).abs() <= 2**-8 * sums.abs() + 0.01).all())
+
+
 @pytest.mark.parametrize("format", ["per_tensor", "mxfp8"])
 def test_rows_that_lie_apart_and_begin_anywhere(format: str, device: str) -> None:
     memory = values(70, 300).to(device)
@@ -147,7 +164,9 @@ def test_blocks_of_threads_are_whole_warps_that_hold_whole_blocks(
     assert lanes * _casting.PIECE >= width
 
 
-@pytest.mark.parametrize("rows", [127, 272])
+# Rows of the transposed begin at odd bytes, at even ones, at words, at multiples of 16, with
+# sectors; 513 and more are several tiles along them.
+@pytest.mark.parametrize("rows", [3, 127, 272, 513, 518, 540, 544])
 def test_bytes_are_transposed_at_any_alignment(rows: int, device: str) -> None:
     memory = torch.arange(rows * 300).remainder(251).to(torch.uint8).view(rows, 300).to(device)
     for first, columns in ((0, 300), (3, 129), (16, 256)):

@@ -229,7 +229,8 @@ class CastKey(NamedTuple):
     Attributes:
         source: what is cast.
         recipe: how, but for the operator and the least amax.
-        store, store_t: bytes of one access to the codes, and to the transposed ones.
+        store: bytes of one access to the codes.
+        aligned_t: whether no rows of transposed codes begin but at multiples of 16 bytes.
         owned: whether rows have owners.
         amax, sums: whether these are left.
         turned: whether the transposed tensor is written.
@@ -244,7 +245,7 @@ class CastKey(NamedTuple):
     source: SourceKey
     recipe: Recipe
     store: int
-    store_t: int
+    aligned_t: bool
     owned: bool
     amax: bool
     sums: bool
@@ -268,7 +269,7 @@ class CastKey(NamedTuple):
             "POW2": int(constants["POW2"]),
             "SQUARE": int(self.recipe.square),
             "STORE": self.store,
-            "STORE_T": self.store_t,
+            "ALIGNED_T": int(self.aligned_t),
             "OWNED": int(self.owned),
             "AMAX": int(self.amax),
             "SUMS": int(self.sums),
@@ -717,7 +718,7 @@ class _Run(NamedTuple):
             key,
             recipe._replace(op="", amax_epsilon=0.0),
             _power(matrix.columns // packed, matrix.part // packed),
-            _power(matrix.rows // packed),
+            not recipe.columnwise or matrix.rows // packed % 16 == 0,
             self.owner is not None,
             self.leaves_amax,
             self.sums,
@@ -865,7 +866,7 @@ def cast_source(
         source,
         recipe,
         store,
-        store,
+        store == 16,
         owned,
         amax,
         sums,

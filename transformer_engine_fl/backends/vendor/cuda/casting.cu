@@ -19,7 +19,8 @@
 //   SQUARE     1 if blocks are 128x128
 //   SCALES     how blocks' scales are stored: float32, e8m0 or e4m3
 //   POW2       1 if scales are powers of two
-//   STORE, STORE_T   bytes that one access to the codes, and the transposed ones, may cover
+//   STORE      bytes that one access to the codes may cover
+//   ALIGNED_T  1 if rows of the transposed codes begin at multiples of 16 bytes
 //   OWNED      1 if rows belong to groups with scales of their own
 //   AMAX       1 to leave the amax of each block of threads
 //   SUMS       1 to leave sums of columns
@@ -474,9 +475,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
                  x_stride, grad_stride, part,   columns, limit, alpha};
   const Output out{data, scale_inv, columns, epsilon};
   const int across = (columns + kSide - 1) / kSide;
-  const unsigned block = BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const int above = across ? block / across : 0;
-  const int before = block - above * across;
+  const int byte_rows = rows / (8 / KIND::kBits);
+  const auto [above, before] =
+      tile_of(BACKWARDS ? gridDim.x - 1 - blockIdx.x : blockIdx.x, (rows + kSide - 1) / kSide,
+              across, INSIDE || !TURNED ? 0 : byte_rows);
+  const unsigned block = above * across + before;
   const int first_row = above * kSide;
   const int first_column = before * kSide;
   const int lane = threadIdx.x % LANES;
@@ -593,11 +596,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (TURNED) {
     __syncthreads();
     if constexpr (ASIDE) put_aside(of_rows, scale_inv, first_row, rows, before);
-    const int byte_rows = rows / (8 / KIND::kBits);
     const int first_byte = first_row / (8 / KIND::kBits);
     if constexpr (kSame) {
       turn_bytes<kThreads>(tile);
-      drain_turned<kThreads, kSide, 2, STORE_T, INSIDE>(tile, data_t, first_column, columns,
+      drain_turned<kThreads, kSide, 2, ALIGNED_T, INSIDE>(tile, data_t, first_column, columns,
                                                         first_byte, byte_rows);
     } else {
       // A thread has 32 rows of two columns.
@@ -670,7 +672,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
       }
       __syncthreads();
-      drain_turned<kThreads, kBytes, 1, STORE_T, INSIDE>(tile, data_t, first_column, columns,
+      drain_turned<kThreads, kBytes, 1, ALIGNED_T, INSIDE>(tile, data_t, first_column, columns,
                                                          first_byte, byte_rows);
       constexpr int width = WIDTH > 0 ? WIDTH : 1;
       const int down = (rows + width - 1) / width;

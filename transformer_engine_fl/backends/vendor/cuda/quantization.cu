@@ -10,7 +10,7 @@
 //   FLAT       1 if what belongs together need not be told apart by rows
 //   VEC        elements that a thread has side by side; divides the columns
 //   ACCESS     elements, or bytes of codes, that the addresses allow in one access
-//   STORE      bytes that one access to the output may cover
+//   ALIGNED    1 if rows of the output begin at multiples of 16 bytes
 //   WORD       what is moved as one number
 //   VECS       vectors of a thread that are under way at once
 //   CASTS      1 to cast with given scales, 0 to find the amax
@@ -82,9 +82,9 @@ extern "C" __global__ void __launch_bounds__(512, 3)
   constexpr int kRows = 256;
   __shared__ __align__(16) unsigned char tile[kRows * 128];
   const int across = (columns + 127) / 128;
-  const int above = blockIdx.x / across;
+  const auto [above, before] = tile_of(blockIdx.x, (rows + kRows - 1) / kRows, across, rows);
   const int first_row = above * kRows;
-  const int first_column = (blockIdx.x - above * across) * 128;
+  const int first_column = before * 128;
   const int column = first_column + threadIdx.x % 8 * 16;
   unsigned words[4][4];
 #pragma unroll
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(512, 3)
   }
   __syncthreads();
   turn_bytes<kThreads>(tile);
-  drain_turned<kThreads, kRows, 2, STORE>(tile, y, first_column, columns, first_row, rows);
+  drain_turned<kThreads, kRows, 2, ALIGNED>(tile, y, first_column, columns, first_row, rows);
 }
 
 #endif  // KERNEL_turn

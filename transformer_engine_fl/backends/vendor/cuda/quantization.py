@@ -106,9 +106,15 @@ def dequantize_source(
     return made, _launch.Geometry(THREADS, "PPPPIIq")
 
 
-def turn_source(access: int, store: int) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that transposes bytes."""
-    return _source("turn", ACCESS=access, STORE=store), _launch.Geometry(2 * TURNED[0], "PPqii")
+def turn_source(access: int, aligned: bool) -> tuple[Specialisation, _launch.Geometry]:
+    """The kernel that transposes bytes.
+
+    Args:
+        access: bytes of one access to the input.
+        aligned: whether rows of the output begin at multiples of 16 bytes.
+    """
+    made = _source("turn", ACCESS=access, ALIGNED=int(aligned))
+    return made, _launch.Geometry(2 * TURNED[0], "PPqii")
 
 
 def turn_words_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
@@ -155,7 +161,7 @@ def representative_sources(
                 code, flat = getattr(torch, name), output is low
                 yield dequantize_source(form.name, code, output, vec, size, flat)
     for access in (1, 4, 16):
-        yield turn_source(access, access)
+        yield turn_source(access, access == 16)
     for size in WORDS:
         yield swap_source(size)
         if size in (2, 4, 8):
@@ -363,7 +369,7 @@ def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, s
     device = x.get_device()
     if size == 1:
         access = math.gcd(16, x.data_ptr(), stride)
-        kernel = _kernel(turn_source, device, access, math.gcd(16, rows))
+        kernel = _kernel(turn_source, device, access, rows % 16 == 0)
         high, wide = TURNED
     else:
         kernel = _kernel(turn_words_source, device, size)

@@ -99,13 +99,67 @@ __device__ __forceinline__ void turn_bytes(unsigned char* tile) {
   __syncthreads();
 }
 
-// Writes the turned tile to rows of `bytes` bytes, `Access` at a time, as far as they go.
-// Inside: all of it does, and a thread's chunks lie equally far apart.
-template <int Threads, int Bytes, int Shift, int Access, bool Inside = false>
+// A tile of a matrix that is turned, of those that lie one above the other and side by side.
+struct Tile {
+  int above, before;
+};
+
+// Tile number `turn` of a launch. Where the turned rows, of `bytes` bytes, do not begin with sectors
+// of memory, neighbours along them follow each other, so that a sector of both is whole in L2 soon.
+__device__ __forceinline__ Tile tile_of(unsigned turn, int down, int across, int bytes) {
+  const bool sectors = bytes % 32 == 0;
+  const unsigned line = sectors ? across : down;
+  const int passed = line ? turn / line : 0;
+  const int place = turn - passed * line;
+  return sectors ? Tile{passed, place} : Tile{place, passed};
+}
+
+// Writes the turned tile to rows of `bytes` bytes that begin anywhere, as far as they go. Lanes
+// that share a column's bytes, or 128 of them, write whole words of memory, each from two of the
+// tile's; the first lane has what is left at either end, which other lanes share words with.
+template <int Threads, int Bytes, int Shift>
+__device__ __forceinline__ void drain_words(unsigned char* tile, unsigned char* to,
+                                            int first_column, int columns, int first_byte,
+                                            int bytes) {
+  constexpr int kRun = least(Bytes, 128);
+  constexpr int kLanes = kRun / 4;
+  constexpr int kRuns = Bytes / kRun;
+  constexpr int kTeams = Threads / kLanes;
+  static_assert(128 * kRuns % kTeams == 0, "every lane of a warp takes as many turns");
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll 4
+  for (int run = threadIdx.x / kLanes; run < 128 * kRuns; run += kTeams) {
+    const int column = run / kRuns;
+    const int start = run % kRuns * kRun;
+    const unsigned word = *reinterpret_cast<const unsigned*>(
+        turned_chunk<Bytes, Shift>(tile, column, start / 16 + lane / 4) + lane % 4 * 4);
+    const unsigned before = __shfl_sync(0xffffffffu, word, (lane + kLanes - 1) % kLanes, kLanes);
+    unsigned char* target =
+        to + static_cast<long long>(first_column + column) * bytes + first_byte + start;
+    const int ahead = reinterpret_cast<unsigned long long>(target) % 4;  // bytes of the word before
+    const unsigned made = __funnelshift_l(before, word, ahead * 8);
+    const int place = lane * 4 - ahead;
+    const int left = first_column + column < columns ? bytes - first_byte - start : 0;
+    if (place >= 0 && place + 4 <= left) {
+      *reinterpret_cast<unsigned*>(target + place) = made;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int byte = place + i < 0 ? place + i + kRun : place + i;
+        if (byte < left) target[byte] = static_cast<unsigned char>(made >> i * 8);
+      }
+    }
+  }
+}
+
+// Writes the turned tile to rows of `bytes` bytes, as far as they go. Aligned: they begin at
+// multiples of 16. Inside: all of the tile is in them, and a thread's chunks lie equally far apart.
+template <int Threads, int Bytes, int Shift, bool Aligned, bool Inside = false>
 __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char* to,
                                              int first_column, int columns, int first_byte,
                                              int bytes) {
   constexpr int kChunks = Bytes / 16;
+  static_assert(Aligned || !Inside, "whole tiles begin at multiples of 16");
   if constexpr (Inside) {
     constexpr int kColumns = Threads / kChunks;  // that are written at once
     static_assert(128 % kColumns == 0 && (kColumns >> Shift) % kChunks == 0,
@@ -116,26 +170,19 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
     to += static_cast<long long>(first_column + column) * bytes + first_byte + place * 16;
 #pragma unroll
     for (int i = 0; i < 128 / kColumns; ++i) {
-      const uint4 chunk = *reinterpret_cast<const uint4*>(from + i * kColumns * Bytes);
-      const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-      store_bytes<16, Access>(to, words);
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from + i * kColumns * Bytes);
       to += static_cast<long long>(kColumns) * bytes;
     }
-  } else {
+  } else if constexpr (Aligned) {
     for (int at = threadIdx.x; at < 128 * kChunks; at += Threads) {
       const int column = at / kChunks;
       const int byte = first_byte + at % kChunks * 16;
       if (first_column + column >= columns || byte >= bytes) continue;
-      const uint4 chunk =
+      *reinterpret_cast<uint4*>(to + static_cast<long long>(first_column + column) * bytes + byte) =
           *reinterpret_cast<const uint4*>(turned_chunk<Bytes, Shift>(tile, column, at % kChunks));
-      const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-      unsigned char* target = to + static_cast<long long>(first_column + column) * bytes + byte;
-      if (byte + 16 <= bytes) {
-        store_bytes<16, Access>(target, words);
-      } else {
-        store_some_bytes<16>(target, words, bytes - byte);
-      }
     }
+  } else {
+    drain_words<Threads, Bytes, Shift>(tile, to, first_column, columns, first_byte, bytes);
   }
 }
 
