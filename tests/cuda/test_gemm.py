@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cuda_emulation
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from transformer_engine_fl import ops
 from transformer_engine_fl.backends._tf32 import uses_tf32
-from transformer_engine_fl.backends.vendor.cuda import gemm
+from transformer_engine_fl.backends.vendor.cuda import _launch, gemm
 from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls
 from transformer_engine_fl.core.errors import NotSupportedError
 
@@ -177,6 +178,125 @@ def test_groups_like_those_of_a_call_before(way: str, monkeypatch: pytest.Monkey
         grouped_calls.check(gemm, way, "cpu", monkeypatch, copied=False)
 
 
+GROUPS, ROWS, WIDE, DEEP = 16, 96, 24, 40
+SPLITS = {"even": [6] * 16, "uneven": [1, 11] * 8, "empty": [0, 0, 50, 0, 46, *[0] * 11]}
+
+
+def grouped_call(way: str, splits: list[int], device: str) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments that one call of torch's multiplies, and the options of it."""
+    x = matrix(ROWS, DEEP).to(device)
+    dy = matrix(ROWS, WIDE, seed=1).to(device)
+    weights = [*matrix(GROUPS * WIDE, DEEP, seed=2).to(device).split(WIDE)]
+    if way == "wgrad":
+        return [[x], [dy], splits], {"transa": False, "transb": True, "grad": True}
+    if way == "dgrad":
+        return [weights, [dy], splits], {"transa": False, "grad": True, "bias_grad": True}
+    return [weights, [x], splits], {}
+
+
+@pytest.fixture
+def calls_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many groups torch was asked to multiply at once, each time."""
+    found: list[int] = []
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def noted(*args: Any, offs: Tensor) -> Tensor:
+        found.append(offs.numel())
+        return grouped_mm(*args, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", noted)
+    return found
+
+
+def assert_grouped(args: list[Any], options: dict[str, Any]) -> None:
+    found = gemm.te_general_grouped_gemm(*args, **options)
+    expected = ops.te_general_grouped_gemm.oracle(*args, **options)
+    for one, two in zip(found, expected[:3], strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            assert one.dtype == LOW
+            assert one.is_contiguous()
+            assert torch.allclose(one.double(), two, rtol=2**-8, atol=0.01)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("way", ["forward", "dgrad", "wgrad"])
+def test_many_groups_are_one_call(
+    way: str, split: str, device: str, calls_at_once: list[int]
+) -> None:
+    args, options = grouped_call(way, SPLITS[split], device)
+    for _ in range(2):  # the second is known from the first
+        assert_grouped(args, options)
+    # What torch makes of a group without terms is not always zero.
+    assert calls_at_once == ([] if (way, split) == ("wgrad", "empty") else [GROUPS] * 2)
+
+
+def _apart(args: list[Any]) -> None:
+    args[0] = [it.clone() for it in args[0]]
+
+
+def _shuffled(args: list[Any]) -> None:
+    args[0] = [*args[0][1:], args[0][0]]
+
+
+def _few(args: list[Any]) -> None:
+    args[0], args[1], args[2] = args[0][:4], [args[1][0][:24]], [6] * 4
+
+
+def _unaligned_rows(args: list[Any]) -> None:
+    args[1] = [torch.zeros(ROWS, DEEP + 4, dtype=LOW)[:, :DEEP].copy_(args[1][0])]
+
+
+def _unaligned(args: list[Any]) -> None:
+    args[1] = [torch.zeros(ROWS * DEEP + 1, dtype=LOW)[1:].view(ROWS, DEEP).copy_(args[1][0])]
+
+
+def _narrow_weights(args: list[Any]) -> None:
+    args[0] = [*matrix(GROUPS * 23, DEEP, seed=2).split(23)]
+
+
+def _nothing(args: list[Any]) -> None:
+    args[1], args[2] = [args[1][0][:0]], [0] * GROUPS
+
+
+LEFT_ALONE = [_apart, _shuffled, _few, _unaligned_rows, _unaligned, _narrow_weights, _nothing]
+
+
+@pytest.mark.parametrize("change", LEFT_ALONE)
+def test_groups_that_torch_does_not_read_at_once_are_a_call_each(
+    change: Any, calls_at_once: list[int]
+) -> None:
+    args, options = grouped_call("forward", SPLITS["uneven"], "cpu")
+    change(args)
+    with cuda_emulation.running():
+        assert_grouped(args, options)
+    assert calls_at_once == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"alpha": 2.0}, {"out_dtype": FULL}, {"bias": [torch.ones(WIDE, dtype=LOW)] * 16}]
+)
+def test_what_torch_does_not_do_at_once_is_a_call_each(
+    options: dict[str, Any], calls_at_once: list[int]
+) -> None:
+    args, _ = grouped_call("forward", SPLITS["even"], "cpu")
+    with cuda_emulation.running():
+        gemm.te_general_grouped_gemm(*args, **options)
+    assert calls_at_once == []
+
+
+@pytest.mark.parametrize("major", [8, 12])
+def test_devices_without_a_kernel_for_groups_get_a_call_each(
+    major: int, calls_at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, options = grouped_call("forward", SPLITS["even"], "cpu")
+    with cuda_emulation.running():
+        other = dataclasses.replace(_launch.limits(0), major=major)
+        monkeypatch.setattr(_launch, "limits", lambda device: other)
+        assert_grouped(args, options)
+    assert calls_at_once == []
+
+
 # ------------------------------------------------------------------------- on a device
 
 
@@ -220,3 +340,20 @@ def test_products_can_be_captured_and_replayed() -> None:
     expected = ops.generic_gemm.oracle(a, b, bias=bias)[0]
     assert D is not None
     assert torch.allclose(D.double(), expected, rtol=2**-8, atol=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["forward", "dgrad", "wgrad"])
+def test_many_groups_can_be_captured_and_replayed(way: str) -> None:
+    args, options = grouped_call(way, SPLITS["uneven"], "cuda")
+    gemm.te_general_grouped_gemm(*args, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        D, *_ = gemm.te_general_grouped_gemm(*args, **options)
+    args[1][0].mul_(-3)
+    graph.replay()
+    assert D is not None
+    again, *_ = gemm.te_general_grouped_gemm(*args, **options)
+    assert again is not None
+    assert torch.equal(D, again)
+    assert_grouped(args, options)

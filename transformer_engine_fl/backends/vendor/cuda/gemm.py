@@ -3,7 +3,8 @@
 No kernel is brought here, and none is added to what the library does in one call: a bias is
 cuBLASLt's epilogue, accumulation is its ``beta``. What the library would need a second
 kernel or a copy for is declined, with the reason: another set fuses it. So is what it
-rounds twice.
+rounds twice. Many groups are one call, torch's grouped product, where their matrices lie as it
+reads them.
 
 Sums are in float32, so torch's switches that allow less are not followed: products of
 float32 are declined where TF32 is on, and sums of parts in a narrow dtype are switched off
@@ -13,6 +14,7 @@ while a product is queued.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -32,6 +34,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
     refuse,
     taken,
 )
+from transformer_engine_fl.backends.vendor.cuda._numbers import numbers_on_device
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
@@ -354,7 +357,71 @@ def generic_gemm(
 # ------------------------------------------------------------------------------- groups
 
 
+_MANY: Final = 16
+"""Groups of which one call for all takes less than one for each (docs/cuda-kernels.md)."""
+_GROUPED_ON: Final = (9, 10)
+"""Major compute capabilities that torch has a kernel for; elsewhere it waits for the device."""
+
 _known_groups: KnownGroups[bool] = KnownGroups()
+
+
+def _lies_as_read(matrix: Tensor) -> bool:
+    """Whether rows, and a matrix of them behind this one, begin where the bulk copies can."""
+    rows, columns = matrix.stride()
+    step = _ALIGNMENT // matrix.element_size()
+    return columns == 1 and rows > 0 and rows % step == 0 and matrix.data_ptr() % _ALIGNMENT == 0
+
+
+def _as_one(matrices: list[Tensor]) -> Tensor | None:
+    """``[groups, rows, columns]`` of matrices that are parts of one tensor, equally far apart."""
+    first, last = matrices[0], matrices[-1]
+    start = first.data_ptr()
+    apart = matrices[1].data_ptr() - start
+    if (
+        apart <= 0
+        or apart % _ALIGNMENT
+        or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
+        or not _lies_as_read(first)
+    ):
+        return None
+    like = first.shape, first.stride()
+    for i, it in enumerate(matrices):
+        if it.data_ptr() != start + i * apart or (it.shape, it.stride()) != like:
+            return None
+    shape = (len(matrices), *first.shape)
+    return first.as_strided(shape, (apart // first.element_size(), *first.stride()))
+
+
+def _at_once(
+    A: list[Tensor], B: list[Tensor], splits: list[int], transa: bool, transb: bool
+) -> Tensor | None:
+    """The products of all groups, rows of the first one first, by one call of torch's.
+
+    None where torch has no kernel for what they are or how they lie. It has none for float16, and
+    on some devices what it makes of a group without terms is not zero (pytorch issue 172439).
+    """
+    x, many = B[0], len(splits)
+    if many < _MANY or len(B) != 1 or {A[0].dtype, x.dtype} != {torch.bfloat16}:
+        return None
+    if _launch.limits(x.get_device()).major not in _GROUPED_ON or not x.numel():
+        return None
+    columns = A[0].shape[0 if transa else 1]
+    if columns % (_ALIGNMENT // x.element_size()) or not _lies_as_read(x):
+        return None  # of other columns torch leaves gaps between the rows
+    if not transb:
+        weights = _as_one(A) if len(A) == many else None
+        if weights is None:
+            return None
+        factors = x, weights.transpose(1, 2) if transa else weights
+    elif transa or len(A) != 1 or min(splits) == 0 or not _lies_as_read(A[0]):
+        return None
+    else:
+        factors = x.t(), A[0]
+    ends = [*itertools.accumulate(splits)]
+    pairs = [low | high << 32 for low, high in zip(ends[::2], [*ends[1::2], 0], strict=False)]
+    offsets = numbers_on_device(pairs, x.device).view(torch.int32)[:many]
+    D = torch.nn.functional.grouped_mm(*factors, offs=offsets)
+    return D.view(-1, D.shape[-1])
 
 
 def _groups(tensors: list[Tensor], m_splits: list[int] | None) -> list[Tensor]:
@@ -374,6 +441,73 @@ def _scales_of(
         plain("te_general_grouped_gemm", "scale_inv", it) for it in scales
     ]
     return found if len(tensors) == groups else found * groups
+
+
+def _one_by_one(
+    name: str,
+    a: list[Tensor],
+    b: list[Tensor],
+    transa: bool,
+    transb: bool,
+    *,
+    bias: list[Tensor] | None,
+    gelu: bool,
+    bias_grad: bool,
+    alpha: float,
+    beta: float,
+    into: list[Tensor] | None,
+    scales: list[tuple[Tensor | None, Tensor | None]],
+    dtype: torch.dtype,
+    known: bool,
+) -> Tensor | None:
+    """The products of all groups, by a call of the library for each; D, if it is not given.
+
+    Args:
+        a, b: the matrices of each group.
+        scales: of A and of B, of each group.
+        into: what is accumulated into.
+        known: whether a call like this one is known not to be declined.
+        name, transa, transb, bias, gelu, bias_grad, alpha, beta, dtype: the contract's.
+    """
+    count = len(b)
+    biases: list[Tensor | None] = [None] * count
+    if bias is not None:
+        biases = [plain(name, "bias", it) for it in bias]
+    lefts = [it.t() if transb else it for it in b]
+    rights = [it.t() if transa else it for it in a]
+    rows = [it.shape[0] for it in lefts]
+    D = None
+    if into is None:
+        D = fresh(name, b[0], (sum(rows), rights[0].shape[1]), dtype)
+        places = list(torch.split(D, rows))
+    else:
+        places = [_place(name, it) for it in into]
+        places = places if len(places) == count else list(torch.split(places[0], rows))
+    for i in range(0 if known else count):
+        reason = _declined(
+            a[i],
+            b[i],
+            transa,
+            transb,
+            bias=biases[i],
+            gelu=gelu,
+            bias_grad=bias_grad,
+            alpha=alpha,
+            result=places[i].dtype,
+            out_dtype=dtype,
+            accumulated=D is None,
+            scales=scales[i],
+        )
+        refuse(name, reason)
+        _check_memory(name, lefts[i], rights[i].t())  # before anything is written
+    with products(name, b[0].dtype):
+        for place, left, right, added, scale in zip(
+            places, lefts, rights, biases, scales, strict=True
+        ):
+            _multiply(
+                name, place, left, right, added, alpha, None if D is not None else beta, scale
+            )
+    return D
 
 
 def te_general_grouped_gemm(
@@ -397,8 +531,8 @@ def te_general_grouped_gemm(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``te_general_grouped_gemm`` of the contract: one call of the library for each group.
 
-    torch's grouped products want the weights in one tensor and the splits on the device;
-    the contract has a tensor for each weight, and the splits on the host.
+    Of many groups whose weights are parts of one tensor, and of a wgrad of one tensor each that
+    nothing is added to, it is one call: torch's grouped product wants them so.
     """
     name = "te_general_grouped_gemm"
     others = (bias, A_scale_inv, B_scale_inv)
@@ -426,55 +560,43 @@ def te_general_grouped_gemm(
             B_scale_inv=B_scale_inv,
             out_dtype=out_dtype,
         )
-    a = _groups([taken(name, "A", it, known) for it in A], m_splits)
-    b = _groups([taken(name, "B", it, known) for it in B], m_splits)
-    count = len(b)
-    scales = list(
-        zip(_scales_of(A_scale_inv, A, count), _scales_of(B_scale_inv, B, count), strict=True)
-    )
-    biases: list[Tensor | None] = [None] * count
-    if bias is not None:
-        biases = [plain(name, "bias", it) for it in bias]
+    A = [taken(name, "A", it, known) for it in A]
+    B = [taken(name, "B", it, known) for it in B]
+    b = _groups(B, m_splits)
     dtype = out_dtype or (torch.bfloat16 if b[0].dtype in _FLOAT8 else b[0].dtype)
-    lefts = [it.t() if transb else it for it in b]
-    rights = [it.t() if transa else it for it in a]
-    rows = [it.shape[0] for it in lefts]
-    D, written = None, accumulate_into
-    if written is None:
-        D = fresh(name, b[0], (sum(rows), rights[0].shape[1]), dtype)
-        places = list(torch.split(D, rows))
-    else:
-        places = [_place(name, it) for it in written]
-        places = places if len(places) == count else list(torch.split(places[0], rows))
-    for i in range(0 if known else count):
-        reason = _declined(
-            a[i],
-            b[i],
+    D = None
+    if (
+        m_splits is not None
+        and accumulate_into is None
+        and bias is None
+        and not gelu
+        and alpha == 1
+        and dtype == torch.bfloat16
+    ):
+        D = _at_once(A, B, m_splits, transa, transb)
+    if D is None:
+        scales = _scales_of(A_scale_inv, A, len(b)), _scales_of(B_scale_inv, B, len(b))
+        D = _one_by_one(
+            name,
+            _groups(A, m_splits),
+            b,
             transa,
             transb,
-            bias=biases[i],
+            bias=bias,
             gelu=gelu,
             bias_grad=bias_grad,
             alpha=alpha,
-            result=places[i].dtype,
-            out_dtype=dtype,
-            accumulated=D is None,
-            scales=scales[i],
+            beta=beta,
+            into=accumulate_into,
+            scales=[*zip(*scales, strict=True)],
+            dtype=dtype,
+            known=known,
         )
-        refuse(name, reason)
-        _check_memory(name, lefts[i], rights[i].t())  # before anything is written
     if call is not None and not known:
         _known_groups.add(call, True)
-    with products(name, b[0].dtype):
-        for place, left, right, added, scale in zip(
-            places, lefts, rights, biases, scales, strict=True
-        ):
-            _multiply(
-                name, place, left, right, added, alpha, None if D is not None else beta, scale
-            )
-        dbias = None
-        if bias_grad:
-            dbias = fresh(name, b[0], (count, b[0].shape[1]), dtype)
-            for i, it in enumerate(b):
-                torch.sum(it, 0, dtype=dtype, out=dbias[i])
+    dbias = None
+    if bias_grad:
+        dbias = fresh(name, b[0], (len(b), b[0].shape[1]), dtype)
+        for i, it in enumerate(b):
+            torch.sum(it, 0, dtype=dtype, out=dbias[i])
     return D, dbias, None
