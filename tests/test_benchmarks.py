@@ -175,6 +175,7 @@ def test_the_fewest_bytes_are_those_counted_by_hand(
     [
         ("generic_gemm", (16, 32, 48), 2 * 16 * 32 * 48),
         ("te_general_grouped_gemm", (4, 64, 16, 32), 2 * 64 * 16 * 32),
+        ("te_general_grouped_gemm weights of one tensor", (4, 64, 16, 32), 2 * 64 * 16 * 32),
         # queries times keys, weights times values; half of the keys are seen
         ("fused_attn_fwd causal", (1, 4, 8, 16), 2 * 2 * 4 * 8 * 8 * 16 / 2),
         ("fused_attn_bwd without a mask", (1, 4, 8, 16), 5 * 2 * 4 * 8 * 8 * 16),

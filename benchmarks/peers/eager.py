@@ -486,11 +486,14 @@ PRODUCTS = {
         note="the product is rounded to bfloat16 before it is added",
         compile=False,
     ),
-    "te_general_grouped_gemm": Formula(
-        _each,
-        lambda weights, inputs, splits: (weights, inputs[0].split(splits)),
-        note="a product for each group",
-        compile=False,
+    **dict.fromkeys(
+        ("te_general_grouped_gemm", "te_general_grouped_gemm weights of one tensor"),
+        Formula(
+            _each,
+            lambda weights, inputs, splits: (weights, inputs[0].split(splits)),
+            note="a product for each group",
+            compile=False,
+        ),
     ),
 }
 

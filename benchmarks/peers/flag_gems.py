@@ -222,6 +222,7 @@ FLAG_GEMS: dict[str, Table] = {
         "quantize 1x128": Peer(_block_quantize),
         "generic_gemm": Peer(_mm),
         "te_general_grouped_gemm": Peer(_group_mm, "the weights are one tensor, K x N"),
+        "te_general_grouped_gemm weights of one tensor": Peer(_group_mm, "the weights are K x N"),
         "fused_topk_with_score_function_fwd": Peer(
             _topk_softmax, "returns topk weights and indices, not the probs of every expert"
         ),

@@ -177,7 +177,8 @@ TORCH: dict[str, Table] = {
     "F.linear": {"generic_gemm bias": Peer(_linear)},
     "torch._scaled_mm": {"generic_gemm float8": Peer(_scaled_mm)},
     "torch._grouped_mm": {
-        "te_general_grouped_gemm": Peer(_grouped_mm, "the weights are one tensor")
+        "te_general_grouped_gemm": Peer(_grouped_mm, "the weights are one tensor"),
+        "te_general_grouped_gemm weights of one tensor": Peer(_grouped_mm),
     },
     "torch._fused_adamw_": {"multi_tensor_adam": Peer(_fused_adamw)},
     "torch._fused_sgd_": {"multi_tensor_sgd": Peer(_fused_sgd)},

@@ -71,13 +71,6 @@ def splits(groups: int, rows: int) -> list[int]:
     return [*sizes[:-1], rows - sum(sizes[:-1])]
 
 
-def _grouped(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
-    groups, m, n, k = shape
-    random = Random(dtype, device)
-    weights: list[Tensor] = [random.normal(n, k) for _ in range(groups)]
-    return call(weights, [random.normal(m, k)], splits(groups, m))
-
-
 def _flops(shape: Shape) -> float:
     m, n, k = shape[-3:]
     return 2.0 * m * n * k
@@ -93,6 +86,36 @@ def _workload(
     )
 
 
+def _grouped(*, stacked: bool) -> Callable[[Shape, torch.dtype, str], Sample]:
+    """Products of groups, whose weights are parts of one tensor or a tensor each."""
+
+    def make(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
+        groups, m, n, k = shape
+        random = Random(dtype, device)
+        weights: list[Tensor]
+        if stacked:
+            weights = [*random.normal(groups, n, k).unbind()]
+        else:
+            weights = [random.normal(n, k) for _ in range(groups)]
+        return call(weights, [random.normal(m, k)], splits(groups, m))
+
+    return make
+
+
+def _groups(variant: str, *shapes: Shape, stacked: bool) -> Workload:
+    return Workload(
+        name=f"te_general_grouped_gemm {variant}".strip(),
+        ops=("te_general_grouped_gemm",),
+        make=_grouped(stacked=stacked),
+        shapes=shapes,
+        tiny=(4, 64, 16, 32),
+        axes="groups x M of all groups x N x K, uneven groups",
+        flops=_flops,
+        roof="matmul",
+        counted="2 M N K",
+    )
+
+
 WORKLOADS = (
     _workload("", _plain),
     _workload("bias", _bias()),
@@ -101,14 +124,8 @@ WORKLOADS = (
     _workload("mxfp8", _mxfp8, roof="scaled_mm", shapes=_SIZES[:1], standard=False),
     _workload("dgrad", _dgrad, shapes=((8192, 4096, 14336),)),
     _workload("wgrad, accumulated in float32", _wgrad, shapes=((14336, 4096, 8192),)),
-    Workload(
-        name="te_general_grouped_gemm",
-        make=_grouped,
-        shapes=((8, 16384, 4096, 4096), (64, 32768, 2048, 4096)),
-        tiny=(4, 64, 16, 32),
-        axes="groups x M of all groups x N x K, uneven groups",
-        flops=_flops,
-        roof="matmul",
-        counted="2 M N K",
+    _groups("", (8, 16384, 4096, 4096), (64, 32768, 2048, 4096), stacked=False),
+    _groups(
+        "weights of one tensor", (64, 32768, 2048, 4096), (128, 32768, 1536, 2048), stacked=True
     ),
 )
