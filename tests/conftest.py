@@ -16,6 +16,14 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-target",
+        action="store_true",
+        help="compile every case of every kernel for every GPU, and not for one or two of them",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     import torch
 

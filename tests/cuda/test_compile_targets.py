@@ -1,4 +1,8 @@
-"""Every kernel compiles for every generation of GPU, on a machine that has none."""
+"""Every kernel compiles for every generation of GPU, on a machine that has none.
+
+Each specialisation does for Hopper and one of the others (``compile_targets.py``), and with
+``--every-target`` for all.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import struct
@@ -17,6 +22,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compile_targets import in_turn
 from cuda_binaries import DEVICES, own_shared_bytes
 
 from transformer_engine_fl.backends._disk_cache import DiskCache
@@ -37,6 +43,7 @@ TARGETS = {
     "sm_120a": DEVICES["sm_120"],
 }
 HOPPER = TARGETS["sm_90a"]
+IN_TURN = [name for name, limits in TARGETS.items() if limits is not HOPPER]
 MOST_PARAMETER_BYTES = 4096
 Sources = dict[_compile.Specialisation, Geometry]
 
@@ -80,16 +87,27 @@ def _sources(family: str, device: Limits) -> Sources:
 @pytest.mark.usefixtures("compiler", "cache")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kernel_compiles(family: str, target: str) -> None:
+def test_every_kernel_compiles(family: str, target: str, request: pytest.FixtureRequest) -> None:
     limits = TARGETS[target]
     assert _compile.architecture(limits.major, limits.minor) == target
-    for source, geometry in _sources(family, limits).items():
+    sources = _sources(family, limits)
+    every = bool(request.config.getoption("--every-target"))
+    chosen = in_turn(((it.source, it.kernel) for it in sources), target, IN_TURN, every=every)
+    for source, geometry in itertools.compress(sources.items(), chosen):
         code = _compile.cubin(source, target)
         assert code.startswith(b"\x7fELF"), source
         assert source.kernel.encode() in code
         shared = geometry.shared_bytes + own_shared_bytes(code)
         assert shared <= limits.shared_per_block, (source, shared)
         assert geometry.threads <= 1024, source
+
+
+def test_targets_take_turns_and_each_has_every_kernel() -> None:
+    kernels = ["a", "a", "b", "a", "a", "a", "a"]
+    of = {it: in_turn(kernels, it, IN_TURN, every=False) for it in TARGETS}
+    assert of.pop("sm_90a") == [True] * 7
+    assert [*map(sum, zip(*of.values(), strict=True))] == [3, 1, 3, 1, 1, 1, 1]
+    assert in_turn(kernels, "sm_80", IN_TURN, every=True) == [True] * 7
 
 
 def test_every_kernel_has_a_compile_case() -> None:

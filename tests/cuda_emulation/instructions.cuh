@@ -44,6 +44,12 @@ inline void read_written_piece(Word* to, const void* from) {
   read_piece<Bytes>(to, from);
 }
 
+inline unsigned short read_where(const void* from, bool valid) {
+  unsigned short word = 0;
+  if (valid) read_piece<2>(&word, from);
+  return word;
+}
+
 inline void write_where(void* to, const unsigned* words, bool valid) {
   if (!valid) return;
   emulation::check_aligned(to, 16);

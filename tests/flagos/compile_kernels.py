@@ -1,8 +1,9 @@
 """A program that compiles a family's kernels for a target: ``compile_kernels.py sm_90 rope``.
 
-The kernels are compiled as the operators launch them: ``compiled/`` calls the operators
-with a recorder in place of the launch, and what it recorded is compiled. It is a program of
-its own because that replaces every launch of its process. Prints a report as JSON.
+Of targets that take turns it compiles those cases whose turn it is, with ``every`` all. The kernels
+are compiled as the operators launch them: ``compiled/`` calls the operators with a recorder in
+place of the launch, and what it recorded is compiled. It is a program of its own because that
+replaces every launch of its process. Prints a report as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from compile_targets import in_turn
 
 ROOT = Path(__file__).parents[2]
 FLAGOS = ROOT / "transformer_engine_fl" / "backends" / "flagos"
@@ -29,6 +32,8 @@ TARGETS = {
     "sm_120": ("cuda", 120, 32, 101_376),
 }
 USUAL = ("sm_80", "sm_90", "sm_100", "gfx942")
+IN_TURN = ("sm_80", "sm_100", "gfx942")
+"""Those whose code no test looks at."""
 
 
 class Recorder:
@@ -92,7 +97,7 @@ def kernels() -> dict[str, list[str]]:
     }
 
 
-def compile_for(name: str, family: str) -> dict[str, Any]:
+def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -112,8 +117,10 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
     _launch.Launch.__call__ = lambda *call: recorder.record(*call)  # type: ignore[method-assign]
     calls = importlib.import_module(f"flagos.compiled.{family}")
     calls.launch()
+    recorded = list(recorder.cases.values())
+    chosen = in_turn((case[0].__name__ for case in recorded), name, IN_TURN, every=every)
     cases = []
-    for kernel, signature, constants, options in recorder.cases.values():
+    for kernel, signature, constants, options in itertools.compress(recorded, chosen):
         attributes = {
             (place,): [["tt.divisibility", 16]]
             for place, kind in enumerate(signature.values())
@@ -170,4 +177,5 @@ def compile_for(name: str, family: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_for(*sys.argv[1:])))
+    target, family, *more = sys.argv[1:]
+    print(json.dumps(compile_for(target, family, every=more == ["every"])))

@@ -6,6 +6,9 @@ write each number once, so by whole vectors (``STREAMING``), which of these do s
 ``tl.load`` and not by ``fetch`` (``PLAIN``), how many accesses of single numbers they have
 (``single``), and what else is to be seen in the code for sm_90 (``check``). Kernels written for
 some GPUs alone name them (``TARGETS``).
+
+Every kernel is compiled for each kind, each way for sm_90 and one of the others
+(``compile_targets.py``); ``--every-target`` compiles all ways for all.
 """
 
 from __future__ import annotations
@@ -52,13 +55,16 @@ def cases() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("family", "target"), cases())
-def test_every_kernel_compiles(family: str, target: str, tmp_path: Path) -> None:
+def test_every_kernel_compiles(
+    family: str, target: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    every = ["every"] if request.config.getoption("--every-target") else []
     environment = os.environ | {
         "TRITON_CACHE_DIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
     }
     found = subprocess.run(
-        [sys.executable, str(HERE / "compile_kernels.py"), target, family],
+        [sys.executable, str(HERE / "compile_kernels.py"), target, family, *every],
         cwd=ROOT,
         env=environment,
         capture_output=True,

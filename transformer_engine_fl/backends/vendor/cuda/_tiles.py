@@ -16,6 +16,7 @@ from transformer_engine_fl.core.errors import NotSupportedError
 
 __all__ = [
     "COUNTER_BYTES",
+    "HELD_SINGLY",
     "LARGEST_CLUSTERS",
     "SHARED_PER_BLOCK",
     "Team",
@@ -36,6 +37,10 @@ COUNTER_BYTES: Final = 16
 
 LARGEST_CLUSTERS: Final = (16, 8)
 """Blocks of the largest cluster: of most devices, and of every one that has clusters."""
+
+HELD_SINGLY: Final = 32
+"""Elements that a thread of several warps holds of half precision whose rows lie in no whole
+vectors: as many as of whole ones, though each is an access of its own."""
 
 Team = tuple[int, int]
 """(threads of a block that share a row, blocks that share it)."""

@@ -58,6 +58,7 @@ from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
+    HELD_SINGLY,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
     Team,
@@ -162,9 +163,9 @@ def forward_tile(
     """
     teams = FORWARD_TEAMS_LARGE_BLOCK if large_block else FORWARD_TEAMS
     vec = vector_width(columns, x_size)
-    vectors = columns // vec
-    most = 4 if vec * x_size == 16 else 8
-    tile = warp_tile(vectors, vec, most) or team_tile(
+    vectors, whole = columns // vec, vec * x_size == 16
+    most = 4 if whole else HELD_SINGLY // vec if x_size == other_size == 2 else 8
+    tile = warp_tile(vectors, vec, 4 if whole else 8) or team_tile(
         vectors, vec, most, teams if clusters else FORWARD_TEAMS_NO_CLUSTERS
     )
     if tile is None or x_size != 2 or other_size != 2:

@@ -40,6 +40,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
+    HELD_SINGLY,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
     Team,
@@ -150,13 +151,14 @@ def row_tile(
     vectors = columns // vec
     forward, whole = len(sizes) == 1, vec * sizes[0] == 16
     usual = USUAL if whole else 8
+    most = usual if whole or max(sizes) > 2 else HELD_SINGLY // vec
     teams = TEAMS
     if device.has_clusters:
         clusters = FORWARD_CLUSTERS if forward else BACKWARD_CLUSTERS
         teams += tuple(team for team in clusters if team[1] <= most_blocks)
     tiles = [warp_tile(vectors, vec, WARP_VECTORS if forward else usual)]
     long = LONG_TEAMS if sizes == (2, 2) else ()
-    tiles += [team_tile(vectors, vec, 8 if team in long else usual, (team,)) for team in teams]
+    tiles += [team_tile(vectors, vec, 8 if team in long else most, (team,)) for team in teams]
     tiles += [team_tile(vectors, vec, 8, teams[-1:])]
     tile = next((it for it in tiles if it and _fits(it, sizes, device)), None)
     if tile is None:

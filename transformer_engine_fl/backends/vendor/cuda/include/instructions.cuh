@@ -84,6 +84,18 @@ __device__ __forceinline__ void read_plain_piece(Word* to, const void* from) {
   }
 }
 
+// Two bytes as read_piece reads them, zero if they are not `valid`, without a branch: behind one, a
+// read would wait for what becomes of the one before.
+__device__ __forceinline__ unsigned short read_where(const void* from, bool valid) {
+  unsigned short word;
+  asm volatile(
+      "{ .reg .pred valid; setp.ne.u32 valid, %2, 0; mov.u16 %0, 0;\n"
+      "  @valid ld.global.nc.L2::cache_hint.u16 %0, [%1], %3; }"
+      : "=h"(word)
+      : "l"(from), "r"(static_cast<unsigned>(valid)), "l"(after_writes()));
+  return word;
+}
+
 // 16 bytes to global memory if they are `valid`, without a branch.
 __device__ __forceinline__ void write_where(void* to, const unsigned* words, bool valid) {
   asm volatile(

@@ -21,9 +21,7 @@ namespace te_fl {
 template <int Bytes, Reading How>
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
   if constexpr (Bytes == 2) {  // smaller than an asynchronous copy can be
-    unsigned short word = 0;
-    if (valid) read_piece<2>(&word, from);
-    *static_cast<unsigned short*>(to) = word;
+    *static_cast<unsigned short*>(to) = read_where(from, valid);
   } else {
     copy_async_piece<Bytes, How>(to, from, valid);
   }
