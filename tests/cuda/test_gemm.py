@@ -285,6 +285,16 @@ def test_what_torch_does_not_do_at_once_is_a_call_each(
     assert calls_at_once == []
 
 
+def test_more_rows_than_torch_counts_are_a_call_each(
+    calls_at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm, "_MOST_ROWS", ROWS - 1)
+    args, options = grouped_call("forward", SPLITS["even"], "cpu")
+    with cuda_emulation.running():
+        assert_grouped(args, options)
+    assert calls_at_once == []
+
+
 @pytest.mark.parametrize("major", [8, 12])
 def test_devices_without_a_kernel_for_groups_get_a_call_each(
     major: int, calls_at_once: list[int], monkeypatch: pytest.MonkeyPatch

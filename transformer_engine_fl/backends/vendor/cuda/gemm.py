@@ -362,6 +362,9 @@ _MANY: Final = 16
 _GROUPED_ON: Final = (9, 10)
 """Major compute capabilities that torch has a kernel for; elsewhere it waits for the device."""
 
+_MOST_ROWS: Final = 2**31 - 1
+"""Of all groups together: torch counts them in 32 bits."""
+
 _known_groups: KnownGroups[bool] = KnownGroups()
 
 
@@ -404,6 +407,8 @@ def _at_once(
     if many < _MANY or len(B) != 1 or {A[0].dtype, x.dtype} != {torch.bfloat16}:
         return None
     if _launch.limits(x.get_device()).major not in _GROUPED_ON or not x.numel():
+        return None
+    if x.shape[0] > _MOST_ROWS:
         return None
     columns = A[0].shape[0 if transa else 1]
     if columns % (_ALIGNMENT // x.element_size()) or not _lies_as_read(x):
