@@ -1,27 +1,44 @@
-"""Which of a family's kernels a compile test compiles for which target."""
+"""Which of a family's kernels a compile test compiles for which target.
+
+All are for the target whose code tests look at. The others take turns: the same code at other sizes
+and types, for which a compiler seldom fails on one target alone, took most of the suite's time. But
+each compiles the first case of every kernel, and what the looked-at target has no such case of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 __all__ = ["in_turn"]
 
+Case = TypeVar("Case", bound=Hashable)
+
 
 def in_turn(
-    kernels: Iterable[Hashable], target: str, targets: Sequence[str], *, every: bool
+    target: str,
+    cases: Mapping[str, Sequence[Case]],
+    looked_at: str,
+    kernel: Callable[[Case], Hashable],
 ) -> list[bool]:
-    """Whether each case, told by its kernel, is compiled for a target.
+    """Whether each case of a target is compiled for it.
 
-    All are for a target that is none of ``targets``, and with ``every``. Otherwise these take
-    turns, but the first case of a kernel is compiled for each: the same code at other sizes and
-    types, for which a compiler seldom fails on one target alone, takes most of a run.
+    Args:
+        target: for which.
+        cases: of every target.
+        looked_at: the target for which all are.
+        kernel: which kernel a case is of.
     """
+    own = cases[target]
+    if target == looked_at:
+        return [True] * len(own)
+    numbers = {case: number for number, case in enumerate(cases[looked_at])}
+    have = {name: set(those) for name, those in cases.items() if name != looked_at}
     seen: set[Hashable] = set()
     chosen = []
-    for number, kernel in enumerate(kernels):
-        turn = number % len(targets)
-        chosen.append(
-            every or target not in targets or targets[turn] == target or kernel not in seen
-        )
-        seen.add(kernel)
+    for case in own:
+        takers = [name for name, those in have.items() if case in those]
+        turn = case not in numbers or takers[numbers[case] % len(takers)] == target
+        chosen.append(turn or kernel(case) not in seen)
+        seen.add(kernel(case))
     return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import cuda_emulation
@@ -209,12 +210,15 @@ def calls_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def assert_grouped(args: list[Any], options: dict[str, Any]) -> None:
-    found = gemm.te_general_grouped_gemm(*args, **options)
     expected = ops.te_general_grouped_gemm.oracle(*args, **options)
-    for one, two in zip(found, expected[:3], strict=True):
-        assert (one is None) == (two is None)
+    found = gemm.te_general_grouped_gemm(*args, **options)
+    into = options.get("accumulate_into")
+    assert (found[0] is None) == (into is not None)
+    for one, two in zip(
+        [*found, *(into or ())], [*expected[:3], *(expected[3] or ())], strict=False
+    ):
         if one is not None:
-            assert one.dtype == LOW
+            assert one.dtype == options.get("out_dtype", (into or args[1])[0].dtype)
             assert one.is_contiguous()
             assert torch.allclose(one.double(), two, rtol=2**-8, atol=0.01)
 
@@ -231,45 +235,98 @@ def test_many_groups_are_one_call(
     assert calls_at_once == ([] if (way, split) == ("wgrad", "empty") else [GROUPS] * 2)
 
 
-def _apart(args: list[Any]) -> None:
-    args[0] = [it.clone() for it in args[0]]
+def _unlike(x: Tensor, *, columns: int = 0, start: int = 0) -> Tensor:
+    """The same numbers in rows that lie ``columns`` further apart, behind ``start`` others."""
+    rows, own = x.shape
+    memory = torch.zeros(start + rows * (own + columns), dtype=x.dtype)
+    return memory[start:].view(rows, own + columns)[:, :own].copy_(x)
 
 
-def _shuffled(args: list[Any]) -> None:
-    args[0] = [*args[0][1:], args[0][0]]
+def _weights(rows: int, apart: int, start: int = 0) -> list[Tensor]:
+    """Of one tensor, each so many elements behind the one before."""
+    memory = matrix(1, start + GROUPS * apart + rows * DEEP, seed=2)[0]
+    first = memory[start:]
+    return [first.as_strided((rows, DEEP), (DEEP, 1), start + i * apart) for i in range(GROUPS)]
 
 
-def _few(args: list[Any]) -> None:
-    args[0], args[1], args[2] = args[0][:4], [args[1][0][:24]], [6] * 4
+WHOLE = WIDE * DEEP
+# What is read one by one though there are many groups: of a forward, or else of a wgrad.
+LEFT_ALONE: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "weights of their own": lambda it: [[w.clone() for w in it[0]], *it[1:]],
+    "weights in another order": lambda it: [[*it[0][1:], it[0][0]], *it[1:]],
+    "one weight that lies otherwise": lambda it: [
+        [*it[0][:-1], it[0][-1].as_strided((WIDE, DEEP), (8, 1))], *it[1:],
+    ],
+    "weights whose address is odd": lambda it: [_weights(WIDE, WHOLE, 4), *it[1:]],
+    "weights an odd distance apart": lambda it: [_weights(WIDE, WHOLE + 4), *it[1:]],
+    "weights of 23 rows": lambda it: [_weights(23, 23 * DEEP), *it[1:]],
+    "float16": lambda it: [[w.half() for w in it[0]], [it[1][0].half()], it[2]],
+    "few groups": lambda it: [it[0][:4], [it[1][0][:24]], [6] * 4],
+    "no rows": lambda it: [it[0], [it[1][0][:0]], [0] * GROUPS],
+    "rows an odd distance apart": lambda it: [it[0], [_unlike(it[1][0], columns=4)], it[2]],
+    "rows at an odd address": lambda it: [it[0], [_unlike(it[1][0], start=4)], it[2]],
+    "rows that lie over each other": lambda it: [
+        it[0], [matrix(1, ROWS * 8 + DEEP)[0].as_strided((ROWS, DEEP), (8, 1))], it[2],
+    ],
+}  # fmt: skip
+WGRADS_LEFT_ALONE: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "rows at an odd address": lambda it: [[_unlike(it[0][0], start=4)], *it[1:]],
+    "no columns": lambda it: [[it[0][0][:, :0]], *it[1:]],
+}
 
 
-def _unaligned_rows(args: list[Any]) -> None:
-    args[1] = [torch.zeros(ROWS, DEEP + 4, dtype=LOW)[:, :DEEP].copy_(args[1][0])]
-
-
-def _unaligned(args: list[Any]) -> None:
-    args[1] = [torch.zeros(ROWS * DEEP + 1, dtype=LOW)[1:].view(ROWS, DEEP).copy_(args[1][0])]
-
-
-def _narrow_weights(args: list[Any]) -> None:
-    args[0] = [*matrix(GROUPS * 23, DEEP, seed=2).split(23)]
-
-
-def _nothing(args: list[Any]) -> None:
-    args[1], args[2] = [args[1][0][:0]], [0] * GROUPS
-
-
-LEFT_ALONE = [_apart, _shuffled, _few, _unaligned_rows, _unaligned, _narrow_weights, _nothing]
-
-
-@pytest.mark.parametrize("change", LEFT_ALONE)
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [("forward", it) for it in LEFT_ALONE] + [("wgrad", it) for it in WGRADS_LEFT_ALONE],
+)
 def test_groups_that_torch_does_not_read_at_once_are_a_call_each(
-    change: Any, calls_at_once: list[int]
+    way: str, change: str, calls_at_once: list[int]
 ) -> None:
-    args, options = grouped_call("forward", SPLITS["uneven"], "cpu")
-    change(args)
+    args, options = grouped_call(way, SPLITS["uneven"], "cpu")
+    args = (LEFT_ALONE if way == "forward" else WGRADS_LEFT_ALONE)[change](args)
     with cuda_emulation.running():
         assert_grouped(args, options)
+    assert calls_at_once == []
+
+
+def test_a_weight_whose_memory_ends_with_it_is_no_part_of_the_others(
+    calls_at_once: list[int],
+) -> None:
+    args, options = grouped_call("forward", SPLITS["even"], "cpu")
+    memory = torch.cat([it.view(torch.int16) for it in args[0]]).numpy()
+    first, *others = torch.from_numpy(memory).view(LOW).split(WIDE)
+    args[0] = [torch.from_numpy(memory[:WIDE]).view(LOW), *others]
+    assert args[0][0].data_ptr() == first.data_ptr()
+    with cuda_emulation.running():
+        assert_grouped(args, options)
+    assert calls_at_once == []
+
+
+def test_float8_is_a_call_each(calls_at_once: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[torch.dtype] = []
+    monkeypatch.setattr(gemm, "_multiply", lambda op, out, *rest: multiplied.append(out.dtype))
+    weights = [*matrix(GROUPS * 32, 48, E4M3).split(32)]
+    scales = {name: [it] * count for (name, it), count in zip(SCALES.items(), (16, 1), strict=True)}
+    with cuda_emulation.running():
+        gemm.te_general_grouped_gemm(weights, [matrix(ROWS, 48, E4M3)], [6] * 16, **scales)
+    assert multiplied == [LOW] * GROUPS
+    assert calls_at_once == []
+
+
+def test_what_is_accumulated_is_a_call_each(calls_at_once: list[int]) -> None:
+    for way, rows in (("forward", ROWS), ("wgrad", GROUPS * WIDE)):
+        args, options = grouped_call(way, SPLITS["even"], "cpu")
+        columns = WIDE if way == "forward" else DEEP
+        into = matrix(rows, columns, FULL, seed=5)
+        with cuda_emulation.running():
+            assert_grouped(args, options | {"accumulate_into": [into]})
+    assert calls_at_once == []
+
+
+def test_more_groups_than_torch_takes_are_a_call_each(calls_at_once: list[int]) -> None:
+    weights = [*matrix(1024 * 8, 8, seed=2).split(8)]
+    with cuda_emulation.running():
+        assert_grouped([weights, [matrix(1024, 8)], [1] * 1024], {})
     assert calls_at_once == []
 
 
@@ -281,7 +338,7 @@ def test_what_torch_does_not_do_at_once_is_a_call_each(
 ) -> None:
     args, _ = grouped_call("forward", SPLITS["even"], "cpu")
     with cuda_emulation.running():
-        gemm.te_general_grouped_gemm(*args, **options)
+        assert_grouped(args, options)
     assert calls_at_once == []
 
 

@@ -7,8 +7,8 @@ write each number once, so by whole vectors (``STREAMING``), which of these do s
 (``single``), and what else is to be seen in the code for sm_90 (``check``). Kernels written for
 some GPUs alone name them (``TARGETS``).
 
-Every kernel is compiled for each kind, each way for sm_90 and one of the others
-(``compile_targets.py``); ``--every-target`` compiles all ways for all.
+All ways are compiled for sm_90; the other usual kinds take turns, each with a third of the ways
+and the first of every kernel. ``--every-target`` compiles all for all.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class CastKey(NamedTuple):
         source: what is cast.
         recipe: how, but for the operator and the least amax.
         store: bytes of one access to the codes.
-        aligned_t: whether no rows of transposed codes begin but at multiples of 16 bytes.
+        aligned_t: whether every row of transposed codes begins at a multiple of 16 bytes.
         owned: whether rows have owners.
         amax, sums: whether these are left.
         turned: whether the transposed tensor is written.

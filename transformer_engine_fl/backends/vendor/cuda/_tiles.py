@@ -38,9 +38,9 @@ COUNTER_BYTES: Final = 16
 LARGEST_CLUSTERS: Final = (16, 8)
 """Blocks of the largest cluster: of most devices, and of every one that has clusters."""
 
-HELD_SINGLY: Final = 32
-"""Elements that a thread of several warps holds of half precision whose rows lie in no whole
-vectors: as many as of whole ones, though each is an access of its own."""
+HELD_SINGLY: Final = 18
+"""Elements that a thread may hold of a row of half precision that is spread over several warps and
+lies in no whole vectors. With 32, what spills of a norm or a softmax takes up to 432 bytes."""
 
 Team = tuple[int, int]
 """(threads of a block that share a row, blocks that share it)."""

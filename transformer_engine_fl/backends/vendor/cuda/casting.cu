@@ -600,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if constexpr (kSame) {
       turn_bytes<kThreads>(tile);
       drain_turned<kThreads, kSide, 2, ALIGNED_T, INSIDE>(tile, data_t, first_column, columns,
-                                                        first_byte, byte_rows);
+                                                          first_byte, byte_rows);
     } else {
       // A thread has 32 rows of two columns.
       constexpr int kRun = 32;
@@ -673,7 +673,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       }
       __syncthreads();
       drain_turned<kThreads, kBytes, 1, ALIGNED_T, INSIDE>(tile, data_t, first_column, columns,
-                                                         first_byte, byte_rows);
+                                                           first_byte, byte_rows);
       constexpr int width = WIDTH > 0 ? WIDTH : 1;
       const int down = (rows + width - 1) / width;
       if constexpr (ASIDE) {

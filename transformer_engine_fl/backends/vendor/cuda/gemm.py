@@ -357,8 +357,9 @@ def generic_gemm(
 # ------------------------------------------------------------------------------- groups
 
 
-_MANY: Final = 16
-"""Groups of which one call for all takes less than one for each (docs/cuda-kernels.md)."""
+_MANY: Final = range(16, 1024)
+"""Groups of which one call for all mostly takes less than one for each (docs/cuda-kernels.md), and
+that torch takes."""
 _GROUPED_ON: Final = (9, 10)
 """Major compute capabilities that torch has a kernel for; elsewhere it waits for the device."""
 
@@ -371,21 +372,20 @@ _known_groups: KnownGroups[bool] = KnownGroups()
 def _lies_as_read(matrix: Tensor) -> bool:
     """Whether rows, and a matrix of them behind this one, begin where the bulk copies can."""
     rows, columns = matrix.stride()
-    step = _ALIGNMENT // matrix.element_size()
-    return columns == 1 and rows > 0 and rows % step == 0 and matrix.data_ptr() % _ALIGNMENT == 0
+    if columns != 1 or rows < matrix.shape[1] or rows % (_ALIGNMENT // matrix.element_size()):
+        return False  # torch refuses rows that lie over each other
+    return matrix.data_ptr() % _ALIGNMENT == 0
 
 
 def _as_one(matrices: list[Tensor]) -> Tensor | None:
     """``[groups, rows, columns]`` of matrices that are parts of one tensor, equally far apart."""
-    first, last = matrices[0], matrices[-1]
+    first = matrices[0]
     start = first.data_ptr()
     apart = matrices[1].data_ptr() - start
-    if (
-        apart <= 0
-        or apart % _ALIGNMENT
-        or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
-        or not _lies_as_read(first)
-    ):
+    if apart <= 0 or apart % _ALIGNMENT or not _lies_as_read(first):
+        return None
+    memory, other = first.untyped_storage(), matrices[-1].untyped_storage()
+    if (memory.data_ptr(), memory.nbytes()) != (other.data_ptr(), other.nbytes()):
         return None
     like = first.shape, first.stride()
     for i, it in enumerate(matrices):
@@ -404,14 +404,14 @@ def _at_once(
     on some devices what it makes of a group without terms is not zero (pytorch issue 172439).
     """
     x, many = B[0], len(splits)
-    if many < _MANY or len(B) != 1 or {A[0].dtype, x.dtype} != {torch.bfloat16}:
+    if many not in _MANY or len(B) != 1 or {A[0].dtype, x.dtype} != {torch.bfloat16}:
         return None
     if _launch.limits(x.get_device()).major not in _GROUPED_ON or not x.numel():
         return None
     if x.shape[0] > _MOST_ROWS:
         return None
     columns = A[0].shape[0 if transa else 1]
-    if columns % (_ALIGNMENT // x.element_size()) or not _lies_as_read(x):
+    if not columns or columns % (_ALIGNMENT // x.element_size()) or not _lies_as_read(x):
         return None  # of other columns torch leaves gaps between the rows
     if not transb:
         weights = _as_one(A) if len(A) == many else None
@@ -567,8 +567,7 @@ def te_general_grouped_gemm(
         )
     A = [taken(name, "A", it, known) for it in A]
     B = [taken(name, "B", it, known) for it in B]
-    b = _groups(B, m_splits)
-    dtype = out_dtype or (torch.bfloat16 if b[0].dtype in _FLOAT8 else b[0].dtype)
+    dtype = out_dtype or (torch.bfloat16 if B[0].dtype in _FLOAT8 else B[0].dtype)
     D = None
     if (
         m_splits is not None
@@ -579,6 +578,7 @@ def te_general_grouped_gemm(
         and dtype == torch.bfloat16
     ):
         D = _at_once(A, B, m_splits, transa, transb)
+    b = [] if D is not None and not bias_grad else _groups(B, m_splits)
     if D is None:
         scales = _scales_of(A_scale_inv, A, len(b)), _scales_of(B_scale_inv, B, len(b))
         D = _one_by_one(

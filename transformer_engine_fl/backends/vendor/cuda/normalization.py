@@ -150,6 +150,7 @@ def forward_tile(
     clusters: bool,
     large_block: bool = False,
     resident: int = 1280,
+    singly: int = HELD_SINGLY,
 ) -> Tile | None:
     """The tile of a forward; None if the row has to be read more than once.
 
@@ -160,11 +161,12 @@ def forward_tile(
         clusters: whether the device has thread block clusters.
         large_block: whether a block of 1,024 threads comes before them.
         resident: threads of a multiprocessor that share its registers, in half precision.
+        singly: elements that a thread may hold of such rows in no whole vectors.
     """
     teams = FORWARD_TEAMS_LARGE_BLOCK if large_block else FORWARD_TEAMS
     vec = vector_width(columns, x_size)
     vectors, whole = columns // vec, vec * x_size == 16
-    most = 4 if whole else HELD_SINGLY // vec if x_size == other_size == 2 else 8
+    most = 4 if whole else max(8, singly // vec) if x_size == other_size == 2 else 8
     tile = warp_tile(vectors, vec, 4 if whole else 8) or team_tile(
         vectors, vec, most, teams if clusters else FORWARD_TEAMS_NO_CLUSTERS
     )
@@ -412,7 +414,10 @@ class ForwardKey:
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         clusters = device.has_clusters
         resident = 1280 if self.cast is None else 1536
-        tile = forward_tile(self.columns, SIZES[self.x], others, clusters, large_block, resident)
+        singly = 8 if self.added else HELD_SINGLY
+        tile = forward_tile(
+            self.columns, SIZES[self.x], others, clusters, large_block, resident, singly
+        )
         if tile is None:
             return None
         kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)

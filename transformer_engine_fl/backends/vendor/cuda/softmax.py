@@ -151,7 +151,7 @@ def row_tile(
     vectors = columns // vec
     forward, whole = len(sizes) == 1, vec * sizes[0] == 16
     usual = USUAL if whole else 8
-    most = usual if whole or max(sizes) > 2 else HELD_SINGLY // vec
+    most = usual if whole or max(sizes) > 2 else max(usual, HELD_SINGLY // vec)
     teams = TEAMS
     if device.has_clusters:
         clusters = FORWARD_CLUSTERS if forward else BACKWARD_CLUSTERS
