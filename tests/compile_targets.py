@@ -2,7 +2,7 @@
 
 All are for the target whose code tests look at. The others take turns: the same code at other sizes
 and types, for which a compiler seldom fails on one target alone, took most of the suite's time. But
-each compiles the first case of every kernel, and what the looked-at target has no such case of.
+each compiles the first case of every kernel, and every case that the looked-at target lacks.
 """
 
 from __future__ import annotations
