@@ -244,9 +244,8 @@ def _unlike(x: Tensor, *, columns: int = 0, start: int = 0) -> Tensor:
 
 def _weights(rows: int, apart: int, start: int = 0) -> list[Tensor]:
     """Of one tensor, each so many elements behind the one before."""
-    memory = matrix(1, start + GROUPS * apart + rows * DEEP, seed=2)[0]
-    first = memory[start:]
-    return [first.as_strided((rows, DEEP), (DEEP, 1), start + i * apart) for i in range(GROUPS)]
+    memory = matrix(1, start + GROUPS * apart + rows * DEEP, seed=2)
+    return [memory.as_strided((rows, DEEP), (DEEP, 1), start + i * apart) for i in range(GROUPS)]
 
 
 WHOLE = WIDE * DEEP

@@ -362,7 +362,6 @@ _MANY: Final = range(16, 1024)
 that torch takes."""
 _GROUPED_ON: Final = (9, 10)
 """Major compute capabilities that torch has a kernel for; elsewhere it waits for the device."""
-
 _MOST_ROWS: Final = 2**31 - 1
 """Of all groups together: torch counts them in 32 bits."""
 
@@ -422,8 +421,8 @@ def _at_once(
         return None
     else:
         factors = x.t(), A[0]
-    ends = [*itertools.accumulate(splits)]
-    pairs = [low | high << 32 for low, high in zip(ends[::2], [*ends[1::2], 0], strict=False)]
+    ends = [*itertools.accumulate(splits), *[0] * (many % 2)]
+    pairs = [low | high << 32 for low, high in zip(ends[::2], ends[1::2], strict=True)]
     offsets = numbers_on_device(pairs, x.device).view(torch.int32)[:many]
     D = torch.nn.functional.grouped_mm(*factors, offs=offsets)
     return D.view(-1, D.shape[-1])

@@ -166,8 +166,9 @@ def forward_tile(
     teams = FORWARD_TEAMS_LARGE_BLOCK if large_block else FORWARD_TEAMS
     vec = vector_width(columns, x_size)
     vectors, whole = columns // vec, vec * x_size == 16
-    most = 4 if whole else max(8, singly // vec) if x_size == other_size == 2 else 8
-    tile = warp_tile(vectors, vec, 4 if whole else 8) or team_tile(
+    usual = 4 if whole else 8
+    most = usual if whole or max(x_size, other_size) > 2 else max(usual, singly // vec)
+    tile = warp_tile(vectors, vec, usual) or team_tile(
         vectors, vec, most, teams if clusters else FORWARD_TEAMS_NO_CLUSTERS
     )
     if tile is None or x_size != 2 or other_size != 2:

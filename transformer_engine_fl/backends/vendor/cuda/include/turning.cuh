@@ -106,6 +106,7 @@ struct Tile {
 
 // Tile number `turn` of a launch. Where the turned rows, of `bytes` bytes, do not begin with sectors
 // of memory, neighbours along them follow each other, so that a sector of both is whole in L2 soon.
+// Without turned rows `bytes` is 0.
 __device__ __forceinline__ Tile tile_of(unsigned turn, int down, int across, int bytes) {
   const bool sectors = bytes % 32 == 0;
   const unsigned line = sectors ? across : down;
