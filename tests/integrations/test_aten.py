@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -725,7 +726,8 @@ def test_checkpointing_and_inference_mode_are_routed(ran: Ran) -> None:
 def test_compiled_code_works_in_and_out_of_a_block(backend: str) -> None:
     torch._dynamo.reset()
     module, x = model(), torch.randn(4, MODEL_SIZE)
-    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    counting = CompileCounterWithBackend(backend)
+    compiled = torch.compile(module, backend=counting, fullgraph=True)
     expected = module(x)
     for _ in range(2):
         with use_aten_ops():
@@ -735,7 +737,7 @@ def test_compiled_code_works_in_and_out_of_a_block(backend: str) -> None:
         torch.testing.assert_close(output, expected)
         assert inside.grad is not None
         torch.testing.assert_close(compiled(x), expected)
-    assert torch._dynamo.utils.counters["frames"]["ok"] <= 3
+    assert 0 < counting.frame_count <= 3
     torch._dynamo.reset()
 
 
