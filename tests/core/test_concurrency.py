@@ -22,6 +22,8 @@ from transformer_engine_fl import (
     set_global_policy,
     with_preference,
 )
+from transformer_engine_fl.core import discovery
+from transformer_engine_fl.core import manager as manager_module
 from transformer_engine_fl.core.policy import active_scope
 
 THREADS = 16
@@ -187,18 +189,35 @@ def test_what_was_built_while_the_policy_changed_is_not_kept(bound: bool) -> Non
     assert run(X) == "b"
 
 
-def test_sixteen_threads_that_come_first_start_a_manager_once() -> None:
-    for _ in range(5):
-        manager = OpManager(OpRegistry(), plugins=False)
-        together(*([functools.partial(manager.get_selected_impl_id, "rmsnorm_fwd")] * THREADS))
-        impls = manager.registry.get_implementations("rmsnorm_fwd")
-        assert [it.impl_id for it in impls].count("reference.torch") == 1
-        assert len(manager.plugins) == len({report.name for report in manager.plugins})
+def slowly(fn: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    """The function, so slow that every thread is there before it is done; notes its calls."""
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        time.sleep(0.05)
+        return fn(*args, **kwargs)
+
+    return slow
 
 
-def test_sixteen_threads_that_come_first_share_one_default_manager() -> None:
+def test_sixteen_threads_that_come_first_start_a_manager_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(discovery, "find_sources", slowly(discovery.find_sources, calls))
+    manager = OpManager(OpRegistry(), plugins=False)
+    together(*([functools.partial(manager.get_selected_impl_id, "rmsnorm_fwd")] * THREADS))
+    assert len(calls) == 1
+    impls = manager.registry.get_implementations("rmsnorm_fwd")
+    assert [it.impl_id for it in impls].count("reference.torch") == 1
+
+
+def test_sixteen_threads_that_come_first_share_one_default_manager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from transformer_engine_fl import get_default_manager
 
+    monkeypatch.setattr(manager_module, "OpManager", slowly(OpManager, []))
     found = []
     together(*([lambda: found.append(get_default_manager())] * THREADS))
     assert len({id(it) for it in found}) == 1

@@ -40,7 +40,6 @@ from transformer_engine_fl.core.errors import (
     nearest,
 )
 from transformer_engine_fl.core.locks import LOADING
-from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.core.policy import Scope, active_scope, effective_policy, policy_context
 from transformer_engine_fl.core.selection import Decision
@@ -349,14 +348,14 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
                 raise
             result = op(*args, **kwargs)  # raises its own, if it is the call that is wrong
             said = f"does not take ATen's arguments ({error}); torch's own served"
-            _warn(block.routes.manager, name, args, kwargs, said)
+            block.routes.warn(name, args, kwargs, said)
             return result
         finally:
             exclude(BELOW, False)
             exclude(ABOVE, False)
         if whole and _lost_gradient(args, kwargs, result):
             said = "is not differentiable, as a composite must be; torch's own served"
-            _warn(block.routes.manager, name, args, kwargs, said)
+            block.routes.warn(name, args, kwargs, said)
             return redispatch(keyset & after, *args, **kwargs)
         return result
 
@@ -450,20 +449,3 @@ def _lost_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
     wanted = any(isinstance(it, Tensor) and it.requires_grad for it in (*args, *kwargs.values()))
     results = result if isinstance(result, tuple) else (result,)
     return wanted and not any(isinstance(it, Tensor) and it.requires_grad for it in results)
-
-
-_warned: Final[set[tuple[str, str]]] = set()
-_MAX_WARNINGS: Final = 1024
-
-
-def _warn(
-    manager: OpManager, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], said: str
-) -> None:
-    """Say once what is wrong with the implementation that was chosen."""
-    if (name, said) in _warned or len(_warned) >= _MAX_WARNINGS:
-        return
-    _warned.add((name, said))
-    chosen = manager.explain(name, *args, **kwargs).selected
-    entry = next((it for it in manager.registry.entries(name) if it.impl is chosen), None)
-    who = f" ({entry.impl.impl_id}, registered at {entry.where})" if entry else ""
-    logger.warning("%s: the implementation that was chosen%s %s", name, who, said)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
+from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.manager import OpManager
 from transformer_engine_fl.core.registry import Entry, OpRegistry
 from transformer_engine_fl.core.selection import ask_supports, options_decline
@@ -77,6 +78,8 @@ _UNBRIDGED: Final = (
 """Routed for vendors who have them, and named in what is listed; no contract is the same."""
 
 _POSITIONAL: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+_MAX_WARNINGS: Final = 1024
 
 Serve = Callable[..., Any]
 
@@ -188,6 +191,7 @@ class Routes:
     def __init__(self, manager: OpManager, serve: Callable[[str, Any, Any], Serve]) -> None:
         self.manager = manager
         self._serve = serve
+        self._warned: set[tuple[str, str, str]] = set()
         manager.ensure_initialized()
         registry = manager.registry
         ours = [f"{PREFIX}{name}" for name in (*PARTS, *WHOLE, *_UNBRIDGED)]
@@ -232,6 +236,17 @@ class Routes:
                 )
             )
         return tuple(found)
+
+    def warn(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], said: str) -> None:
+        """Say of each implementation once what is wrong with it, if it is the one chosen."""
+        chosen = self.manager.explain(name, *args, **kwargs).selected
+        entries = self.manager.registry.entries(name)
+        entry = next((it for it in entries if it.impl is chosen), None)
+        who = f" ({entry.impl.impl_id}, registered at {entry.where})" if entry else ""
+        warning = (name, who, said)
+        if warning not in self._warned and len(self._warned) < _MAX_WARNINGS:
+            self._warned.add(warning)
+            logger.warning("%s: the implementation that was chosen%s %s", *warning)
 
 
 def _bridge(name: str) -> Bridge | None:
