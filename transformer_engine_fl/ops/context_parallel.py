@@ -240,8 +240,9 @@ def _read_half_oracle(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tens
     for _, place, length, row in _tokens(cu_seqlens):
         half = length // 2
         if place // half == half_idx and row < total:
-            begin = row - place
-            output[..., begin // 2 + place % half, :, :] = tensor[..., row, :, :].double()
+            to = (row - place) // 2 + place % half
+            if to < total // 2:
+                output[..., to, :, :] = tensor[..., row, :, :].double()
     return output
 
 
@@ -375,6 +376,8 @@ def _read_half_samples(dtype: str, device: str) -> Iterator[Sample]:
     yield Sample("wide", (data((12, 2, 256), dtype, device, 115), offsets, 1))
     tensor = data((12, 3, 8), dtype, device, 116)
     yield Sample("strided cu_seqlens", (tensor, _strided_offsets(device), 1))
+    beyond = _offsets([0, 14], device)
+    yield Sample("offsets beyond the rows", (data((11, 3, 8), dtype, device, 117), beyond, 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -584,6 +584,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "two columns": (34, 2),
     "no rows": (0, 64),
     "no columns": (4, 0),
+    "no columns of many rows": (128, 0),
 }
 
 

@@ -650,7 +650,8 @@ class _Run(NamedTuple):
         recipe, source = self.recipe, self.source
         matrix = source.matrix(recipe.width, whole=True)
         key = source.kernel(matrix, both=False)
-        inside = not (matrix.rows % SIDE or matrix.columns % SIDE) and matrix.rows > 0
+        whole = not (matrix.rows % SIDE or matrix.columns % SIDE)
+        inside = whole and matrix.rows > 0 and matrix.columns > 0
         down, across = -(-matrix.rows // SIDE), -(-matrix.columns // SIDE)
         blocks = max(1, down * across)
         self._check(matrix, blocks)
