@@ -1,19 +1,24 @@
 """Writes docs/operators/: a page for each family of operators, and the table of who has what.
 
-``make docs`` runs it. Everything comes from the contracts in ``ops/`` and from what the sets
-of this package register; ``tests/test_operator_pages.py`` fails where the pages differ.
+``make docs`` runs it. Everything comes from the contracts in ``ops/``, from what the sets of
+this package register, and from the functions of ``functional``, which have a page to themselves;
+``tests/test_operator_pages.py`` fails where the pages differ.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import inspect
+import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from transformer_engine_fl import functional
 from transformer_engine_fl.core.contract import Contract
 from transformer_engine_fl.core.manager import OpManager
 from transformer_engine_fl.core.registry import Entry
@@ -22,7 +27,9 @@ from transformer_engine_fl.ops import CATALOGUE
 __all__ = ["FOLDER", "main", "pages"]
 
 FOLDER = Path(__file__).parent / "operators"
-NOTE = "Written by `docs/generate.py` (`make docs`) from the contracts; not edited by hand."
+NOTE = "Written by `docs/generate.py` (`make docs`) from {}; not edited by hand."
+OF_CONTRACTS = NOTE.format("the contracts")
+FUNCTIONAL = "functional"
 SHORT = {
     "float64": "f64",
     "float32": "f32",
@@ -56,7 +63,8 @@ def pages() -> dict[str, str]:
         f"{family}.md": _text(_family(family, families[family], sets))
         for family in sorted(families)
     }
-    return made | {"index.md": _text(_index(families, sets))}
+    own = {"index.md": _index(families, sets), f"{FUNCTIONAL}.md": _functional()}
+    return made | {name: _text(lines) for name, lines in own.items()}
 
 
 def _line(contract: Contract[..., Any]) -> int:
@@ -120,9 +128,10 @@ def _missing_options(entry: Entry) -> list[str]:
 
 
 def _index(families: dict[str, list[Contract[..., Any]]], sets: Sets) -> Iterator[str]:
-    yield from ("# Operators", "", NOTE, "")
+    yield from ("# Operators", "", OF_CONTRACTS, "")
     yield "A page for each family has every operator's signature, its specification, what it"
     yield "saves for its backward, the tolerances, and what each implementation states."
+    yield f"What is differentiable is on a page to itself: [functions]({FUNCTIONAL}.md)."
     yield ""
     yield "| family | operators | what it is |"
     yield "| --- | ---: | --- |"
@@ -174,7 +183,7 @@ def _traits(entry: Entry) -> str:
 
 
 def _family(family: str, contracts: list[Contract[..., Any]], sets: Sets) -> Iterator[str]:
-    yield from (f"# {_title(family)}", "", NOTE, "")
+    yield from (f"# {_title(family)}", "", OF_CONTRACTS, "")
     yield from _prose(inspect.cleandoc(_module(family).__doc__ or "").splitlines(), family)
     yield ""
     yield "| operator | what it is |"
@@ -189,7 +198,9 @@ def _family(family: str, contracts: list[Contract[..., Any]], sets: Sets) -> Ite
 
 def _operator(contract: Contract[..., Any], sets: Sets) -> Iterator[str]:
     here = contract.family
-    yield from (f"## {contract.name}", "", "```python", *_signature(contract), "```", "")
+    yield from (f"## {contract.name}", "", "```python")
+    yield from _signature(contract.name, contract.signature)
+    yield from ("```", "")
     yield from _docstring(contract, here)
     yield ""
     yield from _facts(contract, here)
@@ -216,22 +227,22 @@ def _module(family: str) -> ModuleType:
     return importlib.import_module(f"transformer_engine_fl.ops.{family}")
 
 
-def _signature(contract: Contract[..., Any]) -> list[str]:
+def _signature(name: str, signature: inspect.Signature) -> list[str]:
     """As it would be written in Python, on one line if it fits."""
     parts: list[str] = []
     keyword_only = False
-    for parameter in contract.signature.parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             parts.append("*")
         default = parameter.default
         end = "" if default is parameter.empty else f" = {_literal(default)}"
         parts.append(f"{parameter.name}: {parameter.annotation}{end}")
-    returns = contract.signature.return_annotation
-    line = f"{contract.name}({', '.join(parts)}) -> {returns}"
+    returns = signature.return_annotation
+    line = f"{name}({', '.join(parts)}) -> {returns}"
     if len(line) <= 88:
         return [line]
-    return [f"{contract.name}(", *(f"    {part}," for part in parts), f") -> {returns}"]
+    return [f"{name}(", *(f"    {part}," for part in parts), f") -> {returns}"]
 
 
 def _literal(value: object) -> str:
@@ -254,6 +265,83 @@ def _facts(contract: Contract[..., Any], here: str) -> Iterator[str]:
     forwards = [it for it in CATALOGUE.values() if it.backward and it.backward.op == contract.name]
     if forwards:
         yield _row("backward of", ", ".join(_link(it.name, here) for it in forwards))
+    wrappers = [it.__name__ for it in _functions() if contract.name in _called(it)]
+    if wrappers:
+        yield _row("differentiable", ", ".join(_function_link(name) for name in wrappers))
+
+
+# --------------------------------------------------------------------------- functional
+
+
+def _functions() -> list[Callable[..., Any]]:
+    """Those of ``functional``, by its modules and as they stand in these."""
+    found = [getattr(functional, name) for name in functional.__all__]
+    return sorted(found, key=lambda it: (it.__module__, it.__code__.co_firstlineno))
+
+
+def _functional() -> Iterator[str]:
+    yield from ("# Differentiable functions", "")
+    yield from (NOTE.format("`transformer_engine_fl.functional`"), "")
+    yield "`from transformer_engine_fl.functional import linear`, and so on. Each dispatches to"
+    yield "operators, forward and backward; the [README](../../README.md#gradients) says what holds"
+    yield "for all of them."
+    yield ""
+    yield "| function | operators of its forward | what it is |"
+    yield "| --- | --- | --- |"
+    for function in _functions():
+        operators = ", ".join(_link(name, FUNCTIONAL) for name in _called(function))
+        about = _inline(" ".join(_paragraphs(function)[0]), FUNCTIONAL)
+        yield _row(_function_link(function.__name__, FUNCTIONAL), operators, about)
+    for function in _functions():
+        name = function.__name__
+        yield from ("", f"## {name}", "", "```python")
+        yield from _signature(name, inspect.signature(function))
+        yield from ("```", "")
+        yield from _docstring(function, FUNCTIONAL)
+
+
+@functools.cache
+def _called(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The operators that the forward of a function of ``functional`` calls.
+
+    They are called by name, so these are the names in the function's source and in what it
+    reaches in its module; a name that is put together is tried with every text there.
+    """
+    module = inspect.getmodule(function)
+    assert module is not None
+    body = ast.parse(inspect.getsource(module)).body
+    # Of overloads the last one is the function.
+    parts = {it.name: it for it in body if isinstance(it, ast.FunctionDef | ast.ClassDef)}
+    reached, texts, around = [function.__name__], set(), set()
+    for name in reached:  # which grows
+        for node in _of_forward(parts[name]):
+            match node:
+                case ast.Name(id=other) if other in parts and other not in reached:
+                    reached.append(other)
+                case ast.Constant(value=str(text)):
+                    texts.add(text)
+                case ast.JoinedStr(values=pieces):
+                    fixed = (it.value if isinstance(it, ast.Constant) else "\0" for it in pieces)
+                    around.add("".join(fixed))
+    texts |= {frame.replace("\0", text) for frame in around for text in texts}
+    return tuple(it.name for it in sorted(CATALOGUE.values(), key=_line) if it.name in texts)
+
+
+def _of_forward(node: ast.AST) -> Iterator[ast.AST]:
+    """What is below a node, but what a backward calls, and texts that are no names of operators."""
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.FunctionDef(name="backward") | ast.Compare():
+                continue
+            case ast.Call(func=ast.Attribute(attr="pin")):
+                continue
+            case ast.Dict(values=values):
+                yield from _of_forward(ast.Tuple(values))
+            case ast.JoinedStr():
+                yield child
+            case _:
+                yield child
+                yield from _of_forward(child)
 
 
 # -------------------------------------------------------------------------- docstrings
@@ -263,18 +351,18 @@ _ITEM = re.compile(r"^((?:[A-Za-z_]\w*)(?:, [A-Za-z_]\w*)*): (.*)$")
 _TITLES = {"Args": "Arguments"}
 
 
-def _paragraphs(contract: Contract[..., Any]) -> list[list[str]]:
-    text = inspect.cleandoc(contract.__doc__ or "")
+def _paragraphs(it: Callable[..., Any]) -> list[list[str]]:
+    text = inspect.cleandoc(it.__doc__ or "")
     return [part.splitlines() for part in text.split("\n\n")]
 
 
-def _docstring(contract: Contract[..., Any], here: str) -> Iterator[str]:
+def _docstring(it: Callable[..., Any], here: str) -> Iterator[str]:
     """Prose, then each section as a list of its entries."""
-    lines = inspect.cleandoc(contract.__doc__ or "").splitlines()
+    lines = inspect.cleandoc(it.__doc__ or "").splitlines()
     starts = [place for place, line in enumerate(lines) if _SECTION.match(line)]
     first = starts[0] if starts else len(lines)
     yield from _prose(lines[:first], here)
-    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+    for start, end in itertools.pairwise([*starts, len(lines)]):
         name = lines[start].removesuffix(":")
         yield from ("", f"**{_TITLES.get(name, name)}**", "")
         yield from _entries(inspect.cleandoc("\n" + "\n".join(lines[start + 1 : end])), here)
@@ -341,12 +429,18 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _link(name: str, here: str | None) -> str:
-    """An operator's name, leading to its section; any other name as it is."""
+    """An operator's name, or else a function's, leading to its section; any other as it is."""
     if name not in CATALOGUE:
-        return f"`{name}`"
+        return _function_link(name, here) if name in functional.__all__ else f"`{name}`"
     family = CATALOGUE[name].family
     page = "" if family == here else f"{family}.md"
     return f"[`{name}`]({page}#{name})"
+
+
+def _function_link(name: str, here: str | None = None) -> str:
+    """The name of a function of ``functional``, leading to its section."""
+    page, shown = ("", name) if here == FUNCTIONAL else (f"{FUNCTIONAL}.md", f"functional.{name}")
+    return f"[`{shown}`]({page}#{name})"
 
 
 def _row(*cells: str) -> str:

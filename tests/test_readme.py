@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,17 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
     assert missing == []
 
 
+def test_the_blocks_of_the_tuning_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformer_engine_fl.backends.flagos.tuning import choice
+
+    monkeypatch.setattr(choice, "CHOICES", {})
+    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "tuning_page"}
+    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S):
+        exec(compile(block, "tuning.md", "exec"), names)
+    assert names["FORWARD"](torch.device("cpu"), 3000, 2) == (128, 4096)
+
+
 def test_every_page_of_docs_is_reached_from_the_readme() -> None:
     pages = (path.name for path in (ROOT / "docs").glob("*.md"))
     assert [name for name in pages if f"](docs/{name})" not in README] == []
@@ -142,6 +154,20 @@ def test_the_architecture_page_names_every_module_of_core() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     modules = (ROOT / "transformer_engine_fl" / "core").glob("[!_]*.py")
     assert [it.name for it in modules if f"`{it.name}`" not in page] == []
+
+
+def test_the_architecture_page_names_every_module_that_families_of_the_sets_share() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    layout = page.split("  backends/ ")[1].split("  vendors/ ")[0]
+    named = set(re.findall(r"_\w+\.py", layout))
+    for line in page.splitlines():
+        folder = ""
+        for path in re.findall(r"`([\w/]*\w\.py)`", line.split(" | ")[0]):
+            folder = path.rpartition("/")[0] or folder  # of `flagos/_a.py`, `_b.py` it is one
+            named.add(f"{folder}/{path.rpartition('/')[2]}".removeprefix("backends/"))
+    root = ROOT / "transformer_engine_fl" / "backends"
+    modules = (str(path.relative_to(root)) for path in root.rglob("_[!_]*.py"))
+    assert sorted(it for it in modules if it not in named) == []
 
 
 def test_the_architecture_page_names_every_module_of_the_conformance_kit() -> None:
