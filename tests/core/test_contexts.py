@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -154,6 +154,36 @@ def test_one_object_may_be_entered_again_inside_itself(manager: OpManager) -> No
     with block:
         assert manager.call("scale", None) == "reference.torch"
     assert manager.call("scale", None) == "default.flagos"
+
+
+def test_a_block_decorates_functions(manager: OpManager) -> None:
+    @with_preference("reference")
+    def call(x: object, *, again: bool = False) -> list[object]:
+        """Calls it."""
+        inner = call(x) if again else []
+        return [manager.call("scale", x), *inner]
+
+    assert call(None, again=True) == ["reference.torch"] * 2
+    assert (call.__name__, call.__doc__) == ("call", "Calls it.")
+    assert manager.call("scale", None) == "default.flagos"
+
+
+async def _coroutine() -> None: ...
+
+
+def _generator() -> Iterator[None]:
+    yield
+
+
+async def _stream() -> AsyncIterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("function", [_coroutine, _generator, _stream])
+def test_what_goes_on_after_its_call_is_not_decorated(function: Callable[..., Any]) -> None:
+    said = f"put a with block into '{function.__name__}' instead"
+    with pytest.raises(ConfigurationError, match=said):
+        with_preference("reference")(function)
 
 
 def test_an_exception_leaves_the_block_and_its_policy(manager: OpManager) -> None:

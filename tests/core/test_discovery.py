@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from core_helpers import SCALE, StubTensor, impl
 
-from transformer_engine_fl import OpManager, OpRegistry, reset_global_policy
+from transformer_engine_fl import (
+    OpManager,
+    OpRegistry,
+    UnknownOperatorError,
+    reset_global_policy,
+)
+from transformer_engine_fl.core import discovery
 from transformer_engine_fl.core.discovery import PLUGIN_API, SourceReport, find_sources
 
 Plugin = Callable[..., str]
@@ -137,6 +143,28 @@ def test_the_version_of_a_function_is_that_of_its_module(
     manager = started()
     assert ids(manager) == []
     assert "plugin API" in str(report(manager, "entry point acme").error)
+
+
+def test_a_plugin_that_states_no_version_is_of_the_first(
+    plugin: Plugin, modules: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "PLUGIN_API", 2)
+    name = plugin()
+    modules(name)
+    manager = started()
+    assert ids(manager) == []
+    assert "written for plugin API 1, this is 2" in str(report(manager, f"module {name}").error)
+
+
+def test_an_unknown_operator_may_be_one_that_was_left_out(
+    plugin: Plugin, modules: Callable[..., None]
+) -> None:
+    name = plugin("raise OSError('libacme.so')")
+    modules(name)
+    manager = started()
+    said = f"unknown operator 'fused'.*; module {name} left out: `te-fl doctor` says why"
+    with pytest.raises(UnknownOperatorError, match=said):
+        manager.call("fused", None)
 
 
 @pytest.mark.parametrize("value", ["acme-kernels", "acme kernels:register", ":register", ""])

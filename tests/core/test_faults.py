@@ -17,6 +17,7 @@ import core_faults
 import pytest
 import torch
 from core_faults import GUARDS, ROUTES, Kernel, KernelError, arrive, in_quarantine, world
+from core_helpers import impl, make_manager
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import transformer_engine_fl.core.manager as manager_module
@@ -37,6 +38,7 @@ from transformer_engine_fl import (
     with_strict_mode,
 )
 from transformer_engine_fl.core.errors import NotStartedError
+from transformer_engine_fl.ops._tensors import TorchTensors
 
 EVERY_WAY = [
     pytest.param(route, guarded, id=f"{route}-{'guarded' if guarded else 'direct'}")
@@ -265,6 +267,33 @@ def test_half_written_data_is_never_touched_again(
     arrive(manager, "scale_", route)(again)
     assert again.tolist() == [2, 2, 2, 2]
     assert (first.runs, second.runs) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, r"#1, #2 may be half written: the operator has no contract, .*mutates=\(\) if that"),
+        ({"mutates": ("y",)}, "failed while it was writing y, which may be half written"),
+        ({"mutates": ()}, None),
+    ],
+)
+def test_where_no_contract_says_what_is_written_the_implementation_does(
+    fields: dict[str, Any], said: str | None
+) -> None:
+    def fails(x: Any, y: Any) -> Any:
+        raise KernelError("half way")
+
+    manager = make_manager(
+        impl("first", op_name="fused", fn=fails, priority=2, **fields),
+        impl("second", op_name="fused", fn=lambda x, y: "served", mutates=()),
+        tensors=TorchTensors(),
+    )
+    if said is None:
+        assert manager.call("fused", ones(), ones()) == "served"
+    else:
+        with pytest.raises(PartialMutationError, match=said):
+            manager.call("fused", ones(), ones())
+        assert manager.call("fused", ones(), ones()) == "served"
 
 
 @pytest.mark.parametrize("into", [None, torch.zeros(4), [torch.zeros(4)]])

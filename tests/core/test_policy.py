@@ -476,6 +476,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("TE_FL_DENY_VENDOR", "TE_FL_DENY_VENDORS"),
         ("TE_FL_LOG_LEVEL", "TEFL_LOG_LEVEL"),
         ("TEFL_STRICT", "TE_FL_STRICT"),
+        ("te_fl_strict", "TE_FL_STRICT"),
     ],
 )
 def test_an_unknown_variable_gets_one_warning_with_the_nearest_name(
@@ -669,6 +670,7 @@ def test_an_iterator_of_names_is_read_in_full() -> None:
         ({"allow_vendors": "acme"}, "allow_vendors: 'acme' is not a list"),
         ({"allow_vendors": 3}, "allow_vendors: 3 is not a list"),
         ({"deny_vendors": [None]}, "deny_vendors: None is not a vendor name"),
+        ({"deny_vendors": ["a,b"]}, "deny_vendors: 'a,b' is not .*each name a string of its own"),
         ({"require": ["deterministc"]}, "require: 'deterministc'.*mean 'deterministic'"),
         ({"require": [["deterministic"]]}, r"require: \['deterministic'\] is not a trait"),
         ({"per_op_order": [("a", "flagos")]}, "per_op_order: .* is not a mapping"),

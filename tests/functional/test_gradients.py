@@ -37,6 +37,24 @@ def test_gradients_pass_gradcheck(name: str, zero_centered: bool) -> None:
     )
 
 
+def test_what_a_forward_returned_wrongly_is_said_where_its_backward_refuses_it() -> None:
+    def rmsnorm_fwd(
+        input: Tensor, weight: Tensor, eps: float = 1e-5, *, zero_centered_gamma: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return input.detach() * 1, input.new_ones(input.shape[0], dtype=torch.bfloat16)
+
+    te.get_default_manager().registry.register_impl(
+        te.OpImpl("rmsnorm_fwd", "vendor.acme", "vendor", rmsnorm_fwd, vendor="acme")
+    )
+    x, weight = leaves(2, torch.float32)
+    with te.with_preference("vendor:acme"):
+        output = functional.rms_norm(x, weight)
+    with pytest.raises(te.ArgumentError, match="'rsigma'") as caught:
+        output.sum().backward()
+    (note,) = caught.value.__notes__
+    assert "output[1] of 'rmsnorm_fwd'" in note
+
+
 def test_layer_norm_without_bias_has_gradients_for_the_rest() -> None:
     x, weight = leaves(2)
     assert torch.autograd.gradcheck(lambda *args: functional.layer_norm(*args), (x, weight))

@@ -376,6 +376,19 @@ def test_a_block_of_some_operators_leaves_the_others(ran: Ran) -> None:
         use_aten_ops("slu")
     with pytest.raises(ConfigurationError, match="'aten::zzz' is not routed; routed"):
         use_aten_ops("zzz")
+    with pytest.raises(
+        ConfigurationError, match=r"\['mm'\] is not an .*use_aten_ops\('mm', 'addmm'\)"
+    ):
+        use_aten_ops(["mm"])  # type: ignore[arg-type]
+
+
+def test_a_block_decorates_functions(ran: Ran) -> None:
+    @use_aten_ops("mm")
+    def function() -> Tensor:
+        return torch.ones(3, 3).mm(torch.ones(3, 3))
+
+    assert torch.equal(function(), torch.full((3, 3), 3.0))
+    assert [operator for operator, _ in ran] == ["aten::mm"]
 
 
 def test_routed_lists_every_operator_with_who_stands_by() -> None:

@@ -694,6 +694,14 @@ def test_a_path_without_a_folder_is_named(no_vendors: Path, path: str) -> None:
         load_flaggems_folder(path.format(no_vendors))
 
 
+def test_a_path_to_a_file_says_how_a_module_is_named(no_vendors: Path) -> None:
+    file = no_vendors / "good.py"
+    file.write_text("")
+    said = f"'{file}' is a file; .* without '.py': 'good'"
+    with pytest.raises(PluginError, match=said):
+        load_flaggems_folder(str(file))
+
+
 def test_a_plugin_path_without_a_folder_is_named(
     no_vendors: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

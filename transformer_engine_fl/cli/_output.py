@@ -37,6 +37,9 @@ __all__ = [
 NARROWEST = 60
 """So many columns the widest table needs to keep each of its own."""
 
+WITHOUT_TERMINAL = 400
+"""Columns where there is no terminal, as in a file of CI's: a reason is one line there, mostly."""
+
 FEW = 8
 """So many operators are named in a line; of more, it is said how many they are."""
 
@@ -204,7 +207,7 @@ def _columns() -> int:
     for stream in range(3):
         with contextlib.suppress(OSError):  # no terminal, or closed
             found.append(os.get_terminal_size(stream).columns)
-    return max(NARROWEST, next(filter(None, found), 80))
+    return max(NARROWEST, next(filter(None, found), WITHOUT_TERMINAL))
 
 
 def named(names: Collection[str], whole: int) -> str:

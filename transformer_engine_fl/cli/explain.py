@@ -63,6 +63,10 @@ def _decide(
         raise ConfigurationError(
             f"--arch: {arch!r} is no architecture name; examples: sm_90, gfx942"
         )
+    if arch is not None and device == "cpu":
+        raise ConfigurationError(
+            f"--arch: {arch!r} is an architecture of GPUs, and --device says 'cpu'; leave it out"
+        )
     if device is None and arch is not None:
         device = "cuda"
     if device is None:

@@ -32,6 +32,7 @@ __all__ = [
     "check_predicate",
     "contract",
     "fit",
+    "same",
 ]
 
 P = ParamSpec("P")
@@ -493,7 +494,7 @@ def _misfit(expected: inspect.Signature, found: inspect.Signature) -> str | None
             continue
         if _keyword_only(found, name) and name in order:
             return f"{name!r} is keyword-only, the contract allows it by position"
-        if not _same(other.default, parameter.default):
+        if not same(other.default, parameter.default):
             return (
                 f"the default of {name!r} is {other.default!r}, "
                 f"the contract has {parameter.default!r}"
@@ -518,5 +519,6 @@ def _positional(signature: inspect.Signature) -> list[str]:
     ]
 
 
-def _same(left: object, right: object) -> bool:
+def same(left: object, right: object) -> bool:
+    """Whether an option has that value: 0 is neither 0.0 nor False, and a tensor is only itself."""
     return left is right or (type(left) is type(right) and bool(left == right))

@@ -36,6 +36,9 @@ ENTRY_POINT_GROUP: Final = "te_fl.plugin"
 PLUGIN_API: Final = 1
 """Version of the plugin protocol; a plugin may state its own as ``TE_FL_PLUGIN_API``."""
 
+_UNSTATED_API: Final = 1
+"""That of a plugin which states none: the first one, whatever is current."""
+
 PACKAGES: Final = "transformer_engine_fl.vendors.packages:register_function"
 """Who loads what is no plugin of ours, a module or a folder: named, not imported, as it
 builds on core."""
@@ -247,7 +250,7 @@ def _version(plugin: Any) -> Any:
     """The API version that a plugin states; an entry point may name a function of a module."""
     module = sys.modules.get(getattr(plugin, "__module__", ""), plugin)
     stated = plugin if isinstance(plugin, ModuleType) else module
-    return getattr(stated, "TE_FL_PLUGIN_API", PLUGIN_API)
+    return getattr(stated, "TE_FL_PLUGIN_API", _UNSTATED_API)
 
 
 def _register_function(plugin: Any, source: Source) -> Register:

@@ -429,7 +429,9 @@ class OpManager:
             contracts = self.registry.contracts
             known = {*self.registry.list_operators(), *contracts}
             aliases = {alias for it in contracts.values() for alias in it.aliases}
-            raise UnknownOperatorError(_unknown(op_name, known, aliases))
+            left_out = [it.name for it in self.plugins if it.error is not None]
+            hint = f"; {', '.join(left_out)} left out: `te-fl doctor` says why" if left_out else ""
+            raise UnknownOperatorError(_unknown(op_name, known, aliases) + hint)
         return name
 
     def _agreed_signature(self, name: str) -> inspect.Signature:

@@ -385,7 +385,20 @@ class Plan:
         Unless nobody else is left for such calls: as where nothing is written, the only one
         that there is goes on being tried.
         """
-        names = self._written(impl, args, kwargs) or self._tensor_names(args, kwargs)
+        said_to_write = self._written(impl, args, kwargs)
+        names = said_to_write or self._tensor_names(args, kwargs)
+        listed = ", ".join(names)
+        if said_to_write is None:
+            what = (
+                f"failed, and any of {listed} may be half written: the operator has no contract, "
+                "and the implementation does not say what it writes (mutates=() if that is "
+                "nothing); nothing else ran"
+            )
+        else:
+            what = (
+                f"failed while it was writing {listed}, which may be half written; "
+                "nothing else ran on them"
+            )
         decision = self.explain(self.facts(args, kwargs), (args, kwargs))
         others = [it.impl_id for it in decision.accepted if it.impl_id != impl.impl_id]
         if others and self._set_aside(impl, said, args, kwargs):
@@ -394,9 +407,7 @@ class Plan:
             then = "is tried on this one again"
         failed = {impl.impl_id: ("failed", f"failed: {said}")}
         return PartialMutationError(
-            f"{impl.label} failed while it was writing {', '.join(names)}, which may be half "
-            f"written; nothing else ran on them. It said {said}\n"
-            f"The next such call {then}. As it stands now:",
+            f"{impl.label} {what}. It said {said}\nThe next such call {then}. As it stands now:",
             decision.rejecting(failed),
             names,
         )
@@ -488,12 +499,16 @@ class Plan:
         if wrong is not None:
             return wrong
         decision = self.explain(self.facts(args, kwargs), (args, kwargs)).rejecting(reasons)
+        if faults and not self._strict:
+            message = f"every implementation of {self._op_name!r} failed or declined"
+            return AllCandidatesFailedError(message, decision)
+        return self.unserved(decision)
+
+    def unserved(self, decision: Decision) -> StrictModeError | NoImplementationError:
+        """The error for a call that nobody may serve."""
         if self._strict:
             message = f"strict mode: {self._op_name!r} is not served by its first candidate"
             return StrictModeError(message, decision)
-        if faults:
-            message = f"every implementation of {self._op_name!r} failed or declined"
-            return AllCandidatesFailedError(message, decision)
         return NoImplementationError(
             f"no implementation of {self._op_name!r} serves this call", decision
         )

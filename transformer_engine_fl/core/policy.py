@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import inspect
 import os
 import re
 import sys
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Protocol
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
 
 from transformer_engine_fl.core import log
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
@@ -31,6 +33,7 @@ from transformer_engine_fl.core.types import NAME, OP_NAME, TRAITS, BackendImplK
 
 __all__ = [
     "ROOT",
+    "DecoratingBlock",
     "EffectivePolicy",
     "Environment",
     "Scope",
@@ -49,6 +52,9 @@ __all__ = [
     "with_preference",
     "with_strict_mode",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _READER: Final = "transformer_engine_fl.core.policy_file:fields_of"
 """What reads a policy file: imported where there is one."""
@@ -189,9 +195,11 @@ def _vendors(names: Iterable[Any], where: str) -> frozenset[str]:
             head, _, rest = str(name).partition(":")
             selector = head.strip().lower() == "vendor" and re.fullmatch(NAME, rest.strip())
             hint = f"; here it is {rest.strip()!r} alone" if selector else ""
+            variable = where in VARIABLES
+            between = "a comma between names" if variable else "each name a string of its own"
             raise ConfigurationError(
                 f"{where}: {name!r} is not a vendor name "
-                f"(letters, digits, '_', '.', '-', '+'; a comma between names){hint}"
+                f"(letters, digits, '_', '.', '-', '+'; {between}){hint}"
             )
     return frozenset(name.lower() for name in names)
 
@@ -410,7 +418,7 @@ def _log_level(text: str | None) -> str | None:
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
     for name in environ:
-        if name.startswith(("TE_FL_", "TEFL_")) and name not in VARIABLES:
+        if name.upper().startswith(("TE_FL_", "TEFL_")) and name not in VARIABLES:
             hint = suggestion(name, VARIABLES)
             log.logger.warning("environment variable %s is not one of ours%s", name, hint)
 
@@ -473,12 +481,44 @@ active_scope: Final[Callable[[], Scope]] = _scope.get
 """The ``with`` blocks in force here; :data:`ROOT` outside any."""
 
 
-class policy_context:  # noqa: N801 - used like the functions of contextlib
+class DecoratingBlock:
+    """A block that decorates functions too: each call of one is a block.
+
+    Not ``contextlib.ContextDecorator``, which torch.compile takes for a context manager of its
+    own kinds, so that a block in compiled code would not say what to do instead.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """The function within this block.
+
+        Raises:
+            ConfigurationError: what it does goes on after its call, as a coroutine's does.
+        """
+        kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+        if any(is_kind(function) for is_kind in kinds):
+            raise ConfigurationError(
+                f"{type(self).__name__} decorates functions that are done when their call is; "
+                f"put a with block into {function.__qualname__!r} instead"
+            )
+        block: Any = self
+
+        @functools.wraps(function)
+        def within(*args: P.args, **kwargs: P.kwargs) -> R:
+            with block:
+                return function(*args, **kwargs)
+
+        return within
+
+
+class policy_context(DecoratingBlock):  # noqa: N801 - used like the functions of contextlib
     """``with policy_context(prefer="vendor", strict=True): ...``
 
     Applies to this thread or asyncio task, until the block ends. May be nested, entered
-    again, and shared. Takes a :class:`SelectionPolicy` or its fields; what it says
-    replaces what an outer block says, field by field, and adds to what that rules out.
+    again, and shared, and decorates functions. Takes a :class:`SelectionPolicy` or its
+    fields; what it says replaces what an outer block says, field by field, and adds to what
+    that rules out.
 
     Raises:
         ConfigurationError: a value is malformed.

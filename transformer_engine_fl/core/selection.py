@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformer_engine_fl.core.blame import out_of_stack, said, worded
+from transformer_engine_fl.core.contract import same
 from transformer_engine_fl.core.errors import ConfigurationError, NotSupportedError
 from transformer_engine_fl.core.types import OpImpl, Selector, parse_arch
 
@@ -365,7 +366,7 @@ def options_decline(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, An
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     for name, default in entry.missing.items():
         value = given.get(name, default)
-        if value is not default and not (type(value) is type(default) and value == default):
+        if not same(value, default):
             return f"does not take the option {name!r} (given {_given(value)})"
     return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -124,8 +125,8 @@ class OpImpl:
         switched_off: why the environment wants it to serve nowhere, or None; asked before
             ``is_available``, and also where a machine is asked about that is not here.
         traits: claims from :data:`TRAITS`.
-        mutates: for operators without a contract: the arguments it writes. None means
-            unknown, and is treated as mutating. A contract's own statement wins.
+        mutates: for operators without a contract: the arguments it writes, ``()`` if none.
+            None means unknown, and is treated as mutating. A contract's own statement wins.
         opt_in: serves only where a policy names its vendor or its id; a kind does not
             name it.
         stand_in: gives way to an implementation that is registered later under its id.
@@ -206,6 +207,32 @@ class OpImpl:
         for name in ("supports", "is_available", "switched_off"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise RegistrationError(f"{self.label}: {name} must be callable")
+        self._check_mutates()
+
+    def _check_mutates(self) -> None:
+        """Whether what it says that it writes are arguments of its own."""
+        given: Any = self.mutates
+        if given is None:
+            return
+        names: Any = given if isinstance(given, Collection) and not isinstance(given, str) else [0]
+        if not all(isinstance(it, str) for it in names):
+            raise RegistrationError(
+                f"{self.label}: mutates must be a collection of argument names, got {given!r}"
+            )
+        object.__setattr__(self, "mutates", tuple(names))
+        try:
+            parameters = inspect.signature(self.fn).parameters  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # it is not imported yet, or in C
+            return
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if any(it.kind in variadic for it in parameters.values()):
+            return
+        for name in names:
+            if name not in parameters:
+                raise RegistrationError(
+                    f"{self.label}: mutates: fn has no argument {name!r}"
+                    f"{suggestion(name, parameters)}; it has {', '.join(parameters) or 'none'}"
+                )
 
     def _check_tensors(self) -> None:
         """Whether what it says of tensors can ever be said of one."""
@@ -217,6 +244,11 @@ class OpImpl:
                 raise RegistrationError(
                     f"{self.label}: supported_dtypes: {name!r} is not torch's name of a dtype; "
                     f"examples: {', '.join(names)}{hint}"
+                )
+        for field in ("devices", "supported_dtypes"):
+            if getattr(self, field) == frozenset():
+                raise RegistrationError(
+                    f"{self.label}: {field} is empty, so it could never serve; None stands for any"
                 )
         for name in sorted(self.devices or ()):
             if not _is_device(name):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from transformer_engine_fl.core.contract import Backward
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.contract import Backward, same
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.ops import CATALOGUE
 
@@ -163,7 +163,16 @@ class _Differentiable(torch.autograd.Function):
         given = dict(zip(ctx.grads, grads, strict=False))
         given |= dict(zip(backward.saves, saved, strict=False))  # behind them, the witness
         args, keywords = _arranged(backward.op, given)
-        gradients = _as_tuple(ctx.run(*args, **keywords, **ctx.options))
+        try:
+            gradients = _as_tuple(ctx.run(*args, **keywords, **ctx.options))
+        except ArgumentError as error:
+            source = backward.saves.get(str(error.args[1]), "") if len(error.args) == 4 else ""
+            if source.startswith("output["):
+                error.add_note(
+                    f"That is {source} of {ctx.op_name!r}, as its implementation returned it; "
+                    f"`te-fl verify IMPL --op {ctx.op_name}` holds that to the contract"
+                )
+            raise
         returned: list[Tensor | None] = [None] * ctx.count
         for owners, gradient in zip(backward.gradients, gradients, strict=True):
             for owner in (owners,) if isinstance(owners, str) else owners:
@@ -194,7 +203,7 @@ def apply(
     for name, value in options.items():
         if isinstance(value, Tensor):
             keywords[name] = value
-        elif name not in contract.options or value != contract.options[name]:
+        elif name not in contract.options or not same(value, contract.options[name]):
             # What has its default is not passed on: an implementation need not know
             # every option.
             plain[name] = value
@@ -206,9 +215,9 @@ def apply(
     places: dict[str, int] = {}
     different: list[Tensor | None] = []
     for name, tensor in given.items():
-        same = [place for place, other in enumerate(different) if other is tensor]
-        places[name] = same[0] if same else len(different)
-        if not same:
+        earlier = [place for place, other in enumerate(different) if other is tensor]
+        places[name] = earlier[0] if earlier else len(different)
+        if not earlier:
             different.append(tensor)
     result: tuple[Tensor, ...] = _Differentiable.apply(  # type: ignore[no-untyped-call]
         op_name, plain, places, outputs, run, *different

@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from transformer_engine_fl.core.contract import same
 from transformer_engine_fl.core.errors import (
     ArgumentError,
     ConfigurationError,
@@ -96,7 +97,7 @@ def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
 def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
     for name, place, default in target.missing:
         value = args[place] if place < len(args) else kwargs.get(name, default)
-        if value is not default and not (type(value) is type(default) and value == default):
+        if not same(value, default):
             return False
     try:
         return target.supports is None or target.supports(*args, **kwargs) is True
@@ -192,14 +193,20 @@ def _choose(
     """Names of the targets that may serve, best first; the keys are there to be guarded."""
     plan = manager_named(manager).plan(op_name)
     decision = plan.decide(facts_of(device, dtype))
+    if not decision.accepted:
+        raise plan.unserved(decision)
     names = []
+    passed_over = {}
     for impl in decision.accepted:
         try:
             entry = plan.entry(impl)
-        except NoImplementationError:
-            continue  # it cannot be loaded, which the first one can
+        except NoImplementationError as error:
+            passed_over[impl.impl_id] = ("failed", str(error.args[0]))
+            continue
         if entry.contract is None and not impl.traceable:
-            continue  # its shapes are unknown, so it can be neither traced nor stood for
+            reason = "cannot be compiled: there is no contract to say what shapes it returns"
+            passed_over[impl.impl_id] = ("tensor", reason)
+            continue
         names.append(_target_name(entry))
         if impl.supports is None and not entry.missing:
             break
@@ -207,6 +214,6 @@ def _choose(
         raise NoImplementationError(
             f"no implementation of {op_name!r} can be compiled; a kernel needs a contract for "
             "its shapes, or claims the trait 'traceable'",
-            decision,
+            decision.rejecting(passed_over),
         )
     return tuple(names)

@@ -41,7 +41,13 @@ from transformer_engine_fl.core.errors import (
 )
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
-from transformer_engine_fl.core.policy import Scope, active_scope, effective_policy, policy_context
+from transformer_engine_fl.core.policy import (
+    DecoratingBlock,
+    Scope,
+    active_scope,
+    effective_policy,
+    policy_context,
+)
 from transformer_engine_fl.core.selection import Decision
 from transformer_engine_fl.core.tracing import constant, in_compiled_code
 from transformer_engine_fl.integrations.aten.bridges import autocast
@@ -147,10 +153,10 @@ def _refuse() -> None:
     )
 
 
-class use_aten_ops:  # noqa: N801 - used like the functions of contextlib
+class use_aten_ops(DecoratingBlock):  # noqa: N801 - used like the functions of contextlib
     """``with use_aten_ops(): ...``: ATen operators are served by the implementations here.
 
-    May be nested, entered again, and shared.
+    May be nested, entered again, and shared, and decorates functions.
 
     Args:
         operators: names, ``"mm"`` or ``"aten::mm"``, of those to route; all unless given.
@@ -183,6 +189,12 @@ class use_aten_ops:  # noqa: N801 - used like the functions of contextlib
 
 def _checked(operators: Collection[str]) -> frozenset[str]:
     known = _routes().names
+    for name in operators:
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"use_aten_ops: {name!r} is not an operator's name; each is an argument of its "
+                "own: use_aten_ops('mm', 'addmm')"
+            )
     names = [f"{PREFIX}{name.removeprefix(PREFIX)}" for name in operators]
     for name in names:
         if name not in known:

@@ -36,6 +36,7 @@ from transformer_engine_fl.vendors.packages.source import (
     blamed,
     exports,
     import_folder,
+    no_folder,
     parsed,
 )
 from transformer_engine_fl.vendors.registry import described
@@ -298,7 +299,7 @@ def _module(folder: str | Path) -> ModuleType:
         return importlib.import_module(folder)
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
-        raise PluginError(f"there is no folder {str(folder)!r}")
+        raise no_folder(folder)
     name = path.name if path.name.startswith("_") else f"_{path.name}"
     if not name.isidentifier():
         raise PluginError(f"folder {str(folder)!r}: {path.name!r} is no name for a module")

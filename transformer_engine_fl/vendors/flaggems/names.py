@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from transformer_engine_fl.core.contract import same
 from transformer_engine_fl.core.errors import NotSupportedError, PluginError
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs).arguments
-        given = {it: bound[it] for it in bound if not _is(bound[it], defaults.get(it, bound))}
+        given = {it: bound[it] for it in bound if not same(bound[it], defaults.get(it, bound))}
         last = max((at for at, it in enumerate(places) if it in given), default=-1)
         values = [given[it] if it in given else defaults[it] for it in places[: last + 1]]
         named = {it: value for it, value in given.items() if it not in places}
@@ -148,11 +149,6 @@ def _wants_gradient(values: tuple[Any, ...]) -> bool:
 
     found = (it for it in values if isinstance(it, torch.Tensor))
     return torch.is_grad_enabled() and any(it.requires_grad for it in found)
-
-
-def _is(value: Any, default: Any) -> bool:
-    """Whether a value is the default; tensors are none."""
-    return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def _parameters(arguments: Sequence[torch.Argument]) -> list[inspect.Parameter] | None:

@@ -17,7 +17,7 @@ from transformer_engine_fl.core.blame import raised_at, worded
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
 from transformer_engine_fl.vendors.packages.shim import lacking
 
-__all__ = ["blamed", "exports", "import_folder", "parsed", "stated"]
+__all__ = ["blamed", "exports", "import_folder", "no_folder", "parsed", "stated"]
 
 
 def blamed(
@@ -39,6 +39,16 @@ def blamed(
     return made
 
 
+def no_folder(path: str | Path) -> PluginError:
+    """The error for a path that leads to no folder."""
+    if Path(path).expanduser().is_file():
+        return PluginError(
+            f"{str(path)!r} is a file; a module is named without its folder, which PYTHONPATH "
+            f"names, and without '.py': {Path(path).stem!r}"
+        )
+    return PluginError(f"there is no folder {str(path)!r}")
+
+
 def import_folder(folder: Path, name: str) -> ModuleType:
     """Import a folder as the package ``name``, which it stays.
 
@@ -48,8 +58,9 @@ def import_folder(folder: Path, name: str) -> ModuleType:
     """
     init = folder / "__init__.py"
     if not init.is_file():
-        there = f"package {str(folder)!r} has no __init__.py"
-        raise PluginError(there if folder.is_dir() else f"there is no folder {str(folder)!r}")
+        if folder.is_dir():
+            raise PluginError(f"package {str(folder)!r} has no __init__.py")
+        raise no_folder(folder)
     known = sys.modules.get(name)
     if known is not None:
         if Path(str(known.__file__)).resolve() != init.resolve():
