@@ -694,7 +694,10 @@ def _quantize_samples(dtype: str, device: str) -> Iterator[Sample]:
             if label in with_options:
                 for option, given in option_samples(input, form):
                     yield Sample(f"{name}, {option}", (input,), {**plain, **given})
-            elif label in ("transposed", "three dimensions", "infinite values", "zeros"):
+            elif label in (
+                *("transposed", "three dimensions", "infinite values", "zeros"),
+                "no columns of many rows",
+            ):
                 yield Sample(f"{name}, columnwise", (input,), {**plain, "columnwise": True})
 
 
