@@ -43,9 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable of ours, no global policy, no default manager from another test."""
+    """No variable of ours, no global policy, no default manager, nothing said in another test."""
     from transformer_engine_fl import reset_default_manager, reset_global_policy
+    from transformer_engine_fl.core import registry
 
+    registry._TOLD.clear()
     for name in list(os.environ):
         if name.startswith(("TE_FL_", "TEFL_")):
             monkeypatch.delenv(name)

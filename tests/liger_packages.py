@@ -23,7 +23,7 @@ register_impl(ImplInfo(
 VENDOR_INFO = """\
 from liger_kernel.ops.backends.registry import VendorInfo, register_vendor
 
-register_vendor(VendorInfo(vendor="{name}", device="{device}"))
+register_vendor(VendorInfo(vendor="{name}", device="cpu"))
 """
 
 OPS = '''\
@@ -148,6 +148,6 @@ def impl_info(
     return IMPL_INFO.format(name=name, devices=devices, default_devices=default)
 
 
-def vendor_info(name: str, device: str = "cpu") -> str:
+def vendor_info(name: str) -> str:
     """The declaration of a vendor, in the older form."""
-    return VENDOR_INFO.format(name=name, device=device)
+    return VENDOR_INFO.format(name=name)

@@ -108,7 +108,8 @@ def test_json_writes_nothing_unless_a_folder_is_given(te_fl, acme, folder):
     document = te_fl("verify", "vendor.acme", *BOTH, "--json").document
     assert document["passed"]
     assert list(folder.iterdir()) == []
-    te_fl("verify", "vendor.acme", *BOTH, "--json", "--output", "new/folder")
+    ran = te_fl("verify", "vendor.acme", *BOTH, "--json", "--output", "new/folder")
+    assert ran.code == 0, ran.err
     written = json.loads((folder / "new" / "folder" / "scorecard-vendor.acme.json").read_text())
     assert written["cases"] == document["cases"]
 

@@ -7,6 +7,7 @@ import pickle
 import select
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -190,10 +191,19 @@ SLOW = {
 }
 
 
-def write(path: Path, source: str, flag: Path) -> None:
-    import textwrap
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Makes a module that can be imported; the flag is a file that it may write."""
 
-    path.write_text(textwrap.dedent(source).replace("{flag}", str(flag)))
+    def written(name: str, source: str) -> Path:
+        flag = tmp_path / "begun"
+        text = textwrap.dedent(source).replace("{flag}", str(flag))
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return flag
+
+    return written
 
 
 def wait_for(flag: Path) -> None:
@@ -206,18 +216,17 @@ def wait_for(flag: Path) -> None:
 @pytest.mark.parametrize("moment", SLOW)
 def test_a_child_of_a_fork_in_the_middle_of_initialisation_has_every_plugin_once(
     moment: str,
-    tmp_path: Path,
+    write: Callable[[str, str], Path],
     monkeypatch: pytest.MonkeyPatch,
     elsewhere: Callable[[Callable[[], object]], None],
 ) -> None:
     name = "slow_plugin_" + moment.replace(" ", "_")
-    write(tmp_path / f"{name}.py", SLOW[moment], tmp_path / "begun")
-    monkeypatch.syspath_prepend(tmp_path)
+    flag = write(name, SLOW[moment])
     monkeypatch.setenv("TE_FL_PLUGIN_MODULES", name)
     manager = OpManager(OpRegistry({"scale": SCALE}), builtins=False, tensors=StubTensors())
     manager.registry.register_impl(impl("first", priority=1))
     elsewhere(manager.ensure_initialized)
-    wait_for(tmp_path / "begun")
+    wait_for(flag)
 
     def job() -> tuple[Any, ...]:
         served = manager.call("scale", X)
@@ -231,8 +240,7 @@ def test_a_child_of_a_fork_in_the_middle_of_initialisation_has_every_plugin_once
 
 
 def test_a_child_of_a_fork_while_an_implementation_was_imported_can_call_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[[str, str], Path],
     elsewhere: Callable[[Callable[[], object]], None],
 ) -> None:
     source = """
@@ -243,11 +251,10 @@ def test_a_child_of_a_fork_while_an_implementation_was_imported_can_call_it(
         def fn(x, factor=1.0, *, mode="plain"):
             return "late"
     """
-    write(tmp_path / "slow_implementation.py", source, tmp_path / "begun")
-    monkeypatch.syspath_prepend(tmp_path)
+    flag = write("slow_implementation", source)
     manager = make_manager(impl("late", fn="slow_implementation:fn"))
     elsewhere(lambda: manager.call("scale", X))
-    wait_for(tmp_path / "begun")
+    wait_for(flag)
     assert in_child(lambda: manager.call("scale", X)) == "late"
 
 
@@ -299,8 +306,31 @@ def test_a_child_of_a_fork_while_the_machine_was_asked_can_ask_it_again(
     assert in_child(lambda: manager.call("scale", X)) == "probed"
 
 
-def test_a_plugin_may_fork_while_it_registers() -> None:
-    """Probing a driver in a child is good practice; child and parent both go on."""
+def test_a_plugin_may_fork_while_it_registers(
+    write: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probing a driver in a child is good practice."""
+    source = """
+        import os
+        from core_helpers import impl
+
+        def register(registry):
+            child = os.fork()
+            if child == 0:
+                os._exit(7)
+            _, status = os.waitpid(child, 0)
+            registry.register_impl(impl(f"after.{os.waitstatus_to_exitcode(status)}"))
+    """
+    write("forking_plugin", source)
+    monkeypatch.setenv("TE_FL_PLUGIN_MODULES", "forking_plugin")
+    manager = OpManager(OpRegistry({"scale": SCALE}), builtins=False, tensors=StubTensors())
+    start = time.monotonic()
+    assert manager.call("scale", X) == "after.7"
+    assert time.monotonic() - start < PATIENCE
+
+
+def test_an_implementation_may_fork_and_call_while_it_is_asked_whether_it_is_available() -> None:
+    """Child and parent both go on."""
     answers = []
 
     def probe() -> bool:

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from against_contract import checking
+from some_tensors import normal_of_shape
 from torch import Tensor
 
 from transformer_engine_fl.backends.vendor.cuda import _compile, moe
@@ -68,11 +69,6 @@ def test_a_row_of_more_accesses_than_kernels_count_is_declined() -> None:
 # ------------------------------------------------------------------ on a device, or as on one
 
 
-def values(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(device, dtype)
-
-
 def choices(tokens: int, topk: int, experts: int) -> Tensor:
     generator = torch.Generator().manual_seed(experts)
     return torch.randint(0, experts, (tokens, topk), generator=generator)
@@ -84,17 +80,17 @@ def test_groups_that_are_counted_in_several_turns(
 ) -> None:
     monkeypatch.setattr(moe, "MOST_GROUPS", most)
     indices = choices(900, 3, 11).to(device)
-    x = values(900, 4, device=device)
+    x = normal_of_shape(900, 4, device=device)
     check("moe_permute_fwd", x, indices, 2000)
     routed = torch.zeros(900, 70, dtype=torch.bool, device=device)
     routed.scatter_(1, (indices * 7).clamp(max=69), True)
-    probs = values(900, 70, device=device)
+    probs = normal_of_shape(900, 70, device=device)
     check("moe_permute_mask_fwd", x, routed, probs, num_out_tokens=2000)
 
 
 def test_experts_of_any_number(device: str) -> None:
     numbers = torch.tensor([-(2**62), -7, -1, 0, 1020, 1021, 1022, 5000, 2**40, 2**63 - 1])
-    x = values(300, 4, device=device)
+    x = normal_of_shape(300, 4, device=device)
     for some in (numbers, numbers[2:], numbers[:7], numbers[[2, 3, 8]]):
         indices = some[choices(300, 2, len(some))].to(device)
         check("moe_permute_fwd", x, indices)
@@ -102,18 +98,18 @@ def test_experts_of_any_number(device: str) -> None:
 
 @pytest.mark.parametrize("topk", [33, 100])
 def test_tokens_of_more_experts_than_a_team_has_threads(topk: int, device: str) -> None:
-    x = values(7, 8, device=device)
+    x = normal_of_shape(7, 8, device=device)
     indices = torch.stack([torch.randperm(120)[:topk] for _ in range(7)]).to(device)
     y, row_id_map = check("moe_permute_fwd", x, indices, 6 * topk)
-    probs = values(7, topk, device=device)
+    probs = normal_of_shape(7, topk, device=device)
     check("moe_unpermute_fwd", y, row_id_map, probs)
     have = y.shape[0] + 3
     check("moe_unpermute_bwd", x, row_id_map, num_rows=have)
-    wider = values(have, 8, device=device)
+    wider = normal_of_shape(have, 8, device=device)
     check("moe_unpermute_bwd", x, row_id_map, wider, probs, num_rows=have)
 
     routed = torch.zeros(7, 120, dtype=torch.bool, device=device).scatter(1, indices, True)
-    probs = values(7, 120, device=device)
+    probs = normal_of_shape(7, 120, device=device)
     have = 5 * topk
     y, moved, row_id_map = check("moe_permute_mask_fwd", x, routed, probs, num_out_tokens=have)
     check("moe_permute_mask_bwd", y, row_id_map, moved)
@@ -124,19 +120,19 @@ def test_tokens_of_more_experts_than_a_team_has_threads(topk: int, device: str) 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 5])
 def test_pairs_that_do_not_fill_a_round(topk: int, device: str) -> None:
-    x = values(6, 24, device=device)
+    x = normal_of_shape(6, 24, device=device)
     indices = torch.stack([torch.randperm(8)[:topk] for _ in range(6)]).to(device)
     have = 6 * topk - 2  # two pairs have no row
     y, row_id_map = check("moe_permute_fwd", x, indices, have)
     check("moe_permute_bwd", y, row_id_map)
-    probs = values(6, topk, device=device)
+    probs = normal_of_shape(6, topk, device=device)
     check("moe_unpermute_fwd", y, row_id_map, probs)
     check("moe_unpermute_bwd", x, row_id_map, y, probs, num_rows=have)
 
     routed = torch.zeros(6, 8, dtype=torch.bool, device=device).scatter(1, indices, True)
     routed[2] = False  # a token of no expert among others
     routed[4] = True
-    probs = values(6, 8, device=device)
+    probs = normal_of_shape(6, 8, device=device)
     have = int(routed.sum()) - 2
     y, moved, row_id_map = check("moe_permute_mask_fwd", x, routed, probs, num_out_tokens=have)
     check("moe_permute_mask_bwd", y, row_id_map, moved)
@@ -146,30 +142,30 @@ def test_pairs_that_do_not_fill_a_round(topk: int, device: str) -> None:
 
 @pytest.mark.parametrize("columns", [4500, 9004])
 def test_rows_that_a_team_goes_over_several_times(columns: int, device: str) -> None:
-    x = values(3, columns, device=device)
+    x = normal_of_shape(3, columns, device=device)
     indices = choices(3, 2, 4).to(device)
     y, row_id_map = check("moe_permute_fwd", x, indices)
-    probs = values(3, 2, device=device)
+    probs = normal_of_shape(3, 2, device=device)
     check("moe_unpermute_fwd", y, row_id_map, probs)
     check("moe_unpermute_bwd", x, row_id_map, num_rows=8)
-    wider = values(8, columns, device=device)
+    wider = normal_of_shape(8, columns, device=device)
     check("moe_unpermute_bwd", x, row_id_map, wider, probs, num_rows=8)
     routed = torch.ones(3, 4, dtype=torch.bool, device=device)
-    probs = values(3, 4, device=device)
+    probs = normal_of_shape(3, 4, device=device)
     y, _, row_id_map = check("moe_permute_mask_fwd", x, routed, num_out_tokens=11)
     check("moe_unpermute_mask_fwd", y, row_id_map, probs)
     check("moe_unpermute_mask_bwd", x, row_id_map, y, probs, num_rows=11)
 
 
 def test_many_rows_without_a_pair_are_zero(device: str) -> None:
-    x = values(2, 8, device=device)
+    x = normal_of_shape(2, 8, device=device)
     row_id_map = torch.tensor([[150, 3]], dtype=torch.int32, device=device)
     for _ in range(2):  # the second time with what the first one left in memory
         check("moe_unpermute_bwd", x, row_id_map, num_rows=300)
 
 
 def test_no_row_is_touched_that_a_map_only_claims_to_have(device: str) -> None:
-    x = values(3, 8, device=device)
+    x = normal_of_shape(3, 8, device=device)
     entries = [[-5, 2**30, 1], [-(2**31), 2, 2**31 - 1]]
     row_id_map = torch.tensor(entries, dtype=torch.int32, device=device)
     found = moe.moe_unpermute_bwd(x, row_id_map, num_rows=4)[0]
@@ -178,16 +174,16 @@ def test_no_row_is_touched_that_a_map_only_claims_to_have(device: str) -> None:
     assert torch.equal(found, expected)
     lines = [[0, 9, 7, -3, 5], [1, -1, 0, -1, 2**31 - 1], [-1, -1, -1, -1, -7]]
     row_id_map = torch.tensor(lines, dtype=torch.int32, device=device)
-    found = moe.moe_unpermute_mask_fwd(values(4, 8, device=device), row_id_map)
+    found = moe.moe_unpermute_mask_fwd(normal_of_shape(4, 8, device=device), row_id_map)
     expected = torch.zeros(3, 8, device=device)
-    expected[1] = values(4, 8, device=device)[1]
+    expected[1] = normal_of_shape(4, 8, device=device)[1]
     assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned")
 def test_many_tokens_of_many_experts() -> None:
-    x = values(20_000, 2048, device="cuda", dtype=torch.bfloat16)
+    x = normal_of_shape(20_000, 2048, device="cuda", dtype=torch.bfloat16)
     indices = choices(20_000, 8, 256).to("cuda")
     y, row_id_map = moe.moe_permute_fwd(x, indices)
     order = indices.flatten().sort(stable=True).indices
@@ -196,7 +192,7 @@ def test_many_tokens_of_many_experts() -> None:
     routed = torch.zeros(20_000, 256, dtype=torch.bool, device="cuda").scatter(1, indices, True)
     pairs = routed.t().nonzero()
     have = pairs.shape[0] + 100
-    probs = values(20_000, 256, device="cuda")
+    probs = normal_of_shape(20_000, 256, device="cuda")
     y, moved, _ = moe.moe_permute_mask_fwd(x, routed, probs, num_out_tokens=have)
     assert moved is not None
     assert torch.equal(y[:-100], x[pairs[:, 1]])
@@ -207,9 +203,9 @@ def test_many_tokens_of_many_experts() -> None:
 
 @pytest.mark.gpu
 def test_it_can_be_captured_and_replayed() -> None:
-    x = values(500, 512, device="cuda", dtype=torch.bfloat16)
+    x = normal_of_shape(500, 512, device="cuda", dtype=torch.bfloat16)
     indices = choices(500, 4, 16).to("cuda")
-    probs = values(500, 4, device="cuda")
+    probs = normal_of_shape(500, 4, device="cuda")
     moe._kernels.clear()  # the first call, with its loading, is captured too
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -48,10 +48,8 @@ def emulated() -> Iterator[None]:
     reason = cuda_emulation.missing()
     if reason:
         pytest.skip(reason)
-    _repeats.forget()
     with cuda_emulation.running():
         yield
-    _repeats.forget()
 
 
 def _rows(rows: int = 3, columns: int = 64, seed: int = 0) -> Tensor:
@@ -249,6 +247,8 @@ def test_a_repeated_quantization_is_the_contracts() -> None:
     x = _rows(32, 64)
     _repeated(lambda: quantization.quantize(x, format="mxfp8"))
     values = _rows(32, 64, 5) * 100
+    again = Sample("", (values,), {"format": "mxfp8"})
+    assert repeated_calls.is_repeat(quantization.quantize, again)
     found = quantization.quantize(values, format="mxfp8")
     _repeats.forget()
     expected = quantization.quantize(values, format="mxfp8")
@@ -269,6 +269,7 @@ def test_a_repeated_permutation_follows_its_indices() -> None:
     start = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0], [2, 1]], dtype=torch.int32)
     _repeated(lambda: call(start))
     turned = start.flip(0).contiguous()
+    assert repeated_calls.is_repeat(moe.moe_permute_fwd, Sample("", (rows, turned)))
     found = call(turned)
     _repeats.forget()
     for one, other in zip(found, call(turned), strict=True):

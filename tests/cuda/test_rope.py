@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from against_contract import checking
+from some_tensors import normal_of_shape
 from torch import Tensor
 from wild_offsets import assert_nothing_outside_is_read
 
@@ -16,11 +18,7 @@ from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 check = checking(rope)
 
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
-
-
-def tokens(*shape: int, device: str, dtype: torch.dtype = LOW) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(device, dtype)
+tokens = partial(normal_of_shape, dtype=LOW)
 
 
 def table(rows: int, rotated: int, device: str) -> Tensor:

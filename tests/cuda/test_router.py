@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from against_contract import checking
-from torch import Tensor
+from some_tensors import normal_of_shape
 
 from transformer_engine_fl.backends.vendor.cuda import router
 from transformer_engine_fl.backends.vendor.cuda._launch import Limits
@@ -61,20 +61,15 @@ def test_groups_leave_room_for_what_threads_exchange(limit: int) -> None:
 # ------------------------------------------------------------------ on a device, or as on one
 
 
-def values(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(device, dtype)
-
-
 # In float64, in which the contract's own choice is made: scores of so many experts are near
 # each other.
 @pytest.mark.parametrize("experts", [160, 512, 600, 2051, 8192])
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_rows_of_many_experts(experts: int, function: str, device: str) -> None:
-    x = values(3, experts, device=device, dtype=torch.float64)
+    x = normal_of_shape(3, experts, device=device, dtype=torch.float64)
     named = {"score_function": function}
     _, routed, scores = check("fused_topk_with_score_function_fwd", x, 9, **named)
-    grad = values(3, experts, device=device, dtype=torch.float64)
+    grad = normal_of_shape(3, experts, device=device, dtype=torch.float64)
     check("fused_topk_with_score_function_bwd", grad, routed, scores, 9, **named)
     scores = check("fused_score_for_moe_aux_loss_fwd", x, 9, **named)[2]
     check("fused_score_for_moe_aux_loss_bwd", grad, scores, 9, **named)
@@ -133,7 +128,7 @@ def test_what_is_hidden_is_chosen_last(device: str) -> None:
 @pytest.mark.parametrize("rows", [1, 500, 4099])
 def test_losses_of_many_tokens_and_experts(rows: int, device: str) -> None:
     for experts in (6, 128, 1300):
-        probs = values(rows, experts, device=device).softmax(-1)
+        probs = normal_of_shape(rows, experts, device=device).softmax(-1)
         counts = torch.arange(experts, dtype=torch.int32, device=device)
         loss, constant = check("fused_moe_aux_loss_fwd", probs, counts, rows, 2, 0.5)
         check("fused_moe_aux_loss_bwd", loss, constant, counts, rows)
@@ -141,7 +136,7 @@ def test_losses_of_many_tokens_and_experts(rows: int, device: str) -> None:
 
 def test_more_experts_than_registers_hold_are_declined(device: str) -> None:
     for dtype in DTYPES:
-        x = values(1, router.most_experts(dtype) + 1, device=device, dtype=dtype)
+        x = normal_of_shape(1, router.most_experts(dtype) + 1, device=device, dtype=dtype)
         with pytest.raises(NotSupportedError, match="in registers"):
             router.fused_topk_with_score_function_fwd(x, 1)
 
@@ -149,13 +144,13 @@ def test_more_experts_than_registers_hold_are_declined(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned")
 def test_many_tokens() -> None:
-    x = values(30_001, 128, device="cuda")
+    x = normal_of_shape(30_001, 128, device="cuda")
     probs, routed, scores = router.fused_topk_with_score_function_fwd(x, 8)
     chosen = x.topk(8).indices
     assert torch.equal(routed, torch.zeros_like(routed).scatter(1, chosen, True))
     expected = x.double().masked_fill(~routed, -torch.inf).softmax(-1)
     torch.testing.assert_close(probs.double(), expected, rtol=2e-6, atol=1e-7)
-    grad = values(30_001, 128, device="cuda").flip(0)
+    grad = normal_of_shape(30_001, 128, device="cuda").flip(0)
     dx = router.fused_topk_with_score_function_bwd(grad, routed, scores, 8)
     expected = expected * (grad - (expected * grad).sum(-1, keepdim=True))
     torch.testing.assert_close(dx.double(), expected, rtol=2e-5, atol=1e-6)
@@ -163,7 +158,7 @@ def test_many_tokens() -> None:
 
 @pytest.mark.gpu
 def test_it_can_be_captured_and_replayed() -> None:
-    x = values(500, 128, device="cuda")
+    x = normal_of_shape(500, 128, device="cuda")
     counts = torch.arange(128, device="cuda")
     router._kernels.clear()  # the first call, with its loading, is captured too
     graph = torch.cuda.CUDAGraph()

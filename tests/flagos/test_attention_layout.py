@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from against_contract import checking
+from some_tensors import offsets, surrounded
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import attention_layout as flagos
@@ -20,20 +20,8 @@ WILD = (-(2**31), -5, 3, 2**31 - 1, 0, 7, 2**30)
 """What no index should be; differences of these do not even fit into 32 bits."""
 
 
-def surrounded(tensor: Tensor) -> Tensor:
-    """The same values between NaN, which no output may show."""
-    whole = torch.full((tensor.numel() + 2048,), torch.nan, dtype=tensor.dtype)
-    whole = whole.to(tensor.device)
-    inside = whole[1024:-1024].view(tensor.shape)
-    return inside.copy_(tensor)
-
-
 def tokens(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape).to(device, dtype)
-
-
-def offsets(lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 # Rows that fit into a tile, are cut into pieces of a power of two or another, and are wider

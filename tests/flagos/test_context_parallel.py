@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
 import torch
 from against_contract import checking
+from some_tensors import offsets, surrounded
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import context_parallel as flagos
@@ -17,18 +16,8 @@ check = checking(flagos)
 WILD = (-(2**31), -6, 4, 2**31 - 2, 0, 8, 2**30)
 
 
-def offsets(lengths: list[int], device: str) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 def tokens(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape).to(device, dtype)
-
-
-def surrounded(tensor: Tensor) -> Tensor:
-    """The same values between NaN, which no output may show."""
-    whole = torch.full((tensor.numel() + 2048,), torch.nan, dtype=tensor.dtype)
-    return whole.to(tensor.device)[1024:-1024].view(tensor.shape).copy_(tensor)
 
 
 LENGTHS = [4, 0, 6, 2]

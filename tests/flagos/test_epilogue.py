@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from against_contract import checking
+from some_tensors import normal_of_shape
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _casting
@@ -14,6 +16,7 @@ from transformer_engine_fl.backends.flagos import epilogue as flagos
 from transformer_engine_fl.ops._formats import FORMATS
 
 check = checking(flagos)
+numbers = partial(normal_of_shape, dtype=torch.bfloat16)
 
 NORMS = ("rmsnorm_fwd_quantize", "rmsnorm_fwd_add_quantize", "layernorm_fwd_quantize")
 
@@ -22,11 +25,6 @@ def cuts_of(op: str, cast: bool, dtype: torch.dtype) -> dict[int, Any]:
     """By which rows are cut."""
     added, centred = op == "rmsnorm_fwd_add_quantize", op == "layernorm_fwd_quantize"
     return flagos._cuts(dtype.itemsize == 2, added, centred, cast)
-
-
-def numbers(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 def inputs(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from some_tensors import with_tensors
 from torch import Tensor
 
 import transformer_engine_fl as te
@@ -70,19 +71,12 @@ def qkv(
     return tokens(SQ, heads, D, 1), tokens(SKV, groups, D, 2), tokens(SKV, groups, DV, 3)
 
 
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: torch.tensor(it, dtype=torch.int32) if isinstance(it, list) else it
-        for name, it in options.items()
-    }
-
-
 def together(
     extra: str, options: dict[str, Any]
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """The differentiable arguments and the options of a case."""
     more, shape = EXTRAS[extra]
-    options = {**given(options), **more}
+    options = {**with_tensors(options), **more}
     bias = values(*shape, seed=4) if shape else None
     offsets = values(H, seed=5) if more.get("softmax_type") == "learnable" else None
     return (*qkv(options), bias, offsets), options
@@ -217,7 +211,7 @@ def test_a_bias_of_minus_infinity_is_torchs_mask() -> None:
 def test_packed_sequences_are_torchs_one_by_one(causal: bool) -> None:
     leaves = qkv(PACKED)
     mask = "padding_causal" if causal else "padding"
-    ours = functional.attention(*leaves, attn_mask_type=mask, **given(PACKED))
+    ours = functional.attention(*leaves, attn_mask_type=mask, **with_tensors(PACKED))
     sides = (LENGTHS["cu_seqlens_q"], *[LENGTHS["cu_seqlens_kv"]] * 2)
     parts = [
         torch_attention(
@@ -254,7 +248,7 @@ def test_the_formats_agree(mask: str, extra: str) -> None:
             length = ends[n + 1] - ends[n]
             tensor[begin : begin + length] = source[n, :length]
             spans.append((n, begin, length)) if tensor is packed[0] else None
-    call = {"qkv_format": "thd", "max_seqlen_q": SQ, "max_seqlen_kv": SKV, **given(begins)}
+    call = {"qkv_format": "thd", "max_seqlen_q": SQ, "max_seqlen_kv": SKV, **with_tensors(begins)}
     thd, lse_of_thd = ops.fused_attn_fwd(*packed, bias, offsets, **options, **call)
     outside = torch.ones(9, dtype=torch.bool)
     for n, begin, length in spans:
@@ -349,7 +343,7 @@ SEEN: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", SEEN)
 def test_each_query_sees_its_keys(case: str) -> None:
     options, rows = SEEN[case]
-    found = weights(len(rows), len(rows[0]), **given(options))[0]
+    found = weights(len(rows), len(rows[0]), **with_tensors(options))[0]
     expected = [[float(key == "x") / max(row.count("x"), 1) for key in row] for row in rows]
     torch.testing.assert_close(found, torch.tensor(expected))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from some_tensors import int32, normal
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -17,10 +18,6 @@ from transformer_engine_fl import functional, ops
 from transformer_engine_fl.core.errors import ArgumentError
 
 DTYPES = [getattr(torch, name) for name in ops.fa_prepare_fwd.dtypes]
-
-
-def tokens(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def any_bits(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
@@ -35,19 +32,15 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def int32(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 # --------------------------------------------------------------------------- gradients
 
 
 def test_the_projection_in_three_passes_gradcheck() -> None:
-    assert torch.autograd.gradcheck(functional.fa_prepare, (tokens(3, 2, 2, 6).requires_grad_(),))
+    assert torch.autograd.gradcheck(functional.fa_prepare, (normal(3, 2, 2, 6).requires_grad_(),))
 
 
 def test_the_gradient_of_one_of_three() -> None:
-    qkv = tokens(3, 2, 2, 6).requires_grad_()
+    qkv = normal(3, 2, 2, 6).requires_grad_()
     _, k, _ = functional.fa_prepare(qkv)
     (gradient,) = torch.autograd.grad(k.sum(), qkv)
     expected = torch.zeros(3, 2, 2, 6).double()
@@ -56,7 +49,7 @@ def test_the_gradient_of_one_of_three() -> None:
 
 
 def test_without_gradients_there_are_three_as_well() -> None:
-    qkv = tokens(3, 2, 2, 6)
+    qkv = normal(3, 2, 2, 6)
     for part, expected in zip(functional.fa_prepare(qkv), qkv.split(2, -1), strict=True):
         assert torch.equal(part, expected.transpose(0, 1))
         assert part.is_contiguous()
@@ -72,9 +65,9 @@ def test_three_gradients_reach_the_backward_as_they_are() -> None:
     te.get_default_manager().registry.register_impl(
         te.OpImpl("fa_prepare_bwd", "vendor.seeing", "vendor", backward, vendor="seeing")
     )
-    given = [tokens(2, 3, 2, 2, seed=seed) for seed in (2, 3, 4)]
+    given = [normal(2, 3, 2, 2, seed=seed) for seed in (2, 3, 4)]
     with te.with_preference("vendor:seeing"):
-        parts = functional.fa_prepare(tokens(3, 2, 2, 6).requires_grad_())
+        parts = functional.fa_prepare(normal(3, 2, 2, 6).requires_grad_())
     torch.autograd.backward(parts, given)
     assert [it.data_ptr() for it in seen] == [it.data_ptr() for it in given]
 
@@ -90,7 +83,7 @@ LENGTHS: dict[str, tuple[Tensor, int, int]] = {
 @pytest.mark.parametrize("case", LENGTHS)
 def test_conversions_pass_gradcheck(case: str) -> None:
     cu_seqlens, total, places = LENGTHS[case]
-    thd, bshd = tokens(total, 2, 3).requires_grad_(), tokens(3, places, 2, 3).requires_grad_()
+    thd, bshd = normal(total, 2, 3).requires_grad_(), normal(3, places, 2, 3).requires_grad_()
     assert torch.autograd.gradcheck(lambda it: functional.thd_to_bshd(it, cu_seqlens, places), thd)
     assert torch.autograd.gradcheck(lambda it: functional.bshd_to_thd(it, cu_seqlens, total), bshd)
 
@@ -103,8 +96,8 @@ def test_conversions_save_no_token() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
-        functional.thd_to_bshd(tokens(5, 2, 3).requires_grad_(), cu_seqlens, 3)
-        functional.bshd_to_thd(tokens(2, 3, 2, 3).requires_grad_(), cu_seqlens, 5)
+        functional.thd_to_bshd(normal(5, 2, 3).requires_grad_(), cu_seqlens, 3)
+        functional.bshd_to_thd(normal(2, 3, 2, 3).requires_grad_(), cu_seqlens, 5)
     assert saved == [cu_seqlens.data_ptr()] * 2
 
 
@@ -121,7 +114,7 @@ def test_they_compile_with_their_gradients_for_any_sizes() -> None:
     for total, cu_seqlens in ((5, int32(0, 2, 5)), (7, int32(0, 0, 3, 6))):
         gradients = []
         for run in (program, compiled):
-            qkv = tokens(total, 1, 2, 9).requires_grad_()
+            qkv = normal(total, 1, 2, 9).requires_grad_()
             run(qkv, cu_seqlens).backward()
             gradients.append(qkv.grad)
         torch.testing.assert_close(*gradients)
@@ -153,7 +146,7 @@ def test_every_bit_is_moved_as_it_is(dtype: torch.dtype) -> None:
 
 
 def test_a_prepared_projection_is_a_copy_even_where_it_could_be_a_view() -> None:
-    qkv = tokens(1, 1, 1, 3)
+    qkv = normal(1, 1, 1, 3)
     parts = ops.fa_prepare_fwd(qkv)
     packed = ops.fa_prepare_bwd(*parts)
     qkv.zero_()
@@ -167,7 +160,7 @@ def test_a_prepared_projection_is_a_copy_even_where_it_could_be_a_view() -> None
 
 def test_padding_is_that_of_torch() -> None:
     lengths = [3, 1, 5]
-    thd = tokens(9, 2, 4)
+    thd = normal(9, 2, 4)
     expected = pad_sequence(list(thd.split(lengths)), batch_first=True)
     got = ops.convert_thd_to_bshd(thd, int32(0, 3, 4, 9), 5)
     assert torch.equal(got, expected)
@@ -176,7 +169,7 @@ def test_padding_is_that_of_torch() -> None:
 
 def test_each_conversion_is_the_transpose_of_the_other() -> None:
     for cu_seqlens, total, places in LENGTHS.values():
-        thd, bshd = tokens(total, 2, 3, seed=5), tokens(3, places, 2, 3, seed=6)
+        thd, bshd = normal(total, 2, 3, seed=5), normal(3, places, 2, 3, seed=6)
         there = (ops.convert_thd_to_bshd(thd, cu_seqlens, places) * bshd).sum()
         back = (ops.convert_bshd_to_thd(bshd, cu_seqlens, total) * thd).sum()
         torch.testing.assert_close(there, back)
@@ -314,9 +307,9 @@ def test_the_cache_is_written_in_compiled_code() -> None:
         ops.copy_to_kv_cache(keys, keys * 2, cache, values, new, cached)
         return cache + values
 
-    keys, results = tokens(3, 2, 4), []
+    keys, results = normal(3, 2, 4), []
     for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
-        cache = tokens(2, 4, 2, 4, seed=9)
+        cache = normal(2, 4, 2, 4, seed=9)
         results.append((run(keys, cache, int32(0, 1, 3), int32(0, 3, 5)), cache))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     assert torch.equal(results[0][1][0, 2], keys[0])
@@ -324,7 +317,7 @@ def test_the_cache_is_written_in_compiled_code() -> None:
 
 def test_no_values_are_read_back() -> None:
     # A meta tensor has none: an implementation that waited for them would fail.
-    thd, bshd = tokens(5, 2, 6).to("meta"), tokens(2, 4, 2, 6).to("meta")
+    thd, bshd = normal(5, 2, 6).to("meta"), normal(2, 4, 2, 6).to("meta")
     offsets, table = int32(0, 2, 5).to("meta"), int32([0, 1], [2, 3]).to("meta")
     with te.with_preference("reference"):
         assert ops.convert_thd_to_bshd(thd, offsets, 4).shape == bshd.shape
@@ -339,10 +332,10 @@ def test_no_values_are_read_back() -> None:
 # ------------------------------------------------------------------------------ errors
 
 CACHE_CALL = {
-    "new_k": tokens(5, 2, 6),
-    "new_v": tokens(5, 2, 4),
-    "k_cache": tokens(3, 4, 2, 6),
-    "v_cache": tokens(3, 4, 2, 4),
+    "new_k": normal(5, 2, 6),
+    "new_v": normal(5, 2, 4),
+    "k_cache": normal(3, 4, 2, 6),
+    "v_cache": normal(3, 4, 2, 4),
     "cu_new_lens": int32(0, 2, 5),
     "cu_cached_lens": int32(0, 2, 5),
 }
@@ -350,18 +343,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a format of another name": ({"qkv_format": "hsbd"}, "qkv_format"),
     "tokens of another format": ({"qkv_format": "bshd"}, "new_k"),
     "a batch of another size": (
-        {"qkv_format": "bshd", "new_k": tokens(3, 4, 2, 6), "new_v": tokens(3, 4, 2, 4)},
+        {"qkv_format": "bshd", "new_k": normal(3, 4, 2, 6), "new_v": normal(3, 4, 2, 4)},
         "new_k",
     ),
-    "values of other tokens": ({"new_v": tokens(4, 2, 4)}, "new_v"),
-    "values of another dtype": ({"new_v": tokens(5, 2, 4).float()}, "new_v"),
-    "a cache of another dtype": ({"k_cache": tokens(3, 4, 2, 6).float()}, "k_cache"),
-    "a cache of other heads": ({"k_cache": tokens(3, 4, 3, 6)}, "k_cache"),
-    "a cache of other widths": ({"v_cache": tokens(3, 4, 2, 6)}, "v_cache"),
-    "caches of different pages": ({"v_cache": tokens(2, 4, 2, 4)}, "v_cache"),
-    "an expanded cache": ({"k_cache": tokens(1, 4, 2, 6).expand(3, -1, -1, -1)}, "k_cache"),
+    "values of other tokens": ({"new_v": normal(4, 2, 4)}, "new_v"),
+    "values of another dtype": ({"new_v": normal(5, 2, 4).float()}, "new_v"),
+    "a cache of another dtype": ({"k_cache": normal(3, 4, 2, 6).float()}, "k_cache"),
+    "a cache of other heads": ({"k_cache": normal(3, 4, 3, 6)}, "k_cache"),
+    "a cache of other widths": ({"v_cache": normal(3, 4, 2, 6)}, "v_cache"),
+    "caches of different pages": ({"v_cache": normal(2, 4, 2, 4)}, "v_cache"),
+    "an expanded cache": ({"k_cache": normal(1, 4, 2, 6).expand(3, -1, -1, -1)}, "k_cache"),
     "a cache with too few rows": (
-        {"k_cache": tokens(1, 4, 2, 6), "v_cache": tokens(1, 4, 2, 4)},
+        {"k_cache": normal(1, 4, 2, 6), "v_cache": normal(1, 4, 2, 4)},
         "k_cache",
     ),
     "lengths of no sequence": ({"cu_new_lens": int32(0)}, "cu_new_lens"),
@@ -391,14 +384,14 @@ def test_a_call_that_breaks_the_contract_names_the_argument(what: str) -> None:
 def test_other_calls_that_break_their_contracts() -> None:
     cu_seqlens = int32(0, 2, 5)
     with pytest.raises(ArgumentError, match="'qkv'"):
-        ops.fa_prepare_fwd(tokens(3, 2, 2, 7))
+        ops.fa_prepare_fwd(normal(3, 2, 2, 7))
     with pytest.raises(ArgumentError, match="'qkv'"):
-        ops.fa_prepare_fwd(tokens(3, 2, 6))
+        ops.fa_prepare_fwd(normal(3, 2, 6))
     with pytest.raises(ArgumentError, match="'v_grad'"):
-        ops.fa_prepare_bwd(tokens(3, 2, 2, 7), tokens(3, 2, 2, 7), tokens(3, 2, 2, 6))
+        ops.fa_prepare_bwd(normal(3, 2, 2, 7), normal(3, 2, 2, 7), normal(3, 2, 2, 6))
     with pytest.raises(ArgumentError, match="'max_seq_len'"):
-        ops.convert_thd_to_bshd(tokens(5, 2, 3), cu_seqlens, -1)
+        ops.convert_thd_to_bshd(normal(5, 2, 3), cu_seqlens, -1)
     with pytest.raises(ArgumentError, match="'tensor'"):
-        ops.convert_thd_to_bshd(tokens(5, 2, 3, 1), cu_seqlens, 3)
+        ops.convert_thd_to_bshd(normal(5, 2, 3, 1), cu_seqlens, 3)
     with pytest.raises(ArgumentError, match="'tensor'"):
-        ops.convert_bshd_to_thd(tokens(3, 5, 2, 3), cu_seqlens, 5)
+        ops.convert_bshd_to_thd(normal(3, 5, 2, 3), cu_seqlens, 5)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from some_tensors import int32, normal
 from torch import Tensor
 
 import transformer_engine_fl as te
@@ -19,14 +20,6 @@ from transformer_engine_fl.core.errors import ArgumentError
 
 HEADS, WIDTH = 2, 4
 FIRST, SECOND = 0, 1
-
-
-def tokens(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 # ---------------------------------------------------------------- attention, on one rank
@@ -205,8 +198,8 @@ def test_ranks_together_are_attention_over_whole_sequences(
     lengths = [16, 0, 8, 32, 8]
     cu_seqlens = int32(*[sum(lengths[:n]) for n in range(len(lengths) + 1)])
     total = sum(lengths)
-    q, k, v = (tokens(total, HEADS, WIDTH, seed=seed).requires_grad_() for seed in (1, 2, 3))
-    d_out = tokens(total, HEADS, WIDTH, seed=4)
+    q, k, v = (normal(total, HEADS, WIDTH, seed=seed).requires_grad_() for seed in (1, 2, 3))
+    d_out = normal(total, HEADS, WIDTH, seed=4)
     expected = attention(q, k, v, cu_seqlens, causal)
     expected_grads = torch.autograd.grad(expected, (q, k, v), d_out)
 
@@ -246,7 +239,7 @@ def test_ranks_share_every_token_once(size: int, after: int) -> None:
 
 def test_a_share_is_what_rotary_embedding_takes_it_for() -> None:
     cu_seqlens, size = int32(0, 8, 8, 32), 4
-    x, freqs = tokens(32, HEADS, WIDTH), tokens(32, 1, 1, WIDTH, dtype=torch.float32)
+    x, freqs = normal(32, HEADS, WIDTH), normal(32, 1, 1, WIDTH, dtype=torch.float32)
     options = {"qkv_format": "thd", "cu_seqlens": cu_seqlens}
     whole = ops.fused_rope_forward(x, freqs, **options)
     for rank in range(size):
@@ -282,7 +275,7 @@ def test_two_lse_of_nothing_are_nothing(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [getattr(torch, it) for it in ops.thd_out_correction.dtypes])
 def test_a_query_that_sees_nothing_stays_as_it_is(dtype: torch.dtype) -> None:
-    out = tokens(4, 1, 3, dtype=dtype)
+    out = normal(4, 1, 3, dtype=dtype)
     out[1, 0, 0] = -0.0
     step = torch.full_like(out, torch.nan)
     step[3] = 1
@@ -296,7 +289,7 @@ def test_a_query_that_sees_nothing_stays_as_it_is(dtype: torch.dtype) -> None:
 
 def test_what_belongs_to_no_sequence_is_left_or_is_zero() -> None:
     cu_seqlens = int32(0, 4)
-    whole, lse = tokens(7, 1, 3), tokens(1, 7)
+    whole, lse = normal(7, 1, 3), normal(1, 7)
     assert not ops.thd_read_half_tensor(whole, cu_seqlens, SECOND)[2:].any()
     assert not ops.thd_read_second_half_lse(lse, cu_seqlens, 5, lse_packed=True)[:, 2:].any()
     before = whole.clone(), lse.clone()
@@ -313,7 +306,7 @@ def test_a_half_that_is_copied_has_the_bits_and_one_that_is_left_keeps_them(
     dtype: torch.dtype,
 ) -> None:
     grad = torch.full((2, 4, 1, 3), torch.nan, dtype=dtype)
-    step = tokens(2, 2, 1, 3, dtype=dtype)
+    step = normal(2, 2, 1, 3, dtype=dtype)
     step[0, 0, 0] = torch.tensor([-0.0, torch.nan, torch.inf])
     before = grad.clone()
     ops.thd_grad_correction(grad, step, int32(0, 4), first_half="none", second_half="copy")
@@ -389,7 +382,7 @@ def test_they_write_in_compiled_code_too() -> None:
 
 # ---------------------------------------------------------------------------------- errors
 
-THD, LSE, HALF = tokens(6, 2, 3), tokens(2, 6), tokens(2, 3)
+THD, LSE, HALF = normal(6, 2, 3), normal(2, 6), normal(2, 3)
 BOUNDS = int32(0, 4, 6)
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a third half": (
@@ -399,7 +392,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "three tensors of tokens": (
         ops.thd_read_half_tensor,
-        {"tensor": tokens(3, 6, 2, 3), "cu_seqlens": BOUNDS, "half_idx": 0},
+        {"tensor": normal(3, 6, 2, 3), "cu_seqlens": BOUNDS, "half_idx": 0},
         "tensor",
     ),
     "offsets of another dtype": (
@@ -414,7 +407,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "an lse of other sequences": (
         ops.thd_read_second_half_lse,
-        {"lse": tokens(3, 2, 4), "cu_seqlens": BOUNDS, "second_half_lse_seqlen": 2},
+        {"lse": normal(3, 2, 4), "cu_seqlens": BOUNDS, "second_half_lse_seqlen": 2},
         "lse",
     ),
     "a half too short to be read": (
@@ -460,7 +453,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {
             "out": THD,
             "out_per_step": THD,
-            "lse": tokens(3, 6),
+            "lse": normal(3, 6),
             "lse_per_step": LSE,
             "cu_seqlens": BOUNDS,
             "lse_packed": True,

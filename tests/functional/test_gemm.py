@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from some_tensors import normal
 from torch import Tensor
 
 import transformer_engine_fl as te
@@ -20,12 +21,8 @@ OPERATORS = ("generic_gemm", "te_general_grouped_gemm")
 SPLITS = [3, 0, 4]
 
 
-def values(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
-    return [values(*shape, seed=place).requires_grad_() for place, shape in enumerate(shapes)]
+    return [normal(*shape, seed=place).requires_grad_() for place, shape in enumerate(shapes)]
 
 
 def torch_linear(
@@ -105,10 +102,10 @@ def test_only_what_the_backward_needs_is_saved() -> None:
 def test_gradients_of_narrow_dtypes_are_rounded_once(dtype: torch.dtype) -> None:
     """bfloat16: within half a unit of the last place of the gradient in float64."""
     x, weight, bias = (
-        values(*shape, seed=place, dtype=dtype).requires_grad_()
+        normal(*shape, seed=place, dtype=dtype).requires_grad_()
         for place, shape in enumerate([(300, 16), (8, 16), (8,)])
     )
-    dy = values(300, 8, seed=9, dtype=dtype)
+    dy = normal(300, 8, seed=9, dtype=dtype)
     gradients = torch.autograd.grad(functional.linear(x, weight, bias), (x, weight, bias), dy)
     wide = [dy.double() @ weight.double(), dy.double().T @ x.double(), dy.double().sum(0)]
     half = torch.finfo(dtype).eps / 2
@@ -124,7 +121,7 @@ def test_a_gradient_of_the_input_times_the_slope_of_the_gelu_before() -> None:
     hidden, _, pre_gelu = ops.generic_gemm(first, x, gelu=True)
     assert hidden is not None
     assert pre_gelu is not None
-    dy = values(5, 3, seed=8)
+    dy = normal(5, 3, seed=8)
     d_pre, d_bias, _ = ops.generic_gemm(
         second,
         dy,
@@ -147,7 +144,7 @@ def test_a_gradient_of_the_input_times_the_slope_of_the_gelu_before() -> None:
 def test_main_grad_collects_the_gradients_of_several_batches(gelu: bool) -> None:
     weight, bias = leaves((6, 4), (6,))
     main_grad, expected = torch.zeros(6, 4).double(), torch.zeros(6, 4).double()
-    batches = [values(5, 4, seed=20 + place) for place in range(3)]
+    batches = [normal(5, 4, seed=20 + place) for place in range(3)]
     outputs = [
         functional.linear(it, weight, bias, gelu=gelu, main_grad=main_grad) for it in batches
     ]
@@ -162,7 +159,7 @@ def test_main_grad_collects_the_gradients_of_several_batches(gelu: bool) -> None
 
 def test_main_grads_of_groups() -> None:
     weights = leaves(*[(6, 4)] * 3)
-    x = values(7, 4, seed=30)
+    x = normal(7, 4, seed=30)
     main_grads = [torch.full((6, 4), float(place)).double() for place in range(3)]
     functional.grouped_linear(x, weights, SPLITS, main_grads=main_grads).sum().backward()
     for place, (main_grad, part) in enumerate(zip(main_grads, x.split(SPLITS), strict=True)):
@@ -189,8 +186,8 @@ def test_nothing_is_added_for_a_weight_that_is_frozen() -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_float32_sums_of_bfloat16_products_are_not_rounded_on_the_way(grouped: bool) -> None:
     """The tolerance of bfloat16 would let a product pass that was."""
-    x, dy = values(40, 16, dtype=torch.bfloat16), values(40, 8, seed=2, dtype=torch.bfloat16)
-    total = values(8, 16, seed=3, dtype=torch.float32)
+    x, dy = normal(40, 16, dtype=torch.bfloat16), normal(40, 8, seed=2, dtype=torch.bfloat16)
+    total = normal(8, 16, seed=3, dtype=torch.float32)
     expected = total + dy.float().T @ x.float()
     wgrad = {"transa": False, "transb": True}
     if grouped:
@@ -202,20 +199,20 @@ def test_float32_sums_of_bfloat16_products_are_not_rounded_on_the_way(grouped: b
 
 
 def test_an_empty_group_gives_zero_or_leaves_what_is_accumulated() -> None:
-    x, dy = values(7, 4), values(7, 6, seed=2)
+    x, dy = normal(7, 4), normal(7, 6, seed=2)
     wgrad = {"transa": False, "transb": True}
     D, _, _ = ops.te_general_grouped_gemm([x], [dy], SPLITS, **wgrad)
     assert D is not None
     assert not D.view(3, 6, 4)[1].any()
-    totals = [values(6, 4, seed=3 + place) for place in range(3)]
+    totals = [normal(6, 4, seed=3 + place) for place in range(3)]
     before = totals[1].clone()
     ops.te_general_grouped_gemm([x], [dy], SPLITS, accumulate_into=totals, **wgrad)
     assert torch.equal(totals[1], before)
 
 
 def test_groups_are_products_of_their_own() -> None:
-    weights, x = [values(6, 4, seed=place) for place in range(3)], values(7, 4, seed=5)
-    bias = [values(6, seed=10 + place) for place in range(3)]
+    weights, x = [normal(6, 4, seed=place) for place in range(3)], normal(7, 4, seed=5)
+    bias = [normal(6, seed=10 + place) for place in range(3)]
     D, _, pre_gelu = ops.te_general_grouped_gemm(weights, [x], SPLITS, bias=bias, gelu=True)
     each = [
         ops.generic_gemm(weight, part, bias=b, gelu=True)
@@ -319,7 +316,7 @@ def test_a_vendor_that_fails_leaves_a_product_to_the_others() -> None:
     te.get_default_manager().registry.register_impl(
         te.OpImpl("generic_gemm", "vendor.bad", "vendor", failing, vendor="bad", devices=["cpu"])
     )
-    weight, x = values(6, 4), values(5, 4)
+    weight, x = normal(6, 4), normal(5, 4)
     with te.with_preference("vendor:bad"):
         with pytest.raises(te.PartialMutationError, match="accumulate_into"):
             ops.generic_gemm(weight, x, accumulate_into=torch.zeros(5, 6).double())
@@ -378,21 +375,21 @@ def test_main_grad_is_written_by_compiled_code_too() -> None:
 
 # ----------------------------------------------------------------------------- errors
 
-W, X = values(6, 4), values(5, 4)
+W, X = normal(6, 4), normal(5, 4)
 E4M3 = torch.float8_e4m3fn
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "matrices that do not fit": ({"A": values(6, 5)}, "A"),
+    "matrices that do not fit": ({"A": normal(6, 5)}, "A"),
     "a transpose that does not fit": ({"transa": False}, "A"),
     "operands of two dtypes": ({"A": W.float()}, "A"),
-    "a bias of another width": ({"bias": values(4)}, "bias"),
-    "a bias under grad": ({"bias": values(6), "grad": True}, "bias"),
+    "a bias of another width": ({"bias": normal(4)}, "bias"),
+    "a bias under grad": ({"bias": normal(6), "grad": True}, "bias"),
     "a bias gradient without grad": ({"bias_grad": True}, "bias_grad"),
     "dgelu without its input": ({"gelu": True, "grad": True}, "gelu_input"),
-    "an input of GELU without grad": ({"gelu": True, "gelu_input": values(5, 6)}, "gelu_input"),
-    "an input of GELU without GELU": ({"grad": True, "gelu_input": values(5, 6)}, "gelu_input"),
-    "a total of another shape": ({"accumulate_into": values(6, 5)}, "accumulate_into"),
+    "an input of GELU without grad": ({"gelu": True, "gelu_input": normal(5, 6)}, "gelu_input"),
+    "an input of GELU without GELU": ({"grad": True, "gelu_input": normal(5, 6)}, "gelu_input"),
+    "a total of another shape": ({"accumulate_into": normal(6, 5)}, "accumulate_into"),
     "a total that is expanded": (
-        {"accumulate_into": values(1, 6).expand(5, 6)},
+        {"accumulate_into": normal(1, 6).expand(5, 6)},
         "accumulate_into",
     ),
     "a scale of what is not float8": ({"A_scale_inv": torch.ones(1)}, "A_scale_inv"),
@@ -421,33 +418,33 @@ def test_a_call_that_breaks_the_contract_names_the_argument(what: str) -> None:
     assert raised.value.argument == argument
 
 
-X7 = values(7, 4)
+X7 = normal(7, 4)
 GROUPS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "splits of another sum": ({"m_splits": [3, 1, 4]}, "B"),
     "no splits of one tensor": ({"m_splits": None}, "A"),
     "a split that is negative": ({"m_splits": [4, -1, 4]}, "m_splits"),
     "too few weights": ({"A": [W, W]}, "A"),
-    "weights of two widths": ({"A": [W, W, values(5, 4)]}, "A"),
-    "a vector among matrices": ({"A": [W, W, values(4)]}, "A"),
-    "too few biases": ({"bias": [values(6), values(6)]}, "bias"),
+    "weights of two widths": ({"A": [W, W, normal(5, 4)]}, "A"),
+    "a vector among matrices": ({"A": [W, W, normal(4)]}, "A"),
+    "too few biases": ({"bias": [normal(6), normal(6)]}, "bias"),
     "too few totals": (
-        {"accumulate_into": [values(3, 6), values(0, 6)]},
+        {"accumulate_into": [normal(3, 6), normal(0, 6)]},
         "accumulate_into",
     ),
     "a total of another group": (
-        {"accumulate_into": [values(3, 6), values(4, 6), values(0, 6)]},
+        {"accumulate_into": [normal(3, 6), normal(4, 6), normal(0, 6)]},
         "accumulate_into",
     ),
     "an input of GELU for one group": (
-        {"grad": True, "gelu": True, "gelu_input": values(3, 6)},
+        {"grad": True, "gelu": True, "gelu_input": normal(3, 6)},
         "gelu_input",
     ),
     "no scale in a list": ({"B_scale_inv": [None]}, "B_scale_inv"),
     "no scales in a list": ({"A_scale_inv": [None] * 3}, "A_scale_inv"),
     "bias gradients of several widths": (
         {
-            "A": [values(4, 6), values(5, 6)],
-            "B": [values(3, 4), values(3, 5)],
+            "A": [normal(4, 6), normal(5, 6)],
+            "B": [normal(3, 4), normal(3, 5)],
             "m_splits": None,
             "transa": False,
             "grad": True,
@@ -469,4 +466,4 @@ def test_groups_that_break_the_contract_name_the_argument(what: str) -> None:
 
 def test_a_grouped_layer_has_a_weight_for_each_group() -> None:
     with pytest.raises(ArgumentError, match="weights"):
-        functional.grouped_linear(values(12, 4), [values(12, 4)], [6, 6])
+        functional.grouped_linear(normal(12, 4), [normal(12, 4)], [6, 6])

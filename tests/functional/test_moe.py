@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from some_tensors import normal
 from torch import Tensor
 
 import transformer_engine_fl as te
@@ -15,15 +16,9 @@ from transformer_engine_fl.core.errors import ArgumentError
 TOKENS, EXPERTS, TOPK, FEATURES = 6, 5, 2, 3
 
 
-def values(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def some_indices(
-    tokens: int = TOKENS, topk: int = TOPK, experts: int = EXPERTS, seed: int = 2
-) -> Tensor:
+def some_indices(tokens: int = TOKENS, topk: int = TOPK, experts: int = EXPERTS) -> Tensor:
     """Different experts for each token, in no order."""
-    chances = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    chances = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(2))
     return chances.argsort(-1)[:, :topk]
 
 
@@ -36,7 +31,7 @@ def routing(map_type: str, indices: Tensor, experts: int = EXPERTS) -> Tensor:
 
 
 def leaf(*shape: int, seed: int = 1) -> Tensor:
-    return values(*shape, seed=seed).requires_grad_()
+    return normal(*shape, seed=seed).requires_grad_()
 
 
 MAPS = pytest.mark.parametrize("map_type", ["mask", "index"])
@@ -71,7 +66,7 @@ def test_permute_with_probs_passes_gradcheck(rows: int) -> None:
 def test_unpermute_passes_gradcheck(map_type: str, rows: int, with_probs: bool) -> None:
     routed = routing(map_type, some_indices())
     _, row_id_map = functional.moe_permute(
-        values(TOKENS, FEATURES), routed, rows, map_type=map_type
+        normal(TOKENS, FEATURES), routed, rows, map_type=map_type
     )
     probs = leaf(*routed.shape, seed=3) if with_probs else None
     assert torch.autograd.gradcheck(
@@ -81,7 +76,7 @@ def test_unpermute_passes_gradcheck(map_type: str, rows: int, with_probs: bool) 
 
 
 def test_the_gradient_of_probs_alone_and_of_tokens_alone() -> None:
-    x, probs, mask = values(TOKENS, FEATURES), values(TOKENS, EXPERTS), as_mask(some_indices())
+    x, probs, mask = normal(TOKENS, FEATURES), normal(TOKENS, EXPERTS), as_mask(some_indices())
     rows = TOKENS * TOPK
     only_probs = probs.clone().requires_grad_()
     _, permuted, _ = functional.moe_permute_with_probs(x, only_probs, mask, rows)
@@ -98,7 +93,7 @@ def test_the_map_is_the_same_with_and_without_grad_and_has_none(map_type: str) -
     routed = routing(map_type, some_indices())
     results = [
         functional.moe_permute(x, routed, 12, map_type=map_type)
-        for x in (values(TOKENS, FEATURES), leaf(TOKENS, FEATURES))
+        for x in (normal(TOKENS, FEATURES), leaf(TOKENS, FEATURES))
     ]
     assert results[1][0].requires_grad
     assert not results[1][1].requires_grad
@@ -123,7 +118,7 @@ def test_the_rows_are_kept_for_the_backward_only_where_there_are_probs(map_type:
     routed = routing(map_type, some_indices())
     x = leaf(TOKENS, FEATURES)
     permuted, row_id_map = functional.moe_permute(x, routed, 12, map_type=map_type)
-    probs = values(*routed.shape)
+    probs = normal(*routed.shape)
     options = {"map_type": map_type}
     size = tuple(row_id_map.shape)
     run = functional.moe_unpermute
@@ -136,9 +131,9 @@ def test_the_rows_are_kept_for_the_backward_only_where_there_are_probs(map_type:
 def test_narrow_probs_get_gradients_of_their_own_dtype() -> None:
     indices = some_indices()
     permuted, row_id_map = functional.moe_permute(
-        values(TOKENS, FEATURES, dtype=torch.bfloat16), indices, -1, map_type="index"
+        normal(TOKENS, FEATURES, dtype=torch.bfloat16), indices, -1, map_type="index"
     )
-    probs = values(TOKENS, TOPK, dtype=torch.bfloat16).requires_grad_()
+    probs = normal(TOKENS, TOPK, dtype=torch.bfloat16).requires_grad_()
     functional.moe_unpermute(permuted, row_id_map, probs, map_type="index").sum().backward()
     assert probs.grad is not None
     assert probs.grad.dtype == torch.bfloat16
@@ -209,7 +204,7 @@ def test_pairs_past_the_last_row_are_dropped_from_the_last_experts() -> None:
 
 @pytest.mark.parametrize("rows", [0, -1])
 def test_no_number_of_rows_stands_for_all_pairs_of_indices(rows: int) -> None:
-    x, indices = values(TOKENS, FEATURES), some_indices()
+    x, indices = normal(TOKENS, FEATURES), some_indices()
     expected = ops.moe_permute_fwd(x, indices, TOKENS * TOPK)
     torch.testing.assert_close(ops.moe_permute_fwd(x, indices, rows), expected, rtol=0, atol=0)
     assert ops.moe_permute_mask_fwd(x, as_mask(indices), num_out_tokens=0)[0].shape == (0, 3)
@@ -229,8 +224,8 @@ CASES = {
 @MAPS
 def test_there_and_back_is_the_identity_where_probs_sum_to_one(map_type: str, case: str) -> None:
     tokens, topk, experts = CASES[case]
-    x, indices = values(tokens, FEATURES), some_indices(tokens, topk, experts)
-    probs = values(tokens, topk).softmax(-1)
+    x, indices = normal(tokens, FEATURES), some_indices(tokens, topk, experts)
+    probs = normal(tokens, topk).softmax(-1)
     routed = routing(map_type, indices, experts)
     if map_type == "mask":
         probs = torch.zeros(tokens, experts).double().scatter(1, indices, probs)
@@ -240,8 +235,8 @@ def test_there_and_back_is_the_identity_where_probs_sum_to_one(map_type: str, ca
 
 
 def test_probs_may_be_applied_between() -> None:
-    x, mask = values(TOKENS, FEATURES), as_mask(some_indices())
-    probs = values(TOKENS, EXPERTS)
+    x, mask = normal(TOKENS, FEATURES), as_mask(some_indices())
+    probs = normal(TOKENS, EXPERTS)
     permuted, permuted_probs, row_id_map = functional.moe_permute_with_probs(x, probs, mask, 12)
     between = functional.moe_unpermute(permuted * permuted_probs.unsqueeze(-1), row_id_map)
     after = functional.moe_unpermute(permuted, row_id_map, probs)
@@ -253,8 +248,8 @@ def test_probs_may_be_applied_between() -> None:
 def test_values_are_those_of_a_loop_over_experts(case: str, rows: int | None) -> None:
     tokens, topk, experts = CASES[case]
     rows = tokens * topk if rows is None else rows
-    x, mask = values(tokens, FEATURES), as_mask(some_indices(tokens, topk, experts), experts)
-    probs, work = values(tokens, experts, seed=3), values(experts, seed=4)
+    x, mask = normal(tokens, FEATURES), as_mask(some_indices(tokens, topk, experts), experts)
+    probs, work = normal(tokens, experts, seed=3), normal(experts, seed=4)
     permuted, row_id_map = functional.moe_permute(x, mask, rows)
     expected, blocks = torch.zeros_like(x), []
     room = rows
@@ -275,8 +270,8 @@ def test_values_are_those_of_a_loop_over_experts(case: str, rows: int | None) ->
 
 
 def test_a_mask_and_ascending_indices_say_the_same() -> None:
-    x, indices = values(TOKENS, FEATURES), some_indices().sort(-1).values
-    probs = values(TOKENS, EXPERTS, seed=3)
+    x, indices = normal(TOKENS, FEATURES), some_indices().sort(-1).values
+    probs = normal(TOKENS, EXPERTS, seed=3)
     for rows in (5, 12, 20):
         by_index, index_map = ops.moe_permute_fwd(x, indices, rows)
         by_mask, _, mask_map = ops.moe_permute_mask_fwd(x, as_mask(indices), num_out_tokens=rows)
@@ -288,7 +283,7 @@ def test_a_mask_and_ascending_indices_say_the_same() -> None:
 
 
 def test_an_expert_may_be_any_number() -> None:
-    x, indices = values(TOKENS, FEATURES), some_indices()
+    x, indices = normal(TOKENS, FEATURES), some_indices()
     expected = ops.moe_permute_fwd(x, indices)
     renamed = ops.moe_permute_fwd(x, indices * 1_000_003 - 2_000_000)
     torch.testing.assert_close(renamed, expected, rtol=0, atol=0)
@@ -307,7 +302,7 @@ def test_values_are_copied_bit_by_bit(map_type: str, dtype: torch.dtype) -> None
 
 
 def test_the_bytes_of_a_quantised_tensor_may_be_moved() -> None:
-    x, indices = values(TOKENS, FEATURES).to(torch.float8_e4m3fn), some_indices()
+    x, indices = normal(TOKENS, FEATURES).to(torch.float8_e4m3fn), some_indices()
     permuted, row_id_map = functional.moe_permute(x, indices, -1, map_type="index")
     bytes_, _ = ops.moe_permute_fwd(x.view(torch.uint8), indices)
     assert permuted.dtype == torch.float8_e4m3fn
@@ -319,7 +314,7 @@ def test_the_bytes_of_a_quantised_tensor_may_be_moved() -> None:
 
 
 def test_a_map_s_numbers_below_minus_one_are_none_too() -> None:
-    call = values(3, FEATURES), values(4, FEATURES, seed=2), values(3, 1, seed=3)
+    call = normal(3, FEATURES), normal(4, FEATURES, seed=2), normal(3, 1, seed=3)
     missing, far = (torch.tensor([[3, last, 0]], dtype=torch.int32) for last in (-1, -2))
     with te.with_preference("reference"):
         expected = ops.moe_unpermute_bwd(call[0], missing, *call[1:], num_rows=4)
@@ -331,7 +326,7 @@ def test_a_map_s_numbers_below_minus_one_are_none_too() -> None:
 
 def test_no_values_are_read_back() -> None:
     # A meta tensor has none: an implementation that waited for them would fail.
-    x, probs = values(TOKENS, FEATURES).to("meta"), values(TOKENS, EXPERTS).to("meta")
+    x, probs = normal(TOKENS, FEATURES).to("meta"), normal(TOKENS, EXPERTS).to("meta")
     indices, mask = some_indices().to("meta"), as_mask(some_indices()).to("meta")
     with te.with_preference("reference"):
         permuted, row_id_map = ops.moe_permute_fwd(x, indices)
@@ -350,7 +345,7 @@ def test_no_values_are_read_back() -> None:
 
 # ----------------------------------------------------------------------------- errors
 
-X = values(TOKENS, FEATURES)
+X = normal(TOKENS, FEATURES)
 INDEX_MAP = torch.zeros(TOPK, TOKENS, dtype=torch.int32)
 MASK_MAP = torch.zeros(TOKENS, 2 * EXPERTS + 1, dtype=torch.int32)
 MASK = as_mask(some_indices())

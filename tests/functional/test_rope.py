@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from some_tensors import normal, with_tensors
 from torch import Tensor
 
 import transformer_engine_fl as te
@@ -33,21 +34,10 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 ROWS = 12
 
 
-def tokens(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def angles(rows: int = ROWS, rotated: int = 6, *, alike: bool = False) -> Tensor:
     """Angles of which no two are the same, or (alike) the same for both of a pair."""
     freqs = torch.randn(rows, 1, 1, rotated, generator=torch.Generator().manual_seed(2)) * 3
     return torch.cat([freqs[..., : rotated // 2]] * 2, -1) if alike else freqs
-
-
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: torch.tensor(it, dtype=torch.int32) if isinstance(it, list) else it
-        for name, it in options.items()
-    }
 
 
 # --------------------------------------------------------------------------- gradients
@@ -58,8 +48,8 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_rope_passes_gradcheck(case: str, rotated: int, interleaved: bool) -> None:
     shape, options = CASES[case]
-    x = tokens(*shape).requires_grad_()
-    freqs, options = angles(rotated=rotated), given(options)
+    x = normal(*shape).requires_grad_()
+    freqs, options = angles(rotated=rotated), with_tensors(options)
     assert torch.autograd.gradcheck(
         lambda it: functional.rope(it, freqs, interleaved=interleaved, **options), (x,)
     )
@@ -69,14 +59,14 @@ def test_rope_passes_gradcheck(case: str, rotated: int, interleaved: bool) -> No
 @pytest.mark.parametrize("case", CASES)
 def test_qkv_rope_passes_gradcheck(case: str, interleaved: bool) -> None:
     shape, options = CASES[case]
-    x = tokens(*shape[:-1], 8 + 4 + 3).requires_grad_()
-    call = {"qkv_split": (8, 4, 3), "interleaved": interleaved, **given(options)}
+    x = normal(*shape[:-1], 8 + 4 + 3).requires_grad_()
+    call = {"qkv_split": (8, 4, 3), "interleaved": interleaved, **with_tensors(options)}
     freqs = angles(rotated=4), angles(rotated=2)
     assert torch.autograd.gradcheck(lambda it: functional.qkv_rope(it, *freqs, **call), (x,))
 
 
 def test_the_gradient_of_one_output_of_three() -> None:
-    x = tokens(4, 2, 2, 15).requires_grad_()
+    x = normal(4, 2, 2, 15).requires_grad_()
     _, _, v = functional.qkv_rope(x, angles(rotated=4), angles(rotated=2), qkv_split=[8, 4, 3])
     (gradient,) = torch.autograd.grad(v.sum(), x)
     expected = torch.cat([torch.zeros(4, 2, 2, 12), torch.ones(4, 2, 2, 3)], -1).double()
@@ -84,7 +74,7 @@ def test_the_gradient_of_one_output_of_three() -> None:
 
 
 def test_nothing_is_saved_but_the_table() -> None:
-    x, freqs = tokens(4, 2, 2, 6).requires_grad_(), angles(4)
+    x, freqs = normal(4, 2, 2, 6).requires_grad_(), angles(4)
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -97,7 +87,7 @@ def test_nothing_is_saved_but_the_table() -> None:
 
 
 def test_a_table_that_requires_grad_gets_none() -> None:
-    x, freqs = tokens(4, 2, 2, 6).requires_grad_(), angles(4).requires_grad_()
+    x, freqs = normal(4, 2, 2, 6).requires_grad_(), angles(4).requires_grad_()
     functional.rope(x, freqs).sum().backward()
     assert x.grad is not None
     assert freqs.grad is None
@@ -105,7 +95,7 @@ def test_a_table_that_requires_grad_gets_none() -> None:
 
 def test_rope_compiles_with_its_gradient() -> None:
     torch._dynamo.reset()
-    options = given(CASES["thd, all of it"][1])
+    options = with_tensors(CASES["thd, all of it"][1])
     freqs = angles()
 
     def program(x: Tensor, freqs: Tensor) -> Tensor:
@@ -114,7 +104,7 @@ def test_rope_compiles_with_its_gradient() -> None:
 
     gradients = []
     for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
-        x = tokens(5, 2, 18).requires_grad_()
+        x = normal(5, 2, 18).requires_grad_()
         run(x, freqs).backward()
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients)
@@ -129,7 +119,7 @@ def test_products_depend_on_the_distance_alone(interleaved: bool) -> None:
     slowness = torch.tensor([1.0, 0.3, 0.01])
     pairs = slowness.repeat_interleave(2) if interleaved else slowness.repeat(2)
     freqs = (torch.arange(ROWS).unsqueeze(-1) * pairs)[:, None, None]
-    q, k = (tokens(1, 1, 1, 6, seed=seed).expand(ROWS, -1, -1, -1) for seed in (3, 4))
+    q, k = (normal(1, 1, 1, 6, seed=seed).expand(ROWS, -1, -1, -1) for seed in (3, 4))
     q = functional.rope(q, freqs, interleaved=interleaved)[:, 0, 0]
     k = functional.rope(k, freqs, interleaved=interleaved)[:, 0, 0]
     products = q @ k.T
@@ -139,7 +129,7 @@ def test_products_depend_on_the_distance_alone(interleaved: bool) -> None:
 
 
 def test_rotation_is_that_of_complex_numbers() -> None:
-    freqs, x = angles(4, alike=True), tokens(4, 2, 3, 6)
+    freqs, x = angles(4, alike=True), normal(4, 2, 3, 6)
     unit = torch.polar(torch.ones(4, 1, 1, 3).double(), freqs[..., :3].double())
     turned = torch.complex(x[..., :3], x[..., 3:]) * unit
     expected = torch.cat([turned.real, turned.imag], -1)
@@ -150,13 +140,13 @@ def test_rotation_is_that_of_complex_numbers() -> None:
 
 
 def test_the_backward_undoes_the_forward_where_pairs_have_one_angle() -> None:
-    freqs, x = angles(4, alike=True), tokens(4, 2, 3, 6)
+    freqs, x = angles(4, alike=True), normal(4, 2, 3, 6)
     torch.testing.assert_close(ops.fused_rope_backward(ops.fused_rope_forward(x, freqs), freqs), x)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_formats_agree(interleaved: bool) -> None:
-    x, freqs, starts = tokens(4, 3, 2, 8), angles(), torch.tensor([0, 8, 3], dtype=torch.int32)
+    x, freqs, starts = normal(4, 3, 2, 8), angles(), torch.tensor([0, 8, 3], dtype=torch.int32)
     options = {"start_positions": starts, "interleaved": interleaved}
     expected = ops.fused_rope_forward(x, freqs, **options)
     batch_first = x.transpose(0, 1)
@@ -178,8 +168,8 @@ def rank_chunks(sequence: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 @pytest.mark.parametrize("cp_size", [2, 3])
 @pytest.mark.parametrize("starts", [None, [0, 5]])
 def test_each_rank_has_its_chunks_of_the_whole(cp_size: int, starts: list[int] | None) -> None:
-    x, freqs = tokens(4 * cp_size, 2, 3, 8), angles(4 * cp_size + 5)
-    options = given({"start_positions": starts} if starts else {})
+    x, freqs = normal(4 * cp_size, 2, 3, 8), angles(4 * cp_size + 5)
+    options = with_tensors({"start_positions": starts} if starts else {})
     whole = ops.fused_rope_forward(x, freqs, **options)
     for rank in range(cp_size):
         own = rank_chunks(x, cp_size, rank)
@@ -189,7 +179,7 @@ def test_each_rank_has_its_chunks_of_the_whole(cp_size: int, starts: list[int] |
 
 def test_each_rank_has_its_chunks_of_every_sequence() -> None:
     lengths, cp_size = [8, 0, 12], 2
-    x, freqs = tokens(sum(lengths), 3, 8), angles(12)
+    x, freqs = normal(sum(lengths), 3, 8), angles(12)
     cu_seqlens = torch.tensor([0, 8, 8, 20], dtype=torch.int32)
     options = {"qkv_format": "thd", "cu_seqlens": cu_seqlens}
     whole = ops.fused_rope_forward(x, freqs, **options)
@@ -204,7 +194,7 @@ def test_each_rank_has_its_chunks_of_every_sequence() -> None:
 
 
 def test_qkv_rope_is_a_split_and_two_ropes() -> None:
-    packed, q_freqs, k_freqs = tokens(4, 2, 3, 8 + 4 + 5), angles(4, 4), angles(4, 2)
+    packed, q_freqs, k_freqs = normal(4, 2, 3, 8 + 4 + 5), angles(4, 4), angles(4, 2)
     q, k, v = ops.fused_qkv_rope_forward(packed, q_freqs, k_freqs, qkv_split=(8, 4, 5))
     of_group = packed[..., :8].reshape(4, 2, 6, 4)  # query heads 2 i and 2 i + 1 are group i's
     assert torch.equal(q, ops.fused_rope_forward(of_group, q_freqs))
@@ -213,7 +203,7 @@ def test_qkv_rope_is_a_split_and_two_ropes() -> None:
 
 
 def test_values_are_a_copy_even_where_they_could_be_a_view() -> None:
-    packed = tokens(1, 1, 1, 12)
+    packed = normal(1, 1, 1, 12)
     _, _, v = ops.fused_qkv_rope_forward(packed, angles(1, 4), angles(1, 4), qkv_split=(4, 4, 4))
     packed.zero_()
     assert bool(v.all())
@@ -223,7 +213,7 @@ def test_values_are_a_copy_even_where_they_could_be_a_view() -> None:
 
 
 def test_positions_outside_the_table_are_nan_in_the_rotated_features_only() -> None:
-    x, freqs = tokens(3, 2, 1, 6), angles(4, 4)
+    x, freqs = normal(3, 2, 1, 6), angles(4, 4)
     starts = torch.tensor([-2, 2], dtype=torch.int32)
     for op in (ops.fused_rope_forward, ops.fused_rope_backward):
         output = op(x, freqs, start_positions=starts)
@@ -234,7 +224,7 @@ def test_positions_outside_the_table_are_nan_in_the_rotated_features_only() -> N
 
 
 def test_tokens_after_the_last_sequence_are_copied_bit_by_bit() -> None:
-    x = tokens(5, 1, 4)
+    x = normal(5, 1, 4)
     x[3, 0] = torch.tensor([-0.0, math.inf, 1.0, -math.inf])
     cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32)
     for op in (ops.fused_rope_forward, ops.fused_rope_backward):
@@ -245,10 +235,10 @@ def test_tokens_after_the_last_sequence_are_copied_bit_by_bit() -> None:
 
 def test_no_values_are_read_back() -> None:
     # A meta tensor has none: an implementation that waited for them would fail.
-    x, freqs = tokens(5, 2, 6).to("meta"), angles().to("meta")
+    x, freqs = normal(5, 2, 6).to("meta"), angles().to("meta")
     options = {
         name: it.to("meta") if isinstance(it, Tensor) else it
-        for name, it in given(CASES["thd, all of it"][1]).items()
+        for name, it in with_tensors(CASES["thd, all of it"][1]).items()
     }
     with te.with_preference("reference"):
         assert ops.fused_rope_forward(x, freqs, **options).shape == x.shape
@@ -263,13 +253,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a format that is no text": ({"qkv_format": 3}, "qkv_format"),
     "tokens of another format": ({"qkv_format": "thd", "cu_seqlens": [0, 6]}, "input"),
     "sequences that need no offsets": ({"cu_seqlens": [0, 6]}, "cu_seqlens"),
-    "offsets that are missing": ({"qkv_format": "thd", "input": tokens(6, 2, 8)}, "cu_seqlens"),
+    "offsets that are missing": ({"qkv_format": "thd", "input": normal(6, 2, 8)}, "cu_seqlens"),
     "offsets of no sequence": (
-        {"qkv_format": "thd", "input": tokens(6, 2, 8), "cu_seqlens": [0]},
+        {"qkv_format": "thd", "input": normal(6, 2, 8), "cu_seqlens": [0]},
         "cu_seqlens",
     ),
     "offsets of another dtype": (
-        {"qkv_format": "thd", "input": tokens(6, 2, 8), "cu_seqlens": torch.tensor([0, 6])},
+        {"qkv_format": "thd", "input": normal(6, 2, 8), "cu_seqlens": torch.tensor([0, 6])},
         "cu_seqlens",
     ),
     "start positions of another dtype": ({"start_positions": torch.zeros(2)}, "start_positions"),
@@ -283,7 +273,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative rank": ({"cp_size": 2, "cp_rank": -1, "freqs": angles(12)}, "cp_rank"),
     "a number of ranks that is no integer": ({"cp_size": 2.0}, "cp_size"),
     "tokens that make no two chunks": (
-        {"cp_size": 2, "input": tokens(5, 2, 3, 8), "freqs": angles(12)},
+        {"cp_size": 2, "input": normal(5, 2, 3, 8), "freqs": angles(12)},
         "qkv_format",
     ),
     "a table too short": ({"freqs": angles(5)}, "freqs"),
@@ -301,7 +291,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_call_that_breaks_the_contract_names_the_argument(what: str) -> None:
     change, argument = REFUSED[what]
-    call = {"input": tokens(6, 2, 3, 8), "freqs": angles(6), **given(change)}
+    call = {"input": normal(6, 2, 3, 8), "freqs": angles(6), **with_tensors(change)}
     with pytest.raises(ArgumentError) as raised:
         ops.fused_rope_forward(call.pop("input"), call.pop("freqs"), **call)
     assert raised.value.argument == argument
@@ -312,25 +302,25 @@ def test_a_call_that_breaks_the_contract_names_the_argument(what: str) -> None:
 )
 def test_a_split_that_makes_no_heads_is_refused(split: Any) -> None:
     with pytest.raises(ArgumentError, match="qkv_split"):
-        ops.fused_qkv_rope_forward(tokens(6, 2, 3, 16), angles(6, 4), angles(6, 4), qkv_split=split)
+        ops.fused_qkv_rope_forward(normal(6, 2, 3, 16), angles(6, 4), angles(6, 4), qkv_split=split)
 
 
 def test_a_split_of_another_width_is_refused() -> None:
     with pytest.raises(ArgumentError, match="qkv_input"):
         ops.fused_qkv_rope_forward(
-            tokens(6, 2, 3, 17), angles(6, 4), angles(6, 4), qkv_split=(8, 4, 4)
+            normal(6, 2, 3, 17), angles(6, 4), angles(6, 4), qkv_split=(8, 4, 4)
         )
 
 
 def test_gradients_of_three_dtypes_are_refused() -> None:
-    q, k, v = tokens(6, 2, 6, 4), tokens(6, 2, 3, 4), tokens(6, 2, 3, 4).float()
+    q, k, v = normal(6, 2, 6, 4), normal(6, 2, 3, 4), normal(6, 2, 3, 4).float()
     with pytest.raises(ArgumentError, match="v_grad"):
         ops.fused_qkv_rope_backward(q, k, v, angles(6, 4), angles(6, 4), qkv_split=(8, 4, 4))
 
 
 def test_the_short_names_are_the_same_operators() -> None:
     manager = te.get_default_manager()
-    x, freqs = tokens(6, 2, 3, 8), angles(6)
+    x, freqs = normal(6, 2, 3, 8), angles(6)
     expected = ops.fused_rope_forward(x, freqs)
     assert torch.equal(manager.call("rope_fwd", x, freqs), expected)
     expected = ops.fused_rope_backward(x, freqs)

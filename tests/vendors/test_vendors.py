@@ -103,7 +103,7 @@ def test_a_command_that_fails_or_is_missing_finds_nothing(
 def test_a_command_that_hangs_is_ended_with_what_it_started_and_named(
     monkeypatch: pytest.MonkeyPatch, no_vendors: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(detection, "QUERY_SECONDS", 0.3)
+    monkeypatch.setattr(detection, "QUERY_SECONDS", 2.0)
     pid = no_vendors / "pid"
     script = command(no_vendors, "hang", f"sleep 60 & echo $! > {pid}; wait")
     register_vendor(VendorInfo("slow", "faraway", script))
