@@ -81,9 +81,15 @@ FAMILIES = dict(_families())
 BENCHMARKED = dict(_benchmarked())
 COPYING = {"epilogue", "normalization", "softmax"}
 """Families that copy to shared memory past the registers."""
-DEPENDENT = set(
-    ["activation", "epilogue", "moe", "normalization", "optimizer", "quantization", "router"]
-)
+DEPENDENT = {
+    "activation",
+    "epilogue",
+    "moe",
+    "normalization",
+    "optimizer",
+    "quantization",
+    "router",
+}
 """Families of which kernels start before the one before them has ended."""
 
 
