@@ -915,7 +915,8 @@ def cross_entropy_partial_fwd(
     - the target's score, 0 if the target is not in the shard;
     - ``sum(s)``.
 
-    A row that is ignored has four zeros.
+    A row that is ignored has four zeros. Of a row with NaN the second is NaN, and so is every
+    loss that it is merged into; the first may be the highest of its other scores.
 
     Args:
         input: ``[..., C]``, the logits of the words from ``vocab_start`` on, C at least 1;
