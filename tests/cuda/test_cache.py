@@ -280,8 +280,8 @@ def test_headers_are_looked_for_in_cuda_home_then_cuda_path_then_the_wheels(
 def test_a_missing_package_is_named_with_how_to_install_it(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = _compile._installed
-    monkeypatch.setattr(_compile, "_installed", lambda name: name != module and installed(name))
+    installed = _compile.installed
+    monkeypatch.setattr(_compile, "installed", lambda name: name != module and installed(name))
     reason = _compile.missing_compiler()
     assert reason is not None
     assert module.replace(".", "-") in reason

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import Any
 
 from transformer_engine_fl.core.locks import LOADING
 
-__all__ = ["load_attribute"]
+__all__ = ["installed", "load_attribute"]
+
+
+def installed(module: str) -> bool:
+    """Whether a module is there to be imported, ``"package.module"``; the package is imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
 
 
 def load_attribute(reference: str) -> Any:

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 from transformer_engine_fl.core.errors import PluginError, RegistrationError
+from transformer_engine_fl.core.late import installed
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.manager import get_default_manager
@@ -359,7 +359,7 @@ def _kernels(package: str) -> tuple[list[Kernel], frozenset[str]]:
     unused: frozenset[str] = frozenset()
     for module in ("ops", "fused"):
         path = f"{package}.{module}"
-        if not _exists(path):
+        if not installed(path):
             continue
         tree = parsed(path)
         defined = (
@@ -372,13 +372,6 @@ def _kernels(package: str) -> tuple[list[Kernel], frozenset[str]]:
             made = [_named(name, module) for name in exports(path)]
         found |= {it.function: it for it in made}
     return list(found.values()), unused
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _named(function: str, module: str) -> Kernel:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from transformer_engine_fl.backends._disk_cache import DiskCache
 from transformer_engine_fl.core.errors import NotStartedError
+from transformer_engine_fl.core.late import installed
 
 __all__ = [
     "CACHE",
@@ -129,7 +130,7 @@ def missing() -> str | None:
 def missing_compiler() -> str | None:
     """Why kernels cannot be compiled here; None if they can. Needs no device."""
     for package, module in (("cuda-core", "cuda.core"), ("cuda-bindings", "cuda.bindings")):
-        if not _installed(module):
+        if not installed(module):
             return f"{package} is not installed: {INSTALL}"
     try:
         _nvrtc_version()
@@ -190,13 +191,6 @@ def _nvrtc_build() -> str:
         return ""
 
 
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
-
-
 def header_directory() -> Path | None:
     """Where CUDA's headers are: in CUDA_HOME, in CUDA_PATH, or in the wheels."""
     return next((folder for folder in _header_candidates() if _has_headers(folder)), None)
@@ -206,7 +200,7 @@ def _header_candidates() -> Iterator[Path]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if root := os.environ.get(variable):
             yield Path(root) / "include"
-    wheels = importlib.util.find_spec("nvidia") if _installed("nvidia") else None
+    wheels = importlib.util.find_spec("nvidia") if installed("nvidia") else None
     for location in (wheels and wheels.submodule_search_locations) or ():
         # cu13 and its successors share a folder; the wheels of CUDA 12 have one each.
         yield from sorted(Path(location).glob("cu[0-9]*/include"), reverse=True)
