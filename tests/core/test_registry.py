@@ -286,6 +286,22 @@ def test_a_description_that_contradicts_itself_is_refused(
         OpImpl(**(described | fields))
 
 
+@pytest.mark.parametrize(
+    ("op_name", "fn"),
+    [
+        ("aten::relu_", lambda x: x),
+        ("fused", lambda *args: args[0]),
+        ("fused", lambda self: self),
+        ("fused", "module:attribute"),
+    ],
+)
+def test_what_is_written_may_be_named_where_a_signature_does_not_show_it(
+    op_name: str, fn: Any
+) -> None:
+    described = OpImpl(op_name, "mine", "reference", fn, mutates=["self"])  # type: ignore[arg-type]
+    assert described.mutates == ("self",)
+
+
 def test_dtypes_may_be_given_as_torch_dtypes() -> None:
     import torch
 

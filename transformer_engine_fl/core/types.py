@@ -220,6 +220,8 @@ class OpImpl:
                 f"{self.label}: mutates must be a collection of argument names, got {given!r}"
             )
         object.__setattr__(self, "mutates", tuple(names))
+        if "::" in self.op_name:  # the names are those of torch's schema
+            return
         try:
             parameters = inspect.signature(self.fn).parameters  # type: ignore[arg-type]
         except (TypeError, ValueError):  # it is not imported yet, or in C
