@@ -16,7 +16,7 @@ from transformer_engine_fl import ops
 from transformer_engine_fl.backends._tf32 import uses_tf32
 from transformer_engine_fl.backends.vendor.cuda import _launch, gemm
 from transformer_engine_fl.backends.vendor.cuda._arguments import KnownCalls
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 
 LOW, FULL = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -48,6 +48,34 @@ def test_what_takes_more_than_one_call_is_left_to_others(
 ) -> None:
     with cuda_emulation.running(), pytest.raises(NotSupportedError, match=reason):
         gemm.generic_gemm(matrix(32, 48), matrix(16, 48), **options)
+
+
+def test_factors_beyond_float32_are_left_to_others_unless_the_product_is_of_float64() -> None:
+    x = matrix(2, 4, FULL)
+    with cuda_emulation.running():
+        for options in ({"alpha": 1e39}, {"beta": -1e39, "accumulate_into": torch.ones(2, 2)}):
+            with pytest.raises(NotSupportedError, match="no factor beyond float32"):
+                gemm.generic_gemm(x, x, **options)  # type: ignore[arg-type]
+        with pytest.raises(NotSupportedError, match="no factor beyond float32"):
+            gemm.te_general_grouped_gemm([x], [x], alpha=1e39)
+        product, *_ = gemm.generic_gemm(x.double(), x.double(), alpha=1e39)
+        torch.testing.assert_close(product, x.double() @ x.double().t() * 1e39)
+        product, *_ = gemm.generic_gemm(x, x, alpha=torch.inf)
+        assert torch.equal(product, x @ x.t() * torch.inf)  # type: ignore[arg-type]
+
+
+def test_what_inference_mode_has_made_is_refused_after_a_like_call_too() -> None:
+    a, b = matrix(4, 8, FULL), matrix(3, 8, FULL)
+    with torch.inference_mode():
+        into = torch.zeros(3, 4)
+    with cuda_emulation.running():
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="made in inference mode"):
+                gemm.generic_gemm(a, b, accumulate_into=into)
+            gemm.generic_gemm(a, b, accumulate_into=torch.zeros(3, 4))
+        with torch.inference_mode():
+            gemm.generic_gemm(a, b, accumulate_into=into)
+    torch.testing.assert_close(into, b @ a.t())
 
 
 @pytest.mark.parametrize(("columns", "terms"), [(1, 48), (32, 1)])

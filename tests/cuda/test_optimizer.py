@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_engine_fl import testing
 from transformer_engine_fl.backends._lists import Tiles
 from transformer_engine_fl.backends.vendor.cuda import _numbers, optimizer
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops import optimizer as contracts
 from transformer_engine_fl.testing.arguments import clone
 
@@ -110,6 +110,19 @@ def test_a_second_step_makes_no_table(device: str, monkeypatch: pytest.MonkeyPat
     (layout,) = listing.layouts.values()
     monkeypatch.setattr(layout, "_numbers_on_device", None)
     check("multi_tensor_adam", *lists, 0.1, 2)
+
+
+def test_what_inference_mode_has_made_is_refused_after_a_like_call_too(device: str) -> None:
+    inputs = normal([5, 9], device)
+    with torch.inference_mode():
+        outputs = normal([5, 9], device)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="made in inference mode"):
+            optimizer.multi_tensor_scale(inputs, outputs, 2.0)
+        optimizer.multi_tensor_scale(inputs, normal([5, 9], device), 2.0)
+    with torch.inference_mode():
+        optimizer.multi_tensor_scale(inputs, outputs, 2.0)
+        assert all(map(torch.equal, outputs, [it * 2 for it in inputs]))
 
 
 def test_a_tensor_that_is_written_twice_is_declined(device: str) -> None:

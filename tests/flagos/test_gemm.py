@@ -265,7 +265,10 @@ def test_a_kept_plan_serves_other_values_and_no_other_call(device: str) -> None:
     wrong = [
         {"transa": 1}, {"gelu": 0}, {"alpha": True}, {"out_dtype": "float32"}, {"transb": True},
         {"bias": total}, {"accumulate_into": total[:8]}, {"A_scale_inv": total}, {"beta": None},
+        {"alpha": 2**63}, {"beta": -(10**400)},
     ]  # fmt: skip
+    with torch.inference_mode():
+        wrong.append({"accumulate_into": torch.zeros(9, 40, device=device)})
     for options in wrong:
         with pytest.raises(ArgumentError):
             flagos.generic_gemm(A, B, **options)  # type: ignore[arg-type]

@@ -84,6 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows that are no integers": ({"row_list": [3, 0, 1.0, 4]}, "row_list"),
     "no list": ({"row_list": 8}, "row_list"),
     "a text": ({"padded_row_list": "4418"}, "padded_row_list"),
+    "more rows than int64 counts": ({"padded_row_list": [4, 4, 1, 2**63]}, "padded_row_list"),
 }
 
 

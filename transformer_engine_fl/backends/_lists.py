@@ -283,7 +283,8 @@ class Listing:
         """
         op, names = contract.name, demand.names
         given: Lists = [arguments[name] for name in names]
-        seen = _seen(given)
+        writes = [name in contract.mutates for name in names]
+        seen = _seen(given, writes)
         facts, pointers = seen or (None, ())
         layout = None if seen is None else self.layouts.get((demand, facts))
         if layout is not None and _others_are_on(layout.device, arguments, names):
@@ -301,7 +302,6 @@ class Listing:
         if layout.device is None:
             return Ready(others, None)
         check_fresh(op, torch.empty((0,), device=layout.device))
-        writes = [name in contract.mutates for name in names]
         copies: list[tuple[Tensor, Tensor]] = []
         lists = given
         if seen is not None and not layout.copied:
@@ -339,18 +339,22 @@ class Listing:
         return value
 
 
-def _seen(lists: Lists) -> tuple[object, _Pointers] | None:
+def _seen(lists: Lists, writes: Sequence[bool]) -> tuple[object, _Pointers] | None:
     """What is to be known of plain tensors, and where they are; None if they are none.
 
+    Nor is it known of those that are written and were made in inference mode, outside of it.
     A device is known by its number. That is the CPU's for what has no memory as well, which
     has no address then.
     """
     facts, pointers = [], []
+    outside = not torch.is_inference_mode_enabled()
     try:
-        for tensors in lists:
+        for tensors, written in zip(lists, writes, strict=True):
             if not isinstance(tensors, list | tuple) or not _PLAIN.issuperset(map(type, tensors)):
                 return None
             if any(map(Tensor.is_neg, tensors)):
+                return None
+            if written and outside and any(map(Tensor.is_inference, tensors)):
                 return None
             pointers.append(tuple(map(Tensor.data_ptr, tensors)))
             shapes = tuple([it.shape for it in tensors])

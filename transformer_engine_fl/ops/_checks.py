@@ -26,6 +26,7 @@ __all__ = [
     "is_cu_seqlens",
     "is_dtype",
     "is_flag",
+    "is_frozen",
     "is_integer",
     "is_list",
     "is_number",
@@ -126,6 +127,17 @@ def is_list(
     return value
 
 
+def is_frozen(value: object) -> bool:
+    """Whether it is a tensor that was made in inference mode, and this is outside of it."""
+    import torch
+
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_inference()
+        and not torch.is_inference_mode_enabled()
+    )
+
+
 def is_writable(op: str, name: str, value: torch.Tensor) -> None:
     """Require that a tensor may be written, and that each element has memory of its own.
 
@@ -134,8 +146,7 @@ def is_writable(op: str, name: str, value: torch.Tensor) -> None:
     import torch
 
     # Compiled code is traced in the mode that it runs in; torch looks itself when it writes.
-    compiling = torch.compiler.is_compiling()
-    if not compiling and value.is_inference() and not torch.is_inference_mode_enabled():
+    if not torch.compiler.is_compiling() and is_frozen(value):
         expected = "one that was made outside of inference mode (clone it), or a call within it"
         given = f"{describe(value)}, made in inference mode"
         raise ArgumentError(op, name, given, f"{expected}, for it is written")

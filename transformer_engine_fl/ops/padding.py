@@ -30,7 +30,7 @@ def _check_row_list(op: str, name: str, value: Any) -> list[int]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ArgumentError(op, name, check.describe(value), "a list of row counts")
     # Lists are long, and to look at each entry by itself takes longer than a small kernel.
-    if not all(type(rows) is int and rows >= 0 for rows in value):
+    if not all(type(rows) is int and 0 <= rows < 2**63 for rows in value):
         for rows in value:
             check.is_integer(op, name, rows)
     return list(value)

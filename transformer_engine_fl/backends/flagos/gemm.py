@@ -52,6 +52,7 @@ from transformer_engine_fl.backends.flagos._tiles import bounded
 from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import gemm as contracts
+from transformer_engine_fl.ops._checks import is_frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,7 +144,6 @@ _LARGEST_UNALIGNED = 128 * 128  # elements of a tile: many addresses take many r
 _FLOAT8_FROM = 89
 _WIDEST_DESCRIBED = 4  # bytes of an element
 _WORTH_A_COPY = 2**30  # products, from which on operands are copied to be described
-_NUMBERS = (int, float)
 
 _SUM_ROWS, _SUM_BLOCK, _SUM_THREADS, _SUM_PROGRAMS = 16, 256, 128, 8
 
@@ -698,8 +698,9 @@ def _key(
 ) -> object:
     """What a plan depends on; None if something is unusual."""
     # True equals 1, which is refused, so that the types are looked at.
-    if type(alpha) not in _NUMBERS or type(beta) not in _NUMBERS:
-        return None
+    for number in (alpha, beta):
+        if type(number) is not float and not (type(number) is int and abs(number) < 2**63):
+            return None
     if not all(it is True or it is False for it in flags):
         return None
     if dtype is not None and type(dtype) is not torch.dtype:
@@ -843,7 +844,7 @@ def generic_gemm(
     op = contracts.generic_gemm.name
     given: _Tensors = (A, B, A_scale_inv, B_scale_inv, accumulate_into, gelu_input, bias)
     flags = (transa, transb, gelu, grad, bias_grad)
-    key = _key(given, flags, alpha, beta, out_dtype)
+    key = None if is_frozen(accumulate_into) else _key(given, flags, alpha, beta, out_dtype)
     plan = None if key is None else _PLANS.get(key)
     taken = given
     if plan is None:
@@ -882,7 +883,7 @@ def generic_gemm(
         launch(
             (programs, 1),
             (a, a_scale, b, b_scale, D, pre_gelu, fwd_input, added),
-            (*numbers, alpha, beta),
+            (*numbers, float(alpha), float(beta)),
         )
     if accumulate_into is None:
         return D, sums, pre_gelu

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 from transformer_engine_fl.backends.vendor.cuda._numbers import numbers_on_device
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
+from transformer_engine_fl.ops._checks import is_frozen
 
 __all__ = ["generic_gemm", "products", "te_general_grouped_gemm"]
 
@@ -44,6 +46,7 @@ _FLOAT8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NARROW: Final = (torch.bfloat16, torch.float16)
 _ALIGNMENT: Final = 16
 """Of float8: bytes of rows and of addresses, as cuBLASLt asks."""
+_MOST: Final = torch.finfo(torch.float32).max
 
 # Products of narrow dtypes in float32, which torch has for CUDA alone, from 2.8 on. Until 2.10
 # what such a product is added to had to be as narrow as its factors.
@@ -112,20 +115,21 @@ def _declined(
     gelu: bool,
     bias_grad: bool,
     alpha: float,
+    beta: float | None,
     result: torch.dtype,
     out_dtype: torch.dtype,
-    accumulated: bool,
     scales: tuple[Tensor | None, Tensor | None],
 ) -> str | None:
     """Why the library does not do that in one call; None if it does.
 
     Args:
+        beta: the contract's; None where nothing is accumulated.
         result: the dtype in which the product is stored.
         out_dtype: that of the other outputs.
-        accumulated: whether it is added to what is there.
         scales: of A and of B.
         A, B, transa, transb, bias, gelu, bias_grad, alpha: the contract's.
     """
+    accumulated = beta is not None
     if gelu:
         return "torch's products neither return GELU's input nor take its gradient"
     if (
@@ -137,6 +141,9 @@ def _declined(
     if bias is not None and (not bias.is_contiguous() or 1 in A.shape):
         # torch spreads that over D, and a product that cuBLAS adds to D it rounds before.
         return "torch leaves a bias with gaps, of one column or one term not to cuBLASLt's epilogue"
+    for factor in (alpha, beta or 0.0):
+        if B.dtype != torch.float64 and _MOST < abs(factor) < math.inf:
+            return f"torch takes no factor beyond float32 of {B.dtype}"
     if B.dtype in _FLOAT8:
         return _float8_declined(
             A, B, transa, transb, bias, alpha, result, accumulated or bias_grad, scales
@@ -283,7 +290,8 @@ def generic_gemm(
     """``generic_gemm`` of the contract."""
     name, into = "generic_gemm", accumulate_into
     tensors = (A, B, bias, gelu_input, into, A_scale_inv, B_scale_inv)
-    options = (transa, transb, gelu, grad, bias_grad, alpha, beta, out_dtype)
+    frozen = is_frozen(into)
+    options = (transa, transb, gelu, grad, bias_grad, alpha, beta, out_dtype, frozen)
     call = _known.like(tensors, options)
     known = call in _known
     if not known:
@@ -320,9 +328,9 @@ def generic_gemm(
             gelu=gelu,
             bias_grad=bias_grad,
             alpha=alpha,
+            beta=None if into is None else beta,
             result=dtype if into is None else into.dtype,
             out_dtype=dtype,
-            accumulated=into is not None,
             scales=scales,
         )
         refuse(name, reason)
@@ -497,9 +505,9 @@ def _one_by_one(
             gelu=gelu,
             bias_grad=bias_grad,
             alpha=alpha,
+            beta=None if into is None else beta,
             result=places[i].dtype,
             out_dtype=dtype,
-            accumulated=D is None,
             scales=scales[i],
         )
         refuse(name, reason)
