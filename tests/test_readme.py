@@ -7,7 +7,6 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -120,17 +119,6 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
     targets = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
     missing = [it for it in targets if not (ROOT / page).parent.joinpath(it).exists()]
     assert missing == []
-
-
-def test_the_blocks_of_the_tuning_page_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformer_engine_fl.backends.flagos.tuning import choice
-
-    monkeypatch.setattr(choice, "CHOICES", {})
-    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {"__name__": "tuning_page"}
-    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S):
-        exec(compile(block, "tuning.md", "exec"), names)
-    assert names["FORWARD"](torch.device("cpu"), 3000, 2) == (128, 4096)
 
 
 def test_every_page_of_docs_is_reached_from_the_readme() -> None:

@@ -976,8 +976,6 @@ def test_the_file_of_the_page_is_good(families: dict[str, Choice[Any]], tmp_path
 
 def test_the_declaration_of_the_page_is_a_choice() -> None:
     (block,) = (it for it in blocks("python") if "Choice(" in it)
-    scope = {"NamedTuple": NamedTuple, "Choice": Choice, "_PLANS": {}}
-    block = block.replace('"cross_entropy_fwd"', '"of_the_page"')
-    exec(compile(block, "docs/tuning.md", "exec"), scope)
-    choice: Choice[Any] = tuning.CHOICES.pop("of_the_page")
+    exec(compile(block, "docs/tuning.md", "exec"), {"__name__": "the_page"})
+    choice: Choice[Any] = tuning.CHOICES.pop("my_loss_fwd")
     assert tuple(choice(CPU, 5, 2)) == (128, 4096)
