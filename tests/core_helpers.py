@@ -6,6 +6,7 @@ architecture, and an implementation returns its own impl id.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -120,6 +121,17 @@ def make_manager(*impls: OpImpl, **keywords: Any) -> OpManager:
     registry.register_many(impls)
     keywords.setdefault("tensors", StubTensors())
     return OpManager(registry, builtins=False, plugins=False, **keywords)
+
+
+def slowly(fn: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    """The function, so slow that every thread is there before it is done; notes its calls."""
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        time.sleep(0.05)
+        return fn(*args, **kwargs)
+
+    return slow
 
 
 def order(manager: OpManager, op_name: str = "scale") -> list[str]:

@@ -39,13 +39,11 @@ def _processor_seconds():
 def test_answers_in_half_a_second(te_fl_process):
     # Processor time: what else the machine does meanwhile must not decide.
     taken = []
-    for _ in range(10):
+    for _ in range(3):
         start = _processor_seconds()
         assert te_fl_process("list").code == 0
         taken.append(_processor_seconds() - start)
-        if taken[-1] < 0.5:
-            return
-    pytest.fail(f"the quickest of {len(taken)} took {min(taken):.3f} s")
+    assert min(taken) < 0.5, taken
 
 
 def test_loads_neither_torch_nor_a_compiler_nor_what_draws_tables(te_fl_process):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_helpers import StubTensor, answering, impl, make_manager, one_of_each
+from core_helpers import StubTensor, answering, impl, make_manager, one_of_each, slowly
 
 from transformer_engine_fl import (
     OpManager,
@@ -189,17 +189,6 @@ def test_what_was_built_while_the_policy_changed_is_not_kept(bound: bool) -> Non
     assert run(X) == "b"
 
 
-def slowly(fn: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    """The function, so slow that every thread is there before it is done; notes its calls."""
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        time.sleep(0.05)
-        return fn(*args, **kwargs)
-
-    return slow
-
-
 def test_sixteen_threads_that_come_first_start_a_manager_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,6 +199,7 @@ def test_sixteen_threads_that_come_first_start_a_manager_once(
     assert len(calls) == 1
     impls = manager.registry.get_implementations("rmsnorm_fwd")
     assert [it.impl_id for it in impls].count("reference.torch") == 1
+    assert len(manager.plugins) == len({report.name for report in manager.plugins})
 
 
 def test_sixteen_threads_that_come_first_share_one_default_manager(

@@ -7,7 +7,6 @@ import gc
 import inspect
 import sys
 import threading
-import time
 import timeit
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from core_helpers import slowly
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -862,18 +862,13 @@ def test_threads_that_enter_at_once_share_the_routes(
     together = threading.Barrier(4)
     made: list[Any] = []
 
-    def slowly(*args: Any) -> routes.Routes:
-        made.append(args)
-        time.sleep(0.05)  # the others come meanwhile
-        return routes.Routes(*args)
-
     def run() -> None:
         together.wait()
         with use_aten_ops(), with_preference("reference"):
             F.silu(torch.ones(3))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
-    monkeypatch.setattr(aten, "Routes", slowly)
+    monkeypatch.setattr(aten, "Routes", slowly(routes.Routes, made))
     for thread in threads:
         thread.start()
     for thread in threads:
