@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from transformer_engine_fl.core.contract import signature_of
 from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError, suggestion
 
 __all__ = [
@@ -214,22 +215,22 @@ class OpImpl:
         given: Any = self.mutates
         if given is None:
             return
-        names: Any = given if isinstance(given, Collection) and not isinstance(given, str) else [0]
-        if not all(isinstance(it, str) for it in names):
+        listed = isinstance(given, Collection) and not isinstance(given, str)
+        if not listed or not all(isinstance(it, str) for it in given):
             raise RegistrationError(
                 f"{self.label}: mutates must be a collection of argument names, got {given!r}"
             )
-        object.__setattr__(self, "mutates", tuple(names))
-        if "::" in self.op_name:  # the names are those of torch's schema
+        object.__setattr__(self, "mutates", tuple(given))
+        if not given or "::" in self.op_name:  # the names are those of torch's schema
             return
-        try:
-            parameters = inspect.signature(self.fn).parameters  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # it is not imported yet, or in C
+        signature = None if isinstance(self.fn, str) else signature_of(self.fn)
+        if signature is None:  # it is not imported yet, or in C
             return
+        parameters = signature.parameters
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if any(it.kind in variadic for it in parameters.values()):
             return
-        for name in names:
+        for name in given:
             if name not in parameters:
                 raise RegistrationError(
                     f"{self.label}: mutates: fn has no argument {name!r}"

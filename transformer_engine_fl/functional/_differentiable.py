@@ -166,7 +166,7 @@ class _Differentiable(torch.autograd.Function):
         try:
             gradients = _as_tuple(ctx.run(*args, **keywords, **ctx.options))
         except ArgumentError as error:
-            source = backward.saves.get(str(error.args[1]), "") if len(error.args) == 4 else ""
+            source = backward.saves.get(error.argument, "") if len(error.args) == 4 else ""
             if source.startswith("output["):
                 error.add_note(
                     f"That is {source} of {ctx.op_name!r}, as its implementation returned it; "

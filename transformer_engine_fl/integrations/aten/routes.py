@@ -27,13 +27,14 @@ from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.manager import OpManager
+from transformer_engine_fl.core.policy import active_scope, policy_state
 from transformer_engine_fl.core.registry import Entry, OpRegistry
 from transformer_engine_fl.core.selection import ask_supports, options_decline
 from transformer_engine_fl.core.types import BackendImplKind, OpImpl
 from transformer_engine_fl.functional._differentiable import apply
 from transformer_engine_fl.integrations.aten.bridges import PARTS, WHOLE, Bridge
 from transformer_engine_fl.ops._dtypes import FLOATS
-from transformer_engine_fl.ops._tensors import TorchTensors
+from transformer_engine_fl.ops._tensors import TorchTensors, first_tensor
 
 __all__ = [
     "ABOVE",
@@ -79,7 +80,7 @@ _UNBRIDGED: Final = (
 
 _POSITIONAL: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
-_MAX_WARNINGS: Final = 1024
+_MOST_EXPLAINED: Final = 1024
 
 Serve = Callable[..., Any]
 
@@ -191,7 +192,7 @@ class Routes:
     def __init__(self, manager: OpManager, serve: Callable[[str, Any, Any], Serve]) -> None:
         self.manager = manager
         self._serve = serve
-        self._warned: set[tuple[str, str, str]] = set()
+        self._explained: set[tuple[object, ...]] = set()
         manager.ensure_initialized()
         registry = manager.registry
         ours = [f"{PREFIX}{name}" for name in (*PARTS, *WHOLE, *_UNBRIDGED)]
@@ -238,15 +239,25 @@ class Routes:
         return tuple(found)
 
     def warn(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], said: str) -> None:
-        """Say of each implementation once what is wrong with it, if it is the one chosen."""
+        """Say of each implementation once what is wrong with it, if it is the one chosen.
+
+        Who is chosen is asked once for a kind of call under a policy: to ask takes longer than
+        many a call.
+        """
+        tensor = first_tensor((*args, *kwargs.values()))
+        like = None if tensor is None else (tensor.device, tensor.dtype)
+        policy = active_scope().key, policy_state.key, self.manager.epoch
+        kind = (name, said, like, *policy)
+        if kind in self._explained or len(self._explained) >= _MOST_EXPLAINED:
+            return
+        self._explained.add(kind)
         chosen = self.manager.explain(name, *args, **kwargs).selected
         entries = self.manager.registry.entries(name)
         entry = next((it for it in entries if it.impl is chosen), None)
         who = f" ({entry.impl.impl_id}, registered at {entry.where})" if entry else ""
-        warning = (name, who, said)
-        if warning not in self._warned and len(self._warned) < _MAX_WARNINGS:
-            self._warned.add(warning)
-            logger.warning("%s: the implementation that was chosen%s %s", *warning)
+        warning = f"{name}: the implementation that was chosen{who} {said}"
+        if self.manager.is_new(warning):
+            logger.warning("%s", warning)
 
 
 def _bridge(name: str) -> Bridge | None:
