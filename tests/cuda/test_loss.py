@@ -99,12 +99,15 @@ def test_rows_of_every_width(columns: int, options: dict[str, Any], device: str)
     check_both(*made(6, columns, device), **options)
 
 
-@pytest.mark.parametrize("columns", [64, 1024, 4096, 8200, 32_000, 65_536, 151_936, 262_152])
+@pytest.mark.parametrize(
+    "columns",
+    [64, 257, 1024, 4096, 4098, 8200, 9001, 32_000, 50_257, 65_536, 151_936, 250_001, 262_152],
+)
 def test_losses_and_gradients_at_once_of_every_tile(columns: int, device: str) -> None:
     check_both(*made(6, columns, device), z_loss=0.01, ignore_index=IGNORED)
 
 
-@pytest.mark.parametrize("columns", [64, 4096, 9216, 131_072])
+@pytest.mark.parametrize("columns", [64, 1001, 4096, 9216, 50_257, 131_072])
 def test_gradients_at_once_of_rows_that_are_ignored_are_zero(columns: int, device: str) -> None:
     logits, target = made(6, columns, device)
     target[1::2] = -100
@@ -126,7 +129,7 @@ def test_blocks_with_more_rows_than_there_are(rows: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("off", [1, 2, 4, 5])
-@pytest.mark.parametrize("columns", [64, 4096])
+@pytest.mark.parametrize("columns", [64, 1001, 4096, 5002])
 def test_rows_that_begin_anywhere(columns: int, off: int, device: str) -> None:
     logits, target = made(6, columns + 7, device)
     check_both(logits[:, off : off + columns], target.clamp(max=columns - 1))
@@ -138,7 +141,8 @@ def test_where_a_row_lies_does_not_change_its_bits(device: str) -> None:
     target.fill_(17)
     loss_of_each, lse = loss.cross_entropy_fwd(logits, target)
     grads = loss.cross_entropy_bwd(torch.ones_like(lse), logits, target, lse)
-    for found in (loss_of_each, lse, grads):
+    at_once = loss.cross_entropy_fwd_bwd(logits, target, torch.ones_like(lse))
+    for found in (loss_of_each, lse, grads, *at_once):
         assert all(torch.equal(row, found[0]) for row in found)
 
 

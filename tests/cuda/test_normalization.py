@@ -844,6 +844,32 @@ def test_groups_with_more_turns_than_are_under_way(columns: int, device: str) ->
     assert_right("layernorm_bwd", 27, columns, device)
 
 
+@pytest.mark.parametrize("few", [False, True], ids=["many groups", "few groups"])
+@pytest.mark.parametrize("columns", [129, 250, 1023, 2049, 4097, 5003, 8194, 16_387, 50_257, 131_073])
+@pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_fwd_add", "rmsnorm_bwd_add"])
+def test_rows_that_begin_anywhere(
+    op: str, columns: int, few: bool, device: str, request: pytest.FixtureRequest
+) -> None:
+    if few:
+        request.getfixturevalue("few_groups")
+    rows = 5 if device == "cpu" else 300
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(rows, columns, generator=generator).to(device, torch.bfloat16)
+    args = call_for(op, x)
+    results = serve(op)(*args)
+    assert_close(op, results, getattr(ops, op).oracle(*args), "bfloat16")
+    for skip, apart in ((3, 5), (1, 8), (2, 2)):
+
+        def moved(value: Tensor, skip: int = skip, apart: int = apart) -> Tensor:
+            around = torch.full((*value.shape[:-1], columns + apart), torch.nan, device=device)
+            around = around.to(value.dtype)[..., skip : columns + skip]
+            return around.copy_(value)
+
+        elsewhere = serve(op)(*(moved(it) if it.shape[-1] == columns else it for it in args))
+        for one, other in zip(results, elsewhere, strict=True):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("columns", [64, 1000, 4000, 8192, 12008, 33000])
 def test_a_row_of_one_value_says_nothing_of_gamma(columns: int, device: str) -> None:
     x = torch.full((2, columns), 2000.0, dtype=torch.bfloat16, device=device)

@@ -32,7 +32,7 @@ def test_a_tile_covers_its_row_and_fits_a_block(
     if tile is None:  # served by the kernels for wide rows
         assert columns > 4096
         return
-    assert columns % tile.vec == 0
+    assert tile.strewn or columns % tile.vec == 0
     assert tile.held * tile.lanes * tile.cluster >= columns
     assert tile.threads <= 1024
     kept = softmax._shared_bytes(tile, sizes)
@@ -125,9 +125,9 @@ def test_scores_that_wait_fit_with_those_of_another_block(device: Limits) -> Non
     [
         (4096, 2, HOPPER),
         (8192, 2, HOPPER),
-        (20484, 2, HOPPER),  # in vectors of 4
         (262152, 2, HOPPER),
         (20480, 4, HOPPER),
+        (20484, 4, HOPPER),
         (20480, 2, AMPERE),
     ],
 )
@@ -278,3 +278,38 @@ def test_gradients_of_rows_that_are_partly_in_registers(
     dy, y = (it[:, skip : columns + skip] for it in (dy, y.softmax(-1)))
     check("scaled_softmax_backward", dy, y, 0.5)
     check("scaled_aligned_causal_masked_softmax_backward", dy, y, 0.5)
+
+
+@pytest.mark.parametrize(
+    "columns", [129, 250, 1023, 2049, 4097, 5003, 8194, 20_481, 50_257, 131_074, 262_143]
+)
+def test_rows_that_begin_anywhere(columns: int, device: str) -> None:
+    rows = 3 if device == "cpu" else 300
+    generator = torch.Generator().manual_seed(12)
+    hidden = (torch.rand(rows, columns, generator=generator) > 0.5).to(device)
+    hidden[0] = True
+    dtype = torch.bfloat16
+    for skip, apart in ((0, 0), (3, 5), (1, 8)):
+        x = 3 * torch.randn(rows, columns + apart, generator=generator)
+        x = x.to(device, dtype)[:, skip : columns + skip]
+        x[1, : columns // 2] = float("-inf")  # all that some warps, or blocks, have
+        y = check("scaled_softmax_forward", x, 0.5)
+        for alone in (x[1:2], x[1:2].clone(), torch.cat([x[1], x[1]])[columns:][None]):
+            assert torch.equal(softmax.scaled_softmax_forward(alone, 0.5), y[1:2])
+        causal = check("scaled_aligned_causal_masked_softmax_forward", x)
+        assert not check("scaled_masked_softmax_forward", x, hidden, 0.5)[0].any()
+        check("scaled_masked_softmax_forward", x, hidden[:, :1], 0.5)
+        dy = torch.randn(rows, columns + apart, generator=generator).to(device, dtype)
+        dy = dy[:, apart - skip : columns + apart - skip]
+        dx = check("scaled_softmax_backward", dy, y, 0.5)
+        assert torch.equal(softmax.scaled_softmax_backward(dy[1:2], y[1:2].clone(), 0.5), dx[1:2])
+        check("scaled_aligned_causal_masked_softmax_backward", dy, causal, 0.5)
+
+
+@pytest.mark.parametrize("columns", [129, 50_257])
+def test_nothing_behind_a_row_that_begins_anywhere_counts(columns: int, device: str) -> None:
+    around = torch.full((3, columns + 12), float("nan"), device=device, dtype=torch.bfloat16)
+    x = around[:, 5 : columns + 5]
+    x.copy_(torch.randn(3, columns, generator=torch.Generator().manual_seed(13)))
+    y = check("scaled_softmax_forward", x)
+    assert not check("scaled_softmax_backward", x, y).isnan().any()

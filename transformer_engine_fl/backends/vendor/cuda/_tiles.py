@@ -16,18 +16,25 @@ from transformer_engine_fl.core.errors import NotSupportedError
 
 __all__ = [
     "COUNTER_BYTES",
-    "HELD_SINGLY",
     "LARGEST_CLUSTERS",
     "SHARED_PER_BLOCK",
+    "STREWN",
     "Team",
     "Tile",
     "exchange_bytes",
     "require_clusters",
+    "is_strewn",
     "runs_clusters",
     "team_tile",
     "warp_tile",
     "with_blocks",
 ]
+
+STREWN: Final = 8
+"""Elements of a vector of rows that begin anywhere, of half precision, if they are strewn."""
+
+STREWN_FROM: Final = 129
+"""Columns from which they are: fewer leave lanes of a warp without any."""
 
 SHARED_PER_BLOCK: Final = 1024
 """Bytes of shared memory that the system takes for each block."""
@@ -37,10 +44,6 @@ COUNTER_BYTES: Final = 16
 
 LARGEST_CLUSTERS: Final = (16, 8)
 """Blocks of the largest cluster: of most devices, and of every one that has clusters."""
-
-HELD_SINGLY: Final = 18
-"""Elements that a thread may hold of a row of half precision that is spread over several warps and
-lies in no whole vectors. With 32, what spills of a norm or a softmax takes up to 432 bytes."""
 
 Team = tuple[int, int]
 """(threads of a block that share a row, blocks that share it)."""
@@ -57,6 +60,8 @@ class Tile:
         rows: rows that a block works on at once.
         cluster: blocks that share a row.
         blocks: blocks that should fit on a multiprocessor; bounds the registers.
+        strewn: whether the elements of a vector are 32 columns apart, so that those of a warp
+            are neighbours.
     """
 
     vec: int
@@ -65,6 +70,7 @@ class Tile:
     rows: int = 1
     cluster: int = 1
     blocks: int = 1
+    strewn: bool = False
 
     @property
     def threads(self) -> int:
@@ -90,7 +96,27 @@ class Tile:
             "ROWS": self.rows,
             "CLUSTER": self.cluster,
             "BLOCKS": self.blocks,
+            "STREWN": int(self.strewn),
         }
+
+    def kept(self, *sizes: int) -> int:
+        """Bytes of shared memory for what a block has of a row of several tensors.
+
+        Args:
+            sizes: bytes of an element of each.
+        """
+        beside = 16 * (self.threads // 32) * self.vecs if self.strewn else 0
+        return sum(self.threads * self.held * size + beside for size in sizes)
+
+
+def is_strewn(columns: int, *sizes: int) -> bool:
+    """Whether the elements of a vector are strewn, of rows of so many columns.
+
+    Args:
+        columns: of a row.
+        sizes: bytes of an element of each tensor.
+    """
+    return columns >= STREWN_FROM and columns % STREWN > 0 and set(sizes) == {2}
 
 
 def warp_tile(vectors: int, vec: int, most: int) -> Tile | None:

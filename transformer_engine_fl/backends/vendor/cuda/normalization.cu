@@ -21,6 +21,8 @@
 //   CLUSTER              blocks that share a row: a cluster, unless they tell through memory
 //   FULL                 1 if the row fills all of those vectors, and nothing is compared with
 //                        its columns
+//   STREWN               1 if neighbouring lanes have neighbouring columns, as of rows that begin
+//                        anywhere: see rows.cuh (forward without CAST, backward)
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   SPAN                 neighbouring columns that a thread casts: VEC, or two vectors (forward with
 //                        AHEAD, forward_stream)
@@ -64,7 +66,7 @@ using A = Accumulator<TX>::type;
 #if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_forward_pieces) || \
     defined(KERNEL_backward) || defined(KERNEL_backward_registers) || defined(KERNEL_backward_pairs)
 
-using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
+using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 template <typename T>
 using Slots = Row::Slots<T>;
 
@@ -106,12 +108,17 @@ __device__ __forceinline__ Vec<TX, VEC> sum_with(const Vec<TX, VEC>& row,
   return encode<TX>(x);
 }
 
-__device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean) {
+// Of elements so many columns apart, those that are in a row of which so much is left.
+template <int Step = 1>
+__device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean, int left = VEC) {
   A x[VEC];
   decode(row, x);
   A sum = 0;
 #pragma unroll
-  for (int i = 0; i < VEC; ++i) sum += (x[i] - mean) * (x[i] - mean);
+  for (int i = 0; i < VEC; ++i) {
+    const A off = Step == 1 || i * Step < left ? x[i] - mean : A(0);
+    sum += off * off;
+  }
   return sum;
 }
 
@@ -134,7 +141,8 @@ __device__ __forceinline__ A columns_of_warp(int rank, int columns) {
   int count = 0;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    const int first = Row::first_column(v, rank) - static_cast<int>(threadIdx.x) % kLanes * VEC;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    const int first = Row::first_column(v, rank) - lane * (STREWN ? 1 : VEC);
     count += max(0, min(columns - first, kLanes * VEC));
   }
   return A(count);
@@ -173,8 +181,9 @@ __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, in
   A squares = 0;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    if (CENTRED && !Row::in_row(Row::first_column(v, rank), columns)) continue;
-    squares += squares_of(own(v), mean);
+    const int column = Row::first_column(v, rank);
+    if (CENTRED && !Row::in_row(column, columns)) continue;
+    squares += squares_of<Row::kStep>(own(v), mean, columns - column);
   }
   if constexpr (!CENTRED) {
     found[0] = squares;
@@ -306,7 +315,7 @@ using Cast = RowCast<KIND, SCALES, POW2, WIDTH, SPAN,
 // once, other threads have brought some of them to shared memory, in which the row lies as in
 // global memory.
 constexpr int kSpans = VECS * VEC / SPAN;
-using Span = RowTile<SPAN, kSpans, ACCESS, LANES, ROWS, CLUSTER, FULL>;
+using Span = RowTile<SPAN, kSpans, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * VEC % SPAN == 0),
               "a row of a block, with a barrier before it is written");
 
@@ -340,14 +349,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // The row waits in shared memory: it is read from there as often as it is needed, and
   // takes no registers between. So more blocks fit, and more rows are under way.
   const TX* source = x + row * x_stride;
+  const TX* added = residual + row * residual_stride;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    const bool valid = active && Row::in_row(column, columns);
-    Slots<TX>::fill<kOnce>(kept, v, source + column, valid);
+    const int left = Row::left(column, columns);
+    Slots<TX>::fill<kOnce>(kept, v, source + column, active, left);
     if constexpr (ADDED) {
-      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v,
-                             residual + row * residual_stride + column, valid);
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, left);
     }
   }
   commit_copies();
@@ -357,32 +366,38 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      const bool valid = Row::in_row(column, columns);
-      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, valid);
-      if constexpr (CENTRED) Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta && valid);
+      const int left = Row::left(column, columns);
+      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, left);
+      if constexpr (CENTRED) Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, left);
     }
+    kept_gamma += Slots<TW>::begin(gamma);
+    kept_beta += Slots<TB>::begin(beta);
   }
   commit_copies();
-  wait_copies<(SPAN == VEC ? 1 : 0)>();
+  Row::wait<(SPAN == VEC ? 1 : 0)>();
+  unsigned char* kept_row = kept + Slots<TX>::begin(source);
 
   if constexpr (ADDED) {
+    unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       const Vec<TX, VEC> total =
-          sum_with(Slots<TX>::read(kept, v), Slots<TX>::read(kept + Slots<TX>::kBytes, v));
-      Slots<TX>::write(kept, v, total);
-      if (active && Row::in_row(column, columns)) store(sum + row * columns + column, total);
+          sum_with(Slots<TX>::read(kept_row, v), Slots<TX>::read(kept_added, v));
+      Slots<TX>::write(kept_row, v, total);
+      if (active && Row::in_row(column, columns)) {
+        Row::put(sum + row * columns + column, total, columns - column);
+      }
     }
   }
 
   A found[kStatistics];
-  own_statistics<false>(kept, rank, columns, found);
+  own_statistics<false>(kept_row, rank, columns, found);
   over_row.reduce<Merging, kOfWarps>(found);
   const A mean = mean_of(found, columns, share);
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
 
-  wait_copies<0>();
+  Row::wait<0>();
   if (CAST == 0 && !active) return;  // casting, threads exchange values
   if (active && rank == 0 && threadIdx.x % LANES == 0) {
     if constexpr (CENTRED) mu[row] = mean;
@@ -414,13 +429,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       g = read_span<TW>(kept_gamma, at);
       if constexpr (CENTRED) b = read_span<TB>(kept_beta, at);
     } else if (inside) {
-      g = load<ACCESS, SPAN, kEarly>(gamma + column);
-      if (CENTRED && beta) b = load<ACCESS, SPAN, kEarly>(beta + column);
+      g = Span::get<kEarly>(gamma + column, columns - column);
+      if (CENTRED && beta) b = Span::get<kEarly>(beta + column, columns - column);
     }
     A values[SPAN];
-    normalize(read_span<TX>(kept, at), mean, scale, g, b, values);
+    normalize(read_span<TX>(kept_row, at), mean, scale, g, b, values);
 #if CAST == 0
-    store(y + row * columns + column, encode<TY>(values));
+    Span::put(y + row * columns + column, encode<TY>(values), columns - column);
 #else
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) {
@@ -469,11 +484,12 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      const bool valid = row < rows && Row::in_row(column, columns);
-      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, valid);
+      const bool exists = row < rows;
+      const int left = Row::left(column, columns);
+      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, exists, left);
       if constexpr (ADDED) {
         Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                               residual + row * residual_stride + column, valid);
+                               residual + row * residual_stride + column, exists, left);
       }
     }
     commit_copies();
@@ -600,7 +616,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                    A* __restrict__ rsigma, long long rows, long long x_stride,
                    long long residual_stride, int columns, A share, A eps, void* words) {
   static_assert(ROWS == 1 && CAST == 0 && (!CENTRED || FULL && !ADDED), "nothing else gained");
-  using Piece = RowTile<VEC, VECS, ACCESS, LANES, 1, 1, FULL>;
+  using Piece = RowTile<VEC, VECS, ACCESS, LANES, 1, 1, FULL, false>;
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = blockIdx.x % CLUSTER;
@@ -613,11 +629,12 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v);
-      const bool valid = row < rows && Piece::in_row(column, columns);
-      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, valid);
+      const bool exists = row < rows;
+      const int left = Piece::left(column, columns);
+      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, exists, left);
       if constexpr (ADDED) {
         Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                               residual + row * residual_stride + column, valid);
+                               residual + row * residual_stride + column, exists, left);
       }
     }
     commit_copies();
@@ -636,8 +653,9 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       if (valid) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
       if (CENTRED && valid && beta) held_beta[v] = load<ACCESS, VEC>(beta + column);
     } else {
-      Slots<TW>::fill<kAgain>(gamma_slots, v, gamma + column, valid);
-      if constexpr (CENTRED) Slots<TB>::fill<kAgain>(beta_slots, v, beta + column, valid && beta);
+      const int left = Piece::left(column, columns);
+      Slots<TW>::fill<kAgain>(gamma_slots, v, gamma + column, true, left);
+      if constexpr (CENTRED) Slots<TB>::fill<kAgain>(beta_slots, v, beta + column, beta, left);
     }
   }
   auto gamma_of = [&](int v) { return HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(gamma_slots, v); };
@@ -816,10 +834,12 @@ struct Operands {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      const bool valid = valid_row && Row::in_row(column, columns);
-      Slots<TX>::fill<kReading>(slots, v, x + column, valid);
-      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid);
-      if constexpr (WithAdded) Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid);
+      const int left = Row::left(column, columns);
+      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, left);
+      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, left);
+      if constexpr (WithAdded) {
+        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, left);
+      }
     }
   }
 };
@@ -850,7 +870,7 @@ constexpr bool kFewEmpty = TURN == 1;
 #else
 constexpr bool kFewEmpty = true;
 #endif
-constexpr bool kBranches = FULL || !kFewEmpty || Vec<TX, VEC>::kBytes < 16;
+constexpr bool kBranches = FULL || STREWN || !kFewEmpty || Vec<TX, VEC>::kBytes < 16;
 
 // A thread's sums of its columns, to the place of its group.
 __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target, int rank,
@@ -858,7 +878,9 @@ __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    if (Row::in_row(column, columns)) store(target + column, encode<A>(sums[v]));
+    if (Row::in_row(column, columns)) {
+      Row::put(target + column, encode<A>(sums[v]), columns - column);
+    }
   }
 }
 
@@ -908,9 +930,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const int column = Row::first_column(v, rank);
     if constexpr (HOLD_GAMMA) {
       held_gamma[v] = zeros<TW, VEC>();
-      if (Row::in_row(column, columns)) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
+      if (Row::in_row(column, columns)) {
+        held_gamma[v] = Row::get(gamma + column, columns - column);
+      }
     } else {
-      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, Row::in_row(column, columns));
+      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, Row::left(column, columns));
     }
   }
 #pragma unroll 1
@@ -921,9 +945,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
   unsigned char* own_dbeta = own_gamma;
+  using Sums = RowTile<VEC, VECS, VEC, LANES, ROWS, CLUSTER, FULL, false>::Slots<A>;
   if constexpr (CENTRED && SHARED_DBETA) {
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) Slots<A>::write(own_dbeta, v, zeros<A, VEC>());
+    for (int v = 0; v < VECS; ++v) Sums::write(own_dbeta, v, zeros<A, VEC>());
   }
   A next_scale = 0;
   A next_mean = 0;
@@ -935,28 +960,30 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
   // A vector of the row in these slots. It is read from there once for the sums and again
   // for dx: with the sums of dgamma and dbeta it would not fit into the registers.
-  auto terms = [&](unsigned char* slots, int v, A scale, A mean) {
+  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
+  auto terms = [&](unsigned char* slots, long long row, int v, A scale, A mean) {
+    unsigned char* of_x = slots + Slots<TX>::begin(x + row * x_stride);
+    unsigned char* of_dy = slots + Kept::kGradientAt + Slots<TDY>::begin(dy + row * dy_stride);
     A g[VEC];
-    decode_gamma(HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(own_gamma, v), g);
-    return Terms(Slots<TX>::read(slots, v), Slots<TDY>::read(slots + Kept::kGradientAt, v), mean,
-                 scale, g);
+    decode_gamma(HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(kept_gamma, v), g);
+    return Terms(Slots<TX>::read(of_x, v), Slots<TDY>::read(of_dy, v), mean, scale, g);
   };
   A sums[kSums];
-  auto begin = [&](unsigned char* slots, A scale, A mean) {
+  auto begin = [&](unsigned char* slots, long long row, A scale, A mean) {
 #pragma unroll
     for (int k = 0; k < kSums; ++k) sums[k] = 0;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const Terms part = terms(slots, v, scale, mean);
+      const Terms part = terms(slots, row, v, scale, mean);
       part.add_to(sums);
 #pragma unroll
       for (int i = 0; i < VEC; ++i) dgamma[v][i] += part.dy[i] * part.xhat[i];
       if constexpr (CENTRED && SHARED_DBETA) {
         A dbeta_part[VEC];
-        decode(Slots<A>::read(own_dbeta, v), dbeta_part);
+        decode(Sums::read(own_dbeta, v), dbeta_part);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dbeta_part[i] += part.dy[i];
-        Slots<A>::write(own_dbeta, v, encode<A>(dbeta_part));
+        Sums::write(own_dbeta, v, encode<A>(dbeta_part));
       } else if constexpr (CENTRED) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) dbeta[v][i] += part.dy[i];
@@ -969,9 +996,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   A scale = next_scale;
   A mean = next_mean;
   if constexpr (OVERLAP) {
-    wait_copies<STAGES - 1>();
+    Row::wait<STAGES - 1>();
     ask_statistics(first_base + team + step);
-    begin(ring, scale, mean);
+    begin(ring, first_base + team, scale, mean);
   }
 #pragma unroll 1
   for (long long base = first_base; base < rows; base += step) {
@@ -981,8 +1008,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if constexpr (!OVERLAP) {
       scale = next_scale;
       mean = next_mean;
-      wait_copies<STAGES - 1>();
-      begin(slots, scale, mean);
+      Row::wait<STAGES - 1>();
+      begin(slots, row, scale, mean);
       ask_statistics(row + step);
     }
     // Under way while the next row is added up; in shared memory it would take the place of
@@ -994,7 +1021,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         const int column = Row::first_column(v, rank);
         late[v] = zeros<TADD, VEC>();
         if (!Row::in_rows(row, rows) || !Row::in_row(column, columns)) continue;
-        late[v] = load<ACCESS, VEC>(add + row * add_stride + column);
+        late[v] = Row::get(add + row * add_stride + column, columns - column);
       }
     }
     A product, value;
@@ -1010,15 +1037,17 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     // 131,072 columns and more take 5 % less so.
     auto begin_next = [&] {
       if (OVERLAP && base + step < rows) {
-        wait_copies<(OVERLAP ? STAGES - 2 : 0)>();
+        Row::wait<(OVERLAP ? STAGES - 2 : 0)>();
         scale = next_scale;
         mean = next_mean;
         ask_statistics(row + 2 * step);
-        begin(ring + stage * kStageBytes, scale, mean);
+        begin(ring + stage * kStageBytes, row + step, scale, mean);
       }
     };
     begin_next();
     if constexpr (kMemory) end();  // words take longer to be there
+    unsigned char* kept_added =
+        slots + Kept::kAddedAt + Slots<TADD>::begin(add + row * add_stride);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -1026,11 +1055,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if (kBranches && !valid) continue;
       Vec<TADD, VEC> added = zeros<TADD, VEC>();
       if constexpr (ADDED && LATE_ADD) added = late[v];
-      else if constexpr (ADDED) added = Slots<TADD>::read(slots + Kept::kAddedAt, v);
-      store_where<kBranches>(
-          dx + row * columns + column,
-          terms(slots, v, own_scale, own_mean).dx(own_scale, product, value, added), valid);
+      else if constexpr (ADDED) added = Slots<TADD>::read(kept_added, v);
+      const Vec<TX, VEC> result =
+          terms(slots, row, v, own_scale, own_mean).dx(own_scale, product, value, added);
+      TX* target = dx + row * columns + column;
+      if constexpr (kBranches) Row::put(target, result, columns - column);
+      else store_where<false>(target, result, valid);
     }
+    Row::release();
     ask(row + STAGES * step, slots);
   }
 
@@ -1051,7 +1083,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       for (int v = 0; v < VECS; ++v) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          teams[team * kColumns + Row::first_column(v, 0) + i] = sums[v][i];
+          teams[team * kColumns + Row::first_column(v, 0) + i * Row::kStep] = sums[v][i];
         }
       }
       __syncthreads();
@@ -1067,7 +1099,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   write(dgamma, 0);
   if constexpr (CENTRED && SHARED_DBETA) {
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) decode(Slots<A>::read(own_dbeta, v), dbeta[v]);
+    for (int v = 0; v < VECS; ++v) decode(Sums::read(own_dbeta, v), dbeta[v]);
   }
   if constexpr (CENTRED) write(dbeta, 1);
 }
@@ -1218,11 +1250,12 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   const TX* next_x = x + block * x_stride + first_column;
   const TDY* next_dy = dy + block * dy_stride + first_column;
   auto ask = [&](int row, unsigned char* slots) {
+    const bool exists = row < rows;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const bool valid = row < rows && Row::in_row(Row::first_column(v, rank), columns);
-      Slots<TX>::fill<kOnce>(slots, v, next_x + v * kApart, valid);
-      Slots<TDY>::fill<kOnce>(slots + Kept::kGradientAt, v, next_dy + v * kApart, valid);
+      const int left = Row::left(Row::first_column(v, rank), columns);
+      Slots<TX>::fill<kOnce>(slots, v, next_x + v * kApart, exists, left);
+      Slots<TDY>::fill<kOnce>(slots + Kept::kGradientAt, v, next_dy + v * kApart, exists, left);
     }
     commit_copies();
     next_x += blocks * x_stride;

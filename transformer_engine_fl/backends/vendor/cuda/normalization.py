@@ -58,12 +58,13 @@ from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
-    HELD_SINGLY,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
+    STREWN,
     Team,
     Tile,
     exchange_bytes,
+    is_strewn,
     require_clusters,
     runs_clusters,
     team_tile,
@@ -150,7 +151,7 @@ def forward_tile(
     clusters: bool,
     large_block: bool = False,
     resident: int = 1280,
-    singly: int = HELD_SINGLY,
+    strewn: bool = False,
 ) -> Tile | None:
     """The tile of a forward; None if the row has to be read more than once.
 
@@ -161,19 +162,18 @@ def forward_tile(
         clusters: whether the device has thread block clusters.
         large_block: whether a block of 1,024 threads comes before them.
         resident: threads of a multiprocessor that share its registers, in half precision.
-        singly: elements that a thread may hold of such rows in no whole vectors.
+        strewn: whether the elements of a vector are.
     """
     teams = FORWARD_TEAMS_LARGE_BLOCK if large_block else FORWARD_TEAMS
-    vec = vector_width(columns, x_size)
-    vectors, whole = columns // vec, vec * x_size == 16
-    usual = 4 if whole else 8
-    most = usual if whole or max(x_size, other_size) > 2 else max(usual, singly // vec)
-    tile = warp_tile(vectors, vec, usual) or team_tile(
+    vec = STREWN if strewn else vector_width(columns, x_size)
+    vectors = -(-columns // vec)
+    most = 4 if vec * x_size == 16 else 8
+    tile = warp_tile(vectors, vec, most) or team_tile(
         vectors, vec, most, teams if clusters else FORWARD_TEAMS_NO_CLUSTERS
     )
     if tile is None or x_size != 2 or other_size != 2:
         return tile
-    return with_blocks(tile, resident)
+    return replace(with_blocks(tile, resident), strewn=strewn)
 
 
 def stream_tile(
@@ -206,14 +206,15 @@ def backward_tile(
     centred: bool,
     clusters: bool,
     most_blocks: int = LARGEST_CLUSTERS[0],
+    strewn: bool = False,
 ) -> Tile | None:
     """The tile of a backward; None if the row has to be read more than once.
 
     The same arguments as :func:`forward_tile`, and whether there is a mean to subtract and
     the most blocks of a cluster.
     """
-    vec = vector_width(columns, x_size)
-    vectors = columns // vec
+    vec = STREWN if strewn else vector_width(columns, x_size)
+    vectors = -(-columns // vec)
     most = (8 if x_size == 8 else 16) // vec  # gradients of gamma that a thread can accumulate
     teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
     tile = warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8)
@@ -314,7 +315,7 @@ def pieces(
     if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
         return None
     told = exchange_bytes(replace(tile, cluster=1), sums, 2)
-    stage_bytes = tile.threads * tile.held * element_bytes
+    stage_bytes = tile.kept(element_bytes)
     depth = under_way(tile, stage_bytes, kept + told, device, stages, False).stages
     return stages * stage_bytes + kept if depth == stages else None
 
@@ -357,6 +358,11 @@ class ForwardKey:
     zero_centred: bool
     added: bool = False
     cast: Cast | None = None
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Bytes of an element of each tensor of which a row is kept."""
+        return (SIZES[self.x],) * (1 + self.added)
 
     @property
     def sums(self) -> int:
@@ -405,7 +411,7 @@ class ForwardKey:
                 return None
             tile = team_tile(self.columns // vec, vec, vecs, (team,))
             if tile is not None:
-                block = tile.threads * tile.held * 2 + self.exchanged(tile) + SHARED_PER_BLOCK
+                block = tile.kept(2) + self.exchanged(tile) + SHARED_PER_BLOCK
                 fits = blocks * block <= device.shared_per_multiprocessor
                 return replace(tile, blocks=blocks) if fits else None
         return None
@@ -415,13 +421,14 @@ class ForwardKey:
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         clusters = device.has_clusters
         resident = 1280 if self.cast is None else 1536
-        singly = 8 if self.added else HELD_SINGLY
+        sizes = (SIZES[it] for it in (self.x, self.weight, self.bias, self.output))
+        strewn = self.cast is None and is_strewn(self.columns, *sizes)
         tile = forward_tile(
-            self.columns, SIZES[self.x], others, clusters, large_block, resident, singly
+            self.columns, SIZES[self.x], others, clusters, large_block, resident, strewn
         )
         if tile is None:
             return None
-        kept = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
+        kept = tile.kept(*self.row_sizes)
         return tile if kept + self.exchanged(tile) <= device.shared_per_block else None
 
     @property
@@ -489,7 +496,7 @@ class ForwardKey:
         if self.centred and (not tile.fills(self.columns) or tile.cluster & (tile.cluster - 1)):
             return None  # parts of a mean and a variance are merged two by two
         parameters = SIZES[self.weight] + (SIZES[self.bias] if self.centred else 0)
-        kept = 0 if piece.holds else tile.threads * tile.held * parameters
+        kept = 0 if piece.holds else tile.kept(parameters)
         row = (1 + self.added) * SIZES[self.x]
         shared = pieces(tile, row, self.sums, device, piece.stages, kept)
         return None if shared is None else (tile, piece, shared)
@@ -532,7 +539,7 @@ class ForwardKey:
 
     def _under_way(self, tile: Tile, device: _launch.Limits, tell: bool) -> UnderWay | None:
         """How many rows are under way where blocks go from row to row; None if not even two."""
-        stage_bytes = tile.threads * tile.held * SIZES[self.x] * (1 + self.added)
+        stage_bytes = tile.kept(*self.row_sizes)
         kept = self.exchanged(tile)
         found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, tell)
         return found if found.stages > 1 else None
@@ -557,23 +564,20 @@ class BackwardKey:
     few: bool = False
 
     @property
-    def add_size(self) -> int:
-        """Bytes of an element of what is added."""
-        return 0 if self.add is None else SIZES[self.add]
+    def row_sizes(self) -> tuple[int, ...]:
+        """Bytes of an element of each tensor that has such rows: what is added last."""
+        tensors = (self.x, self.dy) if self.add is None else (self.x, self.dy, self.add)
+        return tuple(SIZES[it] for it in tensors)
 
     @property
     def other_size(self) -> int:
         """Bytes of the widest element of all but the input."""
-        return max(SIZES[self.dy], SIZES[self.gamma], self.add_size)
+        return max(SIZES[self.gamma], *self.row_sizes[1:])
 
     @property
     def sums(self) -> int:
         """How many sums over a row its gradient needs."""
         return 2 if self.centred else 1
-
-    def row_bytes(self, tile: Tile) -> int:
-        """Shared memory of a block's share of a row."""
-        return tile.threads * tile.held * (SIZES[self.x] + SIZES[self.dy] + self.add_size)
 
     def defines(self) -> dict[str, str | int]:
         """As macros."""
@@ -626,29 +630,27 @@ def forward_source(
         wide = {"VEC": vector_width(key.columns, SIZES[key.x]), "LANES": WIDE_LANES}
         geometry = _launch.Geometry(WIDE_LANES, arguments)
         return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
-    held = tile.held
-    shared = held * SIZES[key.x] * (1 + key.added)
+    shared = tile.kept(*key.row_sizes)
     if way is not None:
         depth, told = way
         main = {**defines, **tile.defines(key.columns), "STAGES": depth, "TOLD": int(told)}
         # With two rows under way, the place that others read is free too late for the next one.
         main["SPAN"] = key.span(tile) if depth > 2 else tile.vec
         geometry = _launch.Geometry(
-            tile.threads, arguments, depth * tile.threads * shared, tile.cluster, carveout=100
+            tile.threads, arguments, depth * shared, tile.cluster, carveout=100
         )
         return _source("forward_stream", main), geometry, tile.rows, tile.cluster
-    parameters = held * (SIZES[key.weight] + (SIZES[key.bias] if key.centred else 0))
-    ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor
-    block = tile.threads * (shared + parameters) + key.exchanged(tile)
-    ahead = ahead and block <= device.shared_per_block
+    parameters = tile.kept(SIZES[key.weight], *([SIZES[key.bias]] if key.centred else []))
+    ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor * tile.threads
+    ahead = ahead and shared + parameters + key.exchanged(tile) <= device.shared_per_block
     ahead = ahead and key.cast != STATISTICS  # which need no parameters
     if key.centred and key.cast is None and device.has_clusters and tile.cluster == 1:
         ahead = ahead and key.columns * SIZES[key.x] <= MOST_AHEAD
     span = key.span(tile) if ahead and SIZES[key.x] == 2 else tile.vec
     main = {**defines, **tile.defines(key.columns), "AHEAD": int(ahead), "SPAN": span}
-    shared = tile.threads * (shared + (parameters if ahead else 0))
+    shared += parameters if ahead else 0
     # As much shared memory as the blocks of a multiprocessor fill; the rest is L1 cache.
-    resident = (2048 if held * SIZES[key.x] <= 32 else 1280) // tile.threads
+    resident = (2048 if tile.held * SIZES[key.x] <= 32 else 1280) // tile.threads
     filled = max(tile.blocks, resident) * (shared + SHARED_PER_BLOCK)
     carveout = min(100, -(-100 * filled // device.shared_per_multiprocessor))
     geometry = _launch.Geometry(tile.threads, arguments, shared, tile.cluster, carveout=carveout)
@@ -713,14 +715,13 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     other rows, and where there is no room.
     """
     size = SIZES[key.x]
-    sizes = {size, SIZES[key.dy], SIZES[key.gamma], key.add_size or size}
-    if key.columns not in THROUGH_MEMORY or sizes != {2} or key.columns % 8:
+    if key.columns not in THROUGH_MEMORY or size != 2 or key.other_size != 2 or key.columns % 8:
         return None
     found = LAYER_PIECES if key.centred else ADDED_PIECES if key.add else RMS_PIECES
     tiles = [(it.tile(key.columns), it) for it in found]
     few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
     tile, piece = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
-    shared = pieces(tile, 2 * size + key.add_size, key.sums, device, piece.stages)
+    shared = pieces(tile, sum(key.row_sizes), key.sums, device, piece.stages)
     if shared is None:
         return None
     own: dict[str, str | int] = {
@@ -751,7 +752,7 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
         found = found._replace(kernel="backward_registers", stages=1)
     vecs = -(-key.columns // (vec * found.lanes))
     tile = Tile(vec, vecs, found.lanes, blocks=found.blocks)
-    stage_bytes = found.turn * key.row_bytes(tile)
+    stage_bytes = found.turn * tile.kept(*key.row_sizes)
     kept = exchange_bytes(tile, found.turn * key.sums, size)
     depth = under_way(tile, stage_bytes, kept, device, found.stages, False).stages
     pairs = found.kernel == "backward_pairs"
@@ -769,12 +770,13 @@ def shared_source(
 ) -> tuple[Planned, Tile] | None:
     """The kernel of rows that are kept in shared memory, and their tile; None if none fits."""
     size = SIZES[key.x]
+    strewn = is_strewn(key.columns, SIZES[key.gamma], *key.row_sizes)
     tile = backward_tile(
-        key.columns, size, key.other_size, key.centred, device.has_clusters, most_blocks
+        key.columns, size, key.other_size, key.centred, device.has_clusters, most_blocks, strewn
     )
     if tile is None:
         return None
-    held = tile.threads * tile.held
+    tile = replace(tile, strewn=strewn)
     # Out of the registers of a cluster of 512 threads a block, of which two then fit on a
     # multiprocessor, and of 1,024. Of 4 blocks of 512 the compiler spills registers.
     long = tile.vec == 8 and tile.lanes * tile.cluster > 2048
@@ -783,10 +785,10 @@ def shared_source(
     late_add = key.add is not None and long and key.other_size == 2 and tile.cluster <= 8
     # Where shared memory is short, gamma is kept in registers if there are some left.
     hold_gamma = shared_dbeta or (tile.threads > 512 and not late_add)
-    stage_bytes = key.row_bytes(tile) - late_add * held * key.add_size
-    gamma_bytes = 0 if hold_gamma else held * SIZES[key.gamma]
+    stage_bytes = tile.kept(*key.row_sizes[: 2 if late_add else None])
+    gamma_bytes = 0 if hold_gamma else tile.kept(SIZES[key.gamma])
     if shared_dbeta:
-        gamma_bytes = held * max(4, size)
+        gamma_bytes = replace(tile, strewn=False).kept(max(4, size))
     tell = key.columns // tile.vec in (TOLD_LAYER_BACKWARD if key.centred else TOLD_RMS_BACKWARD)
     kept = gamma_bytes + exchange_bytes(tile, key.sums, size)
     depth, told = under_way(tile, stage_bytes, kept, device, MOST_STAGES, tell)

@@ -13,7 +13,7 @@
 //   MASK_ACCESS  1 if VEC bytes of the mask may be read at once
 //   LOSS         1 if there are targets; forward, without a mask, not causal
 //   VEC, ACCESS  elements per vector, and in one access
-//   VECS, LANES, ROWS, CLUSTER, FULL  how a row is spread over threads: see rows.cuh
+//   VECS, LANES, ROWS, CLUSTER, FULL, STREWN  how a row is spread over threads: see rows.cuh
 //   LOOPED       1 if a group of threads has several rows, one after the other; forward
 //   WAITING      1 if a row waits in shared memory for its sum, not in registers; forward
 //   IN_REGISTERS 1 if a thread keeps its last vectors in registers; backward
@@ -42,10 +42,15 @@ using A = Accumulator<TX>::type;
 
 #if defined(KERNEL_forward) || defined(KERNEL_backward)
 
-using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL>;
+using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 template <typename T>
 using Slots = Row::Slots<T>;
 constexpr int kApart = LANES * CLUSTER * VEC;  // columns between a thread's vectors
+constexpr int kStep = Row::kStep;              // and between the elements of one
+
+#else
+
+constexpr int kStep = 1;
 
 #endif
 
@@ -82,15 +87,17 @@ constexpr int kMaskBytes = VEC > 1 ? VEC : 2;  // a vector has no fewer
 using Hidden = Vec<unsigned char, kMaskBytes>;
 
 // The mask's bytes of one vector.
-__device__ __forceinline__ Hidden hidden_at(const unsigned char* mask_row, int column) {
+__device__ __forceinline__ Hidden hidden_at(const unsigned char* mask_row, int column,
+                                            int columns) {
   Hidden result = zeros<unsigned char, kMaskBytes>();
   if constexpr (MASKED) {
-    if constexpr (MASK_ACCESS && VEC > 1) {
+    if constexpr (MASK_ACCESS && VEC > 1 && kStep == 1) {
       result = load<kMaskBytes, kMaskBytes>(mask_row + column);
     } else {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
-        const unsigned byte = __ldg(mask_row + (column + i) * MASK_STEP);
+        const int at = kStep > 1 ? least(column + i * kStep, columns - 1) : column + i;
+        const unsigned byte = __ldg(mask_row + at * MASK_STEP);
         result.words[i / 4] |= static_cast<Hidden::Word>(byte << i % 4 * 8);
       }
     }
@@ -106,7 +113,9 @@ __device__ __forceinline__ void scores_of(const Vec<TX, VEC>& stored, const Hidd
   for (int i = 0; i < VEC; ++i) {
     // Fused with the difference that follows, the largest would not come out as 0.
     scores[i] = product(scores[i], scale);
-    if constexpr (CAUSAL) scores[i] = column + i < bound ? scores[i] : lowest<A>();
+    if constexpr (CAUSAL || kStep > 1) {
+      scores[i] = column + i * kStep < bound ? scores[i] : lowest<A>();
+    }
     if constexpr (MASKED) {
       scores[i] = hidden.words[i / 4] >> i % 4 * 8 & 0xff ? lowest<A>() : scores[i];
     }
@@ -209,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kOnce>(slots, v, source + v * kApart,
-                             exists && Row::in_row(column, columns) && (!CAUSAL || column < bound));
+      Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists,
+                             CAUSAL ? bound - column : Row::left(column, columns));
     }
     commit_copies();
   };
@@ -236,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       const int column = Row::first_column(v, rank);
       hidden[v] = zeros<unsigned char, kMaskBytes>();
       if (MASKED && active && Row::in_row(column, columns)) {
-        hidden[v] = hidden_at(mask_row, column);
+        hidden[v] = hidden_at(mask_row, column, columns);
       }
     }
 #if LOSS
@@ -244,7 +253,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const A grad_loss = active ? __ldg(grad_losses + row) : A(0);
     const int word = target >= 0 && target < columns ? static_cast<int>(target) : -1;
 #endif
-    wait_copies<STAGES - 1>();
+    Row::wait<STAGES - 1>();
+    unsigned char* own_slots = slots + Slots<TX>::begin(x + row * x_stride);
 
     A weights[WAITING ? 1 : VECS][VEC];
     A highest[1] = {lowest<A>()};
@@ -254,14 +264,17 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       const int column = Row::first_column(v, rank);
       if (!Row::in_row(column, columns)) continue;
       A(&scores)[VEC] = weights[WAITING ? 0 : v];
-      scores_of(Slots<TX>::read(slots, v), hidden[v], column, bound, scale, scores);
+      scores_of(Slots<TX>::read(own_slots, v), hidden[v], column, bound, scale, scores);
       const A above = largest(scores, highest[0]);
       // Each thread takes off the largest of its own scores so far.
       if constexpr (WAITING) add_up(scores, highest[0], above, total[0]);
       highest[0] = above;
     }
     // What was there is in registers: the slots are free.
-    if constexpr (LOOPED) ask_for(row + STAGES * step, slots);
+    if constexpr (LOOPED) {
+      Row::release();
+      ask_for(row + STAGES * step, slots);
+    }
     const A own_highest = highest[0];
     over_near.max(highest);
     // A warp may have nothing of what is visible of its row.
@@ -314,13 +327,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if (!Row::in_row(column, columns)) continue;
       A(&scores)[VEC] = weights[WAITING ? 0 : v];
       if constexpr (WAITING) {
-        scores_of(Slots<TX>::read(slots, v), hidden[v], column, bound, scale, scores);
+        scores_of(Slots<TX>::read(own_slots, v), hidden[v], column, bound, scale, scores);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) scores[i] = exponential(scores[i] - taken);
       }
 #pragma unroll
       for (int i = 0; i < VEC; ++i) scores[i] *= share;
-      store(out + v * kApart, encode<TY>(scores));
+      Row::put(out + v * kApart, encode<TY>(scores), columns - column);
     }
 #if LOSS
     // What differs is written again by who has written it, so that nobody else looks at it.
@@ -328,13 +341,16 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if (ignored) {  // whatever its logits are
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
-        if (Row::in_row(Row::first_column(v, rank), columns)) {
-          store(out + v * kApart, zeros<TY, VEC>());
+        const int column = Row::first_column(v, rank);
+        if (Row::in_row(column, columns)) {
+          Row::put(out + v * kApart, zeros<TY, VEC>(), columns - column);
         }
       }
     }
     const int from = word - Row::first_column(0, rank);
-    const bool owns = word >= 0 && from >= 0 && from % kApart < VEC;
+    const int in_vector = from % kApart;
+    const bool owns =
+        word >= 0 && from >= 0 && in_vector < VEC * kStep && in_vector % kStep == 0;
     if (word >= 0 ? owns : rank == 0 && threadIdx.x % LANES == 0) {
       A score[1] = {A(0)};
       if (word >= 0) {
@@ -374,8 +390,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
   RowReduction<LANES, 1, 1, A> over_row;
 
   auto scores_at = [&](int column, A(&scores)[VEC]) {
-    scores_of(load<ACCESS, VEC>(source + column), hidden_at(mask_row, column),
-              column, bound, scale, scores);
+    scores_of(load<ACCESS, VEC>(source + column), hidden_at(mask_row, column, columns), column,
+              bound, scale, scores);
   };
   // Each thread takes off the largest of its own scores so far.
   A own = lowest<A>();
@@ -433,19 +449,21 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    const bool valid = active && Row::in_row(column, columns) && (!CAUSAL || column < bound);
+    const int left = CAUSAL ? bound - column : Row::left(column, columns);
     if (v < kShared) {
-      Slots<TX>::fill<kReading>(kept, v, y + row * y_stride + column, valid);
-      Slots<TDY>::fill<kReading>(kept_dy, v, dy + row * dy_stride + column, valid);
-    } else if (valid) {
+      Slots<TX>::fill<kReading>(kept, v, y + row * y_stride + column, active, left);
+      Slots<TDY>::fill<kReading>(kept_dy, v, dy + row * dy_stride + column, active, left);
+    } else if (active && left > 0) {
       last_y = load<ACCESS, VEC>(y + row * y_stride + column);
       last_dy = load<ACCESS, VEC>(dy + row * dy_stride + column);
     }
   }
   commit_copies();
-  wait_copies<0>();
-  auto y_of = [&](int v) { return v < kShared ? Slots<TX>::read(kept, v) : last_y; };
-  auto dy_of = [&](int v) { return v < kShared ? Slots<TDY>::read(kept_dy, v) : last_dy; };
+  Row::wait<0>();
+  unsigned char* own_y = kept + Slots<TX>::begin(y + row * y_stride);
+  unsigned char* own_dy = kept_dy + Slots<TDY>::begin(dy + row * dy_stride);
+  auto y_of = [&](int v) { return v < kShared ? Slots<TX>::read(own_y, v) : last_y; };
+  auto dy_of = [&](int v) { return v < kShared ? Slots<TDY>::read(own_dy, v) : last_dy; };
 
   A along[1] = {0};
 #pragma unroll
@@ -458,8 +476,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     if (!Row::in_row(column, columns)) continue;
-    store(target + column,
-          gradient(y_of(v), dy_of(v), along[0], static_cast<A>(factor)));
+    Row::put(target + column, gradient(y_of(v), dy_of(v), along[0], static_cast<A>(factor)),
+             columns - column);
   }
 }
 

@@ -40,12 +40,13 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
-    HELD_SINGLY,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
+    STREWN,
     Team,
     Tile,
     exchange_bytes,
+    is_strewn,
     require_clusters,
     runs_clusters,
     team_tile,
@@ -147,26 +148,28 @@ def row_tile(
         device: where it runs.
         most_blocks: that may share a row.
     """
-    vec = vector_width(columns, sizes[0])
-    vectors = columns // vec
+    strewn = is_strewn(columns, *sizes)
+    vec = STREWN if strewn else vector_width(columns, sizes[0])
+    vectors = -(-columns // vec)
     forward, whole = len(sizes) == 1, vec * sizes[0] == 16
-    usual = USUAL if whole else 8
-    most = usual if whole or max(sizes) > 2 else max(usual, HELD_SINGLY // vec)
+    most = USUAL if whole else 8
     teams = TEAMS
     if device.has_clusters:
         clusters = FORWARD_CLUSTERS if forward else BACKWARD_CLUSTERS
         teams += tuple(team for team in clusters if team[1] <= most_blocks)
-    tiles = [warp_tile(vectors, vec, WARP_VECTORS if forward else usual)]
-    long = LONG_TEAMS if sizes == (2, 2) else ()
+    tiles = [warp_tile(vectors, vec, WARP_VECTORS if forward else most)]
+    long = LONG_TEAMS if sizes == (2, 2) and not strewn else ()
     tiles += [team_tile(vectors, vec, 8 if team in long else most, (team,)) for team in teams]
     tiles += [team_tile(vectors, vec, 8, teams[-1:])]
-    tile = next((it for it in tiles if it and _fits(it, sizes, device)), None)
+    spread = (replace(it, strewn=strewn) for it in tiles if it)
+    tile = next((it for it in spread if _fits(it, sizes, device)), None)
     if tile is None:
         return None
     if max(sizes) > 2:
         return tile
     if forward and vec == 8 and columns in SPREAD:
-        return with_blocks(team_tile(vectors, vec, 2, TEAMS) or tile, SPREAD_RESIDENT)
+        spread_tile = team_tile(vectors, vec, 2, TEAMS) or tile
+        return with_blocks(replace(spread_tile, strewn=strewn), SPREAD_RESIDENT)
     if forward or tile.cluster == 1:
         return with_blocks(tile, RESIDENT if tile.held <= HELD else RESIDENT // 2)
     return with_blocks(tile, BACKWARD_RESIDENT if tile.held <= HELD else RESIDENT)
@@ -183,15 +186,17 @@ def waiting_tile(
 
     ``most_blocks``: that may share a row.
     """
-    vec = vector_width(columns, size)
+    strewn = is_strewn(columns, size)
+    vec = STREWN if strewn else vector_width(columns, size)
     waits = any(columns in those for those in WAITING)
     if not waits or size != 2 or vec != 8 or not device.has_clusters:
         return None
     for team in LOSS_TEAMS if losses else WAITING_TEAMS:
         if team[1] > most_blocks:
             continue
-        tile = team_tile(columns // vec, vec, WAITING_VECTORS, (team,))
+        tile = team_tile(-(-columns // vec), vec, WAITING_VECTORS, (team,))
         if tile is not None:
+            tile = replace(tile, strewn=strewn)
             block = _shared_bytes(tile, (size,)) + _exchanged(tile, (size,)) + SHARED_PER_BLOCK
             room = device.shared_per_multiprocessor // block
             blocks = min(room, WAITING_RESIDENT // tile.threads)
@@ -202,8 +207,8 @@ def waiting_tile(
 
 def in_registers(tile: Tile, sizes: tuple[int, ...]) -> bool:
     """Whether threads keep their last vectors of both tensors in registers."""
-    team = tile.lanes, tile.cluster
-    return sizes == (2, 2) and team in LONG_TEAMS and tile.held > HELD
+    long = (tile.lanes, tile.cluster) in LONG_TEAMS and tile.held > HELD
+    return sizes == (2, 2) and long and not tile.strewn
 
 
 def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
@@ -221,8 +226,7 @@ def _fits(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> bool:
 
 def _shared_bytes(tile: Tile, sizes: tuple[int, ...]) -> int:
     """Of a row that is kept there."""
-    vectors = tile.vecs - in_registers(tile, sizes)
-    return tile.threads * tile.vec * vectors * sum(sizes)
+    return replace(tile, vecs=tile.vecs - in_registers(tile, sizes)).kept(*sizes)
 
 
 def _exchanged(tile: Tile, sizes: tuple[int, ...]) -> int:
@@ -451,7 +455,7 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
     """
     columns, dtype, address = logits.shape[-1], logits.dtype, address_of(op, logits)
     size = SIZES[dtype]
-    if (columns * size | step * size | address) & 15:
+    if not is_strewn(columns, size) and (columns * size | step * size | address) & 15:
         return False
     scores = (columns, 16 // size, dtype, None, False, None, False)
     plan = _planned(logits.get_device(), *scores, out.dtype)

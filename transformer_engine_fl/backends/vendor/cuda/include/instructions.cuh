@@ -121,11 +121,10 @@ enum Reading {
   kPlain,  // so too, and L2 is asked for nothing
 };
 
-// Global to shared memory without passing through registers; zeros if not `valid`.
+// Global to shared memory without passing through registers; zeros behind the first `bytes`.
 template <int Bytes, Reading How>
-__device__ __forceinline__ void copy_async_piece(void* to, const void* from, bool valid) {
+__device__ __forceinline__ void copy_async_piece(void* to, const void* from, int bytes) {
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  const int bytes = valid ? Bytes : 0;
   if constexpr (How == kPlain && Bytes == 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address),
                  "l"(from), "r"(bytes)

@@ -23,7 +23,7 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
   if constexpr (Bytes == 2) {  // smaller than an asynchronous copy can be
     *static_cast<unsigned short*>(to) = read_where(from, valid);
   } else {
-    copy_async_piece<Bytes, How>(to, from, valid);
+    copy_async_piece<Bytes, How>(to, from, valid ? Bytes : 0);
   }
 }
 

@@ -58,6 +58,16 @@ __device__ __forceinline__ Vec<T, N> zeros() {
   return result;
 }
 
+// One element of a vector.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, 1> element(const Vec<T, N>& of, int i) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "kept in a word, or two in one");
+  Vec<T, 1> result;
+  if constexpr (sizeof(T) == 4) result.words[0] = of.words[i];
+  else result.words[0] = static_cast<unsigned short>(of.words[i / 2] >> i % 2 * 16);
+  return result;
+}
+
 // The value in the low half of a word, or in the high one: of bfloat16 one instruction.
 template <bool High>
 __device__ __forceinline__ float widen_half(unsigned word, __nv_bfloat16) {

@@ -3,6 +3,11 @@
 // _tiles.py chooses the numbers. A row belongs to Lanes threads of each of Cluster blocks,
 // Vecs vectors of Width elements to each; a block works on Rows rows at once, more than
 // one only if Lanes is at most 32. Full: the row fills all of those vectors.
+//
+// A vector is of neighbouring columns, or Strewn: each 32 columns from the one before, so that
+// the lanes of a warp have neighbours. That is for rows that begin anywhere: 16 bytes of them at
+// a time come to shared memory as they lie, with what is before and behind the row in its first
+// and last 16, and a thread finds its elements there one by one.
 
 #pragma once
 
@@ -11,18 +16,61 @@
 
 namespace te_fl {
 
-template <int Width, int Vecs, int Access, int Lanes, int Rows, int Cluster, bool Full>
+template <int Width, int Vecs, int Access, int Lanes, int Rows, int Cluster, bool Full,
+          bool Strewn>
 struct RowTile {
+  static_assert(!Strewn || (Lanes % 32 == 0 && !Full), "of whole warps");
   static constexpr int kThreads = Lanes * Rows;
+  static constexpr int kStep = Strewn ? 32 : 1;  // columns from one element of a vector to the next
 
   // The first column of this thread's vector `v`; columns go round the lanes and then
   // round the blocks of the cluster, so that a narrow row leaves all of them equally idle.
   static __device__ __forceinline__ int first_column(int v, int rank) {
-    return ((v * Cluster + rank) * Lanes + static_cast<int>(threadIdx.x) % Lanes) * Width;
+    const int lane = static_cast<int>(threadIdx.x) % Lanes;
+    const int group = (v * Cluster + rank) * Lanes;
+    if constexpr (Strewn) return (group + lane / 32 * 32) * Width + lane % 32;
+    else return (group + lane) * Width;
   }
 
   static __device__ __forceinline__ bool in_row(int column, int columns) {
     return Full || column < columns;
+  }
+
+  // How many columns a row has from this one on: none if that is not in_row.
+  static __device__ __forceinline__ int left(int column, int columns) {
+    return Full ? Width : columns - column;
+  }
+
+  // Whether element `i` of a vector is in the row, of which so much is left; the first is.
+  static __device__ __forceinline__ bool has(int i, int left) {
+    return !Strewn || i * kStep < left;
+  }
+
+  // A vector that is in_row, from global memory and to it.
+  template <bool Plain = false, typename T>
+  static __device__ __forceinline__ Vec<T, Width> get(const T* from, int left) {
+    if constexpr (!Strewn) {
+      return load<Access, Width, Plain>(from);
+    } else {
+      Vec<T, Width> result = zeros<T, Width>();
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        result.words[i / 2] |= static_cast<unsigned>(read_where(from + i * kStep, has(i, left)))
+                               << i % 2 * 16;
+      }
+      return result;
+    }
+  }
+  template <typename T>
+  static __device__ __forceinline__ void put(T* to, const Vec<T, Width>& value, int left) {
+    if constexpr (!Strewn) {
+      store(to, value);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Width; ++i) {
+        if (has(i, left)) store(to + i * kStep, element(value, i));
+      }
+    }
   }
 
   static __device__ __forceinline__ bool in_rows(long long row, long long rows) {
@@ -30,44 +78,104 @@ struct RowTile {
   }
 
   // This thread's slots in shared memory for its vectors of one row. A slot is read by the
-  // thread that filled it, so no barrier is needed. Chunks of one vector lie a block apart,
-  // so that neighbouring threads use neighbouring banks.
+  // thread that filled it, so no barrier is needed, or, strewn, by its warp. Chunks of one
+  // vector lie a block apart, so that neighbouring threads use neighbouring banks.
   template <typename T>
   struct Slots {
-    static constexpr int kChunk = least(16, Width * static_cast<int>(sizeof(T)));
-    static constexpr int kChunks = Width * static_cast<int>(sizeof(T)) / kChunk;
-    static constexpr int kPiece = least(16, Access * static_cast<int>(sizeof(T)));
-    static constexpr int kBytes = Vecs * kChunks * kChunk * kThreads;
+    static constexpr int kSize = static_cast<int>(sizeof(T));
+    static constexpr int kChunk = least(16, Width * kSize);
+    static constexpr int kChunks = Width * kSize / kChunk;
+    static constexpr int kPiece = least(16, Access * kSize);
+    static constexpr int kOfWarp = 32 * Width * kSize + 16;  // strewn: with what is beside the row
+    static constexpr int kBytes = Vecs * (Strewn ? kThreads / 32 * kOfWarp : kThreads * Width * kSize);
 
     static __device__ __forceinline__ unsigned char* chunk(unsigned char* row, int v, int c) {
       return row + ((v * kChunks + c) * kThreads + static_cast<int>(threadIdx.x)) * kChunk;
     }
 
-    // Asks for a vector.
+    // The place of a warp's vectors `v`.
+    static __device__ __forceinline__ unsigned char* of_warp(unsigned char* row, int v) {
+      return row + (v * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32) * kOfWarp;
+    }
+
+    // How far behind its slots a row begins that lies there in global memory: `read` and `write`
+    // take slots that much further on.
+    static __device__ __forceinline__ int begin(const T* row) {
+      return Strewn ? static_cast<int>(reinterpret_cast<unsigned long long>(row) & 15) : 0;
+    }
+
+    // Asks for a vector, if its row exists, of which so much is left.
     template <Reading How>
     static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* from,
-                                                bool valid) {
+                                                bool exists, int left) {
+      if constexpr (Strewn) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const int before = begin(from - lane);
+        const char* source = reinterpret_cast<const char*>(from - lane) - before;
+        left = least(left + lane, 32 * Width);
+        const int bytes = exists && left > 0 ? before + left * kSize : 0;
+        auto copy = [&](int at) {
+          copy_async_piece<16, How>(of_warp(row, v) + at, source + at,
+                                    max(0, least(16, bytes - at)));
+        };
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
+        for (int at = 0; at < kOfWarp - 16; at += 512) copy(at + lane * 16);
+        if (lane == 0) copy(kOfWarp - 16);
+      } else {
+        const bool valid = exists && left > 0;
 #pragma unroll
-        for (int at = 0; at < kChunk; at += kPiece) {
-          copy_async<kPiece, How>(chunk(row, v, c) + at,
-                                  reinterpret_cast<const char*>(from) + c * kChunk + at,
-                                  valid);
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+          for (int at = 0; at < kChunk; at += kPiece) {
+            copy_async<kPiece, How>(chunk(row, v, c) + at,
+                                    reinterpret_cast<const char*>(from) + c * kChunk + at,
+                                    valid);
+          }
         }
       }
     }
 
     static __device__ __forceinline__ Vec<T, Width> read(unsigned char* row, int v) {
-      return read_chunks<T, Width>(chunk(row, v, 0), kThreads * kChunk);
+      if constexpr (Strewn) {
+        const auto* from = reinterpret_cast<const volatile unsigned short*>(of_warp(row, v));
+        Vec<T, Width> result = zeros<T, Width>();
+#pragma unroll
+        for (int i = 0; i < Width; ++i) {
+          const unsigned half = from[i * 32 + static_cast<int>(threadIdx.x) % 32];
+          result.words[i / 2] |= half << i % 2 * 16;
+        }
+        return result;
+      } else {
+        return read_chunks<T, Width>(chunk(row, v, 0), kThreads * kChunk);
+      }
     }
 
     // Something else in the place of a vector whose copies have arrived.
     static __device__ __forceinline__ void write(unsigned char* row, int v,
                                                  const Vec<T, Width>& value) {
-      write_chunks(chunk(row, v, 0), kThreads * kChunk, value);
+      if constexpr (Strewn) {
+        auto* to = reinterpret_cast<unsigned short*>(of_warp(row, v));
+#pragma unroll
+        for (int i = 0; i < Width; ++i) {
+          to[i * 32 + static_cast<int>(threadIdx.x) % 32] = element(value, i).words[0];
+        }
+      } else {
+        write_chunks(chunk(row, v, 0), kThreads * kChunk, value);
+      }
     }
   };
+
+  // Waits as wait_copies does, for what `read` finds.
+  template <int Pending>
+  static __device__ __forceinline__ void wait() {
+    wait_copies<Pending>();
+    if constexpr (Strewn) __syncwarp();
+  }
+
+  // Behind this, slots whose vectors have been read may be filled.
+  static __device__ __forceinline__ void release() {
+    if constexpr (Strewn) __syncwarp();
+  }
 };
 
 }  // namespace te_fl
