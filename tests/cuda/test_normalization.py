@@ -385,6 +385,46 @@ def test_which_rows_are_those_of_blocks_that_exchange_through_memory(
             assert defines.get("TOLD", 0) < 2
 
 
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL, ADA], ids=["sm_90", "sm_120", "sm_89"])
+def test_rows_that_begin_anywhere_have_threads_for_little_more(device: _launch.Limits) -> None:
+    low = torch.bfloat16
+    strewn = 0
+    for columns in (*range(129, 9000, 251), *range(9001, 262_144, 4093)):
+        if columns % 8 == 0:
+            continue
+        tiles = [
+            normalization.ForwardKey(columns, 1, low, low, low, low, c, False, added).tile(device)
+            for c, added in ((False, False), (True, False), (False, True))
+        ]
+        for centred, add in ((False, None), (True, None), (False, low)):
+            key = normalization.BackwardKey(columns, 1, low, low, low, centred, False, add)
+            tiles.append(normalization.backward_sources(key, device)[1])
+        for tile in tiles:
+            if tile is None:  # read twice
+                assert columns > (16_384 if device.has_clusters else 8_192)
+                continue
+            assert tile.strewn
+            assert tile.vec == 8
+            assert tile.lanes % 32 == 0
+            assert tile.threads <= 1024
+            assert columns <= tile.room < 1.6 * columns + 256
+            strewn += 1
+    assert strewn > 200
+
+
+def test_only_rows_of_half_precision_begin_anywhere() -> None:
+    low, full = torch.bfloat16, torch.float32
+    for types in ((full, full, full, full), (low, full, low, low), (low, low, low, full)):
+        tile = normalization.ForwardKey(4097, 1, *types, False, False).tile(HOPPER)
+        assert tile is not None
+        assert not tile.strewn
+    for x, dy, gamma in ((full, full, full), (low, full, low), (low, low, full)):
+        key = normalization.BackwardKey(4097, 1, x, dy, gamma, False, False)
+        tile = normalization.backward_sources(key, HOPPER)[1]
+        assert tile is not None
+        assert not tile.strewn
+
+
 @pytest.mark.parametrize(("centred", "added"), [(False, False), (False, True), (True, False)])
 def test_rows_in_pieces_leave_few_threads_without_columns(centred: bool, added: bool) -> None:
     low = torch.bfloat16
@@ -845,7 +885,9 @@ def test_groups_with_more_turns_than_are_under_way(columns: int, device: str) ->
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["many groups", "few groups"])
-@pytest.mark.parametrize("columns", [129, 250, 1023, 2049, 4097, 5003, 8194, 16_387, 50_257, 131_073])
+@pytest.mark.parametrize(
+    "columns", [129, 250, 1023, 2049, 4097, 5003, 8194, 16_387, 50_257, 131_073]
+)
 @pytest.mark.parametrize("op", [*OPERATORS, "rmsnorm_fwd_add", "rmsnorm_bwd_add"])
 def test_rows_that_begin_anywhere(
     op: str, columns: int, few: bool, device: str, request: pytest.FixtureRequest

@@ -37,6 +37,7 @@ COMPILED = ("sm_80", "sm_86", "sm_90", "sm_120")
 MOST_THREADS = 1024
 LARGE_CLUSTERS = {
     ("normalization", "backward"),
+    ("normalization", "forward"),
     ("normalization", "forward_stream"),
     ("softmax", "backward"),
     ("softmax", "forward"),

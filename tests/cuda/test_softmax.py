@@ -40,6 +40,27 @@ def test_a_tile_covers_its_row_and_fits_a_block(
     assert tile.cluster == 1 or device.has_clusters
 
 
+@pytest.mark.parametrize("device", [HOPPER, SMALL, AMPERE], ids=["sm_90", "sm_120", "sm_80"])
+def test_rows_that_begin_anywhere_have_threads_for_little_more(device: Limits) -> None:
+    strewn = 0
+    for columns in (*range(129, 9000, 251), *range(9001, 262_144, 4093)):
+        if columns % 8 == 0:
+            continue
+        waiting = softmax.waiting_tile(columns, 2, device)
+        for sizes in ((2,), (2, 2)):
+            tile = (waiting if sizes == (2,) else None) or softmax.row_tile(columns, sizes, device)
+            if tile is None:  # read twice
+                assert columns > 32_768
+                continue
+            assert tile.strewn
+            assert tile.lanes % 32 == 0
+            assert columns <= tile.room < 1.4 * columns + 256
+            kept = softmax._shared_bytes(tile, sizes) + softmax._exchanged(tile, sizes)
+            assert kept <= device.shared_per_block
+            strewn += 1
+    assert strewn > 100
+
+
 @pytest.mark.parametrize(
     ("columns", "cluster", "blocks", "in_registers"),
     [(65536, 4, 3, False), (131072, 4, 2, True), (151_936, 8, 2, True), (262144, 8, 2, True)],

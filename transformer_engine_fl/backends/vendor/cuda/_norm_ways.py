@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from transformer_engine_fl.backends.vendor.cuda._tiles import Team, Tile
+from transformer_engine_fl.backends.vendor.cuda._tiles import Team, Tile, is_strewn
 
 __all__ = [
-    "ADDED_PIECES",
+    "BACKWARD_PIECES",
     "CAST_AS",
     "CAST_NARROWEST",
     "FEW_ROWS",
     "FORWARD_PIECES",
     "IN_REGISTERS",
-    "LAYER_PIECES",
     "MOST_PIECES",
-    "RMS_PIECES",
     "THROUGH_MEMORY",
     "TOLD_THROUGH_MEMORY",
     "WAITING",
@@ -162,16 +160,22 @@ class Piece(NamedTuple):
     def tile(self, columns: int) -> Tile:
         """How a row is spread: over as many blocks as hold it."""
         share = self.vecs * self.lanes * 8
-        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks)
+        strewn = is_strewn(columns, 2)
+        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks, strewn)
 
 
 # Of those that spread rows of that width over no more than MOST_PIECES blocks, the one that leaves
 # the fewest threads without columns does, and of several the first. As measured with 29 widths from
 # 8,200 to 262,144 columns (docs/cuda-kernels.md).
 THROUGH_MEMORY: Final = range(8193, 262145)
-RMS_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 4))
-ADDED_PIECES: Final = (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 3))
-LAYER_PIECES: Final = (Piece(32, 4, 10), Piece(64, 4, 5))
+BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], tuple[Piece, ...]]] = {
+    (False, False, False): (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 4)),
+    (False, True, False): (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 3)),
+    (True, False, False): (Piece(32, 4, 10), Piece(64, 4, 5)),
+    (False, False, True): (Piece(64, 3, 10), Piece(256, 3, 2)),
+    (False, True, True): (Piece(64, 2, 5), Piece(128, 4, 3)),
+    (True, False, True): (Piece(32, 3, 8), Piece(256, 3, 2)),
+}
 MOST_PIECES: Final = 128
 """Of those, each lane of a warp hears four."""
 # Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows

@@ -7,6 +7,7 @@ of it is ``include/rows.cuh``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,16 +16,20 @@ from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.core.errors import NotSupportedError
 
 __all__ = [
+    "CLUSTERS",
     "COUNTER_BYTES",
     "LARGEST_CLUSTERS",
     "SHARED_PER_BLOCK",
     "STREWN",
+    "WARPS",
     "Team",
     "Tile",
     "exchange_bytes",
-    "require_clusters",
+    "fitting",
     "is_strewn",
+    "require_clusters",
     "runs_clusters",
+    "strewn_tile",
     "team_tile",
     "warp_tile",
     "with_blocks",
@@ -47,6 +52,12 @@ LARGEST_CLUSTERS: Final = (16, 8)
 
 Team = tuple[int, int]
 """(threads of a block that share a row, blocks that share it)."""
+
+WARPS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(32, 513, 32))
+"""Blocks of whole warps, of up to 512 threads."""
+
+CLUSTERS: Final[tuple[Team, ...]] = ((256, 2), (256, 4), (256, 8), (256, 16))
+"""Clusters of such blocks, for wider rows that begin anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,7 @@ class Tile:
 
     def fills(self, columns: int) -> bool:
         """Whether a row of that many columns fills the vectors of all its threads."""
-        return columns == self.held * self.lanes * self.cluster
+        return columns == self.room
 
     def defines(self, columns: int) -> dict[str, str | int]:
         """The tile as macros, for rows of that many columns."""
@@ -98,6 +109,11 @@ class Tile:
             "BLOCKS": self.blocks,
             "STREWN": int(self.strewn),
         }
+
+    @property
+    def room(self) -> int:
+        """Columns for which the row's threads have vectors."""
+        return self.held * self.lanes * self.cluster
 
     def kept(self, *sizes: int) -> int:
         """Bytes of shared memory for what a block has of a row of several tensors.
@@ -140,6 +156,33 @@ def team_tile(vectors: int, vec: int, most: int, teams: tuple[Team, ...]) -> Til
         if vectors <= lanes * cluster * most:
             return Tile(vec, -(-vectors // (lanes * cluster)), lanes, 1, cluster)
     return None
+
+
+def fitting(tile: Tile) -> float:
+    """What a tile costs a row that begins anywhere: threads without columns, and few vectors of
+    each, as measured with forward norms of 14 widths (docs/cuda-kernels.md).
+    """
+    return float(tile.room**0.7 * (1 + 0.5 / tile.vecs))
+
+
+def strewn_tile(
+    columns: int, most: int, teams: Iterable[Team], cost: Callable[[Tile], float] = fitting
+) -> Tile | None:
+    """Rows that begin anywhere, over whole warps: of the teams that hold the row the cheapest.
+
+    Args:
+        columns: of a row.
+        most: vectors that a thread may hold.
+        teams: those that are asked; of single warps a block has several.
+        cost: by which they are compared.
+    """
+    vectors = -(-columns // STREWN)
+    found = (team_tile(vectors, STREWN, most, (team,)) for team in teams)
+    tile = min((it for it in found if it), key=cost, default=None)
+    if tile is None:
+        return None
+    alone = tile.lanes * tile.cluster == 32
+    return replace(tile, rows=4 if alone else 1, strewn=True)
 
 
 def with_blocks(tile: Tile, threads: int) -> Tile:

@@ -449,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   }
 #if CAST != 0
   if constexpr (AMAX) {
-    over_row.reduce<Largest>(largest);
+    over_row.reduce<Max>(largest);
     if (active && rank == 0 && threadIdx.x % LANES == 0) amaxes[row] = largest[0];
   }
 #endif
@@ -594,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #if CAST != 0
   // One for all rows of a group, at the place of its first; there are none for the others.
   if constexpr (AMAX) {
-    over_row.reduce<Largest>(largest);
+    over_row.reduce<Max>(largest);
     if (rank == 0 && threadIdx.x == 0) amaxes[group] = largest[0];
   }
 #endif

@@ -40,15 +40,13 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
-    ADDED_PIECES,
+    BACKWARD_PIECES,
     CAST_AS,
     CAST_NARROWEST,
     FEW_ROWS,
     FORWARD_PIECES,
     IN_REGISTERS,
-    LAYER_PIECES,
     MOST_PIECES,
-    RMS_PIECES,
     THROUGH_MEMORY,
     TOLD_THROUGH_MEMORY,
     WAITING,
@@ -57,16 +55,18 @@ from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
 )
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
+    CLUSTERS,
     COUNTER_BYTES,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
-    STREWN,
+    WARPS,
     Team,
     Tile,
     exchange_bytes,
     is_strewn,
     require_clusters,
     runs_clusters,
+    strewn_tile,
     team_tile,
     warp_tile,
     with_blocks,
@@ -132,6 +132,10 @@ STREAM_VECTORS_ADDED: Final = 8192
 # compute capability 9.0; devices without clusters are left as they were.
 MOST_AHEAD: Final = 8192
 STREAM_STAGES: Final = 4
+# Vectors of a thread of a forward whose rows begin anywhere, within a block, and with a residual.
+STREWN_VECTORS: Final = 6
+STREWN_ADDED: Final = 4
+LARGER_BLOCKS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(544, 1025, 32))
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
 MOST_STAGES: Final = 6
@@ -151,7 +155,6 @@ def forward_tile(
     clusters: bool,
     large_block: bool = False,
     resident: int = 1280,
-    strewn: bool = False,
 ) -> Tile | None:
     """The tile of a forward; None if the row has to be read more than once.
 
@@ -162,18 +165,63 @@ def forward_tile(
         clusters: whether the device has thread block clusters.
         large_block: whether a block of 1,024 threads comes before them.
         resident: threads of a multiprocessor that share its registers, in half precision.
-        strewn: whether the elements of a vector are.
     """
     teams = FORWARD_TEAMS_LARGE_BLOCK if large_block else FORWARD_TEAMS
-    vec = STREWN if strewn else vector_width(columns, x_size)
-    vectors = -(-columns // vec)
+    vec = vector_width(columns, x_size)
+    vectors = columns // vec
     most = 4 if vec * x_size == 16 else 8
     tile = warp_tile(vectors, vec, most) or team_tile(
         vectors, vec, most, teams if clusters else FORWARD_TEAMS_NO_CLUSTERS
     )
     if tile is None or x_size != 2 or other_size != 2:
         return tile
-    return replace(with_blocks(tile, resident), strewn=strewn)
+    return with_blocks(tile, resident)
+
+
+def strewn_forward_tile(
+    columns: int, added: bool, clusters: bool, most_blocks: int = LARGEST_CLUSTERS[0]
+) -> Tile | None:
+    """The tile of a forward of half precision whose rows begin anywhere; None as of others.
+
+    Args:
+        columns: H.
+        added: whether there is a residual.
+        clusters: whether the device has thread block clusters.
+        most_blocks: of a cluster.
+    """
+    teams = CLUSTERS if clusters else [(1024, 1)]
+    most = STREWN_ADDED if added else STREWN_VECTORS
+    tile = strewn_tile(columns, most, WARPS + LARGER_BLOCKS * added) or strewn_tile(
+        columns, 8, (team for team in teams if team[1] <= most_blocks)
+    )
+    return None if tile is None else with_blocks(tile, 1280)
+
+
+def strewn_backward_tile(
+    columns: int, centred: bool, clusters: bool, most_blocks: int = LARGEST_CLUSTERS[0]
+) -> Tile | None:
+    """The tile of a backward of half precision whose rows begin anywhere; None as of others.
+
+    The same arguments as :func:`strewn_forward_tile`, and whether there is a mean.
+    """
+
+    def cost(tile: Tile) -> float:
+        alone = tile.cluster == 1
+        spills = tile.lanes > 768 and alone if centred else tile.lanes > (384 if alone else 512)
+        share = {1: 1.2, 2: 1.0, 3: 1.04}[tile.vecs] * (1.0 if alone else 1.3)
+        if spills and tile.vecs == (2 if centred else 3):
+            share *= 2
+        # Of equal ones that of the smaller blocks, but in no cluster of more than 8.
+        return tile.room * share * (1 + tile.lanes / 2**20 + (tile.cluster > 8) / 2**8)
+
+    teams = WARPS + LARGER_BLOCKS
+    if clusters:
+        wide = ((lanes, blocks) for blocks in (2, 4, 8, 16) for lanes in (128, 256, 512, 1024))
+        teams += tuple(team for team in wide if team[1] <= most_blocks)
+    tile = strewn_tile(columns, 2 if centred else 3, teams, cost)
+    if tile is None:
+        return None
+    return with_blocks(tile, 640 if centred else 1024 if tile.lanes >= 512 else 768)
 
 
 def stream_tile(
@@ -206,15 +254,14 @@ def backward_tile(
     centred: bool,
     clusters: bool,
     most_blocks: int = LARGEST_CLUSTERS[0],
-    strewn: bool = False,
 ) -> Tile | None:
     """The tile of a backward; None if the row has to be read more than once.
 
     The same arguments as :func:`forward_tile`, and whether there is a mean to subtract and
     the most blocks of a cluster.
     """
-    vec = STREWN if strewn else vector_width(columns, x_size)
-    vectors = -(-columns // vec)
+    vec = vector_width(columns, x_size)
+    vectors = columns // vec
     most = (8 if x_size == 8 else 16) // vec  # gradients of gamma that a thread can accumulate
     teams = LAYER_BACKWARD_TEAMS if centred else RMS_BACKWARD_TEAMS
     tile = warp_tile(vectors, vec, 4 if vec * x_size == 16 else 8)
@@ -299,14 +346,19 @@ memory: what a plan tries, one after the other.
 
 
 def pieces(
-    tile: Tile, element_bytes: int, sums: int, device: _launch.Limits, stages: int, kept: int = 0
+    tile: Tile,
+    sizes: tuple[int, ...],
+    sums: int,
+    device: _launch.Limits,
+    stages: int,
+    kept: int = 0,
 ) -> int | None:
     """Bytes of the rows that are under way in a block of a row whose blocks exchange sums through
     memory, and of what is kept beside them; None where there is no room.
 
     Args:
         tile: how the row is spread.
-        element_bytes: of all that is under way, for each column.
+        sizes: bytes of an element of each tensor of which rows are under way.
         sums: how many there are of a row.
         device: where it runs.
         stages: rows under way.
@@ -315,7 +367,7 @@ def pieces(
     if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
         return None
     told = exchange_bytes(replace(tile, cluster=1), sums, 2)
-    stage_bytes = tile.kept(element_bytes)
+    stage_bytes = tile.kept(*sizes)
     depth = under_way(tile, stage_bytes, kept + told, device, stages, False).stages
     return stages * stage_bytes + kept if depth == stages else None
 
@@ -385,6 +437,11 @@ class ForwardKey:
         if way := self._cast_as(device):
             tell = False  # nothing: a block has all of a row
             return way.tile, None if way.one_row else self._under_way(way.tile, device, tell)
+        sizes = (SIZES[it] for it in (self.x, self.weight, self.bias, self.output))
+        if self.cast is None and is_strewn(self.columns, *sizes):
+            clusters = device.has_clusters
+            tile = strewn_forward_tile(self.columns, self.added, clusters, most_blocks)
+            return self._with_room(tile, device), None
         found = self._stream(device, most_blocks)
         if tile := self._waiting(device, found[0] if found else None):
             return tile, None
@@ -421,15 +478,15 @@ class ForwardKey:
         others = max(SIZES[self.weight], SIZES[self.bias], SIZES[self.output])
         clusters = device.has_clusters
         resident = 1280 if self.cast is None else 1536
-        sizes = (SIZES[it] for it in (self.x, self.weight, self.bias, self.output))
-        strewn = self.cast is None and is_strewn(self.columns, *sizes)
-        tile = forward_tile(
-            self.columns, SIZES[self.x], others, clusters, large_block, resident, strewn
-        )
+        tile = forward_tile(self.columns, SIZES[self.x], others, clusters, large_block, resident)
+        return self._with_room(tile, device)
+
+    def _with_room(self, tile: Tile | None, device: _launch.Limits) -> Tile | None:
+        """The tile; None if a block has no room for its part of a row."""
         if tile is None:
             return None
-        kept = tile.kept(*self.row_sizes)
-        return tile if kept + self.exchanged(tile) <= device.shared_per_block else None
+        kept = tile.kept(*self.row_sizes) + self.exchanged(tile)
+        return tile if kept <= device.shared_per_block else None
 
     @property
     def casts_blocks(self) -> bool:
@@ -497,8 +554,7 @@ class ForwardKey:
             return None  # parts of a mean and a variance are merged two by two
         parameters = SIZES[self.weight] + (SIZES[self.bias] if self.centred else 0)
         kept = 0 if piece.holds else tile.kept(parameters)
-        row = (1 + self.added) * SIZES[self.x]
-        shared = pieces(tile, row, self.sums, device, piece.stages, kept)
+        shared = pieces(tile, self.row_sizes, self.sums, device, piece.stages, kept)
         return None if shared is None else (tile, piece, shared)
 
     def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
@@ -715,13 +771,13 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     other rows, and where there is no room.
     """
     size = SIZES[key.x]
-    if key.columns not in THROUGH_MEMORY or size != 2 or key.other_size != 2 or key.columns % 8:
+    if key.columns not in THROUGH_MEMORY or size != 2 or key.other_size != 2:
         return None
-    found = LAYER_PIECES if key.centred else ADDED_PIECES if key.add else RMS_PIECES
+    found = BACKWARD_PIECES[key.centred, key.add is not None, is_strewn(key.columns, 2)]
     tiles = [(it.tile(key.columns), it) for it in found]
     few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
     tile, piece = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
-    shared = pieces(tile, sum(key.row_sizes), key.sums, device, piece.stages)
+    shared = pieces(tile, key.row_sizes, key.sums, device, piece.stages)
     if shared is None:
         return None
     own: dict[str, str | int] = {
@@ -770,13 +826,13 @@ def shared_source(
 ) -> tuple[Planned, Tile] | None:
     """The kernel of rows that are kept in shared memory, and their tile; None if none fits."""
     size = SIZES[key.x]
-    strewn = is_strewn(key.columns, SIZES[key.gamma], *key.row_sizes)
-    tile = backward_tile(
-        key.columns, size, key.other_size, key.centred, device.has_clusters, most_blocks, strewn
-    )
+    clusters = device.has_clusters
+    if is_strewn(key.columns, SIZES[key.gamma], *key.row_sizes):
+        tile = strewn_backward_tile(key.columns, key.centred, clusters, most_blocks)
+    else:
+        tile = backward_tile(key.columns, size, key.other_size, key.centred, clusters, most_blocks)
     if tile is None:
         return None
-    tile = replace(tile, strewn=strewn)
     # Out of the registers of a cluster of 512 threads a block, of which two then fit on a
     # multiprocessor, and of 1,024. Of 4 blocks of 512 the compiler spills registers.
     long = tile.vec == 8 and tile.lanes * tile.cluster > 2048

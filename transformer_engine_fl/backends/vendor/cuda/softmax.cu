@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   constexpr int kWarps = LANES > 32 ? LANES / 32 : 1;
   Exchange<kWarps, CLUSTER, 2, A> tell;
   // Of fewer than 32 warps several lanes hear the same one: it counts once.
-  RowReduction<least(32, kWarps * CLUSTER), 1, 1, A> over_told;
+  RowReduction<(CLUSTER > 1 ? least(32, kWarps * CLUSTER) : 1), 1, 1, A> over_told;
   static_assert(!WAITING || !LOOPED, "the slots are free only when the row is written");
 
   auto ask_for = [&](unsigned row, unsigned char* slots) {

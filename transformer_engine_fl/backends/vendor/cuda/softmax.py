@@ -39,16 +39,18 @@ from transformer_engine_fl.backends.vendor.cuda._arguments import (
 )
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
+    CLUSTERS,
     COUNTER_BYTES,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
-    STREWN,
+    WARPS,
     Team,
     Tile,
     exchange_bytes,
     is_strewn,
     require_clusters,
     runs_clusters,
+    strewn_tile,
     team_tile,
     warp_tile,
     with_blocks,
@@ -131,6 +133,12 @@ WAITING_VECTORS: Final = 16
 """Vectors of a thread of those rows, at most."""
 WAITING_RESIDENT: Final = 1536
 """Threads of a multiprocessor, at most, that have such rows; of at least two blocks."""
+STREWN_VECTORS: Final = 6
+"""Vectors of a thread, within a block, of rows that begin anywhere."""
+STREWN_WAITING_FROM: Final = 13_825
+"""Columns from which those of a forward wait, also under a mask."""
+STREWN_WAITING: Final = (9, 13)
+"""Vectors of a thread of rows that wait so, within a block and in a cluster."""
 MOST_ROWS: Final = 2**31 - 2**14
 
 
@@ -148,31 +156,48 @@ def row_tile(
         device: where it runs.
         most_blocks: that may share a row.
     """
-    strewn = is_strewn(columns, *sizes)
-    vec = STREWN if strewn else vector_width(columns, sizes[0])
-    vectors = -(-columns // vec)
-    forward, whole = len(sizes) == 1, vec * sizes[0] == 16
+    forward = len(sizes) == 1
+    if is_strewn(columns, *sizes):
+        tile = _strewn_tile(columns, forward, device, most_blocks)
+        return tile if tile and _fits(tile, sizes, device) else None
+    vec = vector_width(columns, sizes[0])
+    vectors, whole = columns // vec, vec * sizes[0] == 16
     most = USUAL if whole else 8
     teams = TEAMS
     if device.has_clusters:
         clusters = FORWARD_CLUSTERS if forward else BACKWARD_CLUSTERS
         teams += tuple(team for team in clusters if team[1] <= most_blocks)
     tiles = [warp_tile(vectors, vec, WARP_VECTORS if forward else most)]
-    long = LONG_TEAMS if sizes == (2, 2) and not strewn else ()
+    long = LONG_TEAMS if sizes == (2, 2) else ()
     tiles += [team_tile(vectors, vec, 8 if team in long else most, (team,)) for team in teams]
     tiles += [team_tile(vectors, vec, 8, teams[-1:])]
-    spread = (replace(it, strewn=strewn) for it in tiles if it)
-    tile = next((it for it in spread if _fits(it, sizes, device)), None)
+    tile = next((it for it in tiles if it and _fits(it, sizes, device)), None)
     if tile is None:
         return None
     if max(sizes) > 2:
         return tile
     if forward and vec == 8 and columns in SPREAD:
-        spread_tile = team_tile(vectors, vec, 2, TEAMS) or tile
-        return with_blocks(replace(spread_tile, strewn=strewn), SPREAD_RESIDENT)
+        return with_blocks(team_tile(vectors, vec, 2, TEAMS) or tile, SPREAD_RESIDENT)
     if forward or tile.cluster == 1:
         return with_blocks(tile, RESIDENT if tile.held <= HELD else RESIDENT // 2)
     return with_blocks(tile, BACKWARD_RESIDENT if tile.held <= HELD else RESIDENT)
+
+
+def _strewn_tile(
+    columns: int, forward: bool, device: _launch.Limits, most_blocks: int
+) -> Tile | None:
+    """The same of rows that begin anywhere, whether or not there is room for them."""
+    tile = strewn_tile(columns, STREWN_VECTORS, WARPS)
+    few = tile is not None
+    if tile is None:
+        clusters = (team for team in CLUSTERS if team[1] <= most_blocks)
+        tile = strewn_tile(columns, 8, clusters if device.has_clusters else [(1024, 1)])
+    if tile is None:
+        return None
+    if forward:  # in registers; rows that wait are not among them where there are clusters
+        few = few and columns < STREWN_WAITING_FROM
+        return with_blocks(tile, RESIDENT if few else RESIDENT // 2)
+    return with_blocks(tile, BACKWARD_RESIDENT if few else RESIDENT)
 
 
 def waiting_tile(
@@ -186,17 +211,20 @@ def waiting_tile(
 
     ``most_blocks``: that may share a row.
     """
-    strewn = is_strewn(columns, size)
-    vec = STREWN if strewn else vector_width(columns, size)
-    waits = any(columns in those for those in WAITING)
-    if not waits or size != 2 or vec != 8 or not device.has_clusters:
+    if size != 2 or not device.has_clusters:
         return None
-    for team in LOSS_TEAMS if losses else WAITING_TEAMS:
-        if team[1] > most_blocks:
-            continue
-        tile = team_tile(-(-columns // vec), vec, WAITING_VECTORS, (team,))
+    teams: tuple[Team, ...] = LOSS_TEAMS if losses else WAITING_TEAMS
+    tiles: list[Tile | None] = []
+    if is_strewn(columns, size):
+        if columns >= STREWN_WAITING_FROM:
+            teams = tuple(team for team in CLUSTERS if team[1] <= most_blocks)
+            within, across = STREWN_WAITING
+            tiles = [strewn_tile(columns, within, WARPS) or strewn_tile(columns, across, teams)]
+    elif columns % 8 == 0 and any(columns in those for those in WAITING):
+        teams = tuple(team for team in teams if team[1] <= most_blocks)
+        tiles = [team_tile(columns // 8, 8, WAITING_VECTORS, (team,)) for team in teams]
+    for tile in tiles:
         if tile is not None:
-            tile = replace(tile, strewn=strewn)
             block = _shared_bytes(tile, (size,)) + _exchanged(tile, (size,)) + SHARED_PER_BLOCK
             room = device.shared_per_multiprocessor // block
             blocks = min(room, WAITING_RESIDENT // tile.threads)
@@ -207,8 +235,8 @@ def waiting_tile(
 
 def in_registers(tile: Tile, sizes: tuple[int, ...]) -> bool:
     """Whether threads keep their last vectors of both tensors in registers."""
-    long = (tile.lanes, tile.cluster) in LONG_TEAMS and tile.held > HELD
-    return sizes == (2, 2) and long and not tile.strewn
+    team = tile.lanes, tile.cluster
+    return sizes == (2, 2) and team in LONG_TEAMS and tile.held > HELD
 
 
 def stages(tile: Tile, sizes: tuple[int, ...], device: _launch.Limits) -> int:
@@ -288,7 +316,8 @@ def source(
         defines["TDY"] = NAMES[key.dy]
         sizes += (SIZES[key.dy],)
     waiting = None
-    if key.dy is None and key.mask_step is None and not key.causal:
+    plain = key.mask_step is None and not key.causal
+    if key.dy is None and (plain or is_strewn(key.columns, *sizes)):
         waiting = waiting_tile(key.columns, sizes[0], device, most_blocks, losses)
     tile = waiting or row_tile(key.columns, sizes, device, most_blocks)
     if tile is None:

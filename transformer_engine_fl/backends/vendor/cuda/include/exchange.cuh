@@ -17,7 +17,8 @@ namespace te_fl {
 template <int Warps, int Cluster, int K, typename A>
 class Exchange {
   static constexpr int kSlots = Warps * Cluster;
-  static_assert(kSlots < 32 ? 32 % kSlots == 0 : kSlots % 32 == 0, "every lane gets as many");
+  static_assert(Cluster == 1 || (kSlots < 32 ? 32 % kSlots == 0 : kSlots % 32 == 0),
+                "every lane gets as many");
 
  public:
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;

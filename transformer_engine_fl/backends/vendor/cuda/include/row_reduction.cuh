@@ -17,6 +17,11 @@
 namespace te_fl {
 
 struct Sum {
+  template <typename A>
+  static __device__ __forceinline__ A nothing() {
+    return A(0);
+  }
+
   template <typename A, int K>
   static __device__ __forceinline__ void merge(A (&own)[K], const A (&other)[K]) {
 #pragma unroll
@@ -28,6 +33,11 @@ struct Sum {
 struct Max {
   static __device__ __forceinline__ float combine(float a, float b) { return fmaxf(a, b); }
   static __device__ __forceinline__ double combine(double a, double b) { return fmax(a, b); }
+
+  template <typename A>
+  static __device__ __forceinline__ A nothing() {
+    return lowest<A>();
+  }
 
   template <typename A, int K>
   static __device__ __forceinline__ void merge(A (&own)[K], const A (&other)[K]) {
@@ -41,6 +51,11 @@ struct Max {
 // parts that are equally large, three (count, sum, sum of squared deviations) of any parts.
 // Written so that both sides of an exchange calculate the same bits.
 struct Moments {
+  template <typename A>
+  static __device__ __forceinline__ A nothing() {  // a part of no values
+    return A(0);
+  }
+
   template <typename A>
   static __device__ __forceinline__ void merge(A (&own)[2], const A (&other)[2]) {
     const A distance = own[0] - other[0];
@@ -61,18 +76,11 @@ struct Moments {
   }
 };
 
-// Of values none of which is negative.
-struct Largest : Max {};
-
-// Whether an operation keeps K values that it merges with 0.
+// Whether an operation keeps K values that it merges with nothing.
 template <typename Operation, int K>
-constexpr bool kKeeps = false;
-template <int K>
-constexpr bool kKeeps<Sum, K> = true;
-template <int K>
-constexpr bool kKeeps<Largest, K> = true;
+constexpr bool kKeeps = true;
 template <>
-constexpr bool kKeeps<Moments, 3> = true;  // a part of no values
+constexpr bool kKeeps<Moments, 2> = false;
 
 constexpr __host__ __device__ int next_power_of_two(int least_one) {
   int found = 1;
@@ -172,7 +180,8 @@ class RowReduction {
 
   template <typename Operation>
   __device__ __forceinline__ void end(A (&value)[K]) {
-    static_assert(kSlots % kHalved == 0 || kKeeps<Operation, K>, "0 for what a power of two has more");
+    static_assert(kSlots % kHalved == 0 || kKeeps<Operation, K>,
+                  "nothing in place of what a power of two has more");
     if constexpr (kSlots > 1) {
       A heard[kOwn][K];
       if constexpr (kTold) {
@@ -190,7 +199,7 @@ class RowReduction {
               heard[i][k] = slots[k][i * 32 + threadIdx.x % 32 % kSlots];
             } else {
               const int slot = threadIdx.x % kHalved;
-              heard[i][k] = slot < kSlots ? slots[k][slot] : A(0);
+              heard[i][k] = slot < kSlots ? slots[k][slot] : Operation::template nothing<A>();
             }
           }
         }
