@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_engine_fl.backends.vendor.cuda import _launch, softmax
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
-from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK
+from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK, is_strewn
 from transformer_engine_fl.core.errors import ArgumentError
 
 check = checking(softmax)
@@ -28,7 +28,7 @@ WIDTHS = (1, 7, 129, 1024, 1536, 2052, 4096, 5003, 8192, 20001, 32768, 65536, 26
 def test_a_tile_covers_its_row_and_fits_a_block(
     columns: int, sizes: tuple[int, ...], device: Limits
 ) -> None:
-    tile = softmax.row_tile(columns, sizes, device)
+    tile = softmax.row_tile(columns, sizes, device, strewn=is_strewn(columns, *sizes))
     if tile is None:  # served by the kernels for wide rows
         assert columns > 4096
         return
@@ -42,23 +42,48 @@ def test_a_tile_covers_its_row_and_fits_a_block(
 
 @pytest.mark.parametrize("device", [HOPPER, SMALL, AMPERE], ids=["sm_90", "sm_120", "sm_80"])
 def test_rows_that_begin_anywhere_have_threads_for_little_more(device: Limits) -> None:
+    low = torch.bfloat16
     strewn = 0
     for columns in (*range(129, 9000, 251), *range(9001, 262_144, 4093)):
-        if columns % 8 == 0:
-            continue
-        waiting = softmax.waiting_tile(columns, 2, device)
-        for sizes in ((2,), (2, 2)):
-            tile = (waiting if sizes == (2,) else None) or softmax.row_tile(columns, sizes, device)
+        for dy, sizes in ((None, (2,)), (low, (2, 2))):
+            key = softmax.Key(columns, 1, low, dy)
+            if not key.strewn:
+                assert columns % 8 == 0 or columns < 342 or (columns % 4 == 0 and columns < 8193)
+                continue
+            tile = softmax.source(key, device)[2]
             if tile is None:  # read twice
                 assert columns > 32_768
                 continue
             assert tile.strewn
             assert tile.lanes % 32 == 0
-            assert columns <= tile.room < 1.4 * columns + 256
+            assert columns <= tile.room <= 1.5 * columns
             kept = softmax._shared_bytes(tile, sizes) + softmax._exchanged(tile, sizes)
             assert kept <= device.shared_per_block
             strewn += 1
-    assert strewn > 100
+    assert strewn > 70
+
+
+def test_which_rows_are_strewn() -> None:
+    low, full = torch.bfloat16, torch.float32
+    plain, masked, losses = ({}, {"mask_step": 1}, {"gradients": low})
+    for columns, access, options, strewn in (
+        (255, 1, plain, True),
+        (257, 1, plain, False),  # would leave half of its warps' vectors empty
+        (513, 1, plain, True),
+        (4098, 2, plain, True),
+        (4100, 4, plain, False),
+        (8196, 4, plain, True),
+        (8200, 8, plain, False),
+        (4097, 1, masked, True),
+        (4098, 2, masked, False),
+        (516, 4, losses, True),
+        (516, 4, {"dy": low}, True),
+        (340, 4, {"dy": low}, False),
+        (4097, 1, {"dy": full}, False),
+    ):
+        key = softmax.Key(columns, access, low, **options)
+        assert key.strewn is strewn, key
+    assert not softmax.Key(4097, 1, full).strewn
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ __all__ = [
     "COUNTER_BYTES",
     "LARGEST_CLUSTERS",
     "SHARED_PER_BLOCK",
-    "STREWN",
+    "STREWN_FOURS",
     "WARPS",
     "Team",
     "Tile",
@@ -38,8 +38,9 @@ __all__ = [
 STREWN: Final = 8
 """Elements of a vector of rows that begin anywhere, of half precision, if they are strewn."""
 
-STREWN_FROM: Final = 129
-"""Columns from which they are: fewer leave lanes of a warp without any."""
+STREWN_FOURS: Final = 8193
+"""Columns from which they are also where the row lies in vectors of four, if nothing else is known:
+narrower ones were faster by those."""
 
 SHARED_PER_BLOCK: Final = 1024
 """Bytes of shared memory that the system takes for each block."""
@@ -99,7 +100,7 @@ class Tile:
 
     def defines(self, columns: int) -> dict[str, str | int]:
         """The tile as macros, for rows of that many columns."""
-        return {
+        found: dict[str, str | int] = {
             "FULL": int(self.fills(columns)),
             "VEC": self.vec,
             "VECS": self.vecs,
@@ -109,6 +110,9 @@ class Tile:
             "BLOCKS": self.blocks,
             "STREWN": int(self.strewn),
         }
+        if self.strewn:  # one kernel, wherever the rows lie
+            found["ACCESS"] = 1
+        return found
 
     @property
     def room(self) -> int:
@@ -125,14 +129,20 @@ class Tile:
         return sum(self.threads * self.held * size + beside for size in sizes)
 
 
-def is_strewn(columns: int, *sizes: int) -> bool:
+def is_strewn(columns: int, *sizes: int, fours: int = STREWN_FOURS) -> bool:
     """Whether the elements of a vector are strewn, of rows of so many columns.
+
+    They are not where whole warps would leave more than a third of their vectors empty.
 
     Args:
         columns: of a row.
         sizes: bytes of an element of each tensor.
+        fours: columns from which rows in vectors of four are among them.
     """
-    return columns >= STREWN_FROM and columns % STREWN > 0 and set(sizes) == {2}
+    if set(sizes) != {2} or columns % STREWN == 0 or (columns % 4 == 0 and columns < fours):
+        return False
+    of_warp = 32 * STREWN
+    return 2 * -(-columns // of_warp) * of_warp <= 3 * columns
 
 
 def warp_tile(vectors: int, vec: int, most: int) -> Tile | None:

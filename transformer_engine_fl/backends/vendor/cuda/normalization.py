@@ -59,6 +59,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
     COUNTER_BYTES,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
+    STREWN_FOURS,
     WARPS,
     Team,
     Tile,
@@ -135,6 +136,8 @@ STREAM_STAGES: Final = 4
 # Vectors of a thread of a forward whose rows begin anywhere, within a block, and with a residual.
 STREWN_VECTORS: Final = 6
 STREWN_ADDED: Final = 4
+# Columns from which those with a residual are strewn if they lie in vectors of four.
+STREWN_FOURS_ADDED: Final = 12_289
 LARGER_BLOCKS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(544, 1025, 32))
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
@@ -412,6 +415,13 @@ class ForwardKey:
     cast: Cast | None = None
 
     @property
+    def strewn(self) -> bool:
+        """Whether the elements of a vector are, as of rows that begin anywhere."""
+        sizes = (SIZES[it] for it in (self.x, self.weight, self.bias, self.output))
+        fours = STREWN_FOURS_ADDED if self.added else STREWN_FOURS
+        return self.cast is None and is_strewn(self.columns, *sizes, fours=fours)
+
+    @property
     def row_sizes(self) -> tuple[int, ...]:
         """Bytes of an element of each tensor of which a row is kept."""
         return (SIZES[self.x],) * (1 + self.added)
@@ -437,8 +447,7 @@ class ForwardKey:
         if way := self._cast_as(device):
             tell = False  # nothing: a block has all of a row
             return way.tile, None if way.one_row else self._under_way(way.tile, device, tell)
-        sizes = (SIZES[it] for it in (self.x, self.weight, self.bias, self.output))
-        if self.cast is None and is_strewn(self.columns, *sizes):
+        if self.strewn:
             clusters = device.has_clusters
             tile = strewn_forward_tile(self.columns, self.added, clusters, most_blocks)
             return self._with_room(tile, device), None

@@ -135,6 +135,8 @@ WAITING_RESIDENT: Final = 1536
 """Threads of a multiprocessor, at most, that have such rows; of at least two blocks."""
 STREWN_VECTORS: Final = 6
 """Vectors of a thread, within a block, of rows that begin anywhere."""
+STREWN_FOURS_BACKWARD: Final = 513
+"""Columns from which those of a backward are strewn if they lie in vectors of four."""
 STREWN_WAITING_FROM: Final = 13_825
 """Columns from which those of a forward wait, also under a mask."""
 STREWN_WAITING: Final = (9, 13)
@@ -147,6 +149,7 @@ def row_tile(
     sizes: tuple[int, ...],
     device: _launch.Limits,
     most_blocks: int = LARGEST_CLUSTERS[0],
+    strewn: bool = False,
 ) -> Tile | None:
     """The tile of rows that are read once; None if a row does not fit on the chip.
 
@@ -155,9 +158,10 @@ def row_tile(
         sizes: bytes of an element of each tensor that is kept, the scores or output first.
         device: where it runs.
         most_blocks: that may share a row.
+        strewn: whether vectors are.
     """
     forward = len(sizes) == 1
-    if is_strewn(columns, *sizes):
+    if strewn:
         tile = _strewn_tile(columns, forward, device, most_blocks)
         return tile if tile and _fits(tile, sizes, device) else None
     vec = vector_width(columns, sizes[0])
@@ -206,16 +210,18 @@ def waiting_tile(
     device: _launch.Limits,
     most_blocks: int = LARGEST_CLUSTERS[0],
     losses: bool = False,
+    strewn: bool = False,
 ) -> Tile | None:
     """The tile of :data:`WAITING` rows; None for other rows, and devices without clusters.
 
-    ``most_blocks``: that may share a row.
+    ``most_blocks``: that may share a row. ``losses``: whether they have targets. ``strewn``:
+    whether vectors are.
     """
     if size != 2 or not device.has_clusters:
         return None
     teams: tuple[Team, ...] = LOSS_TEAMS if losses else WAITING_TEAMS
     tiles: list[Tile | None] = []
-    if is_strewn(columns, size):
+    if strewn:
         if columns >= STREWN_WAITING_FROM:
             teams = tuple(team for team in CLUSTERS if team[1] <= most_blocks)
             within, across = STREWN_WAITING
@@ -292,6 +298,17 @@ class Key:
     mask_access: bool = False
     gradients: torch.dtype | None = None
 
+    @property
+    def strewn(self) -> bool:
+        """Whether the elements of a vector are, as of rows that begin anywhere."""
+        size = SIZES[self.x]
+        if self.dy is not None:
+            return is_strewn(self.columns, size, SIZES[self.dy], fours=STREWN_FOURS_BACKWARD)
+        if self.gradients is not None:
+            return is_strewn(self.columns, size, fours=0)
+        # Of a mask neighbouring bytes are read at once where they lie so.
+        return is_strewn(self.columns, size) and (self.mask_step is None or self.columns % 2 > 0)
+
 
 def source(
     key: Key, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
@@ -316,10 +333,10 @@ def source(
         defines["TDY"] = NAMES[key.dy]
         sizes += (SIZES[key.dy],)
     waiting = None
-    plain = key.mask_step is None and not key.causal
-    if key.dy is None and (plain or is_strewn(key.columns, *sizes)):
-        waiting = waiting_tile(key.columns, sizes[0], device, most_blocks, losses)
-    tile = waiting or row_tile(key.columns, sizes, device, most_blocks)
+    plain, strewn = key.mask_step is None and not key.causal, key.strewn
+    if key.dy is None and (plain or strewn):
+        waiting = waiting_tile(key.columns, sizes[0], device, most_blocks, losses, strewn)
+    tile = waiting or row_tile(key.columns, sizes, device, most_blocks, strewn)
     if tile is None:
         kernel += "_wide"
         defines |= {"VEC": vector_width(key.columns, sizes[0]), "LANES": WIDE_LANES}
@@ -484,10 +501,10 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
     """
     columns, dtype, address = logits.shape[-1], logits.dtype, address_of(op, logits)
     size = SIZES[dtype]
-    if not is_strewn(columns, size) and (columns * size | step * size | address) & 15:
+    key = (columns, 16 // size, dtype, None, False, None, False, out.dtype)
+    if (columns * size | step * size | address) & 15 and not Key(*key).strewn:
         return False
-    scores = (columns, 16 // size, dtype, None, False, None, False)
-    plan = _planned(logits.get_device(), *scores, out.dtype)
+    plan = _planned(logits.get_device(), *key)
     if not plan.whole:
         return False
     check_size(op, "columns", columns, MOST_COLUMNS)
