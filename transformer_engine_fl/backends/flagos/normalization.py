@@ -576,32 +576,57 @@ _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 _ANY = 2**32
 _PERSISTENT = [(1, 3), (1, 4), (2, 3), (4, 3)]
 _FORWARD_PIECES = Cut(threads=32, width=2048, programs=12, stages=4, shared=True)
+_FORWARD_USUAL = {
+    2048: Cut(threads=128, width=2048),
+    4096: Cut(threads=256, width=4096),
+    8192: Cut(threads=256, width=8192),
+    16384: Cut(threads=512, width=16384),
+    131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+    262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+    _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
+}
+_FORWARD_HALF = {
+    2560: Cut(threads=128, width=2048),
+    3584: Cut(threads=256, width=2048),
+    7168: Cut(threads=256, width=4096),
+    8192: Cut(threads=512, width=4096),
+    12288: Cut(threads=256, width=8192, resident=4),
+}
+_FORWARD_HALF_WIDEST = Cut(threads=64, width=4096, programs=6, stages=3, shared=True)
 _FORWARD = cut_choice(
     "rmsnorm_fwd",
     _FORWARD_PLANS,
-    {
-        2048: Cut(threads=128, width=2048),
-        4096: Cut(threads=256, width=4096),
-        8192: Cut(threads=256, width=8192),
-        16384: Cut(threads=512, width=16384),
-        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
-        262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
-        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
-    },
+    _FORWARD_USUAL,
     whole=[(0, 1)],
     most_elements=32,
-    half={
-        2560: Cut(threads=128, width=2048),
-        3584: Cut(threads=256, width=2048),
-        7168: Cut(threads=256, width=4096),
-        8192: Cut(threads=512, width=4096),
+    half=_FORWARD_HALF
+    | {
         14336: Cut(threads=256, width=8192, resident=4),
         16384: Cut(threads=512, width=8192, resident=2),
         24576: Cut(threads=512, width=16384, resident=2),
         32767: _FORWARD_PIECES,
         32768: Cut(threads=512, width=16384, resident=2),  # no column is beyond the row's
         262144: _FORWARD_PIECES,
-        _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
+        _ANY: _FORWARD_HALF_WIDEST,
+    },
+    parts=True,
+)
+# Rows of an odd number of columns are read and written element by element: a thread that holds
+# 64 of a piece, as above, has too few registers for that.
+_SINGLY = Cut(threads=32, width=1024, programs=16, stages=2, shared=True)
+_SINGLY_WIDE = Cut(threads=64, width=2048, programs=8, stages=2, shared=True)
+_FORWARD_SINGLY = cut_choice(
+    "rmsnorm_fwd_singly",
+    _FORWARD_PLANS,
+    _FORWARD_USUAL,
+    whole=[(0, 1)],
+    most_elements=32,
+    half=_FORWARD_HALF
+    | {
+        20480: Cut(threads=256, width=8192, resident=3),
+        131072: _SINGLY,
+        262144: _SINGLY_WIDE,
+        _ANY: _FORWARD_HALF_WIDEST,
     },
     parts=True,
 )
@@ -631,33 +656,55 @@ _FORWARD_ADD = cut_choice(
     },
     stages=1,
 )
+_CENTRED_USUAL = {
+    2048: Cut(threads=128, width=2048),
+    12288: Cut(threads=256, width=8192),
+    131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+    262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+    _ANY: Cut(threads=128, width=4096, programs=4, stages=3, shared=True),
+}
+_CENTRED_HALF = {
+    1024: Cut(threads=128, width=2048),
+    1792: Cut(threads=128, width=4096),
+    3584: Cut(threads=128, width=2048),
+    4096: Cut(threads=128, width=2048, resident=5),
+    5120: Cut(threads=128, width=4096, resident=6),
+    7168: Cut(threads=256, width=4096, resident=5),
+    8192: Cut(threads=256, width=4096, resident=4),
+    10240: Cut(threads=256, width=8192, resident=4),
+    12288: Cut(threads=256, width=8192, resident=3),
+}
+_CENTRED_HALF_WIDEST = Cut(threads=256, width=8192, programs=2, stages=3, shared=True)
 _FORWARD_CENTRED = cut_choice(
     "layernorm_fwd",
     _FORWARD_PLANS,
-    {
-        2048: Cut(threads=128, width=2048),
-        12288: Cut(threads=256, width=8192),
-        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
-        262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
-        _ANY: Cut(threads=128, width=4096, programs=4, stages=3, shared=True),
-    },
+    _CENTRED_USUAL,
     whole=[(0, 1)],
     most_elements=32,
-    half={
-        1024: Cut(threads=128, width=2048),
-        1792: Cut(threads=128, width=4096),
-        3584: Cut(threads=128, width=2048),
-        4096: Cut(threads=128, width=2048, resident=5),
-        5120: Cut(threads=128, width=4096, resident=6),
-        7168: Cut(threads=256, width=4096, resident=5),
-        8192: Cut(threads=256, width=4096, resident=4),
-        10240: Cut(threads=256, width=8192, resident=4),
-        12288: Cut(threads=256, width=8192, resident=3),
+    half=_CENTRED_HALF
+    | {
         14336: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
         16384: Cut(threads=256, width=8192, resident=3),
         20480: Cut(threads=512, width=16384, resident=2),
         262144: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
-        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
+        _ANY: _CENTRED_HALF_WIDEST,
+    },
+    parts=True,
+    stages=2,
+)
+_FORWARD_CENTRED_SINGLY = cut_choice(
+    "layernorm_fwd_singly",
+    _FORWARD_PLANS,
+    _CENTRED_USUAL,
+    whole=[(0, 1)],
+    most_elements=32,
+    half=_CENTRED_HALF
+    | {
+        20480: Cut(threads=256, width=8192, resident=3),
+        24576: Cut(threads=512, width=16384, resident=2),
+        131072: _SINGLY._replace(programs=12),
+        262144: _SINGLY_WIDE,
+        _ANY: _CENTRED_HALF_WIDEST,
     },
     parts=True,
     stages=2,
@@ -750,9 +797,10 @@ def _plan_forward(
     device: torch.device,
 ) -> _ForwardPlan:
     statistics = contracts.statistics_dtype(dtype)
-    choice = _FORWARD
+    singly = dtype.itemsize == 2 and columns % 2 > 0
+    choice = _FORWARD_SINGLY if singly else _FORWARD
     if op is contracts.layernorm_fwd:
-        choice = _FORWARD_CENTRED
+        choice = _FORWARD_CENTRED_SINGLY if singly else _FORWARD_CENTRED
     elif op is contracts.rmsnorm_fwd_add:
         choice = _FORWARD_ADD
     run = cut(

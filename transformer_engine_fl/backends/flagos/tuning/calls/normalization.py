@@ -30,6 +30,8 @@ WIDTHS: tuple[Shape, ...] = (
     (1024, 65536),
     (512, 131072),
 )
+# An odd number of columns, of which forwards without a residual have choices of their own.
+_ODD: tuple[Shape, ...] = ((2580, 13001), (2048, 16383), (1398, 24001), (667, 50257), (256, 131073))
 
 
 def _weight(shape: Shape, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -72,18 +74,20 @@ def _layer_backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 CALLS = tuple(
     Calls(
         op=op,
-        choices=(op,),
+        choices=(choice,),
         make=make,
-        shapes=WIDTHS,
+        shapes=WIDTHS if choice == op else _ODD,
         axes="rows x columns",
         check_shape=fewer_rows,
     )
-    for op, make in (
-        ("rmsnorm_fwd", _rms),
-        ("rmsnorm_fwd_add", _residual),
-        ("layernorm_fwd", _layer),
-        ("rmsnorm_bwd", _rms_backward),
-        ("rmsnorm_bwd_add", _residual_backward),
-        ("layernorm_bwd", _layer_backward),
+    for op, choice, make in (
+        ("rmsnorm_fwd", "rmsnorm_fwd", _rms),
+        ("rmsnorm_fwd", "rmsnorm_fwd_singly", _rms),
+        ("rmsnorm_fwd_add", "rmsnorm_fwd_add", _residual),
+        ("layernorm_fwd", "layernorm_fwd", _layer),
+        ("layernorm_fwd", "layernorm_fwd_singly", _layer),
+        ("rmsnorm_bwd", "rmsnorm_bwd", _rms_backward),
+        ("rmsnorm_bwd_add", "rmsnorm_bwd_add", _residual_backward),
+        ("layernorm_bwd", "layernorm_bwd", _layer_backward),
     )
 )
