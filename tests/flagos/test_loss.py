@@ -61,6 +61,33 @@ def test_rows_of_every_width(columns: int, dtype: torch.dtype, device: str) -> N
     check_logits(torch.randn(rows, columns).to(device, dtype), *OPTIONS.values())
 
 
+@pytest.mark.parametrize(
+    ("columns", "dtype", "once"),
+    [
+        (4097, torch.bfloat16, True),
+        (8193, torch.bfloat16, True),
+        (8193, torch.float32, False),
+        (20_481, torch.float32, True),
+        (131_073, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_which_rows_in_no_whole_vectors_are_read_once(
+    columns: int, dtype: torch.dtype, once: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(3, columns).to(device, dtype)
+    said = []
+    run_with_losses = flagos.run_with_losses
+
+    def run(*args: Any) -> bool:
+        said.append(run_with_losses(*args))
+        return said[-1]
+
+    monkeypatch.setattr(flagos, "run_with_losses", run)
+    check_at_once(LOGITS, logits, targets_of(logits), torch.randn(3).to(device))
+    assert set(said) == {once}
+
+
 # Rows that begin at whole vectors and do not end there; that begin anywhere, alike in input
 # and gradient, and are wide enough to have whole vectors in their middle; and not alike.
 PLACES = [(77, 96), (5001, 5024), (5001, 5009), (4100, 4100), (4097, 5001)]

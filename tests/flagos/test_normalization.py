@@ -51,7 +51,9 @@ def test_every_sample_of_the_contract(op: str, dtype: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("columns", [1, 2600, 9000, 20000, 40008, 262144])
+@pytest.mark.parametrize(
+    "columns", [1, 2600, 9000, 13_001, 20000, 24_001, 40008, 50_257, 131_073, 262144]
+)
 def test_rows_of_every_width_forward(columns: int, dtype: torch.dtype, device: str) -> None:
     x = torch.randn(3, columns).to(device, dtype)
     weight, bias = torch.randn(2, columns).to(device, dtype)
@@ -114,7 +116,9 @@ def test_rows_of_every_width_backward(columns: int, dtype: torch.dtype, device: 
     check("rmsnorm_bwd_add", dz, x, torch.randn(x.shape).to(x), *others)
 
 
-@pytest.mark.parametrize("columns", [100, 5003, 20_000, 32_768, 40008])
+@pytest.mark.parametrize(
+    "columns", [100, 5003, 13_001, 20_000, 24_001, 32_768, 40008, 50_257, 131_073]
+)
 def test_the_variance_survives_a_large_mean(columns: int, device: str) -> None:
     """As a difference of mean squares it would be off by some per cent."""
     x = (torch.randn(2, columns) + 1000).to(device, torch.float16)

@@ -751,6 +751,22 @@ def test_every_call_asks_for_its_choices_once(device: str, families: dict[str, A
             assert len(keys) == 1, (calls.op, name)
 
 
+def test_an_odd_number_of_columns_of_half_precision_has_choices_of_its_own() -> None:
+    from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
+    from transformer_engine_fl.cli.tune import measuring
+
+    wanted = [calls for calls in CALLS if calls.op in ("rmsnorm_fwd", "layernorm_bwd")]
+    jobs = measuring.jobs(wanted, [(6, 40), (6, 41)], ["bfloat16", "float32"])
+    assert {(it.choice.name, it.shape[-1], it.dtype) for it in jobs} == {
+        ("rmsnorm_fwd", 40, "bfloat16"),
+        ("rmsnorm_fwd_singly", 41, "bfloat16"),
+        ("rmsnorm_fwd", 40, "float32"),
+        ("rmsnorm_fwd", 41, "float32"),
+        *(("layernorm_bwd", columns, it) for columns in (40, 41) for it in ("bfloat16", "float32")),
+    }
+    assert len(jobs) == 8
+
+
 def tune(*arguments: str) -> int:
     from transformer_engine_fl.cli import main
 
@@ -796,6 +812,7 @@ ROPE = {"tensors": 1, "features": 32, "itemsize": 4}
         ("cross_entropy_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
         ("cross_entropy_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
         ("rmsnorm_fwd", "6x40", "", {"columns": 40, "itemsize": 4}),
+        ("layernorm_fwd", "6x41", "", {"columns": 48, "itemsize": 4}),
         ("layernorm_bwd", "6x40", "", {"columns": 40, "itemsize": 4}),
         ("scaled_softmax_backward", "6x40", "softmax_bwd", {"columns": 40, "itemsize": 4}),
         ("multi_tensor_scale", "1x8", "", {"elements": 512, "itemsize": 4}),
