@@ -164,9 +164,10 @@ class Piece(NamedTuple):
         return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks, strewn)
 
 
-# Of those that spread rows of that width over no more than MOST_PIECES blocks, the one that leaves
-# the fewest threads without columns does, and of several the first. As measured with 29 widths from
-# 8,200 to 262,144 columns (docs/cuda-kernels.md).
+# By whether there is a mean, whether something is added, and whether rows begin anywhere. Of those
+# that spread rows of that width over no more than MOST_PIECES blocks, the one that leaves the
+# fewest threads without columns does, and of several the first. As measured with 29 widths from
+# 8,200 to 262,144 columns, and with seven that begin anywhere (docs/cuda-kernels.md).
 THROUGH_MEMORY: Final = range(8193, 262145)
 BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], tuple[Piece, ...]]] = {
     (False, False, False): (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 4)),

@@ -133,7 +133,8 @@ STREAM_VECTORS_ADDED: Final = 8192
 # compute capability 9.0; devices without clusters are left as they were.
 MOST_AHEAD: Final = 8192
 STREAM_STAGES: Final = 4
-# Vectors of a thread of a forward whose rows begin anywhere, within a block, and with a residual.
+# Vectors of a thread of a forward whose rows begin anywhere, within a block; with a residual, of
+# which there are larger blocks.
 STREWN_VECTORS: Final = 6
 STREWN_ADDED: Final = 4
 # Columns from which those with a residual are strewn if they lie in vectors of four.
@@ -194,7 +195,8 @@ def strewn_forward_tile(
     """
     teams = CLUSTERS if clusters else [(1024, 1)]
     most = STREWN_ADDED if added else STREWN_VECTORS
-    tile = strewn_tile(columns, most, WARPS + LARGER_BLOCKS * added) or strewn_tile(
+    within = WARPS + LARGER_BLOCKS if added else WARPS
+    tile = strewn_tile(columns, most, within) or strewn_tile(
         columns, 8, (team for team in teams if team[1] <= most_blocks)
     )
     return None if tile is None else with_blocks(tile, 1280)

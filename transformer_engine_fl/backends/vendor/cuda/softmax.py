@@ -166,7 +166,7 @@ def row_tile(
         return tile if tile and _fits(tile, sizes, device) else None
     vec = vector_width(columns, sizes[0])
     vectors, whole = columns // vec, vec * sizes[0] == 16
-    most = USUAL if whole else 8
+    most = USUAL if whole else 9 if vec == max(sizes) == 2 else 8
     teams = TEAMS
     if device.has_clusters:
         clusters = FORWARD_CLUSTERS if forward else BACKWARD_CLUSTERS
