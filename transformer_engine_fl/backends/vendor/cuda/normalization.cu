@@ -353,10 +353,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    const int left = Row::left(column, columns);
-    Slots<TX>::fill<kOnce>(kept, v, source + column, active, left);
+    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, columns);
     if constexpr (ADDED) {
-      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, left);
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column, columns);
     }
   }
   commit_copies();
@@ -366,9 +365,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      const int left = Row::left(column, columns);
-      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, left);
-      if constexpr (CENTRED) Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, left);
+      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, column, columns);
+      if constexpr (CENTRED) {
+        Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column, columns);
+      }
     }
     kept_gamma += Slots<TW>::begin(gamma);
     kept_beta += Slots<TB>::begin(beta);
@@ -485,11 +485,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       const bool exists = row < rows;
-      const int left = Row::left(column, columns);
-      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, exists, left);
+      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, exists, column, columns);
       if constexpr (ADDED) {
         Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                               residual + row * residual_stride + column, exists, left);
+                               residual + row * residual_stride + column, exists, column, columns);
       }
     }
     commit_copies();
@@ -630,11 +629,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v);
       const bool exists = row < rows;
-      const int left = Piece::left(column, columns);
-      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, exists, left);
+      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, exists, column, columns);
       if constexpr (ADDED) {
         Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                               residual + row * residual_stride + column, exists, left);
+                               residual + row * residual_stride + column, exists, column, columns);
       }
     }
     commit_copies();
@@ -653,9 +651,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       if (valid) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
       if (CENTRED && valid && beta) held_beta[v] = load<ACCESS, VEC>(beta + column);
     } else {
-      const int left = Piece::left(column, columns);
-      Slots<TW>::fill<kAgain>(gamma_slots, v, gamma + column, true, left);
-      if constexpr (CENTRED) Slots<TB>::fill<kAgain>(beta_slots, v, beta + column, beta, left);
+      Slots<TW>::fill<kAgain>(gamma_slots, v, gamma + column, true, column, columns);
+      if constexpr (CENTRED) {
+        Slots<TB>::fill<kAgain>(beta_slots, v, beta + column, beta, column, columns);
+      }
     }
   }
   auto gamma_of = [&](int v) { return HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(gamma_slots, v); };
@@ -834,11 +833,10 @@ struct Operands {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      const int left = Row::left(column, columns);
-      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, left);
-      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, left);
+      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, column, columns);
+      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, column, columns);
       if constexpr (WithAdded) {
-        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, left);
+        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column, columns);
       }
     }
   }
@@ -934,7 +932,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         held_gamma[v] = Row::get(gamma + column, columns - column);
       }
     } else {
-      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, Row::left(column, columns));
+      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column, columns);
     }
   }
 #pragma unroll 1
@@ -1046,8 +1044,6 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     };
     begin_next();
     if constexpr (kMemory) end();  // words take longer to be there
-    unsigned char* kept_added =
-        slots + Kept::kAddedAt + Slots<TADD>::begin(add + row * add_stride);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -1055,12 +1051,18 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if (kBranches && !valid) continue;
       Vec<TADD, VEC> added = zeros<TADD, VEC>();
       if constexpr (ADDED && LATE_ADD) added = late[v];
-      else if constexpr (ADDED) added = Slots<TADD>::read(kept_added, v);
-      const Vec<TX, VEC> result =
-          terms(slots, row, v, own_scale, own_mean).dx(own_scale, product, value, added);
-      TX* target = dx + row * columns + column;
-      if constexpr (kBranches) Row::put(target, result, columns - column);
-      else store_where<false>(target, result, valid);
+      else if constexpr (ADDED) {
+        const int begin = Slots<TADD>::begin(add + row * add_stride);
+        added = Slots<TADD>::read(slots + Kept::kAddedAt + begin, v);
+      }
+      auto result = [&] {
+        return terms(slots, row, v, own_scale, own_mean).dx(own_scale, product, value, added);
+      };
+      if constexpr (STREWN) {
+        Row::put(dx + row * columns + column, result(), columns - column);
+      } else {
+        store_where<kBranches>(dx + row * columns + column, result(), valid);
+      }
     }
     Row::release();
     ask(row + STAGES * step, slots);
@@ -1253,9 +1255,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     const bool exists = row < rows;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const int left = Row::left(Row::first_column(v, rank), columns);
-      Slots<TX>::fill<kOnce>(slots, v, next_x + v * kApart, exists, left);
-      Slots<TDY>::fill<kOnce>(slots + Kept::kGradientAt, v, next_dy + v * kApart, exists, left);
+      const int column = Row::first_column(v, rank);
+      Slots<TX>::fill<kOnce>(slots, v, next_x + v * kApart, exists, column, columns);
+      Slots<TDY>::fill<kOnce>(slots + Kept::kGradientAt, v, next_dy + v * kApart, exists, column,
+                              columns);
     }
     commit_copies();
     next_x += blocks * x_stride;

@@ -61,6 +61,16 @@ __device__ __forceinline__ int bound_of(long long row, int columns, int queries,
   return least(query + ahead, columns);
 }
 
+#if defined(KERNEL_forward) || defined(KERNEL_backward)
+
+// How many columns of a row are asked for. Of a causal one the vectors that begin in front of its
+// bound are wanted; of a strewn one, which a warp asks for together, there are no others.
+__device__ __forceinline__ int asked_of(int bound, int columns) {
+  return CAUSAL && STREWN ? bound : columns;
+}
+
+#endif
+
 #if defined(KERNEL_forward) || defined(KERNEL_forward_wide)
 
 // There may be rows of which nothing is visible.
@@ -218,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists,
-                             CAUSAL ? bound - column : Row::left(column, columns));
+      Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists, column,
+                             asked_of(bound, columns), !CAUSAL || column < bound);
     }
     commit_copies();
   };
@@ -348,9 +358,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       }
     }
     const int from = word - Row::first_column(0, rank);
-    const int in_vector = from % kApart;
-    const bool owns =
-        word >= 0 && from >= 0 && in_vector < VEC * kStep && in_vector % kStep == 0;
+    const bool owns = word >= 0 && from >= 0 && from % kApart < VEC * kStep &&
+                      (kStep == 1 || from % kApart % kStep == 0);
     if (word >= 0 ? owns : rank == 0 && threadIdx.x % LANES == 0) {
       A score[1] = {A(0)};
       if (word >= 0) {
@@ -449,11 +458,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    const int left = CAUSAL ? bound - column : Row::left(column, columns);
+    const bool wanted = !CAUSAL || column < bound;
+    const int asked = asked_of(bound, columns);
     if (v < kShared) {
-      Slots<TX>::fill<kReading>(kept, v, y + row * y_stride + column, active, left);
-      Slots<TDY>::fill<kReading>(kept_dy, v, dy + row * dy_stride + column, active, left);
-    } else if (active && left > 0) {
+      Slots<TX>::fill<kReading>(kept, v, y + row * y_stride + column, active, column, asked,
+                                wanted);
+      Slots<TDY>::fill<kReading>(kept_dy, v, dy + row * dy_stride + column, active, column, asked,
+                                 wanted);
+    } else if (active && Row::in_row(column, columns) && wanted) {
       last_y = load<ACCESS, VEC>(y + row * y_stride + column);
       last_dy = load<ACCESS, VEC>(dy + row * dy_stride + column);
     }

@@ -36,11 +36,6 @@ struct RowTile {
     return Full || column < columns;
   }
 
-  // How many columns a row has from this one on: none if that is not in_row.
-  static __device__ __forceinline__ int left(int column, int columns) {
-    return Full ? Width : columns - column;
-  }
-
   // Whether element `i` of a vector is in the row, of which so much is left; the first is.
   static __device__ __forceinline__ bool has(int i, int left) {
     return !Strewn || i * kStep < left;
@@ -87,7 +82,8 @@ struct RowTile {
     static constexpr int kChunks = Width * kSize / kChunk;
     static constexpr int kPiece = least(16, Access * kSize);
     static constexpr int kOfWarp = 32 * Width * kSize + 16;  // strewn: with what is beside the row
-    static constexpr int kBytes = Vecs * (Strewn ? kThreads / 32 * kOfWarp : kThreads * Width * kSize);
+    static constexpr int kBytes =
+        Vecs * (Strewn ? kThreads / 32 * kOfWarp : kThreads * Width * kSize);
 
     static __device__ __forceinline__ unsigned char* chunk(unsigned char* row, int v, int c) {
       return row + ((v * kChunks + c) * kThreads + static_cast<int>(threadIdx.x)) * kChunk;
@@ -104,15 +100,17 @@ struct RowTile {
       return Strewn ? static_cast<int>(reinterpret_cast<unsigned long long>(row) & 15) : 0;
     }
 
-    // Asks for a vector, if its row exists, of which so much is left.
+    // Asks for a vector of a row of so many columns, of which `column` is the first, if the row
+    // exists and, not strewn, the vector is wanted.
     template <Reading How>
     static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* from,
-                                                bool exists, int left) {
+                                                bool exists, int column, int columns,
+                                                bool wanted = true) {
       if constexpr (Strewn) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int before = begin(from - lane);
         const char* source = reinterpret_cast<const char*>(from - lane) - before;
-        left = least(left + lane, 32 * Width);
+        const int left = least(columns - (column - lane), 32 * Width);
         const int bytes = exists && left > 0 ? before + left * kSize : 0;
         auto copy = [&](int at) {
           copy_async_piece<16, How>(of_warp(row, v) + at, source + at,
@@ -122,7 +120,7 @@ struct RowTile {
         for (int at = 0; at < kOfWarp - 16; at += 512) copy(at + lane * 16);
         if (lane == 0) copy(kOfWarp - 16);
       } else {
-        const bool valid = exists && left > 0;
+        const bool valid = exists && in_row(column, columns) && wanted;
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
