@@ -47,6 +47,7 @@ struct RowTile {
     if constexpr (!Strewn) {
       return load<Access, Width, Plain>(from);
     } else {
+      static_assert(sizeof(T) == 2, "of half precision");
       Vec<T, Width> result = zeros<T, Width>();
 #pragma unroll
       for (int i = 0; i < Width; ++i) {
@@ -135,6 +136,7 @@ struct RowTile {
 
     static __device__ __forceinline__ Vec<T, Width> read(unsigned char* row, int v) {
       if constexpr (Strewn) {
+        static_assert(kSize == 2, "of half precision");
         const auto* from = reinterpret_cast<const volatile unsigned short*>(of_warp(row, v));
         Vec<T, Width> result = zeros<T, Width>();
 #pragma unroll
