@@ -414,6 +414,26 @@ def test_rows_that_begin_anywhere_have_threads_for_little_more(device: _launch.L
     assert strewn > 150
 
 
+@pytest.mark.parametrize("most_blocks", [16, 8])
+@pytest.mark.parametrize("device", [HOPPER, BLACKWELL, ADA], ids=["sm_90", "sm_120", "sm_89"])
+def test_rows_that_begin_anywhere_are_read_twice_beyond_a_width(
+    device: _launch.Limits, most_blocks: int
+) -> None:
+    low = torch.bfloat16
+    for centred, add in ((False, None), (True, None), (False, low)):
+        added = add is not None
+        forwards, backwards = [], []
+        for columns in range(513, 262_144, 510):
+            forward = normalization.ForwardKey(columns, 1, *(low,) * 4, centred, False, added)
+            back = normalization.BackwardKey(columns, 1, low, low, low, centred, False, add)
+            forwards.append(forward.tile(device, most_blocks) is not None)
+            way = (device, most_blocks, False)
+            backwards.append(normalization.backward_sources(back, *way)[1] is not None)
+        for whole in (forwards, backwards):
+            assert whole == sorted(whole, reverse=True)
+        assert all(forwards) or device is not HOPPER
+
+
 def test_only_rows_of_half_precision_begin_anywhere() -> None:
     low, full = torch.bfloat16, torch.float32
     for types in ((full, full, full, full), (low, full, low, low), (low, low, low, full)):

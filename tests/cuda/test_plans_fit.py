@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,9 @@ def softmaxes(device: Limits) -> Iterator[Plan]:
         key = softmax.Key(columns, vector_width(columns, x.itemsize), x, dy)
         for blocks in LARGEST_CLUSTERS:
             yield softmax.source(key, device, blocks)[:2]
+            if dy is None and key.strewn:
+                for other in ({"causal": True}, {"mask_step": 1}, {"gradients": x}):
+                    yield softmax.source(replace(key, **other), device, blocks)[:2]
 
 
 def routers(device: Limits) -> Iterator[Plan]:

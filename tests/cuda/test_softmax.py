@@ -63,6 +63,22 @@ def test_rows_that_begin_anywhere_have_threads_for_little_more(device: Limits) -
     assert strewn > 70
 
 
+@pytest.mark.parametrize("most_blocks", [16, 8])
+@pytest.mark.parametrize("device", [HOPPER, SMALL, AMPERE], ids=["sm_90", "sm_120", "sm_80"])
+def test_rows_that_begin_anywhere_are_read_twice_beyond_a_width(
+    device: Limits, most_blocks: int
+) -> None:
+    low = torch.bfloat16
+    for options in ({}, {"causal": True}, {"dy": low}, {"gradients": low}):
+        whole = [
+            softmax.source(softmax.Key(columns, 1, low, **options), device, most_blocks)[2]
+            is not None
+            for columns in range(513, 262_144, 510)
+        ]
+        assert whole == sorted(whole, reverse=True)
+        assert all(whole) or device is not HOPPER
+
+
 def test_which_rows_are_strewn() -> None:
     low, full = torch.bfloat16, torch.float32
     plain, masked, losses = ({}, {"mask_step": 1}, {"gradients": low})

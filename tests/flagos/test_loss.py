@@ -182,7 +182,7 @@ def test_gradients_at_once_of_rows_that_are_ignored_are_zero(columns: int, devic
     assert (gradient.sum(-1).abs() < 0.01).all()
 
 
-@pytest.mark.parametrize("columns", [64, 129, 5003, 9000])
+@pytest.mark.parametrize("columns", [64, 129, 1002, 5003, 9000, 20_482])
 def test_a_row_does_not_depend_on_the_rows_around_it(columns: int, device: str) -> None:
     logits = torch.randn(67 if columns < 2000 else 5, columns, device=device).bfloat16()
     target = torch.randint(0, columns, (len(logits),), device=device)

@@ -592,7 +592,6 @@ _FORWARD_HALF = {
     8192: Cut(threads=512, width=4096),
     12288: Cut(threads=256, width=8192, resident=4),
 }
-_FORWARD_HALF_WIDEST = Cut(threads=64, width=4096, programs=6, stages=3, shared=True)
 _FORWARD = cut_choice(
     "rmsnorm_fwd",
     _FORWARD_PLANS,
@@ -607,14 +606,15 @@ _FORWARD = cut_choice(
         32767: _FORWARD_PIECES,
         32768: Cut(threads=512, width=16384, resident=2),  # no column is beyond the row's
         262144: _FORWARD_PIECES,
-        _ANY: _FORWARD_HALF_WIDEST,
+        _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
     parts=True,
 )
 # Rows of an odd number of columns are read and written element by element: a thread that holds
-# 64 of a piece, as above, has too few registers for that.
+# 64 of a piece, as above, has too few registers for that. None wider than 262,144 was measured.
 _SINGLY = Cut(threads=32, width=1024, programs=16, stages=2, shared=True)
 _SINGLY_WIDE = Cut(threads=64, width=2048, programs=8, stages=2, shared=True)
+_SINGLY_WIDEST = Cut(threads=128, width=4096, programs=4, stages=2, shared=True)
 _FORWARD_SINGLY = cut_choice(
     "rmsnorm_fwd_singly",
     _FORWARD_PLANS,
@@ -626,7 +626,7 @@ _FORWARD_SINGLY = cut_choice(
         20480: Cut(threads=256, width=8192, resident=3),
         131072: _SINGLY,
         262144: _SINGLY_WIDE,
-        _ANY: _FORWARD_HALF_WIDEST,
+        _ANY: _SINGLY_WIDEST,
     },
     parts=True,
 )
@@ -674,7 +674,6 @@ _CENTRED_HALF = {
     10240: Cut(threads=256, width=8192, resident=4),
     12288: Cut(threads=256, width=8192, resident=3),
 }
-_CENTRED_HALF_WIDEST = Cut(threads=256, width=8192, programs=2, stages=3, shared=True)
 _FORWARD_CENTRED = cut_choice(
     "layernorm_fwd",
     _FORWARD_PLANS,
@@ -687,7 +686,7 @@ _FORWARD_CENTRED = cut_choice(
         16384: Cut(threads=256, width=8192, resident=3),
         20480: Cut(threads=512, width=16384, resident=2),
         262144: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
-        _ANY: _CENTRED_HALF_WIDEST,
+        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
     parts=True,
     stages=2,
@@ -704,7 +703,7 @@ _FORWARD_CENTRED_SINGLY = cut_choice(
         24576: Cut(threads=512, width=16384, resident=2),
         131072: _SINGLY._replace(programs=12),
         262144: _SINGLY_WIDE,
-        _ANY: _CENTRED_HALF_WIDEST,
+        _ANY: _SINGLY_WIDEST,
     },
     parts=True,
     stages=2,

@@ -737,8 +737,9 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
         place.
     """
     columns, size = logits.shape[-1], logits.element_size()
-    if columns * size % ALIGNMENT and columns in _TWICE[size]:
+    if columns * size % ALIGNMENT and columns in _TWICE.get(size, ()):
         return False
+    logits, step = rows_to_sum(op, logits)
     _run_forward(op, logits, step, out, (1, 1, columns), losses=losses)
     return True
 

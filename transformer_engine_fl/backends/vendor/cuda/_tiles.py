@@ -25,7 +25,6 @@ __all__ = [
     "Team",
     "Tile",
     "exchange_bytes",
-    "fitting",
     "is_strewn",
     "require_clusters",
     "runs_clusters",
@@ -57,8 +56,9 @@ Team = tuple[int, int]
 WARPS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(32, 513, 32))
 """Blocks of whole warps, of up to 512 threads."""
 
-CLUSTERS: Final[tuple[Team, ...]] = ((256, 2), (256, 4), (256, 8), (256, 16))
-"""Clusters of such blocks, for wider rows that begin anywhere."""
+CLUSTERS: Final[tuple[Team, ...]] = ((256, 2), (256, 4), (256, 8), (256, 16), (512, 8))
+"""Clusters of such blocks, for wider rows that begin anywhere; the last is for the widest where
+there can be none of 16 blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def team_tile(vectors: int, vec: int, most: int, teams: tuple[Team, ...]) -> Til
     return None
 
 
-def fitting(tile: Tile) -> float:
+def _strewn_cost(tile: Tile) -> float:
     """What a tile costs a row that begins anywhere: threads without columns, and few vectors of
     each, as measured with forward norms of 14 widths (docs/cuda-kernels.md).
     """
@@ -176,7 +176,7 @@ def fitting(tile: Tile) -> float:
 
 
 def strewn_tile(
-    columns: int, most: int, teams: Iterable[Team], cost: Callable[[Tile], float] = fitting
+    columns: int, most: int, teams: Iterable[Team], cost: Callable[[Tile], float] = _strewn_cost
 ) -> Tile | None:
     """Rows that begin anywhere, over whole warps: of the teams that hold the row the cheapest.
 

@@ -69,6 +69,11 @@ using A = Accumulator<TX>::type;
 using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 template <typename T>
 using Slots = Row::Slots<T>;
+#if defined(KERNEL_forward)
+static_assert(!STREWN || CAST == 0, "neighbours are cast together");
+#elif !defined(KERNEL_backward)
+static_assert(!STREWN, "slots are read by who has filled them");
+#endif
 
 #endif
 

@@ -10,7 +10,7 @@ that is aligned badly, or rows that are, are read in smaller pieces by the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -182,10 +182,10 @@ def forward_tile(
     return with_blocks(tile, resident)
 
 
-def strewn_forward_tile(
+def strewn_forward_tiles(
     columns: int, added: bool, clusters: bool, most_blocks: int = LARGEST_CLUSTERS[0]
-) -> Tile | None:
-    """The tile of a forward of half precision whose rows begin anywhere; None as of others.
+) -> Iterator[Tile]:
+    """Tiles of a forward of half precision whose rows begin anywhere: the first with room serves.
 
     Args:
         columns: H.
@@ -193,21 +193,20 @@ def strewn_forward_tile(
         clusters: whether the device has thread block clusters.
         most_blocks: of a cluster.
     """
-    teams = CLUSTERS if clusters else [(1024, 1)]
-    most = STREWN_ADDED if added else STREWN_VECTORS
     within = WARPS + LARGER_BLOCKS if added else WARPS
-    tile = strewn_tile(columns, most, within) or strewn_tile(
-        columns, 8, (team for team in teams if team[1] <= most_blocks)
-    )
-    return None if tile is None else with_blocks(tile, 1280)
+    across = CLUSTERS if clusters else ((1024, 1),)
+    for most, teams in ((STREWN_ADDED if added else STREWN_VECTORS, within), (8, across)):
+        tile = strewn_tile(columns, most, (it for it in teams if it[1] <= most_blocks))
+        if tile is not None:
+            yield with_blocks(tile, 1280)
 
 
-def strewn_backward_tile(
+def strewn_backward_tiles(
     columns: int, centred: bool, clusters: bool, most_blocks: int = LARGEST_CLUSTERS[0]
-) -> Tile | None:
-    """The tile of a backward of half precision whose rows begin anywhere; None as of others.
+) -> Iterator[Tile]:
+    """Tiles of a backward of half precision whose rows begin anywhere: the first with room serves.
 
-    The same arguments as :func:`strewn_forward_tile`, and whether there is a mean.
+    The same arguments as :func:`strewn_forward_tiles`, and whether there is a mean.
     """
 
     def cost(tile: Tile) -> float:
@@ -219,14 +218,14 @@ def strewn_backward_tile(
         # Of equal ones that of the smaller blocks, but in no cluster of more than 8.
         return tile.room * share * (1 + tile.lanes / 2**20 + (tile.cluster > 8) / 2**8)
 
-    teams = WARPS + LARGER_BLOCKS
+    across: tuple[Team, ...] = ()
     if clusters:
         wide = ((lanes, blocks) for blocks in (2, 4, 8, 16) for lanes in (128, 256, 512, 1024))
-        teams += tuple(team for team in wide if team[1] <= most_blocks)
-    tile = strewn_tile(columns, 2 if centred else 3, teams, cost)
-    if tile is None:
-        return None
-    return with_blocks(tile, 640 if centred else 1024 if tile.lanes >= 512 else 768)
+        across = tuple(team for team in wide if team[1] <= most_blocks)
+    for teams in (WARPS + LARGER_BLOCKS + across, across):
+        tile = strewn_tile(columns, 2 if centred else 3, teams, cost)
+        if tile is not None:
+            yield with_blocks(tile, 640 if centred else 1024 if tile.lanes >= 512 else 768)
 
 
 def stream_tile(
@@ -451,8 +450,8 @@ class ForwardKey:
             return way.tile, None if way.one_row else self._under_way(way.tile, device, tell)
         if self.strewn:
             clusters = device.has_clusters
-            tile = strewn_forward_tile(self.columns, self.added, clusters, most_blocks)
-            return self._with_room(tile, device), None
+            tiles = strewn_forward_tiles(self.columns, self.added, clusters, most_blocks)
+            return next((it for it in tiles if self._has_room(it, device)), None), None
         found = self._stream(device, most_blocks)
         if tile := self._waiting(device, found[0] if found else None):
             return tile, None
@@ -490,14 +489,11 @@ class ForwardKey:
         clusters = device.has_clusters
         resident = 1280 if self.cast is None else 1536
         tile = forward_tile(self.columns, SIZES[self.x], others, clusters, large_block, resident)
-        return self._with_room(tile, device)
+        return tile if tile and self._has_room(tile, device) else None
 
-    def _with_room(self, tile: Tile | None, device: _launch.Limits) -> Tile | None:
-        """The tile; None if a block has no room for its part of a row."""
-        if tile is None:
-            return None
-        kept = tile.kept(*self.row_sizes) + self.exchanged(tile)
-        return tile if kept <= device.shared_per_block else None
+    def _has_room(self, tile: Tile, device: _launch.Limits) -> bool:
+        """Whether a block has it for its part of a row."""
+        return tile.kept(*self.row_sizes) + self.exchanged(tile) <= device.shared_per_block
 
     @property
     def casts_blocks(self) -> bool:
@@ -836,14 +832,22 @@ def shared_source(
     key: BackwardKey, device: _launch.Limits, most_blocks: int
 ) -> tuple[Planned, Tile] | None:
     """The kernel of rows that are kept in shared memory, and their tile; None if none fits."""
-    size = SIZES[key.x]
     clusters = device.has_clusters
+    tiles: Iterable[Tile | None]
     if is_strewn(key.columns, SIZES[key.gamma], *key.row_sizes):
-        tile = strewn_backward_tile(key.columns, key.centred, clusters, most_blocks)
+        tiles = strewn_backward_tiles(key.columns, key.centred, clusters, most_blocks)
     else:
-        tile = backward_tile(key.columns, size, key.other_size, key.centred, clusters, most_blocks)
-    if tile is None:
-        return None
+        size = SIZES[key.x]
+        tiles = [
+            backward_tile(key.columns, size, key.other_size, key.centred, clusters, most_blocks)
+        ]
+    found = ((_shared_source(key, device, tile), tile) for tile in tiles if tile)
+    return next(((planned, tile) for planned, tile in found if planned), None)
+
+
+def _shared_source(key: BackwardKey, device: _launch.Limits, tile: Tile) -> Planned | None:
+    """The kernel of rows that are spread by a tile; None if there is no room for one."""
+    size = SIZES[key.x]
     # Out of the registers of a cluster of 512 threads a block, of which two then fit on a
     # multiprocessor, and of 1,024. Of 4 blocks of 512 the compiler spills registers.
     long = tile.vec == 8 and tile.lanes * tile.cluster > 2048
@@ -871,7 +875,7 @@ def shared_source(
         "LATE_ADD": int(late_add),
         "HOLD_GAMMA": int(hold_gamma),
     }
-    return _planned("backward", key, tile, depth * stage_bytes + gamma_bytes, own), tile
+    return _planned("backward", key, tile, depth * stage_bytes + gamma_bytes, own)
 
 
 def backward_sources(
@@ -1006,7 +1010,7 @@ def representative_sources(
 
     For compiling ahead, and for the test that each of them compiles.
     """
-    widths = (1, 129, 1024, 2052, 4096, 8192, 32768, 65536, 262144, 2**21)
+    widths = (1, 129, 1024, 2052, 4096, 5003, 8192, 32768, 50_257, 65536, 262144, 2**21)
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     dtypes = {width: [(low, low, low)] for width in widths}
     dtypes[4096] += [(full, full, full), (low, full, full), (full, low, low), (half, half, half)]

@@ -442,6 +442,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
              long long rows, long long dy_stride, long long y_stride, int columns, int queries,
              int ahead, double factor) {
   extern __shared__ __align__(16) unsigned char kept[];
+  static_assert(!STREWN || !IN_REGISTERS, "neighbours are loaded together");
   constexpr int kShared = VECS - IN_REGISTERS;  // of a thread's vectors, the first
   unsigned char* kept_dy = kept + Slots<TX>::kBytes / VECS * kShared;
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;

@@ -162,8 +162,8 @@ def row_tile(
     """
     forward = len(sizes) == 1
     if strewn:
-        tile = _strewn_tile(columns, forward, device, most_blocks)
-        return tile if tile and _fits(tile, sizes, device) else None
+        those = _strewn_tiles(columns, forward, device, most_blocks)
+        return next((it for it in those if _fits(it, sizes, device)), None)
     vec = vector_width(columns, sizes[0])
     vectors, whole = columns // vec, vec * sizes[0] == 16
     most = USUAL if whole else 9 if vec == max(sizes) == 2 else 8
@@ -187,21 +187,19 @@ def row_tile(
     return with_blocks(tile, BACKWARD_RESIDENT if tile.held <= HELD else RESIDENT)
 
 
-def _strewn_tile(
+def _strewn_tiles(
     columns: int, forward: bool, device: _launch.Limits, most_blocks: int
-) -> Tile | None:
-    """The same of rows that begin anywhere, whether or not there is room for them."""
+) -> Iterator[Tile]:
+    """Those of rows that begin anywhere, of which the first that fits serves."""
     tile = strewn_tile(columns, STREWN_VECTORS, WARPS)
-    few = tile is not None
-    if tile is None:
-        clusters = (team for team in CLUSTERS if team[1] <= most_blocks)
-        tile = strewn_tile(columns, 8, clusters if device.has_clusters else [(1024, 1)])
-    if tile is None:
-        return None
-    if forward:  # in registers; rows that wait are not among them where there are clusters
-        few = few and columns < STREWN_WAITING_FROM
-        return with_blocks(tile, RESIDENT if few else RESIDENT // 2)
-    return with_blocks(tile, BACKWARD_RESIDENT if few else RESIDENT)
+    if tile is not None:  # of a forward in registers; wider ones wait where they can
+        wide = forward and columns >= STREWN_WAITING_FROM
+        resident = RESIDENT if forward else BACKWARD_RESIDENT
+        yield with_blocks(tile, RESIDENT // 2 if wide else resident)
+    clusters = (team for team in CLUSTERS if team[1] <= most_blocks)
+    tile = strewn_tile(columns, 8, clusters if device.has_clusters else [(1024, 1)])
+    if tile is not None:
+        yield with_blocks(tile, RESIDENT // 2 if forward else RESIDENT)
 
 
 def waiting_tile(
@@ -225,7 +223,7 @@ def waiting_tile(
         if columns >= STREWN_WAITING_FROM:
             teams = tuple(team for team in CLUSTERS if team[1] <= most_blocks)
             within, across = STREWN_WAITING
-            tiles = [strewn_tile(columns, within, WARPS) or strewn_tile(columns, across, teams)]
+            tiles = [strewn_tile(columns, within, WARPS), strewn_tile(columns, across, teams)]
     elif columns % 8 == 0 and any(columns in those for those in WAITING):
         teams = tuple(team for team in teams if team[1] <= most_blocks)
         tiles = [team_tile(columns // 8, 8, WAITING_VECTORS, (team,)) for team in teams]
@@ -398,13 +396,14 @@ def representative_sources(
     """Kernels of every kind, type and shape that the operators ask for, on such a device."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     keys = []
-    for columns in (1, 129, 1024, 2052, 4096, 5120, 8192, 32768, 65536, 151_936, 262144, 2**21):
+    narrow, wide = (1, 129, 1024, 2052, 4096, 5003, 5120, 8192), (32768, 50_257, 65536, 151_936)
+    for columns in (*narrow, *wide, 262144, 2**21):
         vec = vector_width(columns, 2)
         keys += [Key(columns, vec, low, dy) for dy in (None, low)]
-    for columns in (96, 4096, 20480, 2**21):
+    for columns in (96, 4096, 5003, 20480, 2**21):
         keys += [Key(columns, 8, low, dy, True) for dy in (None, low)]
         keys += [Key(columns, 8, low, None, False, step, step == 1) for step in (0, 1)]
-    for columns in (64, 2048, 4096, 8192, 32000, 128_256, 151_936, 262144):
+    for columns in (64, 2048, 4096, 5003, 8192, 32000, 50_257, 128_256, 151_936, 262144):
         keys.append(Key(columns, 8, low, gradients=low))
     for x, dx in ((half, half), (full, full), (full, low)):
         vec = 16 // SIZES[x]
@@ -496,8 +495,8 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
     """Write losses and dense gradients of rows that lie ``step`` apart, which are read once.
 
     Returns:
-        Whether that was done: a row must fit on the chip, and lie in whole vectors. The target's
-        score is read when the row is written, so not in place.
+        Whether that was done: a row must fit on the chip and, unless it is strewn, lie in whole
+        vectors. The target's score is read when the row is written, so not in place.
     """
     columns, dtype, address = logits.shape[-1], logits.dtype, address_of(op, logits)
     size = SIZES[dtype]

@@ -58,10 +58,10 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
 
   template <typename Operation>
   __device__ __forceinline__ void end(float (&value)[K]) {
-    // Lanes behind the last block have 0, or of a power of two of blocks the same once more.
+    // Lanes behind the last block have nothing, or of a power of two of blocks the same once more.
     constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
     constexpr bool kAll = kAgain || Blocks % 32 == 0;
-    static_assert(kAll || kKeeps<Operation, K>, "0 for what 32 lanes have more");
+    static_assert(kAll || kKeeps<Operation, K>, "nothing for what 32 lanes have more");
     const int lane = threadIdx.x % 32;
     int blocks[kHeard];
 #pragma unroll
@@ -77,7 +77,8 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const float told = __uint_as_float(static_cast<unsigned>(found[i] >> k * 32) ^ kNoSum);
-        heard[i][k] = kAll || lane + i * 32 < Blocks ? told : 0.0f;
+        const bool there = kAll || lane + i * 32 < Blocks;
+        heard[i][k] = there ? told : Operation::template nothing<float>();
       }
     }
     merge_parts<Operation>(heard, value);

@@ -6,8 +6,8 @@
 //
 // A vector is of neighbouring columns, or Strewn: each 32 columns from the one before, so that
 // the lanes of a warp have neighbours. That is for rows that begin anywhere: 16 bytes of them at
-// a time come to shared memory as they lie, with what is before and behind the row in its first
-// and last 16, and a thread finds its elements there one by one.
+// a time come to shared memory as they lie, the first with what is before the row, and a thread
+// finds its elements there one by one. Of what is behind a row it finds zeros, strewn or not.
 
 #pragma once
 
@@ -41,7 +41,8 @@ struct RowTile {
     return !Strewn || i * kStep < left;
   }
 
-  // A vector that is in_row, from global memory and to it.
+  // A vector that is in_row, from global memory and to it. Plain: as `load` has it, if it is not
+  // strewn.
   template <bool Plain = false, typename T>
   static __device__ __forceinline__ Vec<T, Width> get(const T* from, int left) {
     if constexpr (!Strewn) {
