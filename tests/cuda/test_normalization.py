@@ -18,7 +18,6 @@ from transformer_engine_fl import ops
 from transformer_engine_fl.backends.vendor.cuda import _casting, _launch, normalization
 from transformer_engine_fl.backends.vendor.cuda._arguments import Plans, access_width, dense_rows
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups
-from transformer_engine_fl.backends.vendor.cuda._tiles import is_strewn
 from transformer_engine_fl.core.contract import Sample
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops._formats import FORMATS
@@ -399,7 +398,7 @@ def test_rows_that_begin_anywhere_have_threads_for_little_more(device: _launch.L
             if key.strewn:
                 tiles.append(key.tile(device))
             back = normalization.BackwardKey(columns, 1, low, low, low, centred, False, add)
-            if is_strewn(columns, 2):
+            if back.strewn:
                 tiles.append(normalization.backward_sources(back, device)[1])
         for tile in tiles:
             if tile is None:  # read twice

@@ -189,6 +189,7 @@ def test_scores_that_wait_fit_with_those_of_another_block(device: Limits) -> Non
         (8192, 2, HOPPER),
         (262152, 2, HOPPER),
         (20480, 4, HOPPER),
+        (20484, 2, HOPPER),  # in vectors of 4
         (20484, 4, HOPPER),
         (20480, 2, AMPERE),
     ],

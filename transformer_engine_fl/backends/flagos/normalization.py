@@ -576,15 +576,6 @@ _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 _ANY = 2**32
 _PERSISTENT = [(1, 3), (1, 4), (2, 3), (4, 3)]
 _FORWARD_PIECES = Cut(threads=32, width=2048, programs=12, stages=4, shared=True)
-_FORWARD_USUAL = {
-    2048: Cut(threads=128, width=2048),
-    4096: Cut(threads=256, width=4096),
-    8192: Cut(threads=256, width=8192),
-    16384: Cut(threads=512, width=16384),
-    131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
-    262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
-    _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
-}
 _FORWARD_HALF = {
     2560: Cut(threads=128, width=2048),
     3584: Cut(threads=256, width=2048),
@@ -595,7 +586,15 @@ _FORWARD_HALF = {
 _FORWARD = cut_choice(
     "rmsnorm_fwd",
     _FORWARD_PLANS,
-    _FORWARD_USUAL,
+    {
+        2048: Cut(threads=128, width=2048),
+        4096: Cut(threads=256, width=4096),
+        8192: Cut(threads=256, width=8192),
+        16384: Cut(threads=512, width=16384),
+        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+        262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+        _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
+    },
     whole=[(0, 1)],
     most_elements=32,
     half=_FORWARD_HALF
@@ -610,24 +609,24 @@ _FORWARD = cut_choice(
     },
     parts=True,
 )
-# Rows of an odd number of columns are read and written element by element: a thread that holds
-# 64 of a piece, as above, has too few registers for that. None wider than 262,144 was measured.
+# Rows of an odd number of 2-byte columns are read and written element by element: a thread that
+# holds 64 of a piece, as above, has too few registers for that. None wider than 262,144 columns
+# was measured.
 _SINGLY = Cut(threads=32, width=1024, programs=16, stages=2, shared=True)
 _SINGLY_WIDE = Cut(threads=64, width=2048, programs=8, stages=2, shared=True)
 _SINGLY_WIDEST = Cut(threads=128, width=4096, programs=4, stages=2, shared=True)
 _FORWARD_SINGLY = cut_choice(
     "rmsnorm_fwd_singly",
     _FORWARD_PLANS,
-    _FORWARD_USUAL,
-    whole=[(0, 1)],
-    most_elements=32,
-    half=_FORWARD_HALF
+    _FORWARD_HALF
     | {
         20480: Cut(threads=256, width=8192, resident=3),
         131072: _SINGLY,
         262144: _SINGLY_WIDE,
         _ANY: _SINGLY_WIDEST,
     },
+    whole=[(0, 1)],
+    most_elements=32,
     parts=True,
 )
 _FORWARD_ADD_WHOLE = {
@@ -656,13 +655,6 @@ _FORWARD_ADD = cut_choice(
     },
     stages=1,
 )
-_CENTRED_USUAL = {
-    2048: Cut(threads=128, width=2048),
-    12288: Cut(threads=256, width=8192),
-    131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
-    262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
-    _ANY: Cut(threads=128, width=4096, programs=4, stages=3, shared=True),
-}
 _CENTRED_HALF = {
     1024: Cut(threads=128, width=2048),
     1792: Cut(threads=128, width=4096),
@@ -677,7 +669,13 @@ _CENTRED_HALF = {
 _FORWARD_CENTRED = cut_choice(
     "layernorm_fwd",
     _FORWARD_PLANS,
-    _CENTRED_USUAL,
+    {
+        2048: Cut(threads=128, width=2048),
+        12288: Cut(threads=256, width=8192),
+        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+        262144: Cut(threads=64, width=2048, programs=8, stages=3, shared=True),
+        _ANY: Cut(threads=128, width=4096, programs=4, stages=3, shared=True),
+    },
     whole=[(0, 1)],
     most_elements=32,
     half=_CENTRED_HALF
@@ -694,10 +692,7 @@ _FORWARD_CENTRED = cut_choice(
 _FORWARD_CENTRED_SINGLY = cut_choice(
     "layernorm_fwd_singly",
     _FORWARD_PLANS,
-    _CENTRED_USUAL,
-    whole=[(0, 1)],
-    most_elements=32,
-    half=_CENTRED_HALF
+    _CENTRED_HALF
     | {
         20480: Cut(threads=256, width=8192, resident=3),
         24576: Cut(threads=512, width=16384, resident=2),
@@ -705,6 +700,8 @@ _FORWARD_CENTRED_SINGLY = cut_choice(
         262144: _SINGLY_WIDE,
         _ANY: _SINGLY_WIDEST,
     },
+    whole=[(0, 1)],
+    most_elements=32,
     parts=True,
     stages=2,
 )

@@ -633,6 +633,11 @@ class BackwardKey:
         return tuple(SIZES[it] for it in tensors)
 
     @property
+    def strewn(self) -> bool:
+        """Whether the elements of a vector are, as of rows that begin anywhere."""
+        return is_strewn(self.columns, SIZES[self.gamma], *self.row_sizes)
+
+    @property
     def other_size(self) -> int:
         """Bytes of the widest element of all but the input."""
         return max(SIZES[self.gamma], *self.row_sizes[1:])
@@ -780,7 +785,7 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     size = SIZES[key.x]
     if key.columns not in THROUGH_MEMORY or size != 2 or key.other_size != 2:
         return None
-    found = BACKWARD_PIECES[key.centred, key.add is not None, is_strewn(key.columns, 2)]
+    found = BACKWARD_PIECES[key.centred, key.add is not None, key.strewn]
     tiles = [(it.tile(key.columns), it) for it in found]
     few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
     tile, piece = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
@@ -834,7 +839,7 @@ def shared_source(
     """The kernel of rows that are kept in shared memory, and their tile; None if none fits."""
     clusters = device.has_clusters
     tiles: Iterable[Tile | None]
-    if is_strewn(key.columns, SIZES[key.gamma], *key.row_sizes):
+    if key.strewn:
         tiles = strewn_backward_tiles(key.columns, key.centred, clusters, most_blocks)
     else:
         size = SIZES[key.x]

@@ -217,15 +217,13 @@ def waiting_tile(
     """
     if size != 2 or not device.has_clusters:
         return None
-    teams: tuple[Team, ...] = LOSS_TEAMS if losses else WAITING_TEAMS
+    wanted = CLUSTERS if strewn else LOSS_TEAMS if losses else WAITING_TEAMS
+    teams = [team for team in wanted if team[1] <= most_blocks]
     tiles: list[Tile | None] = []
-    if strewn:
-        if columns >= STREWN_WAITING_FROM:
-            teams = tuple(team for team in CLUSTERS if team[1] <= most_blocks)
-            within, across = STREWN_WAITING
-            tiles = [strewn_tile(columns, within, WARPS), strewn_tile(columns, across, teams)]
+    if strewn and columns >= STREWN_WAITING_FROM:
+        within, across = STREWN_WAITING
+        tiles = [strewn_tile(columns, within, WARPS), strewn_tile(columns, across, teams)]
     elif columns % 8 == 0 and any(columns in those for those in WAITING):
-        teams = tuple(team for team in teams if team[1] <= most_blocks)
         tiles = [team_tile(columns // 8, 8, WAITING_VECTORS, (team,)) for team in teams]
     for tile in tiles:
         if tile is not None:

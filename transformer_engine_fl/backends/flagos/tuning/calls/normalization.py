@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from transformer_engine_fl.backends.flagos.tuning.calls.call import (
@@ -33,17 +35,14 @@ WIDTHS: tuple[Shape, ...] = (
 _ODD: tuple[Shape, ...] = ((2580, 13001), (2048, 16383), (1398, 24001), (667, 50257), (256, 131073))
 
 
-def _singly(shape: Shape, dtype: str) -> bool:
-    """Whether a forward without a residual has choices of its own for such rows."""
-    return shape[-1] % 2 > 0 and getattr(torch, dtype).itemsize == 2
+_SINGLY_TOO = ("rmsnorm_fwd", "layernorm_fwd")
+"""Operators that have choices of their own for an odd number of 2-byte columns."""
 
 
-def _not_singly(shape: Shape, dtype: str) -> bool:
-    return not _singly(shape, dtype)
-
-
-def _always(shape: Shape, dtype: str) -> bool:
-    return True
+def _asks(op: str, suffix: str, shape: Shape, dtype: str) -> bool:
+    """Whether such a call asks for the choice of that suffix."""
+    singly = shape[-1] % 2 > 0 and getattr(torch, dtype).itemsize == 2
+    return op not in _SINGLY_TOO or singly == bool(suffix)
 
 
 def _weight(shape: Shape, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -86,21 +85,20 @@ def _layer_backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 CALLS = tuple(
     Calls(
         op=op,
-        choices=(choice,),
+        choices=(op + suffix,),
         make=make,
-        shapes=WIDTHS if choice == op else _ODD,
+        shapes=_ODD if suffix else WIDTHS,
         axes="rows x columns",
         check_shape=fewer_rows,
-        asks=asks,
+        asks=partial(_asks, op, suffix),
     )
-    for op, choice, make, asks in (
-        ("rmsnorm_fwd", "rmsnorm_fwd", _rms, _not_singly),
-        ("rmsnorm_fwd", "rmsnorm_fwd_singly", _rms, _singly),
-        ("rmsnorm_fwd_add", "rmsnorm_fwd_add", _residual, _always),
-        ("layernorm_fwd", "layernorm_fwd", _layer, _not_singly),
-        ("layernorm_fwd", "layernorm_fwd_singly", _layer, _singly),
-        ("rmsnorm_bwd", "rmsnorm_bwd", _rms_backward, _always),
-        ("rmsnorm_bwd_add", "rmsnorm_bwd_add", _residual_backward, _always),
-        ("layernorm_bwd", "layernorm_bwd", _layer_backward, _always),
+    for op, make in (
+        ("rmsnorm_fwd", _rms),
+        ("rmsnorm_fwd_add", _residual),
+        ("layernorm_fwd", _layer),
+        ("rmsnorm_bwd", _rms_backward),
+        ("rmsnorm_bwd_add", _residual_backward),
+        ("layernorm_bwd", _layer_backward),
     )
+    for suffix in (("", "_singly") if op in _SINGLY_TOO else ("",))
 )
