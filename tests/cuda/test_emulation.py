@@ -169,6 +169,26 @@ def test_a_copy_is_there_only_after_it_was_waited_for(run: Run) -> None:
     assert set(run(copy + "out[i] = values[i];")) == {-1}
 
 
+def test_a_copy_of_half_a_piece_reads_all_of_it(run: Run) -> None:
+    given = torch.ones(8, dtype=torch.int32)
+    body = (
+        "extern __shared__ int kept[];"
+        f"const int* given = reinterpret_cast<const int*>({given.data_ptr()}ull);"
+        "if (i == 0) copy_async_piece<16, kOnce>(kept, given, 8);"
+        "commit_copies(); wait_copies<0>(); __syncthreads(); if (i < 4) out[i] = kept[i];"
+    )
+    behind = given.data_ptr() + 8
+    assert run(body, shared_bytes=16)[:4] == [1, 1, 0, 0]
+    with cuda_emulation.forbidden([(behind + 8, 16)]):
+        assert run(body, shared_bytes=16)[:4] == [1, 1, 0, 0]
+    with (
+        cuda_emulation.forbidden([(behind, 8)]),
+        pytest.raises(EmulationError, match="outside of a tensor"),
+    ):
+        run(body, shared_bytes=16)
+    assert run(body, shared_bytes=16)[:4] == [1, 1, 0, 0]
+
+
 def test_a_result_that_depends_on_the_order_of_threads_changes(run: Run) -> None:
     race = "__shared__ int last; last = i; __syncthreads(); out[i] = last;"
     assert {run(race)[0] for _ in range(2)} == {0, 63}

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,6 +51,7 @@ __all__ = [
     "LIMITS",
     "EmulationError",
     "Kernel",
+    "forbidden",
     "fuses",
     "missing",
     "prepare",
@@ -263,7 +264,9 @@ def _engine() -> Any:
         ctypes.c_int,
         ctypes.c_int,
     )
-    return launch
+    engine.emulation_forbid.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    engine.emulation_forbid.restype = None
+    return engine
 
 
 class Kernel:
@@ -274,7 +277,7 @@ class Kernel:
         self.device = DEVICE
         self._of = specialisation
         self._geometry = geometry
-        self._launch = _engine()
+        self._launch = _engine().emulation_launch
         library = ctypes.CDLL(str(_library(specialisation)))
         self._entry = ctypes.cast(library.entry, ctypes.c_void_p)
         library.sizes.restype = ctypes.POINTER(ctypes.c_int)
@@ -372,6 +375,18 @@ def running() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, name, value))
         stack.callback(_forget)
         yield
+
+
+@contextlib.contextmanager
+def forbidden(ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
+    """Asynchronous copies that read any of these bytes, (address, how many), are errors."""
+    forbid = _engine().emulation_forbid
+    try:
+        for address, size in ranges:
+            forbid(address, size)
+        yield
+    finally:
+        forbid(None, 0)
 
 
 def _forget() -> None:

@@ -112,6 +112,11 @@ std::vector<Block> blocks;
 Thread* running;
 jmp_buf scheduler, outside;  // where a thread leaves to, and a failure of no thread
 char error[1024];
+
+struct Range {
+  const char *begin, *end;
+};
+std::vector<Range> forbidden;
 unsigned cluster_arrived, cluster_generation, cluster_size;
 unsigned cluster_left;  // threads that have returned; in arrivals until the phase ends
 bool waited_for_predecessor;
@@ -427,7 +432,13 @@ void wait_for_turn(void* counter, unsigned parity) {
 
 void copy_later(void* to, const void* from, unsigned bytes, unsigned filled) {
   check_aligned(to, bytes);
-  if (filled) check_aligned(from, bytes);
+  if (filled) {
+    check_aligned(from, bytes);
+    const char* begin = static_cast<const char*>(from);
+    for (const Range& it : forbidden) {  // a piece is read in whole, however much of it is kept
+      if (begin < it.end && it.begin < begin + bytes) fail("copies from outside of a tensor");
+    }
+  }
   running->copies.push_back({to, from, bytes, filled, running->group});
 }
 
@@ -447,6 +458,13 @@ void wait_copies(unsigned pending) {
 }  // namespace emulation
 
 // ------------------------------------------------------------------- what Python calls
+
+// No asynchronous copy may read these bytes; after a call with none, all may be read again.
+extern "C" void emulation_forbid(const char* begin, size_t bytes) {
+  using emulation::forbidden;
+  if (bytes) forbidden.push_back({begin, begin + bytes});
+  else forbidden.clear();
+}
 
 // Runs a kernel; null, or what went wrong. `backwards` reverses the order of turns.
 extern "C" const char* emulation_launch(void (*entry)(void**), void** arguments,

@@ -358,9 +358,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, columns);
+    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, columns,
+                           Row::is_last(row, rows, x_stride));
     if constexpr (ADDED) {
-      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column, columns);
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column, columns,
+                             Row::is_last(row, rows, residual_stride));
     }
   }
   commit_copies();
@@ -833,15 +835,17 @@ struct Operands {
   static constexpr int kBytes = kAddedAt + (WithAdded ? Slots<TADD>::kBytes : 0);
 
   static __device__ __forceinline__ void ask(unsigned char* slots, const TX* x, const TDY* dy,
-                                             const TADD* add, bool valid_row, int rank,
-                                             int columns) {
+                                             const TADD* add, bool valid_row, bool last,
+                                             int rank, int columns) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, column, columns);
-      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, column, columns);
+      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, column, columns, last);
+      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, column, columns,
+                                 last);
       if constexpr (WithAdded) {
-        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column, columns);
+        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column, columns,
+                                    last);
       }
     }
   }
@@ -919,8 +923,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group, groups);
 
   auto ask = [&](long long row, unsigned char* slots) {
+    const bool last = Row::is_last(row, rows, x_stride) || Row::is_last(row, rows, dy_stride) ||
+                      (ADDED && Row::is_last(row, rows, add_stride));
     Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
-              rank, columns);
+              last, rank, columns);
     commit_copies();
   };
 
@@ -1142,7 +1148,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     for (int t = 0; t < TURN; ++t) {
       const long long row = base + t;
       Kept::ask(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
-                add + row * add_stride, row < rows, rank, columns);
+                add + row * add_stride, row < rows, true, rank, columns);
     }
     commit_copies();
   };

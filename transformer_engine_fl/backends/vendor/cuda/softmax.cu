@@ -229,7 +229,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists, column,
-                             asked_of(bound, columns), !CAUSAL || column < bound);
+                             asked_of(bound, columns), Row::is_last(row, count, x_stride),
+                             !CAUSAL || column < bound);
     }
     commit_copies();
   };
@@ -463,9 +464,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const int asked = asked_of(bound, columns);
     if (v < kShared) {
       Slots<TX>::fill<kReading>(kept, v, y + row * y_stride + column, active, column, asked,
-                                wanted);
+                                Row::is_last(row, rows, y_stride), wanted);
       Slots<TDY>::fill<kReading>(kept_dy, v, dy + row * dy_stride + column, active, column, asked,
-                                 wanted);
+                                 Row::is_last(row, rows, dy_stride), wanted);
     } else if (active && Row::in_row(column, columns) && wanted) {
       last_y = load<ACCESS, VEC>(y + row * y_stride + column);
       last_dy = load<ACCESS, VEC>(dy + row * dy_stride + column);

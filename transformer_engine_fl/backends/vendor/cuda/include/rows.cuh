@@ -74,6 +74,12 @@ struct RowTile {
     return Rows == 1 || row < rows;  // the loops over rows stop by themselves
   }
 
+  // Whether fewer than 16 bytes of the tensor may follow a row: its rows may also overlap.
+  static __device__ __forceinline__ bool is_last(long long row, long long rows,
+                                                 long long stride) {
+    return Strewn && (row + 1 == rows || stride < Width);
+  }
+
   // This thread's slots in shared memory for its vectors of one row. A slot is read by the
   // thread that filled it, so no barrier is needed, or, strewn, by its warp. Chunks of one
   // vector lie a block apart, so that neighbouring threads use neighbouring banks.
@@ -103,24 +109,32 @@ struct RowTile {
     }
 
     // Asks for a vector of a row of so many columns, of which `column` is the first, if the row
-    // exists and, not strewn, the vector is wanted.
+    // exists and, not strewn, the vector is wanted. Last: the row's memory may end where it does.
     template <Reading How>
     static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* from,
                                                 bool exists, int column, int columns,
-                                                bool wanted = true) {
+                                                bool last = true, bool wanted = true) {
       if constexpr (Strewn) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int before = begin(from - lane);
         const char* source = reinterpret_cast<const char*>(from - lane) - before;
         const int left = least(columns - (column - lane), 32 * Width);
         const int bytes = exists && left > 0 ? before + left * kSize : 0;
+        const int whole = bytes & ~15;
         auto copy = [&](int at) {
+          if (last && at == whole) return;
           copy_async_piece<16, How>(of_warp(row, v) + at, source + at,
                                     max(0, least(16, bytes - at)));
         };
 #pragma unroll
         for (int at = 0; at < kOfWarp - 16; at += 512) copy(at + lane * 16);
         if (lane == 0) copy(kOfWarp - 16);
+        // A piece that is filled in part is read in whole, and so may not be the end of memory.
+        if (last && lane < 8) {
+          const int at = whole + lane * 2;
+          *reinterpret_cast<unsigned short*>(of_warp(row, v) + at) =
+              read_where(source + at, at < bytes);
+        }
       } else {
         const bool valid = exists && in_row(column, columns) && wanted;
 #pragma unroll
