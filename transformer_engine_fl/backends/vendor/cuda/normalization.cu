@@ -355,14 +355,16 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // takes no registers between. So more blocks fit, and more rows are under way.
   const TX* source = x + row * x_stride;
   const TX* added = residual + row * residual_stride;
+  const bool last = Row::is_last(row, rows, x_stride);
+  const bool last_added = ADDED && Row::is_last(row, rows, residual_stride);
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, columns,
-                           Row::is_last(row, rows, x_stride));
+    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column,
+                           Slots<TX>::in_pieces(source, columns, last));
     if constexpr (ADDED) {
-      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column, columns,
-                             Row::is_last(row, rows, residual_stride));
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column,
+                             Slots<TX>::in_pieces(added, columns, last_added));
     }
   }
   commit_copies();
@@ -372,9 +374,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, column, columns);
+      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, column,
+                              Slots<TW>::in_pieces(gamma, columns, true));
       if constexpr (CENTRED) {
-        Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column, columns);
+        Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column,
+                                Slots<TB>::in_pieces(beta, columns, true));
       }
     }
     kept_gamma += Slots<TW>::begin(gamma);
@@ -383,9 +387,15 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   commit_copies();
   Row::wait<(SPAN == VEC ? 1 : 0)>();
   unsigned char* kept_row = kept + Slots<TX>::begin(source);
+  if constexpr (STREWN) {
+    if (last) Slots<TX>::add_rest(kept_row, source, columns, rank);
+  }
 
   if constexpr (ADDED) {
     unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
+    if constexpr (STREWN) {
+      if (last_added) Slots<TX>::add_rest(kept_added, added, columns, rank);
+    }
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -405,6 +415,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
 
   Row::wait<0>();
+  if constexpr (STREWN && AHEAD) {
+    Slots<TW>::add_rest(kept_gamma, gamma, columns, rank);
+    if (CENTRED && beta) Slots<TB>::add_rest(kept_beta, beta, columns, rank);
+  }
   if (CAST == 0 && !active) return;  // casting, threads exchange values
   if (active && rank == 0 && threadIdx.x % LANES == 0) {
     if constexpr (CENTRED) mu[row] = mean;
@@ -835,18 +849,32 @@ struct Operands {
   static constexpr int kBytes = kAddedAt + (WithAdded ? Slots<TADD>::kBytes : 0);
 
   static __device__ __forceinline__ void ask(unsigned char* slots, const TX* x, const TDY* dy,
-                                             const TADD* add, bool valid_row, bool last,
-                                             int rank, int columns) {
+                                             const TADD* add, bool valid_row, int rank,
+                                             int columns, bool last = true) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, column, columns, last);
-      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, column, columns,
-                                 last);
+      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, column,
+                                Slots<TX>::in_pieces(x, columns, last));
+      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, column,
+                                 Slots<TDY>::in_pieces(dy, columns, last));
       if constexpr (WithAdded) {
-        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column, columns,
-                                    last);
+        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column,
+                                    Slots<TADD>::in_pieces(add, columns, last));
       }
+    }
+  }
+
+  // Of a last row, strewn, when it has arrived: what does not come in pieces.
+  static __device__ __forceinline__ void add_rest(unsigned char* slots, const TX* x,
+                                                  const TDY* dy, const TADD* add, int rank,
+                                                  int columns) {
+    Slots<TX>::add_rest(slots + Slots<TX>::begin(x), x, columns, rank);
+    slots += kGradientAt;
+    Slots<TDY>::add_rest(slots + Slots<TDY>::begin(dy), dy, columns, rank);
+    if constexpr (WithAdded) {
+      slots += kAddedAt - kGradientAt;
+      Slots<TADD>::add_rest(slots + Slots<TADD>::begin(add), add, columns, rank);
     }
   }
 };
@@ -922,17 +950,20 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long step = static_cast<long long>(groups) * ROWS;
   RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group, groups);
 
+  auto is_last = [&](long long row) {
+    return Row::is_last(row, rows, x_stride) || Row::is_last(row, rows, dy_stride) ||
+           (ADDED && !LATE_ADD && Row::is_last(row, rows, add_stride));
+  };
   auto ask = [&](long long row, unsigned char* slots) {
-    const bool last = Row::is_last(row, rows, x_stride) || Row::is_last(row, rows, dy_stride) ||
-                      (ADDED && Row::is_last(row, rows, add_stride));
     Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
-              last, rank, columns);
+              rank, columns, is_last(row));
     commit_copies();
   };
 
   const long long first_base = static_cast<long long>(group) * ROWS;
   const int team = threadIdx.x / LANES;
   unsigned char* own_gamma = ring + STAGES * kStageBytes;
+  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   Vec<TW, VEC> held_gamma[VECS];  // in registers where dbeta takes its place
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
@@ -942,6 +973,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if (Row::in_row(column, columns)) {
         held_gamma[v] = Row::get(gamma + column, columns - column);
       }
+    } else if constexpr (STREWN) {
+      Slots<TW>::write(kept_gamma, v, Row::get(gamma + column, columns - column));
     } else {
       Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column, columns);
     }
@@ -969,7 +1002,6 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
   // A vector of the row in these slots. It is read from there once for the sums and again
   // for dx: with the sums of dgamma and dbeta it would not fit into the registers.
-  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   auto terms = [&](unsigned char* slots, long long row, int v, A scale, A mean) {
     unsigned char* of_x = slots + Slots<TX>::begin(x + row * x_stride);
     unsigned char* of_dy = slots + Kept::kGradientAt + Slots<TDY>::begin(dy + row * dy_stride);
@@ -979,6 +1011,12 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   };
   A sums[kSums];
   auto begin = [&](unsigned char* slots, long long row, A scale, A mean) {
+    if constexpr (STREWN) {
+      if (is_last(row)) {
+        Kept::add_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
+                       rank, columns);
+      }
+    }
 #pragma unroll
     for (int k = 0; k < kSums; ++k) sums[k] = 0;
 #pragma unroll
@@ -1148,7 +1186,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     for (int t = 0; t < TURN; ++t) {
       const long long row = base + t;
       Kept::ask(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
-                add + row * add_stride, row < rows, true, rank, columns);
+                add + row * add_stride, row < rows, rank, columns);
     }
     commit_copies();
   };

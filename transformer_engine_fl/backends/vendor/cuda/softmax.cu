@@ -225,11 +225,12 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const bool exists = row < count;
     const int bound = bound_of(row, columns, queries, ahead);
     const TX* source = x + (row * x_stride + Row::first_column(0, rank));
+    const int asked = Slots<TX>::in_pieces(x + row * x_stride, asked_of(bound, columns),
+                                           Row::is_last(row, count, x_stride));
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists, column,
-                             asked_of(bound, columns), Row::is_last(row, count, x_stride),
+      Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists, column, asked,
                              !CAUSAL || column < bound);
     }
     commit_copies();
@@ -266,6 +267,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #endif
     Row::wait<STAGES - 1>();
     unsigned char* own_slots = slots + Slots<TX>::begin(x + row * x_stride);
+    if constexpr (STREWN) {
+      if (Row::is_last(row, count, x_stride)) {
+        Slots<TX>::add_rest(own_slots, x + row * x_stride, asked_of(bound, columns), rank);
+      }
+    }
 
     A weights[WAITING ? 1 : VECS][VEC];
     A highest[1] = {lowest<A>()};
@@ -455,27 +461,37 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   Vec<TX, VEC> last_y = zeros<TX, VEC>();
   Vec<TDY, VEC> last_dy = zeros<TDY, VEC>();
 
+  const TX* from_y = y + row * y_stride;
+  const TDY* from_dy = dy + row * dy_stride;
+  const int asked = asked_of(bound, columns);
+  const bool last = Row::is_last(row, rows, y_stride) || Row::is_last(row, rows, dy_stride);
+
   // Clusters of which three share a multiprocessor lose 2% by what L2 is asked otherwise.
   constexpr Reading kReading = CLUSTER > 1 && BLOCKS > 2 ? kPlain : kOnce;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     const bool wanted = !CAUSAL || column < bound;
-    const int asked = asked_of(bound, columns);
     if (v < kShared) {
-      Slots<TX>::fill<kReading>(kept, v, y + row * y_stride + column, active, column, asked,
-                                Row::is_last(row, rows, y_stride), wanted);
-      Slots<TDY>::fill<kReading>(kept_dy, v, dy + row * dy_stride + column, active, column, asked,
-                                 Row::is_last(row, rows, dy_stride), wanted);
+      Slots<TX>::fill<kReading>(kept, v, from_y + column, active, column,
+                                Slots<TX>::in_pieces(from_y, asked, last), wanted);
+      Slots<TDY>::fill<kReading>(kept_dy, v, from_dy + column, active, column,
+                                 Slots<TDY>::in_pieces(from_dy, asked, last), wanted);
     } else if (active && Row::in_row(column, columns) && wanted) {
-      last_y = load<ACCESS, VEC>(y + row * y_stride + column);
-      last_dy = load<ACCESS, VEC>(dy + row * dy_stride + column);
+      last_y = load<ACCESS, VEC>(from_y + column);
+      last_dy = load<ACCESS, VEC>(from_dy + column);
     }
   }
   commit_copies();
   Row::wait<0>();
-  unsigned char* own_y = kept + Slots<TX>::begin(y + row * y_stride);
-  unsigned char* own_dy = kept_dy + Slots<TDY>::begin(dy + row * dy_stride);
+  unsigned char* own_y = kept + Slots<TX>::begin(from_y);
+  unsigned char* own_dy = kept_dy + Slots<TDY>::begin(from_dy);
+  if constexpr (STREWN) {
+    if (last) {
+      Slots<TX>::add_rest(own_y, from_y, asked, rank);
+      Slots<TDY>::add_rest(own_dy, from_dy, asked, rank);
+    }
+  }
   auto y_of = [&](int v) { return v < kShared ? Slots<TX>::read(own_y, v) : last_y; };
   auto dy_of = [&](int v) { return v < kShared ? Slots<TDY>::read(own_dy, v) : last_dy; };
 

@@ -74,10 +74,10 @@ struct RowTile {
     return Rows == 1 || row < rows;  // the loops over rows stop by themselves
   }
 
-  // Whether fewer than 16 bytes of the tensor may follow a row: its rows may also overlap.
+  // Whether 16 bytes that begin in a row may reach behind the tensor, whose rows may overlap.
   static __device__ __forceinline__ bool is_last(long long row, long long rows,
                                                  long long stride) {
-    return Strewn && (row + 1 == rows || stride < Width);
+    return Strewn && (row + 1 == rows || (row < rows && stride < Width));
   }
 
   // This thread's slots in shared memory for its vectors of one row. A slot is read by the
@@ -108,33 +108,32 @@ struct RowTile {
       return Strewn ? static_cast<int>(reinterpret_cast<unsigned long long>(row) & 15) : 0;
     }
 
+    // Of a row's columns those that come in pieces. A piece is read in whole, so in a last row,
+    // strewn, the few in a piece that the row does not fill are left for `add_rest`.
+    static __device__ __forceinline__ int in_pieces(const T* row, int columns, bool last) {
+      const int filled = (begin(row) + columns * kSize) & 15;
+      return Strewn && last ? max(0, columns - filled / kSize) : columns;
+    }
+
     // Asks for a vector of a row of so many columns, of which `column` is the first, if the row
-    // exists and, not strewn, the vector is wanted. Last: the row's memory may end where it does.
+    // exists and, not strewn, the vector is wanted.
     template <Reading How>
     static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* from,
                                                 bool exists, int column, int columns,
-                                                bool last = true, bool wanted = true) {
+                                                bool wanted = true) {
       if constexpr (Strewn) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int before = begin(from - lane);
         const char* source = reinterpret_cast<const char*>(from - lane) - before;
         const int left = least(columns - (column - lane), 32 * Width);
         const int bytes = exists && left > 0 ? before + left * kSize : 0;
-        const int whole = bytes & ~15;
         auto copy = [&](int at) {
-          if (last && at == whole) return;
           copy_async_piece<16, How>(of_warp(row, v) + at, source + at,
                                     max(0, least(16, bytes - at)));
         };
 #pragma unroll
         for (int at = 0; at < kOfWarp - 16; at += 512) copy(at + lane * 16);
         if (lane == 0) copy(kOfWarp - 16);
-        // A piece that is filled in part is read in whole, and so may not be the end of memory.
-        if (last && lane < 8) {
-          const int at = whole + lane * 2;
-          *reinterpret_cast<unsigned short*>(of_warp(row, v) + at) =
-              read_where(source + at, at < bytes);
-        }
       } else {
         const bool valid = exists && in_row(column, columns) && wanted;
 #pragma unroll
@@ -147,6 +146,21 @@ struct RowTile {
           }
         }
       }
+    }
+
+    // Of a last row, when its pieces have arrived: the columns that are in none.
+    static __device__ __forceinline__ void add_rest(unsigned char* row, const T* from,
+                                                    int columns, int rank) {
+      static_assert(Strewn, "else all of them are");
+      constexpr int kWarps = Lanes / 32;
+      const int thread = static_cast<int>(threadIdx.x) % Lanes;
+      const int column = in_pieces(from, columns, true) + thread % 32;
+      const int warp = column / (32 * Width);  // which has it, over vectors and blocks
+      if (column < columns && warp % kWarps == thread / 32 && warp / kWarps % Cluster == rank) {
+        T* vector = reinterpret_cast<T*>(of_warp(row, warp / (kWarps * Cluster)));
+        vector[column % (32 * Width)] = from[column];
+      }
+      __syncwarp();
     }
 
     static __device__ __forceinline__ Vec<T, Width> read(unsigned char* row, int v) {
