@@ -84,8 +84,9 @@ def test_the_parts_of_a_row(columns: int, widest: int, least: int, parts: tuple[
 
 def test_parts_hold_their_row_and_little_more() -> None:
     for columns in range(2049, 65537, 37):
-        for choice in (flagos._FORWARD, flagos._FORWARD_CENTRED):
-            cut = choice.heuristic(torch.device("cpu"), choice.rounded("columns", columns), 2)
+        for choice in (flagos._FORWARD, flagos._FORWARD_ADD, flagos._FORWARD_CENTRED):
+            key = choice.round((columns, 2, columns % 2))
+            cut = choice.heuristic(torch.device("cpu"), *key)
             if cut.shared:
                 continue
             parts = _rows.parts_of(columns, cut.width, 4 * cut.threads)

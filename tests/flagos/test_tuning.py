@@ -677,6 +677,7 @@ def families() -> dict[str, Choice[Any]]:
 
 NUMBERS = {
     "itemsize": (2, 4, 8),
+    "singly": (0, 1),
     "tensors": (1, 3),
     "height": (1, 16, 32, 128),
     "halves": (1, 2),
@@ -720,8 +721,7 @@ def small(calls: Any) -> tuple[int, ...]:
     """A shape for which any call is quickly made."""
     if calls.op.startswith("moe"):
         return (32, 48, 4, 2)
-    odd = calls.shapes[0][-1] % 2
-    return (32, *(2,) * (len(calls.shapes[0]) - 2), 128 - odd)
+    return (32, *(2,) * (len(calls.shapes[0]) - 2), 128)
 
 
 def test_every_choice_has_calls_and_every_call_keeps_its_contract(families: dict[str, Any]) -> None:
@@ -751,20 +751,18 @@ def test_every_call_asks_for_its_choices_once(device: str, families: dict[str, A
             assert len(keys) == 1, (calls.op, name)
 
 
-def test_an_odd_number_of_columns_of_half_precision_has_choices_of_its_own() -> None:
-    from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
-    from transformer_engine_fl.cli.tune import measuring
-
-    wanted = [calls for calls in CALLS if calls.op in ("rmsnorm_fwd", "layernorm_bwd")]
-    jobs = measuring.jobs(wanted, [(6, 40), (6, 41)], ["bfloat16", "float32"])
-    assert {(it.choice.name, it.shape[-1], it.dtype) for it in jobs} == {
-        ("rmsnorm_fwd", 40, "bfloat16"),
-        ("rmsnorm_fwd_singly", 41, "bfloat16"),
-        ("rmsnorm_fwd", 40, "float32"),
-        ("rmsnorm_fwd", 41, "float32"),
-        *(("layernorm_bwd", columns, it) for columns in (40, 41) for it in ("bfloat16", "float32")),
-    }
-    assert len(jobs) == 8
+def test_an_odd_number_of_columns_of_half_precision_is_chosen_for_by_itself(
+    device: str, families: dict[str, Any]
+) -> None:
+    for dtype, columns, singly in (
+        (torch.bfloat16, 40, 0),
+        (torch.bfloat16, 39, 1),
+        (torch.float32, 39, 0),
+    ):
+        x = torch.ones(2, columns, dtype=dtype, device=device)
+        with families["rmsnorm_fwd"].trial() as keys, with_preference("flagos"):
+            get_default_manager().call("rmsnorm_fwd", x, x[0])
+        assert keys == {(40, dtype.itemsize, singly)}
 
 
 def tune(*arguments: str) -> int:
@@ -811,10 +809,15 @@ ROPE = {"tensors": 1, "features": 32, "itemsize": 4}
     [
         ("cross_entropy_fwd", "6x40", "", {"columns": 64, "itemsize": 4}),
         ("cross_entropy_bwd", "6x40", "", {"columns": 64, "itemsize": 4}),
-        ("rmsnorm_fwd", "6x40", "", {"columns": 40, "itemsize": 4}),
-        ("layernorm_fwd", "6x41", "", {"columns": 48, "itemsize": 4}),
-        ("layernorm_bwd", "6x40", "", {"columns": 40, "itemsize": 4}),
-        ("scaled_softmax_backward", "6x40", "softmax_bwd", {"columns": 40, "itemsize": 4}),
+        ("rmsnorm_fwd", "6x40", "", {"columns": 40, "itemsize": 4, "singly": 0}),
+        ("layernorm_fwd", "6x41", "", {"columns": 48, "itemsize": 4, "singly": 0}),
+        ("layernorm_bwd", "6x40", "", {"columns": 40, "itemsize": 4, "singly": 0}),
+        (
+            "scaled_softmax_backward",
+            "6x40",
+            "softmax_bwd",
+            {"columns": 40, "itemsize": 4, "singly": 0},
+        ),
         ("multi_tensor_scale", "1x8", "", {"elements": 512, "itemsize": 4}),
         ("multi_tensor_l2norm", "1x8", "", {"elements": 512, "itemsize": 4}),
         ("multi_tensor_sgd", "1x8", "", {"elements": 512, "itemsize": 4}),

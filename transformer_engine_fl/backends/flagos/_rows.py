@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton
@@ -89,10 +89,14 @@ def cut_choice(
     whole: Iterable[tuple[int, int]],
     most_elements: int,
     half: Mapping[int, Cut] | None = None,
+    singly: Mapping[int, Cut] | None = None,
     parts: bool = False,
     stages: int = 3,
 ) -> Choice[Cut]:
-    """The choice of a cut by a row's columns and the bytes of one.
+    """The choice of a cut by a row's columns, the bytes of one, and whether they are read singly.
+
+    That is so of an odd number of 2-byte columns: their rows begin anywhere, so each number has an
+    address of its own, and none is copied to shared memory ahead of its turn.
 
     Args:
         name: of the choice.
@@ -101,18 +105,19 @@ def cut_choice(
         whole: of whole rows, ``programs`` and ``stages`` that are tried.
         most_elements: of a thread that holds whole rows, in those that are tried.
         half: the same as ``usual`` for elements of 2 bytes, if they are cut otherwise.
+        singly: the same for an odd number of those, as far as it goes.
         parts: whether whole rows in parts are tried.
         stages: of the pieces that are tried.
     """
     whole = tuple(whole)
 
-    def rule(columns: int, itemsize: int) -> Cut:
+    def rule(columns: int, itemsize: int, one_by_one: int) -> Cut:
         table = half if half is not None and itemsize == 2 else usual
-        found: Cut = listed(table, columns * (itemsize // 8 + 1))
-        return found
+        found: Cut | None = listed(singly or {}, columns) if one_by_one else None
+        return found or cast(Cut, listed(table, columns * (itemsize // 8 + 1)))
 
-    def candidates(columns: int, itemsize: int) -> Iterator[Cut]:
-        yield (first := rule(columns, itemsize))
+    def candidates(columns: int, itemsize: int, one_by_one: int) -> Iterator[Cut]:
+        yield (first := rule(columns, itemsize, one_by_one))
         row = columns * (itemsize // 8 + 1)
         if row <= _WIDEST_WHOLE:
             width = block_of(row) if first.shared else max(block_of(row), first.width)
@@ -121,7 +126,7 @@ def cut_choice(
                     yield Cut(threads, width, programs, ahead)
         if parts and itemsize == 2 and _NARROWEST_IN_PARTS < row <= _WIDEST_IN_PARTS:
             yield from _cuts_in_parts(row)
-        if row > _NARROWEST_SHARED:
+        if row > (_NARROWEST_SHARED_SINGLY if one_by_one else _NARROWEST_SHARED):
             for threads, width, programs in _PIECES:
                 if -(-row // width) <= _MOST_PIECES:
                     yield Cut(threads, width, programs, stages, shared=True)
@@ -151,10 +156,10 @@ def cut_choice(
     return Choice(
         name,
         Cut,
-        key=("columns", "itemsize"),
+        key=("columns", "itemsize", "singly"),
         rounded={"columns": 4},
         candidates=candidates,
-        heuristic=lambda device, columns, itemsize: rule(columns, itemsize),
+        heuristic=lambda device, *key: rule(*key),
         wrong=wrong,
         plans=(plans,),
     )
@@ -172,7 +177,7 @@ def _cuts_in_parts(row: int) -> Iterator[Cut]:
 
 # Of a multiprocessor, in programs that are all there at once: every one has room for these.
 MOST_THREADS = 1536
-_WIDEST_WHOLE, _NARROWEST_SHARED = 32768, 8192
+_WIDEST_WHOLE, _NARROWEST_SHARED, _NARROWEST_SHARED_SINGLY = 32768, 8192, 2048
 _NARROWEST_IN_PARTS, _WIDEST_IN_PARTS, _MOST_IN_PARTS = 2048, 65536, 128
 # Of a multiprocessor, whose registers suffice for them.
 _RESIDENT_THREADS = (0, 512, 768, 1024, 1536)
@@ -659,7 +664,7 @@ def cut(
         behind: of the kernel of rows in pieces, see :class:`SharedRows`.
         constants: for either kernel.
     """
-    way = choice(device, columns, itemsize)
+    way = choice(device, columns, itemsize, int(itemsize == 2 and columns % 2 > 0))
     if not way.shared:
         if tells_looped:
             constants["LOOPED"] = way.programs > 0

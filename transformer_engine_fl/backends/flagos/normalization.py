@@ -583,6 +583,12 @@ _FORWARD_HALF = {
     8192: Cut(threads=512, width=4096),
     12288: Cut(threads=256, width=8192, resident=4),
 }
+# Read singly, a thread has too few registers for more of a piece. None wider than 262,144 columns
+# was measured.
+_SINGLY = Cut(threads=32, width=1024, programs=16, stages=2, shared=True)
+_SINGLY_NARROW = Cut(threads=32, width=512, programs=16, stages=2, shared=True)
+_SINGLY_WIDE = Cut(threads=64, width=2048, programs=8, stages=2, shared=True)
+_SINGLY_WIDEST = Cut(threads=128, width=4096, programs=4, stages=2, shared=True)
 _FORWARD = cut_choice(
     "rmsnorm_fwd",
     _FORWARD_PLANS,
@@ -607,26 +613,13 @@ _FORWARD = cut_choice(
         262144: _FORWARD_PIECES,
         _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
-    parts=True,
-)
-# Rows of an odd number of 2-byte columns are read and written element by element: a thread that
-# holds 64 of a piece, as above, has too few registers for that. None wider than 262,144 columns
-# was measured.
-_SINGLY = Cut(threads=32, width=1024, programs=16, stages=2, shared=True)
-_SINGLY_WIDE = Cut(threads=64, width=2048, programs=8, stages=2, shared=True)
-_SINGLY_WIDEST = Cut(threads=128, width=4096, programs=4, stages=2, shared=True)
-_FORWARD_SINGLY = cut_choice(
-    "rmsnorm_fwd_singly",
-    _FORWARD_PLANS,
-    _FORWARD_HALF
+    singly=_FORWARD_HALF
     | {
         20480: Cut(threads=256, width=8192, resident=3),
         131072: _SINGLY,
         262144: _SINGLY_WIDE,
         _ANY: _SINGLY_WIDEST,
     },
-    whole=[(0, 1)],
-    most_elements=32,
     parts=True,
 )
 _FORWARD_ADD_WHOLE = {
@@ -652,6 +645,16 @@ _FORWARD_ADD = cut_choice(
         163840: Cut(threads=64, width=4096, programs=4, shared=True),
         262144: Cut(threads=32, width=2048, programs=8, shared=True),
         _ANY: Cut(threads=64, width=4096, programs=4, shared=True),
+    },
+    singly={
+        1024: Cut(threads=128, width=2048),
+        2048: Cut(threads=64, width=1024, resident=16),
+        4096: Cut(threads=128, width=2048),
+        8192: Cut(threads=128, width=4096, resident=8),
+        12288: Cut(threads=256, width=8192, resident=4),
+        16384: Cut(threads=256, width=8192, resident=3),
+        131072: _SINGLY_NARROW,
+        262144: _SINGLY_WIDEST._replace(programs=3),
     },
     stages=1,
 )
@@ -686,13 +689,7 @@ _FORWARD_CENTRED = cut_choice(
         262144: Cut(threads=32, width=2048, programs=12, stages=2, shared=True),
         _ANY: Cut(threads=256, width=8192, programs=2, stages=3, shared=True),
     },
-    parts=True,
-    stages=2,
-)
-_FORWARD_CENTRED_SINGLY = cut_choice(
-    "layernorm_fwd_singly",
-    _FORWARD_PLANS,
-    _CENTRED_HALF
+    singly=_CENTRED_HALF
     | {
         20480: Cut(threads=256, width=8192, resident=3),
         24576: Cut(threads=512, width=16384, resident=2),
@@ -700,8 +697,6 @@ _FORWARD_CENTRED_SINGLY = cut_choice(
         262144: _SINGLY_WIDE,
         _ANY: _SINGLY_WIDEST,
     },
-    whole=[(0, 1)],
-    most_elements=32,
     parts=True,
     stages=2,
 )
@@ -713,6 +708,10 @@ _BACKWARD_WHOLE_HALF = _BACKWARD_WHOLE | {
     4096: Cut(threads=512, width=8192, programs=1, stages=3),
     6144: Cut(threads=512, width=8192, programs=1, stages=4),
     8192: Cut(threads=512, width=8192, programs=1, stages=3),
+}
+_BACKWARD_SINGLY_WHOLE = {
+    1024: _BACKWARD_WHOLE[2048],
+    2048: Cut(threads=128, width=2048, programs=4),
 }
 _BACKWARD_NARROW = Cut(threads=32, width=512, programs=12, stages=3, shared=True)
 _BACKWARD_WIDE = Cut(threads=128, width=2048, programs=4, stages=2, shared=True)
@@ -736,6 +735,11 @@ _BACKWARD = cut_choice(
         262144: Cut(threads=64, width=2048, programs=6, stages=2, shared=True),
         _ANY: Cut(threads=128, width=4096, programs=3, stages=2, shared=True),
     },
+    singly=_BACKWARD_SINGLY_WHOLE
+    | {
+        4096: Cut(threads=128, width=4096, programs=3),
+        131072: _SINGLY_NARROW,
+    },
 )
 _BACKWARD_ADD = cut_choice(
     "rmsnorm_bwd_add",
@@ -748,6 +752,13 @@ _BACKWARD_ADD = cut_choice(
         32768: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
         131072: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
         _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
+    },
+    singly={
+        1024: _BACKWARD_WHOLE[2048],
+        2048: Cut(threads=256, width=2048, programs=4),
+        3072: _SINGLY_NARROW,
+        4096: Cut(threads=256, width=4096, programs=2),
+        131072: _SINGLY_NARROW,
     },
 )
 _BACKWARD_CENTRED = cut_choice(
@@ -771,6 +782,12 @@ _BACKWARD_CENTRED = cut_choice(
         163840: Cut(threads=64, width=2048, programs=4, stages=3, shared=True),
         _ANY: Cut(threads=256, width=8192, programs=1, stages=3, shared=True),
     },
+    singly=_BACKWARD_SINGLY_WHOLE
+    | {
+        3072: _SINGLY_NARROW,
+        4096: Cut(threads=256, width=4096, programs=2),
+        131072: _SINGLY_NARROW._replace(stages=3),
+    },
 )
 
 
@@ -793,10 +810,9 @@ def _plan_forward(
     device: torch.device,
 ) -> _ForwardPlan:
     statistics = contracts.statistics_dtype(dtype)
-    singly = dtype.itemsize == 2 and columns % 2 > 0
-    choice = _FORWARD_SINGLY if singly else _FORWARD
+    choice = _FORWARD
     if op is contracts.layernorm_fwd:
-        choice = _FORWARD_CENTRED_SINGLY if singly else _FORWARD_CENTRED
+        choice = _FORWARD_CENTRED
     elif op is contracts.rmsnorm_fwd_add:
         choice = _FORWARD_ADD
     run = cut(

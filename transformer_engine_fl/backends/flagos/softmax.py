@@ -643,6 +643,18 @@ _FORWARD = cut_choice(
         262144: Cut(threads=32, width=2048, programs=12, stages=3, shared=True),
         _ANY: Cut(threads=64, width=4096, programs=6, stages=3, shared=True),
     },
+    singly={  # with a mask and without
+        1024: _FORWARD_NARROW[1024],
+        2048: Cut(threads=64, width=1024, resident=16),
+        4096: Cut(threads=128, width=2048, resident=8),
+        5120: Cut(threads=128, width=4096, resident=8),
+        6144: Cut(threads=256, width=4096, resident=6),
+        8192: Cut(threads=256, width=4096, resident=4),
+        12288: Cut(threads=256, width=8192, resident=4),
+        16384: Cut(threads=256, width=8192, resident=3),
+        20480: Cut(threads=512, width=16384, resident=2),
+        131072: Cut(threads=32, width=1024, programs=16, stages=2, shared=True),
+    },
     parts=True,
 )
 _BACKWARD_USUAL = {
@@ -667,6 +679,17 @@ _BACKWARD = cut_choice(
         65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
         131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
         262144: _BACKWARD_USUAL[_ANY],
+    },
+    singly={
+        1024: _BACKWARD_USUAL[1024],
+        2048: _BACKWARD_USUAL[2048],
+        4096: _BACKWARD_USUAL[4096],
+        5120: Cut(threads=32, width=512, programs=16, stages=2, shared=True),
+        8192: _BACKWARD_USUAL[8192],
+        32768: Cut(threads=32, width=512, programs=24, stages=2, shared=True),
+        65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
+        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+        262144: Cut(threads=128, width=4096, programs=3, stages=2, shared=True),
     },
 )
 

@@ -139,7 +139,6 @@ def jobs(wanted: Sequence[Calls], shapes: Sequence[Shape], dtypes: Sequence[str]
         for name in calls.choices
         for dtype in dtypes or calls.dtypes
         for shape in shapes or calls.shapes
-        if calls.asks(shape, dtype)
     ]
 
 

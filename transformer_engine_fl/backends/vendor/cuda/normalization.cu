@@ -355,16 +355,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // takes no registers between. So more blocks fit, and more rows are under way.
   const TX* source = x + row * x_stride;
   const TX* added = residual + row * residual_stride;
-  const bool last = Row::is_last(row, rows, x_stride);
-  const bool last_added = ADDED && Row::is_last(row, rows, residual_stride);
+  const bool last = row >= Row::first_last(rows, ADDED ? min(x_stride, residual_stride) : x_stride);
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column,
-                           Slots<TX>::in_pieces(source, columns, last));
+    const int asked = Row::in_pieces(columns, last);
+    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, asked);
     if constexpr (ADDED) {
-      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column,
-                             Slots<TX>::in_pieces(added, columns, last_added));
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column, asked);
     }
   }
   commit_copies();
@@ -374,28 +372,39 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, column,
-                              Slots<TW>::in_pieces(gamma, columns, true));
+      const int asked = Row::in_pieces(columns, true);
+      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, column, asked);
       if constexpr (CENTRED) {
-        Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column,
-                                Slots<TB>::in_pieces(beta, columns, true));
+        Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column, asked);
       }
     }
     kept_gamma += Slots<TW>::begin(gamma);
     kept_beta += Slots<TB>::begin(beta);
   }
   commit_copies();
+#if STREWN
+  const int rest = Row::rest_of(columns, rank);
+  TW rest_gamma{};
+  TB rest_beta{};
+  if (AHEAD && rest >= 0) {
+    rest_gamma = gamma[rest];
+    if (CENTRED && beta) rest_beta = beta[rest];
+  }
+#endif
   Row::wait<(SPAN == VEC ? 1 : 0)>();
   unsigned char* kept_row = kept + Slots<TX>::begin(source);
-  if constexpr (STREWN) {
-    if (last) Slots<TX>::add_rest(kept_row, source, columns, rank);
+  unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
+#if STREWN
+  if (last && active) {
+    if (rest >= 0) {
+      Slots<TX>::write_rest(kept_row, rest, source[rest]);
+      if constexpr (ADDED) Slots<TX>::write_rest(kept_added, rest, added[rest]);
+    }
+    Row::release();
   }
+#endif
 
   if constexpr (ADDED) {
-    unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
-    if constexpr (STREWN) {
-      if (last_added) Slots<TX>::add_rest(kept_added, added, columns, rank);
-    }
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -415,10 +424,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
 
   Row::wait<0>();
-  if constexpr (STREWN && AHEAD) {
-    Slots<TW>::add_rest(kept_gamma, gamma, columns, rank);
-    if (CENTRED && beta) Slots<TB>::add_rest(kept_beta, beta, columns, rank);
+#if STREWN
+  if constexpr (AHEAD) {
+    Slots<TW>::write_rest(kept_gamma, rest, rest_gamma);
+    if constexpr (CENTRED) Slots<TB>::write_rest(kept_beta, rest, rest_beta);
+    Row::release();
   }
+#endif
   if (CAST == 0 && !active) return;  // casting, threads exchange values
   if (active && rank == 0 && threadIdx.x % LANES == 0) {
     if constexpr (CENTRED) mu[row] = mean;
@@ -850,31 +862,28 @@ struct Operands {
 
   static __device__ __forceinline__ void ask(unsigned char* slots, const TX* x, const TDY* dy,
                                              const TADD* add, bool valid_row, int rank,
-                                             int columns, bool last = true) {
+                                             int columns) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, column,
-                                Slots<TX>::in_pieces(x, columns, last));
-      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, column,
-                                 Slots<TDY>::in_pieces(dy, columns, last));
+      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, column, columns);
+      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, column, columns);
       if constexpr (WithAdded) {
-        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column,
-                                    Slots<TADD>::in_pieces(add, columns, last));
+        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column, columns);
       }
     }
   }
 
-  // Of a last row, strewn, when it has arrived: what does not come in pieces.
-  static __device__ __forceinline__ void add_rest(unsigned char* slots, const TX* x,
-                                                  const TDY* dy, const TADD* add, int rank,
-                                                  int columns) {
-    Slots<TX>::add_rest(slots + Slots<TX>::begin(x), x, columns, rank);
+  // Of a last row, when it has arrived: what it has in a column of `rest_of`.
+  static __device__ __forceinline__ void write_rest(unsigned char* slots, const TX* x,
+                                                    const TDY* dy, const TADD* add, int column) {
+    if (column < 0) return;
+    Slots<TX>::write_rest(slots + Slots<TX>::begin(x), column, x[column]);
     slots += kGradientAt;
-    Slots<TDY>::add_rest(slots + Slots<TDY>::begin(dy), dy, columns, rank);
+    Slots<TDY>::write_rest(slots + Slots<TDY>::begin(dy), column, dy[column]);
     if constexpr (WithAdded) {
       slots += kAddedAt - kGradientAt;
-      Slots<TADD>::add_rest(slots + Slots<TADD>::begin(add), add, columns, rank);
+      Slots<TADD>::write_rest(slots + Slots<TADD>::begin(add), column, add[column]);
     }
   }
 };
@@ -950,13 +959,12 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long step = static_cast<long long>(groups) * ROWS;
   RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group, groups);
 
-  auto is_last = [&](long long row) {
-    return Row::is_last(row, rows, x_stride) || Row::is_last(row, rows, dy_stride) ||
-           (ADDED && !LATE_ADD && Row::is_last(row, rows, add_stride));
-  };
+  long long stride = min(x_stride, dy_stride);
+  if constexpr (ADDED && !LATE_ADD) stride = min(stride, add_stride);
+  const long long first_last = Row::first_last(rows, stride);
   auto ask = [&](long long row, unsigned char* slots) {
     Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
-              rank, columns, is_last(row));
+              rank, Row::in_pieces(columns, row >= first_last));
     commit_copies();
   };
 
@@ -973,16 +981,26 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if (Row::in_row(column, columns)) {
         held_gamma[v] = Row::get(gamma + column, columns - column);
       }
-    } else if constexpr (STREWN) {
-      Slots<TW>::write(kept_gamma, v, Row::get(gamma + column, columns - column));
     } else {
-      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column, columns);
+      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column,
+                              Row::in_pieces(columns, true));
     }
   }
+#if STREWN
+  if constexpr (!HOLD_GAMMA) commit_copies();
+#endif
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
     ask(first_base + team + stage * step, ring + stage * kStageBytes);
   }
+#if STREWN
+  const int rest = Row::rest_of(columns, rank);
+  if constexpr (!HOLD_GAMMA) {
+    const TW value = rest >= 0 ? gamma[rest] : TW{};
+    Row::wait<STAGES>();
+    Slots<TW>::write_rest(kept_gamma, rest, value);
+  }
+#endif
 
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
@@ -1011,12 +1029,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   };
   A sums[kSums];
   auto begin = [&](unsigned char* slots, long long row, A scale, A mean) {
-    if constexpr (STREWN) {
-      if (is_last(row)) {
-        Kept::add_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
-                       rank, columns);
-      }
+#if STREWN
+    if (row >= first_last && row < rows) {
+      Kept::write_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
+                       rest);
+      Row::release();
     }
+#endif
 #pragma unroll
     for (int k = 0; k < kSums; ++k) sums[k] = 0;
 #pragma unroll

@@ -28,8 +28,6 @@ class Calls:
         check_shape: for a shape, one on which values are checked: as wide, so that the same
             kernels run, and small enough for float64.
         dtypes: those that are measured if no others are asked for.
-        asks: whether a call of a shape and dtype asks for these choices, where an operator has
-            others beside them.
     """
 
     op: str
@@ -39,7 +37,6 @@ class Calls:
     axes: str
     check_shape: Callable[[Shape], Shape]
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    asks: Callable[[Shape, str], bool] = lambda shape, dtype: True
 
 
 def call(*args: object, **kwargs: object) -> Sample:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from transformer_engine_fl.backends.flagos.tuning.calls.call import (
@@ -19,6 +17,7 @@ from transformer_engine_fl.ops._dtypes import math_dtype
 __all__ = ["CALLS", "WIDTHS"]
 
 # Each power of two has its kernel, and so have quarters of the way; from 32 to 128 MiB in bfloat16.
+# Rows of an odd number of 2-byte columns are read and written singly.
 WIDTHS: tuple[Shape, ...] = (
     (32768, 1024),
     (16384, 2048),
@@ -31,18 +30,13 @@ WIDTHS: tuple[Shape, ...] = (
     (2048, 32768),
     (1024, 65536),
     (512, 131072),
+    (8188, 4097),
+    (2580, 13001),
+    (2048, 16383),
+    (1398, 24001),
+    (667, 50257),
+    (256, 131073),
 )
-_ODD: tuple[Shape, ...] = ((2580, 13001), (2048, 16383), (1398, 24001), (667, 50257), (256, 131073))
-
-
-_SINGLY_TOO = ("rmsnorm_fwd", "layernorm_fwd")
-"""Operators that have choices of their own for an odd number of 2-byte columns."""
-
-
-def _asks(op: str, suffix: str, shape: Shape, dtype: str) -> bool:
-    """Whether such a call asks for the choice of that suffix."""
-    singly = shape[-1] % 2 > 0 and getattr(torch, dtype).itemsize == 2
-    return op not in _SINGLY_TOO or singly == bool(suffix)
 
 
 def _weight(shape: Shape, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -85,12 +79,11 @@ def _layer_backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 CALLS = tuple(
     Calls(
         op=op,
-        choices=(op + suffix,),
+        choices=(op,),
         make=make,
-        shapes=_ODD if suffix else WIDTHS,
+        shapes=WIDTHS,
         axes="rows x columns",
         check_shape=fewer_rows,
-        asks=partial(_asks, op, suffix),
     )
     for op, make in (
         ("rmsnorm_fwd", _rms),
@@ -100,5 +93,4 @@ CALLS = tuple(
         ("rmsnorm_bwd_add", _residual_backward),
         ("layernorm_bwd", _layer_backward),
     )
-    for suffix in (("", "_singly") if op in _SINGLY_TOO else ("",))
 )
