@@ -355,14 +355,18 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // takes no registers between. So more blocks fit, and more rows are under way.
   const TX* source = x + row * x_stride;
   const TX* added = residual + row * residual_stride;
-  const bool last = row >= Row::first_last(rows, ADDED ? min(x_stride, residual_stride) : x_stride);
+  if (Row::is_last(row, rows, ADDED ? min(x_stride, residual_stride) : x_stride)) {
+    Slots<TX>::copy(kept, source, columns, rank);
+    if constexpr (ADDED) Slots<TX>::copy(kept + Slots<TX>::kBytes, added, columns, rank);
+  } else {
 #pragma unroll
-  for (int v = 0; v < VECS; ++v) {
-    const int column = Row::first_column(v, rank);
-    const int asked = Row::in_pieces(columns, last);
-    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, asked);
-    if constexpr (ADDED) {
-      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column, asked);
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, columns);
+      if constexpr (ADDED) {
+        Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column,
+                               columns);
+      }
     }
   }
   commit_copies();
@@ -372,39 +376,20 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      const int asked = Row::in_pieces(columns, true);
-      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, column, asked);
+      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, column, columns);
       if constexpr (CENTRED) {
-        Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column, asked);
+        Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column, columns);
       }
     }
     kept_gamma += Slots<TW>::begin(gamma);
     kept_beta += Slots<TB>::begin(beta);
   }
   commit_copies();
-#if STREWN
-  const int rest = Row::rest_of(columns, rank);
-  TW rest_gamma{};
-  TB rest_beta{};
-  if (AHEAD && rest >= 0) {
-    rest_gamma = gamma[rest];
-    if (CENTRED && beta) rest_beta = beta[rest];
-  }
-#endif
   Row::wait<(SPAN == VEC ? 1 : 0)>();
   unsigned char* kept_row = kept + Slots<TX>::begin(source);
-  unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
-#if STREWN
-  if (last && active) {
-    if (rest >= 0) {
-      Slots<TX>::write_rest(kept_row, rest, source[rest]);
-      if constexpr (ADDED) Slots<TX>::write_rest(kept_added, rest, added[rest]);
-    }
-    Row::release();
-  }
-#endif
 
   if constexpr (ADDED) {
+    unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -424,13 +409,6 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
 
   Row::wait<0>();
-#if STREWN
-  if constexpr (AHEAD) {
-    Slots<TW>::write_rest(kept_gamma, rest, rest_gamma);
-    if constexpr (CENTRED) Slots<TB>::write_rest(kept_beta, rest, rest_beta);
-    Row::release();
-  }
-#endif
   if (CAST == 0 && !active) return;  // casting, threads exchange values
   if (active && rank == 0 && threadIdx.x % LANES == 0) {
     if constexpr (CENTRED) mu[row] = mean;
@@ -861,8 +839,14 @@ struct Operands {
   static constexpr int kBytes = kAddedAt + (WithAdded ? Slots<TADD>::kBytes : 0);
 
   static __device__ __forceinline__ void ask(unsigned char* slots, const TX* x, const TDY* dy,
-                                             const TADD* add, bool valid_row, int rank,
-                                             int columns) {
+                                             const TADD* add, bool valid_row, bool last,
+                                             int rank, int columns) {
+    if (last) {
+      Slots<TX>::copy(slots, x, columns, rank);
+      Slots<TDY>::copy(slots + kGradientAt, dy, columns, rank);
+      if constexpr (WithAdded) Slots<TADD>::copy(slots + kAddedAt, add, columns, rank);
+      return;
+    }
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -871,19 +855,6 @@ struct Operands {
       if constexpr (WithAdded) {
         Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column, columns);
       }
-    }
-  }
-
-  // Of a last row, when it has arrived: what it has in a column of `rest_of`.
-  static __device__ __forceinline__ void write_rest(unsigned char* slots, const TX* x,
-                                                    const TDY* dy, const TADD* add, int column) {
-    if (column < 0) return;
-    Slots<TX>::write_rest(slots + Slots<TX>::begin(x), column, x[column]);
-    slots += kGradientAt;
-    Slots<TDY>::write_rest(slots + Slots<TDY>::begin(dy), column, dy[column]);
-    if constexpr (WithAdded) {
-      slots += kAddedAt - kGradientAt;
-      Slots<TADD>::write_rest(slots + Slots<TADD>::begin(add), column, add[column]);
     }
   }
 };
@@ -959,19 +930,17 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long step = static_cast<long long>(groups) * ROWS;
   RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group, groups);
 
-  long long stride = min(x_stride, dy_stride);
-  if constexpr (ADDED && !LATE_ADD) stride = min(stride, add_stride);
-  const long long first_last = Row::first_last(rows, stride);
   auto ask = [&](long long row, unsigned char* slots) {
+    long long stride = min(x_stride, dy_stride);
+    if constexpr (ADDED && !LATE_ADD) stride = min(stride, add_stride);
     Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
-              rank, Row::in_pieces(columns, row >= first_last));
+              Row::is_last(row, rows, stride), rank, columns);
     commit_copies();
   };
 
   const long long first_base = static_cast<long long>(group) * ROWS;
   const int team = threadIdx.x / LANES;
   unsigned char* own_gamma = ring + STAGES * kStageBytes;
-  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   Vec<TW, VEC> held_gamma[VECS];  // in registers where dbeta takes its place
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
@@ -981,26 +950,15 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if (Row::in_row(column, columns)) {
         held_gamma[v] = Row::get(gamma + column, columns - column);
       }
-    } else {
-      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column,
-                              Row::in_pieces(columns, true));
+    } else if constexpr (!STREWN) {
+      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column, columns);
     }
   }
-#if STREWN
-  if constexpr (!HOLD_GAMMA) commit_copies();
-#endif
+  if constexpr (STREWN && !HOLD_GAMMA) Slots<TW>::copy(own_gamma, gamma, columns, rank);
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
     ask(first_base + team + stage * step, ring + stage * kStageBytes);
   }
-#if STREWN
-  const int rest = Row::rest_of(columns, rank);
-  if constexpr (!HOLD_GAMMA) {
-    const TW value = rest >= 0 ? gamma[rest] : TW{};
-    Row::wait<STAGES>();
-    Slots<TW>::write_rest(kept_gamma, rest, value);
-  }
-#endif
 
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
@@ -1020,6 +978,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
   // A vector of the row in these slots. It is read from there once for the sums and again
   // for dx: with the sums of dgamma and dbeta it would not fit into the registers.
+  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   auto terms = [&](unsigned char* slots, long long row, int v, A scale, A mean) {
     unsigned char* of_x = slots + Slots<TX>::begin(x + row * x_stride);
     unsigned char* of_dy = slots + Kept::kGradientAt + Slots<TDY>::begin(dy + row * dy_stride);
@@ -1029,13 +988,6 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   };
   A sums[kSums];
   auto begin = [&](unsigned char* slots, long long row, A scale, A mean) {
-#if STREWN
-    if (row >= first_last && row < rows) {
-      Kept::write_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
-                       rest);
-      Row::release();
-    }
-#endif
 #pragma unroll
     for (int k = 0; k < kSums; ++k) sums[k] = 0;
 #pragma unroll
@@ -1205,7 +1157,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     for (int t = 0; t < TURN; ++t) {
       const long long row = base + t;
       Kept::ask(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
-                add + row * add_stride, row < rows, rank, columns);
+                add + row * add_stride, row < rows, false, rank, columns);
     }
     commit_copies();
   };
