@@ -71,6 +71,7 @@ template <typename T>
 using Slots = Row::Slots<T>;
 #if defined(KERNEL_forward)
 static_assert(!STREWN || CAST == 0, "neighbours are cast together");
+static_assert(!STREWN || !AHEAD, "pieces of gamma and beta would reach behind them");
 #elif !defined(KERNEL_backward)
 static_assert(!STREWN, "slots are read by who has filled them");
 #endif
@@ -355,18 +356,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // takes no registers between. So more blocks fit, and more rows are under way.
   const TX* source = x + row * x_stride;
   const TX* added = residual + row * residual_stride;
-  if (Row::is_last(row, rows, ADDED ? min(x_stride, residual_stride) : x_stride)) {
-    Slots<TX>::copy(kept, source, columns, rank);
-    if constexpr (ADDED) Slots<TX>::copy(kept + Slots<TX>::kBytes, added, columns, rank);
-  } else {
+  const bool last = row >= Row::first_last(rows, ADDED ? min(x_stride, residual_stride) : x_stride);
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, columns);
-      if constexpr (ADDED) {
-        Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column,
-                               columns);
-      }
+  for (int v = 0; v < VECS; ++v) {
+    const int column = Row::first_column(v, rank);
+    const int asked = Row::in_pieces(columns, last);
+    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, asked);
+    if constexpr (ADDED) {
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column, asked);
     }
   }
   commit_copies();
@@ -381,15 +378,23 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column, columns);
       }
     }
-    kept_gamma += Slots<TW>::begin(gamma);
-    kept_beta += Slots<TB>::begin(beta);
   }
   commit_copies();
   Row::wait<(SPAN == VEC ? 1 : 0)>();
   unsigned char* kept_row = kept + Slots<TX>::begin(source);
+  unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
+#if STREWN
+  if (last && active) {
+    const int rest = Row::rest_of(columns, rank);
+    if (rest >= 0) {
+      Slots<TX>::write_rest(kept_row, rest, source[rest]);
+      if constexpr (ADDED) Slots<TX>::write_rest(kept_added, rest, added[rest]);
+    }
+    Row::release();
+  }
+#endif
 
   if constexpr (ADDED) {
-    unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -839,14 +844,8 @@ struct Operands {
   static constexpr int kBytes = kAddedAt + (WithAdded ? Slots<TADD>::kBytes : 0);
 
   static __device__ __forceinline__ void ask(unsigned char* slots, const TX* x, const TDY* dy,
-                                             const TADD* add, bool valid_row, bool last,
-                                             int rank, int columns) {
-    if (last) {
-      Slots<TX>::copy(slots, x, columns, rank);
-      Slots<TDY>::copy(slots + kGradientAt, dy, columns, rank);
-      if constexpr (WithAdded) Slots<TADD>::copy(slots + kAddedAt, add, columns, rank);
-      return;
-    }
+                                             const TADD* add, bool valid_row, int rank,
+                                             int columns) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -855,6 +854,19 @@ struct Operands {
       if constexpr (WithAdded) {
         Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column, columns);
       }
+    }
+  }
+
+  // Of a last row, when it has arrived: what it has in a column of `rest_of`.
+  static __device__ __forceinline__ void write_rest(unsigned char* slots, const TX* x,
+                                                    const TDY* dy, const TADD* add, int column) {
+    if (column < 0) return;
+    Slots<TX>::write_rest(slots + Slots<TX>::begin(x), column, x[column]);
+    slots += kGradientAt;
+    Slots<TDY>::write_rest(slots + Slots<TDY>::begin(dy), column, dy[column]);
+    if constexpr (WithAdded) {
+      slots += kAddedAt - kGradientAt;
+      Slots<TADD>::write_rest(slots + Slots<TADD>::begin(add), column, add[column]);
     }
   }
 };
@@ -930,17 +942,19 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long step = static_cast<long long>(groups) * ROWS;
   RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group, groups);
 
+  long long stride = min(x_stride, dy_stride);
+  if constexpr (ADDED && !LATE_ADD) stride = min(stride, add_stride);
+  const long long first_last = Row::first_last(rows, stride);
   auto ask = [&](long long row, unsigned char* slots) {
-    long long stride = min(x_stride, dy_stride);
-    if constexpr (ADDED && !LATE_ADD) stride = min(stride, add_stride);
     Kept::ask(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride, row < rows,
-              Row::is_last(row, rows, stride), rank, columns);
+              rank, Row::in_pieces(columns, row >= first_last));
     commit_copies();
   };
 
   const long long first_base = static_cast<long long>(group) * ROWS;
   const int team = threadIdx.x / LANES;
   unsigned char* own_gamma = ring + STAGES * kStageBytes;
+  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   Vec<TW, VEC> held_gamma[VECS];  // in registers where dbeta takes its place
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
@@ -950,15 +964,26 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if (Row::in_row(column, columns)) {
         held_gamma[v] = Row::get(gamma + column, columns - column);
       }
-    } else if constexpr (!STREWN) {
-      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column, columns);
+    } else {
+      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column,
+                              Row::in_pieces(columns, true));
     }
   }
-  if constexpr (STREWN && !HOLD_GAMMA) Slots<TW>::copy(own_gamma, gamma, columns, rank);
+#if STREWN
+  if constexpr (!HOLD_GAMMA) commit_copies();
+#endif
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
     ask(first_base + team + stage * step, ring + stage * kStageBytes);
   }
+#if STREWN
+  const int rest = Row::rest_of(columns, rank);
+  if constexpr (!HOLD_GAMMA) {
+    const TW value = rest >= 0 ? gamma[rest] : TW{};
+    Row::wait<STAGES>();
+    Slots<TW>::write_rest(kept_gamma, rest, value);
+  }
+#endif
 
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
@@ -978,7 +1003,6 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
   // A vector of the row in these slots. It is read from there once for the sums and again
   // for dx: with the sums of dgamma and dbeta it would not fit into the registers.
-  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   auto terms = [&](unsigned char* slots, long long row, int v, A scale, A mean) {
     unsigned char* of_x = slots + Slots<TX>::begin(x + row * x_stride);
     unsigned char* of_dy = slots + Kept::kGradientAt + Slots<TDY>::begin(dy + row * dy_stride);
@@ -988,6 +1012,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   };
   A sums[kSums];
   auto begin = [&](unsigned char* slots, long long row, A scale, A mean) {
+#if STREWN
+    if (row >= first_last && row < rows) {
+      Kept::write_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
+                       rest);
+      Row::release();
+    }
+#endif
 #pragma unroll
     for (int k = 0; k < kSums; ++k) sums[k] = 0;
 #pragma unroll
@@ -1157,7 +1188,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     for (int t = 0; t < TURN; ++t) {
       const long long row = base + t;
       Kept::ask(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
-                add + row * add_stride, row < rows, false, rank, columns);
+                add + row * add_stride, row < rows, rank, columns);
     }
     commit_copies();
   };

@@ -712,8 +712,7 @@ def forward_source(
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor * tile.threads
     ahead = ahead and shared + parameters + key.exchanged(tile) <= device.shared_per_block
     ahead = ahead and key.cast != STATISTICS  # which need no parameters
-    # Whose parameters would come in pieces that reach behind them: they are read one by one.
-    ahead = ahead and not tile.strewn
+    ahead = ahead and not tile.strewn  # pieces of parameters would reach behind them
     if key.centred and key.cast is None and device.has_clusters and tile.cluster == 1:
         ahead = ahead and key.columns * SIZES[key.x] <= MOST_AHEAD
     span = key.span(tile) if ahead and SIZES[key.x] == 2 else tile.vec

@@ -221,20 +221,17 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   RowReduction<(CLUSTER > 1 ? least(32, kWarps * CLUSTER) : 1), 1, 1, A> over_told;
   static_assert(!WAITING || !LOOPED, "the slots are free only when the row is written");
 
+  const unsigned first_last = Row::first_last(count, x_stride);
   auto ask_for = [&](unsigned row, unsigned char* slots) {
     const bool exists = row < count;
     const int bound = bound_of(row, columns, queries, ahead);
     const TX* source = x + (row * x_stride + Row::first_column(0, rank));
-    const int asked = asked_of(bound, columns);
-    if (Row::is_last(row, count, x_stride)) {
-      Slots<TX>::copy(slots, x + row * x_stride, asked, rank);
-    } else {
+    const int asked = Row::in_pieces(asked_of(bound, columns), row >= first_last);
 #pragma unroll
-      for (int v = 0; v < VECS; ++v) {
-        const int column = Row::first_column(v, rank);
-        Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists, column, asked,
-                               !CAUSAL || column < bound);
-      }
+    for (int v = 0; v < VECS; ++v) {
+      const int column = Row::first_column(v, rank);
+      Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists, column, asked,
+                             !CAUSAL || column < bound);
     }
     commit_copies();
   };
@@ -270,6 +267,13 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #endif
     Row::wait<STAGES - 1>();
     unsigned char* own_slots = slots + Slots<TX>::begin(x + row * x_stride);
+#if STREWN
+    if (row >= first_last && row < count) {
+      const int rest = Row::rest_of(asked_of(bound, columns), rank);
+      if (rest >= 0) Slots<TX>::write_rest(own_slots, rest, x[row * x_stride + rest]);
+      Row::release();
+    }
+#endif
 
     A weights[WAITING ? 1 : VECS][VEC];
     A highest[1] = {lowest<A>()};
@@ -459,32 +463,39 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   Vec<TX, VEC> last_y = zeros<TX, VEC>();
   Vec<TDY, VEC> last_dy = zeros<TDY, VEC>();
 
+  const TX* from_y = y + row * y_stride;
+  const TDY* from_dy = dy + row * dy_stride;
+  const bool last = row >= Row::first_last(rows, min(y_stride, dy_stride));
+  const int asked = Row::in_pieces(asked_of(bound, columns), last);
+
   // Clusters of which three share a multiprocessor lose 2% by what L2 is asked otherwise.
   constexpr Reading kReading = CLUSTER > 1 && BLOCKS > 2 ? kPlain : kOnce;
-  const bool last = Row::is_last(row, rows, min(y_stride, dy_stride));
-  if (last) {
-    Slots<TX>::copy(kept, y + row * y_stride, asked_of(bound, columns), rank);
-    Slots<TDY>::copy(kept_dy, dy + row * dy_stride, asked_of(bound, columns), rank);
-  }
 #pragma unroll
-  for (int v = 0; v < VECS && !last; ++v) {
+  for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     const bool wanted = !CAUSAL || column < bound;
-    const int asked = asked_of(bound, columns);
     if (v < kShared) {
-      Slots<TX>::fill<kReading>(kept, v, y + row * y_stride + column, active, column, asked,
-                                wanted);
-      Slots<TDY>::fill<kReading>(kept_dy, v, dy + row * dy_stride + column, active, column, asked,
-                                 wanted);
+      Slots<TX>::fill<kReading>(kept, v, from_y + column, active, column, asked, wanted);
+      Slots<TDY>::fill<kReading>(kept_dy, v, from_dy + column, active, column, asked, wanted);
     } else if (active && Row::in_row(column, columns) && wanted) {
-      last_y = load<ACCESS, VEC>(y + row * y_stride + column);
-      last_dy = load<ACCESS, VEC>(dy + row * dy_stride + column);
+      last_y = load<ACCESS, VEC>(from_y + column);
+      last_dy = load<ACCESS, VEC>(from_dy + column);
     }
   }
   commit_copies();
   Row::wait<0>();
-  unsigned char* own_y = kept + Slots<TX>::begin(y + row * y_stride);
-  unsigned char* own_dy = kept_dy + Slots<TDY>::begin(dy + row * dy_stride);
+  unsigned char* own_y = kept + Slots<TX>::begin(from_y);
+  unsigned char* own_dy = kept_dy + Slots<TDY>::begin(from_dy);
+#if STREWN
+  if (last && active) {
+    const int rest = Row::rest_of(asked_of(bound, columns), rank);
+    if (rest >= 0) {
+      Slots<TX>::write_rest(own_y, rest, from_y[rest]);
+      Slots<TDY>::write_rest(own_dy, rest, from_dy[rest]);
+    }
+    Row::release();
+  }
+#endif
   auto y_of = [&](int v) { return v < kShared ? Slots<TX>::read(own_y, v) : last_y; };
   auto dy_of = [&](int v) { return v < kShared ? Slots<TDY>::read(own_dy, v) : last_dy; };
 

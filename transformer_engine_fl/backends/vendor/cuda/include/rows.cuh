@@ -8,9 +8,9 @@
 // the lanes of a warp have neighbours. That is for rows that begin anywhere: 16 bytes of them at
 // a time come to shared memory as they lie, the first with what is before the row, and a thread
 // finds its elements there one by one. Of what is behind a row it finds zeros, strewn or not.
-// A piece is read in whole, and so may reach behind the tensor: the last row is not filled in
-// pieces, but copied one by one, and what lies in no rows lacks kRest columns, which are written
-// when the pieces have arrived.
+// A piece is read in whole, though zeros take the place of what is behind the row. So that none
+// reaches behind the tensor, the last kRest columns of its last row are in no piece: a lane of the
+// warp that has one fetches it, and puts it into its slot when the pieces have arrived.
 
 #pragma once
 
@@ -73,14 +73,32 @@ struct RowTile {
     }
   }
 
-  // Whether a piece of this row may reach behind the tensor, whose rows may overlap.
-  static __device__ __forceinline__ bool is_last(long long row, long long rows,
-                                                 long long stride) {
-    return Strewn && (row + 1 == rows || (row < rows && stride < Width));
-  }
-
   static __device__ __forceinline__ bool in_rows(long long row, long long rows) {
     return Rows == 1 || row < rows;  // the loops over rows stop by themselves
+  }
+
+  static constexpr int kRest = Width - 1;
+
+  // The first row in which a piece may reach behind the tensor, whose rows may overlap.
+  template <typename Index>
+  static __device__ __forceinline__ Index first_last(Index rows, long long stride) {
+    return stride < Width ? 0 : rows - 1;
+  }
+
+  // How many columns of a row are asked for in pieces.
+  static __device__ __forceinline__ int in_pieces(int columns, bool last) {
+    return Strewn && last ? max(0, columns - kRest) : columns;
+  }
+
+  // The column that this thread fetches of a last row; below 0, none.
+  static __device__ __forceinline__ int rest_of(int columns, int rank) {
+    static_assert(Strewn, "else pieces end with the row");
+    constexpr int kWarps = Lanes / 32;
+    const int thread = static_cast<int>(threadIdx.x) % Lanes;
+    const int column = columns - kRest + thread % 32;
+    const int warp = column / (32 * Width);  // that has it, over blocks and vectors
+    const bool own = warp % kWarps == thread / 32 && warp / kWarps % Cluster == rank;
+    return column < columns && own ? column : -1;
   }
 
   // This thread's slots in shared memory for its vectors of one row. A slot is read by the
@@ -144,17 +162,6 @@ struct RowTile {
       }
     }
 
-    // All of a last row's columns, that a piece would read too much of. Not unrolled: one row of
-    // many comes this way.
-    static __device__ __forceinline__ void copy(unsigned char* row, const T* from, int columns,
-                                                int rank) {
-#pragma unroll 1
-      for (int v = 0; v < Vecs; ++v) {
-        const int column = first_column(v, rank);
-        write(row + begin(from), v, get(from + column, columns - column));
-      }
-    }
-
     static __device__ __forceinline__ Vec<T, Width> read(unsigned char* row, int v) {
       if constexpr (Strewn) {
         static_assert(kSize == 2, "of half precision");
@@ -168,6 +175,14 @@ struct RowTile {
         return result;
       } else {
         return read_chunks<T, Width>(chunk(row, v, 0), kThreads * kChunk);
+      }
+    }
+
+    // What the row has in a column of `rest_of`, where a row's copies have arrived.
+    static __device__ __forceinline__ void write_rest(unsigned char* row, int column, T value) {
+      constexpr int kOfVectors = Lanes * Cluster * Width;
+      if (column >= 0) {
+        reinterpret_cast<T*>(of_warp(row, column / kOfVectors))[column % (32 * Width)] = value;
       }
     }
 
@@ -193,7 +208,8 @@ struct RowTile {
     if constexpr (Strewn) __syncwarp();
   }
 
-  // Behind this, slots whose vectors have been read may be filled.
+  // Behind this, slots whose vectors have been read may be filled, and what a warp's other lanes
+  // have written may be read.
   static __device__ __forceinline__ void release() {
     if constexpr (Strewn) __syncwarp();
   }
