@@ -379,7 +379,7 @@ def running() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forbidden(ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
-    """Asynchronous copies that read any of these bytes, (address, how many), are errors."""
+    """Reads of any of these bytes, (address, how many), are errors: all but plain ones of C++."""
     forbid = _engine().emulation_forbid
     try:
         for address, size in ranges:

@@ -201,7 +201,7 @@ TE_FL_REDUCE(__reduce_max_sync, int, a > b ? a : b)
 
 template <typename T>
 inline T __ldg(const T* from) {
-  emulation::check_aligned(from, sizeof(T));
+  emulation::check_read(from, sizeof(T));
   return *from;
 }
 #define TE_FL_LOAD(NAME) \

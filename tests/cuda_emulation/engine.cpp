@@ -22,6 +22,7 @@
 namespace emulation {
 
 const Place* place;
+bool surrounded;
 
 namespace {
 
@@ -430,15 +431,18 @@ void wait_for_turn(void* counter, unsigned parity) {
   while ((own.turns & 1) == parity) wait_while(own.turns, own.turns, "bytes from the cluster");
 }
 
-void copy_later(void* to, const void* from, unsigned bytes, unsigned filled) {
-  check_aligned(to, bytes);
-  if (filled) {
-    check_aligned(from, bytes);
-    const char* begin = static_cast<const char*>(from);
-    for (const Range& it : forbidden) {  // a piece is read in whole, however much of it is kept
-      if (begin < it.end && it.begin < begin + bytes) fail("copies from outside of a tensor");
+void check_inside(const void* address, size_t bytes) {
+  const char* begin = static_cast<const char*>(address);
+  for (const Range& it : forbidden) {
+    if (begin < it.end && it.begin < begin + bytes) {
+      fail("%zu bytes are read at %p, outside of a tensor", bytes, address);
     }
   }
+}
+
+void copy_later(void* to, const void* from, unsigned bytes, unsigned filled) {
+  check_aligned(to, bytes);
+  if (filled) check_read(from, bytes);  // a piece is read in whole, however much of it is kept
   running->copies.push_back({to, from, bytes, filled, running->group});
 }
 
@@ -459,9 +463,10 @@ void wait_copies(unsigned pending) {
 
 // ------------------------------------------------------------------- what Python calls
 
-// No asynchronous copy may read these bytes; after a call with none, all may be read again.
+// These bytes may not be read; after a call with none, all may be read again.
 extern "C" void emulation_forbid(const char* begin, size_t bytes) {
-  using emulation::forbidden;
+  using namespace emulation;
+  surrounded = bytes;
   if (bytes) forbidden.push_back({begin, begin + bytes});
   else forbidden.clear();
 }

@@ -28,6 +28,14 @@ inline void check_aligned(const void* address, size_t bytes) {
   }
 }
 
+// The same of a read, also if it reaches outside of tensors whose surroundings are known.
+extern bool surrounded;
+void check_inside(const void* address, size_t bytes);
+inline void check_read(const void* address, size_t bytes) {
+  check_aligned(address, bytes);
+  if (surrounded) check_inside(address, bytes);
+}
+
 // ------------------------------------------------------------------------ threads meet
 
 enum class Meeting { sync, shuffle, vote, match, reduce };

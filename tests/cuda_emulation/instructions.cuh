@@ -30,7 +30,7 @@ inline float least_or_nan(float a, float b) { return a != a || b != b ? NAN : fm
 
 template <int Bytes, typename Word>
 inline void read_piece(Word* to, const void* from) {
-  emulation::check_aligned(from, Bytes);
+  emulation::check_read(from, Bytes);
   memcpy(to, from, Bytes);
 }
 
