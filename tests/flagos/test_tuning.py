@@ -724,6 +724,22 @@ def small(calls: Any) -> tuple[int, ...]:
     return (32, *(2,) * (len(calls.shapes[0]) - 2), 128)
 
 
+def test_no_two_calls_of_rows_are_measured_for_the_same_key(families: dict[str, Any]) -> None:
+    from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
+
+    seen = set()
+    for calls in CALLS:
+        for name, dtype in itertools.product(calls.choices, calls.dtypes):
+            if families[name].key != ("columns", "itemsize", "singly"):
+                continue
+            for _, columns in calls.shapes_of(dtype):
+                size = getattr(torch, dtype).itemsize
+                key = families[name].round((columns, size, int(size == 2 and columns % 2)))
+                assert (name, key) not in seen, (name, dtype, columns)
+                seen.add((name, key))
+    assert {key[2] for _, key in seen} == {0, 1}
+
+
 def test_every_choice_has_calls_and_every_call_keeps_its_contract(families: dict[str, Any]) -> None:
     from transformer_engine_fl import ops
     from transformer_engine_fl.backends.flagos.tuning.calls import CALLS
@@ -743,9 +759,10 @@ def test_every_call_asks_for_its_choices_once(device: str, families: dict[str, A
 
     manager = get_default_manager()
     for calls in CALLS:
-        shape = (2, 16) if calls.op.startswith("multi_tensor") else small(calls)
-        sample = calls.make(shape, getattr(torch, calls.dtypes[0]), device)
-        for name in calls.choices:
+        shapes = [(2, 16) if calls.op.startswith("multi_tensor") else small(calls)]
+        shapes += [(32, 127)] if calls.odd_shapes else []
+        for shape, name in itertools.product(shapes, calls.choices):
+            sample = calls.make(shape, getattr(torch, calls.dtypes[0]), device)
             with families[name].trial() as keys, with_preference("flagos"):
                 manager.call(calls.op, *sample.args, **sample.kwargs)
             assert len(keys) == 1, (calls.op, name)

@@ -184,6 +184,7 @@ _RESIDENT_THREADS = (0, 512, 768, 1024, 1536)
 # Threads, width and programs of rows in pieces that are tried, and the most pieces.
 _PIECES = (
     (32, 512, 16),
+    (32, 512, 24),
     (32, 1024, 8),
     (32, 1024, 12),
     (32, 1024, 16),

@@ -570,7 +570,7 @@ class _BackwardPlan(NamedTuple):
 _FORWARD_PLANS: dict[object, _ForwardPlan] = {}
 _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 
-# Whole rows have up to 32 columns a thread in the forward, and 16 in the backward, which
+# Whole rows have up to 32 columns a thread in the forward, and mostly 16 in the backward, which
 # also holds the sums for the parameters. Forward, whole rows are a program per tile. Beyond
 # 262,144 columns, where nothing was measured, rows are in wide pieces, so that there are fewer.
 _ANY = 2**32
@@ -656,6 +656,7 @@ _FORWARD_ADD = cut_choice(
         131072: _SINGLY_NARROW,
         262144: _SINGLY_WIDEST._replace(programs=3),
     },
+    parts=True,
     stages=1,
 )
 _CENTRED_HALF = {

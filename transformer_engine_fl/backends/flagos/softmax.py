@@ -668,18 +668,18 @@ _BACKWARD_USUAL = {
     262144: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
     _ANY: Cut(threads=128, width=2048, programs=8, stages=3, shared=True),
 }
+_BACKWARD_HALF = _BACKWARD_USUAL | {
+    65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
+    131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+    262144: _BACKWARD_USUAL[_ANY],
+}
 _BACKWARD = cut_choice(
     "softmax_bwd",
     _PLANS,
     _BACKWARD_USUAL,
     whole=[(0, 1), (1, 3), (2, 3)],
     most_elements=32,
-    half=_BACKWARD_USUAL
-    | {
-        65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
-        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
-        262144: _BACKWARD_USUAL[_ANY],
-    },
+    half=_BACKWARD_HALF,
     singly={
         1024: _BACKWARD_USUAL[1024],
         2048: _BACKWARD_USUAL[2048],
@@ -687,8 +687,8 @@ _BACKWARD = cut_choice(
         5120: Cut(threads=32, width=512, programs=16, stages=2, shared=True),
         8192: _BACKWARD_USUAL[8192],
         32768: Cut(threads=32, width=512, programs=24, stages=2, shared=True),
-        65536: Cut(threads=64, width=2048, programs=6, stages=3, shared=True),
-        131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
+        65536: _BACKWARD_HALF[65536],
+        131072: _BACKWARD_HALF[131072],
         262144: Cut(threads=128, width=4096, programs=3, stages=2, shared=True),
     },
 )

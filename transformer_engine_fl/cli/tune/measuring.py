@@ -138,7 +138,7 @@ def jobs(wanted: Sequence[Calls], shapes: Sequence[Shape], dtypes: Sequence[str]
         for calls in wanted
         for name in calls.choices
         for dtype in dtypes or calls.dtypes
-        for shape in shapes or calls.shapes
+        for shape in shapes or calls.shapes_of(dtype)
     ]
 
 

@@ -28,6 +28,7 @@ class Calls:
         check_shape: for a shape, one on which values are checked: as wide, so that the same
             kernels run, and small enough for float64.
         dtypes: those that are measured if no others are asked for.
+        odd_shapes: those that are measured besides in dtypes of 2 bytes.
     """
 
     op: str
@@ -37,6 +38,12 @@ class Calls:
     axes: str
     check_shape: Callable[[Shape], Shape]
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    odd_shapes: tuple[Shape, ...] = ()
+
+    def shapes_of(self, dtype: str) -> tuple[Shape, ...]:
+        """The shapes that are measured in a dtype if no others are asked for."""
+        kind: torch.dtype = getattr(torch, dtype)
+        return self.shapes + (self.odd_shapes if kind.itemsize == 2 else ())
 
 
 def call(*args: object, **kwargs: object) -> Sample:

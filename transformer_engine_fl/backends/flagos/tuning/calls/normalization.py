@@ -14,10 +14,9 @@ from transformer_engine_fl.backends.flagos.tuning.calls.call import (
 )
 from transformer_engine_fl.ops._dtypes import math_dtype
 
-__all__ = ["CALLS", "WIDTHS"]
+__all__ = ["CALLS", "ODD_WIDTHS", "WIDTHS"]
 
 # Each power of two has its kernel, and so have quarters of the way; from 32 to 128 MiB in bfloat16.
-# Rows of an odd number of 2-byte columns are read and written singly.
 WIDTHS: tuple[Shape, ...] = (
     (32768, 1024),
     (16384, 2048),
@@ -30,7 +29,9 @@ WIDTHS: tuple[Shape, ...] = (
     (2048, 32768),
     (1024, 65536),
     (512, 131072),
-    (8188, 4097),
+)
+ODD_WIDTHS: tuple[Shape, ...] = (
+    (8190, 4097),
     (2580, 13001),
     (2048, 16383),
     (1398, 24001),
@@ -82,6 +83,7 @@ CALLS = tuple(
         choices=(op,),
         make=make,
         shapes=WIDTHS,
+        odd_shapes=ODD_WIDTHS,
         axes="rows x columns",
         check_shape=fewer_rows,
     )

@@ -12,7 +12,7 @@ from transformer_engine_fl.backends.flagos.tuning.calls.call import (
     fewer_rows,
     normal,
 )
-from transformer_engine_fl.backends.flagos.tuning.calls.normalization import WIDTHS
+from transformer_engine_fl.backends.flagos.tuning.calls.normalization import ODD_WIDTHS, WIDTHS
 
 __all__ = ["CALLS"]
 
@@ -32,6 +32,7 @@ CALLS = tuple(
         choices=(choice,),
         make=make,
         shapes=WIDTHS,
+        odd_shapes=ODD_WIDTHS,
         axes="rows x columns",
         check_shape=fewer_rows,
     )
