@@ -673,6 +673,7 @@ _BACKWARD_HALF = _BACKWARD_USUAL | {
     131072: Cut(threads=32, width=1024, programs=12, stages=3, shared=True),
     262144: _BACKWARD_USUAL[_ANY],
 }
+_BACKWARD_SINGLY = Cut(threads=32, width=512, programs=24, stages=2, shared=True)
 _BACKWARD = cut_choice(
     "softmax_bwd",
     _PLANS,
@@ -680,15 +681,11 @@ _BACKWARD = cut_choice(
     whole=[(0, 1), (1, 3), (2, 3)],
     most_elements=32,
     half=_BACKWARD_HALF,
-    singly={
-        1024: _BACKWARD_USUAL[1024],
-        2048: _BACKWARD_USUAL[2048],
-        4096: _BACKWARD_USUAL[4096],
+    singly=_BACKWARD_HALF
+    | {
         5120: Cut(threads=32, width=512, programs=16, stages=2, shared=True),
-        8192: _BACKWARD_USUAL[8192],
-        32768: Cut(threads=32, width=512, programs=24, stages=2, shared=True),
-        65536: _BACKWARD_HALF[65536],
-        131072: _BACKWARD_HALF[131072],
+        16384: _BACKWARD_SINGLY,
+        32768: _BACKWARD_SINGLY,
         262144: Cut(threads=128, width=4096, programs=3, stages=2, shared=True),
     },
 )

@@ -382,19 +382,17 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   commit_copies();
   Row::wait<(SPAN == VEC ? 1 : 0)>();
   unsigned char* kept_row = kept + Slots<TX>::begin(source);
-  unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
 #if STREWN
   if (last && active) {
     const int rest = Row::rest_of(columns, rank);
-    if (rest >= 0) {
-      Slots<TX>::write_rest(kept_row, rest, source[rest]);
-      if constexpr (ADDED) Slots<TX>::write_rest(kept_added, rest, added[rest]);
-    }
+    Slots<TX>::fill_rest(kept, source, rest);
+    if constexpr (ADDED) Slots<TX>::fill_rest(kept + Slots<TX>::kBytes, added, rest);
     Row::release();
   }
 #endif
 
   if constexpr (ADDED) {
+    unsigned char* kept_added = kept + Slots<TX>::kBytes + Slots<TX>::begin(added);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -857,17 +855,12 @@ struct Operands {
     }
   }
 
-  // Of a last row, when it has arrived: what it has in a column of `rest_of`.
-  static __device__ __forceinline__ void write_rest(unsigned char* slots, const TX* x,
-                                                    const TDY* dy, const TADD* add, int column) {
-    if (column < 0) return;
-    Slots<TX>::write_rest(slots + Slots<TX>::begin(x), column, x[column]);
-    slots += kGradientAt;
-    Slots<TDY>::write_rest(slots + Slots<TDY>::begin(dy), column, dy[column]);
-    if constexpr (WithAdded) {
-      slots += kAddedAt - kGradientAt;
-      Slots<TADD>::write_rest(slots + Slots<TADD>::begin(add), column, add[column]);
-    }
+  // Of a last row, when it has arrived, the column of `rest_of`.
+  static __device__ __forceinline__ void ask_rest(unsigned char* slots, const TX* x, const TDY* dy,
+                                                  const TADD* add, int column) {
+    Slots<TX>::fill_rest(slots, x, column);
+    Slots<TDY>::fill_rest(slots + kGradientAt, dy, column);
+    if constexpr (WithAdded) Slots<TADD>::fill_rest(slots + kAddedAt, add, column);
   }
 };
 
@@ -954,7 +947,6 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const long long first_base = static_cast<long long>(group) * ROWS;
   const int team = threadIdx.x / LANES;
   unsigned char* own_gamma = ring + STAGES * kStageBytes;
-  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   Vec<TW, VEC> held_gamma[VECS];  // in registers where dbeta takes its place
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
@@ -979,9 +971,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #if STREWN
   const int rest = Row::rest_of(columns, rank);
   if constexpr (!HOLD_GAMMA) {
-    const TW value = rest >= 0 ? gamma[rest] : TW{};
     Row::wait<STAGES>();
-    Slots<TW>::write_rest(kept_gamma, rest, value);
+    Slots<TW>::fill_rest(own_gamma, gamma, rest);
   }
 #endif
 
@@ -1003,6 +994,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
   // A vector of the row in these slots. It is read from there once for the sums and again
   // for dx: with the sums of dgamma and dbeta it would not fit into the registers.
+  unsigned char* kept_gamma = own_gamma + Slots<TW>::begin(gamma);
   auto terms = [&](unsigned char* slots, long long row, int v, A scale, A mean) {
     unsigned char* of_x = slots + Slots<TX>::begin(x + row * x_stride);
     unsigned char* of_dy = slots + Kept::kGradientAt + Slots<TDY>::begin(dy + row * dy_stride);
@@ -1014,8 +1006,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   auto begin = [&](unsigned char* slots, long long row, A scale, A mean) {
 #if STREWN
     if (row >= first_last && row < rows) {
-      Kept::write_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
-                       rest);
+      Kept::ask_rest(slots, x + row * x_stride, dy + row * dy_stride, add + row * add_stride,
+                     rest);
       Row::release();
     }
 #endif

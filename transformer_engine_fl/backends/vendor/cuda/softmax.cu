@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #if STREWN
     if (row >= first_last && row < count) {
       const int rest = Row::rest_of(asked_of(bound, columns), rank);
-      if (rest >= 0) Slots<TX>::write_rest(own_slots, rest, x[row * x_stride + rest]);
+      Slots<TX>::fill_rest(slots, x + row * x_stride, rest);
       Row::release();
     }
 #endif
@@ -489,10 +489,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #if STREWN
   if (last && active) {
     const int rest = Row::rest_of(asked_of(bound, columns), rank);
-    if (rest >= 0) {
-      Slots<TX>::write_rest(own_y, rest, from_y[rest]);
-      Slots<TDY>::write_rest(own_dy, rest, from_dy[rest]);
-    }
+    Slots<TX>::fill_rest(kept, from_y, rest);
+    Slots<TDY>::fill_rest(kept_dy, from_dy, rest);
     Row::release();
   }
 #endif

@@ -178,12 +178,14 @@ struct RowTile {
       }
     }
 
-    // What the row has in a column of `rest_of`, where a row's copies have arrived.
-    static __device__ __forceinline__ void write_rest(unsigned char* row, int column, T value) {
+    // Fetches what a row in global memory has in the column of `rest_of`, if there is one, into
+    // slots whose copies have arrived.
+    static __device__ __forceinline__ void fill_rest(unsigned char* row, const T* from,
+                                                     int column) {
       constexpr int kOfVectors = Lanes * Cluster * Width;
-      if (column >= 0) {
-        reinterpret_cast<T*>(of_warp(row, column / kOfVectors))[column % (32 * Width)] = value;
-      }
+      if (column < 0) return;
+      auto* vector = reinterpret_cast<T*>(of_warp(row + begin(from), column / kOfVectors));
+      vector[column % (32 * Width)] = from[column];
     }
 
     // Something else in the place of a vector whose copies have arrived.
