@@ -583,8 +583,9 @@ _FORWARD_HALF = {
     8192: Cut(threads=512, width=4096),
     12288: Cut(threads=256, width=8192, resident=4),
 }
-# Read singly, a thread has too few registers for more of a piece. None wider than 262,144 columns
-# was measured.
+# Read singly, a thread has too few registers for more of a piece, and of rows of up to 2,048
+# columns a warp has one. None wider than 262,144 columns was measured.
+_SINGLY_WARP = Cut(threads=32, width=1024)
 _SINGLY = Cut(threads=32, width=1024, programs=16, stages=2, shared=True)
 _SINGLY_NARROW = Cut(threads=32, width=512, programs=16, stages=2, shared=True)
 _SINGLY_WIDE = Cut(threads=64, width=2048, programs=8, stages=2, shared=True)
@@ -615,6 +616,8 @@ _FORWARD = cut_choice(
     },
     singly=_FORWARD_HALF
     | {
+        1024: Cut(threads=128, width=2048),
+        2048: _SINGLY_WARP,
         20480: Cut(threads=256, width=8192, resident=3),
         131072: _SINGLY,
         262144: _SINGLY_WIDE,
@@ -692,6 +695,8 @@ _FORWARD_CENTRED = cut_choice(
     },
     singly=_CENTRED_HALF
     | {
+        1792: _SINGLY_WARP,
+        2048: _SINGLY_WARP,
         20480: Cut(threads=256, width=8192, resident=3),
         24576: Cut(threads=512, width=16384, resident=2),
         131072: _SINGLY._replace(programs=12),
