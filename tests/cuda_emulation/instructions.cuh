@@ -64,8 +64,8 @@ inline void read_shared(unsigned* to, const void* from) {
 enum Reading { kAgain, kOnce, kPlain };
 
 template <int Bytes, Reading How>
-inline void copy_async_piece(void* to, const void* from, int bytes) {
-  emulation::copy_later(to, from, Bytes, bytes);
+inline void copy_async_piece(void* to, int at, const void* from, int bytes) {
+  emulation::copy_later(static_cast<char*>(to) + at, from, Bytes, bytes);
 }
 inline void commit_copies() { emulation::commit_copies(); }
 template <int Pending>

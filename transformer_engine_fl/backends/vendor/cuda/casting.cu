@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const Number row = row_of(base, own);
       // Of a block that the row cuts off, this lane may have no column.
       if (own < AHEAD && row < rows && column - own * kPiece < columns) {
-        out.put_inverse(inverse, static_cast<int>(row), column);
+        *out.place(static_cast<int>(row), column).inverse = inverse;
       }
     }
 #pragma unroll
@@ -390,12 +390,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         }
         // Of the second half the columns end where those of the row do.
         const bool inside = is_inside(row);
-        const int to = column + half * part;
-        if constexpr (divided) {
-          out.put_codes(values, static_cast<int>(row), to, inside, scales[i]);
-        } else {
-          out.put(values, amax, static_cast<int>(row), to, inside, scale_of_row);
-        }
+        const int first = column + half * part;
+        const Output::Place to = out.place(static_cast<int>(row), first);
+        if constexpr (divided) out.put_codes(values, to, first, inside, scales[i]);
+        else out.put(values, amax, to, first, inside, scale_of_row);
       }
     }
     if constexpr (!SUMS) break;
@@ -539,15 +537,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
     const float scale_of_row = OWNED && groups[turn] >= 0 && scale ? scale[groups[turn]] : shared;
     PieceCodes codes;
+    const Output::Place to = out.place(row, column);
     if constexpr (ASIDE) {
       constexpr int kLanes = WIDTH > kPiece ? WIDTH / kPiece : 1;
       Stored inverse;
       const float scale_of_block = block_scale<KIND, SCALES, POW2>(
           largest_of_lanes<kLanes>(amax), scale_of_row, epsilon, inverse);
       if (lane % kLanes == 0) of_rows[team + turn * ROWS][lane / kLanes] = inverse;
-      codes = out.put_codes<INSIDE>(values, row, column, true, scale_of_block);
+      codes = out.put_codes<INSIDE>(values, to, column, true, scale_of_block);
     } else {
-      codes = out.put<INSIDE>(values, amax, row, column, INSIDE || row < rows, scale_of_row);
+      codes = out.put<INSIDE>(values, amax, to, column, INSIDE || row < rows, scale_of_row);
     }
     if constexpr (TURNED) {
       const int place = team + turn * ROWS;

@@ -8,6 +8,7 @@
 //   TADD                 storage type of what is added to the input's gradient
 //   CENTRED              1 for layer normalization, 0 for root mean square
 //   ZERO_CENTRED         1 if gamma is stored as gamma - 1
+//   BIASED               1 if there is a beta (forward)
 //   ADDED                1 if a residual is added before (forward), a gradient behind (backward)
 //   CAST                 of a forward: 0 to write values, 1 codes, 2 neither (statistics alone)
 //   AMAX                 1 to leave the amax of each row, or of a group's rows, too (with CAST)
@@ -66,7 +67,12 @@ using A = Accumulator<TX>::type;
 #if defined(KERNEL_forward) || defined(KERNEL_forward_stream) || defined(KERNEL_forward_pieces) || \
     defined(KERNEL_backward) || defined(KERNEL_backward_registers) || defined(KERNEL_backward_pairs)
 
-using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
+#ifdef KERNEL_forward_pieces
+constexpr int kTogether = 1;  // columns of a block follow each other
+#else
+constexpr int kTogether = CLUSTER;
+#endif
+using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, kTogether, FULL, STREWN>;
 template <typename T>
 using Slots = Row::Slots<T>;
 #if defined(KERNEL_forward)
@@ -230,7 +236,7 @@ __device__ __forceinline__ void normalize(const Vec<TX, N>& row, A mean, A scale
   decode_gamma(gamma, g);
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] = (x[i] - mean) * scale * g[i];
-  if constexpr (CENTRED) {
+  if constexpr (BIASED) {
     A b[N];
     decode(beta, b);
 #pragma unroll
@@ -325,6 +331,15 @@ using Span = RowTile<SPAN, kSpans, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * VEC % SPAN == 0),
               "a row of a block, with a barrier before it is written");
 
+#if CAST == 1
+// Where a thread's span `at` of a row goes, whose first one goes to `first`.
+__device__ __forceinline__ Cast::Place place_of(const Cast& cast, const Cast::Place& first,
+                                                long long row, int at, int column) {
+  if constexpr (Span::kApart % Cast::kWidth == 0) return first.further(at * Span::kApart);
+  else return cast.place(static_cast<int>(row), column);
+}
+#endif
+
 template <typename T>
 __device__ __forceinline__ Vec<T, SPAN> read_span(unsigned char* row, int at) {
   if constexpr (SPAN == VEC) return Slots<T>::read(row, at);
@@ -356,14 +371,15 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // takes no registers between. So more blocks fit, and more rows are under way.
   const TX* source = x + row * x_stride;
   const TX* added = residual + row * residual_stride;
+  const int first = Row::first_column(0, rank);
   const bool last = row >= Row::first_last(rows, ADDED ? min(x_stride, residual_stride) : x_stride);
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     const int asked = Row::in_pieces(columns, last);
-    Slots<TX>::fill<kOnce>(kept, v, source + column, active, column, asked);
+    Slots<TX>::fill<kOnce>(kept, v, source + first, active, column, asked);
     if constexpr (ADDED) {
-      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + column, active, column, asked);
+      Slots<TX>::fill<kOnce>(kept + Slots<TX>::kBytes, v, added + first, active, column, asked);
     }
   }
   commit_copies();
@@ -373,9 +389,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + column, true, column, columns);
-      if constexpr (CENTRED) {
-        Slots<TB>::fill<kAgain>(kept_beta, v, beta + column, beta, column, columns);
+      Slots<TW>::fill<kAgain>(kept_gamma, v, gamma + first, true, column, columns);
+      if constexpr (BIASED) {
+        Slots<TB>::fill<kAgain>(kept_beta, v, beta + first, true, column, columns);
       }
     }
   }
@@ -400,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
           sum_with(Slots<TX>::read(kept_row, v), Slots<TX>::read(kept_added, v));
       Slots<TX>::write(kept_row, v, total);
       if (active && Row::in_row(column, columns)) {
-        Row::put(sum + row * columns + column, total, columns - column);
+        Row::put(Row::place(sum + row * columns, v, rank), total, columns - column);
       }
     }
   }
@@ -430,6 +446,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
                                 global_scale_inv);
     }
   }
+  const Cast::Place place = cast.place(static_cast<int>(row), Span::first_column(0, rank));
 #endif
   A largest[kStatistics] = {};
 #pragma unroll
@@ -441,15 +458,19 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     Vec<TB, SPAN> b = zeros<TB, SPAN>();
     if constexpr (AHEAD) {
       g = read_span<TW>(kept_gamma, at);
-      if constexpr (CENTRED) b = read_span<TB>(kept_beta, at);
+      if constexpr (BIASED) b = read_span<TB>(kept_beta, at);
     } else if (inside) {
       g = Span::get<kEarly>(gamma + column, columns - column);
-      if (CENTRED && beta) b = Span::get<kEarly>(beta + column, columns - column);
+      if constexpr (BIASED) b = Span::get<kEarly>(beta + column, columns - column);
     }
     A values[SPAN];
     normalize(read_span<TX>(kept_row, at), mean, scale, g, b, values);
 #if CAST == 0
-    Span::put(y + row * columns + column, encode<TY>(values), columns - column);
+    // A root mean square's two vectors have an address each: with one for both there are fewer
+    // registers, and so more blocks on a multiprocessor, which took longer.
+    constexpr bool kFromFirst = CENTRED || VECS > 2;
+    Span::put(Span::place<kFromFirst>(y + row * columns, at, rank), encode<TY>(values),
+              columns - column);
 #else
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) {
@@ -457,9 +478,11 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
     }
 #if CAST == 1
-    cast.put(values, static_cast<int>(row), column, inside, shared);
+    cast.put<FULL>(values, place_of(cast, place, row, at, column), column, inside, shared);
 #endif
 #endif
+    // Else the compiler writes all vectors at the end, and has no registers for them until then.
+    if constexpr (FULL && (CAST == 1 || kEarly)) __syncwarp();
   }
 #if CAST != 0
   if constexpr (AMAX) {
@@ -486,7 +509,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   static_assert(ROWS == 1 && STAGES > 1, "a row of a block, the next one under way");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   // There are no registers for more.
-  constexpr bool kHoldsBeta = CENTRED && VECS * VEC * LANES * BLOCKS <= 16 * 1024;
+  constexpr bool kHoldsBeta = BIASED && VECS * VEC * LANES * BLOCKS <= 16 * 1024;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long group = blockIdx.x / CLUSTER;
@@ -494,15 +517,16 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // What a layer norm's warps tell takes long to merge: they do so within a block first.
   Statistics<(!TOLD ? kBehindBarrier : CENTRED ? kByBlocks : kByWarps)> over_row;
 
+  const int first = Row::first_column(0, rank);
   auto ask = [&](long long row, unsigned char* slots) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
       const bool exists = row < rows;
-      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, exists, column, columns);
+      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + first, exists, column, columns);
       if constexpr (ADDED) {
         Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                               residual + row * residual_stride + column, exists, column, columns);
+                               residual + row * residual_stride + first, exists, column, columns);
       }
     }
     commit_copies();
@@ -521,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if (CAST == 2 && !AMAX) continue;
     if (Row::in_row(column, columns)) {
       own_gamma[at] = load<ACCESS, SPAN>(gamma + column);
-      if (kHoldsBeta && beta) own_beta[at] = load<ACCESS, SPAN>(beta + column);
+      if constexpr (kHoldsBeta) own_beta[at] = load<ACCESS, SPAN>(beta + column);
     }
   }
 
@@ -535,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         const Vec<TX, VEC> total =
             sum_with(Slots<TX>::read(slots, v), Slots<TX>::read(slots + Slots<TX>::kBytes, v));
         Slots<TX>::write(slots, v, total);
-        if (Row::in_row(column, columns)) store(sum + row * columns + column, total);
+        if (Row::in_row(column, columns)) store(Row::place(sum + row * columns, v, rank), total);
       }
     }
     own_statistics<(CENTRED && LANES * BLOCKS <= 512)>(slots, rank, columns, found);
@@ -577,6 +601,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       rsigma[row] = scale;
     }
 #if !(CAST == 2 && !AMAX)
+#if CAST == 1
+    const Cast::Place place = cast.place(static_cast<int>(row), Span::first_column(0, rank));
+#endif
 #pragma unroll
     for (int at = 0; at < kSpans; ++at) {
       const int column = Span::first_column(at, rank);
@@ -584,12 +611,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if (CAST == 0 && !inside) continue;
       A values[SPAN];
       Vec<TB, SPAN> b = own_beta[at];
-      if (CENTRED && !kHoldsBeta && beta && inside) {
-        b = load<ACCESS, SPAN>(beta + column);
-      }
+      if (BIASED && !kHoldsBeta && inside) b = load<ACCESS, SPAN>(beta + column);
       normalize(read_span<TX>(slots, at), mean, scale, own_gamma[at], b, values);
 #if CAST == 0
-      store(y + row * columns + column, encode<TY>(values));
+      store(Span::place(y + row * columns, at, rank), encode<TY>(values));
 #else
 #pragma unroll
       for (int i = 0; i < SPAN; ++i) {
@@ -597,7 +622,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
       }
 #if CAST == 1
-      cast.put(values, static_cast<int>(row), column, inside, shared);
+      cast.put<FULL>(values, place_of(cast, place, row, at, column), column, inside, shared);
 #endif
 #endif
     }
@@ -629,7 +654,6 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                    A* __restrict__ rsigma, long long rows, long long x_stride,
                    long long residual_stride, int columns, A share, A eps, void* words) {
   static_assert(ROWS == 1 && CAST == 0 && (!CENTRED || FULL && !ADDED), "nothing else gained");
-  using Piece = RowTile<VEC, VECS, ACCESS, LANES, 1, 1, FULL, false>;
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = blockIdx.x % CLUSTER;
@@ -637,16 +661,18 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   const int groups = gridDim.x / CLUSTER;
   Statistics<kThroughMemory> over_row(words, group, groups);
 
-  auto first_column = [&](int v) { return Piece::first_column(rank * VECS + v, 0); };
+  const int before = rank * VECS * Row::kApart;  // columns of the blocks before this one
+  auto first_column = [&](int v) { return before + Row::first_column(v, 0); };
+  const int first = first_column(0);
   auto ask = [&](long long row, unsigned char* slots) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v);
       const bool exists = row < rows;
-      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + column, exists, column, columns);
+      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + first, exists, column, columns);
       if constexpr (ADDED) {
         Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                               residual + row * residual_stride + column, exists, column, columns);
+                               residual + row * residual_stride + first, exists, column, columns);
       }
     }
     commit_copies();
@@ -658,22 +684,22 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = first_column(v);
-    const bool valid = Piece::in_row(column, columns);
+    const bool valid = Row::in_row(column, columns);
     if constexpr (HOLD_GAMMA) {
       held_gamma[v] = zeros<TW, VEC>();
       held_beta[v] = zeros<TB, VEC>();
       if (valid) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
-      if (CENTRED && valid && beta) held_beta[v] = load<ACCESS, VEC>(beta + column);
+      if (BIASED && valid) held_beta[v] = load<ACCESS, VEC>(beta + column);
     } else {
-      Slots<TW>::fill<kAgain>(gamma_slots, v, gamma + column, true, column, columns);
-      if constexpr (CENTRED) {
-        Slots<TB>::fill<kAgain>(beta_slots, v, beta + column, beta, column, columns);
+      Slots<TW>::fill<kAgain>(gamma_slots, v, gamma + first, true, column, columns);
+      if constexpr (BIASED) {
+        Slots<TB>::fill<kAgain>(beta_slots, v, beta + first, true, column, columns);
       }
     }
   }
   auto gamma_of = [&](int v) { return HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(gamma_slots, v); };
   auto beta_of = [&](int v) {
-    if constexpr (!CENTRED) return zeros<TB, VEC>();
+    if constexpr (!BIASED) return zeros<TB, VEC>();
     else return HOLD_GAMMA ? held_beta[v] : Slots<TB>::read(beta_slots, v);
   };
 #pragma unroll 1
@@ -710,7 +736,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
         const int column = first_column(v);
-        if (Piece::in_row(column, columns)) store(sum + row * columns + column, held.total[v]);
+        if (!Row::in_row(column, columns)) continue;
+        store(Row::place(sum + row * columns + before, v, 0), held.total[v]);
       }
     }
   };
@@ -738,10 +765,11 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = first_column(v);
-      if (!Piece::in_row(column, columns)) continue;
+      if (!Row::in_row(column, columns)) continue;
       A values[VEC];
       normalize(held.total[v], mean, scale, gamma_of(v), beta_of(v), values);
-      store(y + row * columns + column, encode<TY>(values));
+      store(Row::place(y + row * columns + before, v, 0), encode<TY>(values));
+      if constexpr (FULL && !ADDED) __syncwarp();  // as in `forward`
     }
     refill(following);
     held = next;
@@ -811,7 +839,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #pragma unroll 2
     for (int column = first; column < columns; column += LANES * VEC) {
       Vec<TB, VEC> b = zeros<TB, VEC>();
-      if (CENTRED && beta) b = load<ACCESS, VEC>(beta + column);
+      if constexpr (BIASED) b = load<ACCESS, VEC>(beta + column);
       A values[VEC];
       normalize(part(column), mean, scale, load<ACCESS, VEC>(gamma + column), b,
                 values);
@@ -844,13 +872,14 @@ struct Operands {
   static __device__ __forceinline__ void ask(unsigned char* slots, const TX* x, const TDY* dy,
                                              const TADD* add, bool valid_row, int rank,
                                              int columns) {
+    const int first = Row::first_column(0, rank);
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kReading>(slots, v, x + column, valid_row, column, columns);
-      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + column, valid_row, column, columns);
+      Slots<TX>::fill<kReading>(slots, v, x + first, valid_row, column, columns);
+      Slots<TDY>::fill<kReading>(slots + kGradientAt, v, dy + first, valid_row, column, columns);
       if constexpr (WithAdded) {
-        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + column, valid_row, column, columns);
+        Slots<TADD>::fill<kReading>(slots + kAddedAt, v, add + first, valid_row, column, columns);
       }
     }
   }
@@ -957,7 +986,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         held_gamma[v] = Row::get(gamma + column, columns - column);
       }
     } else {
-      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + column, true, column,
+      Slots<TW>::fill<kAgain>(own_gamma, v, gamma + Row::first_column(0, rank), true, column,
                               Row::in_pieces(columns, true));
     }
   }
@@ -1098,13 +1127,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         const int begin = Slots<TADD>::begin(add + row * add_stride);
         added = Slots<TADD>::read(slots + Kept::kAddedAt + begin, v);
       }
+      TX* to = Row::place<(CENTRED || !FULL)>(dx + row * columns, v, rank);
       auto result = [&] {
         return terms(slots, row, v, own_scale, own_mean).dx(own_scale, product, value, added);
       };
       if constexpr (STREWN) {
-        Row::put(dx + row * columns + column, result(), columns - column);
+        Row::put(to, result(), columns - column);
       } else {
-        store_where<kBranches>(dx + row * columns + column, result(), valid);
+        store_where<kBranches>(to, result(), valid);
       }
     }
     Row::release();
@@ -1248,7 +1278,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
         const int column = Row::first_column(v, rank);
         const bool valid = (TURN == 1 || base + t < rows) && Row::in_row(column, columns);
         if (kBranches && !valid) continue;
-        store_where<kBranches>(dx + (base + t) * columns + column,
+        store_where<kBranches>(Row::place(dx + (base + t) * columns, v, rank),
                                parts[t][v].dx(scale[t], product, value, added[t][v]), valid);
       }
     }
@@ -1282,7 +1312,6 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   static_assert(CENTRED && !ADDED, "layer norms");
   using Kept = Operands<false>;
   constexpr int kStageBytes = Kept::kBytes;
-  constexpr int kApart = LANES * VEC;  // columns between a thread's vectors
   extern __shared__ __align__(16) unsigned char ring[];
   constexpr int rank = 0;
   const int block = blockIdx.x;
@@ -1299,8 +1328,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kOnce>(slots, v, next_x + v * kApart, exists, column, columns);
-      Slots<TDY>::fill<kOnce>(slots + Kept::kGradientAt, v, next_dy + v * kApart, exists, column,
+      Slots<TX>::fill<kOnce>(slots, v, next_x, exists, column, columns);
+      Slots<TDY>::fill<kOnce>(slots + Kept::kGradientAt, v, next_dy, exists, column,
                               columns);
     }
     commit_copies();
@@ -1361,7 +1390,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     for (int v = 0; v < VECS; ++v) {
       const bool valid = Row::in_row(Row::first_column(v, rank), columns);
       if (kBranches && !valid) continue;
-      store_where<kBranches>(target + v * kApart,
+      store_where<kBranches>(target + v * Row::kApart,
                              parts[v].dx(scale, product, value, zeros<TADD, VEC>()), valid);
     }
     target += static_cast<long long>(blocks) * columns;

@@ -414,6 +414,8 @@ class ForwardKey:
     zero_centred: bool
     added: bool = False
     cast: Cast | None = None
+    biased: bool = True
+    """Whether something is added behind: of a layer norm, that is."""
 
     @property
     def strewn(self) -> bool:
@@ -679,6 +681,7 @@ def forward_source(
         "TB": NAMES[key.bias],
         "CENTRED": int(key.centred),
         "ZERO_CENTRED": int(key.zero_centred),
+        "BIASED": int(key.centred and key.biased),
         "ADDED": int(key.added),
         "ACCESS": key.access,
         **({"CAST": 0, "AMAX": 0} if key.cast is None else key.cast.defines()),
@@ -1137,6 +1140,8 @@ def _forward(
         centred,
         zero_centered_gamma,
         added,
+        None,
+        bias is not None,
     )
     plan = _forwards.get(key) or _forwards.made(key, lambda: Forward(ForwardKey(*key[1:]), device))
 

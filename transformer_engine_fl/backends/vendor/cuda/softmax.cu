@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
-      Slots<TX>::fill<kOnce>(slots, v, source + v * kApart, exists, column, asked,
+      Slots<TX>::fill<kOnce>(slots, v, source, exists, column, asked,
                              !CAUSAL || column < bound);
     }
     commit_copies();
@@ -352,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       }
 #pragma unroll
       for (int i = 0; i < VEC; ++i) scores[i] *= share;
-      Row::put(out + v * kApart, encode<TY>(scores), columns - column);
+      Row::put(out + v * Row::kApart, encode<TY>(scores), columns - column);
     }
 #if LOSS
     // What differs is written again by who has written it, so that nobody else looks at it.
@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       for (int v = 0; v < VECS; ++v) {
         const int column = Row::first_column(v, rank);
         if (Row::in_row(column, columns)) {
-          Row::put(out + v * kApart, zeros<TY, VEC>(), columns - column);
+          Row::put(out + v * Row::kApart, zeros<TY, VEC>(), columns - column);
         }
       }
     }
@@ -463,8 +463,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   Vec<TX, VEC> last_y = zeros<TX, VEC>();
   Vec<TDY, VEC> last_dy = zeros<TDY, VEC>();
 
+  const int first = Row::first_column(0, rank);
   const TX* from_y = y + row * y_stride;
   const TDY* from_dy = dy + row * dy_stride;
+  TX* target = dx + (row * columns + first);  // later there are no registers for its parts
   const bool last = row >= Row::first_last(rows, min(y_stride, dy_stride));
   const int asked = Row::in_pieces(asked_of(bound, columns), last);
 
@@ -475,8 +477,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     const int column = Row::first_column(v, rank);
     const bool wanted = !CAUSAL || column < bound;
     if (v < kShared) {
-      Slots<TX>::fill<kReading>(kept, v, from_y + column, active, column, asked, wanted);
-      Slots<TDY>::fill<kReading>(kept_dy, v, from_dy + column, active, column, asked, wanted);
+      Slots<TX>::fill<kReading>(kept, v, from_y + first, active, column, asked, wanted);
+      Slots<TDY>::fill<kReading>(kept_dy, v, from_dy + first, active, column, asked, wanted);
     } else if (active && Row::in_row(column, columns) && wanted) {
       last_y = load<ACCESS, VEC>(from_y + column);
       last_dy = load<ACCESS, VEC>(from_dy + column);
@@ -503,13 +505,12 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   over_row.sum(along);
 
   if (!active) return;
-  TX* target = dx + row * columns;
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
     if (!Row::in_row(column, columns)) continue;
-    Row::put(target + column, gradient(y_of(v), dy_of(v), along[0], static_cast<A>(factor)),
-             columns - column);
+    Row::put(target + v * Row::kApart,
+             gradient(y_of(v), dy_of(v), along[0], static_cast<A>(factor)), columns - column);
   }
 }
 

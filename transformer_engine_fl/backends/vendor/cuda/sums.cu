@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
   for (int first = 0; first < groups; first += kBatch) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      copy_async<16, kOnce>(waiting[i][threadIdx.x],
+      copy_async<16, kOnce>(waiting[i][threadIdx.x], 0,
                             source + static_cast<long long>(first + i) * columns,
                             column < columns && first + i < groups);
     }

@@ -13,6 +13,7 @@ template <typename Kind, typename Scales, bool PowerOfTwo, int Width, int N, int
           bool Whole>
 struct RowCast {
   using Stored = typename StoredScale<Scales>::type;
+  static constexpr unsigned kWidth = Width > 0 ? Width : 1;
 
   unsigned char* data;
   Stored* scale_inv;
@@ -51,49 +52,60 @@ struct RowCast {
     for (int i = 0; i < Rows; ++i) scales[i] = __shfl_sync(0xffffffffu, scale, first + i);
   }
 
-  __device__ __forceinline__ void put_inverse(Stored inverse, int row, int column) const {
-    constexpr unsigned width = Width > 0 ? Width : 1;
-    const unsigned across = (columns + width - 1) / width;
-    scale_inv[static_cast<long long>(row) * across + column / width] = inverse;
+  // Where the codes of neighbouring columns go, and their block's scale.
+  struct Place {
+    unsigned char* codes;
+    Stored* inverse;
+
+    // That of columns so many whole blocks further on in the row.
+    __device__ __forceinline__ Place further(int by) const {
+      return {codes + by * Kind::kBits / 8, inverse + by / kWidth};
+    }
+  };
+
+  __device__ __forceinline__ Place place(int row, int column) const {
+    const unsigned across = (columns + kWidth - 1) / kWidth;
+    const unsigned long long at = static_cast<long long>(row) * columns + column;
+    return {data + at / (8 / Kind::kBits),
+            scale_inv + (static_cast<long long>(row) * across + column / kWidth)};
   }
 
-  // Writes the codes, if the row exists. `scale` is that of all, and 1 if there is none.
-  // Every lane of a warp calls it. Inside: there are no columns beyond the last.
+  // Writes the codes to their place, if the row exists. `scale` is that of all, and 1 if there is
+  // none. Every lane of a warp calls it. Inside: there are no columns beyond the last.
   template <bool Inside = false>
-  __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], int row, int column,
-                                                bool exists, float scale) const {
+  __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], const Place& to,
+                                                int column, bool exists, float scale) const {
     float amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < N; ++i) amax = fmaxf(amax, fabsf(values[i]));
-    return put<Inside>(values, amax, row, column, exists, scale);
+    return put<Inside>(values, amax, to, column, exists, scale);
   }
 
   // The same where the amax of the values is known.
   template <bool Inside = false>
-  __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], float amax, int row,
-                                                int column, bool exists, float scale) const {
+  __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], float amax,
+                                                const Place& to, int column, bool exists,
+                                                float scale) const {
     const bool inside = exists && (Inside || column < columns);
     if constexpr (Width > 0) {
       amax = largest_of_lanes<Lanes>(amax);
       Stored inverse;
       scale = block_scale<Kind, Scales, PowerOfTwo>(amax, scale, epsilon, inverse);
-      if (threadIdx.x % Lanes == 0 && inside) put_inverse(inverse, row, column);
+      if (threadIdx.x % Lanes == 0 && inside) *to.inverse = inverse;
     }
-    return put_codes<Inside>(values, row, column, inside, scale);
+    return put_codes<Inside>(values, to, column, inside, scale);
   }
 
   // The codes alone, of values that are inside.
   template <bool Inside = false>
-  __device__ __forceinline__ Codes<Kind, N> put_codes(const float (&values)[N], int row, int column,
-                                                      bool inside, float scale) const {
+  __device__ __forceinline__ Codes<Kind, N> put_codes(const float (&values)[N], const Place& to,
+                                                      int column, bool inside, float scale) const {
     const Codes<Kind, N> codes = narrow<Kind>(values, scale);
-    const unsigned long long at = static_cast<long long>(row) * columns + column;
-    unsigned char* to = data + at / (8 / Kind::kBits);
     if (inside) {
       if (Whole || Inside || column + N <= columns) {
-        store_bytes<Codes<Kind, N>::kBytes, Access>(to, codes.words);
+        store_bytes<Codes<Kind, N>::kBytes, Access>(to.codes, codes.words);
       } else {
-        store_some_bytes<Codes<Kind, N>::kBytes>(to, codes.words,
+        store_some_bytes<Codes<Kind, N>::kBytes>(to.codes, codes.words,
                                                  (columns - column) * Kind::kBits / 8);
       }
     }

@@ -121,12 +121,14 @@ enum Reading {
   kPlain,  // so too, and L2 is asked for nothing
 };
 
-// Global to shared memory without passing through registers; zeros behind the first `bytes`.
+// Global to shared memory, `at` bytes behind `to`, without passing through registers; zeros behind
+// the first `bytes`. What is copied behind the same `to`, as far as the compiler knows how far, has
+// one address in a register.
 template <int Bytes, Reading How>
-__device__ __forceinline__ void copy_async_piece(void* to, const void* from, int bytes) {
+__device__ __forceinline__ void copy_async_piece(void* to, int at, const void* from, int bytes) {
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
   if constexpr (How == kPlain && Bytes == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address),
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address + at),
                  "l"(from), "r"(bytes)
                  : "memory");
   } else {
@@ -138,13 +140,15 @@ __device__ __forceinline__ void copy_async_piece(void* to, const void* from, int
         : "+r"(address));
     if constexpr (How == kOnce && Bytes == 16) {
       asm volatile(
-          "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(address),
-          "l"(from), "r"(bytes), "l"(after_writes())
+          "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+          :
+          : "r"(address + at), "l"(from), "r"(bytes), "l"(after_writes())
           : "memory");
     } else {
       asm volatile(
-          "cp.async.ca.shared.global.L2::cache_hint.L2::128B [%0], [%1], %2, %3, %4;" ::"r"(address),
-          "l"(from), "n"(Bytes), "r"(bytes), "l"(after_writes())
+          "cp.async.ca.shared.global.L2::cache_hint.L2::128B [%0], [%1], %2, %3, %4;"
+          :
+          : "r"(address + at), "l"(from), "n"(Bytes), "r"(bytes), "l"(after_writes())
           : "memory");
     }
   }

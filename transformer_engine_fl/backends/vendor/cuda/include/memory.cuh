@@ -15,15 +15,16 @@
 
 namespace te_fl {
 
-// Global to shared memory without passing through registers; zeros if not `valid`.
-// A copy is seen by the thread that issued it after wait_copies, by others after a
-// barrier as well.
+// Global to shared memory, `at` bytes behind `to`, without passing through registers; zeros if not
+// `valid`. A copy is seen by the thread that issued it after wait_copies, by others after a barrier
+// as well.
 template <int Bytes, Reading How>
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+__device__ __forceinline__ void copy_async(unsigned char* to, int at, const void* from,
+                                           bool valid) {
   if constexpr (Bytes == 2) {  // smaller than an asynchronous copy can be
-    *static_cast<unsigned short*>(to) = read_where(from, valid);
+    *reinterpret_cast<unsigned short*>(to + at) = read_where(from, valid);
   } else {
-    copy_async_piece<Bytes, How>(to, from, valid ? Bytes : 0);
+    copy_async_piece<Bytes, How>(to, at, from, valid ? Bytes : 0);
   }
 }
 

@@ -25,6 +25,7 @@ struct RowTile {
   static_assert(!Strewn || (Lanes % 32 == 0 && !Full), "of whole warps");
   static constexpr int kThreads = Lanes * Rows;
   static constexpr int kStep = Strewn ? 32 : 1;  // columns from one element of a vector to the next
+  static constexpr int kApart = Cluster * Lanes * Width;  // and from one of its vectors
 
   // The first column of this thread's vector `v`; columns go round the lanes and then
   // round the blocks of the cluster, so that a narrow row leaves all of them equally idle.
@@ -33,6 +34,14 @@ struct RowTile {
     const int group = (v * Cluster + rank) * Lanes;
     if constexpr (Strewn) return (group + lane / 32 * 32) * Width + lane % 32;
     else return (group + lane) * Width;
+  }
+
+  // Where this thread's vector `v` of a row lies. FromFirst: so far from its first one, whose
+  // address is that of all, where there are registers for it.
+  template <bool FromFirst = true, typename T>
+  static __device__ __forceinline__ T* place(T* row, int v, int rank) {
+    if constexpr (FromFirst) return row + first_column(0, rank) + v * kApart;
+    else return row + first_column(v, rank);
   }
 
   static __device__ __forceinline__ bool in_row(int column, int columns) {
@@ -114,13 +123,17 @@ struct RowTile {
     static constexpr int kBytes =
         Vecs * (Strewn ? kThreads / 32 * kOfWarp : kThreads * Width * kSize);
 
-    static __device__ __forceinline__ unsigned char* chunk(unsigned char* row, int v, int c) {
-      return row + ((v * kChunks + c) * kThreads + static_cast<int>(threadIdx.x)) * kChunk;
+    // Bytes from one vector of a thread to the next.
+    static constexpr int kStride = kThreads * kChunks * kChunk;
+
+    static __device__ __forceinline__ unsigned char* chunk(unsigned char* row, int v) {
+      return row + v * kStride + static_cast<int>(threadIdx.x) * kChunk;
     }
 
     // The place of a warp's vectors `v`.
+    static constexpr int kWarpStride = kThreads / 32 * kOfWarp;
     static __device__ __forceinline__ unsigned char* of_warp(unsigned char* row, int v) {
-      return row + (v * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32) * kOfWarp;
+      return row + v * kWarpStride + static_cast<int>(threadIdx.x) / 32 * kOfWarp;
     }
 
     // How far behind its slots a row begins that lies there in global memory: `read` and `write`
@@ -129,12 +142,14 @@ struct RowTile {
       return Strewn ? static_cast<int>(reinterpret_cast<unsigned long long>(row) & 15) : 0;
     }
 
-    // Asks for a vector of a row of so many columns, of which `column` is the first, if the row
-    // exists and, not strewn, the vector is wanted.
+    // Asks for vector `v` of a row of so many columns, of which `column` is the first, if the row
+    // exists and, not strewn, the vector is wanted. `own` is where the thread's first one lies, from
+    // which the others are as far in all rows: so one address is worked out, not one for each.
     template <Reading How>
-    static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* from,
+    static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* own,
                                                 bool exists, int column, int columns,
                                                 bool wanted = true) {
+      const T* from = own + v * kApart;
       if constexpr (Strewn) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const int before = begin(from - lane);
@@ -142,11 +157,12 @@ struct RowTile {
         const int left = least(columns - (column - lane), 32 * Width);
         const int bytes = exists && left > 0 ? before + left * kSize : 0;
         auto copy = [&](int at) {
-          copy_async_piece<16, How>(of_warp(row, v) + at, source + at,
-                                    max(0, least(16, bytes - at)));
+          copy_async_piece<16, How>(of_warp(row, 0) + lane * 16, v * kWarpStride + at,
+                                    source + lane * 16 + at,
+                                    max(0, least(16, bytes - lane * 16 - at)));
         };
 #pragma unroll
-        for (int at = 0; at < kOfWarp - 16; at += 512) copy(at + lane * 16);
+        for (int at = 0; at < kOfWarp - 16; at += 512) copy(at);
         if (lane == 0) copy(kOfWarp - 16);
       } else {
         const bool valid = exists && in_row(column, columns) && wanted;
@@ -154,7 +170,7 @@ struct RowTile {
         for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
           for (int at = 0; at < kChunk; at += kPiece) {
-            copy_async<kPiece, How>(chunk(row, v, c) + at,
+            copy_async<kPiece, How>(chunk(row, 0), v * kStride + c * kThreads * kChunk + at,
                                     reinterpret_cast<const char*>(from) + c * kChunk + at,
                                     valid);
           }
@@ -174,7 +190,7 @@ struct RowTile {
         }
         return result;
       } else {
-        return read_chunks<T, Width>(chunk(row, v, 0), kThreads * kChunk);
+        return read_chunks<T, Width>(chunk(row, v), kThreads * kChunk);
       }
     }
 
@@ -198,7 +214,7 @@ struct RowTile {
           to[i * 32 + static_cast<int>(threadIdx.x) % 32] = element(value, i).words[0];
         }
       } else {
-        write_chunks(chunk(row, v, 0), kThreads * kChunk, value);
+        write_chunks(chunk(row, v), kThreads * kChunk, value);
       }
     }
   };
