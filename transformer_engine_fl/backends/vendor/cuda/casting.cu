@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const Number row = row_of(base, own);
       // Of a block that the row cuts off, this lane may have no column.
       if (own < AHEAD && row < rows && column - own * kPiece < columns) {
-        *out.place(static_cast<int>(row), column).inverse = inverse;
+        *out.inverse_at(Output::At{static_cast<int>(row), column}) = inverse;
       }
     }
 #pragma unroll
@@ -391,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         // Of the second half the columns end where those of the row do.
         const bool inside = is_inside(row);
         const int first = column + half * part;
-        const Output::Place to = out.place(static_cast<int>(row), first);
+        const Output::At to{static_cast<int>(row), first};
         if constexpr (divided) out.put_codes(values, to, first, inside, scales[i]);
         else out.put(values, amax, to, first, inside, scale_of_row);
       }
@@ -537,7 +537,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     }
     const float scale_of_row = OWNED && groups[turn] >= 0 && scale ? scale[groups[turn]] : shared;
     PieceCodes codes;
-    const Output::Place to = out.place(row, column);
+    const Output::At to{row, column};
     if constexpr (ASIDE) {
       constexpr int kLanes = WIDTH > kPiece ? WIDTH / kPiece : 1;
       Stored inverse;

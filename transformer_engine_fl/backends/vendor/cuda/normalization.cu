@@ -336,7 +336,7 @@ static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * 
 __device__ __forceinline__ Cast::Place place_of(const Cast& cast, const Cast::Place& first,
                                                 long long row, int at, int column) {
   if constexpr (Span::kApart % Cast::kWidth == 0) return first.further(at * Span::kApart);
-  else return cast.place(static_cast<int>(row), column);
+  else return cast.place({static_cast<int>(row), column});
 }
 #endif
 
@@ -446,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
                                 global_scale_inv);
     }
   }
-  const Cast::Place place = cast.place(static_cast<int>(row), Span::first_column(0, rank));
+  const Cast::Place place = cast.place({static_cast<int>(row), Span::first_column(0, rank)});
 #endif
   A largest[kStatistics] = {};
 #pragma unroll
@@ -602,7 +602,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     }
 #if !(CAST == 2 && !AMAX)
 #if CAST == 1
-    const Cast::Place place = cast.place(static_cast<int>(row), Span::first_column(0, rank));
+    const Cast::Place place = cast.place({static_cast<int>(row), Span::first_column(0, rank)});
 #endif
 #pragma unroll
     for (int at = 0; at < kSpans; ++at) {

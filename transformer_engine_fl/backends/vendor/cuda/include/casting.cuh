@@ -52,28 +52,39 @@ struct RowCast {
     for (int i = 0; i < Rows; ++i) scales[i] = __shfl_sync(0xffffffffu, scale, first + i);
   }
 
-  // Where the codes of neighbouring columns go, and their block's scale.
+  // Where the codes of neighbouring columns go, and their block's scale: worked out when they are
+  // written,
+  struct At {
+    int row, column;
+  };
+  __device__ __forceinline__ unsigned char* codes_at(const At& to) const {
+    const unsigned long long at = static_cast<long long>(to.row) * columns + to.column;
+    return data + at / (8 / Kind::kBits);
+  }
+  __device__ __forceinline__ Stored* inverse_at(const At& to) const {
+    const unsigned across = (columns + kWidth - 1) / kWidth;
+    return scale_inv + (static_cast<long long>(to.row) * across + to.column / kWidth);
+  }
+
+  // or beforehand, for columns that are whole blocks further on in the row, too.
   struct Place {
     unsigned char* codes;
     Stored* inverse;
 
-    // That of columns so many whole blocks further on in the row.
     __device__ __forceinline__ Place further(int by) const {
       return {codes + by * Kind::kBits / 8, inverse + by / kWidth};
     }
   };
-
-  __device__ __forceinline__ Place place(int row, int column) const {
-    const unsigned across = (columns + kWidth - 1) / kWidth;
-    const unsigned long long at = static_cast<long long>(row) * columns + column;
-    return {data + at / (8 / Kind::kBits),
-            scale_inv + (static_cast<long long>(row) * across + column / kWidth)};
+  __device__ __forceinline__ Place place(const At& to) const {
+    return {codes_at(to), inverse_at(to)};
   }
+  __device__ __forceinline__ unsigned char* codes_at(const Place& to) const { return to.codes; }
+  __device__ __forceinline__ Stored* inverse_at(const Place& to) const { return to.inverse; }
 
-  // Writes the codes to their place, if the row exists. `scale` is that of all, and 1 if there is
-  // none. Every lane of a warp calls it. Inside: there are no columns beyond the last.
-  template <bool Inside = false>
-  __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], const Place& to,
+  // Writes the codes, if the row exists. `scale` is that of all, and 1 if there is none.
+  // Every lane of a warp calls it. Inside: there are no columns beyond the last.
+  template <bool Inside = false, typename Where>
+  __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], const Where& to,
                                                 int column, bool exists, float scale) const {
     float amax = 0.0f;
 #pragma unroll
@@ -82,30 +93,31 @@ struct RowCast {
   }
 
   // The same where the amax of the values is known.
-  template <bool Inside = false>
+  template <bool Inside = false, typename Where>
   __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], float amax,
-                                                const Place& to, int column, bool exists,
+                                                const Where& to, int column, bool exists,
                                                 float scale) const {
     const bool inside = exists && (Inside || column < columns);
     if constexpr (Width > 0) {
       amax = largest_of_lanes<Lanes>(amax);
       Stored inverse;
       scale = block_scale<Kind, Scales, PowerOfTwo>(amax, scale, epsilon, inverse);
-      if (threadIdx.x % Lanes == 0 && inside) *to.inverse = inverse;
+      if (threadIdx.x % Lanes == 0 && inside) *inverse_at(to) = inverse;
     }
     return put_codes<Inside>(values, to, column, inside, scale);
   }
 
   // The codes alone, of values that are inside.
-  template <bool Inside = false>
-  __device__ __forceinline__ Codes<Kind, N> put_codes(const float (&values)[N], const Place& to,
+  template <bool Inside = false, typename Where>
+  __device__ __forceinline__ Codes<Kind, N> put_codes(const float (&values)[N], const Where& where,
                                                       int column, bool inside, float scale) const {
     const Codes<Kind, N> codes = narrow<Kind>(values, scale);
+    unsigned char* to = codes_at(where);
     if (inside) {
       if (Whole || Inside || column + N <= columns) {
-        store_bytes<Codes<Kind, N>::kBytes, Access>(to.codes, codes.words);
+        store_bytes<Codes<Kind, N>::kBytes, Access>(to, codes.words);
       } else {
-        store_some_bytes<Codes<Kind, N>::kBytes>(to.codes, codes.words,
+        store_some_bytes<Codes<Kind, N>::kBytes>(to, codes.words,
                                                  (columns - column) * Kind::kBits / 8);
       }
     }
