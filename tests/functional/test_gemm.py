@@ -79,6 +79,16 @@ def test_some_gradients_of_a_grouped_layer_alone(wanted: list[int]) -> None:
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("shape", [(6, 7), (2, 3, 4), (4,)])
+def test_a_weight_that_does_not_fit_is_named_as_the_caller_does(shape: tuple[int, ...]) -> None:
+    x, weight = leaves((5, 4), shape)
+    for given in (weight, weight.detach()):
+        with pytest.raises(
+            ArgumentError, match=r"^linear: argument 'weight' .*\[out, in\].*\(5, 4\)"
+        ):
+            functional.linear(x, given)
+
+
 def test_only_what_the_backward_needs_is_saved() -> None:
     x, weight, bias = leaves((5, 4), (6, 4), (6,))
     saved: list[Tensor] = []

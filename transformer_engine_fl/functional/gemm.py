@@ -20,6 +20,7 @@ from transformer_engine_fl.functional._differentiable import (
     records,
     witness,
 )
+from transformer_engine_fl.ops import _checks as check
 
 __all__ = ["grouped_linear", "linear"]
 
@@ -46,7 +47,14 @@ def linear(
 
     Returns:
         ``[..., out]``, dtype of ``input``.
+
+    Raises:
+        ArgumentError: the weight is no matrix with as many columns as the input's last
+            dimension, or what the product raises, to which ``A`` is the weight and ``B`` the input.
     """
+    if weight.ndim != 2 or weight.shape[1:] != input.shape[-1:]:
+        expected = f"[out, in], where the input ends with in: {check.describe(input)}"
+        raise ArgumentError("linear", "weight", check.describe(weight), expected)
     if not records("linear", input, weight, bias):
         options = _given(bias=bias, gelu=gelu or None)
         output: Tensor = get_default_manager().call("generic_gemm", weight, input, **options)[0]
