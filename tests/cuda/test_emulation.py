@@ -159,8 +159,8 @@ def test_shared_memory_that_is_not_written_is_poison(run: Run) -> None:
 def test_a_copy_is_there_only_after_it_was_waited_for(run: Run) -> None:
     copy = (
         "__shared__ int values[256]; out[i] = i; __syncwarp();"
-        "copy_async_piece<4, kOnce>(values + i, out + i, true); commit_copies();"
-        "copy_async_piece<4, kOnce>(values + 64 + i, out + i, false); commit_copies();"
+        "copy_async_piece<4, kOnce>(values + i, 0, out + i, true); commit_copies();"
+        "copy_async_piece<4, kOnce>(values, (64 + i) * 4, out + i, false); commit_copies();"
     )
     read = "out[i] = values[i] - values[64 + i];"
     assert run(copy + "wait_copies<0>();" + read) == list(range(64))
@@ -174,7 +174,7 @@ def test_a_copy_of_half_a_piece_reads_all_of_it(run: Run) -> None:
     body = (
         "extern __shared__ int kept[];"
         f"const int* given = reinterpret_cast<const int*>({given.data_ptr()}ull);"
-        "if (i == 0) copy_async_piece<16, kOnce>(kept, given, 8);"
+        "if (i == 0) copy_async_piece<16, kOnce>(kept, 0, given, 8);"
         "commit_copies(); wait_copies<0>(); __syncthreads(); if (i < 4) out[i] = kept[i];"
     )
     behind = given.data_ptr() + 8

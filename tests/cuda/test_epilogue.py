@@ -45,7 +45,7 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
     assert raised.value.argument == named
 
 
-# Of threads that are no power of two, or that have the most vectors, in each list of ways to cast.
+# Of threads that are no power of two, or that have many vectors, in each list of ways to cast.
 @pytest.mark.parametrize(
     ("op", "format", "columns"),
     [
@@ -56,6 +56,7 @@ def test_wrong_arguments_are_named(op: str, args: tuple[object, ...], named: str
         ("layernorm_fwd_quantize", "per_tensor", 5376),
         ("layernorm_fwd_quantize", "mxfp8", 2304),
         ("layernorm_fwd_quantize", "mxfp8", 3584),
+        ("layernorm_fwd_quantize", "mxfp8", 10240),
     ],
 )
 def test_listed_ways_to_cast(op: str, format: str, columns: int, device: str) -> None:
@@ -64,6 +65,24 @@ def test_listed_ways_to_cast(op: str, format: str, columns: int, device: str) ->
         bias = (weight.flip(0),) if op == "layernorm_fwd_quantize" else ()
         scale = torch.full((1,), 2.0, device=device) if format == "per_tensor" else None
         check(op, x, weight, *bias, scale=scale, format=format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layer_norms_without_beta(format: str, device: str) -> None:
+    x, weight = values(8, 1536, device=device), values(1536, device=device)
+    for options in ({}, {"columnwise": True}):
+        check("layernorm_fwd_quantize", x, weight, format=format, **options)
+
+
+def test_a_zero_keeps_its_sign_whichever_kernel_casts_it(device: str) -> None:
+    x, weight = values(32, 1536, device=device), torch.zeros(1536, device=device)
+    both = [
+        epilogue.layernorm_fwd_quantize(x, weight, format="mxfp8", columnwise=columnwise)
+        for columnwise in (False, True)
+    ]
+    codes, beside = (output[0].view(torch.uint8) for output in both)
+    assert {0, 128} == set(codes.unique().tolist())
+    assert torch.equal(codes, beside)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -30,8 +30,9 @@ def sources(device: Limits) -> Iterator[Specialisation]:
         gradient = activation_key("Gelu", False, True, low)
         yield cast_source(gradient, recipe, device, amax=amax, sums=True)[0]
     yield sum_source(14336, torch.float32, low, device)[0]
-    for centred, added in ((False, False), (False, True), (True, False)):
-        yield from (it for it, _ in norm_sources(device, 8192, low, centred, added))
+    for columns in (7168, 8192):
+        for centred, added in ((False, False), (False, True), (True, False)):
+            yield from (it for it, _ in norm_sources(device, columns, low, centred, added))
 
 
 def bits(source: Specialisation) -> tuple[int, int]:

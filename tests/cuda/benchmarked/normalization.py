@@ -1,4 +1,4 @@
-"""The kernels of normalization that the benchmarks launch."""
+"""The kernels of normalization that the benchmarks launch, and some of widths between theirs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformer_engine_fl.backends.vendor.cuda.normalization import (
 def sources(device: Limits) -> Iterator[Specialisation]:
     """Those of bfloat16 rows on such a device."""
     low = torch.bfloat16
-    for columns in (1024, 4096, 8192, 32768, 65536, 131072, 262144):
+    for columns in (1024, 4096, 7168, 8192, 12288, 16384, 32768, 65536, 131072, 262144):
         for centred in (False, True):
             forward = ForwardKey(columns, 8, low, low, low, low, centred, False)
             yield forward_source(forward, device)[0]

@@ -583,8 +583,8 @@ _FORWARD_HALF = {
     8192: Cut(threads=512, width=4096),
     12288: Cut(threads=256, width=8192, resident=4),
 }
-# Read singly, a thread has too few registers for more of a piece, and of rows of up to 2,048
-# columns a warp has one. None wider than 262,144 columns was measured.
+# Read singly, a thread has too few registers for more of a piece, and a row of up to 2,048 columns
+# that is wider than a tile is best a warp's. None wider than 262,144 columns was measured.
 _SINGLY_WARP = Cut(threads=32, width=1024)
 _SINGLY = Cut(threads=32, width=1024, programs=16, stages=2, shared=True)
 _SINGLY_NARROW = Cut(threads=32, width=512, programs=16, stages=2, shared=True)

@@ -91,7 +91,10 @@ struct Share {
     } else if constexpr (SOURCE == 2) {
       weight = load<kAccess, N>(in.weight + column);
       if constexpr (CENTRED) {
-        bias = in.bias ? load<kAccess, N>(in.bias + column) : zeros<TB, N>();
+        float nothing[N];  // which leaves a sum its sign, where that is 0
+#pragma unroll
+        for (int i = 0; i < N; ++i) nothing[i] = -0.0f;
+        bias = in.bias ? load<kAccess, N>(in.bias + column) : encode<TB>(nothing);
         mean = in.mu[row];
       }
       scale = in.rsigma[row];

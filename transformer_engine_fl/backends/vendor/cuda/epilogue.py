@@ -191,7 +191,7 @@ class _Norm(NamedTuple):
             self.zero_centred,
             self.residual is not None,
             what,
-            self.bias is not None and what != STATISTICS,
+            self.bias is not None,
         )
 
     def amaxes(self, what: Cast) -> int:

@@ -332,12 +332,24 @@ static_assert(SPAN == VEC || (LANES > 32 && ROWS == 1 && CLUSTER == 1 && VECS * 
               "a row of a block, with a barrier before it is written");
 
 #if CAST == 1
-// Where a thread's span `at` of a row goes, whose first one goes to `first`.
-__device__ __forceinline__ Cast::Place place_of(const Cast& cast, const Cast::Place& first,
-                                                long long row, int at, int column) {
-  if constexpr (Span::kApart % Cast::kWidth == 0) return first.further(at * Span::kApart);
-  else return cast.place({static_cast<int>(row), column});
+// Whether where a thread's spans of a row go follows from where its first one does, which is kept:
+// they are whole blocks apart. With more threads than 1,024 on a multiprocessor there are 40
+// registers, too few for that beside a residual, or what codes of four bits are made with; and full
+// rows of these are written as if columns could be beyond the last.
+constexpr bool kRoomy = Row::kThreads * BLOCKS <= 1024;
+constexpr bool kPlaceKept =
+    Span::kApart % Cast::kWidth == 0 && (kRoomy || !ADDED && KIND::kBits == 8);
+constexpr bool kCramped = !kRoomy && FULL && KIND::kBits == 4;
+constexpr bool kInside = FULL && !kCramped;
+
+// Where span `at` goes, whose first one goes to `first`.
+__device__ __forceinline__ auto place_of(const Cast::Place& first, long long row, int at,
+                                         int column) {
+  if constexpr (kPlaceKept) return first.further(at * Span::kApart);
+  else return Cast::At{static_cast<int>(row), column};
 }
+#else
+constexpr bool kCramped = false;
 #endif
 
 template <typename T>
@@ -416,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
           sum_with(Slots<TX>::read(kept_row, v), Slots<TX>::read(kept_added, v));
       Slots<TX>::write(kept_row, v, total);
       if (active && Row::in_row(column, columns)) {
-        Row::put(Row::place(sum + row * columns, v, rank), total, columns - column);
+        Row::put(Row::place<!kCramped>(sum + row * columns, v, rank), total, columns - column);
       }
     }
   }
@@ -478,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
     }
 #if CAST == 1
-    cast.put<FULL>(values, place_of(cast, place, row, at, column), column, inside, shared);
+    cast.put<kInside>(values, place_of(place, row, at, column), column, inside, shared);
 #endif
 #endif
     // Else the compiler writes all vectors at the end, and has no registers for them until then.
@@ -622,7 +634,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         if constexpr (AMAX) largest[0] = fmaxf(largest[0], fabsf(values[i]));
       }
 #if CAST == 1
-      cast.put<FULL>(values, place_of(cast, place, row, at, column), column, inside, shared);
+      cast.put<kInside>(values, place_of(place, row, at, column), column, inside, shared);
 #endif
 #endif
     }
@@ -769,7 +781,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       A values[VEC];
       normalize(held.total[v], mean, scale, gamma_of(v), beta_of(v), values);
       store(Row::place(y + row * columns + before, v, 0), encode<TY>(values));
-      if constexpr (FULL && !ADDED) __syncwarp();  // as in `forward`
+      // As in `forward`; with a residual there are registers.
+      if constexpr (FULL && !ADDED) __syncwarp();
     }
     refill(following);
     held = next;
@@ -1127,6 +1140,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         const int begin = Slots<TADD>::begin(add + row * add_stride);
         added = Slots<TADD>::read(slots + Kept::kAddedAt + begin, v);
       }
+      // Of full rows a root mean square's threads have no register for one address of all.
       TX* to = Row::place<(CENTRED || !FULL)>(dx + row * columns, v, rank);
       auto result = [&] {
         return terms(slots, row, v, own_scale, own_mean).dx(own_scale, product, value, added);

@@ -415,7 +415,7 @@ class ForwardKey:
     added: bool = False
     cast: Cast | None = None
     biased: bool = True
-    """Whether something is added behind: of a layer norm, that is."""
+    """Whether there is a beta; a root mean square has none either way."""
 
     @property
     def strewn(self) -> bool:
@@ -681,7 +681,7 @@ def forward_source(
         "TB": NAMES[key.bias],
         "CENTRED": int(key.centred),
         "ZERO_CENTRED": int(key.zero_centred),
-        "BIASED": int(key.centred and key.biased),
+        "BIASED": int(key.centred and key.biased and key.cast != STATISTICS),
         "ADDED": int(key.added),
         "ACCESS": key.access,
         **({"CAST": 0, "AMAX": 0} if key.cast is None else key.cast.defines()),
@@ -711,6 +711,7 @@ def forward_source(
             tile.threads, arguments, depth * shared, tile.cluster, carveout=100
         )
         return _source("forward_stream", main), geometry, tile.rows, tile.cluster
+    # With room for a beta that there is not, so that rows are spread alike.
     parameters = tile.kept(SIZES[key.weight], *([SIZES[key.bias]] if key.centred else []))
     ahead = (shared + parameters) * 1024 <= device.shared_per_multiprocessor * tile.threads
     ahead = ahead and shared + parameters + key.exchanged(tile) <= device.shared_per_block
@@ -1048,6 +1049,9 @@ def representative_sources(
         ):
             backward = BackwardKey(columns, 8, low, low, low, centred, False, add, few)
             yield from backward_sources(backward, device)[0]
+    for columns in (4096, 65536, 131_072, 2**21):
+        plain = ForwardKey(columns, 8, low, low, low, low, True, False, biased=False)
+        yield forward_source(plain, device)[:2]
     for columns in (20480, 65536):  # of four bytes, in a cluster
         yield forward_source(ForwardKey(columns, 4, *(full,) * 4, True, False), device)[:2]
     for gamma, centred in ((low, False), (low, True), (full, True)):  # where blocks are a cluster

@@ -45,7 +45,6 @@ using A = Accumulator<TX>::type;
 using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 template <typename T>
 using Slots = Row::Slots<T>;
-constexpr int kApart = LANES * CLUSTER * VEC;  // columns between a thread's vectors
 constexpr int kStep = Row::kStep;              // and between the elements of one
 
 #else
@@ -367,8 +366,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       }
     }
     const int from = word - Row::first_column(0, rank);
-    const bool owns = word >= 0 && from >= 0 && from % kApart < VEC * kStep &&
-                      (kStep == 1 || from % kApart % kStep == 0);
+    const bool owns = word >= 0 && from >= 0 && from % Row::kApart < VEC * kStep &&
+                      (kStep == 1 || from % Row::kApart % kStep == 0);
     if (word >= 0 ? owns : rank == 0 && threadIdx.x % LANES == 0) {
       A score[1] = {A(0)};
       if (word >= 0) {

@@ -143,8 +143,8 @@ struct RowTile {
     }
 
     // Asks for vector `v` of a row of so many columns, of which `column` is the first, if the row
-    // exists and, not strewn, the vector is wanted. `own` is where the thread's first one lies, from
-    // which the others are as far in all rows: so one address is worked out, not one for each.
+    // exists and, not strewn, the vector is wanted. `own` is where the thread's first one lies: the
+    // others are as far from it in all rows, so one address is worked out, not one for each.
     template <Reading How>
     static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* own,
                                                 bool exists, int column, int columns,
@@ -198,9 +198,8 @@ struct RowTile {
     // slots whose copies have arrived.
     static __device__ __forceinline__ void fill_rest(unsigned char* row, const T* from,
                                                      int column) {
-      constexpr int kOfVectors = Lanes * Cluster * Width;
       if (column < 0) return;
-      auto* vector = reinterpret_cast<T*>(of_warp(row + begin(from), column / kOfVectors));
+      auto* vector = reinterpret_cast<T*>(of_warp(row + begin(from), column / kApart));
       vector[column % (32 * Width)] = from[column];
     }
 
