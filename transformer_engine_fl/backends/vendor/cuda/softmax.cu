@@ -45,7 +45,7 @@ using A = Accumulator<TX>::type;
 using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
 template <typename T>
 using Slots = Row::Slots<T>;
-constexpr int kStep = Row::kStep;              // and between the elements of one
+constexpr int kStep = Row::kStep;  // columns between the elements of a vector
 
 #else
 
