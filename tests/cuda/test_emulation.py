@@ -27,20 +27,22 @@ class Run:
         self.folder = folder
 
     def __call__(self, body: str, blocks: int = 1, size: int = 64, **geometry: object) -> list[int]:
+        tells = "together" in geometry
+        own = ", unsigned long long first_turn, TurnWord* words" if tells else ""
         text = (
             '#include "cluster.cuh"\n#include "memory.cuh"\nusing namespace te_fl;\n'
-            'extern "C" __global__ void kernel(int* out, int size) {\n'
+            f'extern "C" __global__ void kernel(int* out, int size{own}) {{\n'
             "const int i = threadIdx.x; (void)i;\n"
             f"{body}\n}}\n"
         )
         (self.folder / "written.cu").write_text(text)
-        fields = {"threads": 64, "arguments": "Pi", **geometry}
+        fields = {"threads": 64, "arguments": "PiPP" if tells else "Pi", **geometry}
         kernel = cuda_emulation.Kernel(
             _compile.Specialisation("written", "kernel"),
             Geometry(**fields),  # type: ignore[arg-type]
         )
         out = torch.zeros(size, dtype=torch.int32)
-        kernel.launch(blocks, 1, out.data_ptr(), size)
+        kernel.launch(blocks, 1, out.data_ptr(), size, *((3,) if tells else ()))
         return out.tolist()
 
 
@@ -100,8 +102,8 @@ COUNTED = (
 )
 FAULTS |= {
     "a word that no block leaves": (
-        "const int places[] = {i}; unsigned found[1];"
-        "wait_for_words(reinterpret_cast<unsigned*>(out), places, found);",
+        "const int places[] = {i & ~1}; unsigned found[1][1];"
+        "wait_for_words(reinterpret_cast<TurnWord*>(out), places, 7, found);",
         "wait for ever, the first at a word of another block",
     ),
     "more is expected than another block sends": (
@@ -208,13 +210,36 @@ def test_each_block_has_its_own_memory_and_each_cluster_its_own_blocks(run: Run)
 
 def test_blocks_that_run_at_once_find_the_words_of_the_others(run: Run) -> None:
     body = (
-        "unsigned* words = reinterpret_cast<unsigned*>(out) + 64;"
-        "if (i == 0) post_word(words + blockIdx.x, blockIdx.x + 1);"
-        "const int own = i % gridDim.x, places[] = {own, 3 - own}; unsigned heard[2];"
-        "wait_for_words(words, places, heard);"
-        "if (blockIdx.x == 1) out[i] = 10 * heard[0] + heard[1];"
+        "if (i == 0) post_word(words + blockIdx.x, first_turn, blockIdx.x + 1);"
+        "const int own = i % gridDim.x, places[] = {own, 3 - own}; unsigned heard[2][1];"
+        "wait_for_words(words, places, first_turn, heard);"
+        "if (blockIdx.x == 1) out[i] = 10 * heard[0][0] + heard[1][0];"
     )
-    assert run(body, blocks=4, size=128, together=4)[:6] == [14, 23, 32, 41, 14, 23]
+    # Again, where the words of the launch before still stand.
+    for _ in range(2):
+        assert run(body, blocks=4, together=4)[:6] == [14, 23, 32, 41, 14, 23]
+
+
+def test_two_words_at_a_place_are_heard_together(run: Run) -> None:
+    body = (
+        "if (i < 2) post_word(words + 2 * blockIdx.x + i, first_turn, 10 * blockIdx.x + i);"
+        "const int places[] = {2 * (i % 4)}; unsigned heard[1][2];"
+        "wait_for_words(words, places, first_turn, heard);"
+        "if (blockIdx.x == 1) out[i] = 100 * heard[0][0] + heard[0][1];"
+    )
+    assert run(body, blocks=4, together=4)[:4] == [1, 1011, 2021, 3031]
+
+
+def test_a_word_that_somebody_waits_for_is_not_written_again(run: Run) -> None:
+    body = (
+        "const int places[] = {0, 1}; unsigned heard[2][1];"
+        "if (blockIdx.x == 1) { if (i == 0) {"
+        "post_word(words, first_turn, 1); post_word(words, first_turn + 4, 2);"
+        "post_word(words + 1, first_turn, 3); } return; }"
+        "wait_for_words(words, places, first_turn, heard);"
+    )
+    with pytest.raises(EmulationError, match=r"wait for ever|is written again too early"):
+        run(body, blocks=2, together=2)
 
 
 def test_more_blocks_than_run_at_once_are_not_launched_together(run: Run) -> None:

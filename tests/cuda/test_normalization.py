@@ -845,7 +845,7 @@ def test_where_no_launch_is_cooperative_clusters_serve(
     assert normalization.backward_sources(key, HOPPER)[0][0][1].together > 1
     plan = normalization.Backward(key, 0)
     assert [kernel.cluster for kernel in plan._kernels] == [cluster]
-    assert not plan.words
+    assert not plan.tells
 
 
 @pytest.mark.parametrize(("columns", "cluster"), [(65536, 8), (131072, 8), (262144, 16)])
@@ -858,7 +858,7 @@ def test_where_no_launch_is_cooperative_clusters_serve_a_forward(
     key = normalization.ForwardKey(columns, 8, low, low, low, low, False, False, True)
     assert normalization.forward_source(key, HOPPER)[1].together > 1
     plan = normalization.Forward(key, 0)
-    assert (plan.cluster, plan.words) == (cluster, 0)
+    assert (plan.cluster, plan.tells) == (cluster, False)
 
 
 def test_a_backward_without_large_clusters_has_another_kernel() -> None:
@@ -1017,7 +1017,7 @@ def test_blocks_that_exchange_through_memory(
 ) -> None:
     assert_right(op, rows, columns, much_room)
     (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
-    assert plan.words
+    assert plan.tells
     assert plan._resident == groups
 
 
@@ -1047,19 +1047,19 @@ def test_blocks_that_exchange_through_memory_and_badly_aligned_rows(
     args = call_for(op, x.to(torch.bfloat16))
     found = serve(op)(*map(moved, args))
     (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
-    assert plan.words
+    assert plan.tells
     assert_close(op, found, getattr(ops, op).oracle(*args), "bfloat16")
 
 
 @pytest.mark.parametrize("op", ["layernorm_bwd", "rmsnorm_fwd_add"])
-def test_each_repeated_call_exchanges_through_words_of_its_own(op: str, much_room: str) -> None:
+def test_each_repeated_call_has_turns_of_its_own(op: str, much_room: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(5, 33_000, generator=generator).to(torch.bfloat16)
     sample = Sample("", call_for(op, x))
     repeated_calls.check(serve(op), sample)
     assert repeated_calls.is_repeat(serve(op), sample)
     (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
-    assert plan.words
+    assert plan.tells
 
 
 @pytest.mark.parametrize("columns", [2560, 3000, 4096, 5120, 8192])

@@ -34,8 +34,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from cuda_emulation.libraries import STAND_INS
 from transformer_engine_fl.backends import _repeats
+from transformer_engine_fl.backends._words import words_of
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import (
     _arguments,
@@ -298,18 +301,23 @@ class Kernel:
     def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
         """Run the kernel."""
         geometry = self._geometry
+        tells = geometry.together > 1
+        others, turns = (values[:-1], values[-1:]) if tells else (values, ())
         if _repeats.active is not None:
             told = (
                 _repeats.Address(value) if kind == "P" else value
-                for kind, value in zip(geometry.arguments, values, strict=True)
+                for kind, value in zip(geometry.arguments, others, strict=not tells)
             )
-            _repeats.note(self.launch, blocks, rows_of_blocks, *told)
+            _repeats.note(self.launch, blocks, rows_of_blocks, *told, *turns)
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
             raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
         if geometry.together > 1 and (
             rows_of_blocks > 1 or blocks > self.resident_groups() * geometry.together
         ):
             raise EmulationError(f"{self}: {blocks} blocks do not run at once")
+        if tells:  # as _launch.TellingKernel does
+            first, words = words_of(torch.device("cpu"), blocks, *turns)
+            values = (*others, first, words.data_ptr())
         # As a launch on a device packs them: refuses what does not fit.
         packed = struct.pack("@" + geometry.arguments, *values)
         held = ctypes.create_string_buffer(packed, max(1, len(packed)))

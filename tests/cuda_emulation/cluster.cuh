@@ -31,19 +31,31 @@ inline void wait_for(unsigned long long* counter, unsigned turn) {
   emulation::wait_for_turn(counter, turn);
 }
 
-template <typename Word>
-inline void post_word(Word* to, Word word) {
-  emulation::check_aligned(to, sizeof word);
-  *to = word;
+using TurnWord = unsigned long long;
+
+inline void prefetch_word(const TurnWord*) {}
+
+inline void post_word(TurnWord* to, unsigned turn, unsigned bits) {
+  emulation::check_aligned(to, sizeof *to);
+  *to = TurnWord(turn) << 32 | bits;
 }
-// A word's lower half is never 0 once the word is there.
-template <int N, typename Word>
-inline void wait_for_words(const Word* words, const int (&places)[N], Word (&found)[N]) {
+
+template <int N, int K>
+inline void wait_for_words(const TurnWord* words, const int (&places)[N], unsigned turn,
+                           unsigned (&found)[N][K]) {
+  for (int at : places) {
+    emulation::check_aligned(words + at, K * sizeof *words);
+    for (int k = 0; k < K; ++k) {
+      emulation::wait_for_word(reinterpret_cast<const unsigned*>(words + at + k) + 1, turn);
+    }
+  }
+  // The device looks at all of them until all are there at once.
   for (int i = 0; i < N; ++i) {
-    const Word* from = words + places[i];
-    emulation::check_aligned(from, sizeof *from);
-    emulation::wait_for_word(reinterpret_cast<const unsigned*>(from));
-    found[i] = *from;
+    for (int k = 0; k < K; ++k) {
+      const TurnWord word = words[places[i] + k];
+      if (word >> 32 != turn) emulation::fail("a word of turn %u is written again too early", turn);
+      found[i][k] = static_cast<unsigned>(word);
+    }
   }
 }
 

@@ -392,8 +392,8 @@ void wait_for_cluster() {
 
 void wait_for_predecessor() { waited_for_predecessor = true; }
 
-void wait_for_word(const unsigned* word) {
-  if (*word == 0) wait_while(*word, 0, "a word of another block");
+void wait_for_word(const unsigned* turn_of, unsigned turn) {
+  while (*turn_of != turn) wait_while(*turn_of, *turn_of, "a word of another block");
 }
 
 unsigned char* shared_memory() { return block().shared(); }

@@ -49,8 +49,8 @@ unsigned lanes_existing();  // or have
 void arrive_at_cluster();
 void wait_for_cluster();
 void wait_for_predecessor();
-// Waits until a word is not 0 that another block of the group writes.
-void wait_for_word(const unsigned* word);
+// Waits until a word that another block of the group writes is of a turn.
+void wait_for_word(const unsigned* turn_of, unsigned turn);
 
 // ----------------------------------------------------------------------- shared memory
 

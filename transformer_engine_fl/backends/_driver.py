@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+from transformer_engine_fl.backends._repeats import Address
 from transformer_engine_fl.core.errors import TeFlError
 
 __all__ = ["Function", "Geometry", "LaunchError", "Prepared", "bind_context", "call", "is_there"]
@@ -177,11 +178,16 @@ class Function:
     ) -> list[str]:
         """What starts it with these numbers, and addresses in their places, as lines of Python.
 
+        A whole number of 64 bits may stand in an address's place, as what ``name`` makes of it.
         The current device must be this kernel's. For ``name`` see ``_repeats.note``.
         """
         kinds = self._geometry.arguments
         # An address that is 0 stands for what is not there, in each of these launches.
-        given = [at for at, kind in enumerate(kinds) if kind == "P" and values[at]]
+        given = [
+            at
+            for at, kind in enumerate(kinds)
+            if (kind == "P" or type(values[at]) is Address) and values[at]
+        ]
 
         def new() -> tuple[ctypes.Array[ctypes.c_char], tuple[Any, ...], Prepared]:
             made = Prepared(self._geometry, self._function, given)

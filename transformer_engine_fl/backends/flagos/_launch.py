@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -37,6 +37,7 @@ from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._allocation import quickest
 from transformer_engine_fl.backends._arguments import extent
 from transformer_engine_fl.backends._driver import Function, Geometry, is_there
+from transformer_engine_fl.backends._words import telling, words_of
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
 
@@ -48,6 +49,7 @@ __all__ = [
     "KernelCompileError",
     "Launch",
     "Limits",
+    "TellingLaunch",
     "has_gluon",
     "has_ptx",
     "limits",
@@ -391,7 +393,7 @@ def _pointers(tensors: tuple[Tensor | None, ...]) -> list[int]:
         raise NotSupportedError(f"a tensor has no memory of its own: {error}") from None
 
 
-def _alignment(pointers: list[int]) -> object:
+def _alignment(pointers: Sequence[int]) -> object:
     """Which pointers are aligned; 0 if each is."""
     bits = 0
     for pointer in pointers:
@@ -407,7 +409,7 @@ def _statements(
     name: Callable[[Any], str],
     ready: _Started,
     grid: tuple[int, int],
-    pointers: list[int],
+    pointers: list[_repeats.Address],
     numbers: tuple[Any, ...],
     device: torch.device,
 ) -> list[str]:
@@ -425,7 +427,7 @@ def _statements(
     def named(value: Any) -> str:
         return "_its_memory.data_ptr()" if value is _SCRATCH else name(value)
 
-    own = _given(ready.kinds, (*map(_repeats.Address, pointers), *numbers))
+    own = _given(ready.kinds, (*pointers, *numbers))
     scratch = _SCRATCH if ready.scratch else 0
     return [*before, *ready.function.statements(named, *grid, *own, scratch, 0), *behind]
 
@@ -562,7 +564,16 @@ class Launch:
         The device must be this one's, and the addresses aligned as now. For ``name`` see
         ``_repeats.note``.
         """
-        pointers = _pointers(tensors)
+        pointers = [*map(_repeats.Address, _pointers(tensors))]
+        return self._repeated(name, grid, pointers, numbers)
+
+    def _repeated(
+        self,
+        name: Callable[[Any], str],
+        grid: tuple[int, int],
+        pointers: list[_repeats.Address],
+        numbers: tuple[Any, ...],
+    ) -> list[str]:
         ready = self._ready.get(_alignment(pointers))
         if any(map(_may_be_address, numbers)):
             raise _repeats.UnrepeatableError("numbers that may be addresses")
@@ -646,6 +657,46 @@ class Launch:
         on_device: contextlib.AbstractContextManager[object]
         on_device = torch.get_device_module(self._device).device(self._index)
         return on_device
+
+
+class TellingLaunch(Launch):
+    """A kernel whose programs run at once and wait for words that others leave in memory.
+
+    Its last pointer is that of the words, and its last number the first turn
+    (``backends/_words.py``). Of both the call has neither, but for the last number how many turns a
+    program tells of, at most.
+    """
+
+    __slots__ = ("_words",)
+
+    def __init__(self, kernel: Any, device: torch.device, **options: Any) -> None:
+        super().__init__(kernel, device, **options)
+        self._words = functools.partial(words_of, device)
+
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+    ) -> None:
+        noted = _repeats.active is not None and _repeats.note(self, grid, tensors, numbers)
+        with _disable_current_modes() if noted else contextlib.nullcontext():
+            *others, turns = numbers
+            first, words = self._words(grid[0] * grid[1], turns)
+            start = self._start if noted else super().__call__
+            start(grid, (*tensors, words), (*others, first))
+
+    def statements(
+        self,
+        name: Callable[[Any], str],
+        grid: tuple[int, int],
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[Any, ...],
+    ) -> list[str]:
+        *others, turns = numbers
+        first, words, named, line = telling(name, self._words, grid[0] * grid[1], turns)
+        pointers = [*map(_repeats.Address, _pointers(tensors)), words]
+        return [line, *self._repeated(named, grid, pointers, (*others, first))]
 
 
 @contextlib.contextmanager

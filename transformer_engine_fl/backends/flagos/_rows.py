@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from transformer_engine_fl.backends._memory import is_captured
+from transformer_engine_fl.backends._words import TURNS
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import MOST, block_of, listed, rows_of_tile
 from transformer_engine_fl.backends.flagos._tiles import bounded
@@ -40,6 +41,7 @@ __all__ = [
     "SharedRows",
     "WholeRows",
     "as_stored",
+    "begin_turns",
     "by_lane",
     "columns_before",
     "cut",
@@ -315,18 +317,42 @@ def by_lane(x: tl.tensor, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tenso
 # ------------------------------------------------------------ in a kernel of shared rows
 #
 # STEP is "together", or "sums" and then "rest"; a row has one or two SUMS. In two steps
-# ``shares`` is [rows, SUMS, PIECES]. Together it is [rows, PIECES], of a word each: 0 until
-# the piece has told its sums, then their bits, changed so that no sum gives 0. A word is
-# written and read whole, so nothing else needs an order.
+# ``shares`` is [rows, SUMS, PIECES]. Together it is [groups, TURNS, PIECES, SUMS], of a word each
+# as ``backends/_words.py`` has them: the bits of a sum, and the turn that they are of. A word is
+# written and read whole, so nothing else needs an order. The first turn is a program's first row's.
 
-# A signalling NaN, which is no sum: what comes out of arithmetic is a quiet one.
-_NO_SUM = tl.constexpr(0x7F800001)
+_TURNS = tl.constexpr(TURNS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place_of(turn: tl.tensor, piece: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
+    """Which of its group's turns a piece's words are of."""
+    return (tl.program_id(1) * _TURNS + turn % _TURNS) * PIECES + piece
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def begin_turns(
+    shares_ptr: tl.tensor, PIECES: tl.constexpr, SUMS: tl.constexpr, STEP: tl.constexpr
+) -> None:
+    """Have this program's words on their way to the cache: the first ones would wait for that."""
+    if STEP == "together":
+        piece = tl.program_id(0)
+        place = shares_ptr + _place_of(tl.arange(0, _TURNS), piece, PIECES) * SUMS
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [place.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tell(
     shares_ptr: tl.tensor,
     row: tl.tensor,
+    turn: tl.tensor,
     first: tl.tensor,
     second: tl.tensor,
     PIECES: tl.constexpr,
@@ -334,32 +360,47 @@ def tell(
     STEP: tl.constexpr,
 ) -> None:
     """Leave this piece's shares of a row's sums; of one, ``second`` is not looked at."""
-    place = row * PIECES + tl.program_id(0)
     if STEP == "together":
-        word = first.to(tl.int32, bitcast=True) ^ _NO_SUM
+        place = shares_ptr + _place_of(turn, tl.program_id(0), PIECES) * SUMS
+        tl.atomic_xchg(place, _word_of(first, turn), sem="relaxed")
         if SUMS == 2:
-            upper = (second.to(tl.int32, bitcast=True) ^ _NO_SUM).to(tl.int64)
-            word = (upper << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
-        tl.atomic_xchg(shares_ptr + place, word, sem="relaxed")
+            tl.atomic_xchg(place + 1, _word_of(second, turn), sem="relaxed")
     else:
+        place = row * PIECES + tl.program_id(0)
         place += row * ((SUMS - 1) * PIECES)
         tl.store(shares_ptr + place, first)
         if SUMS == 2:
             tl.store(shares_ptr + place + PIECES, second)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _word_of(share: tl.tensor, turn: tl.tensor) -> tl.tensor:
+    bits = share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (turn.to(tl.int64) << 32) | bits
+
+
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _wait(words: int, bits: int) -> str:
-    """PTX by which the lanes of a warp wait until each has so many words."""
-    loads = [f"ld.relaxed.gpu.global.b{bits} ${at}, [${words + at}];" for at in range(words)]
-    looks = [f"setp.eq.b{bits} missing, $0, 0;"]
-    looks += [f"setp.eq.or.b{bits} missing, ${at}, 0, missing;" for at in range(1, words)]
+def _wait(places: int, sums: int) -> str:
+    """PTX by which the lanes of a warp wait until each has the words at so many places."""
+    every = range(places * sums)
+    first_place = len(every)
+    turn = f"${first_place + places}"
+    names = [", ".join(f"word{at + places * k}" for k in range(sums)) for at in range(places)]
+    kind, many = ("v2.b64", "{%s}") if sums == 2 else ("b64", "%s")
+    looks = [f"setp.ne.b32 missing, turn0, {turn};"]
+    looks += [f"setp.ne.or.b32 missing, turn{at}, {turn}, missing;" for at in every[1:]]
     return "\n".join(
         [
             "{",
             ".reg .pred missing;",
+            f".reg .b64 word<{len(every)}>;",
+            f".reg .b32 turn<{len(every)}>;",
             "again:",
-            *loads,
+            *(
+                f"ld.relaxed.gpu.global.{kind} {many % names[at]}, [${first_place + at}];"
+                for at in range(places)
+            ),
+            *(f"mov.b64 {{${at}, turn{at}}}, word{at};" for at in every),
             *looks,
             "vote.sync.any.pred missing, missing, 0xffffffff;",
             "@missing bra again;",
@@ -369,9 +410,9 @@ def _wait(words: int, bits: int) -> str:
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _registers(words: int, bits: int) -> str:
-    """What it takes: so many words, of as many addresses."""
-    return ",".join(["=&l" if bits == 64 else "=&r"] * words + ["l"] * words)
+def _registers(places: int, sums: int) -> str:
+    """What it takes: the words' bits, and of each place the address and the turn."""
+    return ",".join(["=&r"] * (places * sums) + ["l"] * places + ["r"] * places)
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -380,27 +421,40 @@ def _words_of_lane(pieces: int, warps: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _word(place: tl.tensor, SUMS: tl.constexpr) -> tl.tensor:
-    """The words at these places, once they are there.
+def _words(place: tl.tensor, turn: tl.tensor, SUMS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The bits of the words at these places, once they are a turn's; of one, it comes twice.
 
     The lanes of a warp wait for all of theirs, and go on together: each by itself would also find
     its way through what follows by itself, with more registers for it.
     """
     WORDS: tl.constexpr = _words_of_lane(place.shape[0], tl.extra.cuda.num_warps())
-    return tl.inline_asm_elementwise(
-        _wait(WORDS, 32 * SUMS),
-        _registers(WORDS, 32 * SUMS),
-        [place],
-        dtype=tl.int64 if SUMS == 2 else tl.int32,
-        is_pure=False,
-        pack=WORDS,
-    )
+    if SUMS == 2:
+        first, second = tl.inline_asm_elementwise(
+            _wait(WORDS, 2),
+            _registers(WORDS, 2),
+            [place, turn],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=WORDS,
+        )
+        return first, second
+    else:
+        first = tl.inline_asm_elementwise(
+            _wait(WORDS, 1),
+            _registers(WORDS, 1),
+            [place, turn],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=WORDS,
+        )
+        return first, first
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def heard(
     shares_ptr: tl.tensor,
     row: tl.tensor,
+    turn: tl.tensor,
     other: tl.tensor,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
@@ -412,14 +466,14 @@ def heard(
     """
     piece = tl.arange(0, triton.next_power_of_2(PIECES))
     exists = piece < PIECES
-    place = shares_ptr + row * PIECES + tl.minimum(piece, PIECES - 1)
+    piece = tl.minimum(piece, PIECES - 1)
     if STEP == "together":
-        word = _word(place.to(tl.int64), SUMS)
-        first = (word.to(tl.int32) ^ _NO_SUM).to(tl.float32, bitcast=True)
-        second = first
-        if SUMS == 2:
-            second = ((word >> 32).to(tl.int32) ^ _NO_SUM).to(tl.float32, bitcast=True)
+        place = shares_ptr + _place_of(turn, piece, PIECES) * SUMS
+        one, two = _words(place.to(tl.int64), turn, SUMS)
+        first = one.to(tl.float32, bitcast=True)
+        second = two.to(tl.float32, bitcast=True)
     else:
+        place = shares_ptr + row * PIECES + piece
         place += row * ((SUMS - 1) * PIECES)
         first = tl.load(place)
         second = first
@@ -560,8 +614,8 @@ class WholeRows:
 class SharedRows:
     """A kernel of rows in pieces.
 
-    Its last pointer is that of the shares; its grid is pieces by groups of programs that
-    share a row, each group with rows of its own.
+    Its last pointer is that of the shares, and its last number the first turn; its grid is pieces
+    by groups of programs that share a row, each group with rows of its own.
 
     Args:
         kernel: the jitted function.
@@ -595,10 +649,7 @@ class SharedRows:
         offered = _launch.limits(device)
         running = min(pieces.programs, offered.programs) * offered.multiprocessors
         self._most = max(1, running // self.pieces)
-        make = functools.partial(
-            _launch.Launch,
-            kernel,
-            device,
+        shared: dict[str, Any] = dict(
             threads=pieces.threads,
             resident=pieces.programs,
             PIECES=self.pieces,
@@ -607,18 +658,19 @@ class SharedRows:
             **constants,
         )
         self._launches: tuple[_launch.Launch, ...]
-        self._make_shares: Callable[[int], Tensor]
+        self._make_shares: Callable[[int], Tensor] | None = None
+        self._shares = self.pieces * sums
         if _launch.has_ptx() and not double and self.pieces <= running:
             stages = _stages(pieces, width * column_bytes, device, behind)
             cooperative = {"launch_cooperative_grid": True}
-            self._launches = (make(STEP="together", STAGES=stages, options=cooperative),)
-            word = torch.int64 if sums == 2 else torch.int32
-            self._make_shares = functools.partial(torch.zeros, dtype=word, device=device)
-            self._shares = self.pieces
+            together = {"STEP": "together", "STAGES": stages, "options": cooperative}
+            self._launches = (_launch.TellingLaunch(kernel, device, **together, **shared),)
         else:
-            self._launches = (make(STEP="sums", STAGES=1), make(STEP="rest", STAGES=1))
+            self._launches = tuple(
+                _launch.Launch(kernel, device, STEP=step, STAGES=1, **shared)
+                for step in ("sums", "rest")
+            )
             self._make_shares = functools.partial(torch.empty, dtype=dtype, device=device)
-            self._shares = self.pieces * sums
 
     def groups(self, rows: int) -> int:
         """How many groups of programs there are for so many rows."""
@@ -630,9 +682,13 @@ class SharedRows:
         """Start the kernel: ``tensors`` is all but the shares."""
         groups = self.groups(rows)
         # Each group goes one row beyond its last, of which nothing comes.
-        shares = self._make_shares((rows + groups) * self._shares)
+        if self._make_shares is None:
+            numbers = (*numbers, -(-rows // groups) + 1)  # the turns of a telling launch
+        else:
+            tensors = (*tensors, self._make_shares((rows + groups) * self._shares))
+            numbers = (*numbers, 0)
         for launch in self._launches:
-            launch((self.pieces, groups), (*tensors, shares), numbers)
+            launch((self.pieces, groups), tensors, numbers)
 
 
 def cut(

@@ -52,6 +52,7 @@ from transformer_engine_fl.backends.flagos._rows import (
     SharedRows,
     WholeRows,
     as_stored,
+    begin_turns,
     cut,
     cut_choice,
     existing,
@@ -180,6 +181,7 @@ def _tell_squares(
     inside: tl.tensor,
     shares_ptr: tl.tensor,
     row: tl.tensor,
+    turn: tl.tensor,
     count: tl.tensor,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
@@ -210,7 +212,7 @@ def _tell_squares(
         total = tl.sum(x, axis=0)
         mean = mean_of_all(total, BLOCK) if EXACT else mean_of(total, count)
         squares = _squares_around(x, mean, inside, EXACT)
-    tell(shares_ptr, row, squares, mean, PIECES, SUMS, STEP)
+    tell(shares_ptr, row, turn, squares, mean, PIECES, SUMS, STEP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -224,7 +226,9 @@ def _squares_around(
     return tl.sum(x * x, axis=0)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "columns", "stride", "eps", "first_turn"]
+)
 def _forward_shared(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -239,6 +243,7 @@ def _forward_shared(
     columns: tl.int32,
     stride: tl.int64,
     eps: tl.float64,
+    first_turn: tl.int64,
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
@@ -261,6 +266,8 @@ def _forward_shared(
     pieces = tl.arange(0, triton.next_power_of_2(PIECES))
     count = tl.minimum(tl.maximum(columns - pieces * BLOCK, 0), BLOCK).to(ACC)
     groups = tl.num_programs(1)
+    begin_turns(shares_ptr, PIECES, SUMS, STEP)
+    following_turn = first_turn.to(tl.int32)
     # Together with beta it would take the registers of a program or two: of centred rows both
     # are read for each row while the other pieces are waited for, in a branch, which has them come
     # from L1 and not through stages.
@@ -288,8 +295,8 @@ def _forward_shared(
             x_next = x_asked
         if STEP != "rest":
             _tell_squares(
-                x_next, inside, shares_ptr, following, mine, PIECES, SUMS, BLOCK, EXACT, HALF, STEP,
-                ACC,
+                x_next, inside, shares_ptr, following, following_turn, mine, PIECES, SUMS, BLOCK,
+                EXACT, HALF, STEP, ACC,
             )  # fmt: skip
         if STEP != "sums" and index >= 0:
             # Of wider numbers there are no registers for both.
@@ -298,7 +305,7 @@ def _forward_shared(
                 weight = fetch(weight_ptr + column, inside)
             if bias_ptr is not None and AHEAD:
                 bias = fetch(bias_ptr + column, inside)
-            squares, means = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
+            squares, means = heard(shares_ptr, row, following_turn - 1, 0, PIECES, SUMS, STEP)
             if mu_ptr is not None:
                 if not AHEAD:
                     weight = fetch(weight_ptr + column, inside)
@@ -328,6 +335,7 @@ def _forward_shared(
             tl.store(out, y.to(y_ptr.dtype.element_ty), mask=inside)
         x = x_next
         x_next = x_asked
+        following_turn += 1
 
 
 # --------------------------------------------------------------------- backward kernels
@@ -412,6 +420,7 @@ def _tell_means(
     rsigma: tl.tensor,
     shares_ptr: tl.tensor,
     row: tl.tensor,
+    turn: tl.tensor,
     OFFSET: tl.constexpr,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
@@ -425,10 +434,12 @@ def _tell_means(
     else:
         products = tl.sum(u * (x.to(ACC) * rsigma), axis=0)
         plain = products
-    tell(shares_ptr, row, products, plain, PIECES, SUMS, STEP)
+    tell(shares_ptr, row, turn, products, plain, PIECES, SUMS, STEP)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["rows", "columns", "dy_stride", "x_stride", "first_turn"]
+)
 def _backward_shared(
     dy_ptr: tl.tensor,
     x_ptr: tl.tensor,
@@ -443,6 +454,7 @@ def _backward_shared(
     columns: tl.int32,
     dy_stride: tl.int64,
     x_stride: tl.int64,
+    first_turn: tl.int64,
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
@@ -468,6 +480,8 @@ def _backward_shared(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tl.full((BLOCK,), True, tl.int1) if EXACT else column < columns
     groups = tl.num_programs(1)
+    begin_turns(shares_ptr, PIECES, SUMS, STEP)
+    turn = first_turn.to(tl.int32)
     gamma = fetch(gamma_ptr + column, inside)
     dgamma = tl.zeros((BLOCK,), ACC)
     if mu_ptr is not None:
@@ -477,6 +491,7 @@ def _backward_shared(
     mu = rsigma
     if APART:
         begin -= groups
+        turn -= 1
         x = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
         dy = tl.zeros((BLOCK,), dy_ptr.dtype.element_ty)
     else:
@@ -487,7 +502,7 @@ def _backward_shared(
         if mu_ptr is not None:
             mu = fetch(mu_ptr + row)
         if STEP != "rest":
-            _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, OFFSET, PIECES, SUMS, STEP)
+            _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, turn, OFFSET, PIECES, SUMS, STEP)
     for index in tl.range(begin, rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         following = row + groups
@@ -501,13 +516,13 @@ def _backward_shared(
             mu_next = fetch(mu_ptr + following, exists)
         if STEP != "rest" and (exists if APART else True):
             _tell_means(
-                dy_next, x_next, gamma, mu_next, rsigma_next, shares_ptr, following,
+                dy_next, x_next, gamma, mu_next, rsigma_next, shares_ptr, following, turn + 1,
                 OFFSET, PIECES, SUMS, STEP,
             )  # fmt: skip
         if STEP != "sums" and (index >= 0 if APART else True):
             if add_ptr is not None:
                 add = fetch(add_ptr + row * x_stride + column, inside)
-            products, plain = heard(shares_ptr, row, 0, PIECES, SUMS, STEP)
+            products, plain = heard(shares_ptr, row, turn, 0, PIECES, SUMS, STEP)
             xhat = x.to(ACC) * rsigma
             grad = dy.to(ACC)
             u = grad * gain_of(gamma, ACC, OFFSET)
@@ -525,6 +540,7 @@ def _backward_shared(
             out = dx_ptr + row * columns + column
             tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         x, dy, mu, rsigma = x_next, dy_next, mu_next, rsigma_next
+        turn += 1
     if STEP != "sums":
         partial_ptr += tl.program_id(1).to(tl.int64) * columns
         tl.store(partial_ptr + column, dgamma, mask=inside)
@@ -645,7 +661,9 @@ _FORWARD_ADD = cut_choice(
     | {
         4096: Cut(threads=128, width=2048),
         8192: Cut(threads=512, width=8192, resident=2),
-        163840: Cut(threads=64, width=4096, programs=4, shared=True),
+        16384: Cut(threads=64, width=4096, programs=4, shared=True),
+        65536: Cut(threads=32, width=1024, programs=12, shared=True),
+        131072: Cut(threads=32, width=1024, programs=16, shared=True),
         262144: Cut(threads=32, width=2048, programs=8, shared=True),
         _ANY: Cut(threads=64, width=4096, programs=4, shared=True),
     },

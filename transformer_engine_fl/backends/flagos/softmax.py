@@ -42,6 +42,7 @@ from transformer_engine_fl.backends.flagos._rows import (
     SharedRows,
     WholeRows,
     as_stored,
+    begin_turns,
     cut,
     cut_choice,
     existing,
@@ -355,6 +356,7 @@ def _weights(
     scores: tl.tensor,
     shares_ptr: tl.tensor,
     row: tl.tensor,
+    turn: tl.tensor,
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
     PTX: tl.constexpr,
@@ -367,14 +369,14 @@ def _weights(
     taken = to_take_off(highest)
     weights = _exp(scores - taken, PTX)
     if STEP != "rest":
-        tell(shares_ptr, row, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
+        tell(shares_ptr, row, turn, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
     return weights, highest
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "rows", "columns", "stride", "queries", "heads", "ahead",
-        "mask_batch", "mask_head", "mask_query", "scale", "ignore", "z",
+        "mask_batch", "mask_head", "mask_query", "scale", "ignore", "z", "first_turn",
     ]
 )  # fmt: skip
 def _forward_shared(
@@ -398,6 +400,7 @@ def _forward_shared(
     scale: tl.float64,
     ignore: tl.int64,
     z: tl.float64,
+    first_turn: tl.int64,
     MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
@@ -420,7 +423,9 @@ def _forward_shared(
         x_ptr, mask_ptr, row, column, True, columns, stride, queries, heads, ahead,
         mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
     )  # fmt: skip
-    weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), PIECES, STEP, PTX)
+    begin_turns(shares_ptr, PIECES, 2, STEP)
+    turn = first_turn.to(tl.int32)
+    weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), turn, PIECES, STEP, PTX)
     if target_ptr is not None:
         chosen = _chosen(x_ptr, target_ptr, row, rows, columns, stride)
     for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
@@ -436,11 +441,13 @@ def _forward_shared(
             MASK_UNIT,
         )  # fmt: skip
         place = following.to(tl.int64)
-        weights_next, highest_next = _weights(scores, shares_ptr, place, PIECES, STEP, PTX)
+        weights_next, highest_next = _weights(
+            scores, shares_ptr, place, turn + 1, PIECES, STEP, PTX
+        )
         if target_ptr is not None:
             chosen_next = _chosen(x_ptr, target_ptr, following, rows, columns, stride)
         if STEP != "sums":
-            maxima, totals = heard(shares_ptr, start, float("-inf"), PIECES, 2, STEP)
+            maxima, totals = heard(shares_ptr, start, turn, float("-inf"), PIECES, 2, STEP)
             most = to_take_off(tl.max(maxima, axis=0))
             total = tl.sum(totals * _exp(maxima - most, PTX), axis=0)
             # Nothing where this piece has nothing visible.
@@ -468,6 +475,7 @@ def _forward_shared(
                     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=again)
                 chosen = chosen_next
         weights, highest = weights_next, highest_next
+        turn += 1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -551,8 +559,10 @@ def _backward_rows(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["rows", "columns", "dy_stride", "y_stride", "queries", "ahead", "scale"]
-)
+    do_not_specialize=[
+        "rows", "columns", "dy_stride", "y_stride", "queries", "ahead", "scale", "first_turn",
+    ]
+)  # fmt: skip
 def _backward_shared(
     dy_ptr: tl.tensor,
     y_ptr: tl.tensor,
@@ -565,6 +575,7 @@ def _backward_shared(
     queries: tl.int32,
     ahead: tl.int32,
     scale: tl.float64,
+    first_turn: tl.int64,
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
@@ -581,6 +592,8 @@ def _backward_shared(
     y_stride = y_stride * UNIT
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     groups = tl.num_programs(1)
+    begin_turns(shares_ptr, PIECES, 1, STEP)
+    turn = first_turn.to(tl.int32)
     row = tl.program_id(1)  # there are no more groups than rows
     start = row.to(tl.int64)
     bound = _bound(row, columns, queries, ahead, CAUSAL)
@@ -588,7 +601,7 @@ def _backward_shared(
     dy = _loaded(dy_ptr, start * dy_stride, column, True, columns, bound, CAUSAL, EXACT)
     if STEP != "rest":
         along = tl.sum(y.to(ACC) * dy.to(ACC), axis=0)
-        tell(shares_ptr, start, along, along, PIECES, 1, STEP)
+        tell(shares_ptr, start, turn, along, along, PIECES, 1, STEP)
     for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         start = tl.full((), index, tl.int64)
         row = tl.full((), index, tl.int32) + groups
@@ -601,15 +614,16 @@ def _backward_shared(
         )
         if STEP != "rest":
             along = tl.sum(y_next.to(ACC) * dy_next.to(ACC), axis=0)
-            tell(shares_ptr, following, along, along, PIECES, 1, STEP)
+            tell(shares_ptr, following, turn + 1, along, along, PIECES, 1, STEP)
         if STEP != "sums":
-            products, _ = heard(shares_ptr, start, 0, PIECES, 1, STEP)
+            products, _ = heard(shares_ptr, start, turn, 0, PIECES, 1, STEP)
             along = tl.sum(products, axis=0)
             dx = y.to(ACC) * (dy.to(ACC) - along) * tl.full((), scale, ACC) + 0.0
             out = dx_ptr + start * columns + column
             inside = within(column, columns, EXACT)
             tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         y, dy = as_stored(y_next, PTX), as_stored(dy_next, PTX)
+        turn += 1
 
 
 # -------------------------------------------------------------------------------- plans

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from transformer_engine_fl.backends._driver import (
     bind_context,
     call,
 )
+from transformer_engine_fl.backends._words import telling, words_of
 from transformer_engine_fl.backends.vendor.cuda._compile import (
     Specialisation,
     architecture,
@@ -113,12 +114,16 @@ class Kernel(Function):
             with torch.cuda.device(self.device):
                 return self.launch(blocks, rows_of_blocks, *values)
         if _repeats.active is not None:
-            told = map(_told, self._geometry.arguments, values)
-            _repeats.note(self, blocks, rows_of_blocks, *told)
+            _repeats.note(self, blocks, rows_of_blocks, *self._told(values))
         try:
             return self.start(blocks, rows_of_blocks, *values)
         except struct.error as error:
             raise NotSupportedError(f"{self.name}: a size is too large: {error}") from error
+
+    def _told(self, values: tuple[Any, ...]) -> Iterator[Any]:
+        """What a watch is told of them."""
+        for kind, value in zip(self._geometry.arguments, values, strict=False):
+            yield _repeats.Address(value) if kind == "P" else value
 
     def statements(
         self, name: Callable[[Any], str], blocks: int, rows_of_blocks: int, *values: Any
@@ -163,8 +168,36 @@ class Kernel(Function):
             return count.value * limits(self.device).multiprocessors // geometry.together
 
 
-def _told(kind: str, value: Any) -> Any:
-    return _repeats.Address(value) if kind == "P" else value
+class TellingKernel(Kernel):
+    """A kernel whose blocks are no cluster, but wait for words that others leave in memory.
+
+    Its last two parameters are the first turn and the words (``backends/_words.py``). In their
+    place ``launch`` takes how many turns a block takes, at most.
+    """
+
+    __slots__ = ("_words",)
+
+    def __init__(self, name: str, device: int, code: bytes, geometry: Geometry) -> None:
+        super().__init__(name, device, code, geometry)
+        self._words = functools.partial(words_of, torch.device("cuda", device))
+
+    def start(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
+        *others, turns = values
+        first, words = self._words(blocks, turns)
+        super().start(blocks, rows_of_blocks, *others, first, words.data_ptr())
+
+    def _told(self, values: tuple[Any, ...]) -> Iterator[Any]:
+        *others, turns = values
+        yield from super()._told(tuple(others))
+        yield turns
+
+    def statements(
+        self, name: Callable[[Any], str], blocks: int, rows_of_blocks: int, *values: Any
+    ) -> list[str]:
+        *others, turns = values
+        first, words, named, line = telling(name, self._words, blocks, turns)
+        lines = super().statements(named, blocks, rows_of_blocks, *others, first, words)
+        return [line, *lines]
 
 
 def _load_function(code: bytes, name: str) -> ctypes.c_void_p:
@@ -198,6 +231,7 @@ def load(specialisation: Specialisation, geometry: Geometry, device: int) -> Ker
             if kernel is None:
                 found = limits(device)
                 code = cubin(specialisation, architecture(found.major, found.minor))
-                kernel = Kernel(specialisation.kernel, device, code, geometry)
+                kind = TellingKernel if geometry.together > 1 else Kernel
+                kernel = kind(specialisation.kernel, device, code, geometry)
                 _kernels[key] = kernel
     return kernel

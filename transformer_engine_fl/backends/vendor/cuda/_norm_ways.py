@@ -58,21 +58,25 @@ WAITING: Final = (
     Waiting(False, range(3585, 4097), (256, 1), 2, 3),
     Waiting(False, range(7169, 8193), (512, 1), 2, 4),
     Waiting(False, range(8193, 12289), (256, 1), 8, 5),
+    Waiting(False, range(12289, 14337), (512, 1), 4, 4),
+    Waiting(False, range(16384, 16385), (256, 1), 8, 4),
     Waiting(False, range(16385, 20481), (512, 1), 8, 2),
     Waiting(False, range(20481, 24577), (256, 1), 16, 3),
-    Waiting(False, range(24577, 28673), (256, 1), 16, 2),
+    Waiting(False, range(24577, 28673), (256, 1), 16, 3),
     Waiting(False, range(28673, 32769), (512, 1), 8, 2),
     Waiting(False, range(32769, 40961), (512, 1), 16, 2),
     Waiting(False, range(40961, 65537), (256, 2), 16, 3),
     Waiting(False, range(65537, 131073), (256, 4), 16, 3),
     Waiting(True, range(897, 1025), (64, 1), 2, 24),
     Waiting(True, range(1025, 2049), (64, 1), 4, 20),
-    Waiting(True, range(4097, 8192), (128, 1), 8, 8),
-    Waiting(True, range(8193, 16385), (256, 1), 8, 5),
-    Waiting(True, range(16385, 20481), (256, 1), 16, 4),
-    Waiting(True, range(20481, 24577), (256, 1), 16, 3),
-    Waiting(True, range(24577, 28673), (512, 1), 8, 2),
-    Waiting(True, range(28673, 32769), (256, 2), 8, 4),
+    Waiting(True, range(4097, 6145), (128, 1), 8, 8),
+    Waiting(True, range(7168, 7169), (128, 1), 8, 8),
+    Waiting(True, range(6145, 8192), (256, 1), 4, 6),
+    Waiting(True, range(8193, 14337), (256, 1), 8, 5),
+    Waiting(True, range(18432, 18433), (256, 1), 9, 4),
+    Waiting(True, range(22528, 22529), (256, 1), 11, 3),
+    Waiting(True, range(26624, 26625), (256, 1), 13, 3),
+    Waiting(True, range(14337, 32769), (512, 1), 8, 3),
     Waiting(True, range(32769, 40961), (512, 1), 16, 2),
     Waiting(True, range(40961, 65537), (256, 2), 16, 3, unfilled=True),
     Waiting(True, range(65537, 131073), (256, 4), 16, 3, unfilled=True),
@@ -179,21 +183,20 @@ BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], tuple[Piece, ...]]] = {
 }
 MOST_PIECES: Final = 128
 """Of those, each lane of a warp hears four."""
+FILLED: Final = range(20480, 28672, 2048)
 # Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows
 # are, and the piece. Rows of layer norms must fill a power of two of blocks.
 FORWARD_PIECES: Final[dict[tuple[bool, bool], tuple[tuple[range, Piece], ...]]] = {
     (False, False): (
-        (range(32769, 131073), Piece(32, 8, 12, 4)),
+        # Those between that fill the vectors of 256 threads wait.
+        *((range(width + 1, width + 2048), Piece(32, 8, 12, 4)) for width in FILLED),
+        (range(28673, 131073), Piece(32, 8, 12, 4)),
         (range(131073, 262145), Piece(128, 8, 3)),
     ),
-    (False, True): (
-        (range(32769, 65537), Piece(128, 2, 4)),
-        (range(65537, 262145), Piece(32, 8, 8)),
-    ),
+    (False, True): ((range(32769, 262145), Piece(32, 8, 8)),),
     (True, False): (
-        (range(32768, 65537), Piece(32, 8, 12, 2, holds=False)),
-        (range(65537, 131073), Piece(128, 8, 3, 2, holds=False)),
-        (range(131073, 262145), Piece(32, 8, 12, 2, holds=False)),
+        (range(32769, 65537), Piece(32, 8, 12, 2, holds=False)),
+        (range(65537, 262145), Piece(128, 8, 3, 2, holds=False)),
     ),
 }
 TOLD_THROUGH_MEMORY: Final = 2

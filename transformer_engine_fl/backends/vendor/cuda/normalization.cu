@@ -664,14 +664,15 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                    const TW* __restrict__ gamma, const TB* __restrict__ beta,
                    TY* __restrict__ y, TX* __restrict__ sum, A* __restrict__ mu,
                    A* __restrict__ rsigma, long long rows, long long x_stride,
-                   long long residual_stride, int columns, A share, A eps, void* words) {
+                   long long residual_stride, int columns, A share, A eps,
+                   unsigned long long first_turn, TurnWord* words) {
   static_assert(ROWS == 1 && CAST == 0 && (!CENTRED || FULL && !ADDED), "nothing else gained");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = blockIdx.x % CLUSTER;
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
-  Statistics<kThroughMemory> over_row(words, group, groups);
+  Statistics<kThroughMemory> over_row(words, static_cast<unsigned>(first_turn), group);
 
   const int before = rank * VECS * Row::kApart;  // columns of the blocks before this one
   auto first_column = [&](int v) { return before + Row::first_column(v, 0); };
@@ -951,11 +952,11 @@ __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target
 #ifdef KERNEL_backward
 
 #if TOLD == 2
-#define WORDS_PARAMETER , void *words
-#define WORDS(first, step) (words, first, step)
+#define WORDS_PARAMETERS , unsigned long long first_turn, TurnWord *words
+#define WORDS(group) (words, static_cast<unsigned>(first_turn), group)
 #else
-#define WORDS_PARAMETER
-#define WORDS(first, step)
+#define WORDS_PARAMETERS
+#define WORDS(group)
 #endif
 
 // A persistent grid: each group of blocks takes every so-many-th row, keeps the
@@ -966,7 +967,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const TADD* __restrict__ add,
              const A* __restrict__ mu, const A* __restrict__ rsigma, const TW* __restrict__ gamma,
              TX* __restrict__ dx, A* __restrict__ partial, long long rows, long long dy_stride,
-             long long x_stride, long long add_stride, int columns, A share WORDS_PARAMETER) {
+             long long x_stride, long long add_stride, int columns, A share WORDS_PARAMETERS) {
   using Kept = Operands<ADDED && !LATE_ADD>;
   constexpr int kStageBytes = Kept::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
@@ -975,7 +976,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
   const long long step = static_cast<long long>(groups) * ROWS;
-  RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group, groups);
+  RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group);
 
   long long stride = min(x_stride, dy_stride);
   if constexpr (ADDED && !LATE_ADD) stride = min(stride, add_stride);

@@ -690,7 +690,7 @@ def forward_source(
     if through_memory and (found := key.pieces(device)):
         tile, piece, shared = found
         geometry = _launch.Geometry(
-            tile.threads, arguments + "P", shared, carveout=100, together=tile.cluster
+            tile.threads, arguments + "PP", shared, carveout=100, together=tile.cluster
         )
         main = {**defines, **tile.defines(key.columns)}
         main |= {"STAGES": piece.stages, "HOLD_GAMMA": int(piece.holds)}
@@ -733,7 +733,7 @@ def forward_source(
 class Forward:
     """A forward's kernel on a device."""
 
-    __slots__ = ("_resident", "cluster", "kernel", "rows", "share", "words")
+    __slots__ = ("_resident", "cluster", "kernel", "rows", "share", "tells")
 
     def __init__(self, key: ForwardKey, device: int) -> None:
         for way in WAYS:
@@ -742,8 +742,7 @@ class Forward:
             )
             if runs_clusters(source, geometry, device):
                 break
-        # Words of 4 bytes of a row, by which blocks exchange its sums.
-        self.words = geometry.together * key.sums if geometry.together > 1 else 0
+        self.tells = geometry.together > 1
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
         self._resident = 0
@@ -764,7 +763,9 @@ class Forward:
 
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments up to mu and rsigma, then the rest."""
-        self.kernel.launch(self._groups(rows) * self.cluster, 1, *values)
+        groups = self._groups(rows)
+        turns = (-(-rows // groups),) if self.tells else ()
+        self.kernel.launch(groups * self.cluster, 1, *values, *turns)
 
 
 def forward_of(key: ForwardKey, device: int) -> Forward:
@@ -806,7 +807,7 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
         "HOLD_GAMMA": 1,
     }
     source, geometry = _planned("backward", key, tile, shared, own)
-    arguments = geometry.arguments + "P"
+    arguments = geometry.arguments + "PP"
     return (source, replace(geometry, cluster=1, together=tile.cluster, arguments=arguments)), tile
 
 
@@ -929,7 +930,7 @@ class Backward:
         "_total",
         "_vec",
         "_wide_blocks",
-        "words",
+        "tells",
     )
 
     def __init__(self, key: BackwardKey, device: int) -> None:
@@ -938,8 +939,7 @@ class Backward:
             sources, self._tile = backward_sources(key, limits, *way)
             if runs_clusters(*sources[0], device):
                 break
-        # Words of 4 bytes of a row, by which blocks exchange its sums.
-        self.words = sources[0][1].together * key.sums if sources[0][1].together > 1 else 0
+        self.tells = sources[0][1].together > 1
         self._kernels = [_launch.load(*source, device) for source in sources]
         self._total = SumOfGroups(
             key.columns, math_dtype(key.x), key.gamma, device, results=1 + key.centred
@@ -975,7 +975,6 @@ class Backward:
         rows: int,
         strides: tuple[int, int, int],
         groups: int,
-        words: int = 0,
     ) -> None:
         """Launch.
 
@@ -986,10 +985,10 @@ class Backward:
             rows: N.
             strides: elements between rows of dy, of x and of what is added.
             groups: what :meth:`groups` says.
-            words: pointer to ``rows * self.words`` words, all 0, if there are any.
         """
         columns = self._columns
         if self._tile is not None:
+            turns = (-(-rows // groups),) if self.tells else ()
             self._kernels[0].launch(
                 groups * self._blocks,
                 1,
@@ -999,7 +998,7 @@ class Backward:
                 *strides,
                 columns,
                 self._share,
-                *((words,) if self.words else ()),
+                *turns,
             )
         else:
             self._kernels[0].launch(rows, 1, *pointers, rows, *strides, columns, self._share)
@@ -1163,9 +1162,6 @@ def _forward(
     if rows:
         if type(output) is not Tensor:
             raise no_memory(op, None)
-        words = None
-        if plan.words:
-            words = torch.zeros(rows * plan.words, dtype=torch.int32, device=place)
         plan(
             rows,
             x,
@@ -1182,7 +1178,6 @@ def _forward(
             columns,
             plan.share,
             eps,
-            *(() if words is None else (words.data_ptr(),)),
         )
     return output, mu if total is None else total, rsigma
 
@@ -1300,9 +1295,6 @@ def _backward(
         groups = plan.groups(rows)
         outputs = 2 if centred else 1
         partial = empty((outputs * groups * columns,), (1,), statistics)
-        words = None
-        if plan.words:
-            words = torch.zeros(rows * plan.words, dtype=torch.int32, device=place)
         plan(
             (
                 *addresses[:2],
@@ -1317,7 +1309,6 @@ def _backward(
             rows,
             (dy_stride, x_stride, add_stride),
             groups,
-            0 if words is None else words.data_ptr(),
         )
     return dx, dgamma, dbeta
 

@@ -133,49 +133,63 @@ __device__ __forceinline__ void wait_for_predecessor() {}
 
 #endif
 
-// A word says by itself that it is there, by not being 0, so nothing else needs an order. Blocks
-// that wait for each other's words must all run at once. An exchange, whose result nothing waits
-// for, is there sooner than what is stored.
-__device__ __forceinline__ void post_word(unsigned* to, unsigned word) {
-  unsigned before;
-  asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(to), "r"(word)
-               : "memory");
+// 32 bits, and which turn they are of: so a word says by itself that it is there, and nothing else
+// needs an order. Blocks that wait for each other's words must all run at once. An exchange, whose
+// result nothing waits for, is there sooner than what is stored.
+using TurnWord = unsigned long long;
+
+__device__ __forceinline__ void post_word(TurnWord* to, unsigned turn, unsigned bits) {
+  TurnWord before;
+  asm volatile(
+      "{ .reg .b64 word;\n"
+      "  mov.b64 word, {%2, %3};\n"
+      "  atom.relaxed.gpu.global.exch.b64 %0, [%1], word; }"
+      : "=l"(before)
+      : "l"(to), "r"(bits), "r"(turn)
+      : "memory");
 }
 
-__device__ __forceinline__ void post_word(unsigned long long* to, unsigned long long word) {
-  unsigned long long before;
-  asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;"
-               : "=l"(before)
-               : "l"(to), "l"(word)
-               : "memory");
+__device__ __forceinline__ void prefetch_word(const TurnWord* word) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(word));
 }
 
-__device__ __forceinline__ unsigned look_at_word(const unsigned* from) {
-  unsigned word;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from));
-  return word;
+// K neighbouring words at once, as they are.
+template <int K>
+__device__ __forceinline__ void look_at_words(const TurnWord* from, unsigned (&bits)[K],
+                                              unsigned (&turns)[K]) {
+  if constexpr (K == 1) {
+    asm volatile(
+        "{ .reg .b64 word;\n"
+        "  ld.relaxed.gpu.global.b64 word, [%2];\n"
+        "  mov.b64 {%0, %1}, word; }"
+        : "=r"(bits[0]), "=r"(turns[0])
+        : "l"(from));
+  } else {
+    static_assert(K == 2, "16 bytes");
+    asm volatile(
+        "{ .reg .b64 one, other;\n"
+        "  ld.relaxed.gpu.global.v2.b64 {one, other}, [%4];\n"
+        "  mov.b64 {%0, %1}, one;\n"
+        "  mov.b64 {%2, %3}, other; }"
+        : "=r"(bits[0]), "=r"(turns[0]), "=r"(bits[1]), "=r"(turns[1])
+        : "l"(from));
+  }
 }
 
-__device__ __forceinline__ unsigned long long look_at_word(const unsigned long long* from) {
-  unsigned long long word;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from));
-  return word;
-}
-
-// Call from whole warps, N words for each lane: all lanes go on together, or each would find its
-// way through what follows by itself.
-template <int N, typename Word>
-__device__ __forceinline__ void wait_for_words(const Word* words, const int (&places)[N],
-                                               Word (&found)[N]) {
+// Call from whole warps, K words at N places for each lane: all lanes go on together, or each would
+// find its way through what follows by itself.
+template <int N, int K>
+__device__ __forceinline__ void wait_for_words(const TurnWord* words, const int (&places)[N],
+                                               unsigned turn, unsigned (&found)[N][K]) {
   bool there;
   do {
     there = true;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      found[i] = look_at_word(words + places[i]);
-      there = there && found[i] != 0;
+      unsigned turns[K];
+      look_at_words(words + places[i], found[i], turns);
+#pragma unroll
+      for (int k = 0; k < K; ++k) there = there && turns[k] == turn;
     }
   } while (!__all_sync(0xffffffffu, there));
 }

@@ -1,7 +1,8 @@
 // Sums over all threads that share a row whose blocks form no cluster.
 //
 // Any number of blocks may share a row, on whichever multiprocessors: each leaves its sums in
-// global memory, in a word for that row. They must all run at once, so the launch is a
+// global memory, each in a word that also says which turn it is of, so that nobody clears words:
+// turns go on from launch to launch (backends/_words.py). They must all run at once, so the launch is a
 // cooperative one. As in row_reduction.cuh the order of operations depends on the numbers of
 // threads and blocks only, not on who comes first, and every thread gets the same bits.
 
@@ -12,48 +13,36 @@
 
 namespace te_fl {
 
-// What blocks tell each other: one sum, or two that are there together.
-template <int K>
-struct ToldIn;
-template <>
-struct ToldIn<1> {
-  using type = unsigned;
-};
-template <>
-struct ToldIn<2> {
-  using type = unsigned long long;
-};
-
-// Call from all threads of all blocks, one object for all sums of a kernel. The rows of this block
-// are `first`, `first + step` and so on, each with Blocks words, all 0 at first. Unlike in a
-// cluster, who tells of a row need not have heard of the row before.
+// Call from all threads of all blocks, one object for all sums of a kernel. Groups of Blocks blocks
+// take turns at rows, `first_turn` and those behind it, each group from the first. Unlike in a
+// cluster, who tells of a row need not have heard of the row before: but of the one before that,
+// which all had told by then, having heard the one before. So of four turns in a row nobody writes
+// the words of one that somebody still waits for.
 template <int Lanes, int Blocks, int K>
 class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   static_assert(Lanes % 32 == 0, "whole warps hear");
-  using Word = typename ToldIn<K>::type;
   static constexpr int kWarps = Lanes / 32;
-  static constexpr int kHeard = (Blocks + 31) / 32;  // words of a lane, in each warp
-  // A signalling NaN, which no sum is: what comes of arithmetic is a quiet one. So no word that
-  // is there is 0.
-  static constexpr unsigned kNoSum = 0x7f800001u;
+  static constexpr int kHeard = (Blocks + 31) / 32;  // blocks that a lane hears, in each warp
+  static constexpr unsigned kTurns = 4;              // whose words have places of their own
+  static constexpr unsigned kOfTurn = Blocks * K;
 
  public:
-  __device__ __forceinline__ RowReduction(void* words, unsigned first, unsigned step)
-      : words_(static_cast<Word*>(words)),
-        telling_(first * Blocks),
-        hearing_(first * Blocks),
-        step_(step * Blocks) {}
+  __device__ __forceinline__ RowReduction(TurnWord* words, unsigned first_turn, unsigned group)
+      : words_(words + group * (kTurns * kOfTurn)), telling_(first_turn), hearing_(first_turn) {
+    // Else whoever leaves the first ones, or hears them, would wait for memory.
+    if (threadIdx.x < kTurns) prefetch_word(words_ + (threadIdx.x * kOfTurn + own_place()));
+  }
 
   // Two halves, as those of other reductions; values are merged one by one.
   template <typename Operation>
   __device__ __forceinline__ void begin(float (&value)[K]) {
     over_block<Operation>(value);
-    if (threadIdx.x == 0) {
-      Word word = __float_as_uint(value[0]) ^ kNoSum;
-      if constexpr (K == 2) word |= Word(__float_as_uint(value[1]) ^ kNoSum) << 32;
-      post_word(words_ + (telling_ + blockIdx.x % Blocks), word);
+    if (threadIdx.x < K) {  // of the first warp, all of whose lanes have the sums
+      const float own = threadIdx.x == 0 ? value[0] : value[K - 1];
+      post_word(words_ + (telling_ % kTurns * kOfTurn + own_place() + threadIdx.x), telling_,
+                __float_as_uint(own));
     }
-    telling_ += step_;
+    ++telling_;
   }
 
   template <typename Operation>
@@ -63,20 +52,20 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     constexpr bool kAll = kAgain || Blocks % 32 == 0;
     static_assert(kAll || kKeeps<Operation, K>, "nothing for what 32 lanes have more");
     const int lane = threadIdx.x % 32;
-    int blocks[kHeard];
+    int places[kHeard];
 #pragma unroll
     for (int i = 0; i < kHeard; ++i) {
-      blocks[i] = kAgain ? lane % Blocks : least(lane + i * 32, Blocks - 1);
+      places[i] = (kAgain ? lane % Blocks : least(lane + i * 32, Blocks - 1)) * K;
     }
-    Word found[kHeard];
-    wait_for_words(words_ + hearing_, blocks, found);
-    hearing_ += step_;
+    unsigned found[kHeard][K];
+    wait_for_words(words_ + hearing_ % kTurns * kOfTurn, places, hearing_, found);
+    ++hearing_;
     float heard[kHeard][K];
 #pragma unroll
     for (int i = 0; i < kHeard; ++i) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        const float told = __uint_as_float(static_cast<unsigned>(found[i] >> k * 32) ^ kNoSum);
+        const float told = __uint_as_float(found[i][k]);
         const bool there = kAll || lane + i * 32 < Blocks;
         heard[i][k] = there ? told : Operation::template nothing<float>();
       }
@@ -86,6 +75,8 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   }
 
  private:
+  static __device__ __forceinline__ unsigned own_place() { return blockIdx.x % Blocks * K; }
+
   // Over the threads of a block; the first warp gets the result. One of two sets of slots in turn:
   // who writes one again has passed the barrier of the other.
   template <typename Operation>
@@ -125,8 +116,8 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     }
   }
 
-  Word* words_;
-  unsigned telling_, hearing_, step_;
+  TurnWord* words_;
+  unsigned telling_, hearing_;
   int turn_ = 0;
 };
 

@@ -1,0 +1,115 @@
+"""The memory in which programs that share a row, and run at once, tell each other its sums.
+
+A word is 8 bytes: a sum of 4, and in the upper half the turn that it is of. So it says by itself
+that it is there, and nobody clears words for a launch: each gets turns that none before it had.
+They are those of one stream, where one launch has ended before the next begins. What becomes part
+of a CUDA graph may run beside anything, and again: it has memory of its own there, which the graph
+clears.
+
+A group of programs takes turns at its rows, and nobody tells of a turn before it has heard the one
+before the last. All have told that one by then, and so have heard the one two before it: of
+:data:`TURNS` in a row nobody writes a word that somebody still waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from transformer_engine_fl.backends._memory import is_captured
+from transformer_engine_fl.backends._repeats import Address
+from transformer_engine_fl.core.locks import ForkSafeLock
+
+__all__ = ["TURNS", "telling", "words_of"]
+
+TURNS: Final = 4
+"""Turns whose words have places of their own."""
+SUMS: Final = 2
+"""Of a turn, that a program tells, at most."""
+FEWEST: Final = 2**15
+"""Words of a stream at first; more than the programs of most devices need."""
+MOST_TURNS: Final = 2**32 - 1
+"""The last turn that a word can be of."""
+
+
+@dataclass(slots=True)
+class _Words:
+    """Those of a stream, and the first turn that nobody has had."""
+
+    memory: Tensor
+    turn: int = 1
+
+
+_of_streams: dict[tuple[torch.device, int], _Words] = {}
+_lock = ForkSafeLock()
+
+
+def words_of(device: torch.device, programs: int, turns: int) -> tuple[int, Tensor]:
+    """Words for a launch on the current stream of a device.
+
+    Args:
+        device: where the kernel runs; the CPU for one that is emulated.
+        programs: of its grid, all of which tell.
+        turns: that each of them tells of, at most.
+
+    Returns:
+        The number of the first turn, and the words, 8 bytes each: those of a group follow each
+        other, of TURNS turns, of its programs, of each one's sums.
+    """
+    count = programs * TURNS * SUMS
+    stream = _stream(device)
+    if stream is None:
+        return 1, _zeros(count, device)
+    key = device, stream
+    with _lock:
+        words = _of_streams.get(key)
+        if words is None or words.memory.numel() < count or words.turn + turns > MOST_TURNS:
+            # What was there goes back to torch, which lends it to this stream alone.
+            words = _of_streams[key] = _Words(_zeros(max(count, FEWEST), device))
+        first = words.turn
+        words.turn += turns
+        return first, words.memory
+
+
+def _stream(device: torch.device) -> int | None:
+    """The current one, as a number; None if what it is given becomes part of a graph."""
+    if device.type != "cuda":
+        return 0
+    if torch._C._cuda_getDevice() == device.index:
+        captured = torch._C._cuda_isCurrentStreamCapturing()
+    else:
+        captured = is_captured(device)
+    return None if captured else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=device)
+
+
+def telling(
+    name: Callable[[Any], str], words: Callable[[int, int], tuple[int, Tensor]], *asked: int
+) -> tuple[Address, Address, Callable[[Any], str], str]:
+    """How a launch that tells is written into what repeats it, see ``_repeats.note``.
+
+    Args:
+        name: how a value is written there.
+        words: gives the first turn and the words.
+        asked: what it is called with.
+
+    Returns:
+        What stands for the first turn and the words' address among the launch's arguments, how
+        values are written then, and the line before the launch.
+    """
+    first, address = Address(16), Address(32)  # as if they were aligned
+
+    def named(value: Any) -> str:
+        if value is first:
+            return "_its_first"
+        return "_its_words.data_ptr()" if value is address else name(value)
+
+    numbers = ", ".join(map(name, asked))
+    return first, address, named, f"_its_first, _its_words = {name(words)}({numbers})"
