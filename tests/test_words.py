@@ -66,7 +66,7 @@ def test_turns_begin_again_on_cleared_words_when_no_word_could_hold_the_next() -
     words.fill_(5)
     first, same = _words.words_of(CPU, 4, 5)
     assert (first, same) == (_words.MOST_TURNS - 9, words)
-    assert first + 5 <= 2**32
+    assert first + 5 <= 2**31
     first, other = _words.words_of(CPU, 4, 6)
     assert first == 1
     assert other is not words

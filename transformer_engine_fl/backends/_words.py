@@ -32,8 +32,8 @@ SUMS: Final = 2
 """Of a turn, that a program tells, at most."""
 FEWEST: Final = 2**15
 """Words of a stream at first; more than the programs of most devices need."""
-MOST_TURNS: Final = 2**32 - 1
-"""The last turn that a word can be of."""
+MOST_TURNS: Final = 2**31 - 1
+"""The last turn that a word may be of: what numbers them may be signed."""
 
 
 @dataclass(slots=True)
