@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from transformer_engine_fl.backends import _words
+from transformer_engine_fl.backends.vendor.cuda import _compile
 
 CPU = torch.device("cpu")
 
@@ -71,3 +74,50 @@ def test_turns_begin_again_on_cleared_words_when_no_word_could_hold_the_next() -
     assert first == 1
     assert other is not words
     assert not other.any()
+
+
+def test_words_are_no_transforms_and_no_modes() -> None:
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        _words.words_of(CPU, 4, 1)
+        return x.sum()
+
+    torch.func.grad(gradient)(torch.ones(3))
+    _, words = _words.words_of(CPU, 4, 1)
+    assert words.data_ptr()
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(words)
+
+
+@pytest.mark.parametrize(
+    ("current", "captured", "raw", "found"),
+    [(1, False, 77, 77), (1, True, 77, None), (0, False, 77, 77), (0, True, 77, None)],
+)
+def test_which_stream_has_words_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, current: int, captured: bool, raw: int, found: int | None
+) -> None:
+    capturing = {current: None, 1: captured}  # asked of another device, it says nothing of this one
+    for name, function in (
+        ("_cuda_getDevice", lambda: current),
+        ("_cuda_isCurrentStreamCapturing", lambda: capturing[current]),
+        ("_cuda_getCurrentRawStream", lambda index: raw + index - 1),
+    ):
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    monkeypatch.setattr(_words, "is_captured", lambda device: captured)
+    assert _words._stream(torch.device("cuda", 1)) == found
+
+
+def test_streams_that_are_others_in_each_thread_keep_no_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, function in (
+        ("_cuda_getDevice", lambda: 0),
+        ("_cuda_isCurrentStreamCapturing", lambda: False),
+        ("_cuda_getCurrentRawStream", lambda index: _words._PER_THREAD),
+    ):
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    assert _words._stream(torch.device("cuda", 0)) is None
+
+
+def test_kernels_have_as_many_turns_as_the_host_lets_share_a_place() -> None:
+    text = (_compile.FOLDER / "include" / "row_words.cuh").read_text()
+    (turns,) = re.findall(r"kTurns = (\d+);", text)
+    assert int(turns) == _words.TURNS

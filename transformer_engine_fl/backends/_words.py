@@ -14,11 +14,13 @@ before the last. All have told that one by then, and so have heard the one two b
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from transformer_engine_fl.backends._memory import is_captured
 from transformer_engine_fl.backends._repeats import Address
@@ -34,6 +36,10 @@ FEWEST: Final = 2**15
 """Words of a stream at first; more than the programs of most devices need."""
 MOST_TURNS: Final = 2**31 - 1
 """The last turn that a word may be of: what numbers them may be signed."""
+
+
+_PER_THREAD: Final = 2
+"""The driver's number of a stream that is another one in each thread."""
 
 
 @dataclass(slots=True)
@@ -63,27 +69,50 @@ def words_of(device: torch.device, programs: int, turns: int) -> tuple[int, Tens
     count = programs * TURNS * SUMS
     stream = _stream(device)
     if stream is None:
-        return 1, _zeros(count, device)
+        with _disable_current_modes():
+            return 1, _zeros(count, device)
     key = device, stream
     with _lock:
         words = _of_streams.get(key)
         if words is None or words.memory.numel() < count or words.turn + turns > MOST_TURNS:
-            # What was there goes back to torch, which lends it to this stream alone.
-            words = _of_streams[key] = _Words(_zeros(max(count, FEWEST), device))
+            if words is not None and device.type == "cuda":
+                words.memory.record_stream(torch.cuda.current_stream(device))
+            words = _of_streams[key] = _Words(_kept(max(count, FEWEST), device))
         first = words.turn
         words.turn += turns
         return first, words.memory
 
 
 def _stream(device: torch.device) -> int | None:
-    """The current one, as a number; None if what it is given becomes part of a graph."""
+    """The current one, as a number; None for one that keeps no words: what it is given becomes part
+    of a graph, or its number is not its own.
+    """
     if device.type != "cuda":
         return 0
     if torch._C._cuda_getDevice() == device.index:
         captured = torch._C._cuda_isCurrentStreamCapturing()
     else:
         captured = is_captured(device)
-    return None if captured else torch._C._cuda_getCurrentRawStream(device.index)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return None if captured or stream == _PER_THREAD else stream
+
+
+def _kept(count: int, device: torch.device) -> Tensor:
+    """Zeros for good: neither a mode nor a transform of this thread has made them, and no pool that
+    it, or its stream, allocates from just now has them, as that of a graph which is yet to come.
+    """
+
+    def on_stream_of_its_own() -> tuple[Tensor, torch.cuda.Event]:
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side):
+            return _zeros(count, device), side.record_event()
+
+    with ThreadPoolExecutor(1) as helper:
+        if device.type != "cuda":
+            return helper.submit(_zeros, count, device).result()
+        words, ready = helper.submit(on_stream_of_its_own).result()
+    torch.cuda.current_stream(device).wait_event(ready)
+    return words
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:

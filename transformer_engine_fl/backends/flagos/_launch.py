@@ -680,9 +680,9 @@ class TellingLaunch(Launch):
         numbers: tuple[Any, ...],
     ) -> None:
         noted = _repeats.active is not None and _repeats.note(self, grid, tensors, numbers)
+        *others, turns = numbers
+        first, words = self._words(grid[0] * grid[1], turns)
         with _disable_current_modes() if noted else contextlib.nullcontext():
-            *others, turns = numbers
-            first, words = self._words(grid[0] * grid[1], turns)
             start = self._start if noted else super().__call__
             start(grid, (*tensors, words), (*others, first))
 

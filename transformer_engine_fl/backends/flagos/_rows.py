@@ -322,12 +322,13 @@ def by_lane(x: tl.tensor, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tenso
 # written and read whole, so nothing else needs an order. The first turn is a program's first row's.
 
 _TURNS = tl.constexpr(TURNS)
+assert TURNS & (TURNS - 1) == 0, "a power of two"
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place_of(turn: tl.tensor, piece: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """Which of its group's turns a piece's words are of."""
-    return (tl.program_id(1) * _TURNS + turn % _TURNS) * PIECES + piece
+    """Where a piece's words of a turn are, which has SUMS at each place."""
+    return (tl.program_id(1) * _TURNS + (turn & (_TURNS - 1))) * PIECES + piece
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -679,7 +680,7 @@ class SharedRows:
     def __call__(
         self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
     ) -> None:
-        """Start the kernel: ``tensors`` is all but the shares."""
+        """Start the kernel: ``tensors`` is all but the shares, ``numbers`` but the first turn."""
         groups = self.groups(rows)
         # Each group goes one row beyond its last, of which nothing comes.
         if self._make_shares is None:

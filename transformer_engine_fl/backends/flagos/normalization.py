@@ -661,9 +661,9 @@ _FORWARD_ADD = cut_choice(
     | {
         4096: Cut(threads=128, width=2048),
         8192: Cut(threads=512, width=8192, resident=2),
-        16384: Cut(threads=64, width=4096, programs=4, shared=True),
         65536: Cut(threads=32, width=1024, programs=12, shared=True),
         131072: Cut(threads=32, width=1024, programs=16, shared=True),
+        163840: Cut(threads=64, width=4096, programs=4, shared=True),
         262144: Cut(threads=32, width=2048, programs=8, shared=True),
         _ANY: Cut(threads=64, width=4096, programs=4, shared=True),
     },

@@ -34,7 +34,7 @@ from transformer_engine_fl.backends.vendor.cuda._compile import (
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
-__all__ = ["Geometry", "Kernel", "LaunchError", "Limits", "limits", "load"]
+__all__ = ["Geometry", "Kernel", "LaunchError", "Limits", "TellingKernel", "limits", "load"]
 
 
 @dataclass(frozen=True, slots=True)

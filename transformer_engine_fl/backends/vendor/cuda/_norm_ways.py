@@ -53,7 +53,7 @@ class Waiting(NamedTuple):
 
 
 # Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
-# 262,144 columns, and with 1,024 to 2,048, 4,096 and 8,192 (docs/cuda-kernels.md).
+# 262,144 columns, with 1,024 to 2,048, 4,096 and 8,192, and with 50 since (docs/cuda-kernels.md).
 WAITING: Final = (
     Waiting(False, range(3585, 4097), (256, 1), 2, 3),
     Waiting(False, range(7169, 8193), (512, 1), 2, 4),
@@ -183,13 +183,13 @@ BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], tuple[Piece, ...]]] = {
 }
 MOST_PIECES: Final = 128
 """Of those, each lane of a warp hears four."""
-FILLED: Final = range(20480, 28672, 2048)
+_FILLED: Final = range(20480, 28672, 2048)
 # Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows
 # are, and the piece. Rows of layer norms must fill a power of two of blocks.
 FORWARD_PIECES: Final[dict[tuple[bool, bool], tuple[tuple[range, Piece], ...]]] = {
     (False, False): (
         # Those between that fill the vectors of 256 threads wait.
-        *((range(width + 1, width + 2048), Piece(32, 8, 12, 4)) for width in FILLED),
+        *((range(width + 1, width + 2048), Piece(32, 8, 12, 4)) for width in _FILLED),
         (range(28673, 131073), Piece(32, 8, 12, 4)),
         (range(131073, 262145), Piece(128, 8, 3)),
     ),

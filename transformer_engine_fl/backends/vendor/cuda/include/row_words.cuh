@@ -2,8 +2,8 @@
 //
 // Any number of blocks may share a row, on whichever multiprocessors: each leaves its sums in
 // global memory, each in a word that also says which turn it is of, so that nobody clears words:
-// turns go on from launch to launch (backends/_words.py). They must all run at once, so the launch is a
-// cooperative one. As in row_reduction.cuh the order of operations depends on the numbers of
+// turns go on from launch to launch (backends/_words.py). They must all run at once, so the launch
+// is a cooperative one. As in row_reduction.cuh the order of operations depends on the numbers of
 // threads and blocks only, not on who comes first, and every thread gets the same bits.
 
 #pragma once
@@ -15,9 +15,9 @@ namespace te_fl {
 
 // Call from all threads of all blocks, one object for all sums of a kernel. Groups of Blocks blocks
 // take turns at rows, `first_turn` and those behind it, each group from the first. Unlike in a
-// cluster, who tells of a row need not have heard of the row before: but of the one before that,
-// which all had told by then, having heard the one before. So of four turns in a row nobody writes
-// the words of one that somebody still waits for.
+// cluster, who tells of a row need not have heard of the row before, but of the one before that.
+// All had told of that one by then, and so had heard the one two before it: of four turns in a row
+// nobody writes the words of one that somebody still waits for.
 template <int Lanes, int Blocks, int K>
 class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   static_assert(Lanes % 32 == 0, "whole warps hear");
