@@ -33,6 +33,8 @@ inline void wait_for(unsigned long long* counter, unsigned turn) {
 
 using TurnWord = unsigned long long;
 
+inline unsigned block_again() { return blockIdx.x; }
+
 inline void prefetch_word(const TurnWord*) {}
 
 inline void post_word(TurnWord* to, unsigned turn, unsigned bits) {

@@ -149,6 +149,13 @@ __device__ __forceinline__ void post_word(TurnWord* to, unsigned turn, unsigned 
       : "memory");
 }
 
+// The block's number, asked for anew: no register holds it, or what comes of it, meanwhile.
+__device__ __forceinline__ unsigned block_again() {
+  unsigned block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
 __device__ __forceinline__ void prefetch_word(const TurnWord* word) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(word));
 }

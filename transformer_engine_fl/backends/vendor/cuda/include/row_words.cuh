@@ -75,7 +75,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   }
 
  private:
-  static __device__ __forceinline__ unsigned own_place() { return blockIdx.x % Blocks * K; }
+  static __device__ __forceinline__ unsigned own_place() { return block_again() % Blocks * K; }
 
   // Over the threads of a block; the first warp gets the result. One of two sets of slots in turn:
   // who writes one again has passed the barrier of the other.
