@@ -302,11 +302,14 @@ class Kernel:
         """Run the kernel."""
         geometry = self._geometry
         tells = geometry.together > 1
-        others, turns = (values[:-1], values[-1:]) if tells else (values, ())
+        kinds = geometry.arguments
+        others, turns = values, ()
+        if tells:  # as _launch.TellingKernel is called
+            kinds, others, turns = kinds[:-2], values[:-1], values[-1:]
         if _repeats.active is not None:
             told = (
                 _repeats.Address(value) if kind == "P" else value
-                for kind, value in zip(geometry.arguments, others, strict=not tells)
+                for kind, value in zip(kinds, others, strict=True)
             )
             _repeats.note(self.launch, blocks, rows_of_blocks, *told, *turns)
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
@@ -315,7 +318,7 @@ class Kernel:
             rows_of_blocks > 1 or blocks > self.resident_groups() * geometry.together
         ):
             raise EmulationError(f"{self}: {blocks} blocks do not run at once")
-        if tells:  # as _launch.TellingKernel does
+        if tells:
             first, words = words_of(torch.device("cpu"), blocks, *turns)
             values = (*others, first, words.data_ptr())
         # As a launch on a device packs them: refuses what does not fit.

@@ -26,7 +26,7 @@ from transformer_engine_fl.backends._memory import is_captured
 from transformer_engine_fl.backends._repeats import Address
 from transformer_engine_fl.core.locks import ForkSafeLock
 
-__all__ = ["TURNS", "telling", "words_of"]
+__all__ = ["FIRST_TURN", "TURNS", "WORDS", "telling", "words_of"]
 
 TURNS: Final = 4
 """Turns whose words have places of their own."""
@@ -36,7 +36,10 @@ FEWEST: Final = 2**15
 """Words of a stream at first; more than the programs of most devices need."""
 MOST_TURNS: Final = 2**31 - 1
 """The last turn that a word may be of: what numbers them may be signed."""
-
+FIRST_TURN: Final = Address(16)
+"""Stands for the first turn of a launch that is repeated."""
+WORDS: Final = Address(32)
+"""Stands for the address of its words, as aligned as theirs."""
 
 _PER_THREAD: Final = 2
 """The driver's number of a stream that is another one in each thread."""
@@ -121,7 +124,7 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 def telling(
     name: Callable[[Any], str], words: Callable[[int, int], tuple[int, Tensor]], *asked: int
-) -> tuple[Address, Address, Callable[[Any], str], str]:
+) -> tuple[Callable[[Any], str], str]:
     """How a launch that tells is written into what repeats it, see ``_repeats.note``.
 
     Args:
@@ -130,15 +133,14 @@ def telling(
         asked: what it is called with.
 
     Returns:
-        What stands for the first turn and the words' address among the launch's arguments, how
-        values are written then, and the line before the launch.
+        How values are written then, :data:`FIRST_TURN` and :data:`WORDS` among them, and the line
+        before the launch.
     """
-    first, address = Address(16), Address(32)  # as if they were aligned
 
     def named(value: Any) -> str:
-        if value is first:
+        if value is FIRST_TURN:
             return "_its_first"
-        return "_its_words.data_ptr()" if value is address else name(value)
+        return "_its_words.data_ptr()" if value is WORDS else name(value)
 
     numbers = ", ".join(map(name, asked))
-    return first, address, named, f"_its_first, _its_words = {name(words)}({numbers})"
+    return named, f"_its_first, _its_words = {name(words)}({numbers})"

@@ -37,7 +37,7 @@ from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._allocation import quickest
 from transformer_engine_fl.backends._arguments import extent
 from transformer_engine_fl.backends._driver import Function, Geometry, is_there
-from transformer_engine_fl.backends._words import telling, words_of
+from transformer_engine_fl.backends._words import FIRST_TURN, WORDS, telling, words_of
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
 
@@ -694,9 +694,9 @@ class TellingLaunch(Launch):
         numbers: tuple[Any, ...],
     ) -> list[str]:
         *others, turns = numbers
-        first, words, named, line = telling(name, self._words, grid[0] * grid[1], turns)
-        pointers = [*map(_repeats.Address, _pointers(tensors)), words]
-        return [line, *self._repeated(named, grid, pointers, (*others, first))]
+        named, line = telling(name, self._words, grid[0] * grid[1], turns)
+        pointers = [*map(_repeats.Address, _pointers(tensors)), WORDS]
+        return [line, *self._repeated(named, grid, pointers, (*others, FIRST_TURN))]
 
 
 @contextlib.contextmanager

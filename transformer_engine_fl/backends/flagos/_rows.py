@@ -429,26 +429,15 @@ def _words(place: tl.tensor, turn: tl.tensor, SUMS: tl.constexpr) -> tuple[tl.te
     its way through what follows by itself, with more registers for it.
     """
     WORDS: tl.constexpr = _words_of_lane(place.shape[0], tl.extra.cuda.num_warps())
-    if SUMS == 2:
-        first, second = tl.inline_asm_elementwise(
-            _wait(WORDS, 2),
-            _registers(WORDS, 2),
-            [place, turn],
-            dtype=(tl.int32, tl.int32),
-            is_pure=False,
-            pack=WORDS,
-        )
-        return first, second
-    else:
-        first = tl.inline_asm_elementwise(
-            _wait(WORDS, 1),
-            _registers(WORDS, 1),
-            [place, turn],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=WORDS,
-        )
-        return first, first
+    words = tl.inline_asm_elementwise(
+        _wait(WORDS, SUMS),
+        _registers(WORDS, SUMS),
+        [place, turn],
+        dtype=(tl.int32, tl.int32) if SUMS == 2 else (tl.int32,),
+        is_pure=False,
+        pack=WORDS,
+    )
+    return words[0], words[SUMS - 1]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -25,7 +25,7 @@ from transformer_engine_fl.backends._driver import (
     bind_context,
     call,
 )
-from transformer_engine_fl.backends._words import telling, words_of
+from transformer_engine_fl.backends._words import FIRST_TURN, WORDS, telling, words_of
 from transformer_engine_fl.backends.vendor.cuda._compile import (
     Specialisation,
     architecture,
@@ -195,8 +195,8 @@ class TellingKernel(Kernel):
         self, name: Callable[[Any], str], blocks: int, rows_of_blocks: int, *values: Any
     ) -> list[str]:
         *others, turns = values
-        first, words, named, line = telling(name, self._words, blocks, turns)
-        lines = super().statements(named, blocks, rows_of_blocks, *others, first, words)
+        named, line = telling(name, self._words, blocks, turns)
+        lines = super().statements(named, blocks, rows_of_blocks, *others, FIRST_TURN, WORDS)
         return [line, *lines]
 
 

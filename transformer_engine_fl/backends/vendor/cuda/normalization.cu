@@ -952,6 +952,7 @@ __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target
 #ifdef KERNEL_backward
 
 #if TOLD == 2
+// The turn has 64 bits: so a repeated launch writes it where it writes addresses.
 #define WORDS_PARAMETERS , unsigned long long first_turn, TurnWord *words
 #define WORDS(group) (words, static_cast<unsigned>(first_turn), group)
 #else

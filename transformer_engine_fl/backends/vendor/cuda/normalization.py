@@ -690,7 +690,7 @@ def forward_source(
     if through_memory and (found := key.pieces(device)):
         tile, piece, shared = found
         geometry = _launch.Geometry(
-            tile.threads, arguments + "PP", shared, carveout=100, together=tile.cluster
+            tile.threads, arguments + "QP", shared, carveout=100, together=tile.cluster
         )
         main = {**defines, **tile.defines(key.columns)}
         main |= {"STAGES": piece.stages, "HOLD_GAMMA": int(piece.holds)}
@@ -807,7 +807,7 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
         "HOLD_GAMMA": 1,
     }
     source, geometry = _planned("backward", key, tile, shared, own)
-    arguments = geometry.arguments + "PP"
+    arguments = geometry.arguments + "QP"
     return (source, replace(geometry, cluster=1, together=tile.cluster, arguments=arguments)), tile
 
 

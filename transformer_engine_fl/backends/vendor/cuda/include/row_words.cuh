@@ -94,17 +94,17 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
         const float other[1] = {__shfl_xor_sync(0xffffffffu, upper ? value[0] : value[1], 16)};
         Operation::merge(own, other);
         halve<Operation, 16>(own);
-        if (lane % 16 == 0) slots[turn_][upper][warp] = own[0];
+        if (lane % 16 == 0) slots[set_][upper][warp] = own[0];
       } else {
         halve<Operation, 32>(value);
         if (lane == 0) {
 #pragma unroll
-          for (int k = 0; k < K; ++k) slots[turn_][k][warp] = value[k];
+          for (int k = 0; k < K; ++k) slots[set_][k][warp] = value[k];
         }
       }
       __syncthreads();
-      const float(&set)[K][kWarps] = slots[turn_];
-      turn_ ^= 1;
+      const float(&set)[K][kWarps] = slots[set_];
+      set_ ^= 1;
       if (warp > 0) return;
       float parts[kWarps][K];
 #pragma unroll
@@ -118,7 +118,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
 
   TurnWord* words_;
   unsigned telling_, hearing_;
-  int turn_ = 0;
+  int set_ = 0;  // of slots of over_block
 };
 
 }  // namespace te_fl
