@@ -30,7 +30,7 @@ from transformer_engine_fl.backends.vendor.cuda import (
 from transformer_engine_fl.backends.vendor.cuda._arguments import vector_width
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation, architecture
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
-from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES, LARGEST_CLUSTERS
+from transformer_engine_fl.backends.vendor.cuda._tiles import COUNTER_BYTES, WAYS
 from transformer_engine_fl.core.errors import NotSupportedError
 
 COMPILED = ("sm_80", "sm_86", "sm_90", "sm_120")
@@ -80,7 +80,7 @@ def normalizations(device: Limits) -> Iterator[Plan]:
                 width = cast.recipe.width
                 if columns % 16 or (tile and width // tile.vec > 32 and tile.lanes >= 32):
                     continue  # cast by the kernels of casts
-            for way in normalization.WAYS if cast is None else normalization.WAYS[:1]:
+            for way in WAYS if cast is None else WAYS[:1]:
                 yield normalization.forward_source(key, device, *way)[:2]
         for dy, gamma, add in (
             (LOW, LOW, None),
@@ -90,7 +90,7 @@ def normalizations(device: Limits) -> Iterator[Plan]:
             (DOUBLE, DOUBLE, DOUBLE),
         ):
             both = (False, True)[: 2 - bool(add)]
-            for centred, way in itertools.product(both, normalization.WAYS):
+            for centred, way in itertools.product(both, WAYS):
                 back = normalization.BackwardKey(columns, access, x, dy, gamma, centred, False, add)
                 yield from normalization.backward_sources(back, device, *way)[0]
 
@@ -98,11 +98,11 @@ def normalizations(device: Limits) -> Iterator[Plan]:
 def softmaxes(device: Limits) -> Iterator[Plan]:
     for columns, x, dy in itertools.product(WIDTHS, DTYPES, (None, *DTYPES)):
         key = softmax.Key(columns, vector_width(columns, x.itemsize), x, dy)
-        for blocks in LARGEST_CLUSTERS:
-            yield softmax.source(key, device, blocks)[:2]
+        for way in WAYS:
+            yield softmax.source(key, device, *way)[:2]
             if dy is None and key.strewn:
                 for other in ({"causal": True}, {"mask_step": 1}, {"gradients": x}):
-                    yield softmax.source(replace(key, **other), device, blocks)[:2]
+                    yield softmax.source(replace(key, **other), device, *way)[:2]
 
 
 def routers(device: Limits) -> Iterator[Plan]:
@@ -169,6 +169,8 @@ def declared(source: Specialisation) -> int:
         return exchange(2) + (COUNTER_BYTES if macros["CLUSTER"] > 1 else 0)
     if kernel == ("softmax", "backward"):
         return exchange(1)
+    if kernel in {("softmax", "forward_pieces"), ("softmax", "backward_pieces")}:
+        return exchange(1, 1)
     if kernel == ("router", "choose"):
         return router.EXCHANGED
     if kernel == ("casting", "cast_tiles"):
@@ -210,6 +212,7 @@ def test_every_plan_is_within_the_limits_of_its_device(name: str) -> None:
     persistent = {("normalization", "forward_stream"), *IN_REGISTERS}
     if device.has_clusters and device.shared_per_block > 128 * 1024:
         persistent.add(("normalization", "forward_pieces"))
+        persistent |= {("softmax", "forward_pieces"), ("softmax", "backward_pieces")}
     assert kernels == (dynamic | persistent if device.has_clusters else dynamic)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ from against_contract import checking
 from torch import Tensor
 
 from transformer_engine_fl.backends.vendor.cuda import _launch, softmax
+from transformer_engine_fl.backends.vendor.cuda._arguments import Plans
 from transformer_engine_fl.backends.vendor.cuda._launch import Geometry, Limits
-from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK, is_strewn
+from transformer_engine_fl.backends.vendor.cuda._tiles import SHARED_PER_BLOCK, WAYS, is_strewn
 from transformer_engine_fl.core.errors import ArgumentError
 
 check = checking(softmax)
@@ -220,6 +222,62 @@ def test_a_device_without_room_for_16_blocks_has_clusters_of_8(
     assert plan._cluster == (16 if room else 8)
 
 
+@pytest.mark.parametrize(
+    ("columns", "forward", "backward"),
+    [
+        (32_768, None, None),
+        (40_960, None, None),
+        (40_968, None, (21, 32, 8, 8, 3)),
+        (57_344, None, (28, 32, 8, 8, 3)),
+        (57_352, (29, 32, 12, 8, 3), (29, 32, 8, 8, 3)),
+        (65_536, (32, 32, 12, 8, 3), (32, 32, 8, 8, 3)),
+        (65_540, None, None),  # in vectors of four
+        (151_936, (75, 32, 12, 8, 3), (75, 32, 8, 8, 3)),
+        (163_840, (40, 64, 6, 8, 2), (80, 32, 8, 8, 3)),
+        (262_144, (64, 64, 6, 8, 2), (128, 32, 8, 8, 3)),
+        (262_152, None, None),
+    ],
+)
+def test_which_rows_are_in_pieces(
+    columns: int, forward: tuple[int, ...] | None, backward: tuple[int, ...] | None
+) -> None:
+    low, half = torch.bfloat16, torch.float16
+    for dy, cut in ((None, forward), (low, backward)):
+        key = softmax.Key(columns, 4, low, dy)
+        source, geometry, tile = softmax.source(key, HOPPER)
+        assert source.kernel.endswith("_pieces") is (cut is not None)
+        assert (geometry.together > 1) is (cut is not None)
+        if cut is None:
+            continue
+        assert tile is not None
+        assert (tile.cluster, tile.lanes, tile.blocks, tile.vecs) == cut[:4]
+        assert dict(source.defines)["STAGES"] == cut[4]
+        assert geometry.together == tile.cluster <= 128  # whose words a warp looks at
+        block = geometry.shared_bytes + SHARED_PER_BLOCK
+        assert tile.blocks * block <= HOPPER.shared_per_multiprocessor
+        other = softmax.Key(columns, 4, half, None if dy is None else half)
+        assert softmax.source(other, HOPPER)[0].kernel == source.kernel
+        for device in (AMPERE, SMALL):
+            assert softmax.source(key, device)[1].together == 1
+        for others in ({"causal": True}, {"mask_step": 1}, {"gradients": low}, {"dy": dy and half}):
+            assert (softmax.source(replace(key, **others), HOPPER)[1].together > 1) is (
+                "dy" in others
+            )
+
+
+def test_where_no_launch_is_cooperative_clusters_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(found: object, geometry: Geometry, device: int) -> SimpleNamespace:
+        groups = 0 if geometry.together > 1 else 4
+        return SimpleNamespace(cluster=geometry.cluster, resident_groups=lambda: groups)
+
+    monkeypatch.setattr(_launch, "limits", lambda device: HOPPER)
+    monkeypatch.setattr(_launch, "load", load)
+    low = torch.bfloat16
+    for dy, cluster in ((None, 16), (low, 8)):
+        plan = softmax.Plan(softmax.Key(262_144, 8, low, dy), 0)
+        assert (plan._cluster, plan._tells) == (cluster, False)
+
+
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
 def test_rows_of_up_to_262144_columns_are_read_once(sizes: tuple[int, ...]) -> None:
     for columns in range(8, 262144 + 1, 4088):
@@ -268,7 +326,7 @@ def test_values_of_every_width(columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [64, 4096, 8192, 32768])
+@pytest.mark.parametrize("columns", [64, 4096, 8192, 32768, 65_536, 262_144])
 def test_a_row_does_not_depend_on_the_others(columns: int) -> None:
     x = values(200, columns, dtype=torch.bfloat16, seed=4)
     dy = values(200, columns, dtype=torch.bfloat16, seed=5)
@@ -280,7 +338,7 @@ def test_a_row_does_not_depend_on_the_others(columns: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [320, 4096, 32768])
+@pytest.mark.parametrize("columns", [320, 4096, 32768, 131_072])
 def test_it_can_be_captured_and_replayed(columns: int) -> None:
     x = values(50, columns, dtype=torch.bfloat16, seed=6)
     softmax._plans.clear()  # the first call, with its loading, is captured too
@@ -299,6 +357,42 @@ def test_it_can_be_captured_and_replayed(columns: int) -> None:
 # --------------------------------------------------------------- also where there is none
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch is cooperative, so that blocks which share a row are clusters."""
+    monkeypatch.setattr(softmax, "WAYS", WAYS[1:])
+    monkeypatch.setattr(softmax, "_plans", Plans())
+
+
+@pytest.fixture
+def few_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little room on the device that each group of blocks has several rows."""
+    monkeypatch.setattr(softmax, "require_clusters", lambda kernel, columns: 2)
+    monkeypatch.setattr(softmax, "_plans", Plans())
+
+
+@pytest.mark.usefixtures("few_groups")
+@pytest.mark.parametrize("columns", [57_352, 65_536, 131_080, 163_840, 262_136, 262_144])
+def test_rows_in_pieces(columns: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(14)
+    x = (3 * torch.randn(9, columns, generator=generator)).to(device, torch.bfloat16)
+    x[1, : columns // 2] = float("-inf")  # all that some blocks have
+    x[2] = float("-inf")
+    x[3, -1] = float("inf")
+    x[4, 0] = float("nan")
+    x[5] -= 3000  # nothing of it is above 0, as the columns behind a row would be
+    unlike = torch.isin(torch.arange(9), torch.tensor([2, 3, 4]))  # rows that are no numbers
+    for scale in (0.5, -0.5, 0.0):
+        y = check("scaled_softmax_forward", x, scale)
+        assert y[5:].isfinite().all()
+        assert torch.equal(softmax.scaled_softmax_forward(x[5:6], scale), y[5:6])
+    dy = torch.randn(9, columns, generator=generator).to(device, torch.bfloat16)
+    y = check("scaled_softmax_forward", x, 0.5)
+    dx = check("scaled_softmax_backward", dy, y, 0.5)
+    assert torch.equal(softmax.scaled_softmax_backward(dy[5:6], y[5:6], 0.5), dx[5:6])
+    assert torch.equal(dx.isnan().any(1).cpu(), unlike)
+
+
 @pytest.mark.parametrize("columns", [32768, 65536, 262144])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, device: str) -> None:
@@ -315,6 +409,17 @@ def test_groups_that_have_several_wide_rows(columns: int, dtype: torch.dtype, de
     check("scaled_softmax_backward", x.nan_to_num(neginf=1.0), y, 0.5)
 
 
+@pytest.mark.usefixtures("few_groups")
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_rows_of_float16_in_pieces(scale: float, device: str) -> None:
+    """Few scores count, so that little is below the normal numbers."""
+    x = torch.full((3, 65_544), -8.0 * scale, dtype=torch.float16, device=device)
+    x[:, 7::8191] = torch.randn(9, generator=torch.Generator().manual_seed(15)).to(x) * scale
+    y = check("scaled_softmax_forward", x, 2 * scale)
+    check("scaled_softmax_backward", x, y, 2 * scale)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("columns", [4104, 9000, 20_480, 57_344, 65_528, 98_304, 151_936, 262_144])
 @pytest.mark.parametrize("skip", [0, 1])
 def test_scores_that_wait_in_shared_memory(columns: int, skip: int, device: str) -> None:
@@ -328,6 +433,7 @@ def test_scores_that_wait_in_shared_memory(columns: int, skip: int, device: str)
     check("scaled_aligned_causal_masked_softmax_forward", x)
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("columns", [100_008, 131_072])
 @pytest.mark.parametrize("skip", [0, 1])
 def test_gradients_of_rows_that_are_partly_in_registers(

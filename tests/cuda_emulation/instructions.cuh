@@ -26,6 +26,21 @@ inline unsigned larger_halves(unsigned a, unsigned b) {
   }
   return larger;
 }
+template <bool BFloat, bool Least>
+inline unsigned extreme_halves(unsigned a, unsigned b) {
+  constexpr unsigned infinite = BFloat ? 0x7f80u : 0x7c00u;
+  unsigned found = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const unsigned first = a >> shift & 0xffffu, second = b >> shift & 0xffffu;
+    // In the order of the numbers, negative ones reversed.
+    const auto place = [](unsigned half) { return half & 0x8000u ? 0x8000 - int(half) : int(half); };
+    unsigned half = place(first) > place(second) != Least ? first : second;
+    if ((first & 0x7fffu) > infinite) half = second;
+    if ((second & 0x7fffu) > infinite) half = first;
+    found |= half << shift;
+  }
+  return found;
+}
 inline float least_or_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
 
 template <int Bytes, typename Word>

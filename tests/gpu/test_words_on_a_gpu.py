@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import transformer_engine_fl as te
+from transformer_engine_fl import functional
+from transformer_engine_fl.backends import _words
 from transformer_engine_fl.backends.flagos import normalization as flagos
 from transformer_engine_fl.backends.vendor.cuda import normalization as cuda
 
@@ -47,3 +51,32 @@ def test_streams_and_graphs_do_not_hear_each_other(name: str) -> None:
     for results in (*found, captured):
         for one, right in zip(results, expected, strict=True):
             assert all(map(torch.equal, one, right))
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("prefer", ["flagos", "vendor:nvidia"])
+def test_words_are_not_those_of_the_pool_of_a_compiled_graph(prefer: str) -> None:
+    """The stream's words are made while torch.compile allocates from a pool of its graph."""
+    torch._dynamo.reset()
+    generator = torch.Generator("cuda").manual_seed(2)
+    x, w = (
+        torch.randn(size, device="cuda", generator=generator).requires_grad_()
+        for size in ((200, 65_536), (65_536,))
+    )
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        normed = functional.layer_norm(functional.rms_norm(x * 2, w), w, w)
+        return functional.scaled_softmax(normed, 0.5).square().sum() * 1000
+
+    with te.with_preference("reference"):
+        expected = torch.autograd.grad(program(x, w), (x, w))
+    compiled = torch.compile(program, fullgraph=True, mode="reduce-overhead")
+    _words._of_streams.clear()
+    with te.with_preference(prefer):
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            gradients = [it.clone() for it in torch.autograd.grad(compiled(x, w), (x, w))]
+            ordinary = torch.autograd.grad(program(x, w), (x, w))
+            for found in (gradients, ordinary):
+                for one, right in zip(found, expected, strict=True):
+                    assert (one - right).norm() <= 1e-3 * right.norm()

@@ -306,7 +306,7 @@ def _norm_wide(
 # By the widest row that it is for, as measured of numbers of 2 bytes, or of 4 where it says so. The
 # widest listed is the widest that is kept in registers; wider rows take (threads, columns) of a
 # chunk, and programs as below. Where formats disagree, or norms with a mean and without that share
-# a table, the least sum of one scale and mxfp8 decided: ``docs/kernels.md``.
+# a table, the least sum of one scale and mxfp8 decided: ``docs/measured/flagos.md``.
 _CAST_CUTS = {
     512: Cut(threads=128, width=4096),
     896: Cut(threads=32, width=512, programs=16, stages=3),

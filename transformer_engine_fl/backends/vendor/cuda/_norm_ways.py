@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from transformer_engine_fl.backends.vendor.cuda._tiles import Team, Tile, is_strewn
+from transformer_engine_fl.backends.vendor.cuda._tiles import Piece, Team, Tile
 
 __all__ = [
     "BACKWARD_PIECES",
@@ -23,7 +23,6 @@ __all__ = [
     "WAITING",
     "CastAs",
     "InRegisters",
-    "Piece",
     "Waiting",
 ]
 
@@ -53,7 +52,7 @@ class Waiting(NamedTuple):
 
 
 # Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
-# 262,144 columns, with 1,024 to 2,048, 4,096 and 8,192, and with 50 since (docs/cuda-kernels.md).
+# 262,144 columns, with 1,024 to 2,048, 4,096 and 8,192, and with 50 since (docs/measured/cuda.md).
 WAITING: Final = (
     Waiting(False, range(3585, 4097), (256, 1), 2, 3),
     Waiting(False, range(7169, 8193), (512, 1), 2, 4),
@@ -143,35 +142,10 @@ IN_REGISTERS: Final = (
 FEW_ROWS: Final = 64
 
 
-class Piece(NamedTuple):
-    """What a block has of a row of half precision whose blocks are no cluster, but exchange sums
-    through global memory (``include/row_words.cuh``).
-
-    Attributes:
-        lanes: threads of a block.
-        vecs: vectors that a thread holds.
-        blocks: of a multiprocessor.
-        stages: rows under way; where there is no room for them, rows are those of clusters.
-        holds: whether gamma and beta are in registers, and not in shared memory.
-    """
-
-    lanes: int
-    vecs: int
-    blocks: int
-    stages: int = 3
-    holds: bool = True
-
-    def tile(self, columns: int) -> Tile:
-        """How a row is spread: over as many blocks as hold it."""
-        share = self.vecs * self.lanes * 8
-        strewn = is_strewn(columns, 2)
-        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks, strewn)
-
-
 # By whether there is a mean, whether something is added, and whether rows begin anywhere. Of those
 # that spread rows of that width over no more than MOST_PIECES blocks, the one that leaves the
 # fewest threads without columns does, and of several the first. As measured with 29 widths from
-# 8,200 to 262,144 columns, and with seven that begin anywhere (docs/cuda-kernels.md).
+# 8,200 to 262,144 columns, and with seven that begin anywhere (docs/measured/cuda.md).
 THROUGH_MEMORY: Final = range(8193, 262145)
 BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], tuple[Piece, ...]]] = {
     (False, False, False): (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 4)),
@@ -228,7 +202,7 @@ class CastAs(NamedTuple):
 CAST_NARROWEST: Final = 1025
 """The narrowest row of those."""
 # By whether there is a mean and whether blocks have scales, as measured with the widest of each and
-# others (docs/cuda-kernels.md). It is faster where a row fills all vectors of a power of two of
+# others (docs/measured/cuda.md). It is faster where a row fills all vectors of a power of two of
 # threads: nothing is compared with the columns then, and what a layer norm's threads have are equal
 # parts of it.
 _STREAM, _ROW = False, True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from transformer_engine_fl.backends.vendor.cuda import _launch
 from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
@@ -22,14 +22,19 @@ __all__ = [
     "SHARED_PER_BLOCK",
     "STREWN_FOURS",
     "WARPS",
+    "WAYS",
+    "Piece",
     "Team",
     "Tile",
+    "UnderWay",
     "exchange_bytes",
     "is_strewn",
     "require_clusters",
+    "room_for_pieces",
     "runs_clusters",
     "strewn_tile",
     "team_tile",
+    "under_way",
     "warp_tile",
     "with_blocks",
 ]
@@ -59,6 +64,11 @@ WARPS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(32, 513, 32
 CLUSTERS: Final[tuple[Team, ...]] = ((256, 2), (256, 4), (256, 8), (256, 16), (512, 8))
 """Clusters of such blocks, for wider rows that begin anywhere; the last is for the widest where
 there can be none of 16 blocks."""
+
+WAYS: Final = ((LARGEST_CLUSTERS[0], True), *((blocks, False) for blocks in LARGEST_CLUSTERS))
+"""The most blocks of a cluster, and whether blocks that are none may exchange sums through
+memory: what a plan tries, one after the other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +180,7 @@ def team_tile(vectors: int, vec: int, most: int, teams: tuple[Team, ...]) -> Til
 
 def _strewn_cost(tile: Tile) -> float:
     """What a tile costs a row that begins anywhere: threads without columns, and few vectors of
-    each, as measured with forward norms of 14 widths (docs/cuda-kernels.md).
+    each, as measured with forward norms of 14 widths (docs/measured/cuda.md).
     """
     return float(tile.room**0.7 * (1 + 0.5 / tile.vecs))
 
@@ -210,6 +220,102 @@ def exchange_bytes(tile: Tile, values: int, size: int) -> int:
     """
     warps = max(1, tile.lanes // 32) * tile.cluster
     return 2 * values * warps * max(4, size) if warps > 1 else 0
+
+
+class UnderWay(NamedTuple):
+    """How a kernel that goes from row to row works on several at a time.
+
+    Attributes:
+        stages: rows under way in shared memory; 0 if not even one fits.
+        told: whether the blocks of a cluster tell each other sums without a barrier, which
+            would wait for the row that is being written.
+    """
+
+    stages: int
+    told: bool
+
+
+def under_way(
+    tile: Tile,
+    stage_bytes: int,
+    kept_bytes: int,
+    device: _launch.Limits,
+    most: int,
+    tell: bool,
+) -> UnderWay:
+    """How many rows may be under way; what their exchange costs must not make them fewer.
+
+    Args:
+        tile: how the row is spread.
+        stage_bytes: a block's share of a row.
+        kept_bytes: what else the block keeps in shared memory.
+        device: where it runs.
+        most: rows that gain something.
+        tell: whether telling sums gains something.
+    """
+    shared = device.shared_per_multiprocessor // tile.blocks - SHARED_PER_BLOCK
+
+    def depth(kept: int) -> int:
+        fitting = (min(shared, device.shared_per_block) - kept) // stage_bytes
+        if fitting < 1:  # fewer blocks per multiprocessor then
+            fitting = max(0, min(1, (device.shared_per_block - kept) // stage_bytes))
+        return min(most, fitting)
+
+    found = depth(kept_bytes)
+    tell = tell and tile.cluster > 1
+    return UnderWay(found, tell and depth(kept_bytes + COUNTER_BYTES) == found)
+
+
+class Piece(NamedTuple):
+    """What a block has of a row of half precision whose blocks are no cluster, but exchange sums
+    through global memory (``include/row_words.cuh``).
+
+    Attributes:
+        lanes: threads of a block.
+        vecs: vectors that a thread holds.
+        blocks: of a multiprocessor.
+        stages: rows under way; where there is no room for them, rows are those of clusters.
+        holds: whether gamma and beta are in registers, and not in shared memory.
+    """
+
+    lanes: int
+    vecs: int
+    blocks: int
+    stages: int = 3
+    holds: bool = True
+
+    def tile(self, columns: int) -> Tile:
+        """How a row is spread: over as many blocks as hold it."""
+        share = self.vecs * self.lanes * 8
+        strewn = is_strewn(columns, 2)
+        return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks, strewn)
+
+
+def room_for_pieces(
+    tile: Tile,
+    sizes: tuple[int, ...],
+    sums: int,
+    device: _launch.Limits,
+    stages: int,
+    kept: int = 0,
+) -> int | None:
+    """Bytes of the rows that are under way in a block of a row whose blocks exchange sums through
+    memory, and of what is kept beside them; None where there is no room.
+
+    Args:
+        tile: how the row is spread.
+        sizes: bytes of an element of each tensor of which rows are under way.
+        sums: how many there are of a row.
+        device: where it runs.
+        stages: rows under way.
+        kept: bytes that are.
+    """
+    if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
+        return None
+    told = exchange_bytes(replace(tile, cluster=1), sums, 2)
+    stage_bytes = tile.kept(*sizes)
+    depth = under_way(tile, stage_bytes, kept + told, device, stages, False).stages
+    return stages * stage_bytes + kept if depth == stages else None
 
 
 def runs_clusters(source: Specialisation, geometry: _launch.Geometry, device: int) -> bool:

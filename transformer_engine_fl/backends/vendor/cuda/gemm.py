@@ -366,7 +366,7 @@ def generic_gemm(
 
 
 _MANY: Final = range(16, 1024)
-"""Groups of which one call for all mostly takes less than one for each (docs/cuda-kernels.md), and
+"""Groups of which one call for all mostly takes less than one for each (docs/measured/cuda.md), and
 that torch takes."""
 _GROUPED_ON: Final = (9, 10)
 """Major compute capabilities that torch has a kernel for; elsewhere it waits for the device."""

@@ -51,24 +51,27 @@ from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
     TOLD_THROUGH_MEMORY,
     WAITING,
     CastAs,
-    Piece,
 )
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.backends.vendor.cuda._tiles import (
     CLUSTERS,
-    COUNTER_BYTES,
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
     STREWN_FOURS,
     WARPS,
+    WAYS,
+    Piece,
     Team,
     Tile,
+    UnderWay,
     exchange_bytes,
     is_strewn,
     require_clusters,
+    room_for_pieces,
     runs_clusters,
     strewn_tile,
     team_tile,
+    under_way,
     warp_tile,
     with_blocks,
 )
@@ -289,50 +292,6 @@ def backward_tile(
     return with_blocks(tile, 768 if centred or tile.lanes < 512 else 1024)
 
 
-class UnderWay(NamedTuple):
-    """How a kernel that goes from row to row works on several at a time.
-
-    Attributes:
-        stages: rows under way in shared memory; 0 if not even one fits.
-        told: whether the blocks of a cluster tell each other sums without a barrier, which
-            would wait for the row that is being written.
-    """
-
-    stages: int
-    told: bool
-
-
-def under_way(
-    tile: Tile,
-    stage_bytes: int,
-    kept_bytes: int,
-    device: _launch.Limits,
-    most: int,
-    tell: bool,
-) -> UnderWay:
-    """How many rows may be under way; what their exchange costs must not make them fewer.
-
-    Args:
-        tile: how the row is spread.
-        stage_bytes: a block's share of a row.
-        kept_bytes: what else the block keeps in shared memory.
-        device: where it runs.
-        most: rows that gain something.
-        tell: whether telling sums gains something.
-    """
-    shared = device.shared_per_multiprocessor // tile.blocks - SHARED_PER_BLOCK
-
-    def depth(kept: int) -> int:
-        fitting = (min(shared, device.shared_per_block) - kept) // stage_bytes
-        if fitting < 1:  # fewer blocks per multiprocessor then
-            fitting = max(0, min(1, (device.shared_per_block - kept) // stage_bytes))
-        return min(most, fitting)
-
-    found = depth(kept_bytes)
-    tell = tell and tile.cluster > 1
-    return UnderWay(found, tell and depth(kept_bytes + COUNTER_BYTES) == found)
-
-
 # -------------------------------------------------------------------------------- plans
 
 
@@ -342,38 +301,6 @@ def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
 
 Planned = tuple[Specialisation, _launch.Geometry]
 """A kernel and how it is launched."""
-
-WAYS: Final = ((LARGEST_CLUSTERS[0], True), *((blocks, False) for blocks in LARGEST_CLUSTERS))
-"""The most blocks of a cluster, and whether blocks that are none may exchange sums through
-memory: what a plan tries, one after the other.
-"""
-
-
-def pieces(
-    tile: Tile,
-    sizes: tuple[int, ...],
-    sums: int,
-    device: _launch.Limits,
-    stages: int,
-    kept: int = 0,
-) -> int | None:
-    """Bytes of the rows that are under way in a block of a row whose blocks exchange sums through
-    memory, and of what is kept beside them; None where there is no room.
-
-    Args:
-        tile: how the row is spread.
-        sizes: bytes of an element of each tensor of which rows are under way.
-        sums: how many there are of a row.
-        device: where it runs.
-        stages: rows under way.
-        kept: bytes that are.
-    """
-    if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
-        return None
-    told = exchange_bytes(replace(tile, cluster=1), sums, 2)
-    stage_bytes = tile.kept(*sizes)
-    depth = under_way(tile, stage_bytes, kept + told, device, stages, False).stages
-    return stages * stage_bytes + kept if depth == stages else None
 
 
 class Cast(NamedTuple):
@@ -563,7 +490,7 @@ class ForwardKey:
             return None  # parts of a mean and a variance are merged two by two
         parameters = SIZES[self.weight] + (SIZES[self.bias] if self.centred else 0)
         kept = 0 if piece.holds else tile.kept(parameters)
-        shared = pieces(tile, self.row_sizes, self.sums, device, piece.stages, kept)
+        shared = room_for_pieces(tile, self.row_sizes, self.sums, device, piece.stages, kept)
         return None if shared is None else (tile, piece, shared)
 
     def _stream(self, device: _launch.Limits, most_blocks: int) -> tuple[Tile, UnderWay] | None:
@@ -795,7 +722,7 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     tiles = [(it.tile(key.columns), it) for it in found]
     few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
     tile, piece = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
-    shared = pieces(tile, key.row_sizes, key.sums, device, piece.stages)
+    shared = room_for_pieces(tile, key.row_sizes, key.sums, device, piece.stages)
     if shared is None:
         return None
     own: dict[str, str | int] = {

@@ -17,12 +17,13 @@
 //   LOOPED       1 if a group of threads has several rows, one after the other; forward
 //   WAITING      1 if a row waits in shared memory for its sum, not in registers; forward
 //   IN_REGISTERS 1 if a thread keeps its last vectors in registers; backward
-//   STAGES       rows of such a group that are under way to shared memory at once
+//   STAGES       rows of such a group, or of one of blocks in pieces, that are under way to shared
+//                memory at once
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
 //
-// `forward` and `backward` read a row once. Rows that do not fit are served by
-// `forward_wide` and `backward_wide`, which read them twice. What a causal form hides is not
-// read.
+// `forward` and `backward` read a row once, and so do `forward_pieces` and `backward_pieces`, whose
+// blocks tell each other of a row through memory. Rows that do not fit are served by `forward_wide`
+// and `backward_wide`, which read them twice. What a causal form hides is not read.
 //
 // Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
 // depends on its values, its width and the types alone, never on the number of rows.
@@ -32,6 +33,7 @@
 #include "memory.cuh"
 #include "numeric.cuh"
 #include "row_reduction.cuh"
+#include "row_words.cuh"
 #include "rows.cuh"
 
 using namespace te_fl;
@@ -40,9 +42,18 @@ namespace {
 
 using A = Accumulator<TX>::type;
 
-#if defined(KERNEL_forward) || defined(KERNEL_backward)
+#if defined(KERNEL_forward_pieces) || defined(KERNEL_backward_pieces)
+#define IN_PIECES
+#endif
 
-using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, CLUSTER, FULL, STREWN>;
+#if defined(KERNEL_forward) || defined(KERNEL_backward) || defined(IN_PIECES)
+
+#ifdef IN_PIECES
+constexpr int kTogether = 1;  // columns of a block follow each other
+#else
+constexpr int kTogether = CLUSTER;
+#endif
+using Row = RowTile<VEC, VECS, ACCESS, LANES, ROWS, kTogether, FULL, STREWN>;
 template <typename T>
 using Slots = Row::Slots<T>;
 constexpr int kStep = Row::kStep;  // columns between the elements of a vector
@@ -70,7 +81,95 @@ __device__ __forceinline__ int asked_of(int bound, int columns) {
 
 #endif
 
-#if defined(KERNEL_forward) || defined(KERNEL_forward_wide)
+#ifdef IN_PIECES
+
+// What a block has of plain rows of half precision, of which CLUSTER blocks have each. They are no
+// cluster but exchange what they know of a row through memory, in words as row_words.cuh has them;
+// groups of them go from row to row.
+class Piece {
+  static_assert(ROWS == 1 && !CAUSAL && !STREWN && sizeof(TX) == 2, "nothing else gained");
+
+ public:
+  static __device__ __forceinline__ unsigned group() { return blockIdx.x / CLUSTER; }
+
+  __device__ __forceinline__ Piece(long long rows, int columns)
+      : rows_(static_cast<unsigned>(rows)),
+        columns_(columns),
+        first_(blockIdx.x % CLUSTER * VECS * Row::kApart + Row::first_column(0, 0)) {}
+
+  // Whether this thread's vector `v` is in the row.
+  __device__ __forceinline__ bool has(int v) const {
+    return Row::in_row(first_ + v * Row::kApart, columns_);
+  }
+
+  // Asks for what this thread has of a row, if that exists.
+  template <Reading How, typename T>
+  __device__ __forceinline__ void fill(unsigned char* slots, const T* from, long long stride,
+                                       unsigned row) const {
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      Slots<T>::template fill<How>(slots, v, from + (row * stride + first_), row < rows_,
+                                   first_ + v * Row::kApart, columns_);
+    }
+  }
+
+  template <typename T, typename Value>
+  __device__ __forceinline__ void write(T* to, unsigned row, Value value) const {
+    T* own = to + (static_cast<long long>(row) * columns_ + first_);
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      if (has(v)) Row::put(own + v * Row::kApart, value(v), VEC);
+    }
+  }
+
+  // Of each of a group's rows: asks for it, takes it and tells the others of it, and writes it,
+  // having taken the next one meanwhile. STAGES rows are asked for at once, with so many Bytes each.
+  template <typename Held, int Bytes, typename Ask, typename Take, typename Write>
+  __device__ __forceinline__ void go_through(Ask ask, Take take, Write write) const {
+    extern __shared__ __align__(16) unsigned char ring[];
+    const unsigned groups = gridDim.x / CLUSTER;
+    auto request = [&](unsigned row, int stage) {
+      ask(row, ring + stage * Bytes);
+      commit_copies();
+    };
+    unsigned row = group();
+#pragma unroll 1
+    for (int stage = 0; stage < STAGES; ++stage) request(row + stage * groups, stage);
+    int stage = 0;
+    auto take_next = [&](Held& held) {
+      wait_copies<STAGES - 1>();
+      take(ring + stage * Bytes, held);
+    };
+    // In the place of the row that was taken last.
+    auto refill = [&](unsigned taken) {
+      request(taken + STAGES * groups, stage);
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    };
+    auto step = [&](const Held& held, Held& next) {
+      const unsigned following = row + groups;
+      if (following < rows_) take_next(next);
+      write(row, held);
+      refill(following);
+      row = following;
+      return row < rows_;
+    };
+    Held even, odd;
+    take_next(even);
+    refill(row);
+#pragma unroll 1
+    while (step(even, odd) && step(odd, even)) {
+    }
+    wait_copies<0>();
+  }
+
+ private:
+  unsigned rows_;
+  int columns_, first_;
+};
+
+#endif
+
+#if defined(KERNEL_forward) || defined(KERNEL_forward_pieces) || defined(KERNEL_forward_wide)
 
 // There may be rows of which nothing is visible.
 constexpr bool kHiding = CAUSAL || MASKED || LOSS;
@@ -389,6 +488,99 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #endif  // KERNEL_forward
 
+#ifdef KERNEL_forward_pieces
+
+// The largest of what a thread has of a row, or the least.
+template <bool Least>
+__device__ __forceinline__ A extreme_of(const Vec<TX, VEC> (&row)[VECS], const Piece& piece) {
+  constexpr unsigned kInfinite = kIsBFloat<TX> ? 0x7f807f80u : 0x7c007c00u;
+  constexpr unsigned kNone = Least ? kInfinite : kInfinite | 0x80008000u;
+  Vec<TX, 2> found;
+  found.words[0] = kNone;
+#pragma unroll
+  for (int v = 0; v < VECS; ++v) {
+    const bool inside = piece.has(v);
+#pragma unroll
+    for (int i = 0; i < VEC / 2; ++i) {
+      const unsigned pair = inside ? row[v].words[i] : kNone;
+      found.words[0] = extreme_halves<kIsBFloat<TX>, Least>(found.words[0], pair);
+    }
+  }
+  A both[2];
+  decode(found, both);
+  return Least ? fminf(both[0], both[1]) : fmaxf(both[0], both[1]);
+}
+
+// The exponentials of a row are kept until the words of the other blocks are there.
+extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
+    forward_pieces(const TX* __restrict__ x, const unsigned char* __restrict__,
+                   TY* __restrict__ y, long long rows, long long x_stride, int columns, int, int,
+                   int, long long, long long, long long, double factor,
+                   unsigned long long first_turn, TurnWord* words) {
+  static_assert(!kHiding, "nothing else gained");
+  const A scale = static_cast<A>(factor);
+  using Words = RowWords<CLUSTER, 2>;
+  Words told(words, static_cast<unsigned>(first_turn), Piece::group());
+  RowReduction<LANES, 1, 1, A> over_block;
+  const Piece piece(rows, columns);
+  struct Held {
+    A weights[VECS][VEC];
+    A highest;  // of the block's scores; weights have it taken off
+  };
+  auto ask = [&](unsigned row, unsigned char* slots) {
+    piece.fill<kOnce>(slots, x, x_stride, row);
+  };
+  auto take = [&](unsigned char* slots, Held& held) {
+    Vec<TX, VEC> stored[VECS];
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) stored[v] = Slots<TX>::read(slots, v);
+    // A product is rounded as its factor is ordered: that of the largest number is the largest.
+    const A extreme =
+        scale < A(0) ? extreme_of<true>(stored, piece) : extreme_of<false>(stored, piece);
+    A highest[1] = {Max::combine(lowest<A>(), product(extreme, scale))};
+    over_block.max(highest);
+    held.highest = highest[0];
+    const A taken = taken_off_scores(highest[0]);
+    A total[1] = {0};
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      A scores[VEC];
+      decode(stored[v], scores);
+      const A off = piece.has(v) ? taken : -lowest<A>();
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        held.weights[v][i] = exponential(product(scores[i], scale) - off);
+        total[0] += held.weights[v][i];
+      }
+    }
+    over_block.sum(total);
+    told.tell({highest[0], total[0]});
+  };
+  auto write = [&](unsigned row, const Held& held) {
+    A heard[Words::kHeard][2];
+    told.hear({lowest<A>(), A(0)}, heard);
+    A highest[1] = {lowest<A>()};
+#pragma unroll
+    for (const auto& one : heard) highest[0] = Max::combine(highest[0], one[0]);
+    halve<Max, Words::kHalved>(highest);
+    const A taken = taken_off_scores(highest[0]);
+    A total[1] = {0};
+#pragma unroll
+    for (const auto& one : heard) total[0] += one[1] * exponential(one[0] - taken);
+    halve<Sum, Words::kHalved>(total);
+    const A share = exponential(held.highest - taken) * share_of(total[0]);
+    piece.write(y, row, [&](int v) {
+      A values[VEC];
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) values[i] = held.weights[v][i] * share;
+      return encode<TY>(values);
+    });
+  };
+  piece.go_through<Held, Slots<TX>::kBytes>(ask, take, write);
+}
+
+#endif  // KERNEL_forward_pieces
+
 #ifdef KERNEL_forward_wide
 
 // One block per row, any number of columns.
@@ -514,6 +706,46 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 }
 
 #endif  // KERNEL_backward
+
+#ifdef KERNEL_backward_pieces
+
+// A row and its gradient are kept as they came until the words of the other blocks are there.
+extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
+    backward_pieces(const TDY* __restrict__ dy, const TX* __restrict__ y, TX* __restrict__ dx,
+                    long long rows, long long dy_stride, long long y_stride, int columns, int,
+                    int, double factor, unsigned long long first_turn, TurnWord* words) {
+  RowReduction<LANES, CLUSTER, 1, A, kThroughMemory> over_row(
+      words, static_cast<unsigned>(first_turn), Piece::group());
+  const Piece piece(rows, columns);
+  struct Held {
+    Vec<TX, VEC> y[VECS];
+    Vec<TDY, VEC> dy[VECS];
+  };
+  A along[1];
+  auto ask = [&](unsigned row, unsigned char* slots) {
+    piece.fill<kOnce>(slots, y, y_stride, row);
+    piece.fill<kOnce>(slots + Slots<TX>::kBytes, dy, dy_stride, row);
+  };
+  auto take = [&](unsigned char* slots, Held& held) {
+    along[0] = 0;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      held.y[v] = Slots<TX>::read(slots, v);
+      held.dy[v] = Slots<TDY>::read(slots + Slots<TX>::kBytes, v);
+      along[0] += products_of(held.y[v], held.dy[v]);
+    }
+    over_row.begin<Sum>(along);
+  };
+  auto write = [&](unsigned row, const Held& held) {
+    over_row.end<Sum>(along);
+    piece.write(dx, row, [&](int v) {
+      return gradient(held.y[v], held.dy[v], along[0], static_cast<A>(factor));
+    });
+  };
+  piece.go_through<Held, Slots<TX>::kBytes + Slots<TDY>::kBytes>(ask, take, write);
+}
+
+#endif  // KERNEL_backward_pieces
 
 #ifdef KERNEL_backward_wide
 

@@ -44,11 +44,14 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
     LARGEST_CLUSTERS,
     SHARED_PER_BLOCK,
     WARPS,
+    WAYS,
+    Piece,
     Team,
     Tile,
     exchange_bytes,
     is_strewn,
     require_clusters,
+    room_for_pieces,
     runs_clusters,
     strewn_tile,
     team_tile,
@@ -116,9 +119,18 @@ WAITING: Final = (range(4097, 8192), range(8193, 262145))
 
 Not in registers, so that several small blocks are on a multiprocessor, each with a row, or a
 part of one, of its own: while one writes, the others load. As measured with bfloat16 and 24
-widths, of which docs/cuda-kernels.md has 15; of 8,192 columns, and of fewer, nothing gained, and
-causal rows lost.
+widths; of 8,192 columns, and of fewer, nothing gained, and causal rows lost.
 """
+FORWARD_PIECES: Final = (
+    (range(57_345, 163_840), Piece(32, 8, 12)),
+    (range(163_840, 262_145), Piece(64, 8, 6, 2)),
+)
+"""What a block has, by columns, of plain forwards in half precision whose rows are those of several
+blocks that are no cluster, where all of a grid may run at once. As measured with bfloat16 and 13
+widths.
+"""
+BACKWARD_PIECES: Final = ((range(40_961, 262_145), Piece(32, 8, 8)),)
+"""The same of backwards; with eight widths."""
 WAITING_TEAMS: Final[tuple[Team, ...]] = (
     (128, 1),
     (256, 1),
@@ -295,6 +307,11 @@ class Key:
     gradients: torch.dtype | None = None
 
     @property
+    def plain(self) -> bool:
+        """Whether nothing is hidden."""
+        return self.mask_step is None and not self.causal
+
+    @property
     def strewn(self) -> bool:
         """Whether the elements of a vector are, as of rows that begin anywhere."""
         size = SIZES[self.x]
@@ -306,10 +323,32 @@ class Key:
         return is_strewn(self.columns, size) and (self.mask_step is None or self.columns % 2 > 0)
 
 
+def pieces(key: Key, device: _launch.Limits) -> tuple[Tile, int, int] | None:
+    """How rows are spread whose blocks are no cluster, how many are under way, and the bytes of a
+    block; None for other rows, and where there is no room.
+    """
+    sizes = [SIZES[it] for it in (key.x, key.dy) if it is not None]
+    if not key.plain or key.gradients is not None or set(sizes) != {2} or key.columns % 8:
+        return None
+    for columns, piece in FORWARD_PIECES if key.dy is None else BACKWARD_PIECES:
+        if key.columns in columns:
+            tile = piece.tile(key.columns)
+            shared = room_for_pieces(tile, tuple(sizes), 1, device, piece.stages)
+            return None if shared is None else (tile, piece.stages, shared)
+    return None
+
+
 def source(
-    key: Key, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]
+    key: Key,
+    device: _launch.Limits,
+    most_blocks: int = LARGEST_CLUSTERS[0],
+    through_memory: bool = True,
 ) -> tuple[Specialisation, _launch.Geometry, Tile | None]:
-    """The kernel, and its tile unless the row is too wide for one."""
+    """The kernel, and its tile unless the row is too wide for one.
+
+    ``most_blocks``: of a cluster. ``through_memory``: whether blocks that are none may tell each
+    other of a row.
+    """
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
         "ACCESS": key.access,
@@ -328,9 +367,18 @@ def source(
         kernel, arguments = "backward", "PPPqqqiiid"
         defines["TDY"] = NAMES[key.dy]
         sizes += (SIZES[key.dy],)
-    waiting = None
-    plain, strewn = key.mask_step is None and not key.causal, key.strewn
-    if key.dy is None and (plain or strewn):
+    if through_memory and (found := pieces(key, device)):
+        cut, depth, shared = found
+        defines |= cut.defines(key.columns) | {"STAGES": depth}
+        if key.dy is None:
+            defines["TY"] = NAMES[key.x]
+        geometry = _launch.Geometry(
+            cut.threads, arguments + "QP", shared, carveout=100, together=cut.cluster
+        )
+        kernel += "_pieces"
+        return Specialisation("softmax", kernel, tuple(defines.items())), geometry, cut
+    waiting, strewn = None, key.strewn
+    if key.dy is None and (key.plain or strewn):
         waiting = waiting_tile(key.columns, sizes[0], device, most_blocks, losses, strewn)
     tile = waiting or row_tile(key.columns, sizes, device, most_blocks, strewn)
     if tile is None:
@@ -360,12 +408,12 @@ class Plan:
         whole: whether a row fits on the chip. Of losses there is no kernel otherwise.
     """
 
-    __slots__ = ("_cluster", "_kernel", "_most", "_rows", "whole")
+    __slots__ = ("_cluster", "_kernel", "_most", "_rows", "_tells", "whole")
 
     def __init__(self, key: Key, device: int) -> None:
         limits = _launch.limits(device)
-        for most_blocks in LARGEST_CLUSTERS:
-            found, geometry, tile = source(key, limits, most_blocks)
+        for way in WAYS:
+            found, geometry, tile = source(key, limits, *way)
             if (key.gradients and tile is None) or runs_clusters(found, geometry, device):
                 break
         self.whole = tile is not None
@@ -373,7 +421,8 @@ class Plan:
             return
         self._kernel = _launch.load(found, geometry, device)
         self._rows, self._cluster = (tile.rows, tile.cluster) if tile else (1, 1)
-        looped = dict(found.defines).get("LOOPED")
+        self._tells = geometry.together > 1
+        looped = self._tells or dict(found.defines).get("LOOPED")
         resident = MOST_ROWS
         if self._cluster > 1 or looped:
             resident = require_clusters(self._kernel, key.columns)
@@ -382,7 +431,11 @@ class Plan:
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments."""
         groups = min(-(-rows // self._rows), self._most)
-        self._kernel.launch(groups * self._cluster, 1, *values)
+        turns: tuple[int, ...] = ()
+        if self._tells:  # no more groups than finish together
+            turns = (-(-rows // groups),)
+            groups = -(-rows // turns[0])
+        self._kernel.launch(groups * self._cluster, 1, *values, *turns)
 
 
 _plans: Plans[Plan] = Plans()
@@ -412,6 +465,8 @@ def representative_sources(
             keys += [Key(columns, vec, x), Key(columns, vec, x, dy), Key(columns, 1, x, dy)]
     for key in keys:
         yield source(key, device)[:2]
+        if pieces(key, device):
+            yield source(key, device, through_memory=False)[:2]
 
 
 # ---------------------------------------------------------------------------- operators

@@ -206,6 +206,18 @@ __device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) {
   return larger;
 }
 
+// Of two words of two 16-bit floats each, the largest, or least, of the halves; what is not a number
+// is left out unless both are.
+template <bool BFloat, bool Least>
+__device__ __forceinline__ unsigned extreme_halves(unsigned a, unsigned b) {
+  unsigned found;
+  if constexpr (BFloat && Least) asm("min.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  else if constexpr (BFloat) asm("max.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  else if constexpr (Least) asm("min.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  else asm("max.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  return found;
+}
+
 // All 64 bits of a product. Of two widened numbers the compiler adds the high words' zeros.
 __device__ __forceinline__ unsigned long long wide_product(unsigned a, unsigned b) {
   unsigned long long result;

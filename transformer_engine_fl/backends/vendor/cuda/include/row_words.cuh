@@ -13,31 +13,33 @@
 
 namespace te_fl {
 
-// Call from all threads of all blocks, one object for all sums of a kernel. Groups of Blocks blocks
-// take turns at rows, `first_turn` and those behind it, each group from the first. Unlike in a
-// cluster, who tells of a row need not have heard of the row before, but of the one before that.
-// All had told of that one by then, and so had heard the one two before it: of four turns in a row
-// nobody writes the words of one that somebody still waits for.
-template <int Lanes, int Blocks, int K>
-class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
-  static_assert(Lanes % 32 == 0, "whole warps hear");
-  static constexpr int kWarps = Lanes / 32;
-  static constexpr int kHeard = (Blocks + 31) / 32;  // blocks that a lane hears, in each warp
-  static constexpr unsigned kTurns = 4;              // whose words have places of their own
+// What the blocks that share a row tell each other of it, K numbers each. Call from all threads of
+// all blocks, one object for all that a kernel tells. Groups of Blocks blocks take turns at rows,
+// `first_turn` and those behind it, each group from the first. Unlike in a cluster, who tells of a
+// row need not have heard of the row before, but of the one before that. All had told of that one
+// by then, and so had heard the one two before it: of four turns in a row nobody writes the words
+// of one that somebody still waits for.
+template <int Blocks, int K>
+class RowWords {
+  static constexpr unsigned kTurns = 4;  // whose words have places of their own
   static constexpr unsigned kOfTurn = Blocks * K;
+  // Lanes behind the last block have nothing, or of a power of two of blocks the same once more.
+  static constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
 
  public:
-  __device__ __forceinline__ RowReduction(TurnWord* words, unsigned first_turn, unsigned group)
+  static constexpr int kHeard = (Blocks + 31) / 32;       // blocks that a lane hears, in each warp
+  static constexpr int kHalved = kAgain ? Blocks : 32;    // lanes that have all of them
+  static constexpr bool kAll = kAgain || Blocks % 32 == 0;  // whether all of those have something
+
+  __device__ __forceinline__ RowWords(TurnWord* words, unsigned first_turn, unsigned group)
       : words_(words + group * (kTurns * kOfTurn)), telling_(first_turn), hearing_(first_turn) {
     // Else whoever leaves the first ones, or hears them, would wait for memory.
     if (threadIdx.x < kTurns) prefetch_word(words_ + (threadIdx.x * kOfTurn + own_place()));
   }
 
-  // Two halves, as those of other reductions; values are merged one by one.
-  template <typename Operation>
-  __device__ __forceinline__ void begin(float (&value)[K]) {
-    over_block<Operation>(value);
-    if (threadIdx.x < K) {  // of the first warp, all of whose lanes have the sums
+  // Of the first warp, all of whose lanes have the block's numbers.
+  __device__ __forceinline__ void tell(const float (&value)[K]) {
+    if (threadIdx.x < K) {
       const float own = threadIdx.x == 0 ? value[0] : value[K - 1];
       post_word(words_ + (telling_ % kTurns * kOfTurn + own_place() + threadIdx.x), telling_,
                 __float_as_uint(own));
@@ -45,12 +47,8 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     ++telling_;
   }
 
-  template <typename Operation>
-  __device__ __forceinline__ void end(float (&value)[K]) {
-    // Lanes behind the last block have nothing, or of a power of two of blocks the same once more.
-    constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
-    constexpr bool kAll = kAgain || Blocks % 32 == 0;
-    static_assert(kAll || kKeeps<Operation, K>, "nothing for what 32 lanes have more");
+  // `nothing`: what lanes have that have nothing.
+  __device__ __forceinline__ void hear(const float (&nothing)[K], float (&heard)[kHeard][K]) {
     const int lane = threadIdx.x % 32;
     int places[kHeard];
 #pragma unroll
@@ -60,23 +58,54 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     unsigned found[kHeard][K];
     wait_for_words(words_ + hearing_ % kTurns * kOfTurn, places, hearing_, found);
     ++hearing_;
-    float heard[kHeard][K];
 #pragma unroll
     for (int i = 0; i < kHeard; ++i) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const float told = __uint_as_float(found[i][k]);
-        const bool there = kAll || lane + i * 32 < Blocks;
-        heard[i][k] = there ? told : Operation::template nothing<float>();
+        heard[i][k] = kAll || lane + i * 32 < Blocks ? told : nothing[k];
       }
     }
-    merge_parts<Operation>(heard, value);
-    halve<Operation, (kAgain ? Blocks : 32)>(value);
   }
 
  private:
   static __device__ __forceinline__ unsigned own_place() { return block_again() % Blocks * K; }
 
+  TurnWord* words_;
+  unsigned telling_, hearing_;
+};
+
+// A reduction whose blocks tell each other sums so, which are merged one by one.
+template <int Lanes, int Blocks, int K>
+class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
+  static_assert(Lanes % 32 == 0, "whole warps hear");
+  static constexpr int kWarps = Lanes / 32;
+  using Words = RowWords<Blocks, K>;
+
+ public:
+  __device__ __forceinline__ RowReduction(TurnWord* words, unsigned first_turn, unsigned group)
+      : words_(words, first_turn, group) {}
+
+  // Two halves, as those of other reductions.
+  template <typename Operation>
+  __device__ __forceinline__ void begin(float (&value)[K]) {
+    over_block<Operation>(value);
+    words_.tell(value);
+  }
+
+  template <typename Operation>
+  __device__ __forceinline__ void end(float (&value)[K]) {
+    static_assert(Words::kAll || kKeeps<Operation, K>, "nothing for what 32 lanes have more");
+    float nothing[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k) nothing[k] = Operation::template nothing<float>();
+    float heard[Words::kHeard][K];
+    words_.hear(nothing, heard);
+    merge_parts<Operation>(heard, value);
+    halve<Operation, Words::kHalved>(value);
+  }
+
+ private:
   // Over the threads of a block; the first warp gets the result. One of two sets of slots in turn:
   // who writes one again has passed the barrier of the other.
   template <typename Operation>
@@ -116,8 +145,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     }
   }
 
-  TurnWord* words_;
-  unsigned telling_, hearing_;
+  Words words_;
   int set_ = 0;  // of slots of over_block
 };
 
