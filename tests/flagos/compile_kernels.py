@@ -156,6 +156,8 @@ def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
                 "products": len(re.findall(r"wgmma\.mma_async", ptx)),
                 # from shared memory, by the tensor memory accelerator
                 "bulk stores": len(re.findall(r"cp\.async\.bulk\.tensor\S*\.global\.shared", ptx)),
+                # of barriers that bulk copies count in and that they may find as they were before
+                "unfenced": "cp.async.bulk.tensor" in ptx and _unfenced(ptx),
                 # for the launch before
                 "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
                 # lets the launch that follows start
@@ -175,6 +177,12 @@ def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
         if (f"{_launch.__package__}.{module}", name) not in recorder.kernels
     ]
     return {"cases": cases, "never launched": missing}
+
+
+def _unfenced(ptx: str) -> bool:
+    """Whether nothing stands between the last barrier that is made and the first bulk copy."""
+    made = ptx.rindex("mbarrier.init") if "mbarrier.init" in ptx else 0
+    return "fence.proxy.async" not in ptx[made : ptx.index("cp.async.bulk.tensor")]
 
 
 if __name__ == "__main__":

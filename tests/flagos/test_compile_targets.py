@@ -78,6 +78,7 @@ def test_every_kernel_compiles(
     for case in report["cases"]:
         assert case["binary"] > 0, case
         assert case["shared"] <= shared_limit, case
+        assert not case["unfenced"], case
     if target != "sm_90":
         return
     calls = importlib.import_module(f"flagos.compiled.{family}")

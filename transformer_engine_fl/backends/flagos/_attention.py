@@ -19,13 +19,17 @@ read or written.
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
 from transformer_engine_fl.backends.flagos.dropout import philox
 
-__all__ = ["backward_bias", "backward_keys", "backward_queries", "forward"]
+__all__ = ["LEAST_FOLDED", "backward_bias", "backward_keys", "backward_queries", "forward"]
 
+LEAST_FOLDED: Final = 1e-30
+"""A scale that is not 0 in any units, as one that is folded into those of powers must not be."""
 _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 _SIZES = ["heads", "group", "sq", "skv", "tq", "tkv", "left", "right", "scale"]

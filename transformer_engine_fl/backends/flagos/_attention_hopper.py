@@ -34,6 +34,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     fresh,
     launch_of,
 )
+from transformer_engine_fl.backends.flagos._attention import LEAST_FOLDED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -1123,7 +1124,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1]
         and q.shape[-1] in _WIDTHS
-        and scale > 0
+        and scale >= LEAST_FOLDED
         and bool(q.numel() and k.numel())
     )
 

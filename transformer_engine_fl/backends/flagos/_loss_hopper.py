@@ -76,9 +76,9 @@ def _finish_statistics(
 def _finish_gradients(
     z: gl.tensor, row: gl.tensor, column: gl.tensor, r: gl.tensor, c: gl.tensor,
     tensors: gl.tensor, m: gl.tensor, n: gl.tensor, start: gl.tensor, stride: gl.tensor,
-    BIASED: gl.constexpr, LAYOUT: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradients of logits, stored."""
+    """The gradients of logits, stored; 0 of a row that is not read, whatever its logits are."""
     d_ptr, target_ptr, rows_ptr = tensors
     there = r < m
     target = gl.load(target_ptr + r, mask=there, other=-1)
@@ -90,9 +90,8 @@ def _finish_gradients(
     uniform = gl.load(rows_ptr + 3 * far + r, mask=there, other=0.0)
     d = factor[:, None] * gl.exp2((z - lse[:, None]) * _LOG2E)
     d -= gl.where(c[None, :] == word[:, None], pull[:, None], uniform[:, None])
-    if BIASED:  # by a number that no row that is not read may know of
-        read = (lse < float("inf")) | (factor != 0) | (pull != 0)
-        d = gl.where(read[:, None], d, 0.0)
+    read = (lse < float("inf")) | (factor != 0) | (pull != 0)
+    d = gl.where(read[:, None], d, 0.0)
     _store(d_ptr, d, row, column, m, n, stride, LAYOUT)
 
 
@@ -118,9 +117,7 @@ def _multiply_logits(
         if bias_ptr is not None:
             z += gl.load(bias_ptr + c, mask=c < n, other=0.0).to(gl.float32)[None, :]
         if BACKWARD:
-            _finish_gradients(
-                z, row, column, r, c, outputs, m, n, start, stride, bias_ptr is not None, LAYOUT
-            )
+            _finish_gradients(z, row, column, r, c, outputs, m, n, start, stride, LAYOUT)
         else:
             _finish_statistics(z, column, r, c, outputs, m, n, start, block)
 

@@ -546,6 +546,7 @@ def _ring(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()  # before what comes by TMA counts itself there
     return a_shared, b_shared, ready, free
 
 

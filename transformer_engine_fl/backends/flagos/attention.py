@@ -134,7 +134,6 @@ _FEW = 64  # rows and columns of a tile that waits for its loads rather than bei
 _FEWEST = 16  # rows and columns of a tile, as products want them
 _WIDEST_DESCRIBED = 256  # features
 _MOST_TOKENS = 2**28  # of a sequence: positions and windows are summed up in an int32
-_LEAST_FOLDED = 1e-30  # a scale that is not 0 in any units
 
 _KERNELS = {
     "forward": _attention.forward,
@@ -387,7 +386,7 @@ def _prepared(
         (heads, heads // k.shape[-2], sq, skv, tq, tkv, left, right, float(scale)),
         (seed, offset, threshold, kept_scale),
         constants,
-        bias is None and scale >= _LEAST_FOLDED,
+        bias is None and scale >= _attention.LEAST_FOLDED,
         softmax_type != "vanilla",
     )
 
