@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from core_faults import contract_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import transformer_engine_fl as te
 from transformer_engine_fl import functional, ops
+from transformer_engine_fl.ops import _library
 from transformer_engine_fl.testing.arguments import tensors
 
 Program = Callable[[Tensor, Tensor], Tensor]
@@ -424,6 +430,193 @@ def test_what_declines_in_eager_code_declines_in_compiled_code(
                 run(x, w, 0)
 
 
+def test_a_predicate_is_told_in_compiled_code_of_the_options_that_it_names() -> None:
+    def supports(input: Tensor, weight: Tensor, *, eps: float = 1e-5) -> bool | str:
+        return True if eps < 1e-3 else "a large eps"
+
+    def short(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        return input * 5, input.new_ones(input.numel() // input.shape[-1])
+
+    manager = te.get_default_manager()
+    fields: dict[str, Any] = {"vendor": "short", "supports": supports, "devices": ["cpu"]}
+    manager.registry.register_impl(
+        te.OpImpl("rmsnorm_fwd", "vendor.short", "vendor", short, **fields)
+    )
+    handle = manager.bind("rmsnorm_fwd")
+
+    def program(x: Tensor, w: Tensor, eps: float) -> Tensor:
+        result: Tensor = handle(x, w, eps, zero_centered_gamma=False)[0]
+        return result
+
+    compiled = torch.compile(program, fullgraph=True, backend="eager", dynamic=False)
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with te.policy_context(per_op_order={"rmsnorm_fwd": ["vendor:short", "vendor:doubler"]}):
+        for run in (program, compiled):
+            torch.testing.assert_close(run(x, w, 1e-6), x * 5)
+            torch.testing.assert_close(run(x, w, 1.0), x * 2)
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "one too many": (lambda call, x, w: call(x, w, 1e-5, False), "#4", "one too many"),
+    "misspelt": (lambda call, x, w: call(x, wieght=w), "wieght", "not a parameter, and 'weight'"),
+    "missing": (lambda call, x, w: call(x), "weight", "missing"),
+}
+
+
+def with_short() -> te.OpManager:
+    """The default manager, with one that lacks options."""
+
+    def short(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        return input * 5, input.new_ones(input.numel() // input.shape[-1])
+
+    manager = te.get_default_manager()
+    manager.registry.register_impl(
+        te.OpImpl("rmsnorm_fwd", "vendor.short", "vendor", short, vendor="short", devices=["cpu"])
+    )
+    return manager
+
+
+@pytest.mark.parametrize(("call", "argument", "said"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("prefer", ["vendor:short", "vendor:doubler", "reference"])
+def test_a_call_that_does_not_fit_the_contract_is_named_in_compiled_code_too(
+    call: Callable[..., Any], argument: str, said: str, prefer: str
+) -> None:
+    manager = with_short()
+
+    def program(x: Tensor, w: Tensor) -> Any:
+        return call(lambda *args, **kwargs: manager.call("rmsnorm_fwd", *args, **kwargs), x, w)
+
+    x, w = torch.ones(2, 4), torch.ones(4)
+    compiled = torch.compile(program, fullgraph=True, backend="eager")
+    with te.with_preference(prefer):
+        with pytest.raises(te.ArgumentError, match=f"'{argument}' is {said}"):
+            program(x, w)
+        with pytest.raises(Exception, match=f"ArgumentError.*'{argument}'.{{1,30}}{said}"):
+            compiled(x, w)
+
+
+@pytest.mark.filterwarnings(r"ignore::UserWarning:torch\._dynamo")  # of what goes on eagerly
+def test_a_surplus_argument_is_an_argument_error_out_of_compiled_code() -> None:
+    manager = with_short()
+    compiled = torch.compile(
+        lambda x, w: manager.call("rmsnorm_fwd", x, w, 1e-5, False), backend="eager"
+    )
+    with te.with_preference("vendor:short"), pytest.raises(te.ArgumentError, match="'#4' is one"):
+        compiled(torch.ones(2, 4), torch.ones(4))
+
+
+def test_an_implementation_registered_under_an_alias_is_the_one_that_runs() -> None:
+    def times(factor: int) -> Callable[..., Tensor]:
+        def rope(
+            input: Tensor,
+            freqs: Tensor,
+            *,
+            start_positions: Tensor | None = None,
+            qkv_format: str = "sbhd",
+            interleaved: bool = False,
+            cu_seqlens: Tensor | None = None,
+            cp_size: int = 1,
+            cp_rank: int = 0,
+        ) -> Tensor:
+            return input * factor
+
+        return rope
+
+    managers = {2: te.get_default_manager(), 3: te.OpManager(plugins=False)}
+    x, freqs = torch.ones(4, 2, 2, 8), torch.ones(4, 1, 1, 8)
+    for factor, manager in managers.items():
+        fields: dict[str, Any] = {"vendor": "acme", "devices": ["cpu"]}
+        manager.registry.register_impl(
+            te.OpImpl("rope_fwd", "vendor.acme", "vendor", times(factor), **fields)
+        )
+    with te.with_preference("vendor:acme"):
+        for name in ("rope_fwd", "fused_rope_forward"):
+            for factor, manager in managers.items():
+
+                def program(x: Tensor, name: str = name, by: te.OpManager = manager) -> Any:
+                    return by.call(name, x, freqs)
+
+                compiled = torch.compile(program, fullgraph=True, backend="eager")
+                for run in (program, compiled):
+                    torch.testing.assert_close(run(x), x * factor)
+
+
+def twice_by(factor: int) -> tuple[te.Contract[..., Any], te.OpManager]:
+    """A contract of that name of its own, as a cell of a notebook makes one at each run."""
+
+    def twice(input: Tensor) -> Tensor:
+        return torch.empty_like(input)
+
+    made = contract_of(twice)
+    manager = te.OpManager(te.OpRegistry({"twice": made}), builtins=False, plugins=False)
+    fields: dict[str, Any] = {"vendor": "acme", "devices": ["cpu"]}
+    manager.registry.register_impl(
+        te.OpImpl("twice", "vendor.acme", "vendor", lambda input: input * factor, **fields)
+    )
+    return made, manager
+
+
+def test_each_contract_of_one_name_has_an_operator_of_its_own() -> None:
+    made = [twice_by(factor) for factor in (2, 3, 4)]
+    x = torch.ones(3)
+    programs = []
+    for _, manager in made:
+        program = lambda x, by=manager: by.call("twice", x)  # noqa: E731
+        programs.append(torch.compile(program, fullgraph=True, backend="aot_eager"))
+    for _ in range(2):
+        assert [program(x).tolist() for program in programs] == [[2.0] * 3, [3.0] * 3, [4.0] * 3]
+    operators = [_library.operator(contract) for contract, _ in made]
+    assert len(set(operators)) == 3
+    assert operators == [_library.operator(contract) for contract, _ in made]
+    (entry,) = made[2][1].registry.entries("twice")
+    torch.library.opcheck(operators[2], (x,), {"impl": _library.reference_to(entry)})
+
+
+def test_a_contract_with_an_operator_is_freed_with_its_registry() -> None:
+    contract, manager = twice_by(2)
+    operator = _library.operator(contract)
+    with FakeTensorMode():
+        assert manager.call("twice", torch.empty(3)).shape == (3,)
+    gone = weakref.ref(contract)
+    del contract, manager
+    gc.collect()
+    assert gone() is None
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="its contract is gone"):
+        operator(torch.empty(3), impl="vendor.acme")
+
+
+def test_threads_that_come_first_define_an_operator_once() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    errors: list[Exception] = []
+    found: list[set[Any]] = []
+    try:
+        for factor in range(20):
+            contract, _ = twice_by(factor)
+            start, defined = threading.Barrier(6), set()
+
+            def define(
+                contract: Any = contract, start: Any = start, defined: set[Any] = defined
+            ) -> None:
+                start.wait(30)
+                try:
+                    defined.add(_library.operator(contract))
+                except Exception as error:  # noqa: BLE001 - handed to the main thread
+                    errors.append(error)
+
+            threads = [threading.Thread(target=define, daemon=True) for _ in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            found.append(defined)
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
+    assert [len(operators) for operators in found] == [1] * 20
+    assert len(set.union(*found)) == 20
+
+
 def choosing(supports: Callable[..., bool | str]) -> te.OpManager:
     registry = te.OpRegistry({})
     registry.register_many(
@@ -562,8 +755,6 @@ def test_export_shows_raw_kernels_by_name(strict: bool) -> None:
 
 @pytest.mark.parametrize("name", ops.CATALOGUE)
 def test_operators_pass_torchs_own_check(name: str) -> None:
-    from transformer_engine_fl.ops import _library
-
     manager = te.get_default_manager()
     manager.ensure_initialized()
     contract = ops.CATALOGUE[name]
@@ -586,8 +777,6 @@ def test_operators_pass_torchs_own_check(name: str) -> None:
 
 
 def test_fake_tensors_never_reach_a_raw_kernel() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode(), te.with_preference("vendor:doubler"):
         output, rsigma = te.get_default_manager().call(
             "rmsnorm_fwd", torch.empty(4, 8), torch.empty(8)

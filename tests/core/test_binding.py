@@ -200,6 +200,48 @@ def test_a_candidate_that_cannot_be_loaded_has_no_say_in_the_signature() -> None
     assert run(3) == 3
 
 
+LATER: dict[str, tuple[Callable[..., Any], dict[str, Any], Any]] = {
+    "an option fewer": (lambda a, *, c: ("later", a, c), {"c": 1}, ("later", 1, 1)),
+    "another default": (lambda a, *, c, d=7: ("later", c, d), {"c": 1}, ("later", 1, 7)),
+    "a new option": (lambda a, *, c, e=5: ("later", c, e), {"c": 1, "e": 6}, ("later", 1, 6)),
+    "the same": (lambda a, *, c, d=4: ("later", c, d), {"c": 1}, ("later", 1, 4)),
+}
+
+
+@pytest.mark.parametrize(("fn", "kwargs", "expected"), LATER.values(), ids=LATER)
+def test_a_handle_passes_on_to_who_comes_later_just_what_it_is_given(
+    fn: Callable[..., Any], kwargs: dict[str, Any], expected: Any
+) -> None:
+    manager = uncontracted(lambda a, *, c, d=4: ("first", c, d))
+    handles = [manager.bind("op"), manager.bind("op")]
+    shown = inspect.signature(handles[0])
+    for run in handles:
+        assert run(1, c=2) == ("first", 2, 4)
+    manager.registry.register_impl(OpImpl("op", "later", "reference", fn, priority=9))  # type: ignore[arg-type]
+    for run in handles:
+        assert run(1, **kwargs) == manager.call("op", 1, **kwargs) == expected
+        assert inspect.signature(run) == shown
+        with with_preference("impl:impl.0"):
+            assert run(1, c=2) == ("first", 2, 4)
+    with pytest.raises(TypeError):
+        handles[0](1)
+
+
+def test_a_registration_while_a_handle_is_made_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = uncontracted(lambda a, *, d=4: ("first", d))
+    agreed = OpManager._agreed_signature
+
+    def slow(self: OpManager, name: str) -> inspect.Signature:
+        found = agreed(self, name)
+        manager.registry.register_impl(
+            OpImpl("op", "later", "reference", lambda a: ("later", a), priority=9)  # type: ignore[arg-type]
+        )
+        return found
+
+    monkeypatch.setattr(OpManager, "_agreed_signature", slow)
+    assert manager.bind("op")(1) == ("later", 1)
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "kwargs", "expected"),
     [
@@ -241,9 +283,10 @@ def test_a_parameter_named_like_a_word_of_the_handle_survives_a_failure() -> Non
     assert given == [("f", "e")]
 
 
-def test_an_operator_with_a_namespace_can_be_bound() -> None:
-    manager = make_manager(impl("only", op_name="aten::gelu.out", fn=lambda x: x))
-    assert manager.bind("aten::gelu.out")(3) == 3
+@pytest.mark.parametrize("name", ["aten::gelu.out", "lambda", "None", "match", "operator"])
+def test_an_operator_can_be_bound_whatever_its_name_is_to_python(name: str) -> None:
+    manager = make_manager(impl("only", op_name=name, fn=lambda x: x))
+    assert manager.bind(name)(3) == 3
 
 
 def test_a_handle_names_wrong_arguments_as_a_call_does() -> None:

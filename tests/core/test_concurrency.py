@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import itertools
+import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from transformer_engine_fl import (
 )
 from transformer_engine_fl.core import discovery
 from transformer_engine_fl.core import manager as manager_module
+from transformer_engine_fl.core import registry as registry_module
 from transformer_engine_fl.core.policy import active_scope
 
 THREADS = 16
@@ -224,6 +229,41 @@ def test_the_machine_is_asked_once_by_many_threads() -> None:
     manager = make_manager(impl("only", is_available=probe))
     together(*([lambda: manager.call("scale", X)] * THREADS))
     assert asked == [1]
+
+
+def test_a_probe_that_imports_what_calls_its_operator_meanwhile_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread has the probe and wants the module, the other the module and the answer."""
+    (tmp_path / "warms_up.py").write_text(
+        "import test_world\n"
+        "test_world.imported.set()\n"
+        "assert test_world.probing.wait(30)\n"
+        "test_world.manager.call('probed', test_world.X)\n"
+        "def loaded(x):\n    return 'loaded'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry_module, "_PATIENCE", 0.2)
+    world: Any = types.ModuleType("test_world")
+    world.X, world.imported, world.probing = X, threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "test_world", world)
+
+    def probe() -> bool:
+        world.probing.set()
+        return importlib.import_module("warms_up") is not None
+
+    def probed() -> None:
+        assert world.imported.wait(30)
+        assert world.manager.call("probed", X) == "probed"
+
+    world.manager = make_manager(
+        impl("probed", op_name="probed", fn=answering("probed"), is_available=probe),
+        impl("loaded", op_name="loaded", fn="warms_up:loaded"),
+    )
+    try:
+        together(probed, lambda: world.manager.call("loaded", X))
+    finally:
+        sys.modules.pop("warms_up", None)
 
 
 def distinct_policies() -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -179,11 +180,41 @@ async def _stream() -> AsyncIterator[None]:
     yield
 
 
-@pytest.mark.parametrize("function", [_coroutine, _generator, _stream])
-def test_what_goes_on_after_its_call_is_not_decorated(function: Callable[..., Any]) -> None:
-    said = f"put a with block into '{function.__name__}' instead"
+class _Coroutine:
+    async def __call__(self) -> None: ...
+
+    async def method(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (_coroutine, "_coroutine"),
+        (_generator, "_generator"),
+        (_stream, "_stream"),
+        (functools.partial(_coroutine), "_coroutine"),
+        (functools.partial(functools.partial(_generator)), "_generator"),
+        (_Coroutine(), "_Coroutine"),
+        (functools.partial(_Coroutine()), "_Coroutine"),
+        (functools.partial(_Coroutine().method), "_Coroutine.method"),
+    ],
+)
+def test_what_goes_on_after_its_call_is_not_decorated(
+    function: Callable[..., Any], name: str
+) -> None:
+    said = f"put a with block into '{name}' instead"
     with pytest.raises(ConfigurationError, match=said):
         with_preference("reference")(function)
+
+
+def test_a_block_decorates_whatever_is_done_when_its_call_is(manager: OpManager) -> None:
+    class Caller:
+        def __call__(self) -> object:
+            return manager.call("scale", None)
+
+    for function in (Caller(), functools.partial(manager.call, "scale", None)):
+        assert with_preference("reference")(function)() == "reference.torch"
+    assert isinstance(with_preference("reference")(_Coroutine)(), _Coroutine)
 
 
 def test_an_exception_leaves_the_block_and_its_policy(manager: OpManager) -> None:

@@ -13,6 +13,7 @@ import torch
 from core_faults import contract_of
 
 from transformer_engine_fl import (
+    ArgumentError,
     Contract,
     NoImplementationError,
     OpImpl,
@@ -203,6 +204,66 @@ def test_a_predicate_that_the_plainest_call_can_be_asked_of_is_taken(
     assert asked_by(supports, op_name).call(op_name, *call[0], **call[1]) is None
 
 
+ASKED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "no option": (lambda x, y: {"x": x, "y": y}, {"x": 1, "y": 2}),
+    "by other names": (lambda a, b: {"a": a, "b": b}, {"a": 1, "b": 2}),
+    "the first option": (lambda x, y, alpha=0.5: {"alpha": alpha}, {"alpha": 0.25}),
+    "a later option": (lambda x, y, beta=None: {"beta": beta}, {"beta": 3}),
+    "options in another order": (
+        lambda x, y, beta=None, alpha=0.5: {"alpha": alpha, "beta": beta},
+        {"alpha": 0.25, "beta": 3},
+    ),
+    "an option by keyword": (lambda x, y, *, beta=None: {"beta": beta}, {"beta": 3}),
+    "positions swallowed": (lambda x, y, *rest: {"rest": rest}, {"rest": (0.25, 3)}),
+    "keywords swallowed": (
+        lambda x, y, **rest: rest,
+        {"alpha": 0.25, "beta": 3, "mode": "sum", "scale": 2.0},
+    ),
+    "everything": (
+        lambda x, y, alpha=0.5, beta=None, *, mode="mean", scale=1.0: {"x": x, "scale": scale},
+        {"x": 1, "scale": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize(("names", "told"), ASKED.values(), ids=ASKED)
+def test_a_predicate_is_told_of_the_options_that_it_names(
+    names: Callable[..., Any], told: dict[str, Any], bound: bool
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    @functools.wraps(names)
+    def supports(*args: Any, **kwargs: Any) -> bool:
+        asked.append(names(*args, **kwargs))
+        return True
+
+    manager = asked_by(supports)
+    run = manager.bind("blend") if bound else functools.partial(manager.call, "blend")
+    run(1, 2, 0.25, 3, mode="sum", scale=2.0)
+    assert asked == [told]
+    if not bound and "rest" not in told:
+        asked.clear()
+        run(1, y=2, alpha=0.25, beta=3, mode="sum", scale=2.0)
+        assert asked == [told]
+        assert manager.explain("blend", 1, 2, 0.25, beta=3, mode="sum", scale=2.0).selected
+        assert asked == [told] * 2
+
+
+def test_an_option_that_is_not_taken_declines_before_the_predicate_is_asked() -> None:
+    asked: list[Any] = []
+    registry = OpRegistry(CONTRACTS)
+    registry.register_many(
+        [
+            OpImpl("blend", "mine", "reference", narrow, supports=lambda x, y: asked.append(x)),  # type: ignore[arg-type,func-returns-value]
+            OpImpl("blend", "other", "reference", full, priority=-1),  # type: ignore[arg-type]
+        ]
+    )
+    manager = OpManager(registry, builtins=False, plugins=False)
+    assert manager.bind("blend")(1, 2, 0.25)[0] == "full"
+    assert not asked
+
+
 def test_without_a_contract_any_signature_is_taken() -> None:
     assert registered(lambda a, /, *b, **c: a, "acme_op").call("acme_op", 1, 2, c=3) == 1
     assert registered(math.hypot, "acme_op").call("acme_op", 3, 4) == 5.0
@@ -347,3 +408,50 @@ def test_what_is_named_is_passed_on_and_only_that() -> None:
 
     manager = two(some)
     assert manager.call("blend", 1, 2, 0.1, None, mode="mean", scale=3.0) == (1, 2, 0.1, 3.0)
+
+
+# ------------------------------------------------------------- calls that do not fit it
+
+
+@pytest.mark.parametrize("first", [narrow, swallowing, full])
+def test_a_misspelt_argument_is_named_with_the_one_that_is_missing(
+    first: Callable[..., Any],
+) -> None:
+    manager = two(first, narrow)
+    said = r"^blend: argument 'yy' is not a parameter, and 'y' is missing; did you mean 'y'\?"
+    with pytest.raises(ArgumentError, match=said):
+        manager.call("blend", 1, yy=2)
+    with pytest.raises(ArgumentError, match=said):
+        CONTRACTS["blend"].check(1, yy=2)
+    assert not manager.quarantine.held()
+
+
+def test_an_operator_object_names_a_misspelt_argument() -> None:
+    from transformer_engine_fl import ops
+
+    said = r"^rmsnorm_fwd: argument 'wieght' is not a parameter, and 'weight' is missing"
+    with pytest.raises(ArgumentError, match=said):
+        ops.rmsnorm_fwd(torch.ones(2, 4), wieght=torch.ones(4))  # type: ignore[call-arg]
+
+
+SURPLUS: list[tuple[Any, ...]] = [(1, 2, 0.5, None, "mean"), (1, 2, 0.5, None, "sum", 1.0, 42)]
+"""Keyword-only options by position, with their defaults and not, and more than there are."""
+
+
+@pytest.mark.parametrize("args", SURPLUS)
+@pytest.mark.parametrize("first", [narrow, swallowing])
+def test_a_surplus_positional_argument_is_the_callers_mistake_whoever_serves(
+    first: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    manager = two(first)
+    said = f"^blend: argument '#5' is one too many: {len(args)} positional arguments were passed"
+    with pytest.raises(ArgumentError, match=said):
+        manager.call("blend", *args)
+    with pytest.raises(ArgumentError, match=said):
+        manager.resolve("blend", *args)
+    with pytest.raises(ArgumentError, match=said):
+        manager.resolve("blend", 1, 2)(*args)
+    decision = manager.explain("blend", *args)
+    assert decision.note == "the call itself is wrong"
+    assert [it.cause for it in decision.verdicts] == ["arguments"] * 2
+    assert not manager.quarantine.held()

@@ -525,6 +525,43 @@ def test_a_warning_names_the_line_that_failed(
     assert f"(RuntimeError: broken (at {__file__}:{line}))" in caplog.text
 
 
+def _bare_layernorm(input: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return torch.native_layer_norm(input, weight.shape, weight, None, 1e-5)
+
+
+def _bare_gemm(A: Tensor, B: Tensor) -> tuple[Tensor, None, None]:
+    return B @ A.t(), None, None
+
+
+BARE: dict[str, tuple[str, Callable[..., Any], Callable[[], Tensor]]] = {
+    "by position": (
+        "layernorm_fwd",
+        _bare_layernorm,
+        lambda: F.layer_norm(torch.arange(12.0).view(2, 6), (6,), torch.ones(6)),
+    ),
+    "by keyword": (
+        "generic_gemm",
+        _bare_gemm,
+        lambda: torch.mm(torch.arange(12.0).view(2, 6), torch.arange(18.0).view(3, 6).t()),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "fn", "call"), BARE.values(), ids=BARE)
+def test_an_implementation_without_options_serves_what_needs_none(
+    name: str, fn: Callable[..., Any], call: Callable[[], Tensor], ran: Ran
+) -> None:
+    manager = get_default_manager()
+    manager.registry.register_impl(
+        OpImpl(name, "vendor.bare", "vendor", fn, vendor="bare", devices=("cpu",))  # type: ignore[arg-type]
+    )
+    expected = call()
+    with use_aten_ops(), with_preference("vendor:bare"):
+        torch.testing.assert_close(call(), expected)
+    assert "vendor.bare" in [impl_id for _, impl_id in ran]
+    assert not manager.quarantine.held()
+
+
 def test_memory_that_runs_out_in_supports_is_no_answer() -> None:
     def full(*args: Any, **kwargs: Any) -> bool:
         raise torch.OutOfMemoryError("no room for a plan")

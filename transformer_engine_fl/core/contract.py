@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ __all__ = [
     "Fit",
     "Sample",
     "Tolerance",
+    "asked",
     "check_predicate",
     "contract",
     "fit",
@@ -145,6 +146,7 @@ class Contract(Generic[P, R]):
         mutates: names of the arguments it writes.
         dispatch_on: the argument whose device and dtype choose the implementation.
         signature: the operator's signature.
+        positional: parameters that may be passed by position.
         options: parameters with a default, and their defaults.
         backward: its backward operator, if it has one.
         aliases: other names of the same operator.
@@ -194,7 +196,7 @@ class Contract(Generic[P, R]):
             if not _required(parameter)
         }
         self.dispatch_on = dispatch_on or next(iter(self.signature.parameters))
-        self._positional = tuple(_positional(self.signature))
+        self.positional = tuple(_positional(self.signature))
 
     @in_compiled_code(_traced_contract_call)
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -241,11 +243,11 @@ class Contract(Generic[P, R]):
         Raises:
             ArgumentError: the call does not fit the signature.
         """
-        positional = self._positional
+        positional = self.positional
         arguments = {**self.options, **dict(zip(positional, args, strict=False)), **kwargs}
         twice = [name for name in positional[: len(args)] if name in kwargs]
-        expected = self.signature.parameters
-        if twice or len(args) > len(positional) or len(arguments) != len(expected):
+        expected = self.signature.parameters.keys()
+        if twice or len(args) > len(positional) or arguments.keys() != expected:
             raise self._binding_error(args, kwargs)
         return arguments
 
@@ -287,24 +289,40 @@ class Contract(Generic[P, R]):
         self.check(*args, **kwargs)
         return self._shape_rule(*args, **kwargs)
 
+    def without(self, fn: Callable[..., Any], missing: Collection[str]) -> Callable[..., Any]:
+        """``fn`` without the options it does not take (they have their defaults).
+
+        It raises an ArgumentError for more positional arguments than the contract has.
+        """
+        names = self.positional
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > len(names):
+                raise self._binding_error(args, kwargs)
+            taken = {name: value for name, value in kwargs.items() if name not in missing}
+            kept = [it for name, it in zip(names, args, strict=False) if name not in missing]
+            return fn(*kept, **taken)
+
+        return call
+
     def _binding_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError:
         expected = f"{self.name}{shown(self.signature)}"
         names = list(self.signature.parameters)
+        positional = self.positional
+        passed = {*positional[: len(args)], *kwargs, *self.options}
+        missing = [name for name in names if name not in passed]
         for given in kwargs:
             if given not in names:
-                return ArgumentError(
-                    self.name, given, f"not a parameter{suggestion(given, names)}", expected
-                )
-        positional = self._positional
+                lacking = f", and {missing[0]!r} is missing" if missing else ""
+                hint = suggestion(given, names)
+                return ArgumentError(self.name, given, f"not a parameter{lacking}{hint}", expected)
         if len(args) > len(positional):
             given = f"one too many: {len(args)} positional arguments were passed"
             return ArgumentError(self.name, f"#{len(positional) + 1}", given, expected)
         for name in positional[: len(args)]:
             if name in kwargs:
                 return ArgumentError(self.name, name, "passed twice", expected)
-        passed = {*positional[: len(args)], *kwargs, *self.options}
-        missing = next(name for name in names if name not in passed)
-        return ArgumentError(self.name, missing, "missing", expected)
+        return ArgumentError(self.name, missing[0], "missing", expected)
 
 
 def contract(
@@ -417,8 +435,7 @@ def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
         {
             name: parameter.default
             for name, parameter in expected.parameters.items()
-            if not _required(parameter)
-            and not (name in found.parameters and found.parameters[name].kind in _NAMED)
+            if not (_required(parameter) or _named(found, name))
         }
     )
 
@@ -426,7 +443,8 @@ def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
 def check_predicate(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> None:
     """Check that a ``supports`` can be asked about the plainest call of the contract.
 
-    Options are left to it: a contract may get another one that it has never heard of.
+    Options are left to it: a contract may get another one that it has never heard of, and
+    those that it does not name it is not told (:func:`asked`).
 
     Raises:
         SignatureMismatchError: with both signatures.
@@ -443,6 +461,38 @@ def check_predicate(expected: inspect.Signature, fn: Callable[..., Any], label: 
             f"{label}: supports() is asked with the arguments of the call, and {error}\n"
             f"  contract   {shown(expected)}\n  supports() {shown(found)}"
         ) from None
+
+
+def asked(expected: inspect.Signature, supports: Callable[..., Any]) -> Callable[..., Any]:
+    """``supports`` as any call of the contract can be put to it.
+
+    What it does not name it has no say in: those options are left out, and the others go by
+    name where it may have them in other places than the contract.
+    """
+    found = signature_of(supports)
+    if found is None:
+        return supports
+    kinds = {it.kind for it in found.parameters.values()}
+    anywhere = inspect.Parameter.VAR_POSITIONAL in kinds
+    unnamed = {
+        name
+        for name, it in expected.parameters.items()
+        if not (_required(it) or inspect.Parameter.VAR_KEYWORD in kinds or _named(found, name))
+    }
+    order = _positional(expected)
+    if not unnamed and (anywhere or _positional(found)[: len(order)] == order):
+        return supports
+    required = [name for name in order if _required(expected.parameters[name])]
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        first: Collection[Any] = args
+        if not anywhere:
+            kwargs = {**dict(zip(order, args, strict=False)), **kwargs}
+            first = [kwargs.pop(name) for name in required if name in kwargs]
+        named = {name: value for name, value in kwargs.items() if name not in unnamed}
+        return supports(*first, **named)
+
+    return ask
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
@@ -505,6 +555,10 @@ def _misfit(expected: inspect.Signature, found: inspect.Signature) -> str | None
 def _required(parameter: inspect.Parameter) -> bool:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+
+
+def _named(signature: inspect.Signature, name: str) -> bool:
+    return name in signature.parameters and signature.parameters[name].kind in _NAMED
 
 
 def _keyword_only(signature: inspect.Signature, name: str) -> bool:

@@ -12,7 +12,9 @@ signature. What to build into them is the manager's business.
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Final
 
 from transformer_engine_fl.core.policy import ROOT, active_scope
@@ -27,6 +29,7 @@ __all__ = [
     "guarded",
     "handle",
     "settles_failures",
+    "take_anything",
 ]
 
 Handle = Callable[..., Any]
@@ -224,13 +227,12 @@ def handle(
     cell: Cell,
     scoped: Callable[[], Served],
     failed: Failed,
-) -> Handle:
+) -> FunctionType:
     """Make a function with ``signature`` that calls what ``cell`` holds.
 
     A generated function passes its arguments by position and name without packing
     them, which costs a fraction of a ``*args, **kwargs`` wrapper.
     """
-    parameters, positional, named = [], [], []
     namespace: dict[str, Any] = {
         "_te_fl_active_scope": active_scope,
         "_te_fl_ROOT": ROOT,
@@ -239,6 +241,20 @@ def handle(
         "_te_fl_failed": failed,
         "_te_fl_MISS": MISS,
     }
+    return _generated(name, signature, namespace)
+
+
+_ANYTHING: Final = inspect.signature(lambda *args, **kwargs: None)
+
+
+def take_anything(made: FunctionType) -> None:
+    """Have a handle pass on just what it is given, for its signature need no longer hold."""
+    made.__code__ = _generated(made.__name__, _ANYTHING, {}).__code__
+
+
+def _generated(name: str, signature: inspect.Signature, namespace: dict[str, Any]) -> FunctionType:
+    """The function of a handle, whose globals are ``namespace``."""
+    parameters, positional, named = [], [], []
     starred = False
     for parameter in signature.parameters.values():
         text = parameter.name
@@ -260,13 +276,15 @@ def handle(
         else:
             positional.append(text.partition("=")[0])
     by_name = [it if it.startswith("**") else f"{it}={it}" for it in named]
+    if not name.isidentifier() or keyword.iskeyword(name):
+        name = "operator"
     source = _TEMPLATE.format(
-        name=name if name.isidentifier() else "operator",
+        name=name,
         parameters=", ".join(parameters),
         arguments=", ".join([*positional, *by_name]),
         positional="".join(f"{it}, " for it in positional),
         named=", ".join(it if it.startswith("**") else f"{it!r}: {it}" for it in named),
     )
     exec(compile(source, f"<handle of {name}>", "exec"), namespace)
-    made: Handle = namespace[name if name.isidentifier() else "operator"]
+    made: FunctionType = namespace[name]
     return made

@@ -10,9 +10,11 @@ thread was importing could never be imported. A fork waits for our imports inste
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Final
 
@@ -44,6 +46,16 @@ class ForkSafeLock:
     def release(self) -> None:
         """Give it back."""
         self._lock.release()
+
+    @contextlib.contextmanager
+    def patiently(self, seconds: float) -> Iterator[None]:
+        """Hold it; or go on without it after so many seconds."""
+        held = self.acquire(seconds)
+        try:
+            yield
+        finally:
+            if held:
+                self.release()
 
     def __enter__(self) -> None:
         self._lock.acquire()

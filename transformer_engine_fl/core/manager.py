@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from types import FunctionType
 from typing import Any
 
 from transformer_engine_fl.core import contract as contracts
@@ -26,6 +27,7 @@ from transformer_engine_fl.core.dispatch import (
     Served,
     handle,
     settles_failures,
+    take_anything,
 )
 from transformer_engine_fl.core.errors import (
     ConfigurationError,
@@ -123,6 +125,7 @@ class OpManager:
         self._table = Table()
         self._scoped: dict[Scope, Table] = {}
         self._cells: dict[str, Cell] = {}
+        self._agreed: dict[str, weakref.WeakSet[FunctionType]] = {}
         self._watchers: tuple[Watcher, ...] = ()
         self._logged: dict[str, list[str]] = {}
         self._vetted: set[str] = set()
@@ -183,6 +186,7 @@ class OpManager:
         self.ensure_initialized()
         name = self._known(op_name)
         contract = self.registry.contracts.get(name)
+        entries = self.registry.entries(name)
         signature = contract.signature if contract else self._agreed_signature(name)
         with self._lock:
             cell = self._cells.setdefault(name, Cell(self._unbuilt(name)))
@@ -195,6 +199,11 @@ class OpManager:
         )
         made.__doc__ = contract.__doc__ if contract else f"Dispatches {name!r}."
         made.__signature__ = signature  # type: ignore[attr-defined]
+        if contract is None:
+            with self._lock:
+                self._agreed.setdefault(name, weakref.WeakSet()).add(made)
+            if self.registry.entries(name) is not entries:
+                self._agree_no_longer({name})
         return in_compiled_code(lambda *args, **kwargs: traced_call(self, name, *args, **kwargs))(
             made
         )
@@ -231,9 +240,13 @@ class OpManager:
         """The implementation that would serve; judged on the arguments if any are given.
 
         Raises:
+            ArgumentError: the arguments break the operator's contract.
             NoImplementationError: nothing would.
         """
         plan = self.plan(op_name)
+        wrong = plan.wrong_arguments(args, kwargs) if args or kwargs else None
+        if wrong is not None:
+            raise wrong
         decision = plan.explain(*self._question(plan, args, kwargs))
         return plan.runnable(self._served(decision), decision.facts)
 
@@ -442,6 +455,14 @@ class OpManager:
             return found[0]
         return inspect.signature(lambda *args, **kwargs: None)
 
+    def _agree_no_longer(self, operators: Collection[str]) -> None:
+        """Others are registered, to whom a handle must not hand the defaults of those before."""
+        for name in operators:
+            with self._lock:
+                handles = self._agreed.pop(name, ())
+            for made in handles:
+                take_anything(made)
+
     def _question(
         self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Facts, Any]:
@@ -506,6 +527,7 @@ class OpManager:
         """A registration came: it clears these operators' quarantine, and every plan."""
         self.quarantine.clear(operators)
         self._vetted.clear()
+        self._agree_no_longer(operators)
         self._invalidate(epoch=True)
 
     def policy_changed(self) -> None:

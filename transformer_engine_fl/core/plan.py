@@ -282,7 +282,7 @@ class Plan:
         fn = entry.fn
         if fake and not (entry.impl.traceable or entry.impl.unconditional):
             fn = self._manager.tensors.opaque(entry) or fn
-        return _without(entry, fn) if entry.missing else fn
+        return entry.taking_all(fn)
 
     # ------------------------------------------------------------------- after all
 
@@ -516,16 +516,3 @@ class Plan:
 
 def _nothing(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("no candidate: never called")
-
-
-def _without(entry: Entry, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` without the options it does not take (they have their defaults)."""
-    missing = entry.missing
-    names = list(entry.contract.signature.parameters) if entry.contract else []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        taken = {name: value for name, value in kwargs.items() if name not in missing}
-        kept = [it for name, it in zip(names, args, strict=False) if name not in missing]
-        return fn(*kept, **taken)
-
-    return call

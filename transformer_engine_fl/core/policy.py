@@ -497,10 +497,15 @@ class DecoratingBlock:
             ConfigurationError: what it does goes on after its call, as a coroutine's does.
         """
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
-        if any(is_kind(function) for is_kind in kinds):
+        called: Any = function
+        while isinstance(called, functools.partial):
+            called = called.func
+        ways = called, getattr(type(called), "__call__", None)  # noqa: B004 - its body is wanted
+        if any(is_kind(way) for is_kind in kinds for way in ways):
+            name = getattr(called, "__qualname__", type(called).__qualname__)
             raise ConfigurationError(
                 f"{type(self).__name__} decorates functions that are done when their call is; "
-                f"put a with block into {function.__qualname__!r} instead"
+                f"put a with block into {name!r} instead"
             )
         block: Any = self
 

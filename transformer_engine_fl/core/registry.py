@@ -15,7 +15,14 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from transformer_engine_fl.core.blame import ON_BEHALF, out_of_stack, said
-from transformer_engine_fl.core.contract import Contract, Fit, check_predicate, fit, signature_of
+from transformer_engine_fl.core.contract import (
+    Contract,
+    Fit,
+    asked,
+    check_predicate,
+    fit,
+    signature_of,
+)
 from transformer_engine_fl.core.errors import (
     DuplicateImplError,
     PluginError,
@@ -40,6 +47,10 @@ CATALOGUE: Final = "transformer_engine_fl.ops:CATALOGUE"
 _TOLD: Final[set[tuple[str, str]]] = set()
 """Faults of which a warning was given: where it was registered, and what is broken."""
 
+_PATIENCE: Final = 2.0
+"""Seconds that a thread waits for another's answer from a probe. That one may itself wait for
+this thread: for what this one is importing, say."""
+
 _NEVER_ASKED: Final = ForkSafeLock()
 """For entries without a probe, which have nothing to ask."""
 
@@ -51,6 +62,7 @@ class Entry:
         impl: as it was registered.
         where: ``file:line`` of the registration.
         contract: the operator's contract, or None.
+        supports: its own check of the arguments, for any call of the contract, or None.
         broken: its package could not be loaded; whoever asks for it by name is told.
     """
 
@@ -64,6 +76,7 @@ class Entry:
         "broken",
         "contract",
         "impl",
+        "supports",
         "where",
     )
 
@@ -71,13 +84,16 @@ class Entry:
         self.impl = impl
         self.where = where
         self.contract = contract
+        self.supports = impl.supports
+        if contract is not None and impl.supports is not None:
+            self.supports = asked(contract.signature, impl.supports)
         self.broken = False
         self._fn: Callable[..., Any] | None = None
         self._fit: Fit | None = None
-        asked = bool(impl.is_available or impl.switched_off)
-        self._unavailable: str | None = None if asked else ""
+        probed = bool(impl.is_available or impl.switched_off)
+        self._unavailable: str | None = None if probed else ""
         self._probe_raised = False
-        self._asking = ForkSafeLock() if asked else _NEVER_ASKED
+        self._asking = ForkSafeLock() if probed else _NEVER_ASKED
         if not isinstance(impl.fn, str):
             self._settle(impl.fn)
 
@@ -102,6 +118,12 @@ class Entry:
         """Options of the contract that the implementation does not take."""
         return self._fit.missing if self._fit else {}
 
+    def taking_all(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn``, which runs it, for calls with every option of the contract."""
+        if self.contract is None or not self.missing:
+            return fn
+        return self.contract.without(fn, self.missing)
+
     def runs(self, fn: Callable[..., Any]) -> bool:
         """Whether ``fn`` is its callable."""
         return self._fn is fn
@@ -119,14 +141,14 @@ class Entry:
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None as far as is known; asks once."""
         if self._unavailable is None:
-            with self._asking:
+            with self._asking.patiently(_PATIENCE):
                 if self._unavailable is None:
                     self._unavailable = self._ask()
         return self._unavailable or None
 
     def ask_again(self) -> None:
         """Forget that its probe raised: that is no answer, and may have been the moment's."""
-        with self._asking:
+        with self._asking.patiently(_PATIENCE):
             if self._probe_raised:
                 self._probe_raised, self._unavailable = False, None
 

@@ -362,8 +362,7 @@ def options_decline(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, An
     """Why a call's options go beyond what an implementation takes, or None."""
     if not entry.missing or entry.contract is None:
         return None
-    names = list(entry.contract.signature.parameters)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(entry.contract.positional, args, strict=False)), **kwargs}
     for name, default in entry.missing.items():
         value = given.get(name, default)
         if not same(value, default):
@@ -390,10 +389,9 @@ def ask_supports(entry: Entry, call: Call, is_fatal: Callable[[Exception], bool]
         call: the arguments.
         is_fatal: whether the device is lost or memory ran out, which is raised as it is.
     """
-    impl = entry.impl
-    assert impl.supports is not None  # an invariant of ours
+    assert entry.supports is not None  # an invariant of ours
     try:
-        answer = impl.supports(*call[0], **call[1])
+        answer = entry.supports(*call[0], **call[1])
     except NotSupportedError as error:
         return f"supports() raised {worded(error)}"
     except Exception as error:

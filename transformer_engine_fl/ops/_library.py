@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Final
 
 import torch
 
 from transformer_engine_fl.core.contract import Contract
+from transformer_engine_fl.core.locks import ForkSafeLock
 from transformer_engine_fl.core.registry import Entry
 
 __all__ = ["NAMESPACE", "operator", "reference_to", "schema"]
@@ -22,6 +22,12 @@ __all__ = ["NAMESPACE", "operator", "reference_to", "schema"]
 NAMESPACE: Final = "te_fl"
 
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_lock: Final = ForkSafeLock()
+_operators: weakref.WeakKeyDictionary[Contract[..., Any], Callable[..., Any]] = (
+    weakref.WeakKeyDictionary()
+)
+_contracts_of: Final[dict[str, int]] = {}
+"""Operator -> how many contracts of that name have been defined; torch forgets none."""
 _entries: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
 
 _SCHEMA_TYPES: Final = {
@@ -84,24 +90,49 @@ def _schema_type(contract: Contract[..., Any], annotation: str) -> str:
         ) from None
 
 
-@cache
 def operator(contract: Contract[..., Any]) -> Callable[..., Any]:
     """The ``torch.library`` operator of a contract, defined at the first request."""
-    _library.define(schema(contract), tags=(torch.Tag.pt2_compliant_tag,))
+    found = _operators.get(contract)
+    if found is None:
+        with _lock:
+            found = _operators.get(contract)
+            if found is None:
+                found = _operators[contract] = _define(contract)
+    return found
+
+
+def _define(contract: Contract[..., Any]) -> Callable[..., Any]:
+    """Define a contract's operator: an overload of its own, if there was one of that name."""
+    _, _, signature = schema(contract).partition("(")
+    number = _contracts_of.get(contract.name, 0) + 1
+    overload = "default" if number == 1 else f"contract_{number}"
+    name = contract.name if number == 1 else f"{contract.name}.{overload}"
+    _library.define(f"{name}({signature}", tags=(torch.Tag.pt2_compliant_tag,))
+    _contracts_of[contract.name] = number
+    alive = weakref.ref(contract)  # torch keeps the functions here for ever
 
     def run(*args: Any, impl: str, **kwargs: Any) -> Any:
-        return _entry(contract, impl).fn(*args, **kwargs)
+        return _entry(_held(alive, name), impl).fn(*args, **kwargs)
 
     def shapes(*args: Any, impl: str, **kwargs: Any) -> Any:
-        return contract.shapes(*args, **kwargs)
+        return _held(alive, name).shapes(*args, **kwargs)
 
-    _library.impl(contract.name, run, "CompositeExplicitAutograd")
+    _library.impl(name, run, "CompositeExplicitAutograd")
     # Operators are not differentiable: functional is where gradients live.
-    _library.impl(contract.name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"{NAMESPACE}::{contract.name}", shapes, lib=_library)
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=_library)
     packet = getattr(getattr(torch.ops, NAMESPACE), contract.name)
-    overload: Callable[..., Any] = packet.default
-    return overload
+    found: Callable[..., Any] = getattr(packet, overload)
+    return found
+
+
+def _held(alive: weakref.ref[Contract[..., Any]], name: str) -> Contract[..., Any]:
+    contract = alive()
+    if contract is None:
+        raise RuntimeError(
+            f"{NAMESPACE}::{name}: its contract is gone; keep it for as long as what was traced"
+        )
+    return contract
 
 
 def reference_to(entry: Entry) -> str:
@@ -110,12 +141,14 @@ def reference_to(entry: Entry) -> str:
     It is the impl id, unless another registry in the process uses the same one for
     something else; then a number is added.
     """
+    assert entry.contract is not None  # an invariant of ours: without one it has no operator
     base = entry.impl.impl_id
-    for number in range(1, 1_000):
-        name = base if number == 1 else f"{base}#{number}"
-        held = _entries.setdefault(f"{entry.impl.op_name}/{name}", entry)
-        if held is entry:
-            return name
+    with _lock:
+        for number in range(1, 1_000):
+            name = base if number == 1 else f"{base}#{number}"
+            held = _entries.setdefault(f"{entry.contract.name}/{name}", entry)
+            if held is entry:
+                return name
     raise RuntimeError(f"{entry.impl.label}: too many registries hold one of that id")
 
 

@@ -46,23 +46,24 @@ class _Target:
         name: the name that it is held under.
         run: the function to trace through, or an operator of ``torch.library``.
         added: keywords that ``run`` needs besides the call's own.
-        supports: the candidate's own check of the arguments, or None.
+        supports: the candidate's own check of the arguments, for any call, or None.
         check: the contract's, or None.
-        missing: (name, position or -1, default) of each option that it does not take.
+        missing: (name, position or None, default) of each option that it does not take.
     """
 
     def __init__(self, entry: Entry) -> None:
         self.name = _name_of(entry)
-        self.supports = entry.impl.supports
+        self.supports = entry.supports
         self.check = entry.contract.check if entry.contract is not None else None
         self.added: Kwargs = {}
         self.run: Callable[..., Any] = entry.fn
         if not entry.impl.traceable and entry.contract is not None:
             self.run = _library.operator(entry.contract)
             self.added = {"impl": _library.reference_to(entry)}
-        names = list(entry.contract.signature.parameters) if entry.contract else []
+        places = entry.contract.positional if entry.contract is not None else ()
         self.missing = tuple(
-            (name, names.index(name), default) for name, default in entry.missing.items()
+            (name, places.index(name) if name in places else None, default)
+            for name, default in entry.missing.items()
         )
 
 
@@ -77,6 +78,9 @@ _ENTRIES: Final[weakref.WeakValueDictionary[str, Entry]] = weakref.WeakValueDict
 def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
     """What ``manager.call(op_name, *args, **kwargs)`` is in compiled code."""
     place, name = _dispatch_on(manager.name, op_name)
+    misfit = _misfit(manager.name, op_name, len(args), tuple(kwargs))
+    if misfit:
+        raise ArgumentError(*misfit)
     given = (*args, *kwargs.values())
     if name:  # otherwise it has no contract to say which
         given = (args[place] if place < len(args) else kwargs.get(name),)
@@ -96,7 +100,7 @@ def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
 
 def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
     for name, place, default in target.missing:
-        value = args[place] if place < len(args) else kwargs.get(name, default)
+        value = kwargs.get(name, default) if place is None or place >= len(args) else args[place]
         if not same(value, default):
             return False
     try:
@@ -178,6 +182,21 @@ def _dispatch_on(manager: str, op_name: str) -> tuple[int, str]:
     """
     place: tuple[int, str] = manager_named(manager).plan(op_name).dispatch_on
     return place
+
+
+@constant
+def _misfit(
+    manager: str, op_name: str, count: int, names: tuple[str, ...]
+) -> tuple[Any, ...] | None:
+    """What an ArgumentError says of so many arguments by position and these by name, or None."""
+    registry = manager_named(manager).registry
+    contract = registry.contracts.get(registry.canonical(op_name))
+    if contract is not None:
+        try:
+            contract.bind(*[None] * count, **dict.fromkeys(names))
+        except ArgumentError as wrong:
+            return wrong.args
+    return None
 
 
 @constant

@@ -290,7 +290,7 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
         if reason is not None:
             raise NotSupportedError(f"{impl.label}: {reason}")
         try:
-            return entry.fn(*args, **kwargs)
+            return entry.taking_all(entry.fn)(*args, **kwargs)
         except ArgumentError as error:  # what the contract has no word for, torch may have
             raise NotSupportedError(str(error)) from None
 
