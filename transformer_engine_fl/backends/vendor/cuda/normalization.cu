@@ -670,9 +670,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   const int rank = blockIdx.x % CLUSTER;
-  const int group = blockIdx.x / CLUSTER;
-  const int groups = gridDim.x / CLUSTER;
-  Statistics<kThroughMemory> over_row(words, static_cast<unsigned>(first_turn), group);
+  Statistics<kThroughMemory> over_row(words, static_cast<unsigned>(first_turn),
+                                      blockIdx.x / CLUSTER);
 
   const int before = rank * VECS * Row::kApart;  // columns of the blocks before this one
   auto first_column = [&](int v) { return before + Row::first_column(v, 0); };
@@ -688,7 +687,6 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                                residual + row * residual_stride + first, exists, column, columns);
       }
     }
-    commit_copies();
   };
   unsigned char* gamma_slots = ring + STAGES * kStageBytes;
   unsigned char* beta_slots = gamma_slots + Slots<TW>::kBytes;
@@ -715,20 +713,12 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     if constexpr (!BIASED) return zeros<TB, VEC>();
     else return HOLD_GAMMA ? held_beta[v] : Slots<TB>::read(beta_slots, v);
   };
-#pragma unroll 1
-  for (int stage = 0; stage < STAGES; ++stage) {
-    ask(group + static_cast<long long>(stage) * groups, ring + stage * kStageBytes);
-  }
-
   struct Held {
     Vec<TX, VEC> total[VECS];
   };
   A found[kStatistics];
-  int stage = 0;
   // Takes a row to registers, tells its statistics, and writes what it took.
-  auto take = [&](long long row, Held& held) {
-    wait_copies<STAGES - 1>();
-    unsigned char* slots = ring + stage * kStageBytes;
+  auto take = [&](long long row, unsigned char* slots, Held& held) {
     A mean = 0;
     A squares = 0;
 #pragma unroll
@@ -754,20 +744,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       }
     }
   };
-  // Asks for a row in the place of the one that was taken last.
-  auto refill = [&](long long row) {
-    ask(row + static_cast<long long>(STAGES) * groups, ring + stage * kStageBytes);
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-  };
-
-  Held held;
-  take(group, held);
-  refill(group);
-#pragma unroll 1
-  for (long long row = group; row < rows; row += groups) {
-    const long long following = row + groups;
-    Held next = held;
-    if (following < rows) take(following, next);
+  auto write = [&](long long row, const Held& held) {
     over_row.template end<Merging>(found);
     const A mean = mean_of(found, columns, share);
     const A scale = inverse_sqrt(variance_of(found, share) + eps);
@@ -785,10 +762,8 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       // As in `forward`; with a residual there are registers.
       if constexpr (FULL && !ADDED) __syncwarp();
     }
-    refill(following);
-    held = next;
-  }
-  wait_copies<0>();
+  };
+  go_through<CLUSTER, STAGES, kStageBytes, Held>(ring, rows, ask, take, write);
 }
 
 #endif  // KERNEL_forward_pieces

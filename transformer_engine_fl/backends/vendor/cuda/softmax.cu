@@ -122,44 +122,11 @@ class Piece {
     }
   }
 
-  // Of each of a group's rows: asks for it, takes it and tells the others of it, and writes it,
-  // having taken the next one meanwhile. STAGES rows are asked for at once, with so many Bytes each.
+  // Takes and writes a group's rows, of each of which the ring has so many Bytes at a time.
   template <typename Held, int Bytes, typename Ask, typename Take, typename Write>
   __device__ __forceinline__ void go_through(Ask ask, Take take, Write write) const {
     extern __shared__ __align__(16) unsigned char ring[];
-    const unsigned groups = gridDim.x / CLUSTER;
-    auto request = [&](unsigned row, int stage) {
-      ask(row, ring + stage * Bytes);
-      commit_copies();
-    };
-    unsigned row = group();
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES; ++stage) request(row + stage * groups, stage);
-    int stage = 0;
-    auto take_next = [&](Held& held) {
-      wait_copies<STAGES - 1>();
-      take(ring + stage * Bytes, held);
-    };
-    // In the place of the row that was taken last.
-    auto refill = [&](unsigned taken) {
-      request(taken + STAGES * groups, stage);
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
-    };
-    auto step = [&](const Held& held, Held& next) {
-      const unsigned following = row + groups;
-      if (following < rows_) take_next(next);
-      write(row, held);
-      refill(following);
-      row = following;
-      return row < rows_;
-    };
-    Held even, odd;
-    take_next(even);
-    refill(row);
-#pragma unroll 1
-    while (step(even, odd) && step(odd, even)) {
-    }
-    wait_copies<0>();
+    te_fl::go_through<CLUSTER, STAGES, Bytes, Held>(ring, rows_, ask, take, write);
   }
 
  private:
@@ -530,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   auto ask = [&](unsigned row, unsigned char* slots) {
     piece.fill<kOnce>(slots, x, x_stride, row);
   };
-  auto take = [&](unsigned char* slots, Held& held) {
+  auto take = [&](unsigned, unsigned char* slots, Held& held) {
     Vec<TX, VEC> stored[VECS];
 #pragma unroll
     for (int v = 0; v < VECS; ++v) stored[v] = Slots<TX>::read(slots, v);
@@ -726,7 +693,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     piece.fill<kOnce>(slots, y, y_stride, row);
     piece.fill<kOnce>(slots + Slots<TX>::kBytes, dy, dy_stride, row);
   };
-  auto take = [&](unsigned char* slots, Held& held) {
+  auto take = [&](unsigned, unsigned char* slots, Held& held) {
     along[0] = 0;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {

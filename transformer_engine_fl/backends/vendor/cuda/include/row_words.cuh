@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "memory.cuh"
 #include "row_reduction.cuh"
 
 namespace te_fl {
@@ -148,5 +149,48 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   Words words_;
   int set_ = 0;  // of slots of over_block
 };
+
+// Goes through the rows of a group of Blocks blocks, which are all of the grid's groups apart: asks
+// for each, takes it and tells the others of it, and writes it, having taken the next one
+// meanwhile. Stages rows are asked for at once, each with so many Bytes of the ring. Two rows are
+// held in turn, and neither is moved to where the other was.
+template <int Blocks, int Stages, int Bytes, typename Held, typename Index, typename Ask,
+          typename Take, typename Write>
+__device__ __forceinline__ void go_through(unsigned char* ring, Index rows, Ask ask, Take take,
+                                           Write write) {
+  const Index groups = gridDim.x / Blocks;
+  Index row = blockIdx.x / Blocks;
+  auto request = [&](Index of, int stage) {
+    ask(of, ring + stage * Bytes);
+    commit_copies();
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < Stages; ++stage) request(row + stage * groups, stage);
+  int stage = 0;
+  auto take_from_ring = [&](Index of, Held& held) {
+    wait_copies<Stages - 1>();
+    take(of, ring + stage * Bytes, held);
+  };
+  // In the place of the row that was taken last.
+  auto refill = [&](Index taken) {
+    request(taken + Stages * groups, stage);
+    stage = stage + 1 == Stages ? 0 : stage + 1;
+  };
+  auto step = [&](const Held& held, Held& next) {
+    const Index following = row + groups;
+    if (following < rows) take_from_ring(following, next);
+    write(row, held);
+    refill(following);
+    row = following;
+    return row < rows;
+  };
+  Held even, odd;
+  take_from_ring(row, even);
+  refill(row);
+#pragma unroll 1
+  while (step(even, odd) && step(odd, even)) {
+  }
+  wait_copies<0>();
+}
 
 }  // namespace te_fl
