@@ -81,6 +81,24 @@ def test_the_check_finds_the_users_files_and_says_what_is_wrong(te_fl, user):
     assert problem.startswith(f"{wrong}:2: choices.cross_entropy_fw: unknown choice; did you mean")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x", "1: the file: must be a mapping, valid keys: format, device, choices; got 'x'"),
+        (
+            "choices:\n  cross_entropy_fwd:\n  - x\n",
+            "3: choices.cross_entropy_fwd.0: must be a mapping, valid keys: key, value, ms, "
+            "heuristic_ms, call, measured_on; got 'x'",
+        ),
+    ],
+)
+def test_the_check_says_what_stands_where_a_mapping_must(te_fl, tmp_path, text, said):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(text)
+    ran = te_fl("tune", "--check", "--output", str(wrong))
+    assert (ran.code, ran.out) == (1, f"broken: {wrong}:{said}\n")
+
+
 def test_the_check_of_a_folder_looks_at_that_alone(te_fl, user, tmp_path):
     (user / "default.yaml").write_text("broken")
     mine = tmp_path / "mine" / "nvidia" / "sm_80.yaml"

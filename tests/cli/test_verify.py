@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
@@ -95,6 +96,41 @@ def test_what_an_implementation_raises_is_shown_with_its_traceback(te_fl, instal
     assert "acme_kernels.py" not in ran.out
     assert "\nand " in ran.out
     assert " more\n" in ran.out
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_kernel_that_ends_the_program_is_a_failure_and_the_others_are_run(
+    te_fl, install, folder, jobs
+):
+    install(
+        RAISING.replace(
+            'raise RuntimeError("the [kernel] is | gone")',
+            "if input.ndim == 1:\n"
+            "        raise SystemExit(0)\n"
+            "    from transformer_engine_fl.backends.reference import activation\n\n"
+            "    return activation.silu(input)",
+        )
+    )
+    ran = te_fl("verify", "vendor.acme", "--dtype", "float32", "--jobs", jobs)
+    assert ran.code == 1
+    card = json.loads((folder / "scorecard-vendor.acme.json").read_text())
+    assert card["failures"]
+    assert {it["said"] for it in card["failures"]} == {"raised SystemExit: 0"}
+    assert card["cases"]["passed"] > card["cases"]["failed"]
+
+
+def test_a_sigterm_ends_the_command_and_is_no_failure_of_the_kernel_it_comes_in(
+    te_fl, install, folder
+):
+    install(
+        RAISING.replace(
+            'raise RuntimeError("the [kernel] is | gone")',
+            "import signal\n\n    signal.raise_signal(signal.SIGTERM)",
+        )
+    )
+    ran = te_fl("verify", "vendor.acme", "--dtype", "float32")
+    assert (ran.code, ran.out) == (128 + signal.SIGTERM, "")
+    assert list(folder.iterdir()) == []
 
 
 def test_a_star_stands_for_anything_in_the_name_of_a_case(te_fl, acme):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -640,6 +642,35 @@ def test_an_error_without_a_text_is_a_failure_like_any_other() -> None:
 
     with pytest.raises(testing.ConformanceError, match="raised SpeechlessError, whose str"):
         testing.Case("scale/broken/float32/values/typical", check).run()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit("left")])
+def test_what_would_end_a_program_is_a_failure_like_any_other(error: BaseException) -> None:
+    def check() -> testing.Outcome:
+        raise error
+
+    with pytest.raises(testing.ConformanceError, match=f"raised {type(error).__name__}: "):
+        testing.Case("scale/broken/float32/values/typical", check).run()
+
+
+def test_ctrl_c_and_the_end_that_a_signal_asks_for_are_no_failures() -> None:
+    def leave(*_: object) -> None:
+        sys.exit(3)
+
+    def interrupted() -> testing.Outcome:
+        raise KeyboardInterrupt
+
+    def ended() -> testing.Outcome:
+        signal.raise_signal(signal.SIGTERM)
+        return testing.Outcome()
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        for check, error in ((interrupted, KeyboardInterrupt), (ended, SystemExit)):
+            with pytest.raises(error):
+                testing.Case("scale/broken/float32/values/typical", check).run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_largest_errors_of_several_outputs_are_kept() -> None:

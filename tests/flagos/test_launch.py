@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import struct
 import threading
 import types
@@ -631,6 +633,84 @@ def test_launches_are_ordinary_when_asked_for_or_watched(log: Log) -> None:
     finally:
         hook.remove(print)
     assert "ordinary" in log
+
+
+# --------------------------------------------------------------------------- interpreted
+
+
+class OthersWait:
+    """A kernel that takes so many seconds in threads other than the one that has made it.
+
+    Attributes:
+        running: launches under way.
+        most: how many there were at once.
+        begun: one is.
+        end: no other second is needed.
+    """
+
+    arg_names = ("a_ptr",)
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.home = seconds, threading.current_thread()
+        self.running = self.most = 0
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.begun.set()
+            if threading.current_thread() is not self.home:
+                self.end.wait(self.seconds)
+            self.running -= 1
+
+        return launch
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[OthersWait], None]:
+    """Launches a kernel as the interpreter's are."""
+    monkeypatch.setattr(_launch, "INTERPRETED", True)
+
+    def start(kernel: OthersWait) -> None:
+        launch = _launch.Launch(kernel, torch.device("cpu"), threads=None)
+        launch((1, 1), (torch.zeros(4),), ())
+
+    return start
+
+
+def test_interpreted_kernels_of_several_threads_run_one_after_another(
+    interpreted: Callable[[OthersWait], None],
+) -> None:
+    kernel = OthersWait(0.1)
+    threads = [threading.Thread(target=interpreted, args=(kernel,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (kernel.most, kernel.running) == (1, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_interprets_while_another_thread_of_its_parent_did(
+    interpreted: Callable[[OthersWait], None],
+) -> None:
+    kernel = OthersWait(60)
+    thread = threading.Thread(target=interpreted, args=(kernel,))
+    thread.start()
+    assert kernel.begun.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it, should it hang
+        try:
+            interpreted(kernel)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    kernel.end.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.mark.gpu

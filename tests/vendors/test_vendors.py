@@ -17,14 +17,17 @@ from transformer_engine_fl import (
     NoImplementationError,
     NotSupportedError,
     RegistrationError,
+    SelectionPolicy,
     SignatureMismatchError,
     UnknownOperatorError,
     get_default_manager,
     ops,
+    set_global_policy,
     with_allowed_vendors,
     with_denied_vendors,
     with_preference,
 )
+from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.vendors import (
     BackendInfo,
     BackendRegistry,
@@ -239,6 +242,38 @@ def test_an_operator_comes_from_the_vendor_and_else_from_the_base() -> None:
         get_op("reluu", "cpu")
 
 
+def test_a_name_that_no_vendor_has_is_told_in_the_error_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    register_vendor(VendorInfo("acme", "cpu"), {"relu": relu})
+    register_vendor(VendorInfo("bare", "faraway"))  # which has no operators
+    for name, said in (
+        ("acmee", "'relu' on 'cpu': no vendor is called 'acmee'; did you mean 'acme'?"),
+        ("cuda", "'relu' on 'cpu': no vendor is called 'cuda'; its name is 'nvidia'"),
+        ("bare", "no implementation of vendor 'bare' serves 'relu' on 'cpu'"),
+    ):
+        with pytest.raises(NoImplementationError) as raised:
+            get_op("relu", "cpu", vendor=name)
+        assert str(raised.value).partition("\n")[0].endswith(said)
+        assert raised.value.decision is not None
+    assert get_op("gelu", "faraway")(torch.zeros(1)).tolist() == [0.0]
+    assert "no vendor is called" not in caplog.text
+
+
+def test_a_vendor_that_the_policy_wishes_is_told_of_by_who_wishes_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    before = set_global_policy(SelectionPolicy(prefer="vendor:acmee"))
+    try:
+        get_op("relu", "cpu")
+    finally:
+        set_global_policy(before)
+    (told,) = [it for it in caplog.messages if "no vendor is called" in it]
+    assert told.startswith("set_global_policy: no vendor is called 'acmee'")
+
+
 def test_its_operators_are_in_the_one_registry() -> None:
     register_vendor(VendorInfo("acme", "cpu"), {"relu": relu})
     impl = get_default_manager().registry.get_implementation("relu", "vendor.acme")
@@ -323,6 +358,8 @@ WRONG = {
     (None, "cuda"): "VendorInfo.vendor must be a name, got None",
     ("acme", "cuda:0"): "VendorInfo.device must be a name, got 'cuda:0'; an index is no part",
     ("acme", 0): "VendorInfo.device must be a name, got 0",
+    ("acme", "gpu"): r"'acme'\).device: no tensor says .* is 'gpu'; did you mean 'cuda'\?",
+    ("acme", "ascend"): "no tensor says that its device is 'ascend'; did you mean 'npu'",
     ("acme", "cuda", ""): r"VendorInfo\('acme'\).device_query_cmd must be a command, got ''",
     ("acme", "cuda", "smi 'x"): "device_query_cmd must be a command, .*No closing quotation",
     ("acme", "cuda", 3): "device_query_cmd must be a command, got 3",

@@ -224,21 +224,19 @@ def is_number(
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat)
     if isinstance(value, bool) or not (isinstance(value, int | float) or symbolic):
         raise ArgumentError(op, name, describe(value), "a Python number")
-    _is_int64(op, name, value)
+    _is_int64(op, name, value, "an integer in the range of int64, or a float")
     if at_least is not None and isinstance(value, int | float) and not value >= at_least:
         raise ArgumentError(op, name, describe(value), f"a number of at least {at_least}")
     if at_most is not None and isinstance(value, int | float) and not value <= at_most:
         raise ArgumentError(op, name, describe(value), f"a number of at most {at_most}")
 
 
-def _is_int64(op: str, name: str, value: object) -> None:
+def _is_int64(op: str, name: str, value: object, expected: str) -> None:
     """Require that an integer is one for torch and kernels, too."""
     import torch
 
     if type(value) is int and not torch.compiler.is_compiling() and abs(value) >= 2**63:
-        raise ArgumentError(
-            op, name, describe(value), "an integer in the range of int64, or a float"
-        )
+        raise ArgumentError(op, name, describe(value), expected)
 
 
 def is_integer(
@@ -252,9 +250,9 @@ def is_integer(
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(op, name, describe(value), allowed)
-    _is_int64(op, name, value)
     if value < at_least or (below is not None and value >= below):
         raise ArgumentError(op, name, describe(value), allowed)
+    _is_int64(op, name, value, f"{allowed}, in the range of int64")
 
 
 def is_flag(op: str, name: str, value: object) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +95,19 @@ class Case:
                     f"{declined}"
                 ) from declined
             return Outcome(declined=str(declined))
-        except Exception as error:
+        except BaseException as error:  # what would end a program as well
+            if isinstance(error, KeyboardInterrupt) or _is_of_a_signal(error):
+                raise
             raise ConformanceError(f"{self.name} raised {worded(error)}") from error
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether the handler of a signal ends the program so, as te-fl's does at a SIGTERM."""
+    if isinstance(error, Exception):
+        return False
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def cases(

@@ -18,10 +18,16 @@ from transformer_engine_fl.core.errors import (
 )
 from transformer_engine_fl.core.locks import LOADING
 from transformer_engine_fl.core.manager import get_default_manager
-from transformer_engine_fl.core.policy import effective_policy, policy_context
+from transformer_engine_fl.core.policy import (
+    EffectivePolicy,
+    SelectionPolicy,
+    effective_policy,
+    policy_context,
+)
 from transformer_engine_fl.core.registry import OpRegistry
 from transformer_engine_fl.core.tensors import Facts
 from transformer_engine_fl.core.types import DEFAULT_PRIORITY, BackendImplKind, OpImpl, Selector
+from transformer_engine_fl.core.vetting import unknown_names
 from transformer_engine_fl.vendors import detection
 from transformer_engine_fl.vendors.info import BackendInfo, VendorInfo
 
@@ -202,25 +208,30 @@ def get_op(
     """
     device = _type_of(device)
     manager = get_default_manager()
-    with policy_context(prefer=_wish(device, vendor)):
+    manager.ensure_initialized()
+    wish = SelectionPolicy(prefer=_wish(device, vendor))
+    whose = f" of vendor {vendor!r}" if vendor else ""
+    said = f"no implementation{whose} serves {op_name!r} on {device!r}"
+    # Found out here: of a name in a with block the manager would warn, and nobody wrote one.
+    unknown = next(unknown_names(EffectivePolicy(wish, {"prefer": said}), manager.registry), None)
+    with policy_context(prefer="vendor" if unknown else wish.prefer):
         plan = manager.plan(op_name)
         decision = plan.explain(Facts(device=device, judged=frozenset({"device"})), None)
         chosen = decision.selected
         if chosen is None or (vendor and (chosen.vendor or "").lower() != vendor.lower()):
-            whose = f" of vendor {vendor!r}" if vendor else ""
-            raise NoImplementationError(
-                f"no implementation{whose} serves {op_name!r} on {device!r}", decision
-            )
+            if not vendor or vendor.lower() in _BACKENDS:  # whose chip alone is known
+                unknown = None
+            raise NoImplementationError(unknown or said, decision)
         return plan.runnable(chosen, decision.facts)
 
 
-def _wish(device: str, vendor: str | None) -> str:
-    """The policy's token for a vendor, or for the device's own; a named wish stays."""
+def _wish(device: str, vendor: str | None) -> str | None:
+    """The policy's token for a vendor, or for the device's own; None where a named wish stays."""
     if vendor is not None:
         return str(Selector.parse(f"vendor:{vendor}", "get_op"))
     said = Selector.parse(effective_policy().policy.prefer or "vendor", "prefer")
     if said.form != "kind":
-        return str(said)
+        return None
     current = get_current_backend(device)
     return f"vendor:{current.info.key}" if current is not None else "vendor"
 

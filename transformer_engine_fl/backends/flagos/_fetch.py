@@ -2,8 +2,8 @@
 
 L2 is asked to give up lines that were read after those that were written. What is read once
 is not found there again, and as many bytes are read; yet on an H200 it takes 1 to 5% off such a
-kernel: ``docs/measured/flagos.md`` has the figures, and what other hints cost. What programs share, as
-the parameters of a norm, is read so too: it would go before what they read once does.
+kernel: ``docs/measured/flagos.md`` has the figures, and what other hints cost. What programs share,
+as the parameters of a norm, is read so too: it would go before what they read once does.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from transformer_engine_fl.backends._driver import Function, Geometry, is_there
 from transformer_engine_fl.backends._words import FIRST_TURN, WORDS, telling, words_of
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
+from transformer_engine_fl.core.locks import ForkSafeLock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +64,9 @@ INTERPRETED: bool = not isinstance(tl.sum, triton.runtime.JITFunction)
 Triton decides that for its own functions when it is imported; set later, the environment
 variable would give kernels that run nowhere.
 """
+
+_INTERPRETER: Final = ForkSafeLock()
+"""Held for an interpreted launch, which replaces what every thread sees of Triton's language."""
 
 _ALIGNMENT_MASK = 15
 _MOST_REGISTERS = 255  # of one thread
@@ -632,7 +636,8 @@ class Launch:
         options = {**self._constants, **self._options}
         if INTERPRETED:
             # No device warns of infinities and NaN, as NumPy would.
-            with _bfloat16_in_float32(tensors) as stand_ins, numpy.errstate(all="ignore"):
+            quiet = numpy.errstate(all="ignore")
+            with _INTERPRETER, _bfloat16_in_float32(tensors) as stand_ins, quiet:
                 return self._kernel[grid](*stand_ins, *numbers, **options)
         with _scratch_memory(self._device):
             return self._kernel[grid](*tensors, *numbers, **options)

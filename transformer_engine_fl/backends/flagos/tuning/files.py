@@ -259,13 +259,16 @@ def _wrong(
     # What is missing may be there under another name, which says more.
     first = next((it for it in found if it["type"] in _UNKNOWN), found[0])
     where = (*within, *first["loc"])
+    model = Entry if "choices" in where else TuningFile
     if first["type"] in _UNKNOWN:
         name = str(first["loc"][-1])
-        model = Entry if "choices" in where else TuningFile
         known = tuple(getattr(kind, "_fields", None) or model.model_fields)
         message = f"unknown key; valid: {', '.join(known)}{suggestion(name, known)}"
     elif first["type"] in ("missing", "missing_argument"):
         message = "is missing"
+    elif first["type"] == "model_type":
+        known = tuple(model.model_fields)
+        message = f"must be a mapping, valid keys: {', '.join(known)}; got {first['input']!r}"
     else:
         message = f"{first['msg'].lower()}, got {first['input']!r}"
     return problem(path, where, message)
