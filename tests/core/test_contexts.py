@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from core_helpers import make_manager, one_of_each, order
 
 from transformer_engine_fl import (
@@ -214,7 +215,44 @@ def test_a_block_decorates_whatever_is_done_when_its_call_is(manager: OpManager)
 
     for function in (Caller(), functools.partial(manager.call, "scale", None)):
         assert with_preference("reference")(function)() == "reference.torch"
-    assert isinstance(with_preference("reference")(_Coroutine)(), _Coroutine)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [(_Coroutine, "the class '_Coroutine'"), (3, "3"), (None, "None")]
+)
+def test_what_is_no_function_is_not_decorated(given: Any, found: str) -> None:
+    said = f"policy_context decorates functions, and got {found}; decorate its methods"
+    with pytest.raises(ConfigurationError, match=said):
+        with_preference("reference")(given)
+
+
+def test_a_block_made_before_breaks_the_graph_of_compiled_code() -> None:
+    block = with_preference("reference")
+    seen = []
+
+    @torch.compiler.disable
+    def look() -> None:
+        seen.append(get_policy().prefer)
+
+    def entered(x: torch.Tensor) -> torch.Tensor:
+        with block:
+            look()
+            return x + 1
+
+    @block
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        look()
+        return x + 1
+
+    x = torch.ones(4)
+    for function in (entered, decorated):
+        compiled = torch.compile(function, backend="eager")
+        torch.testing.assert_close(compiled(x), x + 1)
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        whole = torch.compile(function, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="policy_context"):
+            whole(x)
+    assert seen == ["reference", "reference"], "the block holds"
 
 
 def test_an_exception_leaves_the_block_and_its_policy(manager: OpManager) -> None:

@@ -15,6 +15,7 @@ from transformer_engine_fl import (
     OpManager,
     OpRegistry,
     UnknownOperatorError,
+    get_default_manager,
     reset_global_policy,
 )
 from transformer_engine_fl.core import discovery
@@ -411,6 +412,26 @@ def test_what_breaks_is_named_with_its_file_and_line(
     assert f"{file}:{line}" in warned[0]
     assert f"{file}:{line}" in str(report(manager, f"module {broken}").error)
     assert ids(manager) == [f"{good}.one", f"{good}.two"]
+
+
+def test_what_a_plugin_left_out_has_registered_past_its_register_is_named(
+    plugin: Plugin, modules: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    past = (
+        "from core_helpers import impl\nfrom transformer_engine_fl import get_default_manager\n"
+        "get_default_manager().registry.register_impl(impl('{name}.past'))\n"
+    )
+    names = [plugin(past), plugin(past + "def register(registry):\n    raise KeyError('no')\n")]
+    clean = plugin("raise KeyError('no')")
+    modules(*names, clean)
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    for name in names:
+        said = f"registered meanwhile past its register(registry), and kept: scale/{name}.past"
+        assert said in str(report(manager, f"module {name}").error)
+        assert sum(said in it.getMessage() for it in caplog.records) == 1
+        assert f"{name}.past" in ids(manager)
+    assert "kept" not in str(report(manager, f"module {clean}").error)
 
 
 def test_a_duplicate_names_both_places(plugin: Plugin, modules: Callable[..., None]) -> None:

@@ -321,3 +321,15 @@ def test_what_if_follows_the_policy() -> None:
 def test_what_is_no_architecture_is_refused(manager: OpManager, arch: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"no architecture name; examples: 'sm_90'"):
         manager.explain_for("scale", device="cuda", arch=arch)
+
+
+@pytest.mark.parametrize("device", ["CUDA", None, "a gpu", "", "cuda:x", 0])
+def test_what_is_no_device_type_is_refused(manager: OpManager, device: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"device: {device!r} is no device type"):
+        manager.explain_for("scale", device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_an_architecture_of_gpus_is_refused_for_a_cpu(manager: OpManager, device: str) -> None:
+    with pytest.raises(ConfigurationError, match="'sm_90' is an architecture of GPUs"):
+        manager.explain_for("scale", device=device, arch="sm_90")

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import core_faults
@@ -714,6 +715,56 @@ def test_an_implementation_that_cannot_be_imported_is_passed_over() -> None:
     assert "cannot import no_such_module_of_ours:fn: ModuleNotFoundError" in reasons[0]
     assert "cannot import math:no_such_name: AttributeError" in reasons[1]
     assert "math:pi is not callable" in reasons[2]
+
+
+def _ends(*args: Any, **kwargs: Any) -> Any:
+    raise SystemExit(0)
+
+
+def _interrupted(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("field", ["switched_off", "is_available", "supports", "fn"])
+@pytest.mark.parametrize("ended_by", ["SystemExit", "KeyboardInterrupt"])
+def test_what_would_end_the_program_is_an_answer_but_ctrl_c_is_none(
+    ended_by: str,
+    field: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = f"ends_by_{ended_by.lower()}"
+    (tmp_path / f"{name}.py").write_text(f"raise {ended_by}(0)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = _ends if ended_by == "SystemExit" else _interrupted
+    first, second = Kernel(), Kernel()
+    manager = world("scale", second)
+    given = {"fn": first, field: f"{name}:fn" if field == "fn" else asked}
+    manager.registry.register_impl(
+        OpImpl("scale", "ends", "reference", priority=9, **given)  # type: ignore[arg-type]
+    )
+    if ended_by == "KeyboardInterrupt":
+        with pytest.raises(KeyboardInterrupt):
+            manager.call("scale", ones())
+        assert (first.runs, second.runs) == (0, 0)
+        return
+    for _ in range(3):
+        manager.call("scale", ones())
+    assert (first.runs, second.runs) == (0, 3)
+    verdict = manager.explain("scale", ones()).verdicts[0]
+    assert "SystemExit: 0" in verdict.reason
+    assert verdict.cause == ("supports" if field == "supports" else "available")
+    (warned,) = [it.getMessage() for it in caplog.records]
+    assert f"(at {tmp_path / name}.py:1)" in warned or f"(at {__file__}:" in warned
+    assert not in_quarantine(manager)
+
+
+def test_a_kernel_that_ends_the_program_ends_it() -> None:
+    manager = world("scale", Kernel(SystemExit), Kernel())
+    with pytest.raises(SystemExit):
+        manager.call("scale", ones())
+    assert not in_quarantine(manager)
 
 
 def test_a_bad_environment_is_an_error_at_each_call_until_it_is_mended(

@@ -297,6 +297,30 @@ def test_explain_says_why_torch_serves() -> None:
     assert get_default_manager().explain("aten::mm", x, x).op_name == "aten::mm"
 
 
+@pytest.mark.parametrize(
+    ("args", "options", "said"),
+    [
+        ((torch.ones(2, 2),), {}, "missing a required argument: 'mat2'"),
+        ((torch.ones(2, 2),) * 3, {}, "too many positional arguments"),
+        ((torch.ones(2, 2),) * 2, {"alpha": 2}, "unexpected keyword argument 'alpha'"),
+    ],
+)
+def test_explain_blames_nobody_for_a_call_that_is_wrong_itself(
+    args: tuple[Any, ...], options: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decision = aten.explain("mm", *args, **options)
+    assert decision.note == "the call itself is wrong"
+    assert decision.selected is None
+    blamed = [it.reason for it in decision.verdicts if it.cause == "arguments"]
+    assert {"native.aten", "reference.torch"} <= {
+        it.impl.impl_id for it in decision.verdicts if it.cause == "arguments"
+    }
+    for reason in blamed:
+        assert said in reason
+        assert "aten::mm(Tensor self, Tensor mat2)" in reason
+    assert not caplog.records, "no implementation is warned of"
+
+
 def test_nothing_is_routed_outside_of_a_block_and_blocks_nest(ran: Ran) -> None:
     x = torch.ones(3)
     F.silu(x)

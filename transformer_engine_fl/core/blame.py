@@ -16,6 +16,7 @@ __all__ = [
     "BETWEEN",
     "ON_BEHALF",
     "behind",
+    "of_the_caller",
     "out_of_stack",
     "raised_at",
     "said",
@@ -110,6 +111,15 @@ def out_of_stack(error: BaseException) -> bool:
     while frame.f_back is not None:
         depth, frame = depth + 1, frame.f_back
     return depth > sys.getrecursionlimit() // 2
+
+
+def of_the_caller(error: BaseException) -> bool:
+    """Whether it is those who called us that an error came from, and not what we called.
+
+    They have interrupted it, or run out of stack. What ends a program or skips a test is an
+    answer like another error, of whoever raises it.
+    """
+    return isinstance(error, KeyboardInterrupt) or out_of_stack(error)
 
 
 def behind(error: BaseException) -> Iterator[BaseException]:

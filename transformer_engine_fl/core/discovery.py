@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +24,7 @@ from transformer_engine_fl.core.errors import PluginError, nearest
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.policy import get_environment
-from transformer_engine_fl.core.registry import OpRegistry
+from transformer_engine_fl.core.registry import Entry, OpRegistry
 from transformer_engine_fl.core.types import OpImpl
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
     done: SourceReport | None = registry.snapshot().sources.get(source.key)
     if done is not None:
         return done
+    before = registry.snapshot().operators
     try:
         register = _register_function(source.load(), source)
         with registry.transaction(source.key) as staged:
@@ -188,7 +189,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
         report = SourceReport(
             source.name,
             source.origin,
-            error=said(error),
+            error=said(error) + _past_it(registry, before),
             traceback="".join(traceback.format_exception(error)),
             vendors=tuple(it.lower() for it in getattr(error, "vendors", ())),
         )
@@ -200,6 +201,14 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
         report.error,
     )
     return report
+
+
+def _past_it(registry: OpRegistry, before: Mapping[str, tuple[Entry, ...]]) -> str:
+    """What to say of implementations that a source handed to the registry itself: they stay."""
+    now = registry.snapshot().operators.items()
+    new = [it.impl.label for op_name, its in now for it in its if it not in before.get(op_name, ())]
+    said = f"; registered meanwhile past its register(registry), and kept: {', '.join(new)}"
+    return said if new else ""
 
 
 def broken_vendors(registry: OpRegistry) -> dict[str, str]:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -283,14 +284,24 @@ class OpManager:
         What this process's environment switches off is off there too.
 
         Raises:
-            ConfigurationError: ``arch`` is no architecture name, ``dtype`` none of this operator.
+            ConfigurationError: ``device`` is no device type, ``arch`` no architecture name or one
+                for a CPU, ``dtype`` none of this operator.
         """
         plan = self.plan(op_name)
         if arch is not None and parse_arch(arch) is None:
             raise ConfigurationError(
                 f"arch: {arch!r} is no architecture name; examples: 'sm_90', 'gfx942'"
             )
-        device = str(device).partition(":")[0]  # "cuda:0" is a cuda device
+        named = re.fullmatch(r"([a-z][a-z0-9_]*)(:\d+)?", str(device))  # "cuda:0" is a cuda device
+        if named is None:
+            raise ConfigurationError(
+                f"device: {device!r} is no device type; examples: 'cuda', 'cpu'"
+            )
+        device = named[1]
+        if arch is not None and device == "cpu":
+            raise ConfigurationError(
+                f"arch: {arch!r} is an architecture of GPUs, and the device is 'cpu'; leave it out"
+            )
         dtype = plan.checked_dtype(str(dtype).removeprefix("torch.")) if dtype else None
         given = {"device": device, "arch": arch, "dtype": dtype}
         judged = frozenset(name for name, value in given.items() if value)

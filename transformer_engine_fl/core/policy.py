@@ -494,8 +494,16 @@ class DecoratingBlock:
         """The function within this block.
 
         Raises:
-            ConfigurationError: what it does goes on after its call, as a coroutine's does.
+            ConfigurationError: what it does goes on after its call, as a coroutine's does; or it
+                is a class, which would be one no more, or nothing to call.
         """
+        if isinstance(function, type) or not callable(function):
+            is_class = isinstance(function, type)
+            found = f"the class {function.__qualname__!r}" if is_class else repr(function)
+            raise ConfigurationError(
+                f"{type(self).__name__} decorates functions, and got {found}; "
+                "decorate its methods, or put a with block around the call"
+            )
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
         called: Any = function
         while isinstance(called, functools.partial):

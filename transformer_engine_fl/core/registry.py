@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from transformer_engine_fl.core.blame import ON_BEHALF, out_of_stack, said
+from transformer_engine_fl.core.blame import ON_BEHALF, of_the_caller, said
 from transformer_engine_fl.core.contract import (
     Contract,
     Fit,
@@ -166,8 +166,8 @@ class Entry:
             return None
         try:
             return self.impl.switched_off() or None
-        except Exception as error:
-            if out_of_stack(error):
+        except BaseException as error:
+            if of_the_caller(error):
                 raise
             return self._told("its switch", f"switched_off() raised {said(error)}")
 
@@ -178,8 +178,8 @@ class Entry:
             return ""
         try:
             answer = self.impl.is_available()
-        except Exception as error:
-            if out_of_stack(error):
+        except BaseException as error:
+            if of_the_caller(error):
                 raise
             self._probe_raised = True
             return self._told("its probe", f"is_available() raised {said(error)}")
@@ -197,12 +197,12 @@ class Entry:
         except SignatureMismatchError as error:
             return self._told(reference, f"{error}\n  registered at  {self.where}")
         except PluginError as error:
-            if out_of_stack(error):
+            if of_the_caller(error):
                 raise
             self.broken = True
             return str(error)
-        except Exception as error:
-            if out_of_stack(error):  # to be imported where there is more of it
+        except BaseException as error:
+            if of_the_caller(error):  # to be imported where there is more of it
                 raise
             module = reference.partition(":")[0]
             return self._told(module, f"cannot import {reference}: {said(error)}")

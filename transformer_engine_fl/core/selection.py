@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformer_engine_fl.core.blame import out_of_stack, said, worded
+from transformer_engine_fl.core.blame import of_the_caller, said, worded
 from transformer_engine_fl.core.contract import same
 from transformer_engine_fl.core.errors import ConfigurationError, NotSupportedError
 from transformer_engine_fl.core.types import OpImpl, Selector, parse_arch
@@ -394,8 +394,9 @@ def ask_supports(entry: Entry, call: Call, is_fatal: Callable[[Exception], bool]
         answer = entry.supports(*call[0], **call[1])
     except NotSupportedError as error:
         return f"supports() raised {worded(error)}"
-    except Exception as error:
-        if is_fatal(error) or isinstance(error, ConfigurationError) or out_of_stack(error):
+    except BaseException as error:
+        fatal = isinstance(error, Exception) and is_fatal(error)
+        if fatal or isinstance(error, ConfigurationError) or of_the_caller(error):
             raise
         if entry.contract is None or entry.contract.objection(*call) is None:
             entry.predicate_broken(said(error))

@@ -61,6 +61,7 @@ from transformer_engine_fl.integrations.aten.routes import (
     exclude,
     excluded,
     include,
+    misfit,
 )
 
 __all__ = ["disable", "enable", "enabled", "explain", "routed", "use_aten_ops"]
@@ -309,7 +310,13 @@ def routed() -> tuple[Route, ...]:
 
 def explain(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
     """Who would serve this call of an ATen operator, and why each other would not."""
-    return prepared().explain(f"{PREFIX}{op_name.removeprefix(PREFIX)}", *args, **kwargs)
+    manager, name = prepared(), f"{PREFIX}{op_name.removeprefix(PREFIX)}"
+    wrong = misfit(name, args, kwargs) if args or kwargs else None
+    if wrong is None:
+        return manager.explain(name, *args, **kwargs)
+    decision = manager.explain(name)  # nobody is asked about a call that torch would not make
+    blamed = {impl.impl_id: ("arguments", wrong) for impl in decision.accepted}
+    return decision.rejecting(blamed).with_note("the call itself is wrong")
 
 
 def prepared() -> OpManager:

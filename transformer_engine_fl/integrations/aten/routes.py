@@ -46,6 +46,7 @@ __all__ = [
     "exclude",
     "excluded",
     "include",
+    "misfit",
 ]
 
 PREFIX: Final = "aten::"
@@ -125,6 +126,19 @@ def signature(op: Any) -> inspect.Signature | None:
             return None
         parameters.append(inspect.Parameter(it.name, kind, default=default))
     return inspect.Signature(parameters)
+
+
+def misfit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call is none of that operator's, by its schema; None if it is, or nothing tells."""
+    op = overload(name)
+    found = None if op is None else signature(op)
+    if found is None:
+        return None
+    try:
+        found.bind(*args, **kwargs)
+    except TypeError as error:
+        return f"{name}: {error}; torch declares {op._schema}"
+    return None
 
 
 def _signed(op: Any, function: Serve) -> Serve:
