@@ -68,3 +68,50 @@ def test_a_number_of_another_library_is_refused_as_none_of_pythons() -> None:
         ops.rmsnorm_fwd(x, weight, numpy.float32(1e-5))
     with pytest.raises(ArgumentError, match="expects a Python integer of at least"):
         ops.te_general_grouped_gemm([torch.ones(3, 4)], [x], [numpy.int64(2)])
+
+
+def test_an_integer_beyond_int64_is_told_what_would_be_taken() -> None:
+    x = torch.ones(4, 8)
+    adam = [[torch.ones(4)] for _ in range(4)]
+    beyond = 2**63
+    for call, expected in (
+        (lambda: ops.dropout_fwd(x, 0.5, seed=beyond), rf"of at least 0 and below {beyond}$"),
+        (
+            lambda: ops.fused_topk_with_score_function_fwd(x, beyond),
+            r"a Python integer of at least 1 and below 9$",
+        ),
+        (
+            lambda: ops.multi_tensor_adam(*adam, 0.1, beyond),
+            r"a Python integer of at least 1, in the range of int64$",
+        ),
+        (lambda: ops.multi_tensor_adam(*adam, beyond, 1), r"in the range of int64, or a float$"),
+    ):
+        with pytest.raises(ArgumentError, match=expected):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("op", "option"),
+    [
+        ("clamped_swiglu", "limit"),
+        ("clamped_dswiglu", "limit"),
+        ("clamped_swiglu_quantize", "limit"),
+        ("clamped_swiglu_quantize", "amax_epsilon"),
+        ("quantize", "amax_epsilon"),
+        ("bgrad_quantize", "amax_epsilon"),
+        ("split_quantize", "amax_epsilon"),
+        ("multi_tensor_compute_scale_and_scale_inv", "max_fp8"),
+        ("multi_tensor_compute_scale_and_scale_inv", "epsilon"),
+        ("fused_moe_aux_loss_fwd", "coeff"),
+    ],
+)
+def test_a_number_that_float32_does_not_hold_is_refused(op: str, option: str) -> None:
+    contract = ops.CATALOGUE[op]
+    sample = next(iter(contract.samples("float32", "cpu")))
+    call = contract.signature.bind(*sample.args, **sample.kwargs)
+    call.arguments[option] = torch.finfo(torch.float32).max
+    contract(*call.args, **call.kwargs)
+    call.arguments[option] = 1e39
+    with pytest.raises(ArgumentError) as raised:
+        contract(*call.args, **call.kwargs)
+    assert raised.value.argument == option

@@ -17,7 +17,7 @@ from transformer_engine_fl import ops
 from transformer_engine_fl.backends import _driver
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import _launch
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.core.registry import OpRegistry
 
 
@@ -74,3 +74,23 @@ def test_a_number_larger_than_its_parameter_is_declined_before_the_launch() -> N
     kernel._idle = [_driver.Prepared(_launch.Geometry(32, "Pi"), ctypes.c_void_p(77))]
     with pytest.raises(NotSupportedError, match="spread: a size is too large"):
         kernel.launch(1, 1, 0, 2**31)
+
+
+@pytest.mark.parametrize(
+    ("op", "option"),
+    [
+        ("rmsnorm_fwd", "eps"),
+        ("layernorm_fwd", "eps"),
+        ("scaled_softmax_forward", "scale"),
+        ("scaled_softmax_backward", "scale"),
+        ("clamped_swiglu", "limit"),
+        ("clamped_dswiglu", "alpha"),
+        ("cross_entropy_fwd", "z_loss"),
+    ],
+)
+def test_integers_of_more_than_64_bits_are_refused(op: str, option: str, device: str) -> None:
+    sample = next(iter(ops.CATALOGUE[op].samples("float32", device)))
+    OPERATORS[op](*sample.args, **sample.kwargs | {option: 2**62})
+    with pytest.raises(ArgumentError) as raised:
+        OPERATORS[op](*sample.args, **sample.kwargs | {option: 2**63})
+    assert raised.value.argument == option

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_engine_fl.backends import _cross_entropy
 from transformer_engine_fl.backends.vendor.cuda import loss
 from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.ops import CATALOGUE
 from transformer_engine_fl.ops._dtypes import math_dtype
 
 check = checking(loss)
@@ -71,6 +72,43 @@ def test_wrong_arguments_are_named(
 
 
 # ------------------------------------------------------------------ on a device, or as on one
+
+TOO_MUCH: dict[str, list[Any]] = {
+    "ignore_index": [-(2**63), 2**63],
+    "z_loss": [torch.inf, 1e39, 2**63],
+    "softcap": [1e-40, 1e39, 2**63],
+    "vocab_start": [2**63 - 1, 2**63 - 4],
+    "vocab_size": [2**63, 2**64],
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (f"cross_entropy_{form}", name)
+        for form in ("fwd", "bwd", "fwd_bwd", "partial_fwd", "merge")
+        for name in TOO_MUCH
+        if name in CATALOGUE[f"cross_entropy_{form}"].signature.parameters
+    ],
+)
+def test_options_beyond_what_the_contract_allows_are_refused(
+    op: str, name: str, device: str
+) -> None:
+    rows = torch.zeros(2, device=device)
+    known = {
+        "input": torch.ones(2, 4, device=device),
+        "stats": torch.ones(1, 2, 4, device=device),
+        "target": torch.zeros(2, dtype=torch.int64, device=device),
+        "grad_loss": rows,
+        "lse": rows,
+        "vocab_size": 4,
+    }
+    given = {it: known[it] for it in CATALOGUE[op].signature.parameters if it in known}
+    getattr(loss, op)(**given)  # served
+    for value in TOO_MUCH[name]:
+        with pytest.raises(ArgumentError) as raised:
+            getattr(loss, op)(**given | {name: value})
+        assert raised.value.argument == name
 
 
 def made(rows: int, columns: int, device: str, dtype: torch.dtype = LOW) -> tuple[Tensor, Tensor]:

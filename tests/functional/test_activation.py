@@ -70,6 +70,21 @@ def test_nothing_flows_to_what_was_clamped_and_all_to_what_is_at_the_limit() -> 
     assert (db != 0).tolist() == [True, True, True, False, False, True]
 
 
+def test_an_infinite_limit_is_none() -> None:
+    grad, x = torch.ones(3), torch.tensor([8.0, -9.0, 1e30, 8.0, -1e30, 1.0])
+    assert torch.equal(ops.clamped_swiglu(x, torch.inf), ops.clamped_swiglu(x, 1e32))
+    found, expected = (ops.clamped_dswiglu(grad, x, limit) for limit in (torch.inf, 1e32))
+    assert torch.equal(found, expected)
+    with pytest.raises(te.ArgumentError, match="'limit'"):
+        ops.clamped_swiglu(x, -torch.inf)
+
+
+def test_a_steepness_beyond_the_dtype_is_infinite() -> None:
+    grad, x = torch.ones(3), torch.tensor([8.0, -9.0, 0.5, 8.0, -1.0, 1.0])
+    gradients = [ops.clamped_dswiglu(grad, x, alpha=alpha) for alpha in (1e39, torch.inf)]
+    torch.testing.assert_close(*gradients, equal_nan=True)
+
+
 def test_values_are_those_of_the_formulas() -> None:
     x = 1.3
     sigmoid = 1 / (1 + math.exp(-x))

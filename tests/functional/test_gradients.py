@@ -60,6 +60,12 @@ def test_layer_norm_without_bias_has_gradients_for_the_rest() -> None:
     assert torch.autograd.gradcheck(lambda *args: functional.layer_norm(*args), (x, weight))
 
 
+def fused_losses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "reduction": "none", "return_z_loss": True}
+    target = torch.tensor([1, -100, 3])
+    return torch.stack(functional.fused_linear_cross_entropy(x, weight, target, bias, **options))
+
+
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
@@ -67,8 +73,23 @@ def test_layer_norm_without_bias_has_gradients_for_the_rest() -> None:
         (functional.layer_norm, ((2, 3, 6), (6,), (6,))),
         (functional.linear, ((2, 3, 6), (4, 6), (4,))),
         (functional.rms_norm, ((0, 6), (6,))),
+        (lambda it: functional.linear(it.new_ones(2, 3, 6), it.new_ones(4, 6), it), ((4,),)),
+        (lambda it: functional.rope(it, torch.ones(4, 1, 1, 6)), ((4, 2, 2, 6),)),
+        (lambda it: functional.rope(it, torch.ones(4, 1, 1, 4), interleaved=True), ((4, 2, 2, 6),)),
+        (fused_losses, ((3, 4), (5, 4), (5,))),
+        (lambda *given: fused_losses(*given)[1], ((3, 4), (5, 4))),
     ],
-    ids=["rms_norm", "layer_norm", "linear", "rms_norm without rows"],
+    ids=[
+        "rms_norm",
+        "layer_norm",
+        "linear",
+        "rms_norm without rows",
+        "linear by its bias",
+        "rope of everything",
+        "rope of some, interleaved",
+        "fused_linear_cross_entropy",
+        "the z_loss of fused_linear_cross_entropy",
+    ],
 )
 def test_gradients_asked_for_in_a_batch_are_those_asked_for_one_by_one(
     function: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...]
@@ -81,6 +102,51 @@ def test_gradients_asked_for_in_a_batch_are_those_asked_for_one_by_one(
     for place, grad in enumerate(grads):
         one = torch.autograd.grad(output, inputs, grad, retain_graph=True)
         torch.testing.assert_close([gradients[place] for gradients in batch], list(one))
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "lists"),
+    [
+        (
+            functional.multi_row_padding,
+            ((8, 3),),
+            {"row_list": ([3, 5], [4, 4]), "padded_row_list": ([5, 7], [6, 6])},
+        ),
+        (
+            functional.multi_row_unpadding,
+            ((12, 3),),
+            {"row_list": ([3, 5], [4, 4]), "padded_row_list": ([5, 7], [6, 6])},
+        ),
+        (
+            functional.qkv_rope,
+            ((2, 1, 2, 12), (2, 1, 1, 4), (2, 1, 1, 4)),
+            {"qkv_split": ([4, 4, 4], [8, 2, 2])},
+        ),
+        (
+            functional.grouped_linear,
+            ((5, 6), (2, 3, 6)),
+            {"m_splits": ([1, 4], [3, 2])},
+        ),
+    ],
+    ids=["padding", "unpadding", "qkv_rope", "grouped_linear"],
+)
+def test_a_list_that_the_caller_changes_after_the_forward_changes_no_gradient(
+    function: Callable[..., Any],
+    shapes: tuple[tuple[int, ...], ...],
+    lists: dict[str, tuple[list[int], list[int]]],
+) -> None:
+    torch.manual_seed(7)
+    x, *others = (torch.randn(shape) for shape in shapes)
+    x.requires_grad_()
+    given = {name: [*before] for name, (before, _) in lists.items()}
+    outputs = function(x, *others, **given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [torch.randn_like(it) for it in outputs]
+    (expected,) = torch.autograd.grad(outputs, x, grads, retain_graph=True)
+    for name, (_, after) in lists.items():
+        given[name][:] = after
+    (found,) = torch.autograd.grad(outputs, x, grads)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -366,6 +366,18 @@ def test_a_common_offset_of_the_logits_takes_nothing_from_the_loss(offset: float
     assert found.item() == pytest.approx(functional.cross_entropy(x, targets()).item(), rel=2e-7)
 
 
+def test_gradients_at_once_may_be_of_an_lse_that_is_rounded_however_large_it_is() -> None:
+    # Numbers of float32 are 4 apart there, so that adding 1 leaves them as they are.
+    lows = torch.arange(2**25, 2**25 + 64, 4, dtype=torch.float32).unsqueeze(-1)
+    x, target = lows + torch.arange(0.0, -32, -4), torch.zeros(16, dtype=torch.int64)
+    grad, lse = torch.ones(16), lows.squeeze(-1)
+    bounds = ops.CATALOGUE["cross_entropy_fwd_bwd"].oracle(x, target, grad)[2]
+    for rounded in (lse, torch.nextafter(lse, lse * 2)):
+        found = ops.cross_entropy_bwd(grad, x, target, rounded).double()
+        assert found.ge(bounds.low).all()
+        assert found.le(bounds.high).all()
+
+
 # ------------------------------------------------------------- shards of the vocabulary
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -172,6 +173,29 @@ def test_rows_are_ordered_by_expert_and_then_by_token() -> None:
     # The row of the first choice of each token, then that of the second.
     assert row_id_map.tolist() == [[5, 3, 1, 2], [0, 6, 7, 4]]
     assert row_id_map.dtype == torch.int32
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch's sums over rows are others with one thread, which is what tests have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@MAPS
+@pytest.mark.usefixtures("two_threads")
+def test_tokens_without_features_are_moved_too(map_type: str) -> None:
+    routed, count = routing(map_type, some_indices()), TOKENS * TOPK
+    x, probs = (torch.ones(it).requires_grad_() for it in ((TOKENS, 0), routed.shape))
+    rows, row_id_map = functional.moe_permute(x, routed, count, map_type=map_type)
+    assert rows.shape == (count, 0)
+    output = functional.moe_unpermute(rows, row_id_map, probs, map_type=map_type)
+    assert output.shape == (TOKENS, 0)
+    gradients = torch.autograd.grad(output.sum(), (x, probs))
+    assert gradients[0].shape == x.shape
+    assert torch.equal(gradients[1], torch.zeros_like(probs))
 
 
 def test_the_map_of_a_mask_lists_the_rows_and_the_experts_of_each_token() -> None:

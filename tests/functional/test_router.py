@@ -281,6 +281,13 @@ def test_the_loss_is_that_of_fractions_and_mean_probs() -> None:
     torch.testing.assert_close(loss, expected)
 
 
+def test_a_weight_of_the_loss_beyond_float32_is_infinite() -> None:
+    largest = torch.finfo(torch.float32).max
+    loss, const = ops.fused_moe_aux_loss_fwd(torch.ones(2, 4), torch.ones(4), 1, 1, largest)
+    assert loss.isinf()
+    assert const.isinf()
+
+
 def test_the_loss_of_parts_sums_to_that_of_the_whole() -> None:
     probs, chosen = functional.score_for_moe_aux_loss(some_logits(12, 4), 2)
     whole = functional.moe_aux_loss(probs, chosen.sum(0), 12, 2, 0.01)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import transformer_engine_fl as te
 from transformer_engine_fl import functional, ops
+from transformer_engine_fl.testing import compare
 
 UPPER = functional.scaled_upper_triang_masked_softmax
 ALIGNED = functional.scaled_aligned_causal_masked_softmax
@@ -89,6 +90,24 @@ def test_the_last_query_sees_every_key_and_each_one_before_it_one_less(
 def test_the_causal_forms_agree_where_both_apply() -> None:
     x = scores(3, 7, 7).detach()
     assert torch.equal(UPPER(x, 0.5), ALIGNED(x, 0.5))
+
+
+def test_hidden_keys_of_a_row_that_is_nan_may_be_zero_or_nan_and_nothing_else() -> None:
+    contract = ops.CATALOGUE["scaled_masked_softmax_forward"]
+    x, mask = scores(3, 4).detach(), torch.zeros(3, 4, dtype=torch.bool)
+    mask[:, 2], x[1, 0] = True, torch.nan
+    expected = contract.oracle(x, mask)
+    right = ops.scaled_masked_softmax_forward(x, mask)
+
+    def ratio(row: int, column: int, value: float) -> float:
+        changed = right.clone()
+        changed[row, column] = value
+        return compare(changed, expected, contract.tolerance["float64"]).ratio
+
+    allowed = [(1, 2, 0.0), (1, 2, torch.nan), (0, 2, 0.0), (1, 1, torch.nan)]
+    wrong = [(1, 2, 0.1), (0, 2, torch.nan), (1, 1, 0.0), (0, 0, right[0, 0].item() * (1 + 1e-9))]
+    assert all(ratio(*it) <= 1 for it in allowed)
+    assert all(ratio(*it) > 1 for it in wrong)
 
 
 def test_a_mask_that_does_not_expand_is_refused_with_the_reason() -> None:

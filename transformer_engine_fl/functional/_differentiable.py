@@ -141,7 +141,12 @@ class _Differentiable(torch.autograd.Function):
         returned = outputs[: len(ctx.grads) if wanted is None else wanted]
         hidden = (witness(outputs[0]),) if _hides(backward, saved, len(returned)) else ()
         ctx.save_for_backward(*saved.values(), *hidden)
-        ctx.options = {name: options[name] for name in backward.options if name in options}
+        # The caller's own lists may hold something else by the time of the backward.
+        ctx.options = {
+            name: options[name][:] if isinstance(options[name], list) else options[name]
+            for name in backward.options
+            if name in options
+        }
         for name, (source, dimension) in backward.sizes.items():
             tensor = known[source]
             assert tensor is not None  # what has a size to save is no optional argument

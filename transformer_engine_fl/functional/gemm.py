@@ -210,7 +210,7 @@ def _before_gelu(ctx: Any, grad: Tensor, pre_gelu: Tensor | None) -> Tensor:
 
 
 def _sum_of_rows(grad: Tensor) -> Tensor:
-    return grad.unsqueeze(0).flatten(0, -2).sum(0)
+    return grad.unsqueeze(0).sum(tuple(range(grad.ndim)))
 
 
 def _wgrad(bias_grad: bool, main_grad: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from transformer_engine_fl.core.contract import Backward, Contract, Sample, Tole
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import FLOATS
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32
 from transformer_engine_fl.ops._samples import layouts, normal
 
 if TYPE_CHECKING:
@@ -137,9 +138,11 @@ class _Activation:
         return _gated_shape(tensor)
 
     def _check_options(self, op: str, options: dict[str, Any]) -> None:
-        for name in options:
+        for name, value in options.items():
             lowest = 0 if name == "limit" else None
-            check.is_number(op, name, options[name], at_least=lowest)
+            check.is_number(op, name, value, at_least=lowest)
+            if name == "limit" and value != math.inf:  # which is as if there were none
+                check.is_number(op, name, value, at_most=LARGEST_FLOAT32)
 
     # Oracles
 
@@ -354,7 +357,8 @@ _INPUT_SHAPE = {False: "any shape", True: "``[..., 2H]``, ``a`` and then ``b``"}
 _OUTPUT_SHAPE = {False: "Shape of ``input``", True: "``[..., H]``"}
 _MATH = "calculated in float32\n        (float64 for a float64 input)"
 _OPTION_TEXTS = {
-    "limit": "limit: the largest ``a``, and the largest ``b`` of either sign; not negative.",
+    "limit": "limit: the largest ``a``, and the largest ``b`` of either sign; not negative, and\n"
+    "        no more than float32 holds unless infinite.",
     "alpha": "alpha: how steep the sigmoid is.",
 }
 

@@ -29,7 +29,7 @@ from transformer_engine_fl.core.contract import Sample, Tolerance, contract
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
-from transformer_engine_fl.ops._rounding import power_of_two
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32, power_of_two
 from transformer_engine_fl.ops._samples import normal
 
 if TYPE_CHECKING:
@@ -358,9 +358,9 @@ def _check_compute_scale(
     tensors = check.are_tensors(op, "amaxes", amaxes, dtypes=("float32",))
     _check_like(op, "scales", scales, ("float32",), "amaxes", tensors)
     _check_like(op, "scale_invs", scale_invs, ("float32",), "amaxes", tensors)
-    check.is_number(op, "max_fp8", max_fp8, at_least=1)
+    check.is_number(op, "max_fp8", max_fp8, at_least=1, at_most=LARGEST_FLOAT32)
     check.is_flag(op, "force_pow_2_scales", force_pow_2_scales)
-    check.is_number(op, "epsilon", epsilon, at_least=0)
+    check.is_number(op, "epsilon", epsilon, at_least=0, at_most=LARGEST_FLOAT32)
     _check_flag(op, noop_flag, "amaxes", tensors)
 
 
@@ -1638,9 +1638,9 @@ def multi_tensor_compute_scale_and_scale_inv(
     Args:
         amaxes: float32, any shapes, no element negative.
         scales, scale_invs: float32, shapes of ``amaxes``; written.
-        max_fp8: the format's largest value, e.g. 448 for E4M3 and 57344 for E5M2.
+        max_fp8: the format's largest value, e.g. 448 for E4M3 and 57344 for E5M2; at least 1.
         force_pow_2_scales: powers of two only.
-        epsilon: at least 0.
+        epsilon: at least 0; like ``max_fp8`` no more than float32 holds.
         noop_flag: nothing is written if it is not 0.
 
     Raises:

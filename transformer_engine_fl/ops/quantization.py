@@ -116,7 +116,7 @@ def check_options(
     check.is_dtype(op, "dtype", dtype, dtypes=form.dtypes)
     check.is_flag(op, "columnwise", columnwise)
     check.is_flag(op, "force_pow_2_scales", force_pow_2_scales)
-    check.is_number(op, "amax_epsilon", amax_epsilon, at_least=0)
+    check.is_number(op, "amax_epsilon", amax_epsilon, at_least=0, at_most=LARGEST_FLOAT32)
     if form.scale_dtype != "float32":
         for name, value in (
             ("force_pow_2_scales", force_pow_2_scales),
@@ -1052,7 +1052,8 @@ def quantize(
         columnwise: return the transposed tensor as well, with scales of its own. For nvfp4
             N is even too.
         force_pow_2_scales: scales are powers of two; for float32 scales that are computed.
-        amax_epsilon: the least amax that a scale is computed from; likewise.
+        amax_epsilon: the least amax that a scale is computed from, a number of float32;
+            likewise.
 
     Returns:
         data: ``[..., H]``, or ``[..., H / 2]`` for nvfp4.

@@ -26,6 +26,7 @@ from transformer_engine_fl.core.contract import Backward, Sample, Tolerance, con
 from transformer_engine_fl.core.errors import ArgumentError
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import FLOATS, math_dtype
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32
 from transformer_engine_fl.ops._samples import layouts, normal
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def _check_aux_loss(
     check.same_device(op, "probs", {"probs": tensor, "tokens_per_expert": counts})
     check.is_integer(op, "total_num_tokens", total_num_tokens, at_least=1)
     check.is_integer(op, "topk", topk, at_least=1)
-    check.is_number(op, "coeff", coeff)
+    check.is_number(op, "coeff", coeff, at_least=-LARGEST_FLOAT32, at_most=LARGEST_FLOAT32)
 
 
 def _check_aux_loss_backward(
@@ -799,7 +800,7 @@ def fused_moe_aux_loss_fwd(
             each expert has, perhaps of more tokens than T. A constant without a gradient.
         total_num_tokens: how many tokens these are counted over, at least 1.
         topk: how many experts each token goes to, at least 1.
-        coeff: the weight of the loss.
+        coeff: the weight of the loss, a number of float32.
 
     Returns:
         aux_loss: a scalar (no dimensions), dtype of ``probs``; summed in float32 (float64

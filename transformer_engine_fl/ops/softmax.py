@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from transformer_engine_fl.core.contract import (
     Backward,
+    Between,
     Contract,
     Sample,
     SampleMaker,
@@ -134,16 +135,32 @@ def _future(input: Tensor) -> Tensor:
     return k > i + (keys - queries)
 
 
+def _of_visible(input: Tensor, scale: float, hidden: Tensor) -> Tensor | Between:
+    """Whether a hidden key is 0 or NaN, where visible ones of its row are NaN, is left open."""
+    expected = _softmax(input, scale, hidden)
+    free = hidden & expected.isnan()
+    if not free.any():
+        return expected
+    tolerance = FORWARD_TOLERANCE[check.dtype_name(input.dtype)]
+    finite = expected.nan_to_num(nan=0.0)
+    allowed = tolerance.rtol * finite.abs() + tolerance.atol * finite.square().mean().sqrt()
+    return Between(
+        expected.masked_fill(free, 0) - allowed,
+        expected.masked_fill(free, 0) + allowed,
+        values=lambda output: output.double().masked_fill(free & output.isnan(), 0),
+    )
+
+
 def _plain_oracle(input: Tensor, scale: float = 1.0) -> Tensor:
     return _softmax(input, scale)
 
 
-def _masked_oracle(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-    return _softmax(input, scale, mask != 0)
+def _masked_oracle(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor | Between:
+    return _of_visible(input, scale, mask != 0)
 
 
-def _causal_oracle(input: Tensor, scale: float = 1.0) -> Tensor:
-    return _softmax(input, scale, _future(input))
+def _causal_oracle(input: Tensor, scale: float = 1.0) -> Tensor | Between:
+    return _of_visible(input, scale, _future(input))
 
 
 def _backward_oracle(output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0) -> Tensor:
@@ -204,9 +221,19 @@ def _inputs(form: _Form, dtype: str, device: str) -> Iterator[tuple[str, Tensor]
     yield "all equal", torch.full((3, 24, 24), -3.0, dtype=kind, device=device)
 
 
+def _with_broken_rows(dtype: str, device: str) -> tuple[str, Tensor]:
+    """Keys that make NaN of their rows where they are visible: early ones, and a late one."""
+    import torch
+
+    input = normal((3, 24, 24), getattr(torch, dtype), device, seed=44)
+    input[0, 5, 2] = input[2, 4, 20] = torch.nan
+    input[1, 7, 3] = torch.inf
+    return "rows that are not numbers", input
+
+
 def _forward_samples(form: _Form) -> SampleMaker:
     def samples(dtype: str, device: str) -> Iterator[Sample]:
-        for label, input in _inputs(form, dtype, device):
+        for label, input in (*_inputs(form, dtype, device), _with_broken_rows(dtype, device)):
             yield Sample(label, (input,))
             if label == "typical":
                 for scale in _SCALES:
@@ -246,9 +273,11 @@ def _masked_samples(dtype: str, device: str) -> Iterator[Sample]:
         yield Sample("uint8 mask of other values", (input, mask.to(torch.uint8) * 130))
         yield Sample("everything hidden", (input, torch.ones_like(mask)))
         yield Sample("nothing hidden", (input, torch.zeros_like(mask)))
+    label, broken = _with_broken_rows(dtype, device)
+    yield Sample(label, (broken, _future(broken)))
 
 
-def _backward_samples(form: _Form, oracle: Callable[..., Tensor]) -> SampleMaker:
+def _backward_samples(form: _Form, oracle: Callable[..., Any]) -> SampleMaker:
     def samples(dtype: str, device: str) -> Iterator[Sample]:
         import torch
 
@@ -275,7 +304,7 @@ def _backward_samples(form: _Form, oracle: Callable[..., Tensor]) -> SampleMaker
 
 
 def _backward(
-    form: _Form, oracle: Callable[..., Tensor]
+    form: _Form, oracle: Callable[..., Any]
 ) -> Callable[[Callable[P, R]], Contract[P, R]]:
     """The contract of a backward; they differ in the shapes that they take."""
     return contract(

@@ -39,8 +39,12 @@ def store_loss(
     z: tl.tensor,
     SUMMED: tl.constexpr,
     ACC: tl.constexpr,
+    center: tl.tensor = 0,
 ) -> None:
-    """Loss and lse of rows out of the four numbers of each; words end before ``last``."""
+    """Loss and lse of rows out of the four numbers of each; words end before ``last``.
+
+    What is summed are the scores, each less ``center``.
+    """
     shift = to_take_off(highest)
     log_total = tl.log(total)
     lse = shift + log_total
@@ -48,7 +52,7 @@ def store_loss(
     loss = log_total - (at_target - shift)
     if SUMMED:
         smooth = tl.full((), smoothing, ACC)
-        uniform = log_total - (summed / tl.full((), words, ACC) - shift)
+        uniform = log_total - (summed / tl.full((), words, ACC) + (center - shift))
         loss = (1 - smooth) * loss + smooth * uniform
     factor = tl.full((), z, ACC)
     loss += tl.where(factor == 0, 0, factor * lse * lse)

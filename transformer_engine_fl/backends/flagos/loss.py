@@ -192,6 +192,15 @@ def _forward(
     else:
         x_ptr += (own.to(tl.int64) * (step // VEC) * VEC)[:, None]
         x_ptr = tl.multiple_of(x_ptr, (BYTES, BYTES))
+    # Scores are summed less the first of them: what all have in common would round off the rest.
+    center = tl.zeros((ROWS,), ACC)
+    if SUMMED and stats_ptr is None:
+        center = tl.load(start_of_row, mask=read, other=0).to(ACC)
+        if bias_ptr is not None:
+            center += fetch(bias_ptr + tl.zeros_like(row), read).to(ACC)
+        center = to_take_off(_scores(center, cap, CAPPED))
+    center_of_lane = tl.broadcast_to(center[:, None], (ROWS, LANES))
+    center_of_lane = tl.reshape(center_of_lane, (ROWS * LANES, 1))
     lane = (tl.arange(0, ROWS * LANES) % LANES)[:, None]
     place = tl.arange(0, VEC)[None, :]
     vectors = columns // VEC
@@ -229,7 +238,8 @@ def _forward(
             total += tl.sum(_exp(scores[part] - taken[:, None]), axis=1)
             if SUMMED:
                 vector = (chunk * DEPTH + part) * LANES + lane
-                summed += tl.sum(tl.where(vector < vectors, scores[part], 0), axis=1)
+                less = scores[part] - center_of_lane
+                summed += tl.sum(tl.where(vector < vectors, less, 0), axis=1)
     highest = tl.reshape(highest, (ROWS, LANES))
     most = tl.max(highest, axis=1)
     total = tl.reshape(total, (ROWS, LANES)) * _exp(highest - to_take_off(most)[:, None])
@@ -248,7 +258,7 @@ def _forward(
         sum_of_all *= _exp(before - taken_at_last)
         sum_of_all += tl.sum(_exp(last_scores - taken_at_last[:, None]), axis=1)
         if SUMMED:
-            sum_of_scores += tl.sum(tl.where(there, last_scores, 0), axis=1)
+            sum_of_scores += tl.sum(tl.where(there, last_scores - center[:, None], 0), axis=1)
 
     if stats_ptr is not None:
         stats_ptr += row.to(tl.int64) * 4
@@ -260,7 +270,7 @@ def _forward(
         store_loss(
             loss_ptr, lse_ptr, row, exists, target, ignored,
             most, sum_of_all, at_target, sum_of_scores,
-            last, words, smoothing, z, SUMMED, ACC,
+            last, words, smoothing, z, SUMMED, ACC, center,
         )  # fmt: skip
 
 

@@ -82,7 +82,8 @@ def _swish(logit: Elementwise, logit_slope: Elementwise) -> Activation:
 
 
 def _scaled_swish(alpha: float) -> Activation:
-    return _swish(lambda x: alpha * x, lambda x: torch.full_like(x, alpha))
+    # As a product: what is beyond the dtype is infinite, which to fill with is an error.
+    return _swish(lambda x: alpha * x, lambda x: alpha * torch.ones_like(x))
 
 
 # (1 + tanh(u)) / 2 is sigmoid(2 * u), which keeps its precision where tanh is near -1.

@@ -43,14 +43,25 @@ def _finite(highest: Tensor) -> Tensor:
 
 
 def _partial(
-    input: Tensor, target: Tensor, vocab_start: int, ignore_index: int, softcap: float | None
+    input: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    ignore_index: int,
+    softcap: float | None,
+    whole: bool = False,
 ) -> Tensor:
+    """The contract's statistics; of a ``whole`` vocabulary the sum is of scores less the highest.
+
+    What all have in common would round off the rest.
+    """
     scores = _scores(input, target, ignore_index, softcap)
     highest = scores.amax(-1, keepdim=True)
-    total = (scores - _finite(highest)).exp().sum(-1, keepdim=True)
+    below = scores - _finite(highest)
+    total = below.exp().sum(-1, keepdim=True)
     column, inside = _column(target, input.shape[-1], vocab_start)
     at_target = scores.gather(-1, column).masked_fill(~inside, 0)
-    stats = torch.cat((highest, total, at_target, scores.sum(-1, keepdim=True)), -1)
+    summed = (below if whole else scores).sum(-1, keepdim=True)
+    stats = torch.cat((highest, total, at_target, summed), -1)
     return stats.masked_fill((target == ignore_index).unsqueeze(-1), 0).contiguous()
 
 
@@ -61,6 +72,7 @@ def _merge(
     label_smoothing: float,
     ignore_index: int,
     z_loss: float,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
     highest, total, at_target, summed = stats.unbind(-1)
     shift = _finite(highest.amax(0))
@@ -69,13 +81,28 @@ def _merge(
     # Not from lse, in which a large shift would round off what log_total says.
     loss = log_total - (at_target.sum(0) - shift)
     if label_smoothing:
-        uniform = log_total - (summed.sum(0) / vocab_size - shift)
+        mean = summed.sum(0) / vocab_size
+        uniform = log_total - (mean if whole else mean - shift)
         loss = (1 - label_smoothing) * loss + label_smoothing * uniform
     if z_loss:
         loss = loss + z_loss * lse.square()
     loss = loss.masked_fill((target < 0) | (target >= vocab_size), torch.nan)
     ignored = target == ignore_index
     return loss.masked_fill(ignored, 0).contiguous(), lse.masked_fill(ignored, 0).contiguous()
+
+
+def _losses(
+    input: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Loss and lse of a whole vocabulary."""
+    stats = _partial(input, target, 0, ignore_index, softcap, whole=True).unsqueeze(0)
+    words = input.shape[-1]
+    return _merge(stats, target, words, label_smoothing, ignore_index, z_loss, whole=True)
 
 
 def _gradient(
@@ -128,8 +155,7 @@ def cross_entropy_fwd(
         z_loss=z_loss,
         softcap=softcap,
     )
-    stats = _partial(input, target, 0, ignore_index, softcap).unsqueeze(0)
-    return _merge(stats, target, input.shape[-1], label_smoothing, ignore_index, z_loss)
+    return _losses(input, target, label_smoothing, ignore_index, z_loss, softcap)
 
 
 @as_written
@@ -199,9 +225,7 @@ def cross_entropy_fwd_bwd(
         z_loss=z_loss,
         softcap=softcap,
     )
-    words = input.shape[-1]
-    stats = _partial(input, target, 0, ignore_index, softcap).unsqueeze(0)
-    loss, lse = _merge(stats, target, words, label_smoothing, ignore_index, z_loss)
+    loss, lse = _losses(input, target, label_smoothing, ignore_index, z_loss, softcap)
     gradient = _gradient(
         grad_loss,
         input,
@@ -213,7 +237,7 @@ def cross_entropy_fwd_bwd(
         z_loss,
         softcap,
         0,
-        words,
+        input.shape[-1],
     )
     return loss, lse, as_output(gradient, input.dtype)
 
@@ -292,8 +316,7 @@ def fused_linear_cross_entropy_fwd(
     losses = []
     for x, chosen in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
         logits = torch.nn.functional.linear(x.to(wide), matrix, offset)
-        stats = _partial(logits, chosen, 0, ignore_index, softcap).unsqueeze(0)
-        losses.append(_merge(stats, chosen, len(weight), label_smoothing, ignore_index, z_loss))
+        losses.append(_losses(logits, chosen, label_smoothing, ignore_index, z_loss, softcap))
     loss, lse = (torch.cat(parts).view(target.shape) for parts in zip(*losses, strict=True))
     return loss, lse
 
@@ -332,9 +355,10 @@ def fused_linear_cross_entropy_bwd(
     offset = None if bias is None else bias.to(wide)
     others = torch.zeros_like(grad_loss) if grad_lse is None else grad_lse
     hidden = input.reshape(target.numel(), input.shape[-1])
-    grad_input = torch.empty_like(hidden, dtype=wide)
-    grad_weight = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
-    grad_bias = matrix.new_zeros(len(weight))
+    given = grad_loss + others  # of which autograd may ask for the gradients in a batch
+    grad_input = given.new_empty(hidden.shape)
+    grad_weight = given.new_zeros(matrix.shape)
+    grad_bias = given.new_zeros(len(weight))
     per_row = (torch.split(it.reshape(-1), rows) for it in (target, grad_loss, lse, others))
     parts = zip(torch.split(hidden, rows), torch.split(grad_input, rows), *per_row, strict=True)
     for x, dx, chosen, dloss, normalizer, dlse in parts:

@@ -72,6 +72,8 @@ class _Pairs:
     def summed(self, values: Tensor, weights: Tensor | None) -> Tensor:
         """``[N, C]`` -> ``[T, C]``: for each token the sum of its rows, each times its weight."""
         tokens, _ = self.rows.shape
+        if not values.shape[1]:  # torch has no bags of such
+            return values.new_empty((tokens, 0))
         # A bag for each token, and one more for the rows of none.
         owner = torch.where(self.pairs < 0, tokens, self.tokens)
         order = owner.argsort(stable=True)

@@ -82,7 +82,7 @@ def _cos_sin(freqs: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tens
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     """Each pair (u, v) becomes (-v, u)."""
     if interleaved:
-        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
     u, v = x.chunk(2, -1)
     return torch.cat([-v, u], -1)
 
@@ -97,7 +97,8 @@ def _turn(
 ) -> Tensor:
     """Rotate the leading features; ``back`` is the transpose, which the gradient goes through."""
     width = freqs.shape[-1]
-    x = _wide(tokens[..., :width])
+    x, rest = torch.split(tokens, [width, tokens.shape[-1] - width], -1)
+    x = _wide(x)
     cos, sin = _cos_sin(freqs, places.positions, x.dtype)
     if back:
         turned = x * cos - _quarter_turn(x * sin, interleaved)
@@ -105,7 +106,7 @@ def _turn(
         turned = x * cos + _quarter_turn(x, interleaved) * sin
     if places.inside is not None:
         turned = torch.where(places.inside[:, None, None], turned, x)
-    return torch.cat([turned.to(tokens.dtype), tokens[..., width:]], -1)
+    return torch.cat([turned.to(tokens.dtype), rest], -1)
 
 
 @as_written

@@ -175,7 +175,8 @@ def fused_moe_aux_loss_fwd(
     wide = probs.to(math_dtype(probs.dtype))
     const = probs.shape[1] * coeff / (topk * total_num_tokens**2)
     loads = (wide.sum(0) * tokens_per_expert.to(wide.dtype)).sum()
-    return (loads * const).to(probs.dtype), loads.new_full((), const)
+    # As a product: what is beyond the dtype is infinite, which to fill with is an error.
+    return (loads * const).to(probs.dtype), loads.new_ones(()) * const
 
 
 @as_written

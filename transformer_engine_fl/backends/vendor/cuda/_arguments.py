@@ -129,7 +129,9 @@ def is_plain(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that is known, and no bool."""
+    """Whether it is a number that is known, no bool, and if an integer one of 64 bits."""
+    if type(value) is int:
+        return -(2**63) < value < 2**63
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

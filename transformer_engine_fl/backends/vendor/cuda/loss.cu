@@ -150,6 +150,13 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     scores_of(read_logits<1>(source + column), bias, column, cap, &found.at_target);
   }
 
+  // Scores are summed less the first of them: what all have in common would round off the rest.
+  A center[1] = {A(0)};
+  if constexpr (SUMMED && !STATISTICS) {
+    if (read) scores_of(read_logits<1>(source), bias, 0, cap, center);
+    center[0] = taken_off_scores(center[0]);
+  }
+
   const int vectors = columns / VEC;
   const int chunks = read ? (vectors + LANES * DEPTH - 1) / (LANES * DEPTH) : 0;
 #pragma unroll 1
@@ -171,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
 #pragma unroll
       for (int i = 0; i < VEC; ++i) {
         A& score = scores[d * VEC + i];
-        if constexpr (SUMMED) sum += score;
+        if constexpr (SUMMED) sum += score - center[0];
         score = inside ? score : lowest<A>();
       }
       if constexpr (SUMMED) found.summed += inside ? sum : A(0);
@@ -182,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
   if (read && rest < columns) {
     A score[1];
     scores_of(read_logits<1>(source + rest), bias, rest, cap, score);
-    if constexpr (SUMMED) found.summed += score[0];
+    if constexpr (SUMMED) found.summed += score[0] - center[0];
     take_in(found, score);
   }
 
@@ -202,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     stats[3] = found.summed;
   } else {
     store_loss<SUMMED>(first + row, second + row, target, !read, found, last, words,
-                       label_smoothing, z_loss);
+                       label_smoothing, z_loss, center[0]);
   }
 }
 

@@ -51,6 +51,7 @@ from transformer_engine_fl.backends.vendor.cuda.gemm import products
 from transformer_engine_fl.backends.vendor.cuda.softmax import run_with_losses
 from transformer_engine_fl.ops import loss as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32
 
 __all__ = [
     "cross_entropy_bwd",
@@ -315,7 +316,7 @@ def _run_forward(
         columns,
         start,
         options.ignore,
-        min(start + columns, LAST),
+        start + columns,
         columns,
         options.smoothing,
         options.z,
@@ -442,8 +443,17 @@ def _belong(like: Tensor, dtype: torch.dtype, *others: Tensor) -> bool:
     )
 
 
-def _is_word(value: object) -> bool:
-    return type(value) is int and 0 <= value <= LAST
+def _is_shard(input: Tensor, start: object, size: object = None) -> bool:
+    """Whether logits that fit are those of words from ``start`` on, of ``size`` if that is given.
+
+    Kernels count words, and the one behind the last, in 64 bits.
+    """
+    columns = input.shape[-1]
+    return (
+        type(start) is int
+        and 0 <= start <= LAST - columns
+        and (size is None or (type(size) is int and start + columns <= size <= LAST))
+    )
 
 
 def _options(
@@ -457,10 +467,10 @@ def _options(
         is_number(label_smoothing)
         and 0 <= label_smoothing <= 1
         and type(ignore_index) is int
-        and -LAST - 1 <= ignore_index <= LAST
+        and -LAST <= ignore_index <= LAST
         and is_number(z_loss)
-        and z_loss >= 0
-        and (softcap is None or (is_number(softcap) and 0 < softcap < float("inf")))
+        and 0 <= z_loss <= LARGEST_FLOAT32
+        and (softcap is None or (is_number(softcap) and 2**-126 <= softcap <= LARGEST_FLOAT32))
     ):
         return Options(label_smoothing, ignore_index, z_loss, softcap)
     return None
@@ -516,7 +526,7 @@ def cross_entropy_partial_fwd(
 ) -> Tensor:
     """``cross_entropy_partial_fwd`` of the contract."""
     options = _options(ignore_index=ignore_index, softcap=softcap)
-    if options is None or not (_is_word(vocab_start) and _fits(input, target)):
+    if options is None or not (_fits(input, target) and _is_shard(input, vocab_start)):
         decline(
             contracts.cross_entropy_partial_fwd,
             input,
@@ -546,8 +556,8 @@ def _fit_to_merge(stats: Tensor, target: Tensor, vocab_size: int) -> bool:
         and stats.shape[-1] == 4
         and stats.shape[0] > 0
         and target.shape == stats.shape[1:-1]
-        and _is_word(vocab_size)
-        and vocab_size > 0
+        and type(vocab_size) is int
+        and 0 < vocab_size <= LAST
     )
 
 
@@ -601,10 +611,8 @@ def cross_entropy_bwd(
     given = () if grad_lse is None else (grad_lse,)
     if (
         options is None
-        or not (_fits(input, target) and _is_word(vocab_start))
+        or not (_fits(input, target) and _is_shard(input, vocab_start, vocab_size))
         or not _belong(target, math_dtype(input.dtype), grad_loss, lse, *given)
-        or not (vocab_size is None or type(vocab_size) is int)
-        or (vocab_size is not None and vocab_size < vocab_start + input.shape[-1])
     ):
         decline(
             contracts.cross_entropy_bwd,
@@ -621,7 +629,7 @@ def cross_entropy_bwd(
             vocab_size=vocab_size,
         )
     op, columns = "cross_entropy_bwd", input.shape[-1]
-    words = min(vocab_start + columns if vocab_size is None else vocab_size, LAST)
+    words = vocab_start + columns if vocab_size is None else vocab_size
     grad_input = fresh(op, input, input.shape)
     if grad_input.numel():
         logits, step = dense_rows(input)

@@ -19,12 +19,13 @@ struct Statistics {
   A highest, total, at_target, summed;
 };
 
-// kSummed: the sum of the scores is there, and so may be label smoothing. `last` is the word behind
-// the last one.
+// kSummed: the sum of the scores is there, each less `center`, and so may be label smoothing.
+// `last` is the word behind the last one.
 template <bool kSummed, typename A>
 __device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bool ignored,
                                            const Statistics<A>& found, long long last,
-                                           double words, double label_smoothing, double z_loss) {
+                                           double words, double label_smoothing, double z_loss,
+                                           A center = A(0)) {
   const A shift = taken_off_scores(found.highest);
   const A log_total = log(found.total);
   const A whole = shift + log_total;
@@ -32,7 +33,7 @@ __device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bo
   A result = log_total - (found.at_target - shift);
   if constexpr (kSummed) {
     const A smoothing = static_cast<A>(label_smoothing);
-    const A uniform = log_total - (found.summed / static_cast<A>(words) - shift);
+    const A uniform = log_total - (found.summed / static_cast<A>(words) + (center - shift));
     result = (A(1) - smoothing) * result + smoothing * uniform;
   }
   const A z = static_cast<A>(z_loss);
