@@ -41,6 +41,17 @@ def test_every_kind_is_compiled_ahead() -> None:
     assert {dict(source.defines).get("KIND") for source, _ in sources} >= {*KINDS, CLAMPED}
 
 
+def test_a_limit_that_float32_does_not_hold_is_refused_unless_there_is_none(device: str) -> None:
+    x = torch.full((2, 6), 1e30, device=device)
+    assert torch.equal(
+        activation.clamped_swiglu(x, torch.inf),
+        activation.clamped_swiglu(x, torch.finfo(torch.float32).max),
+    )
+    with pytest.raises(ArgumentError) as raised:
+        activation.clamped_swiglu(x, 1e39)
+    assert raised.value.argument == "limit"
+
+
 @pytest.mark.parametrize("op", RECTIFIERS)
 def test_the_gradient_of_a_rectifier_passes_where_its_input_is_nan(op: str, device: str) -> None:
     check(op, *with_nan(op, device))

@@ -6,6 +6,7 @@ forwards and backwards, a second one the backwards that also sum over the rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -37,6 +38,7 @@ from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 from transformer_engine_fl.backends.vendor.cuda._sums import SumOfGroups, sum_source
 from transformer_engine_fl.ops import activation as contracts
 from transformer_engine_fl.ops._dtypes import math_dtype
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32
 
 if TYPE_CHECKING:
     from transformer_engine_fl.core.contract import Contract
@@ -266,7 +268,8 @@ def _run(of: Of, grad: Tensor | None, x: Tensor, limit: float = 0.0, alpha: floa
     """The activation of ``x``, or its gradient."""
     accepted = _accepts(of, grad, x)
     if of.kind == CLAMPED:
-        if not (accepted and is_number(limit) and limit >= 0 and is_number(alpha)):
+        bounded = is_number(limit) and (0 <= limit <= LARGEST_FLOAT32 or limit == math.inf)
+        if not (accepted and bounded and is_number(alpha)):
             decline(of.contract, *((grad, x) if of.backward else (x,)), limit=limit, alpha=alpha)
     elif not accepted:
         decline(of.contract, *((grad, x) if of.backward else (x,)))
