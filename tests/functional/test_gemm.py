@@ -89,6 +89,23 @@ def test_a_weight_that_does_not_fit_is_named_as_the_caller_does(shape: tuple[int
             functional.linear(x, given)
 
 
+def test_a_weight_of_another_dtype_and_what_is_no_tensor_are_named_so_too() -> None:
+    x, weight = leaves((5, 4), (6, 4))
+    wrong: list[tuple[str, Callable[[], Any]]] = [
+        (
+            "linear: argument 'weight' is a bfloat16",
+            lambda: functional.linear(x, weight.bfloat16()),
+        ),
+        ("linear: argument 'weight' is NoneType", lambda: functional.linear(x, None)),
+        ("linear: argument 'input' is list", lambda: functional.linear([x], weight)),
+        ("grouped_linear: argument 'weights'", lambda: functional.grouped_linear(x, None, [5])),
+        ("grouped_linear: argument 'm_splits'", lambda: functional.grouped_linear(x, [weight], 5)),
+    ]
+    for words, call in wrong:
+        with pytest.raises(ArgumentError, match=f"^{words}"):
+            call()
+
+
 def test_only_what_the_backward_needs_is_saved() -> None:
     x, weight, bias = leaves((5, 4), (6, 4), (6,))
     saved: list[Tensor] = []

@@ -49,11 +49,15 @@ def linear(
         ``[..., out]``, dtype of ``input``.
 
     Raises:
-        ArgumentError: the weight is no matrix with as many columns as the input's last
-            dimension, or what the product raises, to which ``A`` is the weight and ``B`` the input.
+        ArgumentError: the weight is no matrix of the input's dtype with as many columns as the
+            input's last dimension, or what the product raises, to which ``A`` is the weight and
+            ``B`` the input.
     """
-    if weight.ndim != 2 or weight.shape[1:] != input.shape[-1:]:
-        expected = f"[out, in], where the input ends with in: {check.describe(input)}"
+    if not _fits(input, weight):
+        for name, value in (("input", input), ("weight", weight)):
+            if not isinstance(value, Tensor):
+                raise ArgumentError("linear", name, check.describe(value), "a tensor")
+        expected = f"[out, in], dtype of the input, which ends with in: {check.describe(input)}"
         raise ArgumentError("linear", "weight", check.describe(weight), expected)
     if not records("linear", input, weight, bias):
         options = _given(bias=bias, gelu=gelu or None)
@@ -87,6 +91,9 @@ def grouped_linear(
     Returns:
         ``[rows, out]``, dtype of ``input``.
     """
+    for name, value in (("weights", weights), ("m_splits", m_splits)):
+        if not hasattr(value, "__len__"):
+            raise ArgumentError("grouped_linear", name, check.describe(value), "a sequence")
     if len(weights) != len(m_splits):
         expected = f"{len(m_splits)}, one for each of m_splits"
         raise ArgumentError("grouped_linear", "weights", f"{len(weights)} tensors", expected)
@@ -100,6 +107,17 @@ def grouped_linear(
         gelu, into, list(m_splits), input, *weights, *(biases or ())
     )
     return output
+
+
+def _fits(input: Tensor, weight: Tensor) -> bool:
+    try:
+        return (
+            weight.ndim == 2
+            and weight.shape[1:] == input.shape[-1:]
+            and weight.dtype is input.dtype
+        )
+    except AttributeError:  # one of them is no tensor
+        return False
 
 
 class _Linear(torch.autograd.Function):
