@@ -1,7 +1,8 @@
 """The scaled softmax forms in CUDA C++ (``softmax.cu``).
 
 One kernel makes all four forwards, another all four backwards, of rows that fit on the
-chip: in a warp, a block, or a cluster of blocks. Wider rows have kernels of their own.
+chip: in a warp, a block, or a cluster of blocks. Wide rows of which nothing is hidden are those of
+blocks that are no cluster, and what does not fit on the chip has kernels of its own.
 Of rows that fit, the forwards' kernel also makes losses and gradients of cross entropy
 (:func:`run_with_losses`), whose gradients are a softmax less one at the target.
 """
