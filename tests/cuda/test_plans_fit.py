@@ -169,7 +169,9 @@ def declared(source: Specialisation) -> int:
         return exchange(2) + (COUNTER_BYTES if macros["CLUSTER"] > 1 else 0)
     if kernel == ("softmax", "backward"):
         return exchange(1)
-    if kernel in {("softmax", "forward_pieces"), ("softmax", "backward_pieces")}:
+    if kernel == ("softmax", "forward_pieces"):
+        return exchange(2, 1)
+    if kernel == ("softmax", "backward_pieces"):
         return exchange(1, 1)
     if kernel == ("router", "choose"):
         return router.EXCHANGED

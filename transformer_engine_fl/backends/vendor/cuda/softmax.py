@@ -334,7 +334,8 @@ def pieces(key: Key, device: _launch.Limits) -> tuple[Tile, int, int] | None:
     for columns, piece in FORWARD_PIECES if key.dy is None else BACKWARD_PIECES:
         if key.columns in columns:
             tile = piece.tile(key.columns)
-            shared = room_for_pieces(tile, tuple(sizes), 1, device, piece.stages)
+            told = 2 if key.dy is None else 1  # numbers of a row, also among the warps of a block
+            shared = room_for_pieces(tile, tuple(sizes), told, device, piece.stages)
             return None if shared is None else (tile, piece.stages, shared)
     return None
 
