@@ -156,8 +156,8 @@ def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
                 "products": len(re.findall(r"wgmma\.mma_async", ptx)),
                 # from shared memory, by the tensor memory accelerator
                 "bulk stores": len(re.findall(r"cp\.async\.bulk\.tensor\S*\.global\.shared", ptx)),
-                # of barriers that bulk copies count in and that they may find as they were before
-                "unfenced": "cp.async.bulk.tensor" in ptx and _unfenced(ptx),
+                # of barriers that the kernel makes itself, in which bulk copies count
+                "unfenced": kernel.is_gluon() and "cp.async.bulk.tensor" in ptx and _unfenced(ptx),
                 # for the launch before
                 "waits": len(re.findall(r"griddepcontrol\.wait", ptx)),
                 # lets the launch that follows start
