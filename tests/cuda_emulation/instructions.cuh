@@ -13,19 +13,6 @@ inline float reciprocal(float x) { return without_subnormals(1.0f / without_subn
 inline unsigned long long wide_product(unsigned a, unsigned b) {
   return static_cast<unsigned long long>(a) * b;
 }
-template <bool BFloat>
-inline unsigned larger_halves(unsigned a, unsigned b) {
-  constexpr unsigned infinite = BFloat ? 0x7f80u : 0x7c00u;
-  unsigned larger = 0;
-  for (int shift = 0; shift < 32; shift += 16) {
-    const unsigned first = a >> shift & 0x7fffu, second = b >> shift & 0x7fffu;
-    unsigned half = first > second ? first : second;
-    if (first > infinite) half = second;
-    if (second > infinite) half = first;
-    larger |= half << shift;
-  }
-  return larger;
-}
 template <bool BFloat, bool Least>
 inline unsigned extreme_halves(unsigned a, unsigned b) {
   constexpr unsigned infinite = BFloat ? 0x7f80u : 0x7c00u;
@@ -40,6 +27,10 @@ inline unsigned extreme_halves(unsigned a, unsigned b) {
     found |= half << shift;
   }
   return found;
+}
+template <bool BFloat>
+inline unsigned larger_halves(unsigned a, unsigned b) {
+  return extreme_halves<BFloat, false>(a & 0x7fff7fffu, b & 0x7fff7fffu);
 }
 inline float least_or_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
 

@@ -28,6 +28,7 @@ __all__ = [
     "Tile",
     "UnderWay",
     "exchange_bytes",
+    "groups_of",
     "is_strewn",
     "require_clusters",
     "room_for_pieces",
@@ -316,6 +317,13 @@ def room_for_pieces(
     stage_bytes = tile.kept(*sizes)
     depth = under_way(tile, stage_bytes, kept + told, device, stages, False).stages
     return stages * stage_bytes + kept if depth == stages else None
+
+
+def groups_of(teams: int, resident: int) -> int:
+    """How many groups of blocks share so many rows, or sets of them, of which as many as are
+    resident run at once: no more than finish together.
+    """
+    return -(-teams // -(-teams // resident))
 
 
 def runs_clusters(source: Specialisation, geometry: _launch.Geometry, device: int) -> bool:

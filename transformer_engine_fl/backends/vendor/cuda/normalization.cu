@@ -669,22 +669,16 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   static_assert(ROWS == 1 && CAST == 0 && (!CENTRED || FULL && !ADDED), "nothing else gained");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
-  const int rank = blockIdx.x % CLUSTER;
-  Statistics<kThroughMemory> over_row(words, static_cast<unsigned>(first_turn),
-                                      blockIdx.x / CLUSTER);
-
-  const int before = rank * VECS * Row::kApart;  // columns of the blocks before this one
-  auto first_column = [&](int v) { return before + Row::first_column(v, 0); };
-  const int first = first_column(0);
+  using Piece = RowPiece<Row, CLUSTER, VECS>;
+  Statistics<kThroughMemory> over_row(words, static_cast<unsigned>(first_turn), Piece::group());
+  const Piece piece(columns);
   auto ask = [&](long long row, unsigned char* slots) {
+    const bool exists = row < rows;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const int column = first_column(v);
-      const bool exists = row < rows;
-      Slots<TX>::fill<kOnce>(slots, v, x + row * x_stride + first, exists, column, columns);
+      piece.fill<kOnce>(slots, v, x + row * x_stride, exists);
       if constexpr (ADDED) {
-        Slots<TX>::fill<kOnce>(slots + Slots<TX>::kBytes, v,
-                               residual + row * residual_stride + first, exists, column, columns);
+        piece.fill<kOnce>(slots + Slots<TX>::kBytes, v, residual + row * residual_stride, exists);
       }
     }
   };
@@ -694,18 +688,15 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   Vec<TB, VEC> held_beta[VECS];
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    const int column = first_column(v);
-    const bool valid = Row::in_row(column, columns);
     if constexpr (HOLD_GAMMA) {
+      const bool valid = piece.has(v);
       held_gamma[v] = zeros<TW, VEC>();
       held_beta[v] = zeros<TB, VEC>();
-      if (valid) held_gamma[v] = load<ACCESS, VEC>(gamma + column);
-      if (BIASED && valid) held_beta[v] = load<ACCESS, VEC>(beta + column);
+      if (valid) held_gamma[v] = load<ACCESS, VEC>(piece.place(gamma, v));
+      if (BIASED && valid) held_beta[v] = load<ACCESS, VEC>(piece.place(beta, v));
     } else {
-      Slots<TW>::fill<kAgain>(gamma_slots, v, gamma + first, true, column, columns);
-      if constexpr (BIASED) {
-        Slots<TB>::fill<kAgain>(beta_slots, v, beta + first, true, column, columns);
-      }
+      piece.fill<kAgain>(gamma_slots, v, gamma, true);
+      if constexpr (BIASED) piece.fill<kAgain>(beta_slots, v, beta, true);
     }
   }
   auto gamma_of = [&](int v) { return HOLD_GAMMA ? held_gamma[v] : Slots<TW>::read(gamma_slots, v); };
@@ -738,9 +729,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     if constexpr (ADDED) {
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
-        const int column = first_column(v);
-        if (!Row::in_row(column, columns)) continue;
-        store(Row::place(sum + row * columns + before, v, 0), held.total[v]);
+        if (piece.has(v)) store(piece.place(sum + row * columns, v), held.total[v]);
       }
     }
   };
@@ -748,17 +737,16 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     over_row.template end<Merging>(found);
     const A mean = mean_of(found, columns, share);
     const A scale = inverse_sqrt(variance_of(found, share) + eps);
-    if (rank == 0 && threadIdx.x == 0) {
+    if (Piece::rank() == 0 && threadIdx.x == 0) {
       rsigma[row] = scale;
       if constexpr (CENTRED) mu[row] = mean;
     }
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
-      const int column = first_column(v);
-      if (!Row::in_row(column, columns)) continue;
+      if (!piece.has(v)) continue;
       A values[VEC];
       normalize(held.total[v], mean, scale, gamma_of(v), beta_of(v), values);
-      store(Row::place(y + row * columns + before, v, 0), encode<TY>(values));
+      store(piece.place(y + row * columns, v), encode<TY>(values));
       // As in `forward`; with a residual there are registers.
       if constexpr (FULL && !ADDED) __syncwarp();
     }

@@ -65,6 +65,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
     Tile,
     UnderWay,
     exchange_bytes,
+    groups_of,
     is_strewn,
     require_clusters,
     room_for_pieces,
@@ -684,9 +685,7 @@ class Forward:
 
     def _groups(self, rows: int) -> int:
         teams = -(-rows // self.rows)
-        if not self._resident:
-            return teams
-        return -(-teams // -(-teams // self._resident))  # no more than finish together
+        return groups_of(teams, self._resident) if self._resident else teams
 
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments up to mu and rsigma, then the rest."""
@@ -887,10 +886,7 @@ class Backward:
     def groups(self, rows: int) -> int:
         """How many partial sums of each parameter's gradient there will be."""
         if self._tile is not None:
-            # No more groups than finish together: each costs a partial sum.
-            teams = -(-rows // self._at_once)
-            turns = -(-teams // self._resident)
-            return -(-teams // turns)
+            return groups_of(-(-rows // self._at_once), self._resident)
         column_blocks = -(-self._columns // (COLUMN_LANES * self._vec))
         return max(1, min(rows, 65535, 8 * self._wide_blocks // column_blocks))
 

@@ -84,55 +84,17 @@ __device__ __forceinline__ int asked_of(int bound, int columns) {
 #ifdef IN_PIECES
 
 // What a block has of plain rows of half precision, of which CLUSTER blocks have each. They are no
-// cluster but exchange what they know of a row through memory, in words as row_words.cuh has them;
-// groups of them go from row to row.
-class Piece {
-  static_assert(ROWS == 1 && !CAUSAL && !STREWN && sizeof(TX) == 2, "nothing else gained");
+// cluster but exchange what they know of a row through memory, in words as row_words.cuh has them.
+static_assert(ROWS == 1 && !CAUSAL && !STREWN && sizeof(TX) == 2, "nothing else gained");
+using Piece = RowPiece<Row, CLUSTER, VECS>;
 
- public:
-  static __device__ __forceinline__ unsigned group() { return blockIdx.x / CLUSTER; }
-
-  __device__ __forceinline__ Piece(long long rows, int columns)
-      : rows_(static_cast<unsigned>(rows)),
-        columns_(columns),
-        first_(blockIdx.x % CLUSTER * VECS * Row::kApart + Row::first_column(0, 0)) {}
-
-  // Whether this thread's vector `v` is in the row.
-  __device__ __forceinline__ bool has(int v) const {
-    return Row::in_row(first_ + v * Row::kApart, columns_);
-  }
-
-  // Asks for what this thread has of a row, if that exists.
-  template <Reading How, typename T>
-  __device__ __forceinline__ void fill(unsigned char* slots, const T* from, long long stride,
-                                       unsigned row) const {
+// Asks for a thread's part of a row, if that exists.
+template <typename T>
+__device__ __forceinline__ void ask_for(const Piece& piece, unsigned char* slots, const T* row,
+                                        bool exists) {
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      Slots<T>::template fill<How>(slots, v, from + (row * stride + first_), row < rows_,
-                                   first_ + v * Row::kApart, columns_);
-    }
-  }
-
-  template <typename T, typename Value>
-  __device__ __forceinline__ void write(T* to, unsigned row, Value value) const {
-    T* own = to + (static_cast<long long>(row) * columns_ + first_);
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      if (has(v)) Row::put(own + v * Row::kApart, value(v), VEC);
-    }
-  }
-
-  // Takes and writes a group's rows, of each of which the ring has so many Bytes at a time.
-  template <typename Held, int Bytes, typename Ask, typename Take, typename Write>
-  __device__ __forceinline__ void go_through(Ask ask, Take take, Write write) const {
-    extern __shared__ __align__(16) unsigned char ring[];
-    te_fl::go_through<CLUSTER, STAGES, Bytes, Held>(ring, rows_, ask, take, write);
-  }
-
- private:
-  unsigned rows_;
-  int columns_, first_;
-};
+  for (int v = 0; v < VECS; ++v) piece.fill<kOnce>(slots, v, row, exists);
+}
 
 #endif
 
@@ -221,6 +183,22 @@ __device__ __forceinline__ A share_of(A total) {
   return reciprocal(kHiding && total == A(0) ? A(1) : total);
 }
 
+// Of the highest scores of a row's parts, and their sums with those taken off, as Lanes lanes have
+// them between them: the sum of all, and what is taken off in it.
+template <int Lanes, int N>
+__device__ __forceinline__ A merge_told(const A (&told)[N][2], A (&total)[1]) {
+  A highest[1] = {lowest<A>()};
+#pragma unroll
+  for (const auto& one : told) highest[0] = Max::combine(highest[0], one[0]);
+  halve<Max, Lanes>(highest);
+  const A taken = taken_off_scores(highest[0]);
+  total[0] = 0;
+#pragma unroll
+  for (const auto& one : told) total[0] += one[1] * exponential(one[0] - taken);
+  halve<Sum, Lanes>(total);
+  return taken;
+}
+
 // By what the weights of a row with a target go into gradients, after `taken` was taken off their
 // scores; `column` is that of the target, or -1.
 __device__ __forceinline__ A share_of_gradients(A grad_loss, A total, A taken, int column,
@@ -282,8 +260,6 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   RowReduction<(CLUSTER > 1 ? 32 : LANES), 1, 1, A> over_near;
   constexpr int kWarps = LANES > 32 ? LANES / 32 : 1;
   Exchange<kWarps, CLUSTER, 2, A> tell;
-  // Of fewer than 32 warps several lanes hear the same one: it counts once.
-  RowReduction<(CLUSTER > 1 ? least(32, kWarps * CLUSTER) : 1), 1, 1, A> over_told;
   static_assert(!WAITING || !LOOPED, "the slots are free only when the row is written");
 
   const unsigned first_last = Row::first_last(count, x_stride);
@@ -385,17 +361,9 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     if constexpr (CLUSTER > 1) {
       A all[decltype(tell)::kOwn][2];
       tell({highest[0], total[0]}, all);
-      A most[1] = {lowest<A>()};
-#pragma unroll
-      for (const auto& one : all) most[0] = Max::combine(most[0], one[0]);
-      over_told.max(most);
-      const A shift = taken_off_scores(most[0]);
-      total[0] = 0;
-#pragma unroll
-      for (const auto& one : all) total[0] += one[1] * exponential(one[0] - shift);
-      over_told.sum(total);
-      share = exponential(highest[0] - shift);
-      taken_of_row = shift;
+      // Of fewer than 32 warps several lanes hear the same one: it counts once.
+      taken_of_row = merge_told<least(32, kWarps * CLUSTER)>(all, total);
+      share = exponential(highest[0] - taken_of_row);
     }
 #if LOSS
     share *= share_of_gradients(grad_loss, total[0], taken_of_row, word, z_loss);
@@ -489,13 +457,15 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   using Words = RowWords<CLUSTER, 2>;
   Words told(words, static_cast<unsigned>(first_turn), Piece::group());
   RowReduction<LANES, 1, 1, A> over_block;
-  const Piece piece(rows, columns);
+  extern __shared__ __align__(16) unsigned char ring[];
+  const Piece piece(columns);
+  const unsigned count = static_cast<unsigned>(rows);
   struct Held {
     A weights[VECS][VEC];
     A highest;  // of the block's scores; weights have it taken off
   };
   auto ask = [&](unsigned row, unsigned char* slots) {
-    piece.fill<kOnce>(slots, x, x_stride, row);
+    ask_for(piece, slots, x + row * x_stride, row < count);
   };
   auto take = [&](unsigned, unsigned char* slots, Held& held) {
     Vec<TX, VEC> stored[VECS];
@@ -526,24 +496,20 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   auto write = [&](unsigned row, const Held& held) {
     A heard[Words::kHeard][2];
     told.hear({lowest<A>(), A(0)}, heard);
-    A highest[1] = {lowest<A>()};
-#pragma unroll
-    for (const auto& one : heard) highest[0] = Max::combine(highest[0], one[0]);
-    halve<Max, Words::kHalved>(highest);
-    const A taken = taken_off_scores(highest[0]);
-    A total[1] = {0};
-#pragma unroll
-    for (const auto& one : heard) total[0] += one[1] * exponential(one[0] - taken);
-    halve<Sum, Words::kHalved>(total);
+    A total[1];
+    const A taken = merge_told<Words::kHalved>(heard, total);
     const A share = exponential(held.highest - taken) * share_of(total[0]);
-    piece.write(y, row, [&](int v) {
+    TY* out = y + static_cast<long long>(row) * columns;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      if (!piece.has(v)) continue;
       A values[VEC];
 #pragma unroll
       for (int i = 0; i < VEC; ++i) values[i] = held.weights[v][i] * share;
-      return encode<TY>(values);
-    });
+      store(piece.place(out, v), encode<TY>(values));
+    }
   };
-  piece.go_through<Held, Slots<TX>::kBytes>(ask, take, write);
+  go_through<CLUSTER, STAGES, Slots<TX>::kBytes, Held>(ring, count, ask, take, write);
 }
 
 #endif  // KERNEL_forward_pieces
@@ -683,15 +649,17 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                     int, double factor, unsigned long long first_turn, TurnWord* words) {
   RowReduction<LANES, CLUSTER, 1, A, kThroughMemory> over_row(
       words, static_cast<unsigned>(first_turn), Piece::group());
-  const Piece piece(rows, columns);
+  extern __shared__ __align__(16) unsigned char ring[];
+  const Piece piece(columns);
+  const unsigned count = static_cast<unsigned>(rows);
   struct Held {
     Vec<TX, VEC> y[VECS];
     Vec<TDY, VEC> dy[VECS];
   };
   A along[1];
   auto ask = [&](unsigned row, unsigned char* slots) {
-    piece.fill<kOnce>(slots, y, y_stride, row);
-    piece.fill<kOnce>(slots + Slots<TX>::kBytes, dy, dy_stride, row);
+    ask_for(piece, slots, y + row * y_stride, row < count);
+    ask_for(piece, slots + Slots<TX>::kBytes, dy + row * dy_stride, row < count);
   };
   auto take = [&](unsigned, unsigned char* slots, Held& held) {
     along[0] = 0;
@@ -705,11 +673,16 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   };
   auto write = [&](unsigned row, const Held& held) {
     over_row.end<Sum>(along);
-    piece.write(dx, row, [&](int v) {
-      return gradient(held.y[v], held.dy[v], along[0], static_cast<A>(factor));
-    });
+    TX* out = dx + static_cast<long long>(row) * columns;
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) {
+      if (!piece.has(v)) continue;
+      store(piece.place(out, v),
+            gradient(held.y[v], held.dy[v], along[0], static_cast<A>(factor)));
+    }
   };
-  piece.go_through<Held, Slots<TX>::kBytes + Slots<TDY>::kBytes>(ask, take, write);
+  constexpr int kBytes = Slots<TX>::kBytes + Slots<TDY>::kBytes;
+  go_through<CLUSTER, STAGES, kBytes, Held>(ring, count, ask, take, write);
 }
 
 #endif  // KERNEL_backward_pieces

@@ -50,6 +50,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
     Team,
     Tile,
     exchange_bytes,
+    groups_of,
     is_strewn,
     require_clusters,
     room_for_pieces,
@@ -432,11 +433,9 @@ class Plan:
 
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments."""
-        groups = min(-(-rows // self._rows), self._most)
-        turns: tuple[int, ...] = ()
-        if self._tells:  # no more groups than finish together
-            turns = (-(-rows // groups),)
-            groups = -(-rows // turns[0])
+        teams = -(-rows // self._rows)
+        groups = groups_of(teams, self._most) if self._tells else min(teams, self._most)
+        turns = (-(-rows // groups),) if self._tells else ()
         self._kernel.launch(groups * self._cluster, 1, *values, *turns)
 
 

@@ -190,22 +190,6 @@ __device__ __forceinline__ unsigned halves_of_e4m3(unsigned codes) {
 }
 #endif
 
-// Of two words of two 16-bit floats each, the larger magnitudes of the halves; what is not a
-// number is left out unless both are. The signs of the result mean nothing.
-template <bool BFloat>
-__device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) {
-  unsigned larger;
-#if __CUDA_ARCH__ >= 860
-  if constexpr (BFloat) asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  else asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-#else
-  a &= 0x7fff7fffu, b &= 0x7fff7fffu;
-  if constexpr (BFloat) asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  else asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-#endif
-  return larger;
-}
-
 // Of two words of two 16-bit floats each, the largest, or least, of the halves; what is not a number
 // is left out unless both are.
 template <bool BFloat, bool Least>
@@ -216,6 +200,20 @@ __device__ __forceinline__ unsigned extreme_halves(unsigned a, unsigned b) {
   else if constexpr (Least) asm("min.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
   else asm("max.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
   return found;
+}
+
+// Of two words of two 16-bit floats each, the larger magnitudes of the halves; what is not a
+// number is left out unless both are. The signs of the result mean nothing.
+template <bool BFloat>
+__device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) {
+#if __CUDA_ARCH__ >= 860
+  unsigned larger;
+  if constexpr (BFloat) asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  else asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+#else
+  return extreme_halves<BFloat, false>(a & 0x7fff7fffu, b & 0x7fff7fffu);
+#endif
 }
 
 // All 64 bits of a product. Of two widened numbers the compiler adds the high words' zeros.

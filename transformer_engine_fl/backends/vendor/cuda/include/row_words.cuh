@@ -11,6 +11,7 @@
 #include "cluster.cuh"
 #include "memory.cuh"
 #include "row_reduction.cuh"
+#include "rows.cuh"
 
 namespace te_fl {
 
@@ -148,6 +149,40 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
 
   Words words_;
   int set_ = 0;  // of slots of over_block
+};
+
+// What a block has of each row that Blocks blocks share, columns that follow each other: as Row, of
+// one block, has them, in Vecs vectors of a thread.
+template <typename Row, int Blocks, int Vecs>
+class RowPiece {
+ public:
+  static __device__ __forceinline__ unsigned rank() { return blockIdx.x % Blocks; }
+  static __device__ __forceinline__ unsigned group() { return blockIdx.x / Blocks; }
+
+  __device__ __forceinline__ explicit RowPiece(int columns)
+      : columns_(columns), first_(rank() * Vecs * Row::kApart + Row::first_column(0, 0)) {}
+
+  // Whether this thread's vector `v` is in the row.
+  __device__ __forceinline__ bool has(int v) const { return Row::in_row(column(v), columns_); }
+
+  // Where it lies in a row.
+  template <typename T>
+  __device__ __forceinline__ T* place(T* row, int v) const {
+    return row + first_ + v * Row::kApart;
+  }
+
+  // Asks for it, if the row exists.
+  template <Reading How, typename T>
+  __device__ __forceinline__ void fill(unsigned char* slots, int v, const T* row,
+                                       bool exists) const {
+    Row::template Slots<T>::template fill<How>(slots, v, row + first_, exists, column(v),
+                                               columns_);
+  }
+
+ private:
+  __device__ __forceinline__ int column(int v) const { return first_ + v * Row::kApart; }
+
+  int columns_, first_;
 };
 
 // Goes through the rows of a group of Blocks blocks, which are all of the grid's groups apart: asks
