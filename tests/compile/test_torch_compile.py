@@ -507,17 +507,7 @@ def test_a_surplus_argument_is_an_argument_error_out_of_compiled_code() -> None:
 
 def test_an_implementation_registered_under_an_alias_is_the_one_that_runs() -> None:
     def times(factor: int) -> Callable[..., Tensor]:
-        def rope(
-            input: Tensor,
-            freqs: Tensor,
-            *,
-            start_positions: Tensor | None = None,
-            qkv_format: str = "sbhd",
-            interleaved: bool = False,
-            cu_seqlens: Tensor | None = None,
-            cp_size: int = 1,
-            cp_rank: int = 0,
-        ) -> Tensor:
+        def rope(input: Tensor, freqs: Tensor) -> Tensor:
             return input * factor
 
         return rope

@@ -207,8 +207,8 @@ def _past_it(registry: OpRegistry, before: Mapping[str, tuple[Entry, ...]]) -> s
     """What to say of implementations that a source handed to the registry itself: they stay."""
     now = registry.snapshot().operators.items()
     new = [it.impl.label for op_name, its in now for it in its if it not in before.get(op_name, ())]
-    said = f"; registered meanwhile past its register(registry), and kept: {', '.join(new)}"
-    return said if new else ""
+    kept = f"; registered meanwhile past its register(registry), and kept: {', '.join(new)}"
+    return kept if new else ""
 
 
 def broken_vendors(registry: OpRegistry) -> dict[str, str]:

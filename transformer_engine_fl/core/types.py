@@ -26,6 +26,7 @@ __all__ = [
     "BackendImplKind",
     "OpImpl",
     "Selector",
+    "mistaken_device",
     "parse_arch",
 ]
 
@@ -82,6 +83,14 @@ MISTAKEN_DEVICES: Final = {
     "ascend": "npu",
 }
 """What no tensor calls its device, and what it does call it: with ROCm, too, ``cuda``."""
+
+
+def mistaken_device(name: str) -> str:
+    """What to say of a device by a name that no tensor gives it; nothing of other names."""
+    meant = MISTAKEN_DEVICES.get(name)
+    said = f"no tensor says that its device is {name!r}; did you mean {meant!r}?"
+    return said if meant else ""
+
 
 _USUAL_DTYPES: Final = {
     "bf16": "bfloat16",
@@ -259,11 +268,8 @@ class OpImpl:
                     f"{self.label}: devices: {name!r} is not a device type, which is in small "
                     "letters and has no index; examples: cpu, cuda, npu"
                 )
-            if name in MISTAKEN_DEVICES:
-                raise RegistrationError(
-                    f"{self.label}: devices: no tensor says that its device is {name!r}; "
-                    f"did you mean {MISTAKEN_DEVICES[name]!r}?"
-                )
+            if mistaken := mistaken_device(name):
+                raise RegistrationError(f"{self.label}: devices: {mistaken}")
 
     @property
     def label(self) -> str:

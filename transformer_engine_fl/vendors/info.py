@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from transformer_engine_fl.core.errors import NotSupportedError, RegistrationError
-from transformer_engine_fl.core.types import MISTAKEN_DEVICES, NAME
+from transformer_engine_fl.core.types import NAME, mistaken_device
 
 __all__ = ["BackendInfo", "VendorInfo"]
 
@@ -49,11 +49,8 @@ class VendorInfo:
             if not isinstance(value, str) or not re.fullmatch(pattern, value):
                 hint = "; an index is no part of it" if name == "device" else ""
                 raise RegistrationError(f"VendorInfo.{name} must be a name, got {value!r}{hint}")
-        if self.device in MISTAKEN_DEVICES:
-            raise RegistrationError(
-                f"VendorInfo({self.vendor!r}).device: no tensor says that its device is "
-                f"{self.device!r}; did you mean {MISTAKEN_DEVICES[self.device]!r}?"
-            )
+        if mistaken := mistaken_device(self.device):
+            raise RegistrationError(f"VendorInfo({self.vendor!r}).device: {mistaken}")
         if not isinstance(self.dispatch_key, str):
             raise RegistrationError(
                 f"VendorInfo({self.vendor!r}).dispatch_key must be a string, "
