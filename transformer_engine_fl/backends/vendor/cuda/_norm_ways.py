@@ -17,8 +17,6 @@ __all__ = [
     "FEW_ROWS",
     "FORWARD_PIECES",
     "IN_REGISTERS",
-    "MOST_PIECES",
-    "THROUGH_MEMORY",
     "TOLD_THROUGH_MEMORY",
     "WAITING",
     "CastAs",
@@ -39,8 +37,6 @@ class Waiting(NamedTuple):
         team: threads of a block that share a row, and blocks that do.
         vecs: vectors that a thread holds, at most.
         blocks: of a multiprocessor.
-        unfilled: whether rows are left out that fill the vectors of ``forward_stream``, where
-            nothing is compared with the columns.
     """
 
     centred: bool
@@ -48,7 +44,6 @@ class Waiting(NamedTuple):
     team: Team
     vecs: int
     blocks: int
-    unfilled: bool = False
 
 
 # Without a residual and without a cast, as measured with bfloat16 and 25 widths from 5,120 to
@@ -76,10 +71,6 @@ WAITING: Final = (
     Waiting(True, range(22528, 22529), (256, 1), 11, 3),
     Waiting(True, range(26624, 26625), (256, 1), 13, 3),
     Waiting(True, range(14337, 32769), (512, 1), 8, 3),
-    Waiting(True, range(32769, 40961), (512, 1), 16, 2),
-    Waiting(True, range(40961, 65537), (256, 2), 16, 3, unfilled=True),
-    Waiting(True, range(65537, 131073), (256, 4), 16, 3, unfilled=True),
-    Waiting(True, range(131073, 262145), (256, 8), 16, 3, unfilled=True),
 )
 
 
@@ -119,7 +110,7 @@ IN_REGISTERS: Final = (
     InRegisters(False, False, range(3073, 3585), 224, 2, 1, 2),
     InRegisters(False, False, range(3585, 4097), 512, 2, 1, 2),
     InRegisters(False, False, range(4097, 5121), 320, 1, 2, 6),
-    InRegisters(False, False, range(5121, 8193), 512, 1, 1, 2),
+    InRegisters(False, False, range(7169, 8193), 512, 1, 1, 2),
     InRegisters(False, True, range(2049, 2561), 256, 2, 1, 6),
     InRegisters(False, True, range(2561, 3073), 384, 2, 1, 2),
     InRegisters(False, True, range(3073, 3585), 256, 2, 1, 6),
@@ -142,35 +133,66 @@ IN_REGISTERS: Final = (
 FEW_ROWS: Final = 64
 
 
-# By whether there is a mean, whether something is added, and whether rows begin anywhere. Of those
-# that spread rows of that width over no more than MOST_PIECES blocks, the one that leaves the
-# fewest threads without columns does, and of several the first. As measured with 29 widths from
-# 8,200 to 262,144 columns, and with seven that begin anywhere (docs/measured/cuda.md).
-THROUGH_MEMORY: Final = range(8193, 262145)
-BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], tuple[Piece, ...]]] = {
-    (False, False, False): (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 4)),
-    (False, True, False): (Piece(32, 4, 10), Piece(256, 3, 2), Piece(128, 4, 3)),
-    (True, False, False): (Piece(32, 4, 10), Piece(64, 4, 5)),
-    (False, False, True): (Piece(64, 3, 10), Piece(256, 3, 2)),
-    (False, True, True): (Piece(64, 2, 5), Piece(128, 4, 3)),
-    (True, False, True): (Piece(32, 3, 8), Piece(256, 3, 2)),
+_Pieces = tuple[tuple[range, Piece], ...]
+"""How wide rows are that a piece is for."""
+
+# Of backwards, by whether there is a mean, whether something is added, and whether rows begin
+# anywhere. Of pieces that are for a width the one is taken that leaves the fewest threads without
+# columns, and of several the first. As measured with 40 widths from 5,632 to 262,144 columns, and
+# with seven that begin anywhere (docs/measured/cuda.md).
+_WIDE, _WIDER, _WIDEST = range(8193, 131_073), range(131_073, 196_609), range(196_609, 262_145)
+BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], _Pieces]] = {
+    (False, False, False): (
+        (range(5121, 7169), Piece(32, 4, 10)),
+        (_WIDE, Piece(32, 4, 10)),
+        (_WIDER, Piece(32, 6, 6)),
+        (range(131_073, 262_145), Piece(128, 4, 4)),
+    ),
+    (False, True, False): (
+        (_WIDE, Piece(32, 4, 10)),
+        (_WIDER, Piece(32, 6, 6)),
+        (_WIDEST, Piece(128, 4, 3)),
+    ),
+    (True, False, False): (
+        (_WIDE, Piece(32, 4, 10)),
+        (_WIDER, Piece(32, 6, 6)),
+        # Of numbers of blocks that are no power of two the compiler stores registers.
+        (range(262_144, 262_145), Piece(64, 4, 5)),
+        (_WIDEST, Piece(256, 3, 2)),
+        (_WIDEST, Piece(64, 6, 3)),
+    ),
+    (False, False, True): (
+        (range(8193, 196_609), Piece(64, 3, 10)),
+        (range(8193, 262_145), Piece(256, 3, 2)),
+    ),
+    (False, True, True): (
+        (_WIDE, Piece(64, 2, 5)),
+        (range(8193, 262_145), Piece(128, 4, 3)),
+    ),
+    (True, False, True): (
+        (range(8193, 98_305), Piece(32, 3, 8)),
+        (range(8193, 262_145), Piece(256, 3, 2)),
+    ),
 }
-MOST_PIECES: Final = 128
-"""Of those, each lane of a warp hears four."""
-_FILLED: Final = range(20480, 28672, 2048)
-# Of forwards, by whether there is a mean to subtract and whether a residual is added: how wide rows
-# are, and the piece. Rows of layer norms must fill a power of two of blocks.
-FORWARD_PIECES: Final[dict[tuple[bool, bool], tuple[tuple[range, Piece], ...]]] = {
+_GAPS: Final = [range(width + 1, width + 2048) for width in range(14_336, 28_672, 2048)]
+# Of forwards, by whether there is a mean to subtract and whether a residual is added. Of pieces
+# that are for a width the first that rows fill is taken, or the last.
+FORWARD_PIECES: Final[dict[tuple[bool, bool], _Pieces]] = {
     (False, False): (
         # Those between that fill the vectors of 256 threads wait.
-        *((range(width + 1, width + 2048), Piece(32, 8, 12, 4)) for width in _FILLED),
+        *((gap, Piece(32, 8, 12, 4)) for gap in _GAPS if gap.start > 20_480),
         (range(28673, 131073), Piece(32, 8, 12, 4)),
         (range(131073, 262145), Piece(128, 8, 3)),
     ),
     (False, True): ((range(32769, 262145), Piece(32, 8, 8)),),
     (True, False): (
-        (range(32769, 65537), Piece(32, 8, 12, 2, holds=False)),
-        (range(65537, 262145), Piece(128, 8, 3, 2, holds=False)),
+        # As above.
+        *((gap, Piece(32, 6, 16, 2, holds=False)) for gap in _GAPS),
+        (range(28_673, 32_768), Piece(32, 6, 16, 2, holds=False)),
+        (range(131_072, 131_073), Piece(128, 8, 3, 2, holds=False)),
+        (range(262_144, 262_145), Piece(128, 8, 3, 2, holds=False)),
+        (range(32_769, 262_145), Piece(32, 8, 12, 2, holds=False)),
+        (range(32_769, 131_073), Piece(32, 6, 16, 2, holds=False)),
     ),
 }
 TOLD_THROUGH_MEMORY: Final = 2

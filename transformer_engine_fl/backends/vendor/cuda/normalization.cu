@@ -140,7 +140,8 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean, int lef
 // fills all vectors of as many threads as are halved, those are equally large parts; elsewhere
 // parts of any size, those of warps, whose lanes add up what they have before and after they
 // subtract its mean: to merge two such parts takes several times as long as two sums.
-constexpr bool kEqual = CENTRED && FULL && (LANES & (LANES - 1)) == 0;
+constexpr bool kHalvedLanes = (LANES & (LANES - 1)) == 0;
+constexpr bool kEqual = CENTRED && FULL && kHalvedLanes;
 constexpr bool kOfWarps = CENTRED && !kEqual;
 constexpr int kStatistics = !CENTRED ? 1 : kEqual ? 2 : 3;
 template <Telling Told>
@@ -166,23 +167,17 @@ __device__ __forceinline__ A sum_of_warp(A own) {
   return sum[0];
 }
 
-// A thread's part of them, or its warp's, from its vectors of a row in shared memory; Held: in
-// registers between the mean and the deviations from it.
-template <bool Held>
-__device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, int columns,
-                                        A (&found)[kStatistics]) {
+// A thread's part of them, or its warp's, from its vectors of a row, which `own` gives.
+template <typename Own, int K>
+__device__ __forceinline__ void own_statistics(Own own, int rank, int columns, A (&found)[K]) {
+  constexpr bool kOfThread = K == 2;
   A mean = 0;
   A count = 0;
   A total = 0;
-  Vec<TX, VEC> held[Held ? VECS : 1];
-  auto own = [&](int v) { return Held ? held[v] : Slots<TX>::read(kept, v); };
   if constexpr (CENTRED) {
 #pragma unroll
-    for (int v = 0; v < VECS; ++v) {
-      if constexpr (Held) held[v] = Slots<TX>::read(kept, v);
-      total += sum_of(own(v));  // zeros beyond the columns
-    }
-    if constexpr (kEqual) {
+    for (int v = 0; v < VECS; ++v) total += sum_of(own(v));  // zeros beyond the columns
+    if constexpr (kOfThread) {
       mean = quotient<VECS * VEC>(total);
     } else {
       total = sum_of_warp(total);
@@ -194,18 +189,32 @@ __device__ __forceinline__ void own_statistics(unsigned char* kept, int rank, in
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
     const int column = Row::first_column(v, rank);
-    if (CENTRED && !Row::in_row(column, columns)) continue;
-    squares += squares_of<Row::kStep>(own(v), mean, columns - column);
+    if (CENTRED && !kOfThread && !Row::in_row(column, columns)) continue;
+    squares += squares_of<Row::kStep>(own(v), mean, kOfThread ? VEC : columns - column);
   }
   if constexpr (!CENTRED) {
     found[0] = squares;
-  } else if constexpr (kEqual) {
+  } else if constexpr (kOfThread) {
     found[0] = mean;
     found[1] = squares * (A(1) / A(VECS * VEC));
   } else {
     found[0] = count;
     found[1] = total;
     found[2] = sum_of_warp(squares);
+  }
+}
+
+// The same from shared memory; Held: in registers between the mean and the deviations from it.
+template <bool Held>
+__device__ __forceinline__ void kept_statistics(unsigned char* kept, int rank, int columns,
+                                                A (&found)[kStatistics]) {
+  if constexpr (Held) {
+    Vec<TX, VEC> held[VECS];
+#pragma unroll
+    for (int v = 0; v < VECS; ++v) held[v] = Slots<TX>::read(kept, v);
+    own_statistics([&](int v) { return held[v]; }, rank, columns, found);
+  } else {
+    own_statistics([&](int v) { return Slots<TX>::read(kept, v); }, rank, columns, found);
   }
 }
 
@@ -434,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   }
 
   A found[kStatistics];
-  own_statistics<false>(kept_row, rank, columns, found);
+  kept_statistics<false>(kept_row, rank, columns, found);
   over_row.reduce<Merging, kOfWarps>(found);
   const A mean = mean_of(found, columns, share);
   const A scale = inverse_sqrt(variance_of(found, share) + eps);
@@ -574,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
         if (Row::in_row(column, columns)) store(Row::place(sum + row * columns, v, rank), total);
       }
     }
-    own_statistics<(CENTRED && LANES * BLOCKS <= 512)>(slots, rank, columns, found);
+    kept_statistics<(CENTRED && LANES * BLOCKS <= 512)>(slots, rank, columns, found);
     over_row.begin<Merging, kOfWarps>(found);
   };
 
@@ -655,10 +664,114 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_forward_pieces
 
+#if CENTRED
+
+// What the blocks of a row tell each other of it, in two halves, as reductions have them: the mean
+// of what each has, and the squared deviations from it, or of blocks that merge two by two their
+// mean. How many columns a block has follows from its rank.
+class StatisticsOfRow {
+  using Words = RowWords<CLUSTER, 2>;
+  static constexpr int kColumns = LANES * VECS * VEC;  // of a block that is filled
+  static constexpr bool kHalvedBlocks = FULL && (CLUSTER & (CLUSTER - 1)) == 0;
+
+ public:
+  __device__ __forceinline__ StatisticsOfRow(TurnWord* words, unsigned first_turn, unsigned group,
+                                             int columns)
+      : words_(words, first_turn, group) {
+#pragma unroll
+    for (int i = 0; i < Words::kHeard; ++i) {
+      const int left = columns - Words::block_of(i) * kColumns;
+      counts_[i] = A(FULL && Words::kAll ? kColumns : max(0, min(left, kColumns)));
+    }
+  }
+
+  // `left`: columns of the row from the block's first one on.
+  __device__ __forceinline__ void begin(const Vec<TX, VEC> (&row)[VECS], int left) {
+    auto own = [&](int v) { return row[v]; };
+    if (kHalvedLanes && (FULL || left >= kColumns)) {
+      A found[2];
+      own_statistics(own, 0, left, found);
+      over_filled_.template reduce<Moments>(found);
+      words_.tell({found[0], found[1] * A(kHalvedBlocks ? 1 : kColumns)});
+    } else {
+      A found[3];
+      own_statistics(own, 0, left, found);
+      over_block_.template reduce<Moments, true>(found);
+      words_.tell({quotient(found[1], found[0], reciprocal(found[0])), found[2]});
+    }
+  }
+
+  __device__ __forceinline__ void end(A share, A& mean, A& variance) {
+    A told[Words::kHeard][2];
+    words_.hear({A(0), A(0)}, told);
+    if constexpr (kHalvedBlocks) {
+      A found[2];
+      merge_parts<Moments>(told, found);
+      halve<Moments, Words::kHalved>(found);
+      mean = found[0];
+      variance = found[1];
+    } else {
+      // Distances from one of the means: of means that are equal none is left, whatever their
+      // blocks count. What is added up of them is rounded as that one is, so what is left of the
+      // distances from it is added up, too.
+      const A first = __shfl_sync(0xffffffffu, told[0][0], 0);
+      const A close = first - first == A(0) ? first : A(0);  // else all would be NaN
+      A off[1] = {A(0)};
+#pragma unroll
+      for (int i = 0; i < Words::kHeard; ++i) off[0] += counts_[i] * (told[i][0] - close);
+      halve<Sum, Words::kHalved>(off);
+      const A nearly = fma(off[0], share, close);
+      A sums[2] = {A(0), A(0)};
+#pragma unroll
+      for (int i = 0; i < Words::kHeard; ++i) {
+        const A distance = told[i][0] - nearly;
+        sums[0] += counts_[i] * distance;
+        sums[1] += told[i][1] + counts_[i] * distance * distance;
+      }
+      halve<Sum, Words::kHalved>(sums);
+      const A rest = sums[0] * share;
+      mean = rest == rest ? nearly + rest : nearly;
+      variance = fma(-rest, rest, sums[1] * share);
+    }
+  }
+
+ private:
+  Words words_;
+  RowReduction<LANES, 1, 2, A> over_filled_;
+  RowReduction<LANES, 1, 3, A> over_block_;
+  A counts_[Words::kHeard];  // of the blocks that this lane hears
+};
+
+#else
+
+// The same of a root mean square: each block's sum of squares.
+class StatisticsOfRow {
+ public:
+  __device__ __forceinline__ StatisticsOfRow(TurnWord* words, unsigned first_turn, unsigned group,
+                                             int)
+      : over_row_(words, first_turn, group) {}
+
+  __device__ __forceinline__ void begin(const Vec<TX, VEC> (&row)[VECS], int left) {
+    own_statistics([&](int v) { return row[v]; }, 0, left, found_);
+    over_row_.template begin<Sum>(found_);
+  }
+
+  __device__ __forceinline__ void end(A share, A& mean, A& variance) {
+    over_row_.template end<Sum>(found_);
+    mean = 0;
+    variance = found_[0] * share;
+  }
+
+ private:
+  Statistics<kThroughMemory> over_row_;
+  A found_[1];
+};
+
+#endif
+
 // As `forward_stream`, where the blocks of a group form no cluster but exchange sums through
-// memory, in `words` as row_words.cuh has them; a layer norm's, if a row fills its blocks. A row,
-// or its sum with the residual, waits for the words of the others in registers, and columns of a
-// block follow each other.
+// memory, in `words` as row_words.cuh has them. A row, or its sum with the residual, waits for the
+// words of the others in registers, and columns of a block follow each other.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     forward_pieces(const TX* __restrict__ x, const TX* __restrict__ residual,
                    const TW* __restrict__ gamma, const TB* __restrict__ beta,
@@ -666,11 +779,11 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                    A* __restrict__ rsigma, long long rows, long long x_stride,
                    long long residual_stride, int columns, A share, A eps,
                    unsigned long long first_turn, TurnWord* words) {
-  static_assert(ROWS == 1 && CAST == 0 && (!CENTRED || FULL && !ADDED), "nothing else gained");
+  static_assert(ROWS == 1 && CAST == 0 && !(CENTRED && ADDED), "nothing else gained");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   using Piece = RowPiece<Row, CLUSTER, VECS>;
-  Statistics<kThroughMemory> over_row(words, static_cast<unsigned>(first_turn), Piece::group());
+  StatisticsOfRow statistics(words, static_cast<unsigned>(first_turn), Piece::group(), columns);
   const Piece piece(columns);
   auto ask = [&](long long row, unsigned char* slots) {
     const bool exists = row < rows;
@@ -707,25 +820,16 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   struct Held {
     Vec<TX, VEC> total[VECS];
   };
-  A found[kStatistics];
   // Takes a row to registers, tells its statistics, and writes what it took.
   auto take = [&](long long row, unsigned char* slots, Held& held) {
-    A mean = 0;
-    A squares = 0;
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       held.total[v] = Slots<TX>::read(slots, v);
       if constexpr (ADDED) {
         held.total[v] = sum_with(held.total[v], Slots<TX>::read(slots + Slots<TX>::kBytes, v));
       }
-      if constexpr (CENTRED) mean += sum_of(held.total[v]);
     }
-    if constexpr (CENTRED) mean = quotient<VECS * VEC>(mean);
-#pragma unroll
-    for (int v = 0; v < VECS; ++v) squares += squares_of(held.total[v], mean);
-    found[0] = CENTRED ? mean : squares;
-    if constexpr (CENTRED) found[1] = squares * (A(1) / A(VECS * VEC));
-    over_row.template begin<Merging>(found);
+    statistics.begin(held.total, piece.left());
     if constexpr (ADDED) {
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
@@ -734,9 +838,9 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     }
   };
   auto write = [&](long long row, const Held& held) {
-    over_row.template end<Merging>(found);
-    const A mean = mean_of(found, columns, share);
-    const A scale = inverse_sqrt(variance_of(found, share) + eps);
+    A mean, variance;
+    statistics.end(share, mean, variance);
+    const A scale = inverse_sqrt(variance + eps);
     if (Piece::rank() == 0 && threadIdx.x == 0) {
       rsigma[row] = scale;
       if constexpr (CENTRED) mu[row] = mean;

@@ -46,8 +46,6 @@ from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
     FEW_ROWS,
     FORWARD_PIECES,
     IN_REGISTERS,
-    MOST_PIECES,
-    THROUGH_MEMORY,
     TOLD_THROUGH_MEMORY,
     WAITING,
     CastAs,
@@ -383,7 +381,7 @@ class ForwardKey:
             tiles = strewn_forward_tiles(self.columns, self.added, clusters, most_blocks)
             return next((it for it in tiles if self._has_room(it, device)), None), None
         found = self._stream(device, most_blocks)
-        if tile := self._waiting(device, found[0] if found else None):
+        if tile := self._waiting(device):
             return tile, None
         if found:
             return found
@@ -391,21 +389,16 @@ class ForwardKey:
             tile = self._row_tile(device, large_block=True)
         return tile or self._row_tile(device), None
 
-    def _waiting(self, device: _launch.Limits, stream: Tile | None) -> Tile | None:
-        """How the rows of :data:`WAITING` are spread; None for other rows.
-
-        ``stream``: how ``forward_stream`` would spread them, if it would.
-        """
+    def _waiting(self, device: _launch.Limits) -> Tile | None:
+        """How the rows of :data:`WAITING` are spread; None for other rows."""
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
         vec = vector_width(self.columns, SIZES[self.x])
         plain = not self.added and self.cast is None and sizes == {2} and vec == 8
         if not (plain and device.has_clusters):
             return None
-        for centred, columns, team, vecs, blocks, unfilled in WAITING:
+        for centred, columns, team, vecs, blocks in WAITING:
             if self.centred is not centred or self.columns not in columns:
                 continue
-            if unfilled and stream is not None and stream.fills(self.columns):
-                return None
             tile = team_tile(self.columns // vec, vec, vecs, (team,))
             if tile is not None:
                 block = tile.kept(2) + self.exchanged(tile) + SHARED_PER_BLOCK
@@ -483,12 +476,11 @@ class ForwardKey:
         """
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
         found = FORWARD_PIECES.get((self.centred, self.added), ())
-        piece = next((it for columns, it in found if self.columns in columns), None)
-        if piece is None or self.cast is not None or sizes != {2} or self.columns % 8:
+        asked = [it for columns, it in found if self.columns in columns]
+        if not asked or self.cast is not None or sizes != {2} or self.columns % 8:
             return None
-        tile = piece.tile(self.columns)
-        if self.centred and (not tile.fills(self.columns) or tile.cluster & (tile.cluster - 1)):
-            return None  # parts of a mean and a variance are merged two by two
+        tiles = [(it.tile(self.columns), it) for it in asked]
+        tile, piece = next((it for it in tiles if it[0].fills(self.columns)), tiles[-1])
         parameters = SIZES[self.weight] + (SIZES[self.bias] if self.centred else 0)
         kept = 0 if piece.holds else tile.kept(parameters)
         shared = room_for_pieces(tile, self.row_sizes, self.sums, device, piece.stages, kept)
@@ -714,13 +706,14 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     """The kernel of rows whose blocks exchange sums through memory, and their tile; None for
     other rows, and where there is no room.
     """
-    size = SIZES[key.x]
-    if key.columns not in THROUGH_MEMORY or size != 2 or key.other_size != 2:
+    whole = key.strewn or key.columns % 8 == 0
+    if SIZES[key.x] != 2 or key.other_size != 2 or not whole:
         return None
     found = BACKWARD_PIECES[key.centred, key.add is not None, key.strewn]
-    tiles = [(it.tile(key.columns), it) for it in found]
-    few = (it for it in tiles if it[0].cluster <= MOST_PIECES)
-    tile, piece = min(few, key=lambda it: it[0].threads * it[0].held * it[0].cluster)
+    asked = [(it.tile(key.columns), it) for columns, it in found if key.columns in columns]
+    if not asked:
+        return None
+    tile, piece = min(asked, key=lambda it: it[0].room)
     shared = room_for_pieces(tile, key.row_sizes, key.sums, device, piece.stages)
     if shared is None:
         return None

@@ -49,14 +49,17 @@ class RowWords {
     ++telling_;
   }
 
+  // Whose numbers are the lane's `i`th; of lanes that have nothing, none that there is.
+  static __device__ __forceinline__ int block_of(int i) {
+    const int lane = threadIdx.x % 32;
+    return kAgain ? lane % Blocks : lane + i * 32;
+  }
+
   // `nothing`: what lanes have that have nothing.
   __device__ __forceinline__ void hear(const float (&nothing)[K], float (&heard)[kHeard][K]) {
-    const int lane = threadIdx.x % 32;
     int places[kHeard];
 #pragma unroll
-    for (int i = 0; i < kHeard; ++i) {
-      places[i] = (kAgain ? lane % Blocks : least(lane + i * 32, Blocks - 1)) * K;
-    }
+    for (int i = 0; i < kHeard; ++i) places[i] = least(block_of(i), Blocks - 1) * K;
     unsigned found[kHeard][K];
     wait_for_words(words_ + hearing_ % kTurns * kOfTurn, places, hearing_, found);
     ++hearing_;
@@ -65,7 +68,7 @@ class RowWords {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const float told = __uint_as_float(found[i][k]);
-        heard[i][k] = kAll || lane + i * 32 < Blocks ? told : nothing[k];
+        heard[i][k] = kAll || block_of(i) < Blocks ? told : nothing[k];
       }
     }
   }
@@ -164,6 +167,9 @@ class RowPiece {
 
   // Whether this thread's vector `v` is in the row.
   __device__ __forceinline__ bool has(int v) const { return Row::in_row(column(v), columns_); }
+
+  // How many columns of a row there are from the block's first one on.
+  __device__ __forceinline__ int left() const { return columns_ - rank() * Vecs * Row::kApart; }
 
   // Where it lies in a row.
   template <typename T>
