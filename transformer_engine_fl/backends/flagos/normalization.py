@@ -728,18 +728,12 @@ _BACKWARD_WHOLE = {
     2048: Cut(threads=128, width=2048, programs=4, stages=3),
     3072: Cut(threads=256, width=4096, programs=2, stages=3),
 }
-_BACKWARD_WHOLE_HALF = _BACKWARD_WHOLE | {
-    4096: Cut(threads=512, width=8192, programs=1, stages=3),
-    6144: Cut(threads=512, width=8192, programs=1, stages=4),
-    8192: Cut(threads=512, width=8192, programs=1, stages=3),
-}
 _BACKWARD_SINGLY_WHOLE = {
     1024: _BACKWARD_WHOLE[2048],
     2048: Cut(threads=128, width=2048, programs=4),
 }
 _BACKWARD_NARROW = Cut(threads=32, width=512, programs=12, stages=3, shared=True)
 _BACKWARD_WIDE = Cut(threads=128, width=2048, programs=4, stages=2, shared=True)
-_BACKWARD_HALF_NARROW = Cut(threads=32, width=1024, programs=12, stages=2, shared=True)
 _BACKWARD = cut_choice(
     "rmsnorm_bwd",
     _BACKWARD_PLANS,
@@ -751,11 +745,9 @@ _BACKWARD = cut_choice(
     },
     whole=_PERSISTENT,
     most_elements=16,
-    half=_BACKWARD_WHOLE_HALF
+    half=_BACKWARD_WHOLE
     | {
-        6144: _BACKWARD_HALF_NARROW,
-        7168: _BACKWARD_HALF_NARROW,
-        131072: _BACKWARD_HALF_NARROW,
+        131072: Cut(threads=32, width=1024, programs=12, stages=2, shared=True),
         262144: Cut(threads=64, width=2048, programs=6, stages=2, shared=True),
         _ANY: Cut(threads=128, width=4096, programs=3, stages=2, shared=True),
     },
@@ -771,10 +763,12 @@ _BACKWARD_ADD = cut_choice(
     _BACKWARD_WHOLE | {16384: _BACKWARD_NARROW, _ANY: _BACKWARD_WIDE},
     whole=_PERSISTENT,
     most_elements=16,
-    half=_BACKWARD_WHOLE_HALF
+    half=_BACKWARD_WHOLE
     | {
+        8192: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         32768: Cut(threads=64, width=1024, programs=8, stages=3, shared=True),
         131072: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
+        262144: Cut(threads=64, width=2048, programs=4, stages=3, shared=True),
         _ANY: Cut(threads=128, width=2048, programs=4, stages=3, shared=True),
     },
     singly={
@@ -797,13 +791,14 @@ _BACKWARD_CENTRED = cut_choice(
     most_elements=16,
     half={
         2048: _BACKWARD_WHOLE[2048],
-        4096: Cut(threads=256, width=4096, programs=2, stages=3),
+        3584: Cut(threads=256, width=4096, programs=2, stages=3),
+        4096: Cut(threads=512, width=8192, programs=1, stages=4),
         6144: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         7168: Cut(threads=512, width=8192, programs=1, stages=4),
         8192: Cut(threads=256, width=8192, programs=1, stages=3),
-        16384: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
+        32768: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         131072: Cut(threads=32, width=1024, programs=8, stages=3, shared=True),
-        163840: Cut(threads=64, width=2048, programs=4, stages=3, shared=True),
+        262144: Cut(threads=64, width=2048, programs=4, stages=3, shared=True),
         _ANY: Cut(threads=256, width=8192, programs=1, stages=3, shared=True),
     },
     singly=_BACKWARD_SINGLY_WHOLE
