@@ -124,6 +124,26 @@ def test_a_folder_that_is_named_after_no_vendor_is_told(te_fl, user, tmp_path):
     assert te_fl("tune", "--check", "--output", str(mine / "nvidai")).code == 0
 
 
+def test_a_file_that_no_call_reads_is_told(te_fl, user, monkeypatch):
+    unread = {
+        user / "default.yml": "read there: default.yaml",
+        user / "sm_90.yaml": "read there: default.yaml",
+        user / "nvidia" / "sm_90.yml": "read there: default.yaml, sm_*.yaml",
+        user / "nvidia" / "h200.yaml": "read there: default.yaml, sm_*.yaml",
+        user / "nvidia" / "sm_90" / "default.yaml": "nothing is read there",
+    }
+    for path in (*unread, user / "nvidia" / "default.yaml"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(GOOD)
+    ran = te_fl("tune", "--check", "--json")
+    assert ran.code == 1
+    told = [f"{path}: is never read; {unread[path]}" for path in sorted(unread)]
+    assert ran.document["problems"] == told
+    monkeypatch.setenv("TE_FL_TUNING_PATH", str(user / "nvidia" / "h200.yaml"))
+    assert "h200.yaml: is never read" not in te_fl("tune", "--check").out
+    assert te_fl("tune", "--check", "--output", str(user / "nvidia" / "h200.yaml")).code == 0
+
+
 def test_the_check_knows_the_heuristics_of_plugins(te_fl, install, monkeypatch):
     from transformer_engine_fl.backends.flagos.tuning import lookup
 

@@ -397,6 +397,7 @@ def test_a_vendor_that_registers_again_changes_nothing(tmp_path: Path) -> None:
     [
         ({"vendor": "a/b"}, "no vendor's name"),
         ({"vendor": "acme", "devices": "ax_*"}, "must be a list"),
+        ({"vendor": "acme", "devices": ["ax_*", 3]}, "3 is no pattern"),
         ({"vendor": "acme", "folder": "nowhere"}, "nowhere is no folder"),
         ({"vendor": "acme", "heuristics": {"of_a_test": print}}, "there is a heuristic for"),
     ],
@@ -439,6 +440,17 @@ def test_a_rule_that_fails_is_one_warning_and_the_general_one_stands_in(
     (record,) = caplog.records
     assert "the heuristic of acme for 'of_a_test'" in record.getMessage()
     assert said in record.getMessage()
+
+
+def test_a_vendor_that_cannot_tell_its_device_is_one_warning_and_not_here(
+    choice: Choice[Tile], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "default.yaml", 64)
+    register_tuning("acme", devices=[CALLED], folder=tmp_path, is_here=lambda: bool(1 / 0))
+    with caplog.at_level(logging.WARNING, "TE-FL"):
+        assert [choice(CPU, columns, 2) for columns in (64, 128)] == [BY_RULE] * 2
+    (record,) = caplog.records
+    assert "acme's is_here raised ZeroDivisionError" in record.getMessage()
 
 
 def test_a_plugin_without_kernels_brings_tuning(

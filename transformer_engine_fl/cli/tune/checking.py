@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ class Checked:
         path: where it is.
         named: TE_FL_TUNING_PATH names it, so that calls raise what is wrong in it.
         entries: how many it has.
-        problems: of the whole file, or once of each choice.
+        problems: of the whole file, or once of each choice; or that nobody reads it.
     """
 
     path: Path
@@ -48,7 +49,13 @@ def examined(output: Path | None = None) -> tuple[list[Checked], list[str]]:
         sources = lookup.every_file()
     else:
         roots, sources = [output], [lookup.Source(path) for path in _files(output)]
-    return [_checked(source, roots) for source in sources], list(_unknown_heuristics())
+    found = [_checked(source, roots) for source in sources]
+    if output is None:
+        roots += [folder for vendor in lookup.VENDORS.values() for folder in vendor.folders]
+        for file in found:
+            if not file.problems and any(it in file.path.parents for it in roots):
+                file.problems.extend(_unread(file.path))
+    return found, list(_unknown_heuristics())
 
 
 def _files(output: Path) -> list[Path]:
@@ -81,6 +88,14 @@ def _of_place(content: TuningFile, path: Path, roots: Sequence[Path]) -> Iterato
         named_alike = lookup.vendor_of(path.stem)
         if named_alike is not None:
             yield f"{path}: its name says {path.stem!r}, it is for {content.device!r}"
+
+
+def _unread(path: Path) -> Iterator[str]:
+    """That no call reads a file, as it and its folder are called."""
+    names = lookup.names_read(path.parent)
+    if path != lookup.stated_path() and not any(fnmatchcase(path.name, it) for it in names):
+        read = f"read there: {', '.join(names)}" if names else "nothing is read there"
+        yield f"{path}: is never read; {read}"
 
 
 def _of_choices(content: TuningFile, path: Path) -> Iterator[str]:

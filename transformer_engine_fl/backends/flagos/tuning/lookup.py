@@ -42,6 +42,7 @@ __all__ = [
     "every_file",
     "forget",
     "name_of",
+    "names_read",
     "register_tuning",
     "shared_folders",
     "user_folder",
@@ -131,6 +132,9 @@ def register_tuning(
         raise RegistrationError(f"{where}: that is no vendor's name")
     if isinstance(devices, str):
         raise RegistrationError(f"{where}: devices must be a list of patterns, got {devices!r}")
+    for pattern in (devices := tuple(devices)):
+        if not isinstance(pattern, str):
+            raise RegistrationError(f"{where}: {pattern!r} is no pattern of devices' names")
     if folder is not None and not Path(folder).is_dir():
         raise RegistrationError(f"{where}: {folder} is no folder")
     with LOADING:
@@ -176,7 +180,12 @@ def vendor_of(name: str) -> Vendor | None:
 def _is_here(vendor: Vendor) -> bool:
     if vendor.is_here is None:
         return True
-    answer = vendor.is_here()
+    try:
+        answer = vendor.is_here()
+    except Exception as error:  # noqa: BLE001 - a vendor's code; the device is not its
+        answer = False
+        message = f"{vendor.name}'s is_here raised {worded(error)}: its tuning is passed over"
+        _complain((vendor.name, "is_here"), message)
     vendor.is_here = None if answer else _never
     return answer
 
@@ -291,6 +300,20 @@ def every_file() -> list[Source]:
             if path.suffix in SUFFIXES:
                 found.setdefault(path, is_named)
     return [Source(path, is_named) for path, is_named in found.items()]
+
+
+def names_read(folder: Path) -> list[str]:
+    """The names, * for anything, of the files in a user's or vendor's folder that calls read.
+
+    Raises:
+        ConfigurationError: TE_FL_TUNING_PATH names nothing.
+    """
+    shared = [it for it, _ in shared_folders()]
+    names = ["default"] if folder in shared else []
+    for vendor in VENDORS.values():
+        if folder in (*(it / vendor.name for it in shared), *vendor.folders):
+            names += ["default", *vendor.devices]
+    return [f"{name}.yaml" for name in dict.fromkeys(names)]
 
 
 def _stated(choice: Choice[T], name: str, sources: Iterator[Source], key: Key) -> T | None:
