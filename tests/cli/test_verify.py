@@ -150,6 +150,25 @@ def test_json_writes_nothing_unless_a_folder_is_given(te_fl, acme, folder):
     assert written["cases"] == document["cases"]
 
 
+def test_a_scorecard_that_cannot_be_written_is_told_all_the_same(te_fl, acme, folder):
+    (folder / "scorecard-vendor.acme.md").mkdir()
+    asked = ("verify", "vendor.acme", "--op", "rmsnorm_fwd", "--dtype", "float32")
+    ran = te_fl(*asked)
+    assert (ran.code, ran.out.splitlines()[-1][:16]) == (2, "vendor.acme: all")
+    assert "--output: [Errno 21] Is a directory" in ran.err
+    ran = te_fl(*asked, "--output", str(folder), "--json")
+    assert (ran.code, ran.document["passed"]) == (2, True)
+
+
+def test_what_is_named_twice_is_run_once(te_fl, acme):
+    name = "rmsnorm_fwd/vendor.acme/float32/values/*"
+    asked = ("--device", "cpu", "--case", name)
+    once = te_fl("verify", "vendor.acme", *asked, "--json").document["cases"]
+    twice = te_fl("verify", "vendor.acme", *asked, *asked, "--json").document["cases"]
+    assert twice == once
+    assert once["passed"] > 1
+
+
 def test_quiet_leaves_the_verdict(te_fl, acme):
     ran = te_fl("verify", "vendor.acme", *BOTH, "--quiet")
     (line,) = ran.out.splitlines()

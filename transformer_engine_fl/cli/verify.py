@@ -168,15 +168,19 @@ def verify(
                 done, total, f"{failed} failed  {operator}" if failed else operator
             ),
         )
-    written = _write(card, output or Path()) if wanted else []
-    if readme is not None:
-        written.append(_fill_in(card, readme))
-    if json:
-        print_json(card.to_dict())
-    else:
-        _show(console(), card, quiet=quiet, traced=bool(case))
-        for path in written:
-            console(stderr=True).print(f"written: {path}", soft_wrap=True)
+    written = []
+    try:
+        if wanted:
+            written += _write(card, output or Path())
+        if readme is not None:
+            written.append(_fill_in(card, readme))
+    finally:  # where nothing can be written, it may still be told
+        if json:
+            print_json(card.to_dict())
+        else:
+            _show(console(), card, quiet=quiet, traced=bool(case))
+            for path in written:
+                console(stderr=True).print(f"written: {path}", soft_wrap=True)
     raise typer.Exit(0 if card.passed else 1)
 
 

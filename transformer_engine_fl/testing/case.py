@@ -138,7 +138,8 @@ def cases(
     here, wanted = _asked(impl_id, operators, dtypes, device, manager)
     if only is None:
         return (case for it in here for case in _of_entry(*it, device, wanted))
-    return iter([case for name in only for case in _named(name, here, device, wanted)])
+    named = (case for name in only for case in _named(name, here, device, wanted))
+    return iter({case.name: case for case in named}.values())
 
 
 def calls(impl_id: str, operator: str, dtype: str, device: str) -> Iterator[tuple[str, Run]]:

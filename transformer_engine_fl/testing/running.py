@@ -82,7 +82,9 @@ def verify(
     operators = None if operators is None else tuple(operators)
     dtypes = None if dtypes is None else tuple(dtypes)
     only = None if only is None else tuple(only)
-    places = tuple(on) if on is not None else devices(impl_id, operators=operators, manager=manager)
+    if on is None:
+        on = devices(impl_id, operators=operators, manager=manager)
+    places = tuple(dict.fromkeys(on))
     progress = progress or (lambda *_: None)
     start = time.perf_counter()
     if jobs > 1:

@@ -193,7 +193,7 @@ def sanitize(
     asked = None if operators is None else tuple(operators)
     of = None if dtypes is None else tuple(dtypes)
     names = None if only is None else tuple(only)
-    parts = [it for place in on for it in _parts(impl_id, asked, of, names, place)]
+    parts = [it for place in dict.fromkeys(on) for it in _parts(impl_id, asked, of, names, place)]
     run = _Running(impl_id, tool, program, every, min(jobs, len(parts)))
     run.all(parts, stop_after, progress or (lambda *_: None))
     rows = {key: run.rows[key] for key in sorted(run.rows)}
