@@ -259,6 +259,16 @@ def test_a_file_that_cannot_be_read_is_an_error_of_compiling(sources: Path, name
         cubin(FILL, ARCH)
 
 
+@pytest.mark.usefixtures("cache", "sources")
+@pytest.mark.parametrize("name", ["Program", "ProgramOptions"])
+def test_a_cuda_core_that_has_no_such_compiler_is_an_error_of_compiling(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(f"cuda.core.{name}")
+    with pytest.raises(KernelCompileError, match=f"cannot import name '{name}'"):
+        cubin(FILL, ARCH)
+
+
 def test_headers_are_looked_for_in_cuda_home_then_cuda_path_then_the_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

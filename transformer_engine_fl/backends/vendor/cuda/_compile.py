@@ -145,19 +145,19 @@ def missing_compiler() -> str | None:
 
 
 def _compile(specialisation: Specialisation, arch: str, source: str, headers: Path | None) -> bytes:
-    from cuda.core import Program, ProgramOptions
-
     include = [str(FOLDER / "include"), *([str(headers)] if headers else [])]
-    options = ProgramOptions(
-        name=str(specialisation.path),
-        arch=arch,
-        std=STANDARD,
-        define_macro=[_macro(macro) for macro in specialisation.macros],
-        include_path=include,
-    )
     try:
+        from cuda.core import Program, ProgramOptions
+
+        options = ProgramOptions(
+            name=str(specialisation.path),
+            arch=arch,
+            std=STANDARD,
+            define_macro=[_macro(macro) for macro in specialisation.macros],
+            include_path=include,
+        )
         code = Program(source, "c++", options).compile("cubin").code
-    except Exception as error:  # the class that cuda-core raises here is not public
+    except Exception as error:  # what cuda-core raises here is not public, and it may be another's
         raise KernelCompileError(specialisation, arch, str(error)) from error
     return bytes(code)
 
