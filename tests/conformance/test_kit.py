@@ -198,6 +198,13 @@ def test_outputs_swapped_that_look_alike_are_caught() -> None:
     assert_caught(swapped, "output 1: element", contract=ops.layernorm_bwd)
 
 
+def test_the_only_output_in_a_tuple_is_caught() -> None:
+    def in_a_tuple(input: Tensor) -> tuple[Tensor]:
+        return (torch.nn.functional.silu(input),)
+
+    assert_caught(in_a_tuple, "returned its output in a tuple", contract=ops.silu)
+
+
 def test_the_right_one_passes() -> None:
     assert failures(right, traits=["deterministic"]) == []
     assert [case.name for case in cases(right) if case.run().declined] == []

@@ -236,9 +236,14 @@ class Run:
         self.decline_beforehand(call)
         passed = [*tensors((call.args, call.kwargs))]
         try:
-            results = as_tuple(self.call(call.args, call.kwargs))
+            returned = self.call(call.args, call.kwargs)
         except NotSupportedError as error:
             raise Declined(str(error)) from error
+        results = as_tuple(returned)
+        if results is returned and len(results) == 1:
+            rule = self.contract.shapes(*self.sample.args, **self.sample.kwargs)
+            if not isinstance(rule, tuple):
+                raise self.error("returned its output in a tuple, not by itself")
         held = [*tensors((call.args, call.kwargs))]
         if len(held) != len(passed) or any(a is not b for a, b in zip(held, passed, strict=True)):
             raise self.error("has changed a list that it was given, not the tensors in it")
