@@ -1,8 +1,11 @@
-"""What the set says of Triton's interpreter before anything of Triton is loaded."""
+"""What the set needs, and says of Triton's interpreter before anything of Triton is loaded."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -35,3 +38,15 @@ def test_the_interpreter_is_not_there_without_what_it_needs(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = flagos.is_available()
     assert found is True if said is None else isinstance(found, str) and said in found
+
+
+def test_kernels_that_are_not_interpreted_need_no_numpy() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['numpy'] = None\n"
+        "from transformer_engine_fl.backends.flagos.tuning import files\n"
+        "files.load_families()\n"
+    )
+    environ = {name: it for name, it in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    subprocess.run(command, env=environ, check=True, timeout=120)

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy
 import torch
 import triton
 import triton.language as tl
@@ -635,6 +634,8 @@ class Launch:
         """What Triton gives for a launch."""
         options = {**self._constants, **self._options}
         if INTERPRETED:
+            import numpy  # which only the interpreter needs, and nothing here requires
+
             # No device warns of infinities and NaN, as NumPy would.
             quiet = numpy.errstate(all="ignore")
             with _INTERPRETER, _bfloat16_in_float32(tensors) as stand_ins, quiet:
