@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,6 +87,28 @@ def test_words_are_no_transforms_and_no_modes() -> None:
     _, words = _words.words_of(CPU, 4, 1)
     assert words.data_ptr()
     assert not torch._C._functorch.is_functorch_wrapped_tensor(words)
+
+
+def test_words_are_there_for_threads_that_outlive_the_main_one() -> None:
+    program = (
+        "import threading, torch\n"
+        "from transformer_engine_fl.backends._words import words_of\n"
+        "def late():\n"
+        "    threading.main_thread().join()\n"
+        "    print(words_of(torch.device('cpu'), 4, 1)[0])\n"
+        "threading.Thread(target=late).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_what_words_cannot_be_made_for_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(count: int, device: torch.device) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(_words, "_zeros", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        _words.words_of(CPU, 4, 1)
 
 
 @pytest.mark.parametrize(

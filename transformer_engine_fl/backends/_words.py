@@ -14,9 +14,10 @@ before the last. All have told that one by then, and so have heard the one two b
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from threading import Thread
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from transformer_engine_fl.backends._repeats import Address
 from transformer_engine_fl.core.locks import ForkSafeLock
 
 __all__ = ["FIRST_TURN", "TURNS", "WORDS", "telling", "words_of"]
+
+T = TypeVar("T")
 
 TURNS: Final = 4
 """Turns whose words have places of their own."""
@@ -110,12 +113,28 @@ def _kept(count: int, device: torch.device) -> Tensor:
         with torch.cuda.stream(side):
             return _zeros(count, device), side.record_event()
 
-    with ThreadPoolExecutor(1) as helper:
-        if device.type != "cuda":
-            return helper.submit(_zeros, count, device).result()
-        words, ready = helper.submit(on_stream_of_its_own).result()
+    if device.type != "cuda":
+        return _by_a_thread(lambda: _zeros(count, device))
+    words, ready = _by_a_thread(on_stream_of_its_own)
     torch.cuda.current_stream(device).wait_event(ready)
     return words
+
+
+def _by_a_thread(work: Callable[[], T]) -> T:
+    """What it gives, or raises, in a thread of its own.
+
+    An executor's threads start no more once the main thread has ended, while others go on.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller raises it
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return done.result()
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:
