@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from transformer_engine_fl.backends import _disk_cache
 from transformer_engine_fl.backends.vendor.cuda import _compile
 from transformer_engine_fl.backends.vendor.cuda._compile import (
     KernelCompileError,
@@ -185,6 +186,42 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(
     assert len(compiled) == 2
     assert len(caplog.records) == 1
     assert "XDG_CACHE_HOME" in caplog.text
+
+
+@pytest.mark.usefixtures("cache", "sources")
+def test_an_entry_that_is_deleted_while_it_is_written_is_no_reason_to_warn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace = os.replace
+
+    def cleared(written: str, path: Path) -> None:
+        _disk_cache.clear()
+        replace(written, path)
+
+    monkeypatch.setattr(os, "replace", cleared)
+    monkeypatch.setattr(_compile.CACHE, "_warned", False)
+    monkeypatch.setattr(logging.getLogger("TE-FL"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="TE-FL"):
+        assert cubin(FILL, ARCH)
+    assert not caplog.records
+    assert not entries()
+
+
+@pytest.mark.usefixtures("cache", "sources")
+def test_entries_that_are_deleted_while_they_are_counted_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cubin(FILL, ARCH)
+    found = Path.iterdir
+
+    def cleared(folder: Path) -> list[Path]:
+        there = list(found(folder))
+        for path in filter(Path.is_file, there):
+            path.unlink()
+        return there
+
+    monkeypatch.setattr(Path, "iterdir", cleared)
+    assert _disk_cache.folders() == []
 
 
 @pytest.mark.usefixtures("sources")

@@ -8,6 +8,7 @@ disk is an error; where nothing can be kept, the first attempt warns.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -64,7 +65,9 @@ def folders() -> list[Folder]:
     """
     found = []
     for path in sorted(_folders()):
-        sizes = [it.stat().st_size for it in path.iterdir() if not it.name.startswith(".")]
+        sizes: list[int] = []
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            sizes.extend(it.stat().st_size for it in path.iterdir() if it.name[0] != ".")
         if sizes:
             found.append(Folder(path.name, len(sizes), sum(sizes)))
     return found
@@ -129,6 +132,8 @@ class DiskCache:
                 with os.fdopen(handle, "wb") as file:
                     file.write(_head(content) + content)
                 os.replace(temporary, folder / name)
+            except FileNotFoundError:  # what is here may be deleted at any time
+                pass
             except BaseException:
                 os.unlink(temporary)
                 raise
