@@ -107,6 +107,7 @@ def test_exit_code_tells_that_nothing_serves(te_fl):
     [
         (("rmsnorm_fwdd",), "did you mean 'rmsnorm_fwd'?"),
         (("rmsnorm_fwd", "--device", "cuda", "--dtype", "bf16"), "did you mean 'bfloat16'?"),
+        (("rmsnorm_fwd", "--device", "cuda", "--dtype", ""), "'' is not a dtype of 'rmsnorm_fwd'"),
         (("rmsnorm_fwd", "--dtype", "bfloat16"), "--device"),
         (("rmsnorm_fwd", "--arch", "hopper"), "sm_90"),
         (("rmsnorm_fwd", "--device", "a gpu"), "'a gpu' is no device type"),

@@ -302,7 +302,7 @@ class OpManager:
             raise ConfigurationError(
                 f"arch: {arch!r} is an architecture of GPUs, and the device is 'cpu'; leave it out"
             )
-        dtype = plan.checked_dtype(str(dtype).removeprefix("torch.")) if dtype else None
+        dtype = plan.checked_dtype(str(dtype).removeprefix("torch.")) if dtype is not None else None
         given = {"device": device, "arch": arch, "dtype": dtype}
         judged = frozenset(name for name, value in given.items() if value)
         return plan.what_if(Facts(device=device, arch=arch, dtype=dtype, judged=judged))
