@@ -550,6 +550,17 @@ def test_a_link_stays_one_and_the_file_keeps_its_mode(tmp_path: Path) -> None:
     assert files.read(path) == holding(of_a_test=[entry(64, 1), entry(128, 2)])
 
 
+def test_what_holds_for_every_device_does_not_become_one_devices(tmp_path: Path) -> None:
+    path = write(tmp_path / "default.yaml", 64)
+    before = path.read_text()
+    with pytest.raises(ConfigurationError, match=r"default\.yaml:1: choices: are for every device"):
+        files.write(path, holding(of_a_test=[entry(128, 2)]))
+    assert path.read_text() == before
+    named_after_it = path.rename(tmp_path / f"{CALLED}.yaml")
+    files.write(named_after_it, holding(of_a_test=[entry(128, 2)]))
+    assert len(files.read(named_after_it).choices["of_a_test"]) == 2
+
+
 def test_nothing_is_merged_into_a_broken_file_or_another_devices(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("format: 1\ndevice: sm_90\n")

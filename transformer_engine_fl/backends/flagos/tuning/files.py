@@ -322,7 +322,7 @@ def present(path: Path, device: str | None) -> TuningFile:
     """What there is to merge into.
 
     Raises:
-        ConfigurationError: it is broken, no regular file or for another device.
+        ConfigurationError: it is broken, no regular file or for another device, or for every one.
     """
     if path.exists() and not path.is_file():  # which a new file would replace
         raise ConfigurationError(f"{path}: is no regular file")
@@ -330,6 +330,9 @@ def present(path: Path, device: str | None) -> TuningFile:
     if found.device not in (None, device):
         message = f"is for {found.device!r}, this is {device!r}; name another file"
         raise problem(path, ("device",), message)
+    if found.choices and found.device is None and device not in (None, path.stem):
+        message = f"are for every device, this is {device!r}; name another file"
+        raise problem(path, ("choices",), message)
     return found
 
 
