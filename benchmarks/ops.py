@@ -33,7 +33,7 @@ import torch
 from measuring import copies, error_ratio, roofs
 from peers import COMPILER, DESCRIPTIONS, Work, peers_of
 from report import markdown, overview, shape_text
-from scripts import at_least, replaced, result_file
+from scripts import at_least, picture_file, replaced, result_file
 from workloads import WORKLOADS, Shape, Workload, chosen
 
 import transformer_engine_fl as te
@@ -330,7 +330,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="list the workloads and their peers, and stop")
     add("--out", type=result_file, help="write the report as JSON, again after each workload")
     add("--markdown", type=result_file, help="write the report as a table")
-    add("--plot", type=result_file, help="write the report as a picture")
+    add("--plot", type=picture_file, help="write the report as a picture")
     return parser
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from transformer_engine_fl.cli._folders import check_writable
+from transformer_engine_fl.core.late import installed
 
-__all__ = ["at_least", "replaced", "result_file"]
+__all__ = ["at_least", "picture_file", "replaced", "result_file"]
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -34,6 +35,16 @@ def result_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return path
+
+
+def picture_file(text: str) -> Path:
+    """The same of a picture, which is drawn at the very end."""
+    if not text.endswith((".png", ".svg", ".pdf")):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .svg or .pdf")
+    if not installed("matplotlib"):
+        install = "pip install 'transformer_engine_fl[plot]'"
+        raise argparse.ArgumentTypeError(f"matplotlib, which draws it, is not installed: {install}")
+    return result_file(text)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ import ops as suite  # noqa: E402
 import performance_page  # noqa: E402
 import plugin_costs  # noqa: E402
 import report as reports  # noqa: E402
+import scripts  # noqa: E402
 from peers import DESCRIPTIONS, PEERS, Work, peers_of  # noqa: E402
 from peers.eager import FORMULAS  # noqa: E402
 from workloads import WORKLOADS, Workload, chosen  # noqa: E402
@@ -293,6 +295,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(
         (["--out", f"{__file__}/a.json"], f"{__file__} is no folder"),
         (["--markdown", str(BENCHMARKS)], f"'{BENCHMARKS}' is no file"),
         (["--plot", f"{__file__}/a.png"], f"{__file__} is no folder"),
+        (["--plot", "a.xyz"], "'a.xyz' does not end in .png, .svg or .pdf"),
     ],
 )
 def test_a_question_that_is_wrong_is_refused_before_a_gpu_is_asked_for(
@@ -301,6 +304,12 @@ def test_a_question_that_is_wrong_is_refused_before_a_gpu_is_asked_for(
     done = run(str(BENCHMARKS / "ops.py"), *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
+
+
+def test_a_picture_is_refused_where_nothing_can_draw_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "installed", lambda module: module != "matplotlib")
+    with pytest.raises(argparse.ArgumentTypeError, match="matplotlib, which draws it, is not"):
+        scripts.picture_file("a.png")
 
 
 def test_peers_are_of_workloads_that_exist_and_each_is_described() -> None:
