@@ -208,6 +208,7 @@ def test_declined_samples_are_counted_with_their_reason(te_fl, install, folder):
     [
         (("vendor.acm",), "did you mean 'vendor.acme'?"),
         (("Nvidia",), "; vendor 'Nvidia' has 'vendor.cuda'"),
+        (("",), ", vendor.cuda\n"),
         (("vendor.acme", "--op", "rmsnorm_fw"), "did you mean 'rmsnorm_fwd'?"),
         (("vendor.acme", "--dtype", "bf16"), "did you mean 'bfloat16'?"),
         (("vendor.acme", "--device", "toaster"), "'toaster' cannot be used"),

@@ -248,7 +248,8 @@ def _entries(impl_id: str, operators: Iterable[str] | None, manager: OpManager) 
         for entry in registry.entries(name)
     }
     if impl_id not in known:
-        of_vendor = [repr(it) for it, vendor in known.items() if vendor == impl_id.lower()]
+        asked = impl_id.lower()
+        of_vendor = [repr(it) for it, vendor in known.items() if vendor and vendor == asked]
         hint = f"; vendor {impl_id!r} has {', '.join(sorted(of_vendor))}" if of_vendor else ""
         raise UnknownOperatorError(
             f"no operator has an implementation {impl_id!r}; there are: "
