@@ -297,6 +297,16 @@ def test_the_loss_of_parts_sums_to_that_of_the_whole() -> None:
     torch.testing.assert_close(sum(parts), whole)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_hidden_expert_of_a_chosen_group_goes_before_one_of_another(name: str) -> None:
+    x = torch.tensor([[1.0, 2.0, 5.0, 4.0, 3.0, 6.0]])
+    hidden = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.0]).log()  # of groups 1 and 2 one each
+    given = {"expert_bias": hidden} if name in NAMES[1:] else {}
+    x = x if given else x + hidden
+    _, routing_map = functional.topk_router(x, 3, **given, **GROUPS, **FUNCTIONS[name])
+    assert routing_map.nonzero()[:, 1].tolist() == [2, 3, 4]
+
+
 def test_no_values_are_read_back() -> None:
     # A meta tensor has none: an implementation that waited for them would fail.
     x, bias = some_logits().to("meta"), some_logits(1)[0].to("meta")

@@ -462,6 +462,9 @@ def _option_calls(name: str, function: dict[str, Any], logits: Tensor) -> Iterat
         yield _Call(f"{name}, strided bias", logits, 3, strided, function)
         options = {"num_groups": 4, "group_topk": 2, "scaling_factor": 2.5}
         yield _Call(f"{name}, everything", logits, 4, bias, {**function, **options})
+        hidden = bias.clone()
+        hidden[1::2] = -math.inf  # of the two groups, the first of these is the fifth expert
+        yield _Call(f"{name}, hidden in groups", logits, 5, hidden, {**function, **options})
 
 
 def _topk_samples(dtype: str, device: str) -> Iterator[Sample]:

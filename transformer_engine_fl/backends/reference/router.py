@@ -38,10 +38,13 @@ def _slope(scores: Tensor, score_function: str) -> Tensor:
     return torch.where(square < torch.finfo(square.dtype).tiny, scores / 2, slope)
 
 
-def _highest(scores: Tensor, count: int) -> Tensor:
-    """Where the highest scores are, bool; the first of equal ones."""
-    places = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, places, True)
+def _highest(scores: Tensor, count: int, allowed: Tensor | None = None) -> Tensor:
+    """Where the highest scores are, bool; the first of equal ones, and only of those allowed."""
+    places = scores.sort(dim=-1, descending=True, stable=True).indices
+    if allowed is not None:  # no score to put in place of the others is below -inf
+        first = allowed.gather(-1, places).int().sort(dim=-1, descending=True, stable=True)
+        places = places.gather(-1, first.indices)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, places[..., :count], True)
 
 
 def _in_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
@@ -98,10 +101,10 @@ def fused_topk_with_score_function_fwd(
     softmax_comes_last = score_function == "softmax" and not use_pre_softmax
     scores = x if softmax_comes_last else _scores(x, score_function)
     compared = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
+    allowed = None
     if num_groups is not None and group_topk is not None:
         allowed = _in_best_groups(compared, topk, num_groups, group_topk)
-        compared = compared.masked_fill(~allowed, -torch.inf)
-    routing_map = _highest(compared, topk)
+    routing_map = _highest(compared, topk, allowed)
     if softmax_comes_last:
         scores = x.masked_fill(~routing_map, -torch.inf).softmax(-1)
     probs = _normalized(scores.masked_fill(~routing_map, 0), topk, score_function)
