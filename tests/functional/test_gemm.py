@@ -446,6 +446,7 @@ def test_a_call_that_breaks_the_contract_names_the_argument(what: str) -> None:
 
 
 X7 = normal(7, 4)
+TOTAL = normal(6, 4)
 GROUPS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "splits of another sum": ({"m_splits": [3, 1, 4]}, "B"),
     "no splits of one tensor": ({"m_splits": None}, "A"),
@@ -460,6 +461,11 @@ GROUPS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a total of another group": (
         {"accumulate_into": [normal(3, 6), normal(4, 6), normal(0, 6)]},
+        "accumulate_into",
+    ),
+    "one total for two groups": (
+        {"A": [X7], "B": [normal(7, 6)], "transa": False, "transb": True}
+        | {"accumulate_into": [TOTAL, normal(6, 4), TOTAL]},
         "accumulate_into",
     ),
     "an input of GELU for one group": (
@@ -494,3 +500,18 @@ def test_groups_that_break_the_contract_name_the_argument(what: str) -> None:
 def test_a_grouped_layer_has_a_weight_for_each_group() -> None:
     with pytest.raises(ArgumentError, match="weights"):
         functional.grouped_linear(normal(12, 4), [normal(12, 4)], [6, 6])
+
+
+def test_a_grouped_layer_has_a_main_grad_for_each_group() -> None:
+    x, frozen, weight = leaves((5, 4), (6, 4), (6, 4))
+    with pytest.raises(ArgumentError, match="main_grads"):
+        functional.grouped_linear(
+            x, [frozen.detach(), weight], [2, 3], main_grads=[torch.zeros(12, 4).double()]
+        )
+
+
+def test_weights_and_biases_of_groups_may_be_parts_of_one_tensor() -> None:
+    x, weights, biases = leaves((7, 4), (3, 6, 4), (3, 6))
+    assert torch.autograd.gradcheck(
+        lambda *it: functional.grouped_linear(it[0], it[1], SPLITS, it[2]), (x, weights, biases)
+    )

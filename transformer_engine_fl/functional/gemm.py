@@ -91,20 +91,24 @@ def grouped_linear(
     Returns:
         ``[rows, out]``, dtype of ``input``.
     """
-    for name, value in (("weights", weights), ("m_splits", m_splits)):
+    lists = {"m_splits": m_splits, "weights": weights}
+    if main_grads is not None:
+        lists["main_grads"] = main_grads
+    for name, value in lists.items():
         if not hasattr(value, "__len__"):
             raise ArgumentError("grouped_linear", name, check.describe(value), "a sequence")
-    if len(weights) != len(m_splits):
-        expected = f"{len(m_splits)}, one for each of m_splits"
-        raise ArgumentError("grouped_linear", "weights", f"{len(weights)} tensors", expected)
-    if not records("grouped_linear", input, *weights, *(biases or ())):
-        options = _given(bias=list(biases or ()) or None, gelu=gelu or None)
+        if len(value) != len(m_splits):
+            expected = f"{len(m_splits)}, one for each of m_splits"
+            raise ArgumentError("grouped_linear", name, f"{len(value)} tensors", expected)
+    added = () if biases is None else tuple(biases)
+    if not records("grouped_linear", input, *weights, *added):
+        options = _given(bias=list(added) or None, gelu=gelu or None)
         call = list(weights), [input], list(m_splits)
         output: Tensor = get_default_manager().call("te_general_grouped_gemm", *call, **options)[0]
         return output
     into = None if main_grads is None else list(main_grads)
     output, *_ = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        gelu, into, list(m_splits), input, *weights, *(biases or ())
+        gelu, into, list(m_splits), input, *weights, *added
     )
     return output
 
@@ -192,10 +196,13 @@ class _GroupedLinear(torch.autograd.Function):
         if of_input:
             dx, _, _ = ctx.gemm(weights[:groups], [grad], ctx.m_splits, transa=False)
         if of_weights:
-            into = ctx.main_grads and [
-                it if used else torch.empty_like(it)  # of a frozen weight: for nobody
-                for it, used in zip(ctx.main_grads, wanted, strict=False)
-            ]
+            into = (
+                ctx.main_grads
+                and [
+                    it if used else torch.empty_like(it)  # of a frozen weight: for nobody
+                    for it, used in zip(ctx.main_grads, wanted[:groups], strict=True)
+                ]
+            )
             options = _wgrad(of_biases, into)
             dw, db, _ = ctx.gemm([input], [grad], ctx.m_splits, **options)
         elif of_biases:

@@ -303,12 +303,17 @@ def _accumulated(
     op: str, accumulate_into: Any, rows: list[int], columns: int
 ) -> Iterator[tuple[Any, tuple[int, int]]]:
     """Each tensor that is accumulated into, and its shape by the rule."""
+    import torch
+
     if accumulate_into is None:
         return
     given = check.is_list(op, "accumulate_into", accumulate_into)
     if len(given) == 1:
         rows = [sum(rows)]
     check.is_list(op, "accumulate_into", given, length=len(rows), why="one for each group, or one")
+    if not torch.compiler.is_compiling() and len(set(map(id, given))) < len(given):
+        expected = "a tensor of its own for each group, for it is written"
+        raise ArgumentError(op, "accumulate_into", "one tensor for several groups", expected)
     yield from ((it, (m, columns)) for it, m in zip(given, rows, strict=True))
 
 
@@ -913,8 +918,8 @@ def te_general_grouped_gemm(
         gelu: as in :func:`generic_gemm`.
         gelu_input: shape of D, the rows of all groups.
         grad, bias_grad, alpha, beta: as in :func:`generic_gemm`.
-        accumulate_into: a tensor ``[rows of the group, N]`` for each group, or one of the
-            rows of all. **Written.**
+        accumulate_into: a tensor ``[rows of the group, N]`` for each group, none of them twice,
+            or one of the rows of all. **Written.**
         A_scale_inv, B_scale_inv: of float8, for each matrix as it is in the list, and None
             otherwise, not a list of it; shapes as in :func:`generic_gemm`.
         out_dtype: as in :func:`generic_gemm`.

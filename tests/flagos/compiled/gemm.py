@@ -50,6 +50,7 @@ def launch() -> None:
             flagos.generic_gemm(matrix, matrix, **scales, **options)  # type: ignore[arg-type]
     weights = [torch.empty(4096, 4096, dtype=bfloat16) for _ in range(4)]
     flagos.te_general_grouped_gemm(weights, [saved], [1024] * 4, bias=[bias] * 4, gelu=True)
+    totals = [torch.empty_like(total) for _ in range(4)]
     flagos.te_general_grouped_gemm(
-        [saved], [saved], [1000, 24, 3000, 72], accumulate_into=[total] * 4, **wgrad
+        [saved], [saved], [1000, 24, 3000, 72], accumulate_into=totals, **wgrad
     )

@@ -26,7 +26,8 @@ def launch() -> None:
     ):
         flagos.generic_gemm(matrix, matrix, **options)  # type: ignore[arg-type]
     flagos.te_general_grouped_gemm([matrix] * 4, [matrix], splits, bias=[bias] * 4, gelu=True)
-    flagos.te_general_grouped_gemm([matrix], [matrix], splits, accumulate_into=[total] * 4, **wgrad)
+    totals = [torch.empty_like(total) for _ in splits]
+    flagos.te_general_grouped_gemm([matrix], [matrix], splits, accumulate_into=totals, **wgrad)
     narrow = matrix.to(torch.float8_e4m3fn)
     one, squares, rows = torch.empty(1), torch.empty(32, 32), torch.empty(4096, 32)
     for a_scale, b_scale in ((one, one), (squares, rows), (squares, squares)):
