@@ -155,6 +155,34 @@ def test_gradients_of_the_fused_form_s_forward_are_the_gradients(
     assert "fused_linear_cross_entropy_fwd_bwd" not in called(loss), "nobody wants the weight's"
 
 
+def by_vmap(loss: Tensor, leaves: tuple[Tensor, ...], scales: Tensor) -> tuple[Tensor, ...]:
+    return torch.func.vmap(lambda it: torch.autograd.grad(loss, leaves, it))(scales)
+
+
+def in_a_batch(loss: Tensor, leaves: tuple[Tensor, ...], scales: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, leaves, scales, is_grads_batched=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("cross_entropy", by_vmap),
+        ("cross_entropy", in_a_batch),
+        ("fused_linear_cross_entropy", in_a_batch),  # by vmap torch warns that it is slow
+    ],
+)
+def test_gradients_of_the_forward_asked_for_in_a_batch(
+    name: str, asked: Callable[..., tuple[Tensor, ...]]
+) -> None:
+    leaves = linear() if name.startswith("fused") else (logits(),)
+    x, *weight_and_bias = leaves
+    call = [x, *weight_and_bias[:1], targets(), *weight_and_bias[1:]]
+    expected = getattr(functional, name)(*call)
+    found = getattr(functional, name)(*call, gradient_in_forward=True)
+    scales = torch.tensor([0.25, -2.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(asked(found, leaves, scales), asked(expected, leaves, scales))
+
+
 @pytest.mark.parametrize(
     ("named", "wrong"),
     [

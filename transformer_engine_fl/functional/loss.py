@@ -305,7 +305,7 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
         grad_loss, *others = saved[: -ctx.count]
         assert grad_loss is not None  # an invariant of ours: the forward saved it
-        if ctx.given_out:
+        if ctx.given_out or _is_batch(grad):  # of which there is no room in those that are there
             again = ctx.again(grad_loss * grad, *others, **ctx.options)
             gradients: Gradients = (again,) if isinstance(again, Tensor) else again
         else:
@@ -317,6 +317,12 @@ class _WithGradient(torch.autograd.Function):
             there = [it for it in gradients if it is not None]
             ctx.scale(there, there, grad.reshape(1))
         return None, None, None, None, *gradients
+
+
+def _is_batch(grad: Tensor) -> bool:
+    """Whether autograd was asked for gradients in a batch, by is_grads_batched or vmap."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)
 
 
 class _VocabularyParallel(torch.autograd.Function):
