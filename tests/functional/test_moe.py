@@ -348,6 +348,21 @@ def test_a_map_s_numbers_below_minus_one_are_none_too() -> None:
         assert torch.equal(one, other)
 
 
+def test_a_map_that_is_wrong_reads_nothing_outside() -> None:
+    x = torch.ones(3, 4)
+    twice = torch.zeros(2, 3, dtype=torch.int32)  # six pairs of one row
+    experts = torch.tensor([[1, 0, 2, -1, 2], [2, -1, 0, 9, 7]], dtype=torch.int32)
+    with te.with_preference("reference"):
+        assert ops.moe_unpermute_fwd(x, twice).sum() <= 6 * 4
+        assert ops.moe_permute_bwd(x, twice).sum() <= 6 * 4
+        found = ops.moe_unpermute_mask_fwd(x, experts, torch.tensor([[2.0, 3.0]] * 2))
+        _, probs = ops.moe_permute_mask_bwd(x, experts, torch.tensor([5.0, 6.0, 7.0]))
+    # Experts that there are not have no rows.
+    assert found.tolist() == [[0.0] * 4, [2.0] * 4]
+    assert probs is not None
+    assert probs.tolist() == [[0.0, 0.0], [7.0, 0.0]]
+
+
 def test_no_values_are_read_back() -> None:
     # A meta tensor has none: an implementation that waited for them would fail.
     x, probs = normal(TOKENS, FEATURES).to("meta"), normal(TOKENS, EXPERTS).to("meta")

@@ -77,7 +77,8 @@ class _Pairs:
         # A bag for each token, and one more for the rows of none.
         owner = torch.where(self.pairs < 0, tokens, self.tokens)
         order = owner.argsort(stable=True)
-        begins = F.pad((self.rows >= 0).sum(1).cumsum(0), (1, 0))
+        # By owners: a map that has a row twice, which none may, has more pairs than rows.
+        begins = torch.searchsorted(owner[order], torch.arange(tokens + 1, device=order.device))
         if weights is not None:
             weights = weights[order]
         bags = F.embedding_bag(
@@ -99,7 +100,7 @@ def _by_mask(row_id_map: Tensor, count: int) -> _Pairs:
     tokens, experts = row_id_map.shape[0], row_id_map.shape[1] // 2
     rows, owners, routed = torch.split(row_id_map.long(), [experts, experts, 1], 1)
     used = torch.arange(experts, device=rows.device) < routed
-    place = torch.where(used, owners, experts)
+    place = torch.where(used & (owners >= 0) & (owners < experts), owners, experts)
     by_expert = rows.new_full((tokens, experts + 1), -1).scatter(1, place, rows)
     return _Pairs.of(by_expert[:, :experts], count)
 
