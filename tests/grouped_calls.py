@@ -97,3 +97,8 @@ def check(
         args[place] = value
         with pytest.raises(ArgumentError):
             module.te_general_grouped_gemm(*args, **options)
+    if way == "wgrad":
+        args, options = _call(way, SPLITS[0], 9, device)
+        options["accumulate_into"] = options["accumulate_into"][:1] * GROUPS
+        with pytest.raises(ArgumentError):
+            module.te_general_grouped_gemm(*args, **options)

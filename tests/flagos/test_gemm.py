@@ -212,6 +212,15 @@ def test_groups_like_those_of_a_call_before(
     grouped_calls.check(flagos, way, device, monkeypatch, copied=copied)
 
 
+def test_groups_of_transposed_weights_come_again(device: str) -> None:
+    B = torch.randn(12, 32, device=device).bfloat16()
+    for _ in range(3):
+        A = [torch.randn(32, 40, device=device).bfloat16().t() for _ in range(2)]
+        parts = [x.double() @ it.t().double() for x, it in zip(B.split([5, 7]), A, strict=True)]
+        D, _, _ = flagos.te_general_grouped_gemm(A, [B], [5, 7])
+        torch.testing.assert_close(D.double(), torch.cat(parts), rtol=2**-7, atol=1e-3)
+
+
 @pytest.mark.parametrize("other", [torch.float16, torch.bfloat16])
 def test_autocast_has_no_say_in_groups(other: torch.dtype, device: str) -> None:
     dtype = "bfloat16" if other == torch.float16 else "float16"

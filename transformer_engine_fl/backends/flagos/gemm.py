@@ -930,9 +930,11 @@ def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
     if len(tensors) == 1:
         return _Together(first, [0])
     if _launch.INTERPRETED and first.dtype == torch.bfloat16:
-        # It is given float32 for the bfloat16 of a tensor, and there is nothing behind that.
-        places = _begins([it.numel() for it in tensors])
-        return _Together(_end_to_end([it.reshape(-1) for it in tensors]), places)
+        # It is given float32 for the bfloat16 of a tensor, and there is nothing behind that. They
+        # are dense, but columns may follow one another: elements go as they lie in memory.
+        sizes = [it.numel() for it in tensors]
+        lying = [it.as_strided((size,), (1,)) for it, size in zip(tensors, sizes, strict=True)]
+        return _Together(_end_to_end(lying), _begins(sizes))
     places = [address_of(op, it) for it in tensors]
     # Nothing is read of those without elements, which are nowhere.
     start, base = min(
