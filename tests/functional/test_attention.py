@@ -207,6 +207,27 @@ def test_a_bias_of_minus_infinity_is_torchs_mask() -> None:
     assert_alike(ours, torch_attention(*leaves, attn_mask=visible), leaves)
 
 
+@pytest.mark.parametrize("where", ["queries and their gradients", "keys and values"])
+def test_a_query_that_sees_no_key_has_no_part_in_what_is_not_finite(where: str) -> None:
+    q, k, v = (values(1, tokens, 2, 8, seed=tokens).detach() for tokens in (5, 3, 4))
+    k, v, dout = k[:, :3], v[:, :3], torch.ones_like(q)
+    options = {"attn_mask_type": "causal_bottom_right"}  # the first two see none
+    out, lse = ops.fused_attn_fwd(q, k, v, **options)
+    expected = ops.fused_attn_bwd(dout, q, k, v, out, lse, **options)
+    if where == "keys and values":
+        k[:, 2], v[:, 2] = math.nan, math.inf
+    else:
+        q[:, 0], dout[:, :2] = math.nan, math.inf
+    with te.with_preference("reference"):
+        found, its_lse = ops.fused_attn_fwd(q, k, v, **options)
+        dq, dk, dv, _, _ = ops.fused_attn_bwd(dout, q, k, v, out, lse, **options)
+    assert not found[:, :2].any()
+    assert bool((its_lse[..., :2] == -math.inf).all())
+    assert not dq[:, :2].any()
+    if where == "queries and their gradients":
+        torch.testing.assert_close((dk, dv), expected[1:3])
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences_are_torchs_one_by_one(causal: bool) -> None:
     leaves = qkv(PACKED)

@@ -263,10 +263,12 @@ def fused_attn_fwd(
     logits = scores
     if it.sink is not None:
         logits = torch.cat([scores, it.sink.expand(*scores.shape[:-1], 1)], -1)
-    lse = logits.logsumexp(-1).masked_fill(hidden.all(-1), -torch.inf)
+    unseeing = hidden.all(-1, keepdim=True)
+    lse = logits.logsumexp(-1).masked_fill(unseeing.squeeze(-1), -torch.inf)
     # Also clears the rows in which no key is seen, where softmax is 0 / 0.
     weights = logits.softmax(-1)[..., : scores.shape[-1]].masked_fill(hidden, 0)
-    out = it.queries.scatter(it.dropped(weights) @ it.of_keys(v))
+    # And such a row again, since no zero times an infinite value is.
+    out = it.queries.scatter((it.dropped(weights) @ it.of_keys(v)).masked_fill(unseeing, 0))
     if qkv_format == "thd":
         lse = it.queries.scatter(lse.unsqueeze(-1), -torch.inf).squeeze(-1).t()
     return as_output(out, q.dtype), lse.contiguous()
@@ -320,13 +322,14 @@ def fused_attn_bwd(
     ops.fused_attn_bwd.check(dout, q, k, v, out, softmax_lse, bias, softmax_offset, **options)
     it = _attention(q, k, softmax_offset, **options)
     queries, keys, values = it.queries.gather(q), it.of_keys(k), it.of_keys(v)
-    grad = it.queries.gather(dout)
     lse = softmax_lse
     if qkv_format == "thd":
         lse = it.queries.gather(lse.t().unsqueeze(-1)).squeeze(-1)
     lse = lse.unsqueeze(-1)
     scores = it.scores(queries, keys, bias)
     hidden = scores == -torch.inf
+    unseeing = hidden.all(-1, keepdim=True)
+    grad = it.queries.gather(dout).masked_fill(unseeing, 0)
     weights = (scores - lse).exp().masked_fill(hidden, 0)
     delta = (grad * it.queries.gather(out)).sum(-1, keepdim=True)
     # Masked too, since no zero times an infinite gradient is.
@@ -337,8 +340,10 @@ def fused_attn_bwd(
         sink = softmax_offset.to(lse.dtype)[:, None, None]
         beside = (sink - lse).exp().masked_fill(lse == -torch.inf, 0)
         doffset = as_output(-(beside * delta).sum((0, 2, 3)), softmax_offset.dtype)
+    dq = (it.scale * (dscores @ keys)).masked_fill(unseeing, 0)
+    queries = queries.masked_fill(unseeing, 0)
     return (
-        as_output(it.queries.scatter(it.scale * (dscores @ keys)), q.dtype),
+        as_output(it.queries.scatter(dq), q.dtype),
         as_output(it.sum_groups(it.scale * (dscores.mT @ queries)), k.dtype),
         as_output(it.sum_groups(it.dropped(weights).mT @ grad), v.dtype),
         dbias,
