@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from core_helpers import SCALE, StubTensor, impl
 from transformer_engine_fl import (
     OpManager,
     OpRegistry,
+    RegistrationError,
     UnknownOperatorError,
     get_default_manager,
     reset_global_policy,
@@ -196,6 +198,23 @@ def test_a_plugin_of_a_distribution_with_broken_metadata_harms_nobody(
     assert report(manager, "entry point acme").origin == name
 
 
+@pytest.mark.parametrize("text", [b"[console_scripts]\nacme\n", b"[x]\nna\xefve = acme\n"])
+def test_a_distribution_whose_entry_points_cannot_be_read_harms_no_plugin(
+    text: bytes,
+    plugin: Plugin,
+    distribution: Callable[..., None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = plugin()
+    distribution("broken")
+    distribution("zeta-kernels", zeta=name)
+    (tmp_path / "broken-1.0.dist-info" / "entry_points.txt").write_bytes(text)
+    assert ids(started()) == [f"{name}.one", f"{name}.two"]
+    said = f"{tmp_path / 'broken-1.0.dist-info'}: its entry points cannot be read: "
+    assert [it.getMessage().startswith(said) for it in caplog.records] == [True]
+
+
 def test_plugins_of_the_same_name_from_two_distributions_both_register(
     plugin: Plugin, distribution: Callable[..., None]
 ) -> None:
@@ -322,6 +341,10 @@ BROKEN = {
         "Skipped: no licence",
     ),
     "exits": ("raise SystemExit(3)", "SystemExit"),
+    "raises an error that tells of vendors in a way of its own": (
+        "class Unlicensed(Exception):\n    vendors = None\nraise Unlicensed('acme')",
+        "Unlicensed: acme",
+    ),
     "yields what it should register": (
         "from core_helpers import impl\ndef register(registry):\n    yield impl('lost')\n",
         "gave back a generator and registered nothing.* registry.register_impl",
@@ -432,6 +455,18 @@ def test_what_a_plugin_left_out_has_registered_past_its_register_is_named(
         assert sum(said in it.getMessage() for it in caplog.records) == 1
         assert f"{name}.past" in ids(manager)
     assert "kept" not in str(report(manager, f"module {clean}").error)
+
+
+def test_what_is_registered_after_register_has_ended_is_refused_and_not_lost(
+    plugin: Plugin, modules: Callable[..., None]
+) -> None:
+    keeping = "def register(registry):\n    global later\n    later = registry\n"
+    kept, broken = plugin(keeping), plugin(keeping + "    raise KeyError('no')\n")
+    modules(kept, broken)
+    started()
+    for name in (kept, broken):
+        with pytest.raises(RegistrationError, match=r"scale/acme: .* has ended; .* get_default_m"):
+            sys.modules[name].later.register_impl(impl("acme"))
 
 
 def test_a_duplicate_names_both_places(plugin: Plugin, modules: Callable[..., None]) -> None:

@@ -717,6 +717,21 @@ def test_an_implementation_that_cannot_be_imported_is_passed_over() -> None:
     assert "math:pi is not callable" in reasons[2]
 
 
+def test_a_module_that_raises_a_plugin_error_without_a_word_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "te_fl_speechless.py").write_text(
+        "from transformer_engine_fl import PluginError\nraise PluginError\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    manager = world("scale", kernel := Kernel())
+    late = OpImpl("scale", "late", "reference", "te_fl_speechless:fn", priority=9)  # type: ignore[arg-type]
+    manager.registry.register_impl(late)
+    assert manager.registry.entries("scale")[-1].load() == "PluginError"
+    manager.call("scale", ones())
+    assert kernel.runs == 1
+
+
 def _ends(*args: Any, **kwargs: Any) -> Any:
     raise SystemExit(0)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from transformer_engine_fl.core.blame import out_of_stack, raised_at, said, signed
+from transformer_engine_fl.core.blame import out_of_stack, raised_at, said, signed, worded
 from transformer_engine_fl.core.contract import signature_of
 from transformer_engine_fl.core.errors import PluginError, nearest
 from transformer_engine_fl.core.late import load_attribute
@@ -28,7 +28,7 @@ from transformer_engine_fl.core.registry import Entry, OpRegistry
 from transformer_engine_fl.core.types import OpImpl
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import Distribution, EntryPoint
 
 __all__ = ["ENTRY_POINT_GROUP", "PLUGIN_API", "Source", "SourceReport", "find_sources", "install"]
 
@@ -114,10 +114,25 @@ def _named(name: str) -> Source:
 
 
 def find_entry_points() -> tuple[EntryPoint, ...]:
-    """The installed entry points of plugins, without loading them."""
-    from importlib.metadata import entry_points  # slow to load, and this is the only use
+    """The installed entry points of plugins, without loading them.
 
-    return tuple(entry_points(group=ENTRY_POINT_GROUP))
+    A distribution whose entry points cannot be read is passed over, with a warning.
+    """
+    from importlib.metadata import distributions, entry_points  # slow to load; the only use
+
+    try:
+        return tuple(entry_points(group=ENTRY_POINT_GROUP))
+    except Exception:  # noqa: BLE001 - somebody's distribution, most likely none of a plugin
+        return tuple(point for it in distributions() for point in _points_of(it))
+
+
+def _points_of(distribution: Distribution) -> Iterable[EntryPoint]:
+    try:
+        return distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+    except Exception as error:  # noqa: BLE001 - as above
+        where = getattr(distribution, "_path", distribution)
+        logger.warning("%s: its entry points cannot be read: %s", where, worded(error))
+        return ()
 
 
 def _distribution(point: EntryPoint) -> str:
@@ -186,12 +201,13 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
     except BaseException as error:  # what skips a test, say, or ends a program
         if out_of_stack(error):  # to be loaded where there is more of it
             raise
+        named = error.vendors if isinstance(error, PluginError) else ()
         report = SourceReport(
             source.name,
             source.origin,
             error=said(error) + _past_it(registry, before),
             traceback="".join(traceback.format_exception(error)),
-            vendors=tuple(it.lower() for it in getattr(error, "vendors", ())),
+            vendors=tuple(it.lower() for it in named),
         )
     registry.record_source(source.key, report)
     logger.warning(

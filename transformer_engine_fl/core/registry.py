@@ -200,7 +200,7 @@ class Entry:
             if of_the_caller(error):
                 raise
             self.broken = True
-            return str(error)
+            return str(error) or type(error).__name__  # None alone says that it is loaded
         except BaseException as error:
             if of_the_caller(error):  # to be imported where there is more of it
                 raise
@@ -331,7 +331,10 @@ class OpRegistry:
         the block leaves in the same step, so that no set is ever registered twice.
         """
         staged = StagedRegistry(self)
-        yield staged
+        try:
+            yield staged
+        finally:
+            staged.ended = True
         self._commit(staged.added, (source, staged.state))
 
     def record_source(self, source: str, state: Any) -> None:
@@ -394,6 +397,7 @@ class StagedRegistry(OpRegistry):
     Attributes:
         added: what has been registered so far.
         state: what to record of the source once it is registered.
+        ended: what comes now would reach nobody, and is refused.
     """
 
     def __init__(self, base: OpRegistry) -> None:
@@ -401,8 +405,15 @@ class StagedRegistry(OpRegistry):
         self._snapshot = base.snapshot()
         self.added: list[Entry] = []
         self.state: Any = None
+        self.ended = False
 
     def _commit(self, entries: list[Entry], source: tuple[str, Any] | None = None) -> None:
+        if self.ended and entries:
+            labels = ", ".join(entry.impl.label for entry in entries)
+            raise RegistrationError(
+                f"{labels}: the register(registry) that this registry was given to has ended; "
+                "what is registered later goes to get_default_manager().registry"
+            )
         super()._commit(entries, source)
         self.added.extend(entries)
 
