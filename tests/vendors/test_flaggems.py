@@ -18,8 +18,11 @@ from flaggems_folders import CONFIGS, GELU, HEURISTICS, NEW, OLD, POINTWISE, dec
 from who_serves import served
 
 from transformer_engine_fl import (
+    BackendImplKind,
     ConfigurationError,
     NoImplementationError,
+    OpImpl,
+    PartialMutationError,
     PluginError,
     RegistrationError,
     get_default_manager,
@@ -38,7 +41,7 @@ from transformer_engine_fl.vendors import (
     namespace,
     register_vendor,
 )
-from transformer_engine_fl.vendors.flaggems import configs, unused_ops
+from transformer_engine_fl.vendors.flaggems import configs, names, unused_ops
 
 PACKAGE = "flag_gems.runtime.backend._zeta"
 X = torch.linspace(-3, 3, 24).view(4, 6)
@@ -172,6 +175,50 @@ def test_of_an_operator_that_torch_takes_apart_it_brings_the_gradient_or_decline
         call("aten::cosine_embedding_loss", x, X, torch.ones(4))
     with pytest.raises(NoImplementationError, match="cosine_embedding_loss brings no gradient"):
         call("aten::cosine_embedding_loss", x, X, torch.ones(4))
+
+
+def test_a_gradient_that_it_brings_is_taken_in_inference_mode_too(no_vendors: Path) -> None:
+    load_flaggems_folder(write(no_vendors, ops=OLD))
+    with with_preference("vendor:zeta"):
+        expected = ops.dgelu(X, X)
+        with torch.inference_mode():
+            made_there = X.clone()
+            assert served("dgelu", made_there, X) == "flaggems.zeta"
+        torch.testing.assert_close(ops.dgelu(made_there, made_there), expected)
+    assert not get_default_manager().quarantine.held()
+
+
+OUT = """\
+from backend_utils import Autograd
+
+
+def clamp_tensor_out(x, low, high, *, out):
+    out[0] = 7
+    raise RuntimeError("kernel failed")
+
+
+def get_specific_ops():
+    return (("clamp.Tensor_out", clamp_tensor_out, Autograd.disable),)
+"""
+
+
+def test_what_an_operator_writes_is_asked_of_its_schema(no_vendors: Path) -> None:
+    load_flaggems_folder(write(no_vendors, ops=OUT))
+    get_default_manager().registry.register_impl(
+        OpImpl(
+            "aten::clamp.Tensor_out",
+            "reference.clamp",
+            BackendImplKind.REFERENCE,
+            lambda x, low, high, *, out: out.copy_(torch.clamp(x, low, high)),
+        )
+    )
+    x = X.clone()
+    with with_preference("vendor:zeta"), pytest.raises(PartialMutationError) as caught:
+        get_default_manager().call("aten::clamp.Tensor_out", x, X, X, out=x)
+    assert caught.value.tensors == ("out",)
+    assert x[1:].equal(X[1:])
+    assert names.mutates("gelu") == names.mutates("sum.dim_IntList") == ()
+    assert names.mutates("native_batch_norm") is names.mutates("no_such_operator") is None
 
 
 def test_a_models_own_aten_calls_reach_it_with_their_gradients(no_vendors: Path) -> None:

@@ -125,6 +125,56 @@ def test_what_is_bridged_keeps_the_contract(acme: str, op_name: str, dtype: str)
     assert sum(it.declined is None for it in outcomes) > len(outcomes) / 2
 
 
+def test_a_gradient_is_taken_in_inference_mode_too(acme: str) -> None:
+    x, grad = torch.randn(3, 8), torch.randn(3, 4)
+    with with_preference("vendor:acme"):
+        expected = ops.dgeglu(grad, x)
+        with torch.inference_mode():
+            made_there = x.clone(), grad.clone()
+            assert served("dgeglu", grad, x) == "liger.acme"
+            torch.testing.assert_close(ops.dgeglu(*made_there[::-1]), expected)
+        assert served("dgeglu", *made_there[::-1]) == "liger.acme"
+    assert not get_default_manager().quarantine.held()
+
+
+NORM = """\
+import torch
+from liger_kernel.ops.utils import ensure_contiguous
+
+
+def _plain(*tensors):
+    assert not any(it.is_neg() for it in tensors)  # a kernel would read what is in memory
+
+
+class LigerLayerNormFunction(torch.autograd.Function):
+    @staticmethod
+    @ensure_contiguous
+    def forward(ctx, X, W, B, eps):
+        _plain(X, W, B)
+        return torch.nn.functional.layer_norm(X, X.shape[-1:], W, B, eps)
+
+
+def layer_norm_backward(dY, X, W, B, Mean, RSTD):
+    _plain(dY, X, W, B, Mean, RSTD)
+    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+        dY.view(X.shape), X, X.shape[-1:], Mean[:, None], RSTD[:, None], W, B, [True] * 3
+    )
+    return dx, dw, db
+"""
+
+
+def test_every_tensor_of_a_norm_comes_to_a_kernel_as_it_is_in_memory(no_vendors: Path) -> None:
+    exports = '__all__ = ["LigerLayerNormFunction", "layer_norm_backward"]'
+    text = f"from .kernels import *\n\n{exports}\n"
+    write(no_vendors, "acme_liger", impl_info("acme"), ops=text, kernels=NORM)
+    load_liger_package("acme_liger")
+    negated, x = torch._neg_view(-torch.ones(4)), torch.randn(3, 4)
+    with with_preference("vendor:acme"):
+        assert served("layernorm_fwd", x, negated, negated) == "liger.acme"
+        statistics = torch.zeros(3), torch.ones(3)
+        assert served("layernorm_bwd", x, x, *statistics, negated) == "liger.acme"
+
+
 def test_a_new_operator_is_added_and_callable(acme: str) -> None:
     manager, x = get_default_manager(), torch.ones(3, requires_grad=True)
     assert manager.call("fancy_forward", torch.ones(2), times=3).tolist() == [3.0, 3.0]

@@ -8,8 +8,9 @@ implementation serves.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from transformer_engine_fl.backends._arguments import Taking
 
-__all__ = ["Taker", "own"]
+__all__ = ["Taker", "differentiating", "own", "recorded"]
 
 
 class Taker:
@@ -76,3 +77,17 @@ def own(tensor: Tensor) -> Tensor:
     import torch
 
     return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """Within the block autograd records, whatever the caller has it do."""
+    import torch
+
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def recorded(tensor: Tensor) -> Tensor:
+    """The tensor as autograd may keep it: a copy of one that was made in inference mode."""
+    return own(tensor) if tensor.is_inference() else tensor

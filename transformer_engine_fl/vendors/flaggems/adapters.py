@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transformer_engine_fl import ops
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.vendors.packages.bridge import Bridge
-from transformer_engine_fl.vendors.taking import Taker, own
+from transformer_engine_fl.vendors.taking import Taker, differentiating, own, recorded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,11 +78,11 @@ def _differentiated(
             contract.check(grad, fwd_input)
             dy, x = _TAKER.dense(contract.name, grad=grad, fwd_input=fwd_input)
             _TAKER.same_dtype(contract.name, grad=dy, fwd_input=x)
-            with torch.enable_grad():
+            with differentiating():
                 halves = x.chunk(parts, -1) if parts > 1 else (x,)
                 leaves = [own(half).requires_grad_() for half in halves]
                 output = unit(*leaves, *given, **options)
-                gradients = torch.autograd.grad(output, leaves, dy)
+                gradients = torch.autograd.grad(output, leaves, recorded(dy))
             return torch.cat(gradients, -1).detach() if parts > 1 else gradients[0].detach()
 
         return backward

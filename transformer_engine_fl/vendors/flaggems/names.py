@@ -59,7 +59,7 @@ FUNCTIONS: Final = {aten: function for function, aten in ATEN.items()}
 """The same the other way round."""
 
 _WRITING: Final = frozenset({"native_batch_norm"})
-"""Operators that write an argument, though their names do not say so."""
+"""Operators that write an argument, though their schemas do not say so."""
 
 
 def aten_of(function: str) -> str | None:
@@ -80,10 +80,20 @@ def aten_of(function: str) -> str | None:
 
 
 def mutates(aten: str) -> tuple[str, ...] | None:
-    """What an ATen operator writes, as far as its name tells: nothing, or nobody knows."""
+    """What an ATen operator writes, by its schema; None where nobody knows."""
+    operator = _operator(aten)
+    if operator is None or aten in _WRITING:
+        return None
+    arguments = operator._schema.arguments
+    return tuple(it.name for it in arguments if it.alias_info and it.alias_info.is_write)
+
+
+def _operator(aten: str) -> Any:
+    """The operator of that name; None where this torch has none."""
+    import torch
+
     name, _, overload = aten.partition(".")
-    writes = name.endswith("_") or name.startswith("__i") or overload == "out" or name in _WRITING
-    return None if writes else ()
+    return getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
 
 
 def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,9 +107,7 @@ def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """
     import torch
 
-    name, _, overload = aten.partition(".")
-    packet = getattr(torch.ops.aten, name, None)
-    operator = getattr(packet, overload or "default", None)
+    name, operator = aten.partition(".")[0], _operator(aten)
     if operator is None:
         raise PluginError(f"this torch has no operator aten::{aten}")
     arguments = operator._schema.arguments

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transformer_engine_fl import ops
 from transformer_engine_fl.core.errors import NotSupportedError, PluginError
 from transformer_engine_fl.vendors.packages.bridge import Bridge
-from transformer_engine_fl.vendors.taking import Taker, own
+from transformer_engine_fl.vendors.taking import Taker, differentiating, own, recorded
 
 if TYPE_CHECKING:
     import torch
@@ -60,11 +60,11 @@ def _gated_backward(contract: Any) -> Callable[[Any], Callable[..., Any]]:
             contract.check(grad, fwd_input)
             grad, fwd_input = _LIGER.taken(contract.name, grad=grad, fwd_input=fwd_input)
             _LIGER.same_dtype(contract.name, grad=grad, fwd_input=fwd_input)
-            with torch.enable_grad():
+            with differentiating():
                 # Liger's backward writes the gradients over what its forward was given.
                 leaves = [own(half).requires_grad_() for half in fwd_input.chunk(2, -1)]
                 output = unit.apply(*leaves)
-                gradients = torch.autograd.grad(output, leaves, grad.contiguous())
+                gradients = torch.autograd.grad(output, leaves, recorded(grad.contiguous()))
             return torch.cat(gradients, -1).detach()
 
         return backward
@@ -105,10 +105,10 @@ def _layernorm_fwd(norm: Any) -> Callable[..., Any]:
         import torch
 
         ops.layernorm_fwd.check(input, weight, bias, eps)
-        input, weight = _LIGER.taken("layernorm_fwd", input=input, weight=weight)
+        x, gamma = _LIGER.dense("layernorm_fwd", input=input, weight=weight)
+        beta = None if bias is None else _LIGER.dense("layernorm_fwd", bias=bias)[0]
         with torch.no_grad():
-            x, gamma = input.contiguous(), weight.contiguous()
-            beta = torch.zeros_like(gamma) if bias is None else bias.contiguous()
+            beta = torch.zeros_like(gamma) if beta is None else beta
             output = norm.apply(x, gamma, beta, eps)
             variance, mean = torch.var_mean(x.float(), -1, correction=0)
         return output, mean.reshape(-1), variance.add_(eps).rsqrt_().reshape(-1)
@@ -162,17 +162,18 @@ def _layernorm_bwd(function: Any) -> Callable[..., Any]:
         import torch
 
         ops.layernorm_bwd.check(dy, x, mu, rsigma, gamma)
-        dy, x, mu, rsigma = _LIGER.taken("layernorm_bwd", dy=dy, x=x, mu=mu, rsigma=rsigma)
+        g, rows, mean, rstd, weight = _LIGER.dense(
+            "layernorm_bwd", dy=dy, x=x, mu=mu, rsigma=rsigma, gamma=gamma
+        )
         _LIGER.same_dtype("layernorm_bwd", dy=dy, x=x)
         with torch.no_grad():
-            weight = gamma.contiguous()
             dx, dgamma, dbeta = known(
-                dY=dy.contiguous(),
-                X=x.contiguous().view(-1, x.shape[-1]),
+                dY=g,
+                X=rows.view(-1, x.shape[-1]),
                 W=weight,
                 B=torch.zeros_like(weight),
-                Mean=mu.contiguous(),
-                RSTD=rsigma.contiguous(),
+                Mean=mean,
+                RSTD=rstd,
                 needs_dw=True,
                 needs_db=True,
             )[:3]
