@@ -54,6 +54,10 @@ def absent(input, quantizer):
 absent._is_available = lambda: False
 
 
+def other(A, transA, B, transB, D, quantizer):
+    raise AssertionError("never called")
+
+
 class Attention(FlashAttentionBase):
     pass
 
@@ -105,6 +109,7 @@ def register(registry):
             for name in ("gelu", "layernorm_fwd")
         ]
         + [OpImpl(op_name="relu", fn=absent, **common)]
+        + [OpImpl(op_name=name, fn=other, **common) for name in ("generic_gemm", "clamped_swiglu")]
     )
 '''
 
@@ -159,6 +164,22 @@ def test_what_a_plugin_says_of_itself_holds() -> None:
     assert "not available: is_available() says no" in text
     x = torch.ones(2, dtype=torch.bfloat16)
     assert "dtype 'bfloat16' is not among float32" in str(get_default_manager().explain("gelu", x))
+
+
+@pytest.mark.parametrize("op_name", ["generic_gemm", "clamped_swiglu"])
+def test_what_is_not_bridged_says_so_and_keeps_nothing_else_from_serving(op_name: str) -> None:
+    alias_plugin_core()
+    manager = get_default_manager()
+    for asked in (manager.explain(op_name), manager.explain_for(op_name, device="cuda")):
+        (verdict,) = [it for it in asked.verdicts if it.impl.impl_id == "vendor.myvendor"]
+        assert not verdict.accepted
+        assert "it is not bridged: " in verdict.reason
+        assert "implementation (A, transA, B, transB, D, quantizer)" in verdict.reason
+    x = torch.ones(2, 4)
+    with with_preference("vendor:myvendor"):
+        getattr(ops, op_name)(*(x,) * (1 + (op_name == "generic_gemm")))
+        with with_strict_mode():
+            ops.gelu(x)
 
 
 def test_without_the_alias_the_plugin_is_left_out_and_the_reason_said() -> None:

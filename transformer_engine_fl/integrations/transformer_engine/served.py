@@ -15,10 +15,12 @@ from typing import Any, Final
 
 import transformer_engine_fl as ours
 from transformer_engine_fl.core import types
+from transformer_engine_fl.core.contract import fit
 from transformer_engine_fl.core.discovery import ENTRY_POINT_GROUP
-from transformer_engine_fl.core.errors import NotSupportedError
+from transformer_engine_fl.core.errors import NotSupportedError, SignatureMismatchError
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.policy import get_environment
+from transformer_engine_fl.ops import CATALOGUE
 
 __all__ = ["MODULES", "names"]
 
@@ -62,25 +64,46 @@ class OpImpl(types.OpImpl):
         supported_dtypes: Collection[str] | None = None,
         min_arch: str | None = None,
     ) -> None:
+        function, unbridged = _function(op_name, fn)
         super().__init__(
             op_name=op_name,
             impl_id=impl_id,
             kind=kind,
-            fn=_function(op_name, fn),
+            fn=function,
             vendor=vendor,
             priority=priority,
             supported_dtypes=supported_dtypes,
             min_arch=min_arch,
             is_available=_available(fn),
+            switched_off=(lambda: unbridged) if unbridged else None,
         )
 
 
-def _function(op_name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _function(op_name: str, fn: Callable[..., Any]) -> tuple[Callable[..., Any], str]:
+    """What serves the contract by ``fn``; or what stands for it, and why it cannot.
+
+    A vendor hands over all that Transformer Engine has: what is not bridged, as its products,
+    must not keep the others from being registered.
+    """
     from transformer_engine_fl.integrations import tex
 
+    contract = next((it for it in CATALOGUE.values() if op_name in (it.name, *it.aliases)), None)
     if tex.has_signature(op_name, fn):
-        return tex.adapted(op_name, fn, _named)
-    return fn
+        return tex.adapted(op_name, fn, _named), ""
+    if contract is None:
+        return fn, ""
+    try:
+        fit(contract.signature, fn, op_name)
+    except SignatureMismatchError as error:
+        said = f"it is not bridged: {error}"
+    else:
+        return fn, ""
+
+    def unbridged(*args: Any, **kwargs: Any) -> Any:
+        raise NotSupportedError(said)
+
+    unbridged.__signature__ = contract.signature  # type: ignore[attr-defined]
+    return unbridged, said
 
 
 def _named(dtype: Any) -> enum.IntEnum:
