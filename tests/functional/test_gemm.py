@@ -372,8 +372,13 @@ def groups(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return functional.grouped_linear(x, [weight, weight * 2], [2, 3], [bias, bias + 1], gelu=True)
 
 
+def tied(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    shared = functional.grouped_linear(x, [weight, weight], [2, 3], [bias, bias])
+    return shared + functional.linear(x, x).sum()
+
+
 @pytest.mark.parametrize("prefer", ["reference", "vendor:own"])
-@pytest.mark.parametrize("function", [layer, groups])
+@pytest.mark.parametrize("function", [layer, groups, tied])
 def test_layers_compile_forward_and_backward(
     function: Callable[..., Tensor], prefer: str, opaque: None
 ) -> None:

@@ -63,7 +63,8 @@ def linear(
         options = _given(bias=bias, gelu=gelu or None)
         output: Tensor = get_default_manager().call("generic_gemm", weight, input, **options)[0]
         return output
-    output, *_ = _Linear.apply(gelu, main_grad, input, weight, bias)  # type: ignore[no-untyped-call]
+    given = _apart(input, weight, bias)
+    output, *_ = _Linear.apply(gelu, main_grad, *given)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -108,9 +109,18 @@ def grouped_linear(
         return output
     into = None if main_grads is None else list(main_grads)
     output, *_ = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        gelu, into, list(m_splits), input, *weights, *added
+        gelu, into, list(m_splits), *_apart(input, *weights, *added)
     )
     return output
+
+
+def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors; while torch compiles, which takes one only once, views of those given before."""
+    given: list[Tensor | None] = []
+    for tensor in tensors:
+        again = torch.compiler.is_compiling() and any(it is tensor for it in given)
+        given.append(tensor.view_as(tensor) if again and tensor is not None else tensor)
+    return given
 
 
 def _fits(input: Tensor, weight: Tensor) -> bool:
