@@ -599,6 +599,33 @@ def test_memory_that_runs_out_in_supports_is_no_answer() -> None:
         assert not get_default_manager().quarantine.held()
 
 
+def test_a_probe_that_raised_is_asked_again_for_the_aten_operator_too() -> None:
+    answers = iter([OSError("the driver is busy"), True])
+
+    def is_available() -> bool:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    manager = get_default_manager()
+    manager.registry.register_impl(
+        OpImpl(
+            "silu",
+            "vendor.acme",
+            "vendor",  # type: ignore[arg-type]
+            lambda input: input * 5,
+            vendor="acme",
+            is_available=is_available,
+        )
+    )
+    x = torch.ones(3)
+    with use_aten_ops(), with_preference("vendor:acme"):
+        assert torch.equal(F.silu(x), torch.sigmoid(x))
+        manager.reset_quarantine()
+        assert torch.equal(F.silu(x), 5 * x)
+
+
 def test_what_was_routed_for_a_manager_of_before_is_torchs_for_the_next() -> None:
     seen: list[Tensor] = []
 

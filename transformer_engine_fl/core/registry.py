@@ -147,9 +147,12 @@ class Entry:
         return self._unavailable or None
 
     def ask_again(self) -> None:
-        """Forget that its probe raised: that is no answer, and may have been the moment's."""
+        """Forget that its probe raised: that is no answer, and may have been the moment's.
+
+        A stand-in forgets whatever it was told: it has asked another one.
+        """
         with self._asking.patiently(_PATIENCE):
-            if self._probe_raised:
+            if self._probe_raised or self.impl.stand_in:
                 self._probe_raised, self._unavailable = False, None
 
     def load(self) -> str | None:
