@@ -426,6 +426,7 @@ def _failing(device: str, columns: int, itemsize: int) -> dict[str, Any]:
         (lambda device, columns, itemsize: {"thread": 1}, "thread"),
         (lambda device, columns, itemsize: {"threads": 0}, "threads must be positive"),
         (lambda device, columns, itemsize: 5, "5 is no mapping"),
+        (lambda device, columns, itemsize: sys.exit("no licence"), "SystemExit: no licence"),
     ],
 )
 def test_a_rule_that_fails_is_one_warning_and_the_general_one_stands_in(

@@ -127,7 +127,7 @@ class FlagGemsFolder(Package):
     def _specific(self, module: ModuleType) -> Any:
         try:
             return getattr(module, _OPS)()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise blamed(error, f"{self.name!r}: {_OPS}() failed") from error
 
     def implementation(self, name: str) -> Callable[..., Any]:

@@ -256,6 +256,6 @@ def _unfit(folder: FlagGemsFolder, name: str, rule: _Rule) -> str | None:
     """Why a heuristic is not used; None if it is."""
     try:
         rule.fields(_given(folder, name, rule, dict.fromkeys(rule.given.values(), 1024)))
-    except Exception as error:  # noqa: BLE001 - a vendor's code; what it said is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's code; what it said is told
         return worded(error).removeprefix("_UnknownError: ")
     return None

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.blame import of_the_caller, worded
 from transformer_engine_fl.core.errors import ConfigurationError, RegistrationError
 from transformer_engine_fl.core.late import load_attribute
 from transformer_engine_fl.core.locks import LOADING
@@ -385,7 +385,9 @@ def _by_rule_of(vendor: Vendor, choice: Choice[T], name: str, key: Key) -> T | N
             return None
         made: T = load_attribute(f"{_FILES}:made")(choice, fields)
         return made
-    except Exception as error:  # noqa: BLE001 - a vendor's code; the general rule stands in
+    except BaseException as error:  # a vendor's code; the general rule stands in
+        if of_the_caller(error):
+            raise
         _complain((vendor.name, choice.name), f"{where} is passed over: {worded(error)}")
         return None
 
