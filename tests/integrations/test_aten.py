@@ -599,6 +599,36 @@ def test_memory_that_runs_out_in_supports_is_no_answer() -> None:
         assert not get_default_manager().quarantine.held()
 
 
+def test_explain_asks_the_check_of_who_is_bridged_and_for_options_that_it_takes() -> None:
+    def rms_norm(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("takes no other eps than the contract's")
+
+    def short(input: Tensor, p: float, **options: Any) -> str | bool:
+        return "only rows of 128" if input.shape[-1] != 128 else True
+
+    def dropout(input: Tensor, dropout_probability: float, *, seed: int, offset: int = 0) -> Any:
+        raise AssertionError("explain calls nobody")
+
+    manager, x, w = get_default_manager(), torch.ones(2, 4), torch.ones(4)
+    common: dict[str, Any] = {"impl_id": "vendor.acme", "kind": "vendor", "vendor": "acme"}
+    manager.registry.register_impl(OpImpl("rmsnorm_fwd", fn=rms_norm, **common))
+    manager.registry.register_impl(OpImpl("dropout_fwd", fn=dropout, supports=short, **common))
+    before = torch.random.get_rng_state()
+    for call, said in {
+        ("rms_norm", x, (4,), w, 0.5): "does not take the option 'eps' (given float 0.5)",
+        ("dropout", x, 0.5, True): "only rows of 128",
+    }.items():
+        with with_preference("vendor:acme"):
+            decision = aten.explain(*call)
+        assert decision.verdicts[0].impl.impl_id == "vendor.acme"
+        assert decision.verdicts[0].reason == said
+        assert decision.selected is not None
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with with_preference("vendor:acme"):
+        assert aten.explain("rms_norm", x, (4,), w, 1e-5).verdicts[0].accepted
+        assert aten.explain("dropout", torch.ones(128), 0.5, True).verdicts[0].accepted
+
+
 def test_a_probe_that_raised_is_asked_again_for_the_aten_operator_too() -> None:
     answers = iter([OSError("the driver is busy"), True])
 

@@ -17,6 +17,7 @@ import functools
 import inspect
 import keyword
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,6 +44,7 @@ __all__ = [
     "PREFIX",
     "Route",
     "Routes",
+    "declined",
     "exclude",
     "excluded",
     "include",
@@ -292,15 +294,39 @@ def _missing(registry: OpRegistry, name: str) -> list[OpImpl]:
     return found
 
 
+class _AskedError(Exception):
+    """Ends a call of a bridge that is only asked about."""
+
+
+def declined(
+    impls: Iterable[OpImpl], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, tuple[str, str]]:
+    """Who of those that are bridged would decline the contract's call that comes of this one.
+
+    A dispatch finds it out by making that call; it is asked for here because a part of a
+    bridge's own work is done for it.
+
+    Returns:
+        Impl id -> (cause, reason).
+    """
+    asked = ((it.impl_id, getattr(it.fn, "declines", None)) for it in impls)
+    reasons = ((impl_id, ask(*args, **kwargs)) for impl_id, ask in asked if ask is not None)
+    return {impl_id: ("supports", reason) for impl_id, reason in reasons if reason is not None}
+
+
 def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
     """An implementation of the contract's operator, as one of ATen's."""
     impl = entry.impl
     whole = name.removeprefix(PREFIX) in WHOLE
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def refusal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         reason = entry.load() or options_decline(entry, args, kwargs)
         if reason is None and impl.supports is not None:
             reason = ask_supports(entry, (args, kwargs), TorchTensors().is_fatal)
+        return reason
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        reason = refusal(args, kwargs)
         if reason is not None:
             raise NotSupportedError(f"{impl.label}: {reason}")
         try:
@@ -315,6 +341,21 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
 
     def fn(*args: Any, **kwargs: Any) -> Any:
         return bridge.call(*args, **kwargs)(runs)
+
+    def declines(*args: Any, **kwargs: Any) -> str | None:
+        if entry.load() is None and impl.supports is None and not entry.missing:
+            return None
+        found: list[str | None] = []
+
+        def asked(*given: Any, **options: Any) -> None:
+            found.append(refusal(given, options))
+            raise _AskedError
+
+        with suppress(_AskedError), torch.random.fork_rng(devices=()), torch.no_grad():
+            bridge.call(*args, **kwargs)(asked)
+        return found[0]
+
+    fn.declines = declines  # type: ignore[attr-defined]
 
     def supports(*args: Any, **kwargs: Any) -> bool | str:
         try:
