@@ -17,6 +17,7 @@ from transformer_engine_fl.functional._differentiable import (
 )
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.ops._dtypes import math_dtype
+from transformer_engine_fl.ops._tensors import is_transformed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -305,7 +306,7 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
         grad_loss, *others = saved[: -ctx.count]
         assert grad_loss is not None  # an invariant of ours: the forward saved it
-        if ctx.given_out or _is_batch(grad):  # of which there is no room in those that are there
+        if ctx.given_out or is_transformed(grad):  # a batch, for which those here have no room
             again = ctx.again(grad_loss * grad, *others, **ctx.options)
             gradients: Gradients = (again,) if isinstance(again, Tensor) else again
         else:
@@ -317,12 +318,6 @@ class _WithGradient(torch.autograd.Function):
             there = [it for it in gradients if it is not None]
             ctx.scale(there, there, grad.reshape(1))
         return None, None, None, None, *gradients
-
-
-def _is_batch(grad: Tensor) -> bool:
-    """Whether autograd was asked for gradients in a batch, by is_grads_batched or vmap."""
-    functorch = torch._C._functorch
-    return functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)
 
 
 class _VocabularyParallel(torch.autograd.Function):

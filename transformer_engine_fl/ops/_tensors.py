@@ -16,7 +16,7 @@ from transformer_engine_fl.core.blame import BETWEEN, behind, worded
 from transformer_engine_fl.core.registry import Entry
 from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
-__all__ = ["TorchTensors", "facts_of", "first_tensor"]
+__all__ = ["TorchTensors", "facts_of", "first_tensor", "is_transformed"]
 
 # An implementation may be decorated with torch's contexts, compiled, or run by autograd.
 BETWEEN.update(
@@ -99,8 +99,7 @@ class TorchTensors:
             _unusual(value)
             or value.is_nested
             or value.layout is not torch.strided
-            or torch._C._functorch.is_functorch_wrapped_tensor(value)
-            or torch._C._functorch.is_legacy_batchedtensor(value)  # of is_grads_batched
+            or is_transformed(value)
         )
 
     def is_fatal(self, error: Exception) -> bool:
@@ -142,6 +141,15 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
         if isinstance(found, torch.Tensor):
             return found
     return None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether it is one of torch's transforms', or a batch of gradients."""
+    functorch = torch._C._functorch
+    return bool(
+        functorch.is_functorch_wrapped_tensor(tensor)
+        or functorch.is_legacy_batchedtensor(tensor)  # of is_grads_batched
+    )
 
 
 def _ends_it(error: BaseException) -> bool:

@@ -182,7 +182,9 @@ def _is_here(vendor: Vendor) -> bool:
         return True
     try:
         answer = vendor.is_here()
-    except Exception as error:  # noqa: BLE001 - a vendor's code; the device is not its
+    except BaseException as error:  # a vendor's code; the device is not its
+        if of_the_caller(error):
+            raise
         answer = False
         message = f"{vendor.name}'s is_here raised {worded(error)}: its tuning is passed over"
         _complain((vendor.name, "is_here"), message)
