@@ -306,8 +306,11 @@ def test_a_sets_own_folder_that_cannot_be_written_is_told(te_fl, tmp_path, monke
 def test_what_cannot_be_deleted_is_a_fault_of_deleting(te_fl, tmp_path):
     inner = tmp_path / "transformer_engine_fl" / "cuda" / "folder"
     inner.mkdir(parents=True)
+    for name in ("before", "from behind"):
+        (inner.parent / name).write_bytes(b"")
     ran = te_fl("doctor", "--json", "--clear-cache", XDG_CACHE_HOME=str(tmp_path))
     assert ran.code == 1
+    assert list(inner.parent.iterdir()) == [inner]  # what can be deleted is
     (finding,) = ran.document["findings"]
     assert finding["what"].startswith("compiled kernels cannot be deleted: ")
     assert str(inner) in finding["what"]

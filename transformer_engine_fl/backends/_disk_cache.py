@@ -77,14 +77,21 @@ def clear() -> int:
     """Delete every entry, and what interrupted processes have left; says how many entries.
 
     Raises:
-        OSError: one cannot be deleted.
+        OSError: one cannot be deleted; the others are.
         RuntimeError: as :func:`root`.
     """
     deleted = 0
+    failed: OSError | None = None
     for path in _folders():
         for entry in path.iterdir():
-            entry.unlink(missing_ok=True)
-            deleted += not entry.name.startswith(".")
+            try:
+                entry.unlink(missing_ok=True)
+            except OSError as error:
+                failed = error
+            else:
+                deleted += not entry.name.startswith(".")
+    if failed is not None:
+        raise failed
     return deleted
 
 
