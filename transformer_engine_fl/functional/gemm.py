@@ -114,12 +114,16 @@ def grouped_linear(
     return output
 
 
-def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
+def _apart(*tensors: Tensor | None) -> Sequence[Tensor | None]:
     """The tensors; while torch compiles, which takes one only once, views of those given before."""
+    if not torch.compiler.is_compiling():
+        return tensors
     given: list[Tensor | None] = []
     for tensor in tensors:
-        again = torch.compiler.is_compiling() and any(it is tensor for it in given)
-        given.append(tensor.view_as(tensor) if again and tensor is not None else tensor)
+        if tensor is not None and any(it is tensor for it in given):
+            given.append(tensor.view_as(tensor))
+        else:
+            given.append(tensor)
     return given
 
 
@@ -200,19 +204,17 @@ class _GroupedLinear(torch.autograd.Function):
         groups = len(ctx.m_splits)
         pre_gelu, input, *weights = saved
         of_input, *wanted = ctx.needs_input_grad[3:]
-        of_weights, of_biases = any(wanted[:groups]), any(wanted[groups:])
+        of_groups = wanted[:groups]
+        of_weights, of_biases = any(of_groups), any(wanted[groups:])
         grad = _before_gelu(ctx, grad, pre_gelu)
         dx = dw = db = None
         if of_input:
             dx, _, _ = ctx.gemm(weights[:groups], [grad], ctx.m_splits, transa=False)
         if of_weights:
-            into = (
-                ctx.main_grads
-                and [
-                    it if used else torch.empty_like(it)  # of a frozen weight: for nobody
-                    for it, used in zip(ctx.main_grads, wanted[:groups], strict=True)
-                ]
-            )
+            into = ctx.main_grads and [
+                it if used else torch.empty_like(it)  # of a frozen weight: for nobody
+                for it, used in zip(ctx.main_grads, of_groups, strict=True)
+            ]
             options = _wgrad(of_biases, into)
             dw, db, _ = ctx.gemm([input], [grad], ctx.m_splits, **options)
         elif of_biases:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from transformer_engine_fl.backends.vendor.cuda._tiles import Piece, Team, Tile
+from transformer_engine_fl.backends.vendor.cuda._tiles import Piece, Pieces, Team, Tile
 
 __all__ = [
     "BACKWARD_PIECES",
@@ -133,15 +133,12 @@ IN_REGISTERS: Final = (
 FEW_ROWS: Final = 64
 
 
-_Pieces = tuple[tuple[range, Piece], ...]
-"""How wide rows are that a piece is for."""
-
 # Of backwards, by whether there is a mean, whether something is added, and whether rows begin
 # anywhere. Of pieces that are for a width the one is taken that leaves the fewest threads without
 # columns, and of several the first. As measured with 40 widths from 5,632 to 262,144 columns, and
 # with seven that begin anywhere (docs/measured/cuda.md).
 _WIDE, _WIDER, _WIDEST = range(8193, 131_073), range(131_073, 196_609), range(196_609, 262_145)
-BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], _Pieces]] = {
+BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], Pieces]] = {
     (False, False, False): (
         (range(5121, 7169), Piece(32, 4, 10)),
         (_WIDE, Piece(32, 4, 10)),
@@ -177,7 +174,7 @@ BACKWARD_PIECES: Final[dict[tuple[bool, bool, bool], _Pieces]] = {
 _GAPS: Final = [range(width + 1, width + 2048) for width in range(14_336, 28_672, 2048)]
 # Of forwards, by whether there is a mean to subtract and whether a residual is added. Of pieces
 # that are for a width the first that rows fill is taken, or the last.
-FORWARD_PIECES: Final[dict[tuple[bool, bool], _Pieces]] = {
+FORWARD_PIECES: Final[dict[tuple[bool, bool], Pieces]] = {
     (False, False): (
         # Those between that fill the vectors of 256 threads wait.
         *((gap, Piece(32, 8, 12, 4)) for gap in _GAPS if gap.start > 20_480),

@@ -24,12 +24,14 @@ __all__ = [
     "WARPS",
     "WAYS",
     "Piece",
+    "Pieces",
     "Team",
     "Tile",
     "UnderWay",
     "exchange_bytes",
     "groups_of",
     "is_strewn",
+    "pieces_for",
     "require_clusters",
     "room_for_pieces",
     "runs_clusters",
@@ -290,6 +292,15 @@ class Piece(NamedTuple):
         share = self.vecs * self.lanes * 8
         strewn = is_strewn(columns, 2)
         return Tile(8, self.vecs, self.lanes, 1, -(-columns // share), self.blocks, strewn)
+
+
+Pieces = tuple[tuple[range, Piece], ...]
+"""How wide rows are that a piece is for."""
+
+
+def pieces_for(pieces: Pieces, columns: int) -> list[tuple[Tile, Piece]]:
+    """Those that are for rows of so many columns, with how each spreads them."""
+    return [(piece.tile(columns), piece) for widths, piece in pieces if columns in widths]
 
 
 def room_for_pieces(

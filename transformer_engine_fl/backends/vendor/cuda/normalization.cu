@@ -140,8 +140,7 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean, int lef
 // fills all vectors of as many threads as are halved, those are equally large parts; elsewhere
 // parts of any size, those of warps, whose lanes add up what they have before and after they
 // subtract its mean: to merge two such parts takes several times as long as two sums.
-constexpr bool kHalvedLanes = (LANES & (LANES - 1)) == 0;
-constexpr bool kEqual = CENTRED && FULL && kHalvedLanes;
+constexpr bool kEqual = CENTRED && FULL && (LANES & (LANES - 1)) == 0;
 constexpr bool kOfWarps = CENTRED && !kEqual;
 constexpr int kStatistics = !CENTRED ? 1 : kEqual ? 2 : 3;
 template <Telling Told>
@@ -688,7 +687,7 @@ class StatisticsOfRow {
   // `left`: columns of the row from the block's first one on.
   __device__ __forceinline__ void begin(const Vec<TX, VEC> (&row)[VECS], int left) {
     auto own = [&](int v) { return row[v]; };
-    if (kHalvedLanes && (FULL || left >= kColumns)) {
+    if (FULL || left >= kColumns) {
       A found[2];
       own_statistics(own, 0, left, found);
       over_filled_.template reduce<Moments>(found);

@@ -65,6 +65,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
     exchange_bytes,
     groups_of,
     is_strewn,
+    pieces_for,
     require_clusters,
     room_for_pieces,
     runs_clusters,
@@ -380,10 +381,9 @@ class ForwardKey:
             clusters = device.has_clusters
             tiles = strewn_forward_tiles(self.columns, self.added, clusters, most_blocks)
             return next((it for it in tiles if self._has_room(it, device)), None), None
-        found = self._stream(device, most_blocks)
         if tile := self._waiting(device):
             return tile, None
-        if found:
+        if found := self._stream(device, most_blocks):
             return found
         if not self.centred and self.cast is None:
             tile = self._row_tile(device, large_block=True)
@@ -475,12 +475,10 @@ class ForwardKey:
         bytes of a block; None for other rows, and where there is no room.
         """
         sizes = {SIZES[it] for it in (self.x, self.weight, self.bias, self.output)}
-        found = FORWARD_PIECES.get((self.centred, self.added), ())
-        asked = [it for columns, it in found if self.columns in columns]
-        if not asked or self.cast is not None or sizes != {2} or self.columns % 8:
+        found = pieces_for(FORWARD_PIECES.get((self.centred, self.added), ()), self.columns)
+        if not found or self.cast is not None or sizes != {2} or self.columns % 8:
             return None
-        tiles = [(it.tile(self.columns), it) for it in asked]
-        tile, piece = next((it for it in tiles if it[0].fills(self.columns)), tiles[-1])
+        tile, piece = next((it for it in found if it[0].fills(self.columns)), found[-1])
         parameters = SIZES[self.weight] + (SIZES[self.bias] if self.centred else 0)
         kept = 0 if piece.holds else tile.kept(parameters)
         shared = room_for_pieces(tile, self.row_sizes, self.sums, device, piece.stages, kept)
@@ -709,11 +707,11 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
     whole = key.strewn or key.columns % 8 == 0
     if SIZES[key.x] != 2 or key.other_size != 2 or not whole:
         return None
-    found = BACKWARD_PIECES[key.centred, key.add is not None, key.strewn]
-    asked = [(it.tile(key.columns), it) for columns, it in found if key.columns in columns]
-    if not asked:
+    pieces = BACKWARD_PIECES[key.centred, key.add is not None, key.strewn]
+    found = pieces_for(pieces, key.columns)
+    if not found:
         return None
-    tile, piece = min(asked, key=lambda it: it[0].room)
+    tile, piece = min(found, key=lambda it: it[0].room)
     shared = room_for_pieces(tile, key.row_sizes, key.sums, device, piece.stages)
     if shared is None:
         return None

@@ -52,6 +52,7 @@ from transformer_engine_fl.backends.vendor.cuda._tiles import (
     exchange_bytes,
     groups_of,
     is_strewn,
+    pieces_for,
     require_clusters,
     room_for_pieces,
     runs_clusters,
@@ -332,13 +333,13 @@ def pieces(key: Key, device: _launch.Limits) -> tuple[Tile, int, int] | None:
     sizes = [SIZES[it] for it in (key.x, key.dy) if it is not None]
     if not key.plain or key.gradients is not None or set(sizes) != {2} or key.columns % 8:
         return None
-    for columns, piece in FORWARD_PIECES if key.dy is None else BACKWARD_PIECES:
-        if key.columns in columns:
-            tile = piece.tile(key.columns)
-            told = 2 if key.dy is None else 1  # numbers of a row, also among the warps of a block
-            shared = room_for_pieces(tile, tuple(sizes), told, device, piece.stages)
-            return None if shared is None else (tile, piece.stages, shared)
-    return None
+    found = pieces_for(FORWARD_PIECES if key.dy is None else BACKWARD_PIECES, key.columns)
+    if not found:
+        return None
+    tile, piece = found[0]
+    told = 2 if key.dy is None else 1  # numbers of a row, also among the warps of a block
+    shared = room_for_pieces(tile, tuple(sizes), told, device, piece.stages)
+    return None if shared is None else (tile, piece.stages, shared)
 
 
 def source(

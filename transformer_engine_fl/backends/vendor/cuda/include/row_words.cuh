@@ -94,13 +94,13 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   // Two halves, as those of other reductions.
   template <typename Operation>
   __device__ __forceinline__ void begin(float (&value)[K]) {
+    static_assert(kKeeps<Operation, K>, "lanes may have nothing, or half of the values");
     over_block<Operation>(value);
     words_.tell(value);
   }
 
   template <typename Operation>
   __device__ __forceinline__ void end(float (&value)[K]) {
-    static_assert(Words::kAll || kKeeps<Operation, K>, "nothing for what 32 lanes have more");
     float nothing[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) nothing[k] = Operation::template nothing<float>();
@@ -121,7 +121,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
       __shared__ __align__(16) float slots[2][K][kWarps];
       const int warp = threadIdx.x / 32;
       const int lane = threadIdx.x % 32;
-      if constexpr (K == 2 && kKeeps<Operation, K>) {
+      if constexpr (K == 2) {
         // Of two sums: after the first exchange each half of the warp has one of them.
         const bool upper = lane & 16;
         float own[1] = {upper ? value[1] : value[0]};
