@@ -791,8 +791,7 @@ _BACKWARD_CENTRED = cut_choice(
     most_elements=16,
     half={
         2048: _BACKWARD_WHOLE[2048],
-        3584: Cut(threads=256, width=4096, programs=2, stages=3),
-        4096: Cut(threads=512, width=8192, programs=1, stages=4),
+        4096: Cut(threads=256, width=4096, programs=2, stages=3),
         6144: Cut(threads=32, width=512, programs=16, stages=3, shared=True),
         7168: Cut(threads=512, width=8192, programs=1, stages=4),
         8192: Cut(threads=256, width=8192, programs=1, stages=3),

@@ -554,7 +554,7 @@ class _Cut(NamedTuple):
     programs: int
 
 
-_OF_ONE = _Cut(128, 2048, 8, 24)
+_OF_ONE = _Cut(128, 2048, 8, 128)
 _OF_THREE = _Cut(128, 2048, 4, 40)  # so that programs of queries have no more heads than others
 
 
