@@ -100,14 +100,22 @@ def test_bias_gradients_of_every_width(rows: int, columns: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (2, 512), (3, 512), (37, 40), (11, 1100)])
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 40), (2, 512), (3, 512), (37, 40), (11, 1100), (70, 1101)]
+)
 def test_bias_gradients_of_strips_of_many_rows(
-    rows: int, columns: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(activation.WithBias, "groups", lambda self, rows: 1)
     generator = torch.Generator().manual_seed(rows)
-    args = [torch.randn(rows, columns, generator=generator).to(device, dtype) for _ in range(2)]
-    check("dbias_dgelu", *args)
+    grad, x = (torch.randn(rows, columns, generator=generator).to(device) for _ in range(2))
+    check("dbias_dgelu", grad.to(grad_dtype), x.to(dtype))
 
 
 @pytest.mark.gpu

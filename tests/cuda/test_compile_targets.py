@@ -79,7 +79,7 @@ def _benchmarked() -> Iterator[tuple[str, ModuleType]]:
 
 FAMILIES = dict(_families())
 BENCHMARKED = dict(_benchmarked())
-COPYING = {"epilogue", "normalization", "softmax"}
+COPYING = {"activation", "epilogue", "normalization", "softmax"}
 """Families that copy to shared memory past the registers."""
 DEPENDENT = {
     "activation",

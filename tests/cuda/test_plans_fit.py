@@ -131,7 +131,8 @@ def others(device: Limits) -> Iterator[Plan]:
     """Those that ask for no shared memory but what they declare."""
     for columns, x in itertools.product(WIDTHS, DTYPES):
         vec = vector_width(columns, x.itemsize)
-        bias = activation.Key("Gelu", False, True, x, FULL, False, vec, vec)
+        wide = activation.bias_width(columns, x, FULL)
+        bias = activation.Key("Gelu", False, True, x, FULL, False, wide, wide)
         yield activation.bias_source(bias, columns)
         yield loss.forward_source(loss.ForwardKey(columns // vec, 1, x))
         yield loss.backward_source(loss.BackwardKey(-(-columns // vec), 1, x, x))

@@ -293,7 +293,7 @@ def _with_bias(
 
 # -------------------------------------------------------------------------------- plans
 
-_BIAS_STAGES = 3  # tiles that are read or worked on at a time, where reads can go ahead
+_BIAS_STAGES = 5  # tiles that are read or worked on at a time, where reads can go ahead
 
 
 class _Activation(NamedTuple):
@@ -380,8 +380,8 @@ _TILES = {
 
 
 def _bias_candidates(columns: int, itemsize: int) -> Iterator[_BiasTile]:
-    for threads, elements, widest in itertools.product((128, 256), (2048, 4096), (512, 1024)):
-        yield _BiasTile(threads, elements, widest, 4)
+    for threads, elements, widest in itertools.product((128, 256), (1024, 2048), (512, 1024)):
+        yield _BiasTile(threads, elements, widest, 3)
 
 
 _BIAS_TILE = Choice(
@@ -390,7 +390,7 @@ _BIAS_TILE = Choice(
     key=("columns", "itemsize"),
     rounded=("columns",),
     candidates=_bias_candidates,
-    heuristic=lambda device, columns, itemsize: _BiasTile(128, 2048, 1024, 4),
+    heuristic=lambda device, columns, itemsize: _BiasTile(128, 1024, 1024, 3),
     wrong=bounded(
         threads=(32, 1024), elements=(128, 2**14), columns=(16, 2**14), programs=range(1, 33)
     ),

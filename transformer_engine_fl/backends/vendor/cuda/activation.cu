@@ -13,7 +13,7 @@
 //   ACCESS     elements that the addresses allow in one access, up to VEC
 //   LANES      threads of a block that share its columns (all of them, in `elementwise`)
 //   ROWS       rows that a block of `with_bias` works on at once
-//   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
+//   DEPTH      rows of a thread of `with_bias` that are under way
 //
 // Nothing is added atomically, so the same call gives the same bits.
 
@@ -21,6 +21,7 @@
 #include "cluster.cuh"
 #include "memory.cuh"
 #include "numeric.cuh"
+#include "rows.cuh"
 
 using namespace te_fl;
 
@@ -116,34 +117,42 @@ extern "C" __global__ void __launch_bounds__(LANES)
 #ifdef KERNEL_with_bias
 
 // The gradient, and its sum over the rows of each group, to partial[group][column]:
-// blockIdx.x chooses the columns, blockIdx.y the group. A thread asks for its next row before
-// it works on the one that came.
-extern "C" __global__ void __launch_bounds__(LANES * ROWS, BLOCKS)
+// blockIdx.x chooses the columns, blockIdx.y the group. DEPTH rows of a thread wait in shared
+// memory, since registers hold too few for memory to be busy.
+extern "C" __global__ void __launch_bounds__(LANES * ROWS)
     with_bias(const TDY* __restrict__ grad, const TX* __restrict__ x, TX* __restrict__ out,
               A* __restrict__ partial, long long rows, long long grad_stride, long long x_stride,
               int columns) {
+  using Tile = RowTile<VEC, 1, ACCESS, LANES, ROWS, 1, false, false>;
+  using Inputs = Tile::Slots<TX>;
+  using Grads = Tile::Slots<TDY>;
+  constexpr int kRow = Inputs::kBytes + Grads::kBytes;
+  constexpr int kTotals = (ROWS - 1) * VEC * LANES * static_cast<int>(sizeof(A));
+  __shared__ __align__(16) unsigned char waiting[DEPTH * kRow > kTotals ? DEPTH * kRow : kTotals];
   const int lane = threadIdx.x % LANES;
   const int team = threadIdx.x / LANES;
   const int column = (blockIdx.x * LANES + lane) * VEC;
   const bool inside = column < columns;
   const long long step = static_cast<long long>(gridDim.y) * ROWS;
-  A total[VEC] = {};
-  Vec<TX, VEC> next_x;
-  Vec<TDY, VEC> next_grad;
-  const auto ask = [&](long long row) {
-    if (row >= rows || !inside) return;
-    next_x = load<ACCESS, VEC>(x + row * x_stride + column);
-    next_grad = load<ACCESS, VEC>(grad + row * grad_stride + column);
+  const auto ask = [&](long long row, unsigned char* to) {
+    const bool exists = row < rows;
+    Inputs::template fill<kOnce>(to, 0, x + row * x_stride + column, exists, column, columns);
+    Grads::template fill<kOnce>(to + Inputs::kBytes, 0, grad + row * grad_stride + column, exists,
+                                column, columns);
+    commit_copies();
   };
-  const long long first = static_cast<long long>(blockIdx.y) * ROWS + team;
-  ask(first);
-  for (long long row = first; row < rows && inside; row += step) {
-    const Vec<TX, VEC> values = next_x;
-    const Vec<TDY, VEC> grads = next_grad;
-    ask(row + step);
+  long long row = static_cast<long long>(blockIdx.y) * ROWS + team;
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) ask(row + i * step, waiting + i * kRow);
+  A total[VEC] = {};
+#pragma unroll 1
+  for (int at = 0; row < rows && inside; row += step) {
+    wait_copies<DEPTH - 1>();
     A a[VEC], dx[VEC];
-    decode(values, a);
-    decode(grads, dx);
+    decode(Inputs::read(waiting + at, 0), a);
+    decode(Grads::read(waiting + at + Inputs::kBytes, 0), dx);
+    ask(row + DEPTH * step, waiting + at);
+    at = at == (DEPTH - 1) * kRow ? 0 : at + kRow;
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
       dx[i] *= KIND::at(a[i], A(0)).slope;
@@ -153,8 +162,10 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS, BLOCKS)
   }
   release_dependents();
   if constexpr (ROWS > 1) {
+    wait_copies<0>();
+    __syncthreads();
     // Neighbouring lanes use neighbouring banks.
-    __shared__ A teams[ROWS > 1 ? ROWS - 1 : 1][VEC][LANES];
+    auto* teams = reinterpret_cast<A(*)[VEC][LANES]>(waiting);
     if (team > 0) {
 #pragma unroll
       for (int i = 0; i < VEC; ++i) teams[team - 1][i][lane] = total[i];

@@ -79,10 +79,8 @@ CLAMPED: Final = "SteepSilu"
 """The kind whose two halves are limited, and that has options."""
 KINDS: Final = ("Gelu", "QuickGelu", "Relu", "SquaredRelu", "Silu", "Sigmoid", CLAMPED)
 THREADS: Final = 128
-BIAS_THREADS: Final = 256
-BIAS_LANES: Final = 128
-BIAS_BLOCKS: Final = {True: 4, False: 3}
-"""Blocks of a multiprocessor, by whether the gradients are no wider than the input."""
+BIAS_BYTES: Final = 48 * 1024
+"""What is under way on a multiprocessor for a bias' gradient: more of it took longer."""
 MOST_VECTORS: Final = 2**32 - 2**20
 """Vectors of rows that are told apart are counted in 32 bits, with a block beyond them."""
 
@@ -137,22 +135,44 @@ def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
     return Specialisation("activation", "elementwise", tuple(defines.items())), geometry
 
 
-def _bias_lanes(columns: int, vec: int) -> int:
-    """Threads of a block that share its columns."""
-    return min(BIAS_LANES, 1 << (columns // vec - 1).bit_length())
+def bias_width(columns: int, x: torch.dtype, grad: torch.dtype) -> int:
+    """Elements per vector of both: the wider one's have 16 bytes, which a copy moves at once."""
+    return vector_width(columns, max(SIZES[x], SIZES[grad]))
+
+
+class _BiasShape(NamedTuple):
+    """How columns and rows are spread over the threads of a block.
+
+    Attributes:
+        lanes: threads that share its columns.
+        rows: that it works on at once.
+        depth: rows of a thread that are under way.
+    """
+
+    lanes: int
+    rows: int
+    depth: int
+
+    @classmethod
+    def of(cls, key: Key, columns: int) -> _BiasShape:
+        """Wide rows leave few blocks to share out the rows of their columns, so those are wide.
+        Accesses of 2 bytes are none that can be under way: as many threads as can be wait for them.
+        """
+        if key.access * min(SIZES[key.x], SIZES[key.grad]) == 2:
+            lanes, threads, depth = 512, 1024, 1
+        elif columns > 16384 or SIZES[key.grad] > SIZES[key.x]:
+            lanes, threads, depth = 256, 512, 3
+        else:
+            lanes, threads, depth = 128, 384, 4
+        lanes = min(lanes, 1 << (columns // key.vec - 1).bit_length())
+        # Few lanes would make many teams, and their sums be more than the first have to read.
+        return cls(lanes, min(threads // lanes, 16), depth)
 
 
 def bias_source(key: Key, columns: int) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel of a gradient together with its sums over groups of rows."""
-    lanes = _bias_lanes(columns, key.vec)
-    # Few lanes would make many teams, and their sums be more than the first have to read.
-    rows = min(BIAS_THREADS // lanes, 16)
-    defines = {
-        **key.defines(),
-        "LANES": lanes,
-        "ROWS": rows,
-        "BLOCKS": BIAS_BLOCKS[SIZES[key.grad] <= SIZES[key.x]] if SIZES[key.x] < 8 else 1,
-    }
+    lanes, rows, depth = _BiasShape.of(key, columns)
+    defines = {**key.defines(), "LANES": lanes, "ROWS": rows, "DEPTH": depth}
     geometry = _launch.Geometry(lanes * rows, "PPPPqqqi")
     return Specialisation("activation", "with_bias", tuple(defines.items())), geometry
 
@@ -164,12 +184,13 @@ class WithBias:
 
     def __init__(self, key: Key, columns: int, device: int) -> None:
         found, geometry = bias_source(key, columns)
-        lanes = _bias_lanes(columns, key.vec)
+        lanes, self._rows, depth = _BiasShape.of(key, columns)
         self._kernel = _launch.load(found, geometry, device)
         self._total = SumOfGroups(columns, math_dtype(key.x), key.grad, device)
-        self._rows = geometry.threads // lanes
         self._blocks = -(-columns // (lanes * key.vec))
-        self._resident = max(1, self._kernel.resident_groups() // self._blocks)
+        under_way = geometry.threads * depth * key.vec * (SIZES[key.x] + SIZES[key.grad])
+        wanted = max(1, BIAS_BYTES // under_way) * _launch.limits(device).multiprocessors
+        self._resident = max(1, min(self._kernel.resident_groups(), wanted) // self._blocks)
 
     def groups(self, rows: int) -> int:
         """How many partial sums there will be: no more than finish together."""
@@ -203,6 +224,7 @@ def representative_sources(
                 yield source(Key(kind, gated, False, x, x, False, vec, access))
                 yield source(Key(kind, gated, True, x, grad, False, vec, access))
         for columns in (8, 96, 65536):
+            vec = min(vec, bias_width(columns, x, grad))
             yield bias_source(Key("Gelu", False, True, x, grad, False, vec, vec), columns)
             yield sum_source(columns, math_dtype(x), grad, device)
 
@@ -337,8 +359,8 @@ def _run_with_bias(of: Of, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     rows = x.numel() // columns
     x, x_step = dense_rows(x)
     grad, grad_step = dense_rows(grad)
-    vec = vector_width(columns, SIZES[dtype])
     address, grad_address, grad_dtype = x.data_ptr(), grad.data_ptr(), grad.dtype
+    vec = bias_width(columns, dtype, grad_dtype)
     access = _access(vec, (address, x_step, dtype), (grad_address, grad_step, grad_dtype))
     device = x.get_device()
     key = (device, columns, of.kind, False, True, dtype, grad_dtype, False, vec, access)
