@@ -137,6 +137,44 @@ def test_sets_and_the_other_options_may_be_given_several_times(vendor: Vendor) -
     assert "te-fl: vendor.loopback on cpu, reference.torch on cpu" in ran.out
 
 
+OFF = """
+from transformer_engine_fl import OpImpl
+from transformer_engine_fl.backends.reference import activation
+
+
+def register(registry):
+    for name, reason in {"silu": None, "gelu": "needs a licence\\nof Acme's"}.items():
+        registry.register_impl(
+            OpImpl(name, "vendor.acme", "vendor", getattr(activation, name), vendor="acme",
+                   switched_off=lambda reason=reason: reason)
+        )
+"""
+
+
+def test_an_operator_that_is_switched_off_is_named_and_one_alone_is_refused(
+    vendor: Vendor,
+) -> None:
+    (vendor.folder / "off.py").write_text(OFF)
+    asked = ("vendor.acme", "--dtype", "float32", "--every", "20")
+    ran = vendor.te_fl("verify", *asked, plugin="off")
+    assert ran.code == 0, ran.out
+    assert "\nnot run: gelu: needs a licence\nof Acme's\n" in ran.out
+    card = json.loads((vendor.folder / "scorecard-vendor.acme.json").read_text())
+    assert card["switched_off"] == {"gelu": "needs a licence\nof Acme's"}
+    assert card["operators"] == ["silu"]
+    assert "gelu" not in card["missing"]
+    shared = vendor.te_fl("verify", *asked, "--jobs", "2", "--json", plugin="off")
+    assert json.loads(shared.out)["switched_off"] == card["switched_off"]
+    alone = vendor.te_fl("verify", "vendor.acme", "--op", "gelu", plugin="off")
+    assert (alone.code, alone.out) == (2, "")
+    assert "needs a licence" in alone.err
+    ran = vendor.pytest(
+        "--te-fl-impl", "vendor.acme", "-k", "values and typical and float32", plugin="off"
+    )
+    assert ran.code == 0, ran.out
+    assert "te-fl: not run: vendor.acme: gelu: needs a licence" in ran.out
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

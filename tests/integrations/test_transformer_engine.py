@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from transformer_engine_fl import (
+    ConfigurationError,
     NotSupportedError,
     OpManager,
     get_default_manager,
     ops,
     reset_global_policy,
+    testing,
     with_preference,
     with_strict_mode,
 )
@@ -180,6 +182,20 @@ def test_what_is_not_bridged_says_so_and_keeps_nothing_else_from_serving(op_name
         getattr(ops, op_name)(*(x,) * (1 + (op_name == "generic_gemm")))
         with with_strict_mode():
             ops.gelu(x)
+
+
+def test_what_is_not_bridged_is_named_in_the_scorecard_and_fails_nothing() -> None:
+    alias_plugin_core()
+    some = {"dtypes": ["float32"], "on": ["cpu"], "every": 20}
+    card = testing.verify("vendor.myvendor", operators=["gelu", "clamped_swiglu"], **some)
+    assert (card.passed, card.operators) == (True, ("gelu",))
+    assert card.switched_off["clamped_swiglu"].startswith("it is not bridged: ")
+    assert "| `clamped_swiglu` | it is not bridged: " in card.to_markdown()
+    whole = testing.verify("vendor.myvendor", **{**some, "every": 1000})
+    assert set(whole.switched_off) == {"generic_gemm", "clamped_swiglu"}
+    assert not set(whole.switched_off) & {*whole.operators, *(whole.missing or ())}
+    with pytest.raises(ConfigurationError, match="it is not bridged: "):
+        testing.verify("vendor.myvendor", operators=["generic_gemm"], on=["cpu"])
 
 
 def test_without_the_alias_the_plugin_is_left_out_and_the_reason_said() -> None:

@@ -241,8 +241,11 @@ def _show(out: Console, card: Scorecard, *, quiet: bool, traced: bool) -> None:
     if len(card.failures) > SHOWN_FAILURES:
         out.print(f"and {len(card.failures) - SHOWN_FAILURES} more")
     if card.missing and not quiet:
-        whole = len(card.missing) + len(card.operators)
+        whole = len(card.missing) + len(card.operators) + len(card.switched_off)
         out.print(f"not implemented: {named(card.missing, whole)}")
+    if card.switched_off and not quiet:
+        for name, reason in card.switched_off.items():
+            out.print(Text(f"not run: {name}: {reason}"))
     out.print(Text(card.verdict(), "green" if card.passed else "bold red"))
 
 

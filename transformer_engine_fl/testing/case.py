@@ -40,7 +40,7 @@ from transformer_engine_fl.testing.machine import device_types, usable_device
 from transformer_engine_fl.testing.outcome import ConformanceError, Outcome
 from transformer_engine_fl.testing.refusals import refused_calls
 
-__all__ = ["Case", "calls", "cases", "devices"]
+__all__ = ["Case", "calls", "cases", "devices", "dtypes_of", "switched_off"]
 
 _MANY_ROWS = 512
 """How many rows the widest sample is repeated to on a GPU: more than it has processors."""
@@ -133,7 +133,7 @@ def cases(
         UnknownOperatorError: nothing here has that id, or an operator of ``operators``
             has no implementation of that id.
         ConfigurationError: there is nothing to test: no contract, no such dtype or case,
-            or the set does not run on that device.
+            the set does not run on that device, or is switched off.
     """
     here, wanted = _asked(impl_id, operators, dtypes, device, manager)
     if only is None:
@@ -193,6 +193,19 @@ def devices(
     return served
 
 
+def switched_off(
+    impl_id: str, *, operators: Iterable[str] | None = None, manager: OpManager | None = None
+) -> dict[str, str]:
+    """The operators of a set that serve nowhere and have no cases, each with its reason.
+
+    Those that Transformer Engine's plugins bring and nothing bridges, say. Arguments and errors
+    are those of :func:`cases`.
+    """
+    found = _with_contract(impl_id, operators, manager or get_default_manager())
+    reasons = {contract.name: entry.switched_off() for entry, contract in found}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
 def _runs_on(entry: Entry, kind: str) -> bool:
     return entry.impl.devices is None or kind in entry.impl.devices
 
@@ -240,6 +253,17 @@ def _takes(entry: Entry, dtype: str, wanted: frozenset[str] | None) -> bool:
 
 
 def _entries(impl_id: str, operators: Iterable[str] | None, manager: OpManager) -> Found:
+    found = _with_contract(impl_id, operators, manager)
+    on = [it for it in found if it[0].switched_off() is None]
+    if not on:
+        reasons = dict.fromkeys(str(entry.switched_off()) for entry, _ in found)
+        raise ConfigurationError(
+            f"no operator of {impl_id!r} that was asked for can be tested: {'; '.join(reasons)}"
+        )
+    return on
+
+
+def _with_contract(impl_id: str, operators: Iterable[str] | None, manager: OpManager) -> Found:
     manager.ensure_initialized()
     registry = manager.registry
     known = {

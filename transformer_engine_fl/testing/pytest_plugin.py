@@ -64,6 +64,7 @@ class Suite:
     def __init__(self, given: dict[str, Any]) -> None:
         from transformer_engine_fl import testing
         from transformer_engine_fl.core.errors import TeFlError
+        from transformer_engine_fl.testing.case import switched_off
 
         operators = given["op"] or None
         narrowed = {
@@ -72,8 +73,11 @@ class Suite:
             "only": given["case"] or None,
         }
         self.cases: dict[tuple[str, str], Iterator[Case]] = {}
+        self.not_run: list[str] = []
         try:
             for impl_id in dict.fromkeys(given["impl"]):
+                off = switched_off(impl_id, operators=operators)
+                self.not_run += [f"{impl_id}: {name}: {reason}" for name, reason in off.items()]
                 for device in dict.fromkeys(given["device"]) or testing.devices(
                     impl_id, operators=operators
                 ):
@@ -81,9 +85,10 @@ class Suite:
         except TeFlError as error:
             raise pytest.UsageError(f"te-fl: {error}") from error
 
-    def pytest_report_header(self) -> str:
-        """Who is tested, and where."""
-        return "te-fl: " + ", ".join(f"{impl_id} on {where}" for impl_id, where in self.cases)
+    def pytest_report_header(self) -> list[str]:
+        """Who is tested, and where; and what of it serves nowhere."""
+        first = ", ".join(f"{impl_id} on {where}" for impl_id, where in self.cases)
+        return [f"te-fl: {first}", *(f"te-fl: not run: {it}" for it in self.not_run)]
 
     @pytest.hookimpl(tryfirst=True)  # before -k and -m select
     def pytest_collection_modifyitems(

@@ -19,7 +19,7 @@ import torch
 from transformer_engine_fl.core.errors import ConfigurationError, TeFlError
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.testing import machine
-from transformer_engine_fl.testing.case import Case, cases, devices, dtypes_of
+from transformer_engine_fl.testing.case import Case, cases, devices, dtypes_of, switched_off
 from transformer_engine_fl.testing.outcome import ConformanceError
 from transformer_engine_fl.testing.scorecard import Failure, Row, Scorecard
 
@@ -103,7 +103,8 @@ def verify(
         ]
         rows, failures = _run(found, manager, progress)
     whole = operators is None and only is None
-    covered = {row.operator for row in rows}
+    off = switched_off(impl_id, operators=operators, manager=manager)
+    covered = {row.operator for row in rows} | set(off)
     here = machine.circumstances(places)
     return Scorecard(
         impl_id=impl_id,
@@ -116,6 +117,7 @@ def verify(
         devices=here.devices,
         rows=tuple(rows),
         failures=tuple(failures),
+        switched_off=off if only is None else {},
         missing=tuple(sorted(set(manager.registry.contracts) - covered)) if whole else None,
     )
 

@@ -103,6 +103,7 @@ class Scorecard:
         versions, devices: what it ran with.
         rows: by operator, device and dtype.
         failures: every case that does not hold.
+        switched_off: operators that serve nowhere, and were not tested, each with its reason.
         missing: operators of the catalogue that the set does not implement; None if only
             some operators were asked for.
     """
@@ -116,6 +117,7 @@ class Scorecard:
     devices: list[dict[str, Any]]
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...]
+    switched_off: dict[str, str]
     missing: tuple[str, ...] | None
 
     @property
@@ -158,6 +160,7 @@ class Scorecard:
             "passed": self.passed,
             "cases": {what: self.total(what) for what in ("passed", "declined", "failed")},
             "operators": list(self.operators),
+            "switched_off": self.switched_off,
             "missing": None if self.missing is None else list(self.missing),
             "results": [row.to_dict() for row in self.rows],
             "failures": [
@@ -207,6 +210,10 @@ def _body(card: Scorecard, heading: str) -> Iterator[str]:
         yield f"| `{row.operator}` | {row.device} | {row.dtype} | {counts} | {errors} |"
     yield from _failures(card, heading)
     yield from _declined(card, heading)
+    if card.switched_off:
+        yield from ("", f"{heading} Switched off", "", "| operator | reason |", "| --- | --- |")
+        for name, reason in card.switched_off.items():
+            yield f"| `{name}` | {_cell(reason)} |"
     if card.missing:
         yield from ("", f"{heading} Not implemented", "")
         yield ", ".join(f"`{name}`" for name in card.missing)
@@ -229,11 +236,16 @@ def _failures(card: Scorecard, heading: str) -> Iterator[str]:
         yield from ("```", failure.said, "```", "", "```sh", failure.reproduce, "```")
 
 
+def _cell(text: str) -> str:
+    """Some text as it stands in a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 def _declined(card: Scorecard, heading: str) -> Iterator[str]:
     reasons: dict[tuple[str, str], int] = {}
     for row in card.rows:
         for reason, count in (row.reasons or {}).items():
-            key = (row.operator, " ".join(reason.split()).replace("|", "\\|"))
+            key = (row.operator, _cell(reason))
             reasons[key] = reasons.get(key, 0) + count
     if not reasons:
         return
