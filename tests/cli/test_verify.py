@@ -273,6 +273,25 @@ def test_a_page_gets_the_scorecard_between_its_markers_and_keeps_the_rest(te_fl,
     assert [it.name for it in folder.iterdir()] == ["README.md"]
 
 
+def test_a_page_that_cannot_be_written_stays_as_it_was(te_fl, acme, folder, monkeypatch):
+    page, link = folder / "docs" / "README.md", folder / "README.md"
+    page.parent.mkdir()
+    page.write_text(PAGE)
+    page.chmod(0o640)
+    link.symlink_to(page)
+    asked = ("verify", "vendor.acme", "--op", "rmsnorm_fwd", "--dtype", "float32", "--every", "50")
+    with monkeypatch.context() as full:
+        full.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        ran = te_fl(*asked, "--readme", str(link))
+    assert ran.code == 2
+    assert "--readme: [Errno 28] No space left" in ran.err
+    assert page.read_text() == PAGE
+    assert te_fl(*asked, "--readme", str(link)).code == 0
+    assert "vendor.acme: all " in page.read_text()
+    assert (link.is_symlink(), page.stat().st_mode & 0o777) == (True, 0o640)
+    assert [it.name for it in page.parent.iterdir()] == ["README.md"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [(None, "No such file"), ("# Acme\n", "has no lines <!-- scorecard --> and")]
 )

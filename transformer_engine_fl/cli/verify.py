@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from transformer_engine_fl.backends._files import replace
 from transformer_engine_fl.cli import _sanitize
 from transformer_engine_fl.cli._folders import check_writable
 from transformer_engine_fl.cli._output import (
@@ -209,7 +210,7 @@ def _fill_in(card: Scorecard, page: Path) -> Path:
     """
     before, after = _halves(page)
     try:
-        page.write_text(f"{before}\n\n{card.to_section()}\n{after}", encoding="utf-8")
+        replace(page, f"{before}\n\n{card.to_section()}\n{after}")
     except OSError as error:
         raise ConfigurationError(f"--readme: {error}") from error
     return page
@@ -218,6 +219,7 @@ def _fill_in(card: Scorecard, page: Path) -> Path:
 def _halves(page: Path) -> tuple[str, str]:
     """What stands before and after the place of a scorecard, its markers with them."""
     try:
+        check_writable(page.resolve().parent)
         text = page.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--readme: {error}") from error

@@ -9,8 +9,6 @@ import contextlib
 import importlib
 import os
 import pkgutil
-import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -30,6 +28,7 @@ from pydantic_core import PydanticCustomError
 from yaml.constructor import ConstructorError
 
 from transformer_engine_fl.backends import flagos
+from transformer_engine_fl.backends._files import replace
 from transformer_engine_fl.backends.flagos.tuning.choice import CHOICES, Choice, Key
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 
@@ -351,7 +350,7 @@ def write(path: Path, content: TuningFile) -> None:
         with _locked(target):
             plain = merged(present(path, content.device), content).model_dump(exclude_none=True)
             text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
-            _replace(target, text)
+            replace(target, text)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be written: {error}") from None
 
@@ -366,17 +365,3 @@ def _locked(path: Path) -> Iterator[None]:
             lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _replace(path: Path, text: str) -> None:
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, mode)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
