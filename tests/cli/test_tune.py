@@ -151,7 +151,7 @@ def test_the_check_knows_the_heuristics_of_plugins(te_fl, install, monkeypatch):
     install(
         "from transformer_engine_fl.backends.flagos.tuning import register_tuning\n\n"
         "def register(registry):\n"
-        "    register_tuning('acme', heuristics={'cross_entropy_fw': print})\n"
+        "    register_tuning('acme', devices=['ax_*'], heuristics={'cross_entropy_fw': print})\n"
     )
     ran = te_fl("tune", "--check")
     assert ran.code == 1

@@ -400,13 +400,24 @@ def test_a_vendor_that_registers_again_changes_nothing(tmp_path: Path) -> None:
         ({"vendor": "acme", "devices": ["ax_*", 3]}, "3 is no pattern"),
         ({"vendor": "acme", "folder": "nowhere"}, "nowhere is no folder"),
         ({"vendor": "acme", "heuristics": {"of_a_test": print}}, "there is a heuristic for"),
+        ({"vendor": "beta", "folder": "."}, r"without devices; .* as devices=\['sm_90'\]"),
+        ({"vendor": "beta", "devices": [], "heuristics": {"of_a_test": max}}, "without devices"),
     ],
 )
 def test_a_registration_that_cannot_be_is_an_error(arguments: dict[str, Any], said: str) -> None:
-    register_tuning("acme", heuristics={"of_a_test": max})
+    register_tuning("acme", devices=["ax_*"], heuristics={"of_a_test": max})
     with pytest.raises(RegistrationError, match=said):
         register_tuning(**arguments)
     assert lookup.VENDORS["acme"].heuristics == {"of_a_test": max}
+    assert "beta" not in lookup.VENDORS
+
+
+def test_a_later_registration_needs_no_devices_of_its_own(tmp_path: Path) -> None:
+    register_tuning("acme", devices=["ax_*"])
+    register_tuning("acme", folder=tmp_path)
+    vendor = lookup.vendor_of("ax_1")
+    assert vendor is not None
+    assert (vendor.devices, vendor.folders) == (["ax_*"], [tmp_path])
 
 
 def test_a_rule_that_answers_none_leaves_it_to_the_general_one(choice: Choice[Tile]) -> None:

@@ -119,7 +119,7 @@ def register(folder: FlagGemsFolder) -> None:
     if not heuristics:
         return
     known = lookup.VENDORS.get(folder.info.key)
-    if known is not None and known.devices:  # which say which of its kind are the vendor's
+    if known is not None:  # its devices say which of their kind are the vendor's
         lookup.register_tuning(
             folder.name,
             heuristics={it: rule for it, rule in heuristics.items() if it not in known.heuristics},

@@ -115,7 +115,8 @@ def register_tuning(
         vendor: the vendor's name; compared without case.
         devices: names of its devices: an architecture (``"sm_90"``, ``"gfx942"``), or where
             a device has no such name its torch device type; ``*`` stands for anything. What
-            was registered last wins where several vendors match.
+            was registered last wins where several vendors match. Those of earlier calls for
+            the vendor stay; the first must have some.
         folder: of YAML files, named after those devices (``sm_90.yaml``), and
             ``default.yaml`` for what they do not say.
         heuristics: by the name of a choice, ``heuristic(device, **key)`` for what was not
@@ -125,7 +126,8 @@ def register_tuning(
             the vendor's. Asked once, when such a device is first looked up.
 
     Raises:
-        RegistrationError: a name or a folder is not one, or another heuristic is there.
+        RegistrationError: a name or a folder is not one, another heuristic is there, or the
+            vendor has no devices, for which nothing of this would ever be looked up.
     """
     name, where = vendor.lower(), f"register_tuning({vendor!r})"
     if not re.fullmatch(NAME, name):
@@ -139,6 +141,12 @@ def register_tuning(
         raise RegistrationError(f"{where}: {folder} is no folder")
     with LOADING:
         known = VENDORS.get(name) or Vendor(name)
+        if not (devices or known.devices):
+            raise RegistrationError(
+                f"{where}: nobody would look this up without devices; say which they are by an "
+                "architecture or a torch device type, as devices=['sm_90'] or ['npu'], * for "
+                "anything"
+            )
         for choice, heuristic in heuristics.items():
             other = known.heuristics.get(choice, heuristic)
             if _origin(other) != _origin(heuristic):
