@@ -620,9 +620,11 @@ def test_explain_asks_the_check_of_who_is_bridged_and_for_options_that_it_takes(
     }.items():
         with with_preference("vendor:acme"):
             decision = aten.explain(*call)
+            also = manager.explain(f"aten::{call[0]}", *call[1:])
         assert decision.verdicts[0].impl.impl_id == "vendor.acme"
         assert decision.verdicts[0].reason == said
         assert decision.selected is not None
+        assert also.verdicts == decision.verdicts
     assert torch.equal(torch.random.get_rng_state(), before)
     with with_preference("vendor:acme"):
         assert aten.explain("rms_norm", x, (4,), w, 1e-5).verdicts[0].accepted

@@ -317,8 +317,9 @@ def _capability_reason(
         declined = options_decline(entry, *call)
         if declined:
             return "option", declined
-        if impl.supports is not None:
-            answer = ask_supports(entry, call, is_fatal)
+        # What a dispatch finds out only by making the call, its function's ``te_fl_serves`` tells.
+        for ask in (entry.supports, getattr(impl.fn, "te_fl_serves", None)):
+            answer = None if ask is None else ask_supports(entry, call, is_fatal, ask)
             if answer is not None:
                 return "supports", answer
     return None
@@ -378,7 +379,12 @@ def _given(value: object) -> str:
     return f"{kind.__name__} {value!r:.60}"
 
 
-def ask_supports(entry: Entry, call: Call, is_fatal: Callable[[Exception], bool]) -> str | None:
+def ask_supports(
+    entry: Entry,
+    call: Call,
+    is_fatal: Callable[[Exception], bool],
+    ask: Callable[..., bool | str] | None = None,
+) -> str | None:
     """What ``supports`` says against a call, or None.
 
     One that raises has no answer, which is a decline. A warning says so once, unless the
@@ -388,10 +394,12 @@ def ask_supports(entry: Entry, call: Call, is_fatal: Callable[[Exception], bool]
         entry: a candidate that has such a predicate.
         call: the arguments.
         is_fatal: whether the device is lost or memory ran out, which is raised as it is.
+        ask: another check of the arguments than that one.
     """
-    assert entry.supports is not None  # an invariant of ours
+    ask = ask or entry.supports
+    assert ask is not None  # an invariant of ours
     try:
-        answer = entry.supports(*call[0], **call[1])
+        answer = ask(*call[0], **call[1])
     except NotSupportedError as error:
         return f"supports() raised {worded(error)}"
     except BaseException as error:

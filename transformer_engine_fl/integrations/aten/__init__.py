@@ -58,7 +58,6 @@ from transformer_engine_fl.integrations.aten.routes import (
     PREFIX,
     Route,
     Routes,
-    declined,
     exclude,
     excluded,
     include,
@@ -314,9 +313,7 @@ def explain(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
     manager, name = prepared(), f"{PREFIX}{op_name.removeprefix(PREFIX)}"
     wrong = misfit(name, args, kwargs) if args or kwargs else None
     if wrong is None:
-        decision = manager.explain(name, *args, **kwargs)
-        asked = args or kwargs
-        return decision.rejecting(declined(decision.accepted, args, kwargs)) if asked else decision
+        return manager.explain(name, *args, **kwargs)
     decision = manager.explain(name)  # nobody is asked about a call that torch would not make
     blamed = {impl.impl_id: ("arguments", wrong) for impl in decision.accepted}
     return decision.rejecting(blamed).with_note("the call itself is wrong")

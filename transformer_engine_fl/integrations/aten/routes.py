@@ -44,7 +44,6 @@ __all__ = [
     "PREFIX",
     "Route",
     "Routes",
-    "declined",
     "exclude",
     "excluded",
     "include",
@@ -298,22 +297,6 @@ class _AskedError(Exception):
     """Ends a call of a bridge that is only asked about."""
 
 
-def declined(
-    impls: Iterable[OpImpl], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, tuple[str, str]]:
-    """Who of those that are bridged would decline the contract's call that comes of this one.
-
-    A dispatch finds it out by making that call; it is asked for here because a part of a
-    bridge's own work is done for it.
-
-    Returns:
-        Impl id -> (cause, reason).
-    """
-    asked = ((it.impl_id, getattr(it.fn, "declines", None)) for it in impls)
-    reasons = ((impl_id, ask(*args, **kwargs)) for impl_id, ask in asked if ask is not None)
-    return {impl_id: ("supports", reason) for impl_id, reason in reasons if reason is not None}
-
-
 def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
     """An implementation of the contract's operator, as one of ATen's."""
     impl = entry.impl
@@ -342,9 +325,13 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
     def fn(*args: Any, **kwargs: Any) -> Any:
         return bridge.call(*args, **kwargs)(runs)
 
-    def declines(*args: Any, **kwargs: Any) -> str | None:
+    def serves(*args: Any, **kwargs: Any) -> bool | str:
+        """Whether it would take the contract's call that comes of this one.
+
+        A part of the bridge's own work is done for that, so no dispatch asks it.
+        """
         if entry.load() is None and impl.supports is None and not entry.missing:
-            return None
+            return True
         found: list[str | None] = []
 
         def asked(*given: Any, **options: Any) -> None:
@@ -353,9 +340,9 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
 
         with suppress(_AskedError), torch.random.fork_rng(devices=()), torch.no_grad():
             bridge.call(*args, **kwargs)(asked)
-        return found[0]
+        return found[0] or True
 
-    fn.declines = declines  # type: ignore[attr-defined]
+    fn.te_fl_serves = serves  # type: ignore[attr-defined]
 
     def supports(*args: Any, **kwargs: Any) -> bool | str:
         try:
