@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from transformer_engine_fl import OpImpl, OpRegistry
 from transformer_engine_fl.backends.reference import activation, normalization, softmax
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TE_FL_PLUGIN_API = 1
 IMPL_ID = "vendor.broken"
@@ -44,6 +44,14 @@ def _writing_its_input(right: Operator) -> Operator:
     return operator
 
 
+def _seeding(right: Operator) -> Operator:
+    def change(output: Any) -> Any:
+        torch.manual_seed(0)
+        return output
+
+    return _changed(right, change)
+
+
 def _drifting(right: Operator) -> Operator:
     calls = itertools.count()
     return _changed(right, lambda output: output * (1 + 1e-7 * next(calls)))
@@ -68,6 +76,7 @@ FAULTS: dict[str, tuple[Operator, str]] = {
         _writing_its_input(softmax.scaled_softmax_forward),
         "has written its input 'input'",
     ),
+    "dsilu": (_seeding(activation.dsilu), "has left changed: the state of torch's default generator"),
     "srelu": (_drifting(activation.srelu), "not the same bits again"),
 }
 

@@ -175,6 +175,92 @@ def assert_caught(fn: Callable[..., Any], words: str, **fields: Any) -> None:
     assert any(words in failure for failure in found), found
 
 
+def leaving(change: Callable[[], Any]) -> Rms:
+    """The right operator, which does something else besides."""
+
+    def also(output: Tensor, rsigma: Tensor, input: Tensor, weight: Tensor) -> Any:
+        change()
+        return output, rsigma
+
+    return broken(also)
+
+
+def autocasting() -> None:
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.float16)
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], str]] = {
+    "gradients": (
+        lambda: torch._C._set_grad_enabled(False),
+        "whether gradients are recorded (True before, now False)",
+    ),
+    "dtype": (
+        lambda: torch.set_default_dtype(torch.float64),
+        "the default dtype (torch.float32 before, now torch.float64)",
+    ),
+    "device": (
+        lambda: torch.set_default_device("meta"),
+        "the default device (cpu before, now meta)",
+    ),
+    "deterministic": (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        "use_deterministic_algorithms (False before, now True, warning only)",
+    ),
+    "autocast": (autocasting, "autocast (cpu off before, now cpu torch.float16"),
+    "a seed": (lambda: torch.manual_seed(3), "the state of torch's default generator"),
+    "a draw": (lambda: torch.rand(1), "the state of torch's default generator"),
+}
+
+
+def settings() -> Any:
+    """What :data:`SETTINGS` change."""
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.random.get_rng_state().tolist(),
+    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_of_torchs_that_is_left_changed_is_caught_and_put_back(setting: str) -> None:
+    change, words = SETTINGS[setting]
+    before = settings()
+    found = failures(leaving(change))
+    assert settings() == before
+    assert all(f"has left changed: {words}" in it for it in found), found
+    assert {it.split("/")[3] for it in found} >= {
+        "values",
+        "repeated",
+        "outputs never require grad",
+        "fake tensors",
+    }
+
+
+def test_a_setting_that_a_refusal_or_an_error_leaves_changed_is_caught_and_put_back() -> None:
+    for raised in (te.NotSupportedError("not today"), ZeroDivisionError("over")):
+
+        def operator(input: Tensor, weight: Tensor, eps: float = 1e-5) -> Any:
+            torch.set_default_dtype(torch.float64)
+            raise raised  # noqa: B023 - it is called in this round
+
+        assert_caught(operator, "has left changed: the default dtype")
+        assert torch.get_default_dtype() is torch.float32
+
+
+def test_settings_of_the_programs_own_are_no_fault_and_stay() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert failures(right) == []
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_set_is_caught(fault: str) -> None:
     fn, words = FAULTS[fault]
