@@ -234,8 +234,13 @@ def _shard(
     input: Tensor, group: ProcessGroup, vocab_start: int | None, vocab_size: int | None
 ) -> tuple[int, int]:
     """(word of the first column, words in all shards)."""
+    there = torch.distributed.is_available()
+    if not there or not isinstance(group, torch.distributed.ProcessGroup):
+        expected = "None or a torch.distributed.ProcessGroup that this rank is in"
+        raise ArgumentError("cross_entropy", "process_group", check.describe(group), expected)
     if vocab_start is None and vocab_size is None:
-        columns = input.shape[-1]
+        # Of anything but logits the contract says what is wrong.
+        columns = input.shape[-1] if isinstance(input, Tensor) and input.ndim else 0
         return group.rank() * columns, group.size() * columns
     if vocab_start is None or vocab_size is None:
         missing = "vocab_start" if vocab_start is None else "vocab_size"
