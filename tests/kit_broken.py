@@ -76,7 +76,10 @@ FAULTS: dict[str, tuple[Operator, str]] = {
         _writing_its_input(softmax.scaled_softmax_forward),
         "has written its input 'input'",
     ),
-    "dsilu": (_seeding(activation.dsilu), "has left changed: the state of torch's default generator"),
+    "dsilu": (
+        _seeding(activation.dsilu),
+        "has left changed: the state of torch's",
+    ),
     "srelu": (_drifting(activation.srelu), "not the same bits again"),
 }
 

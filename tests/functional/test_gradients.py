@@ -55,6 +55,34 @@ def test_what_a_forward_returned_wrongly_is_said_where_its_backward_refuses_it()
     assert "output[1] of 'rmsnorm_fwd'" in note
 
 
+@pytest.mark.parametrize(
+    ("change", "place", "kind", "grad"),
+    [
+        (list, 0, "a list", False),
+        (list, 0, "a list", True),
+        (lambda outputs: None, 0, "None", False),
+        (lambda outputs: None, 0, "None", True),
+        # What is in a tuple is looked at where it is saved.
+        (lambda outputs: (None, outputs[1]), 0, "None", True),
+        (lambda outputs: (outputs[0], [outputs[1]]), 1, "a list", True),
+        (lambda outputs: (outputs[0], 1.5), 1, "a float", True),
+    ],
+)
+def test_what_is_no_tensor_is_named_with_who_returned_it(
+    change: Callable[[Any], Any], place: int, kind: str, grad: bool
+) -> None:
+    def rmsnorm_fwd(input: Tensor, weight: Tensor, eps: float = 1e-5) -> Any:
+        return change((input * 1, input.new_ones(input.shape[0])))
+
+    te.get_default_manager().registry.register_impl(
+        te.OpImpl("rmsnorm_fwd", "vendor.acme", "vendor", rmsnorm_fwd, vendor="acme")
+    )
+    x, weight = (it.requires_grad_(grad) for it in leaves(2, torch.float32))
+    said = f"rmsnorm_fwd: output {place}, as 'vendor.acme' returned it, is {kind}; "
+    with te.with_preference("vendor:acme"), pytest.raises(te.TeFlError, match=said):
+        functional.rms_norm(x, weight)
+
+
 def test_layer_norm_without_bias_has_gradients_for_the_rest() -> None:
     x, weight = leaves(2)
     assert torch.autograd.gradcheck(lambda *args: functional.layer_norm(*args), (x, weight))

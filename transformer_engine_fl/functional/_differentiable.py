@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from transformer_engine_fl.core.contract import Backward, same
-from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError, TeFlError
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.ops import CATALOGUE
 
@@ -20,6 +20,7 @@ __all__ = ["Gradients", "apply", "first_derivative", "records", "witness"]
 
 
 Gradients = tuple[Tensor | None, ...]
+Run = Callable[..., Any]
 
 
 def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
@@ -121,16 +122,18 @@ class _Differentiable(torch.autograd.Function):
         options: dict[str, Any],
         places: dict[str, int],
         wanted: int | None,
-        run: Callable[..., Any] | None,
+        run: Run | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         backward = CATALOGUE[op_name].backward
         assert backward is not None  # an invariant of ours: only such operators come here
         known = {name: tensors[place] for name, place in places.items()}
         args, keywords = _arranged(op_name, known)
-        manager = get_default_manager()
-        forward = functools.partial(manager.call, op_name) if run is None else run
-        outputs = _outputs(op_name, forward(*args, **keywords, **options))
+        keywords |= options
+        outputs = _outputs(op_name, run, args, keywords)
+        for place, output in enumerate(outputs):
+            if not isinstance(output, Tensor) and (place == 0 or output is not None):
+                raise _no_tensor(op_name, run, place, output, args, keywords)
         known |= {f"output[{place}]": output for place, output in enumerate(outputs)}
         saved = {name: known.get(source) for name, source in backward.saves.items()}
         for name, other in backward.saved_with.items():
@@ -151,7 +154,7 @@ class _Differentiable(torch.autograd.Function):
             tensor = known[source]
             assert tensor is not None  # what has a size to save is no optional argument
             ctx.options[name] = tensor.shape[dimension]
-        ctx.run = manager.pin(backward.op)
+        ctx.run = get_default_manager().pin(backward.op)
         ctx.op_name = op_name
         ctx.places = places
         ctx.count = len(tensors)
@@ -169,7 +172,7 @@ class _Differentiable(torch.autograd.Function):
         given |= dict(zip(backward.saves, saved, strict=False))  # behind them, the witness
         args, keywords = _arranged(backward.op, given)
         try:
-            gradients = _as_tuple(ctx.run(*args, **keywords, **ctx.options))
+            gradients = ctx.run(*args, **keywords, **ctx.options)
         except ArgumentError as error:
             source = backward.saves.get(error.argument, "") if len(error.args) == 4 else ""
             if source.startswith("output["):
@@ -178,6 +181,8 @@ class _Differentiable(torch.autograd.Function):
                     f"`te-fl verify IMPL --op {ctx.op_name}` holds that to the contract"
                 )
             raise
+        if not isinstance(gradients, tuple):
+            gradients = (gradients,)
         returned: list[Tensor | None] = [None] * ctx.count
         for owners, gradient in zip(backward.gradients, gradients, strict=True):
             for owner in (owners,) if isinstance(owners, str) else owners:
@@ -193,7 +198,7 @@ def apply(
     options: dict[str, Any],
     *tensors: Tensor | None,
     outputs: int | None = None,
-    run: Callable[..., Any] | None = None,
+    run: Run | None = None,
 ) -> tuple[Tensor, ...]:
     """The operator's outputs, those that have a gradient first.
 
@@ -213,9 +218,7 @@ def apply(
             # every option.
             plain[name] = value
     if not records(op_name, *tensors):
-        forward = functools.partial(get_default_manager().call, op_name) if run is None else run
-        value = forward(*tensors, **keywords, **plain)
-        return _outputs(op_name, value)[:outputs]
+        return _outputs(op_name, run, tensors, keywords | plain)[:outputs]
     given = {**dict(zip(contract.signature.parameters, tensors, strict=False)), **keywords}
     places: dict[str, int] = {}
     different: list[Tensor | None] = []
@@ -260,12 +263,39 @@ def _arranged(
     return args, {name: tensor for name, tensor in rest.items() if tensor is not None}
 
 
-def _outputs(op_name: str, value: Any) -> tuple[Tensor, ...]:
-    """What an operator returned, as the tuple of what is differentiated."""
+def _outputs(
+    op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What an operator returns, as the tuple of what is differentiated."""
+    call = functools.partial(get_default_manager().call, op_name) if run is None else run
+    value = call(*args, **keywords)
+    if type(value) is Tensor:
+        outputs: tuple[Any, ...] = (value,)
+    elif isinstance(value, tuple):
+        outputs = value
+    elif isinstance(value, Tensor):
+        outputs = (value,)
+    else:
+        raise _no_tensor(op_name, run, 0, value, args, keywords)
     backward = CATALOGUE[op_name].backward
-    outputs = _as_tuple(value)
     return outputs[0].unbind() if backward is not None and backward.unbind else outputs
 
 
-def _as_tuple(value: Any) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _no_tensor(
+    op_name: str,
+    run: Run | None,
+    place: int,
+    found: object,
+    args: Sequence[Any],
+    keywords: dict[str, Any],
+) -> TeFlError:
+    """The error for an output that is none by the contract, with whom such calls go to."""
+    chosen = None
+    if run is None:
+        chosen = get_default_manager().explain(op_name, *args, **keywords).selected
+    whose = "its implementation" if chosen is None else repr(chosen.impl_id)
+    kind = "None" if found is None else f"a {type(found).__name__}"
+    return TeFlError(
+        f"{op_name}: output {place}, as {whose} returned it, is {kind}; the contract has a tensor "
+        f"there, and several in a tuple (`te-fl verify IMPL --op {op_name}` holds it to that)"
+    )

@@ -231,7 +231,7 @@ def _reduced(
 
 
 def _shard(
-    input: Tensor, group: ProcessGroup, vocab_start: int | None, vocab_size: int | None
+    input: Any, group: Any, vocab_start: int | None, vocab_size: int | None
 ) -> tuple[int, int]:
     """(word of the first column, words in all shards)."""
     there = torch.distributed.is_available()

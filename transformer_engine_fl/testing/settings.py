@@ -52,7 +52,8 @@ def left_alone() -> Iterator[None]:
 
 def _generators() -> Iterator[tuple[str, torch.Generator]]:
     """torch's default generators, but while a CUDA graph is captured, which may not ask them."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if started and torch.cuda.is_current_stream_capturing():
         return
     yield "torch's default generator", torch.default_generator
     for kind in device_types()[1:]:
