@@ -390,6 +390,52 @@ def test_generators_end_their_own_blocks_in_any_order(ran: Ran) -> None:
     assert not aten.enabled()
 
 
+def elsewhere(call: Callable[[], Any]) -> None:
+    """Make a call in another thread."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_a_generators_block_ends_in_whichever_thread_closes_it(ran: Ran) -> None:
+    def within(block: use_aten_ops) -> Generator[None]:
+        with block:
+            yield
+
+    x = torch.ones(3, requires_grad=True)
+    shared = use_aten_ops("silu", "silu_backward")
+    for _ in range(2):
+        suspended = within(shared)
+        next(suspended)
+        assert aten.enabled()
+        elsewhere(suspended.close)
+        assert not aten.enabled()
+        F.silu(x).sum().backward()
+        assert ran == []
+    with use_aten_ops("silu_backward"):
+        suspended = within(use_aten_ops("silu"))
+        next(suspended)
+        elsewhere(suspended.close)
+        F.silu(x).sum().backward()
+    assert [operator for operator, _ in ran] == ["aten::silu_backward"]
+
+
+def test_of_a_shared_block_each_ends_when_the_last_has(ran: Ran) -> None:
+    def within(block: use_aten_ops) -> Generator[None]:
+        with block:
+            yield
+
+    shared = use_aten_ops("silu")
+    first, second = within(shared), within(shared)
+    next(first)
+    next(second)
+    elsewhere(first.close)
+    F.silu(torch.ones(3))
+    assert ran == [("aten::silu", "reference.torch")]
+    second.close()
+    assert not aten.enabled()
+
+
 def test_a_block_of_some_operators_leaves_the_others(ran: Ran) -> None:
     with use_aten_ops("mm"):
         F.silu(torch.ones(3, 3).mm(torch.ones(3, 3)))

@@ -39,7 +39,7 @@ from transformer_engine_fl.core.errors import (
     NotSupportedError,
     nearest,
 )
-from transformer_engine_fl.core.locks import LOADING
+from transformer_engine_fl.core.locks import LOADING, ForkSafeLock
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
 from transformer_engine_fl.core.policy import (
     DecoratingBlock,
@@ -121,6 +121,10 @@ def _holding(block: _Block | None) -> _Block | None:
     return block
 
 
+_sharing: Final = ForkSafeLock()
+"""Held while it is told who is in an object that several may share."""
+
+
 class _Depth(threading.local):
     """How many blocks this thread is in, those of other tasks on it included."""
 
@@ -157,7 +161,9 @@ def _refuse() -> None:
 class use_aten_ops(DecoratingBlock):  # noqa: N801 - used like the functions of contextlib
     """``with use_aten_ops(): ...``: ATen operators are served by the implementations here.
 
-    May be nested, entered again, and shared, and decorates functions.
+    May be nested, entered again, and shared, and decorates functions. A generator that is suspended
+    in one may be closed in another thread; if others are in the same object then, its thread is
+    routed until the last of them has left.
 
     Args:
         operators: names, ``"mm"`` or ``"aten::mm"``, of those to route; all unless given.
@@ -166,14 +172,19 @@ class use_aten_ops(DecoratingBlock):  # noqa: N801 - used like the functions of 
         ConfigurationError: one of them is not routed; names the nearest.
     """
 
-    __slots__ = ("_only",)
+    __slots__ = ("_entered", "_inside", "_only")
 
     def __init__(self, *operators: str) -> None:
         self._only = _checked(operators) if operators else None
+        self._entered: set[_Block] = set()
+        self._inside = 0
 
     @in_compiled_code(lambda self: _refuse())
     def __enter__(self) -> None:
-        _enter(self._only, self)
+        block = _enter(self._only, self)
+        with _sharing:
+            self._entered.add(block)
+            self._inside += 1
 
     def __exit__(
         self,
@@ -184,6 +195,14 @@ class use_aten_ops(DecoratingBlock):  # noqa: N801 - used like the functions of 
         block = _current()
         while block is not None and block.owner is not self:  # of a generator suspended in it
             block = _holding(block.outer)
+        with _sharing:
+            self._inside -= 1
+            if block is not None:
+                self._entered.discard(block)
+            if self._inside < 1:  # what is left was a generator's, closed in another thread
+                for it in self._entered:
+                    it.ended = True
+                self._entered.clear()
         if block is not None:
             _leave(block)
 
@@ -237,7 +256,7 @@ def _stash(block: _Block | None) -> None:
     torch._C._stash_obj_in_tls(_TLS, block)
 
 
-def _enter(only: frozenset[str] | None, owner: use_aten_ops | None) -> None:
+def _enter(only: frozenset[str] | None, owner: use_aten_ops | None) -> _Block:
     block = _Block(_routes(), only, owner, _active.get())
     _active.set(block)
     _stash(block)
@@ -245,6 +264,7 @@ def _enter(only: frozenset[str] | None, owner: use_aten_ops | None) -> None:
     if _depth.value == 1:
         include(BELOW, True)
         include(ABOVE, True)
+    return block
 
 
 def _leave(block: _Block) -> None:
@@ -411,6 +431,8 @@ def _handed_on() -> _Block | None:
     if not torch._C._is_key_in_tls(_TLS):
         return None
     block: _Block | None = torch._C._get_obj_in_tls(_TLS)
+    while block is not None and block.ended:  # in another thread, which could not take it back
+        block = block.outer
     return block if block is not None and block.thread != get_ident() else None
 
 
