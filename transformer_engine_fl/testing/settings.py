@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -56,9 +57,15 @@ def _generators() -> Iterator[tuple[str, torch.Generator]]:
     if started and torch.cuda.is_current_stream_capturing():
         return
     yield "torch's default generator", torch.default_generator
-    for kind in device_types()[1:]:
-        for it in getattr(torch.get_device_module(kind), "default_generators", ()):
+    for kind in _kinds():
+        for it in getattr(getattr(torch, kind, None), "default_generators", ()):
             yield f"the default generator of {it.device}", it
+
+
+@functools.cache
+def _kinds() -> tuple[str, ...]:
+    """The types of device here, asked once: each call wants to know."""
+    return device_types()
 
 
 def _content(state: torch.Tensor) -> bytes:
@@ -69,7 +76,8 @@ def _content(state: torch.Tensor) -> bytes:
 def _autocast() -> dict[str, torch.dtype | None]:
     return {
         kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in device_types()
+        for kind in _kinds()
+        if torch.amp.is_autocast_available(kind)
     }
 
 
