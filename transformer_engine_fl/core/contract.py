@@ -28,12 +28,15 @@ __all__ = [
     "Contract",
     "Fit",
     "Sample",
+    "SampleMaker",
     "Tolerance",
     "asked",
     "check_predicate",
     "contract",
     "fit",
     "same",
+    "set_binder",
+    "signature_of",
 ]
 
 P = ParamSpec("P")

@@ -30,7 +30,15 @@ from transformer_engine_fl.core.types import OpImpl
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
 
-__all__ = ["ENTRY_POINT_GROUP", "PLUGIN_API", "Source", "SourceReport", "find_sources", "install"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "PLUGIN_API",
+    "Source",
+    "SourceReport",
+    "broken_vendors",
+    "find_sources",
+    "install",
+]
 
 ENTRY_POINT_GROUP: Final = "te_fl.plugin"
 PLUGIN_API: Final = 1

@@ -512,13 +512,12 @@ class OpManager:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         error: Exception,
-        scope: Scope | None = None,
     ) -> Any:
-        """An implementation that was called directly has failed (chosen in ``scope``)."""
+        """An implementation that was called directly has failed."""
         try:
             if hasattr(fn, "settles_failures"):
                 raise error
-            return self.plan(op_name, scope).recover(fn, args, kwargs, error)
+            return self.plan(op_name).recover(fn, args, kwargs, error)
         finally:
             del error  # in a frame of its own traceback it would keep the call's tensors
 

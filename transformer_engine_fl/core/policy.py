@@ -32,7 +32,9 @@ from transformer_engine_fl.core.tracing import in_compiled_code, refuse_block
 from transformer_engine_fl.core.types import NAME, OP_NAME, TRAITS, BackendImplKind, Selector
 
 __all__ = [
+    "RESTRICTIONS",
     "ROOT",
+    "VARIABLES",
     "DecoratingBlock",
     "EffectivePolicy",
     "Environment",
@@ -47,6 +49,7 @@ __all__ = [
     "policy_state",
     "reset_global_policy",
     "set_global_policy",
+    "subscribe",
     "with_allowed_vendors",
     "with_denied_vendors",
     "with_preference",

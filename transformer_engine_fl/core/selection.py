@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from transformer_engine_fl.core.registry import Entry
     from transformer_engine_fl.core.tensors import Facts
 
-__all__ = ["Decision", "Verdict", "options_decline", "select"]
+__all__ = [
+    "Decision",
+    "Verdict",
+    "ask_supports",
+    "named_by",
+    "options_decline",
+    "select",
+    "tensor_reason",
+    "vendors_named",
+]
 
 KIND_ORDER: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "reference"),

@@ -23,7 +23,12 @@ from transformer_engine_fl.testing.case import Case, cases, devices, dtypes_of, 
 from transformer_engine_fl.testing.outcome import ConformanceError
 from transformer_engine_fl.testing.scorecard import Failure, Row, Scorecard
 
-__all__ = ["check_counts", "reproduction", "verify"]
+__all__ = [
+    "Progress",
+    "check_counts",
+    "reproduction",
+    "verify",
+]
 
 DECIDING = ("TRITON_INTERPRET",)
 """What decides how kernels run."""

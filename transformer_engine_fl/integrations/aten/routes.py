@@ -48,6 +48,7 @@ __all__ = [
     "excluded",
     "include",
     "misfit",
+    "overload",
 ]
 
 PREFIX: Final = "aten::"
