@@ -534,7 +534,8 @@ class policy_context(DecoratingBlock):  # noqa: N801 - used like the functions o
     Applies to this thread or asyncio task, until the block ends. May be nested, entered
     again, and shared, and decorates functions. Takes a :class:`SelectionPolicy` or its
     fields; what it says replaces what an outer block says, field by field, and adds to what
-    that rules out.
+    that rules out. Close a generator that is suspended within one in the thread or task that it is
+    suspended in: from another, nobody can end the block there.
 
     Raises:
         ConfigurationError: a value is malformed.
