@@ -393,3 +393,5 @@ def test_a_stand_in_gives_way_to_who_comes_under_its_id() -> None:
     assert not impl.stand_in
     with pytest.raises(DuplicateImplError):
         registry.register_impl(OpImpl(**common, fn=lambda x: 3, stand_in=False))  # type: ignore[arg-type]
+    registry.register_impl(OpImpl(**common, fn=lambda x: 4, stand_in=True))  # type: ignore[arg-type]
+    assert registry.get_implementations("op") == (impl,), "one that comes later gives way at once"

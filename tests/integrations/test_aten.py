@@ -470,6 +470,26 @@ def test_routed_lists_every_operator_with_who_stands_by() -> None:
     assert all("native.aten" in route.implementations for route in routes.values())
 
 
+def test_what_is_registered_while_the_routes_are_made_is_routed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = get_default_manager().registry
+    listed = registry.list_operators
+
+    def list_operators() -> tuple[str, ...]:
+        found = listed()
+        monkeypatch.undo()
+        registry.register_impl(  # as another thread might, after the answer
+            OpImpl("aten::cosh", "vendor.acme", "vendor", lambda self: self + 5, vendor="acme")
+        )
+        return found
+
+    get_default_manager().ensure_initialized()
+    monkeypatch.setattr(registry, "list_operators", list_operators)
+    with use_aten_ops():
+        assert torch.zeros(2).cosh().tolist() == [5, 5]
+
+
 def test_a_handle_has_the_signature_of_the_schema() -> None:
     manager = aten.prepared()
     assert str(inspect.signature(manager.bind("aten::gelu"))) == "(self, *, approximate='none')"

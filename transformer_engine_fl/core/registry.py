@@ -315,9 +315,7 @@ class OpRegistry:
             operators = dict(before.operators)
             for entry in entries:
                 op_name = self.canonical(entry.impl.op_name)
-                present = _making_way(entry, operators.get(op_name, ()))
-                _refuse_duplicate(entry, present)
-                operators[op_name] = (*present, entry)
+                operators[op_name] = _joined_by(entry, operators.get(op_name, ()))
             sources = dict(before.sources)
             if source is not None:
                 sources[source[0]] = source[1]
@@ -421,20 +419,25 @@ class StagedRegistry(OpRegistry):
         self.added.extend(entries)
 
 
-def _making_way(entry: Entry, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Those registered so far, without the stand-in of that id."""
-    same = entry.impl.impl_id
-    return tuple(it for it in present if not (it.impl.stand_in and it.impl.impl_id == same))
+def _joined_by(entry: Entry, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Those registered so far and one more; of two with one id, a stand-in gives way.
 
-
-def _refuse_duplicate(entry: Entry, present: tuple[Entry, ...]) -> None:
-    for other in present:
-        if other.impl.impl_id == entry.impl.impl_id:
-            raise DuplicateImplError(
-                f"{entry.impl.label} is registered twice: at {other.where} "
-                f"({other.impl.origin}) and at {entry.where} ({entry.impl.origin}); "
-                "an impl_id names one implementation of an operator"
-            )
+    Raises:
+        DuplicateImplError: neither is one.
+    """
+    impl_id = entry.impl.impl_id
+    other = next((it for it in present if it.impl.impl_id == impl_id), None)
+    if other is None:
+        return (*present, entry)
+    if other.impl.stand_in:
+        return (*(it for it in present if it is not other), entry)
+    if entry.impl.stand_in:
+        return present
+    raise DuplicateImplError(
+        f"{entry.impl.label} is registered twice: at {other.where} "
+        f"({other.impl.origin}) and at {entry.where} ({entry.impl.origin}); "
+        "an impl_id names one implementation of an operator"
+    )
 
 
 def _caller() -> str:

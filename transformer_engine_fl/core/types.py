@@ -139,7 +139,7 @@ class OpImpl:
             None means unknown, and is treated as mutating. A contract's own statement wins.
         opt_in: serves only where a policy names its vendor or its id; a kind does not
             name it.
-        stand_in: gives way to an implementation that is registered later under its id.
+        stand_in: gives way to any other implementation that is registered under its id.
 
     Raises:
         RegistrationError: the description contradicts itself.

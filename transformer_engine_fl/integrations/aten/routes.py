@@ -209,13 +209,13 @@ class Routes:
         self.manager = manager
         self._serve = serve
         self._explained: set[tuple[object, ...]] = set()
+        self.names: frozenset[str] = frozenset()
         manager.ensure_initialized()
         registry = manager.registry
+        registry.subscribe(self)  # before it is asked: what comes in between is told
         ours = [f"{PREFIX}{name}" for name in (*PARTS, *WHOLE, *_UNBRIDGED)]
         theirs = [name for name in registry.list_operators() if name.startswith(PREFIX)]
-        self.names: frozenset[str] = frozenset()
         self._add({*ours, *theirs})
-        registry.subscribe(self)
 
     def registry_changed(self, operators: frozenset[str]) -> None:
         """Somebody registered an ATen operator, or a contract's that one is bridged to."""
