@@ -83,6 +83,33 @@ def test_what_is_no_tensor_is_named_with_who_returned_it(
         functional.rms_norm(x, weight)
 
 
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        (list, "list"),
+        (lambda gradients: None, "None"),
+        (lambda gradients: gradients[:1], "Tensor"),
+        (lambda gradients: (None, gradients[1]), "None, Tensor"),
+        (lambda gradients: (gradients[0], 1.5), "Tensor, float"),
+    ],
+)
+def test_a_gradient_that_is_wanted_and_not_returned_is_no_zero(
+    change: Callable[[Any], Any], kinds: str
+) -> None:
+    def rmsnorm_bwd(dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor) -> Any:
+        return change((dy * 1, gamma * 1))
+
+    te.get_default_manager().registry.register_impl(
+        te.OpImpl("rmsnorm_bwd", "vendor.acme", "vendor", rmsnorm_bwd, vendor="acme")
+    )
+    x, weight = leaves(2, torch.float32)
+    with te.with_preference("vendor:acme"):
+        output = functional.rms_norm(x, weight)
+    said = rf"rmsnorm_bwd: .* returned \({kinds}\); the contract has the gradients of \(input, w"
+    with pytest.raises(te.TeFlError, match=said):
+        output.sum().backward()
+
+
 def test_layer_norm_without_bias_has_gradients_for_the_rest() -> None:
     x, weight = leaves(2)
     assert torch.autograd.gradcheck(lambda *args: functional.layer_norm(*args), (x, weight))

@@ -183,11 +183,15 @@ class _Differentiable(torch.autograd.Function):
             raise
         if not isinstance(gradients, tuple):
             gradients = (gradients,)
+        if len(gradients) != len(backward.gradients):
+            raise _no_gradient(backward, gradients)
         returned: list[Tensor | None] = [None] * ctx.count
         for owners, gradient in zip(backward.gradients, gradients, strict=True):
             for owner in (owners,) if isinstance(owners, str) else owners:
                 place = ctx.places[owner]
                 if ctx.needs_input_grad[5 + place]:
+                    if not isinstance(gradient, Tensor):
+                        raise _no_gradient(backward, gradients)
                     before = returned[place]
                     returned[place] = gradient if before is None else before + gradient
         return None, None, None, None, None, *returned
@@ -298,4 +302,15 @@ def _no_tensor(
     return TeFlError(
         f"{op_name}: output {place}, as {whose} returned it, is {kind}; the contract has a tensor "
         f"there, and several in a tuple (`te-fl verify IMPL --op {op_name}` holds it to that)"
+    )
+
+
+def _no_gradient(backward: Backward, found: tuple[Any, ...]) -> TeFlError:
+    """The error for a backward that has not returned a gradient that is wanted."""
+    kinds = ", ".join("None" if it is None else type(it).__name__ for it in found)
+    owners = (it if isinstance(it, str) else " and ".join(it) for it in backward.gradients)
+    return TeFlError(
+        f"{backward.op}: its implementation returned ({kinds}); the contract has the gradients of "
+        f"({', '.join(owners)}), and several in a tuple (`te-fl verify IMPL --op {backward.op}` "
+        "holds it to that)"
     )
