@@ -110,6 +110,23 @@ def test_each_policy_is_compiled_once_and_then_hit(form: Callable[[], Program]) 
     assert seen == [3, 3, 3]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_who_is_compiled_is_said_as_eager_code_says_who_serves(
+    form: Callable[[], Program], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="TE-FL")
+    compiled = torch.compile(form(), fullgraph=True, backend="eager")
+    x, w = torch.randn(4, 64), torch.randn(64)
+    for preferred in ("vendor:doubler", "reference", "reference"):
+        with te.with_preference(preferred):
+            compiled(x, w)
+    said = [it.getMessage() for it in caplog.records if "using" in it.getMessage()]
+    assert said == [
+        "Op 'rmsnorm_fwd' using 'vendor.doubler' (kind=vendor, vendor=doubler)",
+        "Op 'rmsnorm_fwd' using 'reference.torch' (kind=reference)",
+    ]
+
+
 def test_dynamic_shapes_compile_once() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     for policy in ("reference", "vendor:doubler"):

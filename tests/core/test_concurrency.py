@@ -121,6 +121,26 @@ def test_implementations_that_fail_in_many_threads_are_set_aside_once_and_for_al
     together(*(repeat(20, job) for _ in range(THREADS)))
 
 
+def test_a_failure_in_many_threads_at_once_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    barrier = threading.Barrier(THREADS)
+
+    def unwell(x: Any, factor: float = 1.0, *, mode: str = "plain") -> Any:
+        barrier.wait(30)
+        raise RuntimeError("unwell")
+
+    manager = make_manager(impl("first", "flagos", fn=unwell), impl("second"))
+
+    def job(place: int) -> None:
+        assert manager.call("scale", X) == "second"
+
+    for warned in (1, 2):
+        together(*(repeat(1, job) for _ in range(THREADS)))
+        assert len([it for it in caplog.records if "unwell" in it.getMessage()]) == warned
+        manager.reset_quarantine()
+
+
 def in_lock_step(change: Callable[[int], str], look: Callable[[], set[str]]) -> None:
     """After each change every thread's very next call must see it."""
     barrier = threading.Barrier(THREADS)

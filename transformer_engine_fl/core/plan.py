@@ -401,7 +401,7 @@ class Plan:
             )
         decision = self.explain(self.facts(args, kwargs), (args, kwargs))
         others = [it.impl_id for it in decision.accepted if it.impl_id != impl.impl_id]
-        if others and self._set_aside(impl, said, args, kwargs):
+        if others and self._set_aside(impl, said, args, kwargs)[0]:
             then = f"goes to {others[0]!r}: this one is in quarantine until reset_quarantine()"
         else:
             then = "is tried on this one again"
@@ -429,20 +429,22 @@ class Plan:
         """What the contract says against a call, or None."""
         return None if self._contract is None else self._contract.objection(args, kwargs)
 
-    def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> bool:
-        """Put one into quarantine; whether it is there.
+    def _set_aside(
+        self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs
+    ) -> tuple[bool, bool]:
+        """Put one into quarantine; whether it is there, and was not yet.
 
         Quarantine knows devices and dtypes. A fault on a sparse tensor, say, must not keep it
         from the others.
         """
         tensors = self._tensors_in((args, tuple(kwargs.values())))
         if self._strict or not all(map(self._manager.tensors.is_ordinary, tensors)):
-            return False
+            return False, False
         facts = self.facts(args, kwargs)
         key = QuarantineKey(self._op_name, impl.impl_id, facts.device, facts.dtype)
-        self._manager.quarantine.add(key, said)
+        new = self._manager.quarantine.add(key, said)
         self._manager.plans_outdated()
-        return True
+        return True, new
 
     def _served(self, impl: OpImpl, faults: Sequence[Fault], args: Args, kwargs: Kwargs) -> None:
         """A candidate has served; those that failed before it are set aside."""
@@ -471,10 +473,10 @@ class Plan:
     def _blame(self, faults: Sequence[Fault], then: str, args: Args, kwargs: Kwargs) -> None:
         """Set those aside that have failed, and warn of each; ``then`` is what came after."""
         for failed, kind, said in faults:
-            aside = self._set_aside(failed, said, args, kwargs)
+            aside, new = self._set_aside(failed, said, args, kwargs)
             told = f"{self._op_name}/{failed.impl_id}: {kind}"
-            if not aside and not self._manager.is_new(told):
-                continue  # it fails at each such call
+            if not (new if aside else self._manager.is_new(told)):
+                continue  # it fails at each such call, or failed in several threads
             logger.warning(
                 "Op %r: %r failed (%s) and is %s; %s",
                 self._op_name,

@@ -85,10 +85,12 @@ class Quarantine:
         self._lock = ForkSafeLock()
         self._held: Mapping[QuarantineKey, str] = {}
 
-    def add(self, key: QuarantineKey, reason: str) -> None:
-        """Set one aside."""
+    def add(self, key: QuarantineKey, reason: str) -> bool:
+        """Set one aside; whether it was not yet."""
         with self._lock:
+            new = key not in self._held
             self._held = {**self._held, key: reason}
+            return new
 
     def clear(self, operators: frozenset[str] | None = None) -> None:
         """Take back what is held for these operators (all of them unless given)."""

@@ -91,6 +91,7 @@ def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
     ):
         target = getattr(_TARGETS, target_name)
         if _takes(target, args, kwargs):
+            _log_selection(manager.name, op_name, target_name)
             if target.added or not torch.is_grad_enabled():
                 return _run(target, args, kwargs)
             with torch.no_grad():
@@ -173,6 +174,13 @@ def _name_of(entry: Entry) -> str:
 @constant
 def _predicate_broken(name: str, error: str) -> None:
     _ENTRIES[name].predicate_broken(f"{error} while it was traced")
+
+
+@constant
+def _log_selection(manager: str, op_name: str, name: str) -> None:
+    """Say who is compiled, as eager code says who serves."""
+    its = manager_named(manager)
+    its.log_selection(its.registry.canonical(op_name), _ENTRIES[name].impl)
 
 
 @constant
