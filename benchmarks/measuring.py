@@ -6,7 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from transformer_engine_fl import Between
 from transformer_engine_fl.testing.arguments import as_tuple, leaves, tensors
 from transformer_engine_fl.testing.comparison import compare
 from transformer_engine_fl.testing.timing import median_ms
@@ -86,21 +88,37 @@ def _scaled_mm() -> float:
 
 
 def error_ratio(
-    workload: Workload, dispatch_dtype: str, results: Any, expected: tuple[Any, ...]
+    workload: Workload,
+    dispatch_dtype: str,
+    results: Any,
+    expected: tuple[Any, ...],
+    *,
+    whole: bool = False,
 ) -> float | None:
     """The worst error over what the contracts allow; None for one that is infinite.
 
     A peer may return fewer values, or None for one that cannot be compared; nothing is
-    required of those. Where only certain bits are allowed, any other is an infinite error.
+    required of those. From an implementation ``whole`` asks for every one. Where only certain
+    bits are allowed, any other is an infinite error, and so is another number of elements.
     """
     worst = 0.0
-    for result, value in zip(as_tuple(results), expected, strict=False):
-        if result is None:
+    results = as_tuple(results)
+    if whole and len(results) != len(expected):
+        return None
+    for result, value in zip(results, expected, strict=False):
+        if result is None and not whole:
             continue
-        for found, right in zip(tensors(result), leaves(value), strict=True):
+        given, wanted = [*tensors(result)], [*leaves(value)]
+        if [it.numel() for it in given] != [_elements(it) for it in wanted]:
+            return None
+        for found, right in zip(given, wanted, strict=True):
             dtype = str(found.dtype).removeprefix("torch.")
             tolerance = workload.tolerance(dispatch_dtype, dtype)
             ratio = compare(found, right, tolerance).ratio
             exact = tolerance.rtol == tolerance.atol == 0
             worst = max(worst, math.inf if exact and ratio else ratio)
     return worst if math.isfinite(worst) else None
+
+
+def _elements(expected: Tensor | Between) -> int:
+    return (expected.low if isinstance(expected, Between) else expected).numel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ import performance_page  # noqa: E402
 import plugin_costs  # noqa: E402
 import report as reports  # noqa: E402
 import scripts  # noqa: E402
-from peers import DESCRIPTIONS, PEERS, Work, peers_of  # noqa: E402
+from peers import DESCRIPTIONS, PEERS, Peer, Work, peers_of  # noqa: E402
 from peers.eager import FORMULAS  # noqa: E402
 from workloads import WORKLOADS, Workload, chosen  # noqa: E402
 
@@ -532,6 +533,26 @@ def test_other_bits_than_those_asked_for_are_an_infinite_error() -> None:
     other = scale_inv.nextafter(torch.ones(()))
     assert measuring.error_ratio(workload, "bfloat16", (data, other), expected) is None
     assert measuring.error_ratio(workload, "bfloat16", (data, None), expected) == 0
+
+
+def test_outputs_that_are_not_there_are_an_infinite_error_of_an_implementation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = WORKLOADS["rmsnorm_fwd"]
+    expected = workload.expected(sample_of(workload))
+    output, rsigma = (it.to(BF16) for it in expected)
+    ratio = functools.partial(measuring.error_ratio, workload, "bfloat16", expected=expected)
+    for found in ((output[:0], rsigma), (output, rsigma[:1]), (output[:1, :1], rsigma)):
+        assert ratio(found) is None
+    for found in ((), (output,), (output, None), (output, rsigma, rsigma)):
+        assert ratio(found) is not None
+        assert ratio(found, whole=True) is None
+    work = Work(lambda: output)
+    monkeypatch.setattr(suite, "own_work", lambda *given: work)
+    monkeypatch.setitem(PEERS, "somebody", {"rmsnorm_fwd": Peer(lambda *given: work)})
+    row = measured(monkeypatch, "rmsnorm_fwd", "vendor.acme", peers=("somebody",))
+    assert row["results"]["vendor.acme"]["error_over_allowed"] is None
+    assert row["results"]["somebody"]["error_over_allowed"] <= 1
 
 
 # ------------------------------------------------------------------------------- reports
