@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scripts import at_least
+from scripts import at_least, result_folder
 from torch import Tensor
 
 from transformer_engine_fl import (
@@ -263,7 +263,7 @@ def run(processes: int, rounds: int) -> dict[str, list[float]]:
     for number in range(processes):
         print(f"process {number + 1} of {processes}", end="\r", file=sys.stderr, flush=True)
         command = [sys.executable, __file__, "--worker", str(rounds)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         for name, value in json.loads(done.stdout).items():
             figures.setdefault(name, []).append(value)
     print(file=sys.stderr)
@@ -387,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="status 1 if a budget is exceeded")
     parser.add_argument("--processes", type=at_least(1), default=9)
     parser.add_argument("--rounds", type=at_least(1), default=200)
-    parser.add_argument("--out", type=Path, help="folder for JSON and plot")
+    parser.add_argument("--out", type=result_folder, help="folder for JSON and plot")
     parser.add_argument("--worker", type=at_least(1), metavar="ROUNDS", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker is not None:

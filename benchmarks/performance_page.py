@@ -9,6 +9,7 @@ the page with what this gives, so a new result and its page are committed togeth
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import textwrap
@@ -459,4 +460,5 @@ def _versions(report: Report) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     main()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scripts import at_least
+from scripts import at_least, result_folder
 
 from transformer_engine_fl.cli.new_plugin import Style, new_plugin
 
@@ -171,7 +171,7 @@ def main() -> None:
     """Measure, show, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=at_least(1), default=11, help="of each kind")
-    parser.add_argument("--out", type=Path, help="where the results are written")
+    parser.add_argument("--out", type=result_folder, help="where the results are written")
     chosen = parser.parse_args()
     results = measure(chosen.processes)
     starts = {

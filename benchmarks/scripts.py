@@ -11,7 +11,7 @@ from pathlib import Path
 from transformer_engine_fl.cli._folders import check_writable
 from transformer_engine_fl.core.late import installed
 
-__all__ = ["at_least", "picture_file", "replaced", "result_file"]
+__all__ = ["at_least", "picture_file", "replaced", "result_file", "result_folder"]
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -35,6 +35,15 @@ def result_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return path
+
+
+def result_folder(text: str) -> Path:
+    """The type of an argument that names a folder for results, which is there or can be made."""
+    try:
+        check_writable(Path(text))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def picture_file(text: str) -> Path:

@@ -7,6 +7,7 @@ this package register, and from the functions of ``functional``, which have a pa
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import importlib
@@ -452,4 +453,5 @@ def _title(family: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     main()

@@ -4,7 +4,7 @@
 ``python plugins/certify.py te_fl_liger`` that one, ``--jobs 8`` in eight processes. Nothing need be
 installed of the packages themselves; what registers is the module of the entry point, or the one
 that the package's ``pyproject.toml`` names as ``certify`` in ``[tool.te_fl]``. The exit code is 1
-if a case fails.
+if a case fails, or a package does not register.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ entries = [
     for entry in of_one
     if entry.impl.impl_id == sys.argv[1]
 ]
+if not entries:
+    sys.exit(f"{sys.argv[1]} is not registered")
 reasons = {entry.unavailable() for entry in entries}
-print("not registered" if not entries else "; ".join(sorted(filter(None, reasons))))
+print("" if None in reasons else "; ".join(sorted(reasons)))
 """
 
 PROGRAM = "from transformer_engine_fl.cli import main; main()"
@@ -45,8 +47,8 @@ def packages() -> list[Path]:
     )
 
 
-def certify(package: Path, jobs: int) -> int:
-    """Run the kit on a package; 0 if all holds, or if it cannot run here, which is said."""
+def certify(package: Path, jobs: int) -> bool:
+    """Run the kit on a package; whether all holds, or it cannot run here, which is said."""
     project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
     ((vendor, module),) = project["project"]["entry-points"]["te_fl.plugin"].items()
     module = project.get("tool", {}).get("te_fl", {}).get("certify", module)
@@ -56,17 +58,22 @@ def certify(package: Path, jobs: int) -> int:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "TE_FL_PLUGIN_MODULES": module,
     }
-    asked = [sys.executable, "-c", WHETHER, impl_id]
-    reason = subprocess.run(
-        asked, env=environ, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout.strip()
+    command = [sys.executable, "-c", WHETHER, impl_id]
+    asked = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    if asked.returncode:
+        print(f"{package.name}: cannot be asked (status {asked.returncode})", flush=True)
+        return False
+    reason = asked.stdout.strip()
     if reason:
         print(f"{package.name}: not here: {reason}", flush=True)
-        return 0
+        return True
     page = str(package / "README.md")
     options = ["--quiet", "--jobs", str(jobs), "--readme", page]
     command = [sys.executable, "-c", PROGRAM, "verify", impl_id, *options]
-    return subprocess.run(command, env=environ, check=False).returncode
+    status = subprocess.run(command, env=environ, check=False).returncode
+    if status < 0:
+        print(f"{package.name}: ended by signal {-status}", flush=True)
+    return status == 0
 
 
 def main() -> None:
@@ -79,7 +86,8 @@ def main() -> None:
     if unknown := sorted(set(wanted.packages) - set(here)):
         parser.error(f"no package here: {', '.join(unknown)}; there are: {', '.join(here)}")
     chosen = [here[name] for name in wanted.packages or here]
-    sys.exit(max((certify(it, wanted.jobs) for it in chosen), default=0))
+    failed = [it for it in chosen if not certify(it, wanted.jobs)]
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,29 @@ def test_no_rounds_and_no_processes_are_refused(arguments: tuple[str, ...]) -> N
     assert "'0' is no whole number from 1 on" in done.stderr
 
 
+@pytest.mark.parametrize("script", ["dispatch_overhead.py", "plugin_costs.py"])
+def test_a_folder_that_results_cannot_go_to_is_refused_before_they_are_measured(
+    script: str,
+) -> None:
+    done = run(str(BENCHMARKS / script), "--out", f"{__file__}/results")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{__file__} is no folder" in done.stderr
+
+
+def test_what_ends_a_measuring_process_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEFL_LOG_LEVEL", "LOUD")
+    done = run(str(BENCHMARKS / "dispatch_overhead.py"), "--quick")
+    assert done.returncode == 1
+    assert "TEFL_LOG_LEVEL: 'LOUD' is not a level" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["benchmarks/performance_page.py", "docs/generate.py"])
+def test_who_asks_a_generator_for_help_has_nothing_written(script: str) -> None:
+    done = run(str(BENCHMARKS.parent / script), "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage:")
+
+
 # ----------------------------------------------------------------------------- plugins
 
 

@@ -429,9 +429,7 @@ class Plan:
         """What the contract says against a call, or None."""
         return None if self._contract is None else self._contract.objection(args, kwargs)
 
-    def _set_aside(
-        self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs
-    ) -> tuple[bool, bool]:
+    def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> tuple[bool, bool]:
         """Put one into quarantine; whether it is there, and was not yet.
 
         Quarantine knows devices and dtypes. A fault on a sparse tensor, say, must not keep it
