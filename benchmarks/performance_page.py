@@ -120,13 +120,13 @@ def family_picture(path: Path, family: str) -> Path:
 
 def load() -> list[tuple[Path, Report]]:
     """The committed results of operators, those of one title one after the other."""
-    found = [(path, _read(path)) for path in RESULTS.glob("ops_*.json")]
+    found = [(path, _report(path)) for path in RESULTS.glob("ops_*.json")]
     return sorted(found, key=lambda it: (_title(it[1]), it[0]))
 
 
 def load_hosts() -> list[Report]:
     """The committed results of runs that measured the host's time and nothing else."""
-    return [_read(path) for path in sorted(RESULTS.glob("host_*.json"))]
+    return [_report(path) for path in sorted(RESULTS.glob("host_*.json"))]
 
 
 def load_dispatch() -> Report:
@@ -137,6 +137,14 @@ def load_dispatch() -> Report:
 def load_plugins() -> Report:
     """The committed results of what plugins cost."""
     return _read(RESULTS / "plugin_costs.json")
+
+
+def _report(path: Path) -> Report:
+    found = _read(path)
+    keys = ("environment", "roofs", "peers", "rows", "host_us")
+    if lacking := [key for key in keys if key not in found]:
+        raise ValueError(f"{path}: no report of ops.py: it lacks {', '.join(lacking)}")
+    return found
 
 
 def _read(path: Path) -> Report:

@@ -82,10 +82,18 @@ def test_each_table_states_device_versions_and_roof(place: int) -> None:
             assert f"{report['roofs'][roof]['value']:,.0f} {report['roofs'][roof]['unit']}" in said
 
 
-def test_results_that_are_cut_off_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"rows": [', "Expecting value"),
+        ("[]", "no report of ops.py: it lacks environment, roofs, peers, rows, host_us"),
+        ('{"environment": {}, "roofs": {}, "peers": {}, "rows": []}', ".*: it lacks host_us"),
+    ],
+)
+def test_results_that_are_cut_off_or_are_others_are_named(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(performance_page, "RESULTS", tmp_path)
-    (tmp_path / "ops_cut.json").write_text('{"rows": [')
-    with pytest.raises(ValueError, match=r"ops_cut\.json: Expecting value"):
+    (tmp_path / "ops_cut.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"ops_cut\.json: {said}"):
         performance_page.load()
