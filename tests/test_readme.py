@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import transformer_engine_fl as te
 from transformer_engine_fl import SelectionPolicy
 from transformer_engine_fl.core.policy import VARIABLES
 
@@ -73,6 +74,18 @@ def test_the_backend_of_the_readme_passes_the_conformance_kit() -> None:
 def test_the_tables_list_every_variable_and_no_other() -> None:
     listed = [cells[0].strip("`") for cells in _cells("Environment variables")]
     assert sorted(listed) == sorted((*VARIABLES, "CUDA_HOME", "CUDA_PATH"))
+
+
+def test_the_table_lists_every_error_with_what_of_python_it_is() -> None:
+    listed = {
+        name.strip("`"): bases.replace("`", "").split(", ") for name, bases, _ in _cells("Errors")
+    }
+    errors = [getattr(te, name) for name in te.__all__ if name.endswith("Error")]
+    assert {*listed} == {it.__name__ for it in errors} - {"TeFlError"}
+    for error in errors:
+        assert issubclass(error, te.TeFlError)
+        named = [base.__name__ for base in error.__mro__]
+        assert [it for it in listed.get(error.__name__, ()) if it not in named] == []
 
 
 def test_the_policy_file_of_the_readme_is_a_valid_policy() -> None:
