@@ -291,6 +291,18 @@ def test_the_only_output_in_a_tuple_is_caught() -> None:
     assert_caught(in_a_tuple, "returned its output in a tuple", contract=ops.silu)
 
 
+def test_outputs_in_a_list_are_caught_as_such() -> None:
+    def silu(input: Tensor) -> list[Tensor]:
+        return [torch.nn.functional.silu(input)]
+
+    def rmsnorm_fwd(input: Tensor, weight: Tensor, eps: float = 1e-5) -> list[Tensor]:
+        return [*reference.rmsnorm_fwd(input, weight, eps)]
+
+    said = "returned a list; what it returns should be"
+    assert_caught(silu, f"{said} by itself", contract=ops.silu)
+    assert_caught(rmsnorm_fwd, f"{said} in a tuple", contract=ops.rmsnorm_fwd)
+
+
 def test_the_right_one_passes() -> None:
     assert failures(right, traits=["deterministic"]) == []
     assert [case.name for case in cases(right) if case.run().declined] == []

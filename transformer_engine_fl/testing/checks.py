@@ -244,9 +244,12 @@ class Run:
         except NotSupportedError as error:
             raise Declined(str(error)) from error
         results = as_tuple(returned)
-        if results is returned and len(results) == 1:
+        if isinstance(returned, list) or (results is returned and len(results) == 1):
             rule = self.contract.shapes(*self.sample.args, **self.sample.kwargs)
-            if not isinstance(rule, tuple):
+            if isinstance(returned, list) and not isinstance(rule, list):
+                right = "in a tuple" if isinstance(rule, tuple) else "by itself"
+                raise self.error(f"returned a list; what it returns should be {right}")
+            if isinstance(returned, tuple) and not isinstance(rule, tuple):
                 raise self.error("returned its output in a tuple, not by itself")
         held = [*tensors((call.args, call.kwargs))]
         if len(held) != len(passed) or any(a is not b for a, b in zip(held, passed, strict=True)):
