@@ -174,6 +174,20 @@ def test_operators_are_told_by_who_serves_them(te_fl):
     assert {"nothing 1 gelu", f"reference.torch {others} all others"} <= {*lines}
 
 
+@pytest.mark.parametrize("group", ["te_fl.plugins", "te-fl.plugin", "TE_FL.plugin"])
+def test_entry_points_of_a_misspelt_group_are_a_warning(te_fl, install, group):
+    folder = install("def register(registry):\n    raise RuntimeError('not read')")
+    points = folder / "acme_kernels-1.0.dist-info" / "entry_points.txt"
+    points.write_text(f"[{group}]\nacme = acme_kernels\n")
+    ran = te_fl("doctor", "--json")
+    said = [it["what"] for it in ran.document["findings"]]
+    assert (
+        f"acme-kernels: nobody reads entry points of {group!r}; did you mean 'te_fl.plugin'?"
+        in said
+    )
+    assert ran.code == 0
+
+
 def test_broken_plugin_is_shown_with_its_traceback_and_harms_no_other(te_fl, install):
     install("def register(registry):\n    raise RuntimeError('no licence')")
     ran = te_fl("doctor", "--json")

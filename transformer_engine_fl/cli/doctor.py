@@ -14,6 +14,7 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ from transformer_engine_fl.backends.flagos.tuning.lookup import stated_path
 from transformer_engine_fl.cli._output import Json, console, print_json, reasons, table
 from transformer_engine_fl.cli.tune.checking import examined
 from transformer_engine_fl.core.blame import worded
+from transformer_engine_fl.core.discovery import ENTRY_POINT_GROUP
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 from transformer_engine_fl.core.log import logger
 from transformer_engine_fl.core.manager import OpManager, get_default_manager
@@ -222,7 +224,21 @@ def _tuning(findings: _Findings) -> None:
         findings.warning(problem)
 
 
+def _misspelt_groups() -> Iterator[str]:
+    """Entry points that would be a plugin's, but for the spelling of their group."""
+    found: dict[tuple[str, str], None] = {}
+    for distribution in distributions():
+        with contextlib.suppress(Exception):  # one that cannot be read is told of by who reads it
+            for group in {it.group for it in distribution.entry_points} - {ENTRY_POINT_GROUP}:
+                if difflib.get_close_matches(group.casefold(), [ENTRY_POINT_GROUP], cutoff=0.8):
+                    found[group, distribution.name] = None
+    for group, name in found:
+        yield f"{name}: nobody reads entry points of {group!r}; did you mean {ENTRY_POINT_GROUP!r}?"
+
+
 def _sources(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
+    for slip in _misspelt_groups():
+        findings.warning(slip)
     for report in manager.plugins:
         if report.error:
             what = f"{report.name} ({report.origin}) is left out: {report.error}"
