@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from measuring import copies, error_ratio, roofs
 from peers import COMPILER, DESCRIPTIONS, Work, peers_of
-from report import markdown, overview, shape_text
+from report import is_right, markdown, overview, shape_text
 from scripts import at_least, picture_file, replaced, result_file
 from workloads import WORKLOADS, Shape, Workload, chosen
 
@@ -395,7 +395,10 @@ def main() -> int:
             report["rows"].append(row)
             present = {name for name in row["results"] if name in DESCRIPTIONS}
             report["peers"] |= {name: DESCRIPTIONS[name] for name in present}
-            rates = ", ".join(f"{name} {it['rate']:.0f}" for name, it in row["results"].items())
+            rates = ", ".join(
+                f"{name} {it['rate']:.0f}{'' if is_right(it) else ' (values are off)'}"
+                for name, it in row["results"].items()
+            )
             print(f"{row['workload']} {shape_text(row)}: {rates} {row['absent'] or ''}", flush=True)
         write(report, args.out)
     if args.host or args.host_only:

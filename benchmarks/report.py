@@ -17,6 +17,7 @@ __all__ = [
     "by_workload",
     "fastest",
     "is_ours",
+    "is_right",
     "main_versions",
     "markdown",
     "names_of",
@@ -36,6 +37,12 @@ OURS = ("default.", "vendor.", "reference.")
 def is_ours(name: str) -> bool:
     """Whether a candidate is a set of this repository."""
     return name.startswith(OURS)
+
+
+def is_right(result: Report) -> bool:
+    """Whether a candidate's values were within what the contracts allow."""
+    error = result["error_over_allowed"]
+    return error is not None and error <= 1
 
 
 def names_of(rows: Iterable[Report], report: Report) -> list[str]:

@@ -282,6 +282,14 @@ def test_nothing_measured_is_an_exit_code(asked: Callable[..., int]) -> None:
     assert (asked(ROW), asked(NO_ROW)) == (0, 1)
 
 
+@pytest.mark.parametrize(("error", "off"), [(None, True), (1.5, True), (1.0, False), (0.0, False)])
+def test_who_is_wrong_is_told_beside_the_rate(
+    asked: Callable[..., int], capsys: pytest.CaptureFixture[str], error: float | None, off: bool
+) -> None:
+    asked({**ROW, "results": {"it": {**RESULT, "error_over_allowed": error}}})
+    assert ("it 1 (values are off)" in capsys.readouterr().out) is off
+
+
 def test_a_report_that_cannot_be_written_leaves_the_one_before(
     asked: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
