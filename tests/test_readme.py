@@ -134,6 +134,23 @@ def test_every_relative_link_leads_somewhere(page: str) -> None:
     assert missing == []
 
 
+def _anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    words = (
+        re.sub(r"\]\(.*?\)", "", it).lower() for it in re.findall(r"^#+ (.*)$", text, flags=re.M)
+    )
+    return {re.sub(r"[^\w -]", "", it).replace(" ", "-") for it in words}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_to_a_heading_leads_to_one(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
+    targets = [((path.parent / it) if it else path, anchor) for it, anchor in links]
+    assert [it for it in targets if it[1] not in _anchors(it[0])] == []
+
+
 def test_every_page_of_docs_is_reached_from_the_readme() -> None:
     pages = (path.name for path in (ROOT / "docs").glob("*.md"))
     assert [name for name in pages if f"](docs/{name})" not in README] == []
