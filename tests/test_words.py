@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from transformer_engine_fl.backends import _words
+from transformer_engine_fl.backends import _memory, _words
+from transformer_engine_fl.backends._lists import Demand, Tiles, _Layout
 from transformer_engine_fl.backends.vendor.cuda import _compile
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def nobodys_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_stream(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
-    monkeypatch.setattr(_words, "_stream", lambda device: number)
+    monkeypatch.setattr(_words, "keeping_stream", lambda device: number)
 
 
 def test_no_two_launches_of_a_stream_have_a_turn_in_common() -> None:
@@ -125,20 +126,35 @@ def test_which_stream_has_words_of_its_own(
         ("_cuda_getCurrentRawStream", lambda index: raw + index - 1),
     ):
         monkeypatch.setattr(torch._C, name, function, raising=False)
-    monkeypatch.setattr(_words, "is_captured", lambda device: captured)
-    assert _words._stream(torch.device("cuda", 1)) == found
+    monkeypatch.setattr(_memory, "is_captured", lambda device: captured)
+    assert _memory.keeping_stream(torch.device("cuda", 1)) == found
 
 
-def test_streams_that_are_others_in_each_thread_keep_no_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def on_a_stream_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in (
         ("_cuda_getDevice", lambda: 0),
         ("_cuda_isCurrentStreamCapturing", lambda: False),
-        ("_cuda_getCurrentRawStream", lambda index: _words._PER_THREAD),
+        ("_cuda_getCurrentRawStream", lambda index: _memory._PER_THREAD),
     ):
         monkeypatch.setattr(torch._C, name, function, raising=False)
-    assert _words._stream(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.usefixtures("on_a_stream_of_each_thread")
+def test_streams_that_are_others_in_each_thread_keep_no_words() -> None:
+    assert _memory.keeping_stream(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.usefixtures("on_a_stream_of_each_thread")
+def test_streams_that_are_others_in_each_thread_keep_no_tables_of_lists() -> None:
+    tensor = torch.ones(3)
+    demand = Demand(("inputs",), lambda device, elements, itemsize: Tiles(32, 32, 32))
+    layout = _Layout("op", demand, [[tensor]], lambda numbers, device: torch.tensor(numbers))
+    layout.device = torch.device("cuda", 0)
+    pointers = ((tensor.data_ptr(),),)
+    first, second = (layout.kept_tables("op", pointers, [False]) for _ in range(2))
+    assert first is not second
+    assert not layout._tables
 
 
 def test_kernels_have_as_many_turns_as_the_host_lets_share_a_place() -> None:

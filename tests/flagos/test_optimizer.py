@@ -244,7 +244,7 @@ def test_a_captured_call_has_tables_of_its_own(
     flagos.multi_tensor_adam(*lists, 0.1, 1)
     (layout,) = _lists.LAYOUTS.values()
     kept = dict(layout._tables)
-    monkeypatch.setattr("transformer_engine_fl.backends._lists._stream", lambda device: None)
+    monkeypatch.setattr("transformer_engine_fl.backends._lists.keeping_stream", lambda device: None)
     for step in (2, 3):
         launches.clear()
         check_values("multi_tensor_adam", *lists, 0.1, step)

@@ -30,7 +30,7 @@ from transformer_engine_fl.backends._arguments import (
     check_size,
     keep,
 )
-from transformer_engine_fl.backends._memory import is_captured
+from transformer_engine_fl.backends._memory import keeping_stream
 from transformer_engine_fl.core.errors import NotSupportedError
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class _Layout:
     def kept_tables(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> _Tables:
         """Tables for these addresses, made unless they have been."""
         assert self.device is not None
-        stream = _stream(self.device)
+        stream = keeping_stream(self.device)
         key = (stream, pointers)
         tables = self._tables.get(key)
         if tables is None:
@@ -399,10 +399,3 @@ def _lie_alike(tensors: Sequence[Tensor]) -> bool:
                 return False
             extent *= size
     return True
-
-
-def _stream(device: torch.device) -> int | None:
-    """The stream that kernels go to; None if it is being captured."""
-    if device.type != "cuda":
-        return 0
-    return None if is_captured(device) else int(torch.cuda.current_stream(device).cuda_stream)

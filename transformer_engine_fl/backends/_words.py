@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from transformer_engine_fl.backends._memory import is_captured
+from transformer_engine_fl.backends._memory import keeping_stream
 from transformer_engine_fl.backends._repeats import Address
 from transformer_engine_fl.core.locks import ForkSafeLock
 
@@ -43,9 +43,6 @@ FIRST_TURN: Final = Address(16)
 """Stands for the first turn of a launch that is repeated."""
 WORDS: Final = Address(32)
 """Stands for the address of its words, as aligned as theirs."""
-
-_PER_THREAD: Final = 2
-"""The driver's number of a stream that is another one in each thread."""
 
 
 @dataclass(slots=True)
@@ -73,7 +70,7 @@ def words_of(device: torch.device, programs: int, turns: int) -> tuple[int, Tens
         other, of TURNS turns, of its programs, of each one's sums.
     """
     count = programs * TURNS * SUMS
-    stream = _stream(device)
+    stream = keeping_stream(device)
     if stream is None:
         with _disable_current_modes():
             return 1, _zeros(count, device)
@@ -87,20 +84,6 @@ def words_of(device: torch.device, programs: int, turns: int) -> tuple[int, Tens
         first = words.turn
         words.turn += turns
         return first, words.memory
-
-
-def _stream(device: torch.device) -> int | None:
-    """The current one, as a number; None for one that keeps no words: what it is given becomes part
-    of a graph, or its number is not its own.
-    """
-    if device.type != "cuda":
-        return 0
-    if torch._C._cuda_getDevice() == device.index:
-        captured = torch._C._cuda_isCurrentStreamCapturing()
-    else:
-        captured = is_captured(device)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    return None if captured or stream == _PER_THREAD else stream
 
 
 def _kept(count: int, device: torch.device) -> Tensor:
