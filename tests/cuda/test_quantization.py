@@ -6,6 +6,7 @@ The reference set gives the bits that are expected. Without a GPU the kernels ru
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -95,6 +96,20 @@ def test_the_amax_of_many_rows_when_the_scale_is_given(format: str, device: str)
     for options in ({}, BOTH_WAYS):
         found = quantization.quantize(x, scale, format=format, **options)
         assert_same_bits(found, reference.quantize(x, scale, format=format, **options))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-45, math.nan])
+def test_scales_that_leave_blocks_no_number_leave_their_values_none(
+    scale: float, device: str
+) -> None:
+    x = values(32, 64).to(device)
+    x[:16, :16] = 0.0
+    x[3, 20] = -torch.inf
+    for options in ({}, BOTH_WAYS):
+        given = torch.tensor([scale], device=device)
+        data, *_, data_t, _ = quantization.quantize(x, given, format="nvfp4", **options)
+        for codes in (data, data_t):
+            assert codes is None or (codes == 0x77).all()  # 6, which stands for NaN
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -294,7 +294,7 @@ __device__ __forceinline__ float block_scale(float amax, float shared, float eps
     const unsigned code = four_codes<e4m3>(wanted, 0.0f, 0.0f, 0.0f);
     inverse = static_cast<unsigned char>(code);
     const float factor = product(value_of<e4m3>(code), __frcp_rn(shared));
-    return fminf(__frcp_rn(factor), kLargestFloat32);
+    return least_or_nan(__frcp_rn(factor), kLargestFloat32);
   }
 }
 
