@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_engine_fl.backends.reference import quantization as reference
 from transformer_engine_fl.backends.vendor.cuda import _casting, _launch, quantization
 from transformer_engine_fl.backends.vendor.cuda._casting import Source
-from transformer_engine_fl.core.errors import ArgumentError
+from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError
 from transformer_engine_fl.ops._formats import FORMATS
 
 BOTH_WAYS = {"columnwise": True}
@@ -209,3 +209,15 @@ def test_a_history_longer_than_a_block_of_threads(device: str) -> None:
     quantization.fused_amax_and_scale_update_after_reduction(buffer, [history], [scale])
     assert torch.equal(history, expected)
     assert torch.equal(scale, torch.full_like(largest, 448.0) / largest)
+
+
+def test_nothing_is_written_where_a_later_history_is_declined(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "MOST", 4)
+    histories = [torch.ones(rows, 3, device=device) for rows in (2, 5)]
+    scales = [torch.ones(3, device=device) for _ in histories]
+    buffer = torch.full((6,), 2.0, device=device)
+    with pytest.raises(NotSupportedError, match="5 rows"):
+        quantization.fused_amax_and_scale_update_after_reduction(buffer, histories, scales)
+    assert all(bool((it == 1).all()) for it in (*histories, *scales))

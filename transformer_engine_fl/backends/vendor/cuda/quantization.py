@@ -448,9 +448,10 @@ def fused_amax_and_scale_update_after_reduction(
     factors = [in_place(op, f"scales[{i}]", it) for i, it in enumerate(scales)]
     buffers = parts_of(reduced, [it.shape[0] for it in factors])
     of_all = amax_compute_algo == "max"
+    for history in histories:  # before any is written
+        check_size(op, "rows", history.shape[0], MOST)
     for buffer, history, scale in zip(buffers, histories, factors, strict=True):
         length, columns = history.shape
-        check_size(op, "rows", length, MOST)
         if not columns:
             continue
         _kernel(update_source, history.get_device(), of_all).launch(
