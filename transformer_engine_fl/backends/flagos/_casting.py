@@ -1373,6 +1373,7 @@ def _amax_plan(source: Source, matrix: _Matrix) -> _AmaxPlan:
 
 
 def _tiles(op: str, matrix: _Matrix, rows: int, columns: int) -> int:
+    check_size(op, "rows", matrix.rows)
     tiles = -(-matrix.rows // rows) * -(-matrix.columns // columns)
     check_size(op, "tiles", tiles)
     return tiles
@@ -1721,8 +1722,9 @@ def cast_with_sums(
     recipe: Recipe, source: Source, dtype: torch.dtype, scale: Tensor | None = None
 ) -> tuple[Tensor, Quantized]:
     """The sums over the rows in ``dtype``, and the outputs of ``quantize``."""
-    outputs, sums = _run(recipe, source, dense_scale(recipe.op, scale), None, True)
     columns = source.shape[-1]
+    check_size(recipe.op, "columns", columns)
+    outputs, sums = _run(recipe, source, dense_scale(recipe.op, scale), None, True)
     assert sums is not None
     if not sums.numel():
         return torch.zeros((columns,), dtype=dtype, device=source.x.device), outputs

@@ -631,6 +631,9 @@ def place_by_mask(
     of_tile = min(_MASK_TOKENS, _MASK_TILE // block)
     how: dict[str, Any] = {"UNIT": unit, "DENSE": dense, "TOKENS": of_tile, "EXPERTS": block}
     tiles = -(-tokens // of_tile)
+    if probs is not None:
+        # A program counts on by as many rows as all have at once, before it sees that it has none.
+        check_size(op, "rows in whole rounds", have + tiles * of_tile)
     groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1, few=_FEW_OF_MASKS)
     steps = (step // unit, expert_step)
     after = follows(routed.device)

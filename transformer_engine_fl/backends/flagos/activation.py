@@ -525,6 +525,7 @@ def _run(
     key = (of.kind, of.gated, dtypes, min(columns, MOST_ELEMENTS), unit, x.device)
     plan = _PLANS.get(key) or keep(_PLANS, key, _plan(of, x.dtype, columns, unit, x.device))
     rows = size // columns
+    check_size(of.contract.name, "rows", rows)
     tiles = -(-rows // plan.rows) * -(-columns // plan.block)
     check_size(of.contract.name, "tiles", tiles)
     plan.launch(

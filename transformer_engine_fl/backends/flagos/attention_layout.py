@@ -367,6 +367,7 @@ def _converted(op: str, tensor: Tensor, offsets: Tensor, output: Tensor, *, pack
     x, y = joined(raw(tensor), raw(output))
     sequences = offsets.shape[0] - 1
     *before, heads, width = x.shape
+    check_size(op, "tokens", before[-1])
     if pack:
         rows, inner, x_steps = y.shape[0], 1, steps(x)
     else:
@@ -483,6 +484,8 @@ def _appending(
     sequences = added.shape[0] - 1
     listed = (0, 0, 0) if table is None else (table.shape[1], *table.stride())
     pages, page_size = k_cache.shape[:2]
+    check_size(op, "pages", max(pages, listed[0]))
+    check_size(op, "places of a page", page_size)
     launch, grid, given, numbers = launch_of_rows(
         op,
         _append,

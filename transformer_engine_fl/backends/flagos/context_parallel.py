@@ -379,6 +379,7 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
     tensor = dense(op, "tensor", tensor)
     offsets, found = _offsets(op, cu_seqlens)
     *leading, total, heads, width = tensor.shape
+    check_size(op, "tokens", total)
     output = fresh(op, tensor, (*leading, total // 2, heads, width))
     if output.numel():
         x, y = joined(raw(_paired(tensor)), raw(_paired(output)))
@@ -412,6 +413,7 @@ def thd_grad_correction(
     if not step.numel():
         return
     step, total = joined(_paired(step), _paired(written.dense))
+    check_size(op, "tokens", total.shape[1])
     if "add" not in (first_half, second_half):
         step, total = raw(step), raw(total)
     outer, inner, heads, width = step.shape
@@ -470,6 +472,7 @@ def thd_out_correction(
         return
     rows, heads, width = step.shape
     lses = (all_keys, some_keys)
+    check_size(op, "tokens", max(out.shape[0], *(it.shape[-1] for it in lses)))
     launch_rows(
         op,
         _add_share,

@@ -642,13 +642,16 @@ def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
     first = parts[0].x
     outer, inner = first.shape[:2]
     check_size(op, "tokens", outer * inner)
+    check_size(op, "ranks", places.cp_size)
     tables = [
         (0, 0) if it.freqs is None else (it.freqs.shape[0], it.freqs.stride(0)) for it in parts
     ]
+    check_size(op, "positions", max(rows for rows, _ in tables))
     unit = math.gcd(*(step for part in parts for step in part.steps()), WIDEST_UNIT)
     table_unit = math.gcd(*(stride for _, stride in tables), WIDEST_UNIT)
     constants = tuple([part.constants() for part in parts])
     heads = [part.heads for part in parts]
+    check_size(op, "heads, doubled", 2 * sum(heads))  # as a power of two that is no fewer may be
     portion = triton.next_power_of_2(max(heads))
     plan = _plan_of(first, constants, places, (unit, table_unit, portion))
     blocks = -(-outer * inner // plan.tokens)

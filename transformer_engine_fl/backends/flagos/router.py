@@ -717,6 +717,8 @@ def fused_moe_aux_loss_fwd(
     blocks = -(-experts // plan.columns)
     check_across(op, blocks)
     programs = min(-(-rows // plan.rows), max(1, _LOSS_PROGRAMS // max(1, blocks)))
+    # A program counts on by as many as all have at once, before it sees that it has no more.
+    check_size(op, "tokens in whole rounds", rows + programs * plan.rows)
     left = programs * blocks
     partial = fresh(op, probs, (left,), const.dtype)
     if left:
