@@ -95,6 +95,7 @@ def test_more_queries_than_its_kernels_count_are_declined_backward() -> None:
         ({}, {"window_size_right": 2}),
         ({}, {"scale": -1.0}),
         ({}, {"scale": 1e-46}),  # 0 in float32
+        ({}, {"scale": 1e39}),  # beyond it
         (
             {},
             {

@@ -291,6 +291,22 @@ def test_float64_is_declined(device: str) -> None:
         flagos.te_general_grouped_gemm([A], [B])
 
 
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_a_factor_beyond_float32_is_declined(name: str, device: str) -> None:
+    A, B = operands("float32", device, sizes=(8, 24, 32))
+    into = torch.zeros(8, 24, device=device)
+    one: dict[str, Any] = {"accumulate_into": into}
+    grouped: dict[str, Any] = {"accumulate_into": [into]}
+    for _ in range(2):  # known now, the call is alike but for the number
+        flagos.generic_gemm(A, B, **one)
+        flagos.te_general_grouped_gemm([A], [B], **grouped)
+        for factor in (1e39, -1e39):
+            with pytest.raises(NotSupportedError, match="no float32"):
+                flagos.generic_gemm(A, B, **one, **{name: factor})
+            with pytest.raises(NotSupportedError, match="no float32"):
+                flagos.te_general_grouped_gemm([A], [B], **grouped, **{name: factor})
+
+
 def test_tensors_inside_a_transform_are_declined(device: str) -> None:
     A, B = operands("float32", device, sizes=(8, 24, 32))
     with pytest.raises(NotSupportedError):

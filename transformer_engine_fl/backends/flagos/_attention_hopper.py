@@ -35,6 +35,7 @@ from transformer_engine_fl.backends.flagos._arguments import (
     launch_of,
 )
 from transformer_engine_fl.backends.flagos._attention import LEAST_FOLDED
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -1124,7 +1125,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1]
         and q.shape[-1] in _WIDTHS
-        and scale >= LEAST_FOLDED
+        and LEAST_FOLDED <= scale <= LARGEST_FLOAT32
         and bool(q.numel() and k.numel())
     )
 

@@ -53,6 +53,7 @@ from transformer_engine_fl.backends.flagos.tuning import Choice
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.ops import gemm as contracts
 from transformer_engine_fl.ops._checks import is_frozen
+from transformer_engine_fl.ops._rounding import LARGEST_FLOAT32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -701,6 +702,8 @@ def _key(
     for number in (alpha, beta):
         if type(number) is not float and not (type(number) is int and abs(number) < 2**63):
             return None
+        if not abs(number) <= LARGEST_FLOAT32:
+            return None
     if not all(it is True or it is False for it in flags):
         return None
     if dtype is not None and type(dtype) is not torch.dtype:
@@ -723,6 +726,9 @@ def _key(
 def _as_numbers(op: str, alpha: Any, beta: Any) -> tuple[float, float]:
     if not (isinstance(alpha, int | float) and isinstance(beta, int | float)):
         raise NotSupportedError(f"{op}: alpha and beta are no numbers yet")
+    for number in (alpha, beta):
+        if LARGEST_FLOAT32 < abs(number) < math.inf:
+            raise NotSupportedError(f"{op}: {number} is no float32, as a factor is in the kernels")
     return float(alpha), float(beta)
 
 
