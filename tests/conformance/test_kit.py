@@ -13,6 +13,7 @@ from torch import Tensor
 
 import transformer_engine_fl as te
 from transformer_engine_fl import ops, testing
+from transformer_engine_fl.backends.reference import epilogue as epilogues
 from transformer_engine_fl.backends.reference import normalization as reference
 from transformer_engine_fl.ops import _checks as check
 from transformer_engine_fl.testing.arguments import clone, cropped
@@ -473,6 +474,23 @@ def accumulating(change: Callable[[Tensor, list[Tensor], Tensor], Any]) -> Calla
         return changed if isinstance(changed, Tensor) and changed.dtype == torch.bool else positive
 
     return operator
+
+
+@pytest.mark.parametrize(
+    ("label", "asked"),
+    [("three dimensions, block_128x128", False), ("typical, block_1x128", True)],
+)
+def test_rows_that_share_a_scale_are_not_asked_for_the_same_bits_alone(
+    label: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in three dimensions either, which the oracle has in two."""
+    contract, fn = ops.clamped_swiglu_quantize, epilogues.clamped_swiglu_quantize
+    whole = contract.samples
+    some = lambda *where: (it for it in whole(*where) if it.label == label)  # noqa: E731
+    monkeypatch.setattr(contract, "samples", some)
+    names = [it.name for it in cases(fn, contract=contract, traits=["batch_invariant"])]
+    assert any("/values/" in name for name in names)
+    assert any("/batch invariant/" in name for name in names) is asked
 
 
 def test_an_operator_that_writes_what_it_declares_passes() -> None:

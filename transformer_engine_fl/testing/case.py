@@ -7,6 +7,7 @@ alone reproduces a failure. What holds is asked in ``checks`` and ``streams``.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import signal
 import traceback
@@ -424,7 +425,7 @@ def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
     rows = rows_of(contract, sample)
     if rows < 2:
         return False
-    whole = [*_right(contract.oracle(*sample.args, **sample.kwargs))]
+    whole = [*_right(contract, sample)]
 
     def alone(first: int, end: int) -> bool:
         some = taking_rows(contract, sample, first, end)
@@ -432,22 +433,33 @@ def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
         if shapes is None or not any(len(it) == end - first for it in tensors(shapes) if it.ndim):
             return False
         try:
-            parts = [*_right(contract.oracle(*some.args, **some.kwargs))]
+            parts = [*_right(contract, some)]
         except Exception:  # noqa: BLE001  # what was cut is no call with a meaning
             return False
-        return all(
-            torch.allclose(value[first:end].double(), part.double(), rtol=1e-9, equal_nan=True)
+        if len(parts) != len(whole):
+            return False
+        pairs = [
+            (value[first:end].double(), part.double())
             for value, part in zip(whole, parts, strict=True)
-            if value.ndim and (len(value), len(part)) == (rows, end - first)
-        )
+            if value.ndim and part.ndim and (len(value), len(part)) == (rows, end - first)
+        ]
+        same = functools.partial(torch.allclose, rtol=1e-9, equal_nan=True)
+        return bool(pairs) and all(same(value, part) for value, part in pairs)
 
     return all(alone(first, end) for first, end in row_ranges(rows))
 
 
-def _right(values: Any) -> Iterator[torch.Tensor]:
-    """Each tensor of what an oracle returned; of bounds both."""
-    for value in as_tuple(values):
-        yield from tensors([value.low, value.high] if isinstance(value, Between) else value)
+def _right(contract: Contract[..., Any], sample: Sample) -> Iterator[torch.Tensor]:
+    """Each tensor of what the oracle returns, of bounds both: outputs in the shape that they have,
+    and behind them what it says of inputs that are written.
+    """
+    rule = as_tuple(contract.shapes(*sample.args, **sample.kwargs))
+    values = as_tuple(contract.oracle(*sample.args, **sample.kwargs))
+    for output, value in itertools.zip_longest(rule, values):
+        for bound in (value.low, value.high) if isinstance(value, Between) else (value,):
+            for shape, tensor in itertools.zip_longest(tensors(output), tensors(bound)):
+                like = shape is not None and shape.numel() == tensor.numel()
+                yield tensor.reshape(shape.shape) if like else tensor
 
 
 def _checked(contract: Contract[..., Any], sample: Sample) -> tuple[Any, ...] | None:
