@@ -345,12 +345,34 @@ def test_hopper_s_linear_layers_store_no_logits(
         found = flagos.fused_linear_cross_entropy_bwd(grads, *linear, lse, **ignored)
         assert all(it is None or it.isfinite().all() for it in found)
         assert found[0][2:].count_nonzero() == 0
+        # What a row that is NaN gives shows, though nothing is asked of its loss.
+        broken, nothing = input.clone(), torch.zeros_like(grads)
+        broken[0] = torch.nan
+        _, lse = flagos.fused_linear_cross_entropy_fwd(broken, weight, target, **ignored)
+        call = (nothing, broken, weight, target, lse)
+        assert flagos.fused_linear_cross_entropy_bwd(*call, **ignored)[0][0].isnan().all()
     else:  # which rows that are ignored know nothing of
         bias[3:6] = torch.tensor([100.0, torch.inf, torch.nan])
         every = torch.full_like(target, IGNORED)
         call = (grads, input, weight, every, torch.zeros_like(grads), bias, None)
         found = flagos.fused_linear_cross_entropy_bwd(*call, ignore_index=IGNORED)
         assert not any(it is None or it.any() for it in found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "words", "what"),
+    [(2**31, 8, 8, "rows"), (8, 2**31, 8, "features"), (8, 8, 2**31, "words")],
+)
+def test_hopper_s_linear_layers_decline_what_their_kernel_cannot_count(
+    rows: int, features: int, words: int, what: str
+) -> None:
+    hopper = pytest.importorskip("transformer_engine_fl.backends.flagos._loss_hopper")
+    input = torch.empty(rows, features, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(words, features, dtype=torch.bfloat16, device="meta")
+    target = torch.empty(rows, dtype=torch.int64, device="meta")
+    stats = torch.empty(-(-words // hopper.COLUMNS), rows, 4, device="meta")
+    with pytest.raises(NotSupportedError, match=f"2147483648 {what}"):
+        hopper.store_statistics("a_test", input, weight, None, target, stats)
 
 
 def as_double(value: Tensor | None) -> Tensor | None:

@@ -90,7 +90,8 @@ def _finish_gradients(
     uniform = gl.load(rows_ptr + 3 * far + r, mask=there, other=0.0)
     d = factor[:, None] * gl.exp2((z - lse[:, None]) * _LOG2E)
     d -= gl.where(c[None, :] == word[:, None], pull[:, None], uniform[:, None])
-    read = (lse < float("inf")) | (factor != 0) | (pull != 0)
+    # A lse of NaN is not that of a row that is not read.
+    read = (lse != float("inf")) | (factor != 0) | (pull != 0)
     d = gl.where(read[:, None], d, 0.0)
     _store(d_ptr, d, row, column, m, n, stride, LAYOUT)
 
@@ -219,7 +220,8 @@ def _run(
     m, k = input.shape
     n = weight.shape[0]
     tiles = -(-m // _TILE["ROWS"]) * -(-n // COLUMNS)
-    check_size(op, "tiles", tiles)
+    for what, size in (("rows", m), ("words", n), ("features", k), ("tiles", tiles)):
+        check_size(op, what, size)
     unit = ALIGNMENT // input.itemsize
     unit_n = math.gcd(n, unit)
     device = input.device
