@@ -160,6 +160,27 @@ def test_a_query_that_is_nan_shows(mask: str, softmax_type: str, device: str) ->
     check("fused_attn_fwd", q, k, v, attn_mask_type=mask, softmax_type=softmax_type)
 
 
+def of_the_highest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The value of the key with each query's highest score, ``bshd``."""
+    wide = [it.double().transpose(1, 2) for it in (q, k, v)]
+    group = q.shape[2] // k.shape[2]
+    keys, values = (it.repeat_interleave(group, 1) for it in wide[1:])
+    highest = (wide[0] @ keys.mT).argmax(-1)
+    return values.gather(2, highest[..., None].expand(*highest.shape, v.shape[-1])).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_query_with_scores_that_float32_tells_apart_by_thousands_is_not_one_without_keys(
+    dtype: torch.dtype, device: str
+) -> None:
+    """Where its weights are lost that shows; on a GPU they are, by a fused multiply-add."""
+    q, k, v = tokens(device, width=40, dtype=dtype)
+    q, k = q * 2**19, k * 2**19
+    out, _ = flagos.fused_attn_fwd(q, k, v)
+    right = (out - of_the_highest(q, k, v)).abs() <= 0.02 * v.abs().amax()
+    assert (right | out.isnan()).all()
+
+
 def test_a_window_wider_than_an_int32(device: str) -> None:
     q, k, v = tokens(device)
     options = {"window_size_left": 2**40, "window_size_right": 2**31 - 1}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from flagos.test_attention import check, check_both
+from flagos.test_attention import check, check_both, of_the_highest
 from torch import Tensor
 
 from transformer_engine_fl.backends.flagos import _launch
@@ -194,6 +194,19 @@ def test_a_query_that_is_nan_shows_on_hopper(on_hopper: list[str]) -> None:
     q, k, v = tokens(device="cuda")
     q[:, 3] = torch.nan
     check("fused_attn_fwd", q, k, v, **CAUSAL)
+    assert on_hopper == ["forward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_query_with_scores_too_large_to_weigh_is_not_one_without_keys_on_hopper(
+    width: int, on_hopper: list[str]
+) -> None:
+    q, k, v = tokens(sq=300, skv=417, width=width, device="cuda")
+    q, k = q * 2**19, k * 2**19
+    out, _ = flagos.fused_attn_fwd(q, k, v)
+    right = (out - of_the_highest(q, k, v)).abs() <= 0.02 * v.abs().amax()
+    assert (right | out.isnan()).all()
     assert on_hopper == ["forward"]
 
 

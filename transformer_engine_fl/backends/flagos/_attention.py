@@ -409,8 +409,10 @@ def forward(
                 v_ptr, v_described, column, lkv, v_token, V_WIDTH, COLUMNS, V_BLOCK, phase == 1
             )
             out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION, out_dtype=ACC)
-    # Not by the highest score, which passes NaN over: of a query that is NaN the total is too.
-    nothing = (total == 0) | (i >= lq)
+    # Not by the highest score alone, which passes NaN over: of a query that is NaN the total is
+    # too. Nor by the total: a fused multiply-add rounds but one of the two products that a weight
+    # is made of, so that beyond 2**30 or so even the highest may weigh nothing. That shows, as NaN.
+    nothing = ((total == 0) & (highest == float("-inf"))) | (i >= lq)
     highest *= factor
     if SINK:
         sink = tl.full((), 0, ACC)

@@ -307,7 +307,10 @@ def _consumer(
         mbarrier.arrive(v_empty.index(v_slot))
         v_slot, v_phase = _after(v_slot, v_phase, STAGES)
 
-        share = gl.where(total > 0, 1 / total, 0.0)
+        # A total of NaN is not that of a row which sees no key; nor is 0 always, see
+        # ``_attention.forward``.
+        nothing = (total == 0) & (m == float("-inf"))
+        share = gl.where(nothing, 0.0, 1 / total)
         share = gl.convert_layout(share, gl.SliceLayout(1, acc_layout))
         tma.store_wait(0)
         at = [sequence, head, first_row, 0]
@@ -315,8 +318,7 @@ def _consumer(
         lse = (m * factor + gl.log2(total)) * 0.6931471805599453
         row = first_row + gl.arange(0, ROWS, rows)
         at = lse_ptr + (sequence * heads + head).to(gl.int64) * sq + row
-        # A total of NaN is not that of a row which sees no key.
-        gl.store(at, gl.where(total == 0, float("-inf"), lse), mask=row < sq)
+        gl.store(at, gl.where(nothing, float("-inf"), lse), mask=row < sq)
     tma.store_wait(0)
 
 
