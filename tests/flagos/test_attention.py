@@ -129,6 +129,14 @@ def test_more_programs_than_the_second_axis_of_a_grid_has(device: str) -> None:
     assert torch.allclose(lse.flatten(), q.float().square().sum(-1).flatten() / 4, atol=0.02)
 
 
+@pytest.mark.parametrize("width", [96, 128])
+def test_hundreds_of_blocks_of_keys_add_up_to_no_error(width: int, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("too much for the interpreter, which has no fused multiply-add either")
+    q, k, v = (torch.randn(1, size, 1, width, device=device) for size in (64, 16_384, 16_384))
+    check("fused_attn_fwd", q, k, v)
+
+
 # ---------------------------------------------------------------------------- extremes
 
 

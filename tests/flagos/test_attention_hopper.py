@@ -199,6 +199,19 @@ def test_a_query_that_is_nan_shows_on_hopper(on_hopper: list[str]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128])
+def test_a_thousand_blocks_of_keys_add_up_to_no_error_on_hopper(
+    width: int, on_hopper: list[str]
+) -> None:
+    q, k, v = tokens(b=1, sq=64, skv=131_072, heads=1, groups=1, width=width, device="cuda")
+    q *= 4
+    _, lse = flagos.fused_attn_fwd(q, k, v)
+    scores = q[0, :, 0].double() @ k[0, :, 0].double().T * width**-0.5
+    assert (lse[0, 0] - scores.logsumexp(-1)).abs().max() < 1e-4
+    assert on_hopper == ["forward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
 def test_a_query_with_scores_too_large_to_weigh_is_not_one_without_keys_on_hopper(
     width: int, on_hopper: list[str]
 ) -> None:

@@ -396,9 +396,12 @@ def forward(
                 seen = _seen(i[:, None], j[None, :], lkv, shift, left, right, LEFT, RIGHT)
                 scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, axis=1))
-            base = tl.where(higher == float("-inf"), 0.0, higher) * factor
+            taken = tl.where(higher == float("-inf"), 0.0, higher)
+            base = taken * factor
             weights = _exp(scores * factor - base[:, None], NATURAL)
-            kept = _exp(highest * factor - base, NATURAL)
+            # 1 where the highest stays. Of two products a fused multiply-add would round one, and
+            # each block would move the sums of those before it by the same small factor.
+            kept = _exp((highest - taken) * factor, NATURAL)
             total = total * kept + tl.sum(weights, axis=1)
             out *= kept[:, None]
             highest = higher

@@ -142,10 +142,13 @@ def _softmax(
         else:
             s = gl.where(key < bound, s, float("-inf"))
     highest = gl.maximum(m, gl.max(s, 1))
-    offset = highest * factor
+    taken = highest
     if MASKED:
-        offset = gl.where(highest == float("-inf"), 0.0, offset)
-    alpha = _exp2(m * factor - offset)
+        taken = gl.where(highest == float("-inf"), 0.0, highest)
+    offset = taken * factor
+    # 1 where the highest stays. Of two products a fused multiply-add would round one, and each
+    # block would move the sums of those before it by the same small factor.
+    alpha = _exp2((m - taken) * factor)
     p = _exp2(s * factor - offset[:, None])
     return p, highest, total * alpha + gl.sum(p, 1), alpha
 
