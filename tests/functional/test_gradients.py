@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -83,6 +84,107 @@ def test_what_is_no_tensor_is_named_with_who_returned_it(
         functional.rms_norm(x, weight)
 
 
+def serve_changed(op_name: str, change: Callable[[Any], Any]) -> None:
+    """Register vendor.acme, which changes what plain PyTorch returns."""
+    manager = te.get_default_manager()
+    manager.ensure_initialized()
+    registry = manager.registry
+    entry = next(it for it in registry.entries(op_name) if it.impl.impl_id == "reference.torch")
+    assert entry.load() is None
+    true = entry.fn
+
+    @functools.wraps(true)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return change(true(*args, **kwargs))
+
+    registry.register_impl(te.OpImpl(op_name, "vendor.acme", "vendor", changed, vendor="acme"))
+
+
+MADE_OF_SEVERAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "generic_gemm": lambda x, weight: functional.linear(x, weight, gelu=True),
+    "te_general_grouped_gemm": lambda x, weight: functional.grouped_linear(
+        x, [weight], [5], gelu=True
+    ),
+    "cross_entropy_fwd_bwd": lambda x, weight: functional.cross_entropy(
+        x * weight[0], torch.arange(5), gradient_in_forward=True
+    ),
+    "fused_linear_cross_entropy_fwd_bwd": lambda x, weight: functional.fused_linear_cross_entropy(
+        x, weight, torch.tensor([0, 1, 2, 0, 1]), gradient_in_forward=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF_SEVERAL)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (list, r"'vendor.acme' returned \(list\); the contract has . outputs, in a tuple"),
+        (lambda outputs: None, r"'vendor.acme' returned \(None\)"),
+        # Of three rows, which could be taken for three outputs.
+        (lambda outputs: torch.ones(3, 2), r"'vendor.acme' returned \(Tensor\)"),
+        (lambda outputs: outputs[:1], r"'vendor.acme' returned \(Tensor\)"),
+        (lambda outputs: (None, *outputs[1:]), "output 0, as 'vendor.acme' returned it, is None"),
+        (
+            lambda outputs: (*outputs[:2], 1.5, *outputs[3:]),
+            "output 2, as 'vendor.acme' returned it, is a float",
+        ),
+    ],
+    ids=["a list", "None", "a tensor", "one of several", "None first", "a number"],
+)
+def test_functions_of_several_operators_name_who_returned_something_else(
+    name: str, change: Callable[[Any], Any], said: str
+) -> None:
+    serve_changed(name, change)
+    x, weight = torch.rand(5, 6).requires_grad_(), torch.rand(3, 6).requires_grad_()
+    with te.with_preference("vendor:acme"), pytest.raises(te.TeFlError, match=f"^{name}: {said}"):
+        MADE_OF_SEVERAL[name](x, weight)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, weight: functional.linear(x, weight),
+        lambda x, weight: functional.grouped_linear(x, [weight], [5]),
+    ],
+    ids=["linear", "grouped_linear"],
+)
+def test_a_row_of_an_output_that_is_alone_is_not_taken_for_the_output(
+    function: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    for name in ("generic_gemm", "te_general_grouped_gemm"):
+        serve_changed(name, lambda outputs: outputs[0])
+    with te.with_preference("vendor:acme"), pytest.raises(te.TeFlError, match=r"\(Tensor\); the"):
+        function(torch.rand(5, 6), torch.rand(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (list, r"its implementation returned \(list\)"),
+        (lambda outputs: (None, *outputs[1:]), "output 0, as its implementation returned it, is N"),
+        (lambda outputs: (*outputs[:1], None, None), "output 1, as its implementation"),
+    ],
+    ids=["a list", "no gradient of a matrix", "no gradient of the bias"],
+)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_product_of_a_backward_that_is_not_there_is_no_zero(
+    grouped: bool, change: Callable[[Any], Any], said: str
+) -> None:
+    name = "te_general_grouped_gemm" if grouped else "generic_gemm"
+    right = True
+    serve_changed(name, lambda outputs: outputs if right else change(outputs))
+    x = torch.rand(5, 6)
+    weight, bias = torch.rand(3, 6).requires_grad_(), torch.rand(3).requires_grad_()
+    with te.with_preference("vendor:acme"):
+        if grouped:
+            output = functional.grouped_linear(x, [weight], [5], [bias])
+        else:
+            output = functional.linear(x, weight, bias)
+    right = False
+    with pytest.raises(te.TeFlError, match=f"^{name}: {said}"):
+        output.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("change", "kinds"),
     [
@@ -133,6 +235,8 @@ def fused_losses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         (lambda it: functional.rope(it, torch.ones(4, 1, 1, 4), interleaved=True), ((4, 2, 2, 6),)),
         (fused_losses, ((3, 4), (5, 4), (5,))),
         (lambda *given: fused_losses(*given)[1], ((3, 4), (5, 4))),
+        (lambda it: functional.thd_to_bshd(it, torch.tensor([0, 3, 7]).int(), 4), ((7, 2, 3),)),
+        (lambda it: functional.bshd_to_thd(it, torch.tensor([0, 3, 7]).int(), 7), ((2, 4, 2, 3),)),
     ],
     ids=[
         "rms_norm",
@@ -144,6 +248,8 @@ def fused_losses(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         "rope of some, interleaved",
         "fused_linear_cross_entropy",
         "the z_loss of fused_linear_cross_entropy",
+        "thd_to_bshd",
+        "bshd_to_thd",
     ],
 )
 def test_gradients_asked_for_in_a_batch_are_those_asked_for_one_by_one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -447,12 +448,60 @@ def test_what_does_not_fit_a_group_is_refused() -> None:
         functional.cross_entropy(x, target, vocab_start=0)
     with pytest.raises(te.ArgumentError, match="vocab_size"):
         functional.cross_entropy(x, target, vocab_size=7)
+    for start, size, wrong in ((2, x.shape[-1] + 1, "vocab_size"), (-1, 7, "vocab_start")):
+        with pytest.raises(te.ArgumentError, match=f"^cross_entropy: argument '{wrong}'"):
+            functional.cross_entropy(
+                x, target, process_group=alone, vocab_start=start, vocab_size=size
+            )
     stats = ops.cross_entropy_partial_fwd(x, target)
     with pytest.raises(te.ArgumentError, match="stats"):
         ops.cross_entropy_merge(stats, target, vocab_size=7)
     saved = torch.ones(6, dtype=torch.float64)
     with pytest.raises(te.ArgumentError, match="vocab_size"):
         ops.cross_entropy_bwd(saved, x, target, saved, vocab_start=2, vocab_size=8)
+
+
+def test_a_shard_is_differentiated_by_backward_alone() -> None:
+    x, target = logits(), targets()
+    group = torch.distributed.ProcessGroup(0, 1)
+
+    def loss(it: Tensor) -> Tensor:
+        return functional.cross_entropy(it, target, process_group=group)
+
+    with pytest.raises(te.NotSupportedError, match=r"transform of torch\.func"):
+        torch.func.grad(loss)(x)
+    with pytest.raises(te.NotSupportedError, match="forward-mode derivatives"):
+        torch.func.jvp(loss, (x,), (x,))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("cross_entropy_partial_fwd", None, "output 0, as 'vendor.acme' returned it, is None"),
+        ("cross_entropy_merge", [], r"'vendor.acme' returned \(list\); the contract has 2 outputs"),
+        ("cross_entropy_bwd", None, "output 0, as its implementation returned it, is None"),
+    ],
+)
+def test_what_is_no_output_of_a_shard_is_named(
+    name: str, wrong: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(output: Tensor, input: Tensor, group: Any) -> None:
+        output.copy_(input)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+
+    @functools.wraps(getattr(ops, name))
+    def returning(*args: Any, **kwargs: Any) -> Any:
+        return wrong
+
+    te.get_default_manager().registry.register_impl(
+        te.OpImpl(name, "vendor.acme", "vendor", returning, vendor="acme")
+    )
+    group = torch.distributed.ProcessGroup(0, 1)
+    with te.with_preference("vendor:acme"), pytest.raises(te.TeFlError, match=f"^{name}: {said}"):
+        functional.cross_entropy(
+            logits().requires_grad_(), targets(), process_group=group
+        ).backward()
 
 
 # ---------------------------------------------------------------------------- memory

@@ -16,7 +16,7 @@ from transformer_engine_fl.core.errors import ArgumentError, NotSupportedError, 
 from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.ops import CATALOGUE
 
-__all__ = ["Gradients", "apply", "first_derivative", "records", "witness"]
+__all__ = ["Gradients", "apply", "first_derivative", "outputs_of", "records", "witness"]
 
 
 Gradients = tuple[Tensor | None, ...]
@@ -285,6 +285,39 @@ def _outputs(
     return outputs[0].unbind() if backward is not None and backward.unbind else outputs
 
 
+def outputs_of(
+    op_name: str,
+    count: int,
+    needed: Sequence[int],
+    args: Sequence[Any],
+    keywords: dict[str, Any],
+    run: Run | None = None,
+) -> tuple[Any, ...]:
+    """What an operator returns, for a function that is made of several.
+
+    Args:
+        count: how many outputs it has; what has one returns a tensor.
+        needed: those that are to be tensors.
+        run: what runs it; who the policy chooses unless given.
+
+    Raises:
+        TeFlError: there are others; names who returned them.
+    """
+    call = functools.partial(get_default_manager().call, op_name) if run is None else run
+    value = call(*args, **keywords)
+    outputs = (value,) if count == 1 else value
+    if not isinstance(outputs, tuple) or len(outputs) != count:
+        kinds = _kinds(value if isinstance(value, tuple) else (value,))
+        raise TeFlError(
+            f"{op_name}: {_whose(op_name, run, args, keywords)} returned ({kinds}); the contract "
+            f"has {count} outputs, in a tuple{_verify(op_name)}"
+        )
+    for place in needed:
+        if not isinstance(outputs[place], Tensor):
+            raise _no_tensor(op_name, run, place, outputs[place], args, keywords)
+    return outputs
+
+
 def _no_tensor(
     op_name: str,
     run: Run | None,
@@ -294,23 +327,34 @@ def _no_tensor(
     keywords: dict[str, Any],
 ) -> TeFlError:
     """The error for an output that is none by the contract, with whom such calls go to."""
-    chosen = None
-    if run is None:
-        chosen = get_default_manager().explain(op_name, *args, **keywords).selected
-    whose = "its implementation" if chosen is None else repr(chosen.impl_id)
+    whose = _whose(op_name, run, args, keywords)
     kind = "None" if found is None else f"a {type(found).__name__}"
     return TeFlError(
         f"{op_name}: output {place}, as {whose} returned it, is {kind}; the contract has a tensor "
-        f"there, and several in a tuple (`te-fl verify IMPL --op {op_name}` holds it to that)"
+        f"there, and several in a tuple{_verify(op_name)}"
     )
 
 
 def _no_gradient(backward: Backward, found: tuple[Any, ...]) -> TeFlError:
     """The error for a backward that has not returned a gradient that is wanted."""
-    kinds = ", ".join("None" if it is None else type(it).__name__ for it in found)
     owners = (it if isinstance(it, str) else " and ".join(it) for it in backward.gradients)
     return TeFlError(
-        f"{backward.op}: its implementation returned ({kinds}); the contract has the gradients of "
-        f"({', '.join(owners)}), and several in a tuple (`te-fl verify IMPL --op {backward.op}` "
-        "holds it to that)"
+        f"{backward.op}: its implementation returned ({_kinds(found)}); the contract has the "
+        f"gradients of ({', '.join(owners)}), and several in a tuple{_verify(backward.op)}"
     )
+
+
+def _whose(op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]) -> str:
+    """Whom such calls go to."""
+    chosen = None
+    if run is None:
+        chosen = get_default_manager().explain(op_name, *args, **keywords).selected
+    return "its implementation" if chosen is None else repr(chosen.impl_id)
+
+
+def _kinds(found: tuple[Any, ...]) -> str:
+    return ", ".join("None" if it is None else type(it).__name__ for it in found)
+
+
+def _verify(op_name: str) -> str:
+    return f" (`te-fl verify IMPL --op {op_name}` holds it to that)"

@@ -17,6 +17,7 @@ from transformer_engine_fl.core.manager import get_default_manager
 from transformer_engine_fl.functional._differentiable import (
     Gradients,
     first_derivative,
+    outputs_of,
     records,
     witness,
 )
@@ -61,7 +62,7 @@ def linear(
         raise ArgumentError("linear", "weight", check.describe(weight), expected)
     if not records("linear", input, weight, bias):
         options = _given(bias=bias, gelu=gelu or None)
-        output: Tensor = get_default_manager().call("generic_gemm", weight, input, **options)[0]
+        output: Tensor = outputs_of("generic_gemm", 3, (0,), (weight, input), options)[0]
         return output
     given = _apart(input, weight, bias)
     output, *_ = _Linear.apply(gelu, main_grad, *given)  # type: ignore[no-untyped-call]
@@ -105,7 +106,7 @@ def grouped_linear(
     if not records("grouped_linear", input, *weights, *added):
         options = _given(bias=list(added) or None, gelu=gelu or None)
         call = list(weights), [input], list(m_splits)
-        output: Tensor = get_default_manager().call("te_general_grouped_gemm", *call, **options)[0]
+        output: Tensor = outputs_of("te_general_grouped_gemm", 3, (0,), call, options)[0]
         return output
     into = None if main_grads is None else list(main_grads)
     output, *_ = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
@@ -165,9 +166,9 @@ class _Linear(torch.autograd.Function):
         grad = _before_gelu(ctx, grad, pre_gelu)
         dx = dw = db = None
         if of_input:
-            dx, _, _ = ctx.gemm(weight, grad, transa=False)
+            dx, _ = _product(ctx, (weight, grad), {"transa": False})
         if of_weight:
-            dw, db, _ = ctx.gemm(input, grad, **_wgrad(of_bias, ctx.main_grad))
+            dw, db = _product(ctx, (input, grad), _wgrad(of_bias, ctx.main_grad))
         elif of_bias:
             db = _sum_of_rows(grad)
         return None, None, dx, dw, db
@@ -209,14 +210,14 @@ class _GroupedLinear(torch.autograd.Function):
         grad = _before_gelu(ctx, grad, pre_gelu)
         dx = dw = db = None
         if of_input:
-            dx, _, _ = ctx.gemm(weights[:groups], [grad], ctx.m_splits, transa=False)
+            call = weights[:groups], [grad], ctx.m_splits
+            dx, _ = _product(ctx, call, {"transa": False})
         if of_weights:
             into = ctx.main_grads and [
                 it if used else torch.empty_like(it)  # of a frozen weight: for nobody
                 for it, used in zip(ctx.main_grads, of_groups, strict=True)
             ]
-            options = _wgrad(of_biases, into)
-            dw, db, _ = ctx.gemm([input], [grad], ctx.m_splits, **options)
+            dw, db = _product(ctx, ([input], [grad], ctx.m_splits), _wgrad(of_biases, into))
         elif of_biases:
             db = [_sum_of_rows(it) for it in torch.split(grad, ctx.m_splits)]
         gradients = [None] * groups if dw is None else [*dw.view(groups, -1, dw.shape[-1])]
@@ -230,11 +231,21 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The output and the input of GELU; fixes who runs the backward."""
     manager = get_default_manager()
-    output, _, pre_gelu = manager.call(op_name, *tensors, **options)
+    needed = (0, 2) if "gelu" in options else (0,)
+    output, _, pre_gelu = outputs_of(op_name, 3, needed, tensors, options)
     ctx.op_name = op_name
     ctx.gemm = manager.pin(op_name)
     ctx.dgelu = manager.pin("dgelu") if "gelu" in options else None
     return output, pre_gelu
+
+
+def _product(
+    ctx: Any, tensors: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Tensor | None, Any]:
+    """A product of the backward, None if it is accumulated; and the bias's gradient if wanted."""
+    needed = [0] * ("accumulate_into" not in options) + [1] * ("bias_grad" in options)
+    product, of_bias, _ = outputs_of(ctx.op_name, 3, needed, tensors, options, ctx.gemm)
+    return product, of_bias
 
 
 def _witness(pre_gelu: Tensor | None) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from transformer_engine_fl.functional._differentiable import (
     Gradients,
     apply,
     first_derivative,
+    outputs_of,
     records,
 )
 from transformer_engine_fl.ops import _checks as check
@@ -133,6 +134,7 @@ def cross_entropy(
         loss, lse = apply("cross_entropy_fwd", options, input, target)
     else:
         start, size = _shard(input, process_group, vocab_start, vocab_size)
+        records("cross_entropy", input)  # refuses how it cannot be differentiated
         loss, lse = _VocabularyParallel.apply(  # type: ignore[no-untyped-call]
             input, target, process_group, start, size, options
         )
@@ -238,13 +240,17 @@ def _shard(
     if not there or not isinstance(group, torch.distributed.ProcessGroup):
         expected = "None or a torch.distributed.ProcessGroup that this rank is in"
         raise ArgumentError("cross_entropy", "process_group", check.describe(group), expected)
+    # Of anything but logits the contract says what is wrong.
+    columns = input.shape[-1] if isinstance(input, Tensor) and input.ndim else 0
     if vocab_start is None and vocab_size is None:
-        # Of anything but logits the contract says what is wrong.
-        columns = input.shape[-1] if isinstance(input, Tensor) and input.ndim else 0
         return group.rank() * columns, group.size() * columns
     if vocab_start is None or vocab_size is None:
         missing = "vocab_start" if vocab_start is None else "vocab_size"
         raise ArgumentError("cross_entropy", missing, "None", "both of the two, or neither")
+    # No operator of the forward gets both; that of the backward would be the first to refuse them.
+    check.is_integer("cross_entropy", "vocab_start", vocab_start)
+    least = vocab_start + columns
+    check.is_integer("cross_entropy", "vocab_size", vocab_size, at_least=least)
     return vocab_start, vocab_size
 
 
@@ -293,12 +299,14 @@ class _WithGradient(torch.autograd.Function):
         each = each if count is None else each / count
         grad_loss = each.expand(target.shape)
         before, behind = parameters[:1], parameters[1:]
-        loss, lse, *gradients = manager.call(
-            f"{op}_fwd_bwd", input, *before, target, grad_loss, *behind, **options
-        )
+        call = input, *before, target, grad_loss, *behind
+        there = [place for place, it in enumerate((input, *parameters)) if it is not None]
+        needed = 0, 1, *(2 + place for place in there)
+        outputs = 3 + len(parameters)
+        loss, lse, *gradients = outputs_of(f"{op}_fwd_bwd", outputs, needed, call, options)
         ctx.save_for_backward(grad_loss, input, *before, target, lse, *behind, *gradients)
-        ctx.count = len(gradients)
-        ctx.op_name = f"{op}_fwd_bwd"
+        ctx.count, ctx.there = len(gradients), there
+        ctx.op, ctx.op_name = op, f"{op}_fwd_bwd"
         ctx.scale = manager.pin("multi_tensor_scale_tensor")
         ctx.again = manager.pin(f"{op}_bwd")
         ctx.options = options
@@ -312,8 +320,10 @@ class _WithGradient(torch.autograd.Function):
         grad_loss, *others = saved[: -ctx.count]
         assert grad_loss is not None  # an invariant of ours: the forward saved it
         if ctx.given_out or is_transformed(grad):  # a batch, for which those here have no room
-            again = ctx.again(grad_loss * grad, *others, **ctx.options)
-            gradients: Gradients = (again,) if isinstance(again, Tensor) else again
+            call = grad_loss * grad, *others
+            gradients: Gradients = outputs_of(
+                f"{ctx.op}_bwd", ctx.count, ctx.there, call, ctx.options, ctx.again
+            )
         else:
             # They are scaled where they are, and whose they are then may write them. That is no
             # business of autograd's, which has them among what was saved: nobody gets them from
@@ -338,35 +348,32 @@ class _VocabularyParallel(torch.autograd.Function):
         vocab_size: int,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        manager = get_default_manager()
         ignore_index, softcap = options["ignore_index"], options["softcap"]
-        stats = manager.call(
-            "cross_entropy_partial_fwd",
-            input,
-            target,
-            vocab_start=vocab_start,
-            ignore_index=ignore_index,
-            softcap=softcap,
-        )
+        of_columns = {
+            "vocab_start": vocab_start,
+            "ignore_index": ignore_index,
+            "softcap": softcap,
+        }
+        call = input, target
+        (stats,) = outputs_of("cross_entropy_partial_fwd", 1, (0,), call, of_columns)
         gathered = stats.new_empty((group.size(), *stats.shape))
         torch.distributed.all_gather_into_tensor(gathered.view(-1), stats.view(-1), group=group)
-        loss, lse = manager.call(
-            "cross_entropy_merge",
-            gathered,
-            target,
-            vocab_size=vocab_size,
-            label_smoothing=options["label_smoothing"],
-            ignore_index=ignore_index,
-            z_loss=options["z_loss"],
-        )
+        of_all = {
+            "vocab_size": vocab_size,
+            "label_smoothing": options["label_smoothing"],
+            "ignore_index": ignore_index,
+            "z_loss": options["z_loss"],
+        }
+        loss, lse = outputs_of("cross_entropy_merge", 2, (0, 1), (gathered, target), of_all)
         ctx.save_for_backward(input, target, lse)
         ctx.op_name = "cross_entropy_partial_fwd"
-        ctx.run = manager.pin("cross_entropy_bwd")
+        ctx.run = get_default_manager().pin("cross_entropy_bwd")
         ctx.options = {**options, "vocab_start": vocab_start, "vocab_size": vocab_size}
         return loss, lse
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, saved: Gradients, grad_loss: Tensor, grad_lse: Tensor) -> Gradients:
-        gradient = ctx.run(grad_loss, *saved, grad_lse, **ctx.options)
-        return gradient, None, None, None, None, None
+        call = grad_loss, *saved, grad_lse
+        outputs = outputs_of("cross_entropy_bwd", 1, (0,), call, ctx.options, ctx.run)
+        return *outputs, None, None, None, None, None

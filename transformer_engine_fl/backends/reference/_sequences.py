@@ -98,4 +98,6 @@ def rows_at(tensor: Tensor, rows: Tensor) -> Tensor:
     """``tensor[rows]``, fresh and contiguous; zeros for a row that there is not, such as -1."""
     given = as_bytes(tensor)
     with_zeros = torch.cat([given, given.new_zeros((1, *given.shape[1:]))]).contiguous()
-    return with_zeros[torch.where(has_row(given, rows), rows, given.shape[0])].view(tensor.dtype)
+    found = with_zeros[torch.where(has_row(given, rows), rows, given.shape[0])]
+    # torch has no rule for the view in the batches of is_grads_batched.
+    return found if given is tensor else found.view(tensor.dtype)

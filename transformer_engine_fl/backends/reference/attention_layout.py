@@ -51,7 +51,9 @@ def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -
     offsets = cu_seqlens.long()
     wanted = Packed(offsets, total_tokens).tokens()
     rows = Padded(offsets, tensor.shape[1]).row(wanted.sequence, wanted.place)
-    return rows_at(tensor.flatten(0, 1), torch.where(wanted.inside, rows, -1))
+    # Not flatten, for which torch has no rule in the batches of is_grads_batched.
+    row_by_row = tensor.reshape(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
+    return rows_at(row_by_row, torch.where(wanted.inside, rows, -1))
 
 
 @as_written
