@@ -956,7 +956,10 @@ def test_every_candidate_is_run_elsewhere_before_it_is_measured(
 
 
 def test_what_was_measured_before_an_error_is_kept(
-    measured: Callable[[str], torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: Callable[[str], torch.device],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from transformer_engine_fl.cli.tune import measuring
 
@@ -976,6 +979,75 @@ def test_what_was_measured_before_an_error_is_kept(
     assert tune(*asked, "--shapes", "6x40,6x80") == 1
     (kept,) = files.read(path).choices["cross_entropy_fwd"]
     assert kept.key["columns"] == 64
+    assert f"written: {path}" in capsys.readouterr().err
+
+
+def test_the_value_that_ends_the_measuring_is_named(job: Any, choice: Choice[Tile]) -> None:
+    from transformer_engine_fl import TeFlError
+    from transformer_engine_fl.cli.tune import measuring
+
+    usual = timed(choice, of1=3.0, of64=1.0)
+
+    def timer(work: Callable[[], Any]) -> float:
+        assert choice._trial is not None
+        if choice._trial._value == Tile(128):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return usual(work)
+
+    said = "silu 4x50 bfloat16: threads=128 wide=False: RuntimeError: CUDA error: an illegal memory"
+    with pytest.raises(TeFlError, match=f"^{said}"):
+        measuring.measure(job, CPU, timer, lambda said: None)
+
+
+def test_a_call_for_which_there_is_no_memory_is_no_traceback(
+    measured: Callable[[str], torch.device],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from transformer_engine_fl.cli.tune import measuring
+
+    def sample(self: Any, shape: Any, device: str) -> Any:
+        raise torch.OutOfMemoryError("40 GiB")
+
+    measured("cross_entropy_fwd")
+    monkeypatch.setattr(measuring.Job, "sample", sample)
+    path = tmp_path / "mine.yaml"
+    assert tune("--op", "cross_entropy_fwd", "--output", str(path)) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("te-fl: cross_entropy_fwd ")
+    assert "40 GiB; nothing is measured after that; --shapes measures smaller ones" in said
+
+
+@pytest.mark.parametrize(
+    ("old", "said"),
+    [
+        ("- key: {columns: 64, itemsize: 4}\n    value: {threads: 64, stages: 3}", "6: .*stages"),
+        ("- key: {columns: 64, size: 4}\n    value: {threads: 64, elements: 512}", "5: .*size"),
+        ("- key: {columns: 64, itemsize: 4}\n    value: {threads: 33, elements: 64}", "6: .*power"),
+    ],
+    ids=["a field", "a name of the key", "a value"],
+)
+def test_what_the_code_no_longer_knows_is_told_before_it_hides_what_is_measured(
+    old: str,
+    said: str,
+    measured: Callable[[str], torch.device],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    measured("cross_entropy_fwd")
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"format: 1\ndevice: cpu\nchoices:\n  cross_entropy_fwd:\n  {old}\n")
+    monkeypatch.setattr(lookup, "name_of", lambda device: "cpu")
+    before = path.read_text()
+    asked = ("--shapes", "6x80", "--dtype", "float32", "--output", str(path))
+    assert tune("--op", "cross_entropy_fwd", *asked) == 2
+    told = capsys.readouterr().err
+    assert re.search(f"mine.yaml:{said}.*nothing that is measured for 'cross_entropy_fwd'", told)
+    assert path.read_text() == before
+    measured("cross_entropy_bwd")  # of another choice nothing is hidden
+    assert tune("--op", "cross_entropy_bwd", *asked) == 0
 
 
 @pytest.mark.parametrize(

@@ -89,21 +89,19 @@ def tune(
 
     measuring.load_families()
     path = _path(output, lookup.name_of(device))
-    _check_file(path, device)
+    _check_file(path, device, wanted)
     if jobs > 1:
         with progress_bar("compiling") as progress:
             measuring.compile_all(wanted, sizes, dtypes, device, jobs, progress)
     results = _measure(measuring.jobs(wanted, sizes, dtypes), device, path)
-    written = any(it.value for it in results)
     if json:
         document = [it.to_dict() for it in results]
-        print_json({"file": str(path) if written else None, "results": document})
+        print_json({"file": str(path) if _any_written(results) else None, "results": document})
     else:
         _show(results)
     for line in measuring.named(results):
         console(stderr=True).print(line, soft_wrap=True)
-    if written:
-        console(stderr=True).print(f"written: {path}", soft_wrap=True)
+    _tell_written(results, path)
     raise typer.Exit(0 if all(it.value for it in results) else 1)
 
 
@@ -186,15 +184,23 @@ def _path(output: Path | None, name: str) -> Path:
     return (lookup.user_folder() if output is None else output) / vendor.name / f"{name}.yaml"
 
 
-def _check_file(path: Path, device: torch.device) -> None:
+def _check_file(path: Path, device: torch.device, wanted: Sequence[Calls]) -> None:
     """Whether it can be merged into; an error now, not after all the measuring."""
-    from transformer_engine_fl.backends.flagos.tuning import files
+    from transformer_engine_fl.backends.flagos.tuning import CHOICES, files
 
     try:
-        files.present(path, lookup.name_of(device))
+        content = files.present(path, lookup.name_of(device))
         check_writable(Path(os.path.realpath(path)).parent)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be written: {error}") from None
+    for name in {name: None for calls in wanted for name in calls.choices}:
+        try:
+            files.values(content, CHOICES[name], path)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"{error}; nothing that is measured for {name!r} would count beside it: mend or "
+                "remove that entry, or name another file with --output"
+            ) from None
 
 
 # --------------------------------------------------------------------------- measuring
@@ -206,17 +212,31 @@ def _measure(jobs: Sequence[Job], device: torch.device, path: Path) -> list[Resu
 
     from transformer_engine_fl.cli.tune import measuring
 
-    results = []
-    with progress_bar("tuning") as progress:
-        for done, job in enumerate(jobs):
-            tell = partial(progress, done, len(jobs))
-            results.append(measuring.measure(job, device, measuring.median_ms, tell))
-            _write(path, results[-1], device)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        progress(len(jobs), len(jobs), "")
+    results: list[Result] = []
+    try:
+        with progress_bar("tuning") as progress:
+            for done, job in enumerate(jobs):
+                tell = partial(progress, done, len(jobs))
+                result = measuring.measure(job, device, measuring.median_ms, tell)
+                _write(path, result, device)
+                results.append(result)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+            progress(len(jobs), len(jobs), "")
+    except BaseException:  # an interrupt, too
+        _tell_written(results, path)
+        raise
     forget()
     return results
+
+
+def _any_written(results: Sequence[Result]) -> bool:
+    return any(it.value for it in results)
+
+
+def _tell_written(results: Sequence[Result], path: Path) -> None:
+    if _any_written(results):
+        console(stderr=True).print(f"written: {path}", soft_wrap=True)
 
 
 def _write(path: Path, result: Result, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -44,6 +44,7 @@ IMPL_ID = "default.flagos"
 _WORTH = 0.99
 """What is less than a hundredth faster than the heuristic's value is not chosen."""
 
+T = TypeVar("T")
 Timer = Callable[[Callable[[], Any]], float]
 
 
@@ -202,8 +203,8 @@ def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], 
     """
     where = str(device)
     entry = _entry(job.calls.op)
-    checked = job.sample(job.calls.check_shape(job.shape), where)
-    timed = job.sample(job.shape, where)
+    checked = _attempt(job, lambda: job.sample(job.calls.check_shape(job.shape), where))
+    timed = _attempt(job, lambda: job.sample(job.shape, where))
     with job.choice.trial() as keys:
         _attempt(job, lambda: entry.fn(*timed.args, **timed.kwargs))
     if len(keys) != 1:
@@ -216,12 +217,12 @@ def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], 
     for value in values:
         tell(f"{job}: {shown(value._asdict())}")
         with job.choice.trial(value):
-            reason = _wrong(job, entry, checked)
+            reason = _wrong(job, entry, checked, value)
             if reason is None:
                 try:
                     times[value] = timer(lambda: entry.fn(*timed.args, **timed.kwargs))
                 except Exception as error:  # noqa: BLE001 - a kernel's; it is told in the table
-                    reason = _said(job, error)
+                    reason = _said(job, error, value)
         if reason is not None:
             discarded.append(Discarded(value._asdict(), reason))
     return _result(job, key, first, times, len(values), discarded)
@@ -260,8 +261,8 @@ def _entry(op: str) -> Entry:
     return entry
 
 
-def _wrong(job: Job, entry: Entry, sample: Sample) -> str | None:
-    """Why a result is not the contract's, or is none; the answers are under trial."""
+def _wrong(job: Job, entry: Entry, sample: Sample, value: Any) -> str | None:
+    """Why a result is not the contract's, or is none; the value is under trial."""
     try:
         Run(entry, CATALOGUE[job.calls.op], job.dtype, sample).values()
     except Declined as error:
@@ -269,26 +270,30 @@ def _wrong(job: Job, entry: Entry, sample: Sample) -> str | None:
     except ConformanceError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - a kernel's; it is told in the table
-        return _said(job, error)
+        return _said(job, error, value)
     return None
 
 
-def _attempt(job: Job, work: Callable[[], Any]) -> None:
+def _attempt(job: Job, work: Callable[[], T]) -> T:
     try:
-        work()
+        return work()
     except Exception as error:
         raise TeFlError(f"{job}: {_said(job, error)}") from error
 
 
-def _said(job: Job, error: Exception) -> str:
-    """An error in one line.
+def _said(job: Job, error: Exception, value: Any = None) -> str:
+    """An error in one line, and of which value, if there was one under trial.
 
     Raises:
         TeFlError: nothing that follows could run either.
     """
     line = worded(error).partition("\n")[0][:200]
     if TorchTensors().is_fatal(error):
-        raise TeFlError(f"{job}: {line}; --shapes measures smaller ones") from error
+        whose = job if value is None else f"{job}: {shown(value._asdict())}"
+        raise TeFlError(
+            f"{whose}: {line}; nothing is measured after that; --shapes measures smaller ones, "
+            "should memory have run out"
+        ) from error
     return line
 
 
