@@ -738,6 +738,10 @@ def _forward_samples(dtype: str, device: str) -> Iterator[Sample]:
     q, k, v = sample.args
     large = 1e4 if dtype == "float16" else 1e30
     yield Sample("large values", (q, k, v.clamp(-2, 2) * large))
+    # What each block of keys adds to the error shows where there are many.
+    sizes = ((1, 16, 1, 128), *[(1, 4096, 1, 128)] * 2)
+    many = [normal(size, q.dtype, device, seed=83 + place) for place, size in enumerate(sizes)]
+    yield Sample("many keys", tuple(many))
 
 
 def _backward_samples(dtype: str, device: str) -> Iterator[Sample]:
