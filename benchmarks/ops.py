@@ -33,10 +33,11 @@ import torch
 from measuring import copies, error_ratio, roofs
 from peers import COMPILER, DESCRIPTIONS, Work, peers_of
 from report import is_right, markdown, overview, shape_text
-from scripts import at_least, picture_file, replaced, result_file
+from scripts import at_least, picture_file, result_file
 from workloads import WORKLOADS, Shape, Workload, chosen
 
 import transformer_engine_fl as te
+from transformer_engine_fl.backends._files import replaced
 from transformer_engine_fl.cli._processes import beforehand
 from transformer_engine_fl.core.contract import Contract, Sample
 from transformer_engine_fl.core.errors import suggestion

@@ -1,17 +1,15 @@
-"""What the scripts have in common: what they take as arguments, and files written as a whole."""
+"""What the scripts take as arguments."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from transformer_engine_fl.cli._folders import check_writable
 from transformer_engine_fl.core.late import installed
 
-__all__ = ["at_least", "picture_file", "replaced", "result_file", "result_folder"]
+__all__ = ["at_least", "picture_file", "result_file", "result_folder"]
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -30,10 +28,7 @@ def result_file(text: str) -> Path:
     path = Path(text)
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is no file")
-    try:
-        check_writable(path.parent)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    result_folder(str(path.parent))
     return path
 
 
@@ -54,19 +49,3 @@ def picture_file(text: str) -> Path:
         install = "pip install 'transformer_engine_fl[plot]'"
         raise argparse.ArgumentTypeError(f"matplotlib, which draws it, is not installed: {install}")
     return result_file(text)
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A file to be written in the block, which then takes the place of ``path``.
-
-    If it cannot be written, what was there stays; so does a link.
-    """
-    path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        yield written
-        os.replace(written, path)
-    finally:
-        written.unlink(missing_ok=True)

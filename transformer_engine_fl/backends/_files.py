@@ -1,4 +1,4 @@
-"""Files of the user's in which a part is put anew: whole before it, whole after it."""
+"""Files of the user's, written in one step: whole before it, whole after it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ import contextlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["replace"]
+__all__ = ["replaced"]
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file in one step, so that nobody finds half of it and an error leaves what was there.
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file to be written in the block, which then takes the place of ``path``.
 
-    A link stays one, and the file keeps its mode.
+    Nobody finds half of it, and if the block raises, what was there stays. A link stays one, and
+    the file keeps its mode. The other has the same ending.
 
     Raises:
-        OSError: nothing can be written in its folder.
+        OSError: nothing can be written in its folder, which is made if it is missing.
     """
     path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    written = Path(name)
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, mode)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+        yield written
+        written.chmod(mode)
+        os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from transformer_engine_fl.backends._files import replace
+from transformer_engine_fl.backends._files import replaced
 from transformer_engine_fl.cli import _sanitize
 from transformer_engine_fl.cli._folders import check_writable
 from transformer_engine_fl.cli._output import (
@@ -210,7 +210,8 @@ def _fill_in(card: Scorecard, page: Path) -> Path:
     """
     before, after = _halves(page)
     try:
-        replace(page, f"{before}\n\n{card.to_section()}\n{after}")
+        with replaced(page) as file:
+            file.write_text(f"{before}\n\n{card.to_section()}\n{after}", encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"--readme: {error}") from error
     return page

@@ -267,15 +267,19 @@ def _arranged(
     return args, {name: tensor for name, tensor in rest.items() if tensor is not None}
 
 
+def _returned(op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """What ``run`` returns, or who the policy chooses."""
+    if run is None:
+        return get_default_manager().call(op_name, *args, **keywords)
+    return run(*args, **keywords)
+
+
 def _outputs(
     op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]
 ) -> tuple[Any, ...]:
     """What an operator returns, as the tuple of what is differentiated."""
-    call = functools.partial(get_default_manager().call, op_name) if run is None else run
-    value = call(*args, **keywords)
-    if type(value) is Tensor:
-        outputs: tuple[Any, ...] = (value,)
-    elif isinstance(value, tuple):
+    value = _returned(op_name, run, args, keywords)
+    if isinstance(value, tuple):
         outputs = value
     elif isinstance(value, Tensor):
         outputs = (value,)
@@ -303,8 +307,7 @@ def outputs_of(
     Raises:
         TeFlError: there are others; names who returned them.
     """
-    call = functools.partial(get_default_manager().call, op_name) if run is None else run
-    value = call(*args, **keywords)
+    value = _returned(op_name, run, args, keywords)
     outputs = (value,) if count == 1 else value
     if not isinstance(outputs, tuple) or len(outputs) != count:
         kinds = _kinds(value if isinstance(value, tuple) else (value,))

@@ -28,7 +28,7 @@ from pydantic_core import PydanticCustomError
 from yaml.constructor import ConstructorError
 
 from transformer_engine_fl.backends import flagos
-from transformer_engine_fl.backends._files import replace
+from transformer_engine_fl.backends._files import replaced
 from transformer_engine_fl.backends.flagos.tuning.choice import CHOICES, Choice, Key
 from transformer_engine_fl.core.errors import ConfigurationError, suggestion
 
@@ -350,7 +350,8 @@ def write(path: Path, content: TuningFile) -> None:
         with _locked(target):
             plain = merged(present(path, content.device), content).model_dump(exclude_none=True)
             text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
-            replace(target, text)
+            with replaced(target) as file:
+                file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be written: {error}") from None
 
