@@ -1,12 +1,12 @@
 """What runs at each call: nothing here builds, logs, locks or reads a setting.
 
-The manager's table maps an operator to who serves it (:class:`Served`), by a callable. That is
-the implementation itself where the first candidate needs no look at the tensors; otherwise a
-:func:`guarded` one, which looks at one tensor's device and dtype and remembers what follows
-from them. An implementation that looks at them itself, because it remembers its calls, is
-asked before that, by whoever has looked up the table: one more function in between is more
-than a third of what a dispatch takes. A :func:`handle` is the same with the operator's own
-signature. What to build into them is the manager's business.
+The manager's table maps an operator to a :class:`Served`, which holds a callable. That is the
+implementation itself where the first candidate does not depend on the tensors; otherwise it is a
+:func:`guarded` function, which looks at one tensor's device and dtype and remembers which
+candidates follow from them. An implementation that remembers its calls (:class:`Repeats`) checks
+its tensors itself. The code that looked up the table tries it first, without the guarded function
+in between: one more function is more than a third of the time of a dispatch. A :func:`handle`
+does the same, with the operator's own signature. The manager and its plans decide what goes in.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ Failed = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Exceptio
 
 
 def settles_failures(fn: Handle) -> Handle:
-    """Mark a callable that deals with failures itself, so that its caller must not."""
+    """Mark a callable that handles implementations' failures itself; its caller must not."""
     fn.settles_failures = True  # type: ignore[attr-defined]
     return fn
 
 
 MISS: Final = object()
-"""What :attr:`Repeats.last` gives for a call that it does not do."""
+"""What :attr:`Repeats.last` returns for a call that it does not serve."""
 
 
 class Repeats:
-    """How an implementation does calls that are like the last one: its attribute ``calls``.
+    """An implementation's short path for calls like its last one: its attribute ``calls``.
 
     Attributes:
-        of: the implementation; who wraps it and keeps its attributes is another one.
-        last: takes what the implementation takes, and does calls like the last one: all with
-            tensors of the same devices, dtypes and classes. Gives MISS for any other.
-        other: the implementation for a call that ``last`` has not done.
+        of: the implementation. A wrapper that copies its attributes is another function, and
+            has no short path.
+        last: takes the implementation's arguments and serves calls like the last one, all of
+            which have tensors of the same devices, dtypes and classes. Returns MISS for others.
+        other: serves a call for which ``last`` returned MISS.
     """
 
     of: Callable[..., Any]
@@ -66,8 +67,8 @@ class Steps:
 
     Attributes:
         fn: the first candidate's callable.
-        direct: the same, if it can be called without asking it anything first, and has no repeats.
-        repeats: of such a callable that has them.
+        direct: ``fn``, if it takes every call for such tensors and has no :class:`Repeats`.
+        repeats: those of ``fn``, if it takes every call for such tensors and has them.
         fake: the tensors have no data.
     """
 
@@ -87,18 +88,19 @@ class Steps:
 
 
 class Served:
-    """Who serves an operator.
+    """How an operator is served.
 
-    Whoever calls it asks ``repeats.last`` first, if that is ``approved``, and ``fn`` otherwise.
+    A caller tries ``repeats.last`` first if that is ``approved``, and calls ``fn`` otherwise.
 
     Attributes:
         fn: serves any call.
-        repeats: whom to ask before; None if nobody is known.
-        approved: the function that has done a call after a look at its tensor. It does no
-            others than that look has led to it.
-        failed: ``failed(repeats, args, kwargs, error)`` if ``approved`` has raised that: what
-            follows from it, or MISS if the call is not one for its implementation.
-        missed: ``missed(approved, args, kwargs)`` serves a call that this one has not done.
+        repeats: the short path of the implementation that served last; None if it has none.
+        approved: the ``repeats.last`` that served a call after ``fn`` had looked at its tensor.
+            It serves no call for which that look would choose another implementation.
+        failed: ``failed(repeats, args, kwargs, error)``, for when ``approved`` has raised
+            ``error``: recovers or raises; MISS if its implementation would not get the call.
+        missed: ``missed(approved, args, kwargs)``, for when ``approved`` returned MISS: serves
+            the call.
     """
 
     __slots__ = ("approved", "failed", "fn", "missed", "repeats")
@@ -118,13 +120,14 @@ def guarded(
     find: Callable[..., Steps],
     serve: Callable[..., Any],
 ) -> Served:
-    """Who chooses by the dispatch tensor's device and dtype.
+    """Serve by the dispatch tensor's device and dtype.
 
     Args:
         key: cheap hashable key of a tensor; AttributeError for anything else.
         place: position of the dispatch tensor among the positional arguments.
         find: ``find(args, kwargs, memo)``: the steps for a kind of tensor not seen yet.
-        serve: ``serve(steps, args, kwargs, error)``: goes through the candidates.
+        serve: ``serve(steps, args, kwargs, error)``: tries the candidates in order; ``error``
+            is what the first has already raised, or None.
     """
     memo: dict[Any, Steps] = {}
 
@@ -159,10 +162,10 @@ def guarded(
     ) -> Any:
         try:
             steps = find(args, kwargs, memo)
-            # Who would not serve the call has not failed: none of it has run.
+            # If another implementation serves this call, this one has not failed: it ran nothing.
             return serve(steps, args, kwargs, error) if steps.repeats is repeats else MISS
         finally:
-            del error  # in a frame of its own traceback it would keep the call's tensors
+            del error  # its traceback has this frame: the cycle would keep the call's tensors
 
     def missed(asked: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -183,7 +186,7 @@ def guarded(
 
 
 class Cell:
-    """Holds who serves the calls of a bound handle outside every ``with`` block."""
+    """Holds how the calls of a bound handle are served outside every ``with`` block."""
 
     __slots__ = ("served", "unbuilt")
 
@@ -218,7 +221,7 @@ def {name}({parameters}):
     except Exception as _te_fl_error:
         return _te_fl_failed(_te_fl_fn, ({positional}), {{{named}}}, _te_fl_error)
 """
-"""Its own names are ones that no parameter has, whatever that is called."""
+"""Its own names have a prefix that no parameter's name has."""
 
 
 def handle(
@@ -248,7 +251,7 @@ _ANYTHING: Final = inspect.signature(lambda *args, **kwargs: None)
 
 
 def take_anything(made: FunctionType) -> None:
-    """Have a handle pass on just what it is given, for its signature need no longer hold."""
+    """Make a handle pass on only what it is given, as its signature may not hold any more."""
     made.__code__ = _generated(made.__name__, _ANYTHING, {}).__code__
 
 

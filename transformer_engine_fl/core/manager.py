@@ -1,8 +1,8 @@
 """OpManager: call, bind, resolve, explain.
 
-The hot path is :meth:`OpManager.call`: a look-up by operator name in the table of
-plans, then the call. Tables are filled from plan.py and dropped whole when a
-registration, a quarantine or a policy changes, so that the next call sees it.
+The hot path is :meth:`OpManager.call`: a look-up of the operator's name in a table, then
+the call. plan.py makes the tables' entries. When a registration, the quarantine or a policy
+changes, whole tables are dropped, so that the next call sees the change.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ from transformer_engine_fl.core.vetting import unknown_names
 __all__ = ["OpManager", "get_default_manager", "manager_named", "reset_default_manager"]
 
 _MAX_SCOPES = 64
-"""Tables of plans that are kept, one for each nest of ``with`` blocks."""
+"""How many tables are kept for nestings of ``with`` blocks, one each."""
 
 _MAX_WARNINGS = 1024
-"""Things that are warned of once each; a program that goes on inventing them is not reminded
-for ever."""
+"""How many different warnings are logged, each once; a program that makes new ones for ever
+gets no more after that."""
 
 _numbers = itertools.count(1)
 _managers: weakref.WeakValueDictionary[str, OpManager] = weakref.WeakValueDictionary()
 
 
 class Table(dict[str, Served]):
-    """Operator -> who serves it, under one policy.
+    """Operator -> how it is served, under one policy.
 
     Attributes:
-        plans: operator -> the plan behind it.
+        plans: operator -> the plan that its entry was made from.
     """
 
     __slots__ = ("plans",)
@@ -99,7 +99,7 @@ class OpManager:
         registry: what to serve from; a new one unless given.
         builtins: register the sets of this package in it.
         plugins: register installed plugins in it.
-        tensors: who knows tensors; torch unless given.
+        tensors: answers questions about tensors; torch's unless given.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class OpManager:
         self.registry = OpRegistry() if registry is None else registry
         self.quarantine = Quarantine()
         self.plugins: tuple[discovery.SourceReport, ...] = ()
-        # Compiled code knows a manager by this: torch before 2.13 passes no objects on.
+        # Compiled code refers to a manager by name: torch before 2.13 cannot pass the object on.
         self.name = f"manager {next(_numbers)}"
         _managers[self.name] = self
-        self.epoch = "0"  # text: compiled code takes a number that changes for a variable one
+        self.epoch = "0"  # a string: torch.compile makes an int that changes a symbolic one
         self._builtins = builtins
         self._use_plugins = plugins
         self._tensors = tensors
@@ -138,7 +138,7 @@ class OpManager:
         return self
 
     def __deepcopy__(self, memo: object) -> OpManager:
-        return self  # as its handles do: a copied module goes on with both
+        return self  # its handles are not copied either, and a copied module keeps both
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self is not _default:
@@ -157,7 +157,7 @@ class OpManager:
         Raises:
             UnknownOperatorError: there is no such operator; names the nearest.
             ArgumentError: the arguments break the operator's contract.
-            NoImplementationError: nothing may serve this call; says why for each.
+            NoImplementationError: no implementation may serve this call; says why for each.
         """
         if (scope := active_scope()) is ROOT:
             served = self._table.get(op_name)
@@ -182,7 +182,7 @@ class OpManager:
         """A function with the operator's own signature; the cheapest way to call it often.
 
         Follows every later change of policy and registration, as :meth:`call` does. It cannot
-        be pickled, being a function made here; an operator object (``ops.rmsnorm_fwd``) can.
+        be pickled, being generated at run time; an operator object (``ops.rmsnorm_fwd``) can.
         """
         self.ensure_initialized()
         name = self._known(op_name)
@@ -211,9 +211,9 @@ class OpManager:
 
     @in_compiled_code(traced_pin)
     def pin(self, op_name: str) -> Handle:
-        """The operator under the policy in force now, whatever the policy is later.
+        """A function that calls the operator under the policy in force now, not under later ones.
 
-        A backward keeps to what its forward was told, in whichever thread it runs.
+        With it a backward runs under its forward's policy, in whichever thread it runs.
         """
         served, plan = self._built(op_name, active_scope())
         fn = served.fn
@@ -238,11 +238,11 @@ class OpManager:
     # -------------------------------------------------------------------- questions
 
     def resolve(self, op_name: str, /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """The implementation that would serve; judged on the arguments if any are given.
+        """The callable that would serve; chosen for the arguments if any are given.
 
         Raises:
             ArgumentError: the arguments break the operator's contract.
-            NoImplementationError: nothing would.
+            NoImplementationError: no implementation would serve.
         """
         plan = self.plan(op_name)
         wrong = plan.wrong_arguments(args, kwargs) if args or kwargs else None
@@ -256,7 +256,7 @@ class OpManager:
         return self.explain(op_name, *args, **kwargs).accepted
 
     def get_selected_impl_id(self, op_name: str) -> str:
-        """The implementation for this machine, before any tensor is seen.
+        """The id of the implementation for this machine, before any tensor is seen.
 
         Raises:
             NoImplementationError: there is none.
@@ -264,9 +264,9 @@ class OpManager:
         return self._served(self.explain(op_name)).impl_id
 
     def explain(self, op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
-        """Who would serve this call and why each other would not.
+        """Which implementation would serve this call, and why each other would not.
 
-        Without arguments: who serves on this machine before any tensor is seen.
+        Without arguments: which one serves on this machine, before any tensor is seen.
         """
         plan = self.plan(op_name)
         decision = plan.explain(*self._question(plan, args, kwargs))
@@ -279,13 +279,14 @@ class OpManager:
     def explain_for(
         self, op_name: str, *, device: str, arch: str | None = None, dtype: str | None = None
     ) -> Decision:
-        """The same for a machine that need not be here; its availability is assumed.
+        """As :meth:`explain`, for a device that need not be present.
 
-        What this process's environment switches off is off there too.
+        Every implementation counts as available there, except those that this process's
+        environment switches off.
 
         Raises:
-            ConfigurationError: ``device`` is no device type, ``arch`` no architecture name or one
-                for a CPU, ``dtype`` none of this operator.
+            ConfigurationError: ``device`` is not a device type, ``arch`` is not an architecture
+                name or the device is a CPU, or ``dtype`` is not one of this operator's.
         """
         plan = self.plan(op_name)
         if arch is not None and parse_arch(arch) is None:
@@ -308,15 +309,16 @@ class OpManager:
         return plan.what_if(Facts(device=device, arch=arch, dtype=dtype, judged=judged))
 
     def monitor(self, callback: Monitor) -> Callable[[], None]:
-        """Call ``callback(op_name, impl)`` after each operator served; returns the undo.
+        """Call ``callback(op_name, impl)`` after each call served; returns a function to undo it.
 
         While a monitor is set, dispatch takes its slow path. Compiled code dispatches
-        when it is traced, so a monitor sees nothing of it. What a monitor raises ends no
-        call: one warning tells of it. It is not told of operators that a monitor calls.
+        when it is traced, so a monitor does not see its calls. An exception in the callback
+        does not end the operator's call: the first one is logged as a warning. Operators that
+        a callback calls are not reported.
         """
         if not callable(callback):
             raise TypeError(f"a monitor is a callable, not {type(callback).__name__}")
-        own = Watcher(callback)  # two may set the same one, and undo their own
+        own = Watcher(callback)  # the same callback may be set twice, and each is undone alone
         with self._lock:
             self._watchers = (*self._watchers, own)
         self._invalidate()
@@ -329,9 +331,9 @@ class OpManager:
         return undo
 
     def reset_quarantine(self) -> None:
-        """Give every implementation that is in quarantine another chance.
+        """Take every implementation out of quarantine.
 
-        And every one whose ``is_available`` has raised: it is asked again.
+        An ``is_available`` that has raised is called again, too.
         """
         self.quarantine.clear()
         for entries in self.registry.snapshot().operators.values():
@@ -370,7 +372,7 @@ class OpManager:
 
     @property
     def tensors(self) -> Tensors:
-        """Who knows tensors; imported when first asked."""
+        """Answers questions about tensors; imported at first use."""
         if self._tensors is None:
             made: Tensors = load_attribute(TORCH)()
             self._tensors = made
@@ -378,7 +380,7 @@ class OpManager:
 
     @property
     def watchers(self) -> tuple[Watcher, ...]:
-        """Those set by :meth:`monitor`."""
+        """The monitors set by :meth:`monitor`."""
         return self._watchers
 
     # -------------------------------------------------------------------- the tables
@@ -388,14 +390,14 @@ class OpManager:
         return table.get(op_name) or self._build(op_name, scope)
 
     def _build(self, op_name: str, scope: Scope) -> Served:
-        """Find out who serves an operator, and keep it."""
+        """Find out how an operator is served, and keep that in the scope's table."""
         return self._built(op_name, scope, anew=True)[0]
 
     def _built(self, op_name: str, scope: Scope, *, anew: bool = False) -> tuple[Served, Plan]:
-        """Who serves an operator, and the plan behind it.
+        """How an operator is served, and the plan behind that.
 
-        The table is taken before the policy and the registry are read. A change after
-        that replaces the table, so what is built from the old state is never kept.
+        The table is looked up before the policy and the registry are read. A later change
+        replaces the table, so nothing that was built from the old state is kept.
         """
         self.ensure_initialized()
         table = self._table_for(scope)
@@ -412,7 +414,7 @@ class OpManager:
         return served, plan
 
     def _unbuilt(self, op_name: str) -> Handle:
-        """Stands in a handle's cell until there is a plan."""
+        """The placeholder in a handle's cell until there is a plan."""
 
         @settles_failures
         def unbuilt(*args: Any, **kwargs: Any) -> Any:
@@ -459,7 +461,10 @@ class OpManager:
         return name
 
     def _agreed_signature(self, name: str) -> inspect.Signature:
-        """The signature that an operator's implementations share, for want of a contract."""
+        """The signature that all implementations of an operator without a contract share.
+
+        ``(*args, **kwargs)`` if they share none.
+        """
         entries = self.registry.entries(name)
         found = [signature_of(entry.fn) for entry in entries if entry.load() is None]
         if found and found[0] and all(it == found[0] for it in found):
@@ -467,7 +472,10 @@ class OpManager:
         return inspect.signature(lambda *args, **kwargs: None)
 
     def _agree_no_longer(self, operators: Collection[str]) -> None:
-        """Others are registered, to whom a handle must not hand the defaults of those before."""
+        """Make handles pass on only what they are given, after new implementations came.
+
+        A handle's defaults are those of the implementations that were registered before.
+        """
         for name in operators:
             with self._lock:
                 handles = self._agreed.pop(name, ())
@@ -485,7 +493,7 @@ class OpManager:
         return decision.selected
 
     def _vet(self, effective: EffectivePolicy) -> None:
-        """Warn once of each name in the policy that nothing here goes by."""
+        """Warn once of each unknown name in the policy."""
         key = effective.policy.key
         if key in self._vetted:
             return
@@ -497,7 +505,7 @@ class OpManager:
         self._vetted.add(key)
 
     def is_new(self, told: str) -> bool:
-        """Whether that has not been told yet; from then on it has."""
+        """Whether this message has not been logged yet; marks it as logged."""
         if told in self._warned or len(self._warned) >= _MAX_WARNINGS:
             return False
         self._warned.add(told)
@@ -513,20 +521,20 @@ class OpManager:
         kwargs: dict[str, Any],
         error: Exception,
     ) -> Any:
-        """An implementation that was called directly has failed."""
+        """Continue after an implementation that was called directly has failed."""
         try:
             if hasattr(fn, "settles_failures"):
                 raise error
             return self.plan(op_name).recover(fn, args, kwargs, error)
         finally:
-            del error  # in a frame of its own traceback it would keep the call's tensors
+            del error  # its traceback has this frame: the cycle would keep the call's tensors
 
     def log_selection(self, op_name: str, impl: OpImpl, *, again: bool = True) -> None:
-        """Say who serves an operator, when that has changed.
+        """Log which implementation serves an operator, when that has changed.
 
         Args:
-            again: also if it has served before; not where several take turns by the
-                arguments of each call.
+            again: log it also if it has served before; False where the arguments of each
+                call decide, and implementations may alternate.
         """
         served = self._logged.setdefault(op_name, [])
         if (not served or served[-1] != impl.impl_id) and (again or impl.impl_id not in served):
@@ -534,28 +542,28 @@ class OpManager:
             logger.info("Op %r using %r (%s)", op_name, impl.impl_id, impl.origin)
 
     def registry_changed(self, operators: frozenset[str]) -> None:
-        """A registration came: it clears these operators' quarantine, and every plan."""
+        """After a registration: clear these operators' quarantine, and every plan."""
         self.quarantine.clear(operators)
         self._vetted.clear()
         self._agree_no_longer(operators)
         self._invalidate(epoch=True)
 
     def policy_changed(self) -> None:
-        """The global policy was set or reset: clears the quarantine and every plan."""
+        """After the global policy was set or reset: clear the quarantine and every plan."""
         had_quarantine = bool(self.quarantine.held())
         self.quarantine.clear()
         self._invalidate(epoch=had_quarantine)
 
     def plans_outdated(self) -> None:
-        """Something that plans depend on has changed (an entry in quarantine, say)."""
+        """Drop every plan, as something that plans depend on has changed (quarantine, say)."""
         self._invalidate(epoch=True)
 
     def _invalidate(self, *, epoch: bool = False) -> None:
         """Drop every plan.
 
         Args:
-            epoch: what was chosen before does not come back with the policy, so code
-                that was compiled before must be compiled anew.
+            epoch: change the epoch too, so that compiled code is compiled again: the same
+                policy may now lead to another choice.
         """
         with self._lock:
             self.epoch = str(int(self.epoch) + epoch)
@@ -569,12 +577,12 @@ _NO_TABLE = Table()
 
 
 def _unknown(op_name: str, known: Collection[str], aliases: Collection[str]) -> str:
-    """What to say of an operator that there is not.
+    """The message for an unknown operator.
 
     Args:
-        op_name: as it was asked for.
-        known: every operator's name, those of namespaces among them.
-        aliases: other names of them.
+        op_name: the name that was asked for.
+        known: every operator's name, with its namespace if it has one.
+        aliases: their other names.
     """
     space, double, rest = op_name.rpartition("::")
     if not double:
@@ -593,7 +601,7 @@ def _unknown(op_name: str, known: Collection[str], aliases: Collection[str]) -> 
 
 
 def manager_named(name: str) -> OpManager:
-    """The living manager of that :attr:`OpManager.name`."""
+    """The live manager with that :attr:`OpManager.name`."""
     return _managers[name]
 
 
@@ -613,7 +621,7 @@ def get_default_manager() -> OpManager:
 
 
 def reset_default_manager() -> None:
-    """Forget the default manager; the next use makes a new one, over a new registry."""
+    """Forget the default manager; the next use makes a new one with a new registry."""
     global _default
     with _default_lock:
         _default = None

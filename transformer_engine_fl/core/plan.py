@@ -1,8 +1,8 @@
 """Plan: how one operator is served under one policy.
 
-Turns a decision into the callable that the manager's table holds, and goes through the
-candidates when the first one declines or fails. Built once per policy and operator;
-nothing here runs on a dispatch whose first candidate simply serves.
+A plan turns a decision into the callable that the manager's table holds, and tries the other
+candidates when the first one declines or fails. It is built once per policy and operator;
+nothing here runs in a dispatch whose first candidate simply serves.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Kwargs = dict[str, Any]
 
 
 class Fault(NamedTuple):
-    """An implementation that has failed in a call, the class of its error, and what that said."""
+    """An implementation that has failed in a call, the class of its error, and the error's text."""
 
     impl: OpImpl
     kind: str
@@ -68,7 +68,7 @@ class Plan:
     """How one operator is served under one policy.
 
     Args:
-        manager: whose quarantine, monitors and knowledge of tensors to use.
+        manager: the manager whose quarantine, monitors and ``tensors`` are used.
         op_name: the operator's own name.
         contract: its contract, if it has one.
         entries: its candidates.
@@ -106,11 +106,11 @@ class Plan:
         return entry
 
     def runnable(self, impl: OpImpl, facts: Facts) -> Callable[..., Any]:
-        """What runs a candidate, with every option of the contract."""
+        """A callable that runs a candidate, and takes every option of the contract."""
         return self._callable(self.entry(impl), facts.fake)
 
     def explain(self, facts: Facts, call: tuple[Args, Kwargs] | None) -> Decision:
-        """Judge every candidate; the one that would serve is loaded, to be sure of it."""
+        """Judge every candidate; the one selected is loaded, to be sure that it can serve."""
         while True:
             held = self._manager.quarantine.reasons(self._op_name, facts.device, facts.dtype)
             decision = select(
@@ -130,7 +130,7 @@ class Plan:
         return self._manager.tensors.is_fatal(error)
 
     def what_if(self, facts: Facts) -> Decision:
-        """Judge every candidate for a machine that need not be here."""
+        """Judge every candidate for a device that need not be present."""
         entries = tuple(self._entries.values())
         decision = select(
             self._op_name,
@@ -144,7 +144,7 @@ class Plan:
         return self._with_quarantine(decision.with_note(note))
 
     def _with_quarantine(self, decision: Decision) -> Decision:
-        """Names what is in quarantine, where the tensors that it depends on are not known."""
+        """Note what is in quarantine: whether it applies depends on tensors not known here."""
         held = [
             f"{key.impl_id} is in quarantine for {key.device}, {key.dtype}: {reason}"
             for key, reason in self._manager.quarantine.held().items()
@@ -153,10 +153,10 @@ class Plan:
         return decision.with_note("; ".join([decision.note] * bool(decision.note) + held))
 
     def checked_dtype(self, name: str) -> str:
-        """``name``, if the operator or a candidate has such a dtype.
+        """``name``, if it is a dtype of the contract or of a candidate.
 
         Raises:
-            ConfigurationError: it has not; names the nearest.
+            ConfigurationError: it is not; names the nearest.
         """
         known = set(self._contract.dtypes) if self._contract else set()
         for entry in self._entries.values():
@@ -212,7 +212,7 @@ class Plan:
         return guarded(self._manager.tensors.key, self.dispatch_on[0], self._remember, self.serve)
 
     def _watched(self) -> Callable[..., Any]:
-        """Goes through the candidates at each call: for monitors, and when nobody serves."""
+        """A callable that tries the candidates at each call: for monitors, or if none serves."""
 
         @settles_failures
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -221,7 +221,7 @@ class Plan:
         return watched
 
     def _unconditional(self, entry: Entry) -> bool:
-        """Whether it serves whatever the tensors and the options are."""
+        """Whether a candidate serves every call, whatever the tensors and the options are."""
         return (
             entry.impl.unconditional
             and not entry.missing
@@ -229,7 +229,7 @@ class Plan:
         )
 
     def _remember(self, args: Args, kwargs: Kwargs, memo: dict[Any, Steps]) -> Steps:
-        """The steps for a kind of tensor that a guarded callable did not find by itself."""
+        """The steps for a call that a guarded callable did not find in its memo."""
         value = self._dispatch_value(args, kwargs)
         key = None if value is None else self._manager.tensors.key(value)
         steps: Steps | None = memo.get(key)  # it may be known: passed by keyword, or in a list
@@ -249,7 +249,7 @@ class Plan:
             return Steps(_nothing, False, facts.fake, ())
         first = entries[0]
         simple = first.impl.supports is None and not first.missing
-        if simple:  # otherwise only the arguments tell; see _served
+        if simple:  # otherwise each call's arguments decide, and _served logs it
             self._manager.log_selection(self._op_name, first.impl)
         return Steps(self._callable(first, facts.fake), simple, facts.fake, entries)
 
@@ -257,7 +257,7 @@ class Plan:
         """Judge every candidate for a dispatch.
 
         Raises:
-            PluginError: a package that the policy names cannot be loaded; it is not passed over.
+            PluginError: the policy names a package that cannot be loaded; no other serves instead.
         """
         decision = self.explain(facts, None)
         for verdict in decision.verdicts:
@@ -278,7 +278,7 @@ class Plan:
         return decision
 
     def _callable(self, entry: Entry, fake: bool) -> Callable[..., Any]:
-        """What runs a loaded candidate; without the options that it does not take."""
+        """A callable that runs a loaded candidate, and leaves out options that it lacks."""
         fn = entry.fn
         if fake and not (entry.impl.traceable or entry.impl.unconditional):
             fn = self._manager.tensors.opaque(entry) or fn
@@ -296,10 +296,10 @@ class Plan:
                 raise error
             return self.serve(steps, args, kwargs, error)
         finally:
-            del error  # in a frame of its own traceback it would keep the call's tensors
+            del error  # its traceback has this frame: the cycle would keep the call's tensors
 
     def _after_another(self, fn: Callable[..., Any], steps: Steps) -> Steps:
-        """The steps if ``fn`` has run first, although it is not what would be chosen now."""
+        """The steps after ``fn`` has run, although another candidate would be chosen now."""
         ran = next((entry for entry in self._entries.values() if entry.runs(fn)), None)
         if ran is None:
             return Steps(fn, False, steps.fake, ())
@@ -307,7 +307,7 @@ class Plan:
         return Steps(fn, False, steps.fake, (ran, *others))
 
     def serve(self, steps: Steps, args: Args, kwargs: Kwargs, error: Exception | None) -> Any:
-        """Go through the candidates; ``error`` is what the first one has just raised."""
+        """Try the candidates in order; ``error`` is what the first has just raised, or None."""
         reasons: dict[str, tuple[str, str]] = {}
         faults: list[Fault] = []
         last: Exception | None = None
@@ -336,7 +336,7 @@ class Plan:
                     reasons[entry.impl.impl_id] = reason
             raise self._refusal(reasons, faults, args, kwargs) from last
         finally:
-            error = last = reason = None  # an exception kept here would keep the call's tensors
+            error = last = reason = None  # as in recover: no cycle through the traceback
 
     def _declined(self, entry: Entry, args: Args, kwargs: Kwargs) -> tuple[str, str] | None:
         """(cause, reason) why a candidate does not take this call, or None."""
@@ -353,7 +353,7 @@ class Plan:
     def _after(
         self, entry: Entry, error: Exception, args: Args, kwargs: Kwargs
     ) -> tuple[str, str] | Exception:
-        """(cause, reason) if another candidate may run; what to raise if none may."""
+        """(cause, reason) if another candidate may run; the error to raise if none may."""
         tensors = self._manager.tensors
         if self._contract is None and not entry.takes(args, kwargs):
             return error  # a mistake in the call: nothing has run
@@ -380,10 +380,10 @@ class Plan:
     def _half_written(
         self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs
     ) -> PartialMutationError:
-        """The error for arguments that may be half written; who failed is set aside.
+        """The error for arguments that may be half written; quarantines what failed.
 
-        Unless nobody else is left for such calls: as where nothing is written, the only one
-        that there is goes on being tried.
+        But if no other candidate is left for such calls, the failed one is tried again next
+        time, as after a failure that writes nothing.
         """
         said_to_write = self._written(impl, args, kwargs)
         names = said_to_write or self._tensor_names(args, kwargs)
@@ -413,7 +413,7 @@ class Plan:
         )
 
     def _written(self, impl: OpImpl, args: Args, kwargs: Kwargs) -> tuple[str, ...] | None:
-        """Arguments that this call writes; None if nobody has said."""
+        """Arguments that this call writes; None if neither contract nor implementation says."""
         if self._contract is None:
             return impl.mutates
         given = dict(zip(self._contract.signature.parameters, args, strict=False)) | kwargs
@@ -426,14 +426,14 @@ class Plan:
         return tuple(name for name, value in given.items() if [*self._tensors_in((value,))])
 
     def wrong_arguments(self, args: Args, kwargs: Kwargs) -> ArgumentError | None:
-        """What the contract says against a call, or None."""
+        """The error of a call that breaks the contract, or None."""
         return None if self._contract is None else self._contract.objection(args, kwargs)
 
     def _set_aside(self, impl: OpImpl, said: str, args: Args, kwargs: Kwargs) -> tuple[bool, bool]:
-        """Put one into quarantine; whether it is there, and was not yet.
+        """Put an implementation into quarantine; (whether it is there, whether it is new there).
 
-        Quarantine knows devices and dtypes. A fault on a sparse tensor, say, must not keep it
-        from the others.
+        Quarantine distinguishes tensors only by device and dtype, so a fault on a sparse tensor,
+        say, causes none: the implementation may be right for all the others.
         """
         tensors = self._tensors_in((args, tuple(kwargs.values())))
         if self._strict or not all(map(self._manager.tensors.is_ordinary, tensors)):
@@ -445,7 +445,7 @@ class Plan:
         return True, new
 
     def _served(self, impl: OpImpl, faults: Sequence[Fault], args: Args, kwargs: Kwargs) -> None:
-        """A candidate has served; those that failed before it are set aside."""
+        """After a candidate has served: quarantine those that failed before it."""
         self._blame(faults, f"{impl.impl_id!r} served", args, kwargs)
         self._manager.log_selection(self._op_name, impl, again=False)
         for watcher in self._manager.watchers:
@@ -460,21 +460,21 @@ class Plan:
         args: Args,
         kwargs: Kwargs,
     ) -> None:
-        """A candidate has failed so that nothing else may run; what came before is told."""
+        """After a failure that ends the call: report the candidates tried before it."""
         if isinstance(error, ArgumentError):
-            return  # the caller's mistake: nobody is blamed
+            return  # the caller's mistake: no implementation is blamed
         for impl_id, (_, reason) in reasons.items():
             error.add_note(f"{self._op_name}: before {impl.impl_id!r}, {impl_id!r} {reason}")
         ended = f"{impl.impl_id!r}, which was next, ended the call with {type(error).__name__}"
         self._blame(faults, ended, args, kwargs)
 
     def _blame(self, faults: Sequence[Fault], then: str, args: Args, kwargs: Kwargs) -> None:
-        """Set those aside that have failed, and warn of each; ``then`` is what came after."""
+        """Quarantine what has failed, and warn of each; ``then`` says what followed."""
         for failed, kind, said in faults:
             aside, new = self._set_aside(failed, said, args, kwargs)
             told = f"{self._op_name}/{failed.impl_id}: {kind}"
             if not (new if aside else self._manager.is_new(told)):
-                continue  # it fails at each such call, or failed in several threads
+                continue  # warned of before: it fails at each such call, or in several threads
             logger.warning(
                 "Op %r: %r failed (%s) and is %s; %s",
                 self._op_name,
@@ -494,7 +494,7 @@ class Plan:
         args: Args,
         kwargs: Kwargs,
     ) -> Exception:
-        """The error for a call that nobody has served."""
+        """The error for a call that no candidate has served."""
         wrong = self.wrong_arguments(args, kwargs)
         if wrong is not None:
             return wrong
@@ -505,7 +505,7 @@ class Plan:
         return self.unserved(decision)
 
     def unserved(self, decision: Decision) -> StrictModeError | NoImplementationError:
-        """The error for a call that nobody may serve."""
+        """The error for a call that no candidate may serve."""
         if self._strict:
             message = f"strict mode: {self._op_name!r} is not served by its first candidate"
             return StrictModeError(message, decision)

@@ -1,8 +1,8 @@
 """What may happen after an implementation fails: the rules, and the quarantine.
 
-The order of the rules is the safety of the whole framework: nothing may run a second
-time on data that a first run has changed, and a mistake of the caller is never blamed
-on an implementation. The manager asks here and then acts.
+The order of the rules makes the framework safe: nothing may run a second time on data
+that a first run has changed, and a mistake of the caller is never blamed on an
+implementation. This module decides; plan.py acts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def judge(
         The outcome, and for WRONG_ARGUMENTS the error to raise.
     """
     if is_fatal(error) or isinstance(error, ConfigurationError) or out_of_stack(error):
-        # A setting that is wrong is its writer's to mend; whoever ran next would hide it.
-        # So it is with a stack that is nearly full when the call is made.
+        # The user must correct a wrong setting; a fallback would hide the error.
+        # The same holds for a stack that was nearly full before the call.
         return Outcome.RAISE, None
     wrong = check_arguments()
     if wrong is not None:
@@ -70,7 +70,7 @@ def judge(
 
 @dataclass(frozen=True, slots=True)
 class QuarantineKey:
-    """What is set aside: one implementation of one operator on one kind of tensor."""
+    """What is in quarantine: one implementation of one operator for one device and dtype."""
 
     op_name: str
     impl_id: str
@@ -79,21 +79,21 @@ class QuarantineKey:
 
 
 class Quarantine:
-    """Implementations set aside after a fault, each with the reason as text."""
+    """Implementations that are not used after a fault, each with the reason as text."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._held: Mapping[QuarantineKey, str] = {}
 
     def add(self, key: QuarantineKey, reason: str) -> bool:
-        """Set one aside; whether it was not yet."""
+        """Add an entry; returns whether it is new."""
         with self._lock:
             new = key not in self._held
             self._held = {**self._held, key: reason}
             return new
 
     def clear(self, operators: frozenset[str] | None = None) -> None:
-        """Take back what is held for these operators (all of them unless given)."""
+        """Remove the entries of these operators (of all unless given)."""
         with self._lock:
             self._held = {
                 key: reason
@@ -102,15 +102,15 @@ class Quarantine:
             }
 
     def held(self) -> Mapping[QuarantineKey, str]:
-        """Everything that is held now."""
+        """Every entry."""
         return self._held
 
     def concerns(self, op_name: str) -> bool:
-        """Whether anything is held for an operator."""
+        """Whether an operator has an entry."""
         return any(key.op_name == op_name for key in self._held)
 
     def reasons(self, op_name: str, device: str | None, dtype: str | None) -> Mapping[str, str]:
-        """impl id -> reason, for one operator on one kind of tensor."""
+        """impl id -> reason, for one operator, device and dtype."""
         return {
             key.impl_id: reason
             for key, reason in self._held.items()
