@@ -6,7 +6,7 @@ too) it returns empty outputs of the right shape, dtype and device. Everything
 that must agree with the operator is derived from here: argument errors,
 conformance tests, the ``torch.library`` registration, the documentation table.
 
-This module knows no tensors. Checks are written by the family in ``ops/``.
+This module knows no tensors: each family in ``ops/`` writes its own checks.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Tolerance:
 
     ``|result - expected| <= rtol * |expected| + atol * r`` where r is the root mean
     square of the expected tensor, so that the bound scales with the values. With ``by_row``
-    it is that of the element's last dimension where that is larger: for operators whose rows
-    differ in size, and whose rounding goes with the row's.
+    r is the root mean square of the element's row (the last dimension) where that is larger:
+    for operators whose rows differ in magnitude, and whose rounding error scales with the row.
     """
 
     rtol: float
@@ -73,7 +73,7 @@ class Tolerance:
 
     @classmethod
     def coarsest(cls, met: Iterable[Tolerance]) -> Tolerance:
-        """What allows an error that any of these, at least one, allows."""
+        """A tolerance that allows every error that one of these allows; there is at least one."""
         met = list(met)
         return cls(
             max(it.rtol for it in met), max(it.atol for it in met), any(it.by_row for it in met)
@@ -82,14 +82,14 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What an oracle returns for an output that has bounds of its own, not a tolerance.
+    """What an oracle returns for an output that must lie within bounds, in place of a tolerance.
 
     Every element must be at least its ``low`` and at most its ``high``, or NaN where both
-    are. ``Between(value, value)`` asks for exactly that.
+    are. ``Between(value, value)`` asks for exactly ``value``.
 
     Attributes:
         low, high: tensors in float64.
-        values: turns the output into what is compared with them, where it is not that itself.
+        values: maps the output to the values to compare; None if its elements are compared.
     """
 
     low: Any
@@ -109,12 +109,12 @@ class Backward:
         gradients: forward arguments, in the order of the backward's outputs; a tuple of
             them where one output is the gradient of several.
         output_grads: backward parameters that take the gradients of the forward's
-            outputs, from the first on; the outputs without one are not differentiable.
+            outputs, in order from the first; the outputs without one are not differentiable.
             Unless given, the first output's gradient is the first parameter.
-        sizes: backward parameter -> (forward argument, dimension), a size that the backward
-            cannot tell from what it is given.
-        unbind: the forward's one output is several, put together along its first dimension;
-            they are differentiated, and returned by ``functional``, apart.
+        sizes: backward parameter -> (forward argument, dimension): a size that the backward's
+            other arguments do not determine.
+        unbind: the forward's one output is a stack of several along its first dimension;
+            ``functional`` returns, and autograd differentiates, each by itself.
         saved_with: backward parameter -> a forward argument; where that is None, nothing is
             saved for the parameter, and the backward gets None for it.
     """
@@ -158,8 +158,8 @@ class Contract(Generic[P, R]):
             arguments it returns, after the outputs, what each argument named in
             ``mutates`` must hold afterwards, in float64 and in that order; for an argument
             that is a list, a list. In place of a tensor there may be a :class:`Between`.
-        decode: makes numbers of what the arguments in ``mutates`` hold, where only several
-            of them together are one; None where each is a number by itself.
+        decode: turns what the arguments in ``mutates`` hold into the values to compare, where
+            a value is spread over several of them; None where each holds values by itself.
     """
 
     def __init__(
@@ -207,12 +207,12 @@ class Contract(Generic[P, R]):
         try:
             result: R = handle(*args, **kwargs)
         except TypeError:
-            self.bind(*args, **kwargs)  # names the argument, if it is the call that is wrong
+            self.bind(*args, **kwargs)  # if the call is wrong, this error names the argument
             raise
         return result
 
     def _handle(self) -> Callable[..., Any]:
-        made = _Handles.made  # a reset in between puts another one in its place
+        made = _Handles.made  # a reset meanwhile replaces the dict, and discards this handle
         if _Handles.bind is None:
             raise RuntimeError(f"{self.name}: import transformer_engine_fl before calling it")
         handle = made[self.name] = _Handles.bind(self.name)
@@ -231,10 +231,10 @@ class Contract(Generic[P, R]):
         return f"<contract {self.name}{shown(self.signature)}>"
 
     def tolerance_for(self, *dtypes: str) -> Tolerance:
-        """The error allowed where these dtypes meet: that of the coarsest.
+        """The tolerance where these dtypes meet: that of the coarsest.
 
         Args:
-            dtypes: names; of the dispatch tensor and of the output, say.
+            dtypes: names, e.g. of the dispatch tensor's dtype and of the output's.
         """
         return Tolerance.coarsest(
             self.tolerance[dtype] for dtype in dtypes if dtype in self.tolerance
@@ -265,9 +265,9 @@ class Contract(Generic[P, R]):
         return arguments
 
     def objection(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError | None:
-        """What :meth:`check` says against a call, or None.
+        """The error that :meth:`check` raises for a call, or None.
 
-        None too where it cannot tell: what it looks at may have no sizes or strides to ask for.
+        None also if the check fails with another error: a tensor may have no sizes or strides.
         """
         try:
             self.check(*args, **kwargs)
@@ -280,7 +280,7 @@ class Contract(Generic[P, R]):
         return None
 
     def check_as(self, op_name: str, **arguments: Any) -> None:
-        """Check arguments, all of them, of another operator that has them as this one does.
+        """Check all arguments of a call of another operator, which has the same parameters.
 
         Raises:
             ArgumentError: names that operator, and the first argument that breaks the contract.
@@ -293,9 +293,9 @@ class Contract(Generic[P, R]):
         return self._shape_rule(*args, **kwargs)
 
     def without(self, fn: Callable[..., Any], missing: Collection[str]) -> Callable[..., Any]:
-        """``fn`` without the options it does not take (they have their defaults).
+        """Wrap ``fn`` to leave out the options that it does not take (they have their defaults).
 
-        It raises an ArgumentError for more positional arguments than the contract has.
+        The wrapper raises an ArgumentError for more positional arguments than the contract has.
         """
         names = self.positional
 
@@ -384,14 +384,14 @@ Binder = Callable[[str], Callable[..., Any]]
 
 
 class _Handles:
-    """The default manager's handles, by operator, and who makes them."""
+    """The default manager's handles by operator, and the function that makes them."""
 
     bind: Binder | None = None
     made: ClassVar[dict[str, Callable[..., Any]]] = {}
 
 
 def set_binder(bind: Binder) -> None:
-    """Tell contracts who makes a handle for an operator; forgets those made before."""
+    """Set the function that makes an operator's handle; forgets the handles made before."""
     _Handles.bind = staticmethod(bind)
     _Handles.made = {}
 
@@ -402,7 +402,7 @@ class Fit:
 
     Attributes:
         missing: options of the contract that the implementation does not name, with
-            their defaults. A call that passes one with another value is not supported.
+            their defaults. A call that passes any other value for one is not supported.
     """
 
     missing: Mapping[str, Any]
@@ -444,10 +444,10 @@ def fit(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> Fit:
 
 
 def check_predicate(expected: inspect.Signature, fn: Callable[..., Any], label: str) -> None:
-    """Check that a ``supports`` can be asked about the plainest call of the contract.
+    """Check that a ``supports`` can be called with the contract's required arguments.
 
-    Options are left to it: a contract may get another one that it has never heard of, and
-    those that it does not name it is not told (:func:`asked`).
+    It need not have the options: a contract may get new ones later, and :func:`asked` leaves
+    out those that it does not name.
 
     Raises:
         SignatureMismatchError: with both signatures.
@@ -467,10 +467,10 @@ def check_predicate(expected: inspect.Signature, fn: Callable[..., Any], label: 
 
 
 def asked(expected: inspect.Signature, supports: Callable[..., Any]) -> Callable[..., Any]:
-    """``supports`` as any call of the contract can be put to it.
+    """Make ``supports`` callable with the arguments of any call of the contract.
 
-    What it does not name it has no say in: those options are left out, and the others go by
-    name where it may have them in other places than the contract.
+    Options that it does not name are left out. The others are passed by keyword where it may
+    have them in another order than the contract.
     """
     found = signature_of(supports)
     if found is None:
@@ -499,7 +499,7 @@ def asked(expected: inspect.Signature, supports: Callable[..., Any]) -> Callable
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a callable; None for one in C that does not tell it."""
+    """The signature of a callable; None if it cannot be read, as of some functions in C."""
     try:
         return inspect.signature(fn)
     except (TypeError, ValueError):
@@ -577,5 +577,5 @@ def _positional(signature: inspect.Signature) -> list[str]:
 
 
 def same(left: object, right: object) -> bool:
-    """Whether an option has that value: 0 is neither 0.0 nor False, and a tensor is only itself."""
+    """Whether an option has that value, in the same type: 0 is neither 0.0 nor False."""
     return left is right or (type(left) is type(right) and bool(left == right))

@@ -1,7 +1,7 @@
-"""OpRegistry: who is registered for which operator.
+"""OpRegistry: which implementations are registered for each operator.
 
-Readers take an immutable snapshot and never lock; writers replace the snapshot in
-whole behind one lock. Whether an implementation may serve a call is not decided here.
+Readers take an immutable snapshot and never lock; writers hold one lock and replace the
+whole snapshot. Whether an implementation may serve a call is not decided here.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ CATALOGUE: Final = "transformer_engine_fl.ops:CATALOGUE"
 
 
 _TOLD: Final[set[tuple[str, str]]] = set()
-"""Faults of which a warning was given: where it was registered, and what is broken."""
+"""Faults that were warned of: (where the implementation was registered, what is broken)."""
 
 _PATIENCE: Final = 2.0
-"""Seconds that a thread waits for another's answer from a probe. That one may itself wait for
-this thread: for what this one is importing, say."""
+"""Seconds that a thread waits while another calls a probe. The other thread may in turn wait
+for this one, e.g. for a module that this one is importing."""
 
 _NEVER_ASKED: Final = ForkSafeLock()
-"""For entries without a probe, which have nothing to ask."""
+"""The lock that all entries without a probe share; they have nothing to call under it."""
 
 
 class Entry:
-    """A registered implementation, and what is learnt of it once.
+    """A registered implementation, and what is found out about it once.
 
     Attributes:
         impl: as it was registered.
         where: ``file:line`` of the registration.
         contract: the operator's contract, or None.
-        supports: its own check of the arguments, for any call of the contract, or None.
-        broken: its package could not be loaded; whoever asks for it by name is told.
+        supports: its ``supports``, callable with any call of the contract, or None.
+        broken: its package could not be loaded; a policy that names it gets a PluginError.
     """
 
     __slots__ = (
@@ -109,8 +109,8 @@ class Entry:
 
     @property
     def fn(self) -> Callable[..., Any]:
-        """The callable; only after :meth:`load` has answered None."""
-        assert self._fn is not None, "asked before it was loaded"  # an invariant of ours
+        """The callable; only after :meth:`load` has returned None."""
+        assert self._fn is not None, "asked before it was loaded"  # an internal invariant
         return self._fn
 
     @property
@@ -119,7 +119,7 @@ class Entry:
         return self._fit.missing if self._fit else {}
 
     def taking_all(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn``, which runs it, for calls with every option of the contract."""
+        """``fn``, which runs it, made to accept every option of the contract."""
         if self.contract is None or not self.missing:
             return fn
         return self.contract.without(fn, self.missing)
@@ -139,7 +139,7 @@ class Entry:
         return True
 
     def unavailable(self) -> str | None:
-        """Why this machine cannot run it, or None as far as is known; asks once."""
+        """Why this machine cannot run it; None if it can, as far as known. Calls its probe once."""
         if self._unavailable is None:
             with self._asking.patiently(_PATIENCE):
                 if self._unavailable is None:
@@ -147,24 +147,24 @@ class Entry:
         return self._unavailable or None
 
     def ask_again(self) -> None:
-        """Forget that its probe raised: that is no answer, and may have been the moment's.
+        """Have its probe called again if it raised: that is no answer, and may not happen again.
 
-        A stand-in forgets whatever it was told: it has asked another one.
+        A stand-in always forgets the answer, as its probe asks another implementation.
         """
         with self._asking.patiently(_PATIENCE):
             if self._probe_raised or self.impl.stand_in:
                 self._probe_raised, self._unavailable = False, None
 
     def load(self) -> str | None:
-        """Import the callable if need be; why that cannot be done, or None."""
+        """Import the callable if needed; returns why that cannot be done, or None."""
         if self._fn is None and not self._unavailable:
             with LOADING:
-                if self._fn is None:  # loaded, it may still be unavailable: ask then
+                if self._fn is None:  # loading says nothing of the probe: keep its answer, if any
                     self._unavailable = self._load() or self._unavailable
         return None if self._fn is not None else self._unavailable
 
     def switched_off(self) -> str | None:
-        """Why the environment wants it to serve nowhere, or None; nothing is asked of a machine."""
+        """Why the environment switches it off everywhere, or None; does not ask the machine."""
         if self.impl.switched_off is None:
             return None
         try:
@@ -203,21 +203,21 @@ class Entry:
             if of_the_caller(error):
                 raise
             self.broken = True
-            return str(error) or type(error).__name__  # None alone says that it is loaded
+            return str(error) or type(error).__name__  # an empty text would say that it is loaded
         except BaseException as error:
-            if of_the_caller(error):  # to be imported where there is more of it
+            if of_the_caller(error):  # it may load later: uninterrupted, or with more stack
                 raise
             module = reference.partition(":")[0]
             return self._told(module, f"cannot import {reference}: {said(error)}")
         return ""
 
     def predicate_broken(self, problem: str) -> None:
-        """Its own check of the arguments has raised; one warning says so."""
+        """Warn, once, that its ``supports`` has raised."""
         what = f"the check of {self.impl.label}"
         self._told(what, f"supports() raised {problem}, which is taken for a decline")
 
     def _told(self, what: str, problem: str) -> str:
-        """A fault, of which a warning says once for all that was registered in one place."""
+        """Return a fault; warn of it once for all implementations registered at one place."""
         if (self.where, what) not in _TOLD:
             _TOLD.add((self.where, what))
             logger.warning(
@@ -246,7 +246,7 @@ class Snapshot:
 
 
 class RegistryListener(Protocol):
-    """Told after a registration which operators it concerns."""
+    """Called after operators' implementations have changed, with the operators' names."""
 
     def registry_changed(self, operators: frozenset[str]) -> None: ...
 
@@ -289,7 +289,7 @@ class OpRegistry:
         self._register((impl,))
 
     def register_many(self, impls: Iterable[OpImpl]) -> None:
-        """Register all of ``impls``, or none if one of them cannot be."""
+        """Register all of ``impls``, or none if one of them cannot be registered."""
         if isinstance(impls, OpImpl):
             raise RegistrationError(
                 f"register_many takes several implementations, got one ({impls.label}); "
@@ -326,10 +326,10 @@ class OpRegistry:
 
     @contextlib.contextmanager
     def transaction(self, source: str) -> Iterator[StagedRegistry]:
-        """A registry to fill, whose content is registered here in whole at the end.
+        """A registry to fill, whose whole content is registered here when the block ends.
 
-        If the block raises, nothing is. ``source`` is recorded with the ``state`` that
-        the block leaves in the same step, so that no set is ever registered twice.
+        If the block raises, nothing is registered. In the same step ``source`` is recorded,
+        with the ``state`` that the block leaves, so that no set is ever registered twice.
         """
         staged = StagedRegistry(self)
         try:
@@ -350,7 +350,7 @@ class OpRegistry:
         """One implementation.
 
         Raises:
-            UnknownOperatorError: there is none of that id; names the nearest.
+            UnknownOperatorError: none has that id; names the nearest.
         """
         known = {impl.impl_id: impl for impl in self.get_implementations(op_name)}
         if impl_id not in known:
@@ -380,25 +380,25 @@ class OpRegistry:
         self._tell(frozenset(before.operators))
 
     def _tell(self, changed: frozenset[str]) -> None:
-        """Tell everyone. Outside the lock: a listener may hold its own while it asks us."""
+        """Call the listeners, outside our lock: one may hold its own while it calls us."""
         with self._lock:
             listeners = list(self._listeners) if changed else []
         for listener in listeners:
             listener.registry_changed(changed)
 
     def subscribe(self, listener: RegistryListener) -> None:
-        """Tell ``listener``, held weakly, of every change."""
+        """Call ``listener``, which is held weakly, after every change."""
         with self._lock:
             self._listeners.add(listener)
 
 
 class StagedRegistry(OpRegistry):
-    """A registry whose content nobody else sees yet.
+    """A registry whose content is not visible elsewhere yet.
 
     Attributes:
         added: what has been registered so far.
         state: what to record of the source once it is registered.
-        ended: what comes now would reach nobody, and is refused.
+        ended: its transaction has ended, so further registrations are refused.
     """
 
     def __init__(self, base: OpRegistry) -> None:
@@ -420,10 +420,10 @@ class StagedRegistry(OpRegistry):
 
 
 def _joined_by(entry: Entry, present: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Those registered so far and one more; of two with one id, a stand-in gives way.
+    """The entries so far, and one more; of two with the same id, a stand-in gives way.
 
     Raises:
-        DuplicateImplError: neither is one.
+        DuplicateImplError: neither is a stand-in.
     """
     impl_id = entry.impl.impl_id
     other = next((it for it in present if it.impl.impl_id == impl_id), None)
