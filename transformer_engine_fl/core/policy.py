@@ -1,10 +1,9 @@
 """What the user wants: the selection policy, its sources and their order.
 
 Sources, strongest first: ``with`` blocks, :func:`set_global_policy`, the environment,
-the policy file, defaults. They are merged field by field: a stronger one has the word, but
-what one of them rules out, no other brings back. The environment is read once, at first
-use, and again after :func:`reset_global_policy`. Who is chosen under a policy is
-selection.py's business.
+the policy file, defaults. They are merged field by field: a stronger source wins, but what
+any source rules out stays ruled out. The environment is read once, at first use, and again
+after :func:`reset_global_policy`. selection.py chooses implementations under a policy.
 """
 
 from __future__ import annotations
@@ -60,21 +59,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _READER: Final = "transformer_engine_fl.core.policy_file:fields_of"
-"""What reads a policy file: imported where there is one."""
+"""The reader of policy files: imported only where there is one."""
 
 _EMPTY: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """What the user wants; a field that is None says nothing and leaves the word to others.
+    """What the user wants; a field that is None leaves the choice to weaker sources.
 
     Args:
         prefer: a selector token; that kind, vendor or implementation is tried first.
         strict: the first admitted candidate must serve, or the call is an error.
         per_op_order: operator name -> exhaustive order of selector tokens.
-        allow_vendors: only these vendors' implementations; an empty one allows none.
-        deny_vendors: never these vendors', whatever else is said.
+        allow_vendors: no other vendors' implementations; an empty set allows no vendor's.
+        deny_vendors: never these vendors' implementations, whatever else the policy says.
         require: traits that an implementation must claim.
 
     Raises:
@@ -114,10 +113,10 @@ class SelectionPolicy:
         return repr([(field, _plain(getattr(self, field))) for field in FIELDS])
 
     def over(self, weaker: SelectionPolicy) -> SelectionPolicy:
-        """This policy where it says something, ``weaker`` elsewhere.
+        """This policy's fields where they are set, those of ``weaker`` elsewhere.
 
-        What rules implementations out adds up: vendors that either denies, traits that either
-        requires; of vendors, those that both allow.
+        Restrictions add up: the vendors that either denies, the traits that either requires,
+        and only the vendors that both allow.
         """
         mine = {field: value for field in FIELDS if (value := getattr(self, field)) is not None}
         for field in RESTRICTIONS:
@@ -128,7 +127,7 @@ class SelectionPolicy:
         return dataclasses.replace(weaker, **mine)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that say something, as plain JSON values."""
+        """The fields that are set, as plain JSON values."""
         return {
             field: _plain(value) for field in FIELDS if (value := getattr(self, field)) is not None
         }
@@ -162,7 +161,7 @@ class SelectionPolicy:
 FIELDS: Final = tuple(field.name for field in dataclasses.fields(SelectionPolicy))
 
 RESTRICTIONS: Final = ("allow_vendors", "deny_vendors", "require")
-"""The fields that rule implementations out: every source that says something of one counts."""
+"""The fields that rule implementations out: of these, every source that sets one counts."""
 
 
 def _store(policy: SelectionPolicy, field: str, value: object) -> None:
@@ -257,12 +256,12 @@ class Environment:
     """Every setting that comes from environment variables and the policy file.
 
     Attributes:
-        policy: what they say together.
-        origins: policy field -> the variable or the file's key that said it.
+        policy: the policy that they give together.
+        origins: policy field -> the variable or the file's key that set it.
         plugin_modules: modules to load as plugins, or paths of vendors' folders.
         skip_cuda: the CUDA set is switched off.
-        tuning_path: a tuning file, or a folder of them, that goes before all others.
-        repeat_calls: an operator that is called like before may take the short way.
+        tuning_path: a tuning file, or a folder of them, that takes precedence over all others.
+        repeat_calls: repeated calls of an operator may take a short path (dispatch.Repeats).
         log_level: level of the ``TE-FL`` logger, or None for the default.
     """
 
@@ -333,7 +332,7 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
 
 
 def _said_by(stronger: Mapping[str, str], weaker: Mapping[str, str]) -> dict[str, str]:
-    """Who said each field: the stronger one, or both where what they say adds up."""
+    """The source of each field: the stronger one, or both for a restriction that both set."""
     said = {**weaker, **stronger}
     for field in RESTRICTIONS:
         if field in stronger and field in weaker:
@@ -355,9 +354,9 @@ def load_policy_file(path: str | Path) -> SelectionPolicy:
     except UnicodeDecodeError as error:
         problem = f"cannot read {path}: it is not in UTF-8 ({error}); save it in that"
         raise ConfigurationError(f"TE_FL_POLICY_FILE: {problem}") from None
-    except (OSError, ValueError, RuntimeError) as error:  # no path, nobody's home
+    except (OSError, ValueError, RuntimeError) as error:  # also: not a path, or no such home folder
         raise ConfigurationError(f"TE_FL_POLICY_FILE: cannot read {path}: {error}") from None
-    # Not by the codec utf-8-sig, which would be imported late, as fields_of must not be.
+    # Not with the codec utf-8-sig: it would be imported under our lock; see _import_reader.
     fields = fields_of(text.removeprefix("\N{BYTE ORDER MARK}"), str(path))
     try:
         return SelectionPolicy(**fields)
@@ -459,11 +458,11 @@ class Scope:
             return found
 
     def without(self, block: SelectionPolicy) -> Scope:
-        """The scope after the innermost block that says this has ended.
+        """The scope after the innermost block equal to ``block`` has ended.
 
-        That is its own block, but where a generator was suspended within one: its block is
-        in force at the caller's meanwhile, and ends inside whatever was entered since, or in
-        a context that never entered it.
+        That is this scope's own block, unless a generator was suspended inside a block. Such a
+        block stays in force for the generator's caller. It may end inside blocks that were
+        entered later, or in a context that never entered it.
         """
         if self.parent is None:
             return self
@@ -485,20 +484,20 @@ active_scope: Final[Callable[[], Scope]] = _scope.get
 
 
 class DecoratingBlock:
-    """A block that decorates functions too: each call of one is a block.
+    """A ``with`` block that also decorates functions: each call then runs inside the block.
 
-    Not ``contextlib.ContextDecorator``, which torch.compile takes for a context manager of its
-    own kinds, so that a block in compiled code would not say what to do instead.
+    Not a ``contextlib.ContextDecorator``: torch.compile treats that as a kind of context manager
+    that it knows, so that a block in compiled code would not raise our error with its advice.
     """
 
     __slots__ = ()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function within this block.
+        """``function``, run inside this block.
 
         Raises:
-            ConfigurationError: what it does goes on after its call, as a coroutine's does; or it
-                is a class, which would be one no more, or nothing to call.
+            ConfigurationError: it is a coroutine or generator function, whose work goes on after
+                the call; or a class, which would become a function; or not callable.
         """
         if isinstance(function, type) or not callable(function):
             is_class = isinstance(function, type)
@@ -533,9 +532,9 @@ class policy_context(DecoratingBlock):  # noqa: N801 - used like the functions o
 
     Applies to this thread or asyncio task, until the block ends. May be nested, entered
     again, and shared, and decorates functions. Takes a :class:`SelectionPolicy` or its
-    fields; what it says replaces what an outer block says, field by field, and adds to what
-    that rules out. Close a generator that is suspended within one in the thread or task that it is
-    suspended in: from another, nobody can end the block there.
+    fields; they replace those of an outer block, but what that rules out stays ruled out.
+    A generator that is suspended inside such a block must be closed in the same thread or
+    task: closed elsewhere, it leaves the block in force there.
 
     Raises:
         ConfigurationError: a value is malformed.
@@ -584,7 +583,7 @@ def with_strict_mode(strict: bool = True) -> policy_context:
 
 
 def with_allowed_vendors(*vendors: str) -> policy_context:
-    """A block that admits of the vendors only these; none given admits no vendor."""
+    """A block that admits no vendors but these; without arguments, none."""
     return policy_context(allow_vendors=vendors)
 
 
@@ -598,12 +597,12 @@ def with_denied_vendors(*vendors: str) -> policy_context:
 
 @dataclass(frozen=True, slots=True)
 class EffectivePolicy:
-    """A complete policy, and who said each of its fields.
+    """A complete policy, and the source of each of its fields.
 
     Attributes:
-        policy: what holds.
-        origins: policy field -> everyone who had a say in it.
-        sources: what each source said, and by field who said it; strongest first.
+        policy: the merged policy.
+        origins: policy field -> every source that determined it.
+        sources: each source's policy, and its origin by field; strongest first.
     """
 
     policy: SelectionPolicy
@@ -615,9 +614,9 @@ class EffectivePolicy:
         return EffectivePolicy, (self.policy, dict(self.origins), sources)
 
     def origin(self, field: str, word: str, *, listed: bool = True) -> str:
-        """Who lists ``word`` in a field that is a list, or who gives a list without it.
+        """The strongest source whose list in ``field`` has ``word``, or lacks it if not ``listed``.
 
-        Everyone who had a say in the field, if nobody does.
+        Every source that determined the field, if there is none.
         """
         for policy, origins in self.sources:
             words: frozenset[str] | None = getattr(policy, field)
@@ -627,13 +626,13 @@ class EffectivePolicy:
 
 
 class PolicyListener(Protocol):
-    """Told after the global policy or the environment's reading has changed."""
+    """Called after the global policy or what was read of the environment has changed."""
 
     def policy_changed(self) -> None: ...
 
 
 class _State:
-    """What is global: the policy set by code and the one reading of the environment."""
+    """Global state: the policy set by code, and the environment as it was read."""
 
     def __init__(self) -> None:
         self.lock = ForkSafeLock()
@@ -643,10 +642,10 @@ class _State:
         self.key = ""
 
     def renew_key(self) -> None:
-        """Put what is said outside ``with`` blocks into one text, for compiled code to guard.
+        """Put the policies outside ``with`` blocks into one text, which compiled code guards.
 
-        The environment that will be read next counts already, so that a reset which
-        changes nothing compiles nothing anew.
+        An environment that is still to be read counts already, so that a reset which changes
+        nothing causes no recompilation.
         """
         environment = self.environment
         if environment is None:
@@ -660,10 +659,10 @@ policy_state: Final = _State()
 
 
 def _import_reader() -> None:
-    """Import what reads a policy file, if there is one, before our lock is taken.
+    """Import the reader of policy files, if there is such a file, before our lock is taken.
 
-    That is done under :data:`LOADING`, as a fork must not find it half imported; and who
-    holds :data:`LOADING` may want our lock.
+    Imports hold :data:`LOADING`, so that a fork finds no module half imported. A thread that
+    holds :data:`LOADING` may wait for our lock, so :data:`LOADING` must not be taken under it.
     """
     loaded = hasattr(sys.modules.get(_READER.partition(":")[0]), "fields_of")
     if not loaded and os.environ.get("TE_FL_POLICY_FILE", "").strip():
@@ -715,7 +714,7 @@ def get_policy() -> SelectionPolicy:
 def set_global_policy(policy: SelectionPolicy | None) -> SelectionPolicy | None:
     """Set the process-wide policy; returns the one before it (None if none was set).
 
-    Clears every manager's quarantine. The very next call, in any thread, sees it.
+    Clears every manager's quarantine. The very next call, in any thread, sees the new policy.
     """
     if policy is not None and not isinstance(policy, SelectionPolicy):
         raise ConfigurationError(f"set_global_policy: {policy!r} is not a SelectionPolicy")
@@ -737,7 +736,7 @@ def reset_global_policy() -> None:
 
 
 def _changed() -> None:
-    """Tell everyone. Outside the lock: a listener may hold its own while it asks us."""
+    """Call the listeners, outside our lock: one may hold its own while it calls us."""
     with policy_state.lock:
         listeners = list(policy_state.listeners)
     for listener in listeners:
@@ -745,6 +744,6 @@ def _changed() -> None:
 
 
 def subscribe(listener: PolicyListener) -> None:
-    """Tell ``listener``, held weakly, of every change."""
+    """Call ``listener``, which is held weakly, after every change."""
     with policy_state.lock:
         policy_state.listeners.add(listener)
