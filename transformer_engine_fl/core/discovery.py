@@ -1,10 +1,10 @@
-"""Finding implementation sets and plugins, and registering each in whole or not at all.
+"""Finding implementation sets and plugins, and registering each completely or not at all.
 
-Three places are looked at, in this order: the sets and vendor folders of this package,
+Three places are searched, in this order: the sets and vendor folders of this package,
 the entry points of the group ``te_fl.plugin``, and the modules that
-``TE_FL_PLUGIN_MODULES`` names; modules of this package that it names come before the entry
-points, for they set up what plugins need. A plugin that breaks is reported with its traceback
-and harms no other.
+``TE_FL_PLUGIN_MODULES`` names. Modules of this package that it names come before the entry
+points, as they set up what plugins need. A plugin that fails is reported with its traceback
+and does not affect the others.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PLUGIN_API: Final = 1
 """Version of the plugin protocol; a plugin may state its own as ``TE_FL_PLUGIN_API``."""
 
 _UNSTATED_API: Final = 1
-"""That of a plugin which states none: the first one, whatever is current."""
+"""The version of a plugin that states none: the first, whichever is current."""
 
 PACKAGES: Final = "transformer_engine_fl.vendors.packages:register_function"
-"""Who loads what is no plugin of ours, a module or a folder: named, not imported, as it
-builds on core."""
+"""The function that loads packages written for other projects (a module or a folder): named,
+not imported, as it builds on core."""
 
 _SETS: Final = "transformer_engine_fl.backends"
 _VENDORS: Final = f"{_SETS}.vendor"
@@ -70,8 +70,8 @@ class SourceReport:
         origin: the module or the distribution it comes from.
         registered: labels ``operator/impl_id`` of what it registered.
         error: why it could not be registered, and at which line; None if it could.
-        traceback: the whole story of the error.
-        vendors: whom it would have brought, in lower case, where the error tells.
+        traceback: the error's traceback, as text.
+        vendors: the vendors it would have registered, in lower case, where the error names them.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Source:
 
     @property
     def key(self) -> str:
-        """Tells it from every other; two distributions may choose one name."""
+        """Unique, while two distributions may choose the same name."""
         return f"{self.name} ({self.origin})"
 
 
 def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Source]:
-    """Everything there is to register; nothing is imported by looking."""
+    """Every set and plugin there is to register; finding them does not import them."""
     if builtins:
         for package in (_SETS, _VENDORS):
             yield from _folders(package)
@@ -110,7 +110,7 @@ def find_sources(*, builtins: bool = True, plugins: bool = True) -> Iterator[Sou
             yield Source(f"entry point {point.name}", _distribution(point), _point_loader(point))
         modules = {_module_of(point) for point in points}
         for name in named:
-            # What is an entry point too is one plugin, named twice.
+            # A module that is an entry point too is one plugin, named twice.
             if name not in ours and name not in modules:
                 yield _named(name)
 
@@ -130,7 +130,7 @@ def find_entry_points() -> tuple[EntryPoint, ...]:
 
     try:
         return tuple(entry_points(group=ENTRY_POINT_GROUP))
-    except Exception:  # noqa: BLE001 - somebody's distribution, most likely none of a plugin
+    except Exception:  # noqa: BLE001 - some distribution is broken, most likely not a plugin's
         return tuple(point for it in distributions() for point in _points_of(it))
 
 
@@ -144,26 +144,25 @@ def _points_of(distribution: Distribution) -> Iterable[EntryPoint]:
 
 
 def _distribution(point: EntryPoint) -> str:
-    """Who brings an entry point; the point itself where the distribution's metadata is broken."""
+    """The name of an entry point's distribution; the point's value if its metadata is broken."""
     try:
         return (point.dist and point.dist.name) or point.value
-    except Exception:  # noqa: BLE001 - half of an installation; what it names may yet be whole
+    except Exception:  # noqa: BLE001 - half an installation; the module itself may be intact
         return point.value
 
 
 def _module_of(point: EntryPoint) -> str | None:
-    """The module that an entry point names; None if what it says has not the form."""
+    """The module that an entry point names; None if its value is malformed."""
     try:
         return point.module
-    except (AttributeError, AssertionError, ValueError):  # by the version of Python
+    except (AttributeError, AssertionError, ValueError):  # which one depends on Python's version
         return None
 
 
 def _point_loader(point: EntryPoint) -> Callable[[], Any]:
-    """Loads what an entry point names.
+    """A function that loads what an entry point names.
 
-    Raises:
-        PluginError: when it is called, if what it names has not the form.
+    It raises a PluginError if the entry point's value is malformed.
     """
 
     def load() -> Any:
@@ -179,7 +178,7 @@ def _point_loader(point: EntryPoint) -> Callable[[], Any]:
 
 
 def install(registry: OpRegistry, source: Source) -> SourceReport:
-    """Register a source in whole, or not at all; once for each registry."""
+    """Register a source completely, or not at all; once for each registry."""
     done: SourceReport | None = registry.snapshot().sources.get(source.key)
     if done is not None:
         return done
@@ -197,7 +196,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
                 )
             staged.state = report = SourceReport(source.name, source.origin, added)
             return report
-    except KeyboardInterrupt as error:  # of somebody who waits for it, and cannot see for whom
+    except KeyboardInterrupt as error:  # the user waits, and cannot see for which plugin
         where = raised_at(error)
         logger.warning(
             "%s (%s) was being loaded when this was interrupted%s",
@@ -206,8 +205,8 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
             f" (at {where})" if where else "",
         )
         raise
-    except BaseException as error:  # what skips a test, say, or ends a program
-        if out_of_stack(error):  # to be loaded where there is more of it
+    except BaseException as error:  # also what skips a test or ends the program
+        if out_of_stack(error):  # it may load later, with more stack
             raise
         named = error.vendors if isinstance(error, PluginError) else ()
         report = SourceReport(
@@ -228,7 +227,7 @@ def install(registry: OpRegistry, source: Source) -> SourceReport:
 
 
 def _past_it(registry: OpRegistry, before: Mapping[str, tuple[Entry, ...]]) -> str:
-    """What to say of implementations that a source handed to the registry itself: they stay."""
+    """A note on what a failed source registered in the registry itself, where it stays."""
     now = registry.snapshot().operators.items()
     new = [it.impl.label for op_name, its in now for it in its if it not in before.get(op_name, ())]
     kept = f"; registered meanwhile past its register(registry), and kept: {', '.join(new)}"
@@ -236,7 +235,7 @@ def _past_it(registry: OpRegistry, before: Mapping[str, tuple[Entry, ...]]) -> s
 
 
 def broken_vendors(registry: OpRegistry) -> dict[str, str]:
-    """Vendors whose package is left out, in lower case, and why."""
+    """Vendors whose package is left out, in lower case, each with the reason."""
     reports: Iterable[SourceReport] = registry.snapshot().sources.values()
     return {name: str(it.error) for it in reports for name in it.vendors}
 
@@ -255,15 +254,15 @@ def _importer(name: str) -> Callable[[], ModuleType]:
 
 
 def _plugin_importer(name: str) -> Callable[[], Any]:
-    """Imports a plugin module; for a package of another style, or the folder of one, a
-    function that registers it."""
+    """A function that imports a plugin module. For a package written for another project, or
+    its folder, it returns a function that registers the package."""
 
     def load() -> Any:
         if "/" in name:
             return load_attribute(PACKAGES)(name, None)
         try:
             module = importlib.import_module(name)
-        except ImportError as error:  # a module, or a name in one
+        except ImportError as error:  # of a module, or of a name in one
             if error.name is None or error.name.partition(".")[0] == name.partition(".")[0]:
                 if error.name is not None and f"{name}.".startswith(f"{error.name}."):
                     error.msg += "; it was looked for on sys.path, where folders of PYTHONPATH are"
@@ -280,17 +279,17 @@ def _plugin_importer(name: str) -> Callable[[], Any]:
 
 
 def _version(plugin: Any) -> Any:
-    """The API version that a plugin states; an entry point may name a function of a module."""
+    """The API version that a plugin states; of a function, the one that its module states."""
     module = sys.modules.get(getattr(plugin, "__module__", ""), plugin)
     stated = plugin if isinstance(plugin, ModuleType) else module
     return getattr(stated, "TE_FL_PLUGIN_API", _UNSTATED_API)
 
 
 def _register_function(plugin: Any, source: Source) -> Register:
-    """The function that registers, of a module or given itself.
+    """A plugin's register function: one of a module, or the plugin itself.
 
     Raises:
-        PluginError: another API version, or nothing to call with a registry.
+        PluginError: it has another API version, or no such function.
     """
     version = _version(plugin)
     if not isinstance(version, int):
@@ -317,10 +316,10 @@ def _register_function(plugin: Any, source: Source) -> Register:
 
 
 def _of_a_registry(register: Register, source: Source) -> Register:
-    """The function, if a registry is all that it wants.
+    """``register``, if it can be called with a registry alone.
 
     Raises:
-        PluginError: it cannot be called so.
+        PluginError: it cannot.
     """
     signature = signature_of(register)
     if signature is not None:
@@ -335,7 +334,7 @@ def _of_a_registry(register: Register, source: Source) -> Register:
 
 
 def _slip(plugin: Any) -> str:
-    """What to say of a function of a module that may be meant to register."""
+    """A hint at a function of the module that may be meant as ``register``, or nothing."""
     own = (it for it in getattr(plugin, "__dict__", {}).values() if isinstance(it, FunctionType))
     names = [it.__name__ for it in own if it.__module__ == getattr(plugin, "__name__", None)]
     close = nearest("register", names)

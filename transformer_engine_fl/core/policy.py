@@ -534,7 +534,7 @@ class policy_context(DecoratingBlock):  # noqa: N801 - used like the functions o
     again, and shared, and decorates functions. Takes a :class:`SelectionPolicy` or its
     fields; they replace those of an outer block, but what that rules out stays ruled out.
     A generator that is suspended inside such a block must be closed in the same thread or
-    task: closed elsewhere, it leaves the block in force there.
+    task: closed elsewhere, it leaves the block in force where it was suspended.
 
     Raises:
         ConfigurationError: a value is malformed.

@@ -1,7 +1,7 @@
-"""select(...) -> Decision: who is chosen, and why each other is not.
+"""select(...) -> Decision: which implementation is chosen, and why each other is not.
 
 A pure function of what is registered, the policy and the facts of a call. Plans are
-built from its answer and people read it; it is not part of a dispatch.
+built from its answer, and users read it; it is not part of a dispatch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Decision:
     Attributes:
         op_name: the operator.
         verdicts: one per candidate, best rank first.
-        policy: the policy in force and who said each of its fields.
+        policy: the policy in force, and the source of each of its fields.
         facts: what was known of the call.
         note: anything else worth saying.
     """
@@ -100,7 +100,7 @@ class Decision:
         return dataclasses.replace(self, verdicts=verdicts)
 
     def with_note(self, note: str) -> Decision:
-        """The same with something else said of it."""
+        """The same with another note."""
         return dataclasses.replace(self, note=note)
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
@@ -115,7 +115,7 @@ class Decision:
         return rows
 
     def headline(self) -> str:
-        """One line: the operator, what was asked, who serves."""
+        """One line: the operator, what was asked, the implementation that serves."""
         known = ((name, getattr(self.facts, name)) for name in ("device", "arch", "dtype"))
         asked = ", ".join(f"{name}={value}" for name, value in known if value)
         chosen = self.selected
@@ -198,11 +198,11 @@ def select(
         entries: its candidates.
         policy: the policy in force.
         facts: what is known of the dispatch tensor.
-        is_fatal: what a candidate's own check may not be forgiven.
+        is_fatal: which errors of a candidate's ``supports`` are raised, not taken for a decline.
         call: the arguments, if there is a call to judge.
         quarantined: impl id -> why it is in quarantine for these facts.
-        assume_available: do not ask the machine (a what-if question), only the
-            environment whether it switches a candidate off.
+        assume_available: take every candidate as available (a what-if question), except
+            those that the environment switches off.
     """
     order = _order(op_name, entries, policy)
     tokens = _tokens(order, policy)
@@ -266,7 +266,7 @@ def _place(impl: OpImpl, tokens: Sequence[Selector]) -> int:
 
 
 def named_by(impl: OpImpl, op_name: str, entry: Entry, effective: EffectivePolicy) -> str | None:
-    """The token by which the policy names this very implementation or its vendor, or None."""
+    """The token by which the policy names this implementation or its vendor, or None."""
     tokens = _tokens(_order(op_name, (entry,), effective), effective)
     named = (token for token in tokens if token.form != "kind" and token.matches(impl))
     return next((str(token) for token in named), None)
@@ -275,7 +275,7 @@ def named_by(impl: OpImpl, op_name: str, entry: Entry, effective: EffectivePolic
 def vendors_named(
     op_name: str, entries: Sequence[Entry], effective: EffectivePolicy, chosen: OpImpl | None
 ) -> tuple[str, ...]:
-    """The vendors that the policy names, in lower case, for who goes before the one chosen."""
+    """The vendors that the policy names before the one chosen, in lower case; not denied ones."""
     tokens = _tokens(_order(op_name, entries, effective), effective)
     before = tokens if chosen is None else tokens[: _place(chosen, tokens)]
     denied = effective.policy.deny_vendors or ()
@@ -326,7 +326,7 @@ def _capability_reason(
         declined = options_decline(entry, *call)
         if declined:
             return "option", declined
-        # What a dispatch finds out only by making the call, its function's ``te_fl_serves`` tells.
+        # ``te_fl_serves`` of the function tells what a dispatch learns only by making the call.
         for ask in (entry.supports, getattr(impl.fn, "te_fl_serves", None)):
             answer = None if ask is None else ask_supports(entry, call, is_fatal, ask)
             if answer is not None:
@@ -360,7 +360,7 @@ def _arch_reason(impl: OpImpl, facts: Facts) -> Rejection | None:
         return "arch", f"needs architecture {impl.min_arch} or newer; {where}"
     wanted, found = parse_arch(impl.min_arch), parse_arch(facts.arch)
     if wanted and found and wanted[0] == found[0]:
-        # "a": exactly this architecture; "f": this family, of one major version; else newer too.
+        # "a": this architecture alone; "f": newer ones of its major version too; else all newer.
         kept = {"a": len(wanted[1]), "f": 1}.get(wanted[2], 0)
         if found[1][:kept] == wanted[1][:kept] and found[1] >= wanted[1]:
             return None
@@ -381,7 +381,7 @@ def options_decline(entry: Entry, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _given(value: object) -> str:
-    """The type of a value, and what it is unless that is data: a tensor's is on its device."""
+    """A value's type, and its repr unless it holds data: a tensor's data is on its device."""
     kind = type(value)
     if hasattr(kind, "__len__") and not issubclass(kind, str):
         return kind.__name__
@@ -394,19 +394,19 @@ def ask_supports(
     is_fatal: Callable[[Exception], bool],
     ask: Callable[..., bool | str] | None = None,
 ) -> str | None:
-    """What ``supports`` says against a call, or None.
+    """Why ``supports`` declines a call, or None.
 
-    One that raises has no answer, which is a decline. A warning says so once, unless the
-    call itself is wrong: then it may well be that which has made it raise.
+    If it raises, that is a decline. It is warned of once, unless the call breaks the contract:
+    then the call may be why it raised.
 
     Args:
-        entry: a candidate that has such a predicate.
+        entry: the candidate, which has a ``supports`` unless ``ask`` is given.
         call: the arguments.
         is_fatal: whether the device is lost or memory ran out, which is raised as it is.
-        ask: another check of the arguments than that one.
+        ask: a check of the arguments to call in place of ``supports``.
     """
     ask = ask or entry.supports
-    assert ask is not None  # an invariant of ours
+    assert ask is not None  # an internal invariant
     try:
         answer = ask(*call[0], **call[1])
     except NotSupportedError as error:

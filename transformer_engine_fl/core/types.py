@@ -1,7 +1,7 @@
-"""The nouns of dispatch: kinds, implementations, selector tokens.
+"""The value types of dispatch: kinds, implementations, selector tokens.
 
-Plain immutable values with their own validation. Who holds them (registry), who
-ranks them (selection) and who calls them (manager) are elsewhere.
+Plain immutable values with their own validation. registry.py holds them, selection.py
+ranks them, and the manager calls them.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ TRAITS: Final = frozenset({"deterministic", "batch_invariant", "graph_safe", "tr
 reference kind always is).
 """
 
-# Every implementation is asked when it registers, and a set's are all alike: hence the caches.
+# Checked for every implementation, and a set's have the same dtypes and devices: hence the caches.
 _is_dtype: Final = functools.cache(
     re.compile(
         r"bool|bfloat16|float(16|32|64)|b?complex(32|64|128)|u?int([1-8]|16|32|64)|qu?int\w+"
         r"|float[468]_\w+|bits\w+"
     ).fullmatch
 )
-"""What torch calls its dtypes, with room for those to come; ``bf16`` and ``half`` are not names."""
+"""Matches torch's names of dtypes, and likely future ones; not ``bf16`` or ``half``."""
 _is_device: Final = functools.cache(re.compile(r"[a-z][a-z0-9_]*").fullmatch)
 MISTAKEN_DEVICES: Final = {
     "gpu": "cuda",
@@ -82,11 +82,11 @@ MISTAKEN_DEVICES: Final = {
     "rocm": "cuda",
     "ascend": "npu",
 }
-"""What no tensor calls its device, and what it does call it: with ROCm, too, ``cuda``."""
+"""Names that no tensor has for its device -> the name that it has; with ROCm, too, ``cuda``."""
 
 
 def mistaken_device(name: str) -> str:
-    """What to say of a device by a name that no tensor gives it; nothing of other names."""
+    """The message for a device name that no tensor has; empty for other names."""
     meant = MISTAKEN_DEVICES.get(name)
     said = f"no tensor says that its device is {name!r}; did you mean {meant!r}?"
     return said if meant else ""
@@ -107,7 +107,7 @@ _USUAL_DTYPES: Final = {
     "e4m3": "float8_e4m3fn",
     "e5m2": "float8_e5m2",
 }
-"""How else they are called, and what is meant."""
+"""Other common names of dtypes -> torch's."""
 
 _KINDS: Final = tuple(kind.value for kind in BackendImplKind)
 
@@ -128,17 +128,16 @@ class OpImpl:
             or torch dtypes; None for any. Checked on the dispatch tensor.
         min_arch: oldest architecture that can run it (``"sm_90"``, ``"gfx942"``).
         devices: device types (``"cuda"``); None for any. Checked on the dispatch tensor.
-        supports: called with the operator's arguments; True, or a string that says
+        supports: called with the operator's arguments; returns True, or a string that says
             why not. It must read no environment and no global state.
-        is_available: asked once; can this machine run it at all? True, or False, or
-            a string that says why not.
-        switched_off: why the environment wants it to serve nowhere, or None; asked before
-            ``is_available``, and also where a machine is asked about that is not here.
+        is_available: called once: whether this machine can run it at all. Returns True, or
+            False, or a string that says why not.
+        switched_off: returns why the environment switches it off everywhere, or None. Called
+            before ``is_available``, and also for a question about another machine.
         traits: claims from :data:`TRAITS`.
         mutates: for operators without a contract: the arguments it writes, ``()`` if none.
             None means unknown, and is treated as mutating. A contract's own statement wins.
-        opt_in: serves only where a policy names its vendor or its id; a kind does not
-            name it.
+        opt_in: serves only where a policy names its vendor or its id; its kind is not enough.
         stand_in: gives way to any other implementation that is registered under its id.
 
     Raises:
@@ -220,7 +219,7 @@ class OpImpl:
         self._check_mutates()
 
     def _check_mutates(self) -> None:
-        """Whether what it says that it writes are arguments of its own."""
+        """Check that ``mutates`` names arguments of ``fn``."""
         given: Any = self.mutates
         if given is None:
             return
@@ -247,7 +246,7 @@ class OpImpl:
                 )
 
     def _check_tensors(self) -> None:
-        """Whether what it says of tensors can ever be said of one."""
+        """Check that its dtypes and devices are ones that a tensor can have."""
         for name in sorted(self.supported_dtypes or ()):
             if not _is_dtype(name):
                 meant = _USUAL_DTYPES.get(name.lower())
@@ -284,9 +283,9 @@ class OpImpl:
 
     @property
     def unconditional(self) -> bool:
-        """Whether it takes whatever tensors there are: it states no condition on them.
+        """Whether it states no condition on tensors, and so takes any.
 
-        That includes fake ones, so a raw kernel states at least the devices it runs on.
+        That includes fake tensors, so a raw kernel must state at least the devices it runs on.
         """
         conditions = (self.devices, self.supported_dtypes, self.min_arch, self.supports)
         return all(condition is None for condition in conditions)
@@ -342,7 +341,7 @@ class Selector:
         )
 
     def matches(self, impl: OpImpl) -> bool:
-        """Whether ``impl`` is among those this token names."""
+        """Whether this token names ``impl``."""
         if self.form == "kind":
             return impl.kind.value == self.value and not impl.opt_in
         if self.form == "vendor":
@@ -357,12 +356,12 @@ def parse_arch(name: str) -> tuple[str, tuple[int, ...], str] | None:
     """An architecture name as (family, version, variant), comparable within one family.
 
     ``"sm_90a"`` -> ``("sm", (9, 0), "a")``; ``"gfx90a"`` -> ``("gfx9", (9, 0, 10), "")``.
-    None if the name follows neither scheme, or is none: torch's ``(9, 0)``.
+    None if the name follows neither scheme, or is not a name, such as torch's ``(9, 0)``.
     """
     name = str(name)
     if match := re.fullmatch(r"sm_?(\d+)(\d)([af]?)", name):
         return "sm", (int(match[1]), int(match[2])), match[3]
     if match := re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", name):
-        # gfx9 and gfx11 are different makes of chip, not older and newer ones.
+        # gfx9 and gfx11 are different families of chips, not older and newer ones.
         return f"gfx{match[1]}", (int(match[1]), int(match[2], 16), int(match[3], 16)), ""
     return None

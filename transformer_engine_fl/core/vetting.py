@@ -1,4 +1,4 @@
-"""Names in a policy that nothing here goes by: most likely a slip, so they are reported."""
+"""Unknown names in a policy: most likely misspelt, so they are reported."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def unknown_names(effective: EffectivePolicy, registry: OpRegistry) -> Iterator[
 
 
 def _vendor_of_set(name: str, registry: OpRegistry) -> str | None:
-    """The vendor whose set ``vendor.<name>`` is, for one who takes that for its name."""
+    """The vendor of the set ``vendor.<name>``, for users who take ``name`` for the vendor's."""
     operators = registry.snapshot().operators.values()
     impls = (entry.impl for entries in operators for entry in entries)
     return next((it.vendor for it in impls if it.impl_id == f"vendor.{name}"), None)
 
 
 def _known(form: str, registry: OpRegistry) -> set[str]:
-    """Every name of an operator, a vendor or an implementation that something goes by."""
+    """Every known name of an operator, a vendor or an implementation, whichever ``form`` says."""
     operators = registry.snapshot().operators
     if form == "operator":
         return {*operators, *registry.contracts}
@@ -65,7 +65,7 @@ def _names(effective: EffectivePolicy) -> Iterator[tuple[str, str, str]]:
     tokens = [(policy.prefer or "flagos", "prefer")]
     for op_name, order in (policy.per_op_order or {}).items():
         if "::" in op_name:
-            continue  # another namespace's are registered when they are first routed
+            continue  # other namespaces' operators are registered when they are first routed
         yield "operator", op_name, "per_op_order"
         tokens += [(token, "per_op_order") for token in order]
     for text, field in tokens:
