@@ -1,1 +1,1 @@
-"""The dispatch heart: torch-free, one noun per module."""
+"""The core of dispatch, without torch: one concept per module."""

@@ -1,5 +1,5 @@
-"""Where an error came from: the line of somebody's code, for messages that name it, and
-whether it is that code's at all."""
+"""Where an error came from: the line of code to name in messages, and whether the code that
+we called is at fault at all."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ON_BEHALF: Final = (
     str(_ROOT / "backends" / "_register.py"),
     str(_ROOT / "vendors"),
 )
-"""Our code that registers and calls what others give it."""
+"""Our code that registers and calls functions of other packages."""
 
 BETWEEN: Final[set[str]] = set()
-"""Files of others through which what we call is run. Who calls through one adds it."""
+"""Other packages' files through which our code calls functions; such code adds them here."""
 
 _NOBODY: Final = (
     *ON_BEHALF,
@@ -57,21 +57,21 @@ def said(error: BaseException, most: int | None = None) -> str:
 
 
 def worded(error: BaseException) -> str:
-    """The error's class and text; the class alone is told of one whose text raises."""
+    """The error's class and text, or its class and that its ``str()`` raises."""
     kind = type(error).__name__
     try:
         return f"{kind}: {error}"
-    except Exception as broken:  # noqa: BLE001 - somebody's class; what went wrong is in the text
+    except Exception as broken:  # noqa: BLE001 - a foreign class; the text says what went wrong
         return f"{kind}, whose str() raised {type(broken).__name__}"
 
 
 def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
-    """``file:line`` of what we called: the last line that ran of it, not of what it called.
+    """``file:line`` in the code that we called: its own last line that ran, not its callees'.
 
     Args:
         error: what was raised.
-        folder: where its code is; unless given, or if none of that ran, it is the package of
-            the first line that is neither ours nor of a file in :data:`BETWEEN`.
+        folder: where that code is; if none is given, or nothing in it ran, the package of the
+            first line that is neither ours nor in a file of :data:`BETWEEN`.
 
     Returns:
         None where no code but ours ran.
@@ -93,17 +93,17 @@ def raised_at(error: BaseException, folder: Path | None = None) -> str | None:
 
 
 def signed(function: Callable[..., Any], signature: inspect.Signature) -> str:
-    """``file:line: name(a, b)`` of a function; without the place of one in C."""
+    """``file:line: name(a, b)`` of a function; for one in C without the place."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
     return f"{where}{getattr(function, '__name__', type(function).__name__)}{signature}"
 
 
 def out_of_stack(error: BaseException) -> bool:
-    """Whether what we called ran out of stack, most of which those who called us had used.
+    """Whether the code that we called ran out of stack because our callers had used most of it.
 
-    That is theirs to mend, and says nothing of what we called: one that recurses without
-    end, called by anyone, has used the most itself.
+    That is the callers' fault. Code that recurses without end has used most of the stack
+    itself.
     """
     if not any(isinstance(it, RecursionError) for it in behind(error)):
         return False
@@ -114,25 +114,25 @@ def out_of_stack(error: BaseException) -> bool:
 
 
 def of_the_caller(error: BaseException) -> bool:
-    """Whether it is those who called us that an error came from, and not what we called.
+    """Whether our callers caused an error, and not the code that we called.
 
-    They have interrupted it, or run out of stack. What ends a program or skips a test is an
-    answer like another error, of whoever raises it.
+    They interrupted it, or had used up the stack. What ends the program or skips a test counts
+    as an error of the code that raised it.
     """
     return isinstance(error, KeyboardInterrupt) or out_of_stack(error)
 
 
 def behind(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that what we called has caught and raised it for.
+    """The error, and the errors that led to it in the code that we called.
 
-    An error that our caller is handling meanwhile is behind it too, but came by other frames.
+    An error that our caller is handling is in its ``__context__`` too, but with other frames.
     """
     found: BaseException | None = error
-    seen: set[int] = set()  # one may be given as its own cause
+    seen: set[int] = set()  # an error may be its own cause
     while found is not None and id(found) not in seen:
         yield found
         seen.add(id(found))
-        if found.__cause__ is not None:  # whoever raised it says so
+        if found.__cause__ is not None:  # raised ``from`` it
             found = found.__cause__
             continue
         frames = [frame for frame, _ in traceback.walk_tb(found.__traceback__)]

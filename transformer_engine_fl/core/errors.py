@@ -58,7 +58,7 @@ class PluginError(TeFlError, RuntimeError):
     """A plugin could not be loaded, or speaks another version of the plugin API.
 
     Attributes:
-        vendors: whom it would have brought, as far as it said so before it broke.
+        vendors: the vendors it would have registered, as far as known when it failed.
     """
 
     vendors: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class ArgumentError(TeFlError, TypeError, ValueError):
         return str(self.args[1])
 
     def __str__(self) -> str:
-        if len(self.args) != 4:  # somebody's own, of whose words this is not to make another error
+        if len(self.args) != 4:  # raised by other code, with its own message: show that
             return super().__str__()
         op_name, argument, given, expected = self.args
         return f"{op_name}: argument {argument!r} is {given}; the contract expects {expected}"
@@ -107,8 +107,8 @@ class NotSupportedError(TeFlError, NotImplementedError):
 class NotStartedError(TeFlError, RuntimeError):
     """Raised by an implementation that is broken, before it touches anything.
 
-    A fault, unlike :class:`NotSupportedError`; but what the operator writes is as it was, so
-    the next candidate may run on it.
+    A fault, unlike :class:`NotSupportedError`; but the arguments that the operator writes are
+    unchanged, so the next candidate may run on them.
     """
 
 
@@ -117,7 +117,7 @@ class _DecisionError(TeFlError, RuntimeError):
 
     Attributes:
         decision: every candidate with the reason it was rejected or failed. None in a
-            copy that has left its process: there the text alone is left of it.
+            pickled copy, which keeps only its text.
     """
 
     def __init__(self, message: str, decision: Decision | None) -> None:
@@ -166,7 +166,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     import difflib
 
     by_folded = {candidate.casefold(): candidate for candidate in known}
-    # Half the letters is chance: 'maybe' has so many of 'yes'.
+    # Half the letters may agree by chance, as in 'maybe' and 'yes'.
     found = difflib.get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.55)
     return by_folded[found[0]] if found else None
 

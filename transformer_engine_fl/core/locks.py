@@ -4,8 +4,8 @@ After a fork only the forking thread exists in the child, so a lock that another
 thread held would stay locked for ever. Every shared state of this package is swapped
 in whole (nothing is left half written), so the child can simply start with new locks.
 
-Python's own import locks cannot be renewed so: in the child, a module that another
-thread was importing could never be imported. A fork waits for our imports instead.
+Python's own import locks cannot be replaced: in the child, a module that another thread
+was importing could never be imported. A fork waits for our imports to end instead.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ForkSafeLock:
         _locks.add(self)
 
     def renew(self) -> None:
-        """Forget another thread that held it; only for a child that has just been forked."""
+        """Replace it if another thread holds it; only for a child that has just been forked."""
         if self._lock.acquire(blocking=False):  # free, or held by this very thread
             self._lock.release()
         else:
             self._lock = threading.RLock()
 
     def acquire(self, timeout: float) -> bool:
-        """Take it within so many seconds; whether that was possible."""
+        """Take it, waiting ``timeout`` seconds at most; returns whether it was taken."""
         return self._lock.acquire(timeout=timeout)
 
     def release(self) -> None:
@@ -73,14 +73,14 @@ LOADING: Final = ForkSafeLock()
 """Held while code is imported late or registers."""
 
 _PATIENCE: Final = 60.0
-"""Seconds that a fork waits for :data:`LOADING`, should its holder wait for the fork."""
+"""Seconds that a fork waits at most for :data:`LOADING`: its holder may wait for the fork."""
 
 
 class _Fork(threading.local):
-    """What a forking thread must know from before to after.
+    """What a forking thread keeps from before the fork to after it.
 
     Attributes:
-        waited: it holds :data:`LOADING`.
+        waited: the thread holds :data:`LOADING`.
     """
 
     waited = False

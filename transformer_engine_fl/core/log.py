@@ -2,8 +2,8 @@
 
 The level comes from ``TEFL_LOG_LEVEL`` (policy.py reads it with the other variables).
 ``propagate`` is left alone, so an application's own handlers and pytest's caplog see
-every record. What one of those shows on the console is not written there again; nor is what
-one puts into a queue, whose end is not known here.
+every record. A record that one of those shows on the console is not written there again; nor
+is one that goes into a queue, as it is not known where the queue's listener writes it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def _shows(handler: logging.Handler) -> bool:
-    """Whether a handler writes where we would, or may have a listener do so.
+    """Whether a handler writes to the console, or may have a queue's listener do so.
 
-    rich's has its stream in a console. Nobody has a queue's whose module is not imported.
+    rich's handler has its stream in its console. A handler can be a QueueHandler only if
+    ``logging.handlers`` is imported.
     """
     queued = sys.modules.get("logging.handlers")
     if queued is not None and isinstance(handler, queued.QueueHandler):

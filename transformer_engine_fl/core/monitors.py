@@ -1,8 +1,8 @@
-"""Monitors: who is told of each operator served, and never ends the call by it.
+"""Monitors: callbacks that see each operator call served, and cannot end it.
 
-A monitor watches; what it watches must come out as if it were not there. So its own error
-is told once and the call goes on, as with a handler of ``logging``, and operators that it
-calls are not told of, as with ``sys.settrace``.
+A call must come out as if no monitor were set. So a monitor's own error is logged once and the
+call goes on, as with a handler of ``logging``; and operators that a monitor calls are not
+reported, as with ``sys.settrace``.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _telling: Final = _Telling()
 
 
 class Watcher:
-    """One monitor as it was set; the same one, set twice, is two of these."""
+    """A monitor that is set; one that is set twice has two of these."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
         self._warned = False
 
     def tell(self, op_name: str, impl: OpImpl) -> None:
-        """Tell it, unless this is what a monitor does."""
+        """Call the monitor, unless the operator was itself called by a monitor."""
         if _telling.now:
             return
         _telling.now = True
         try:
             self._monitor(op_name, impl)
-        except Exception as error:  # noqa: BLE001 - a watcher's; what it watches has served
+        except Exception as error:  # noqa: BLE001 - the monitor's own; the call was served
             self._warn(op_name, impl, error)
         finally:
             _telling.now = False

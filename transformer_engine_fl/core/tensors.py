@@ -1,7 +1,7 @@
-"""What dispatch must know of tensors, asked of whoever knows them.
+"""What dispatch must know of tensors, as an interface.
 
-Core holds no torch. A :class:`Tensors` is handed to the manager from above; the one
-for torch is named here and imported when a question first comes up.
+Core does not import torch. The manager is given a :class:`Tensors`; the one for torch is
+named here, and imported when a question first comes up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Facts:
         dtype: dtype name, ``"bfloat16"``.
         arch: architecture of the device, ``"sm_90"``; None also if it has no name for it.
         unusual: why only plain tensor operations can take it, or None.
-        fake: it has no data; raw kernels stand in as operators with a shape rule.
+        fake: it has no data; an operator with a shape rule stands in for a raw kernel.
         judged: which of device, dtype and arch a candidate is judged by; a condition on
             any other is left open instead of being refused.
     """
@@ -45,7 +45,7 @@ class Facts:
 
 
 class Tensors(Protocol):
-    """The questions."""
+    """The questions that dispatch asks about tensors."""
 
     def key(self, value: Any, /) -> tuple[Any, ...]:
         """A cheap hashable key on which :meth:`facts` depends; AttributeError for no tensor."""
@@ -56,7 +56,7 @@ class Tensors(Protocol):
         ...
 
     def opaque(self, entry: Entry) -> Callable[..., Any] | None:
-        """An operator that stands for a raw kernel where the data is fake, if there can be."""
+        """An operator that stands in for a raw kernel on fake tensors; None if there is none."""
         ...
 
     def is_tensor(self, value: object) -> bool:

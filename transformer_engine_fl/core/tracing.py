@@ -1,8 +1,8 @@
-"""Where torch.compile goes instead of the eager dispatch.
+"""What torch.compile traces instead of the eager dispatch.
 
 Dynamo follows a function's ``_torchdynamo_inline`` attribute in place of its body, so
-the eager path pays nothing for it. What stands here fetches the traced dispatch from
-above, where torch is known; core itself stays without torch.
+the eager path pays nothing for it. The functions here import the traced dispatch from
+``ops``, late, so that core itself does not need torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def constant(fn: Function) -> Function:
     """Mark a function that Dynamo runs while it traces, taking the result as a constant.
 
     The result must be plain (a number, text, a tuple of them): anything else could not
-    be guarded. Objects travel as attributes of an object that the trace then reads.
+    be guarded. Other objects are stored as attributes of an object that the trace then reads.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
@@ -53,7 +53,7 @@ def in_compiled_code(traced: Callable[..., Any]) -> Callable[[Function], Functio
 
 
 class _Above:
-    """What is fetched from above, for the trace to read."""
+    """What is imported late, for the trace to read."""
 
     call: Callable[..., Any]
     default_manager: Any = None
@@ -79,7 +79,7 @@ def _fetch_default_manager() -> None:
 
 
 def forget_default_manager() -> None:
-    """The default manager is another one from now on; compiled code notices."""
+    """Forget the default manager, which is another one from now on; compiled code notices."""
     _ABOVE.default_manager = None
 
 
@@ -105,7 +105,7 @@ def traced_pin(manager: Any, op_name: str) -> Callable[..., Any]:
 
 @constant
 def refuse_block() -> None:
-    """Said where compiled code enters a ``with`` block of ours.
+    """Refuse a ``with`` block of ours that compiled code enters.
 
     Raises:
         ConfigurationError: always.
