@@ -8,15 +8,15 @@
 ...     if outcome.declined:
 ...         print(case.name, "was not served:", outcome.declined)
 
-Every failure is a :class:`ConformanceError`. What an implementation declines is neither a
-failure nor a pass, and the outcome says so; the typical sample of each dtype that it
-claims it must serve.
+Every failure is a :class:`ConformanceError`. A sample that an implementation declines is
+neither a failure nor a pass, and the outcome says so. The typical sample of each dtype that
+an implementation claims must be served.
 
 An operator that writes arguments (``Contract.mutates``) has an oracle that writes
 nothing: after the outputs it returns, in float64, what each argument named in ``mutates``
 must hold afterwards, in that order.
 
-Importing this loads no torch: pytest imports it on every run, as the home of the plugin.
+Importing this package does not import torch: pytest imports it on every run, for its plugin.
 """
 
 from typing import TYPE_CHECKING, Any

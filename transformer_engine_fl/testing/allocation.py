@@ -1,4 +1,4 @@
-"""Poisoned, fenced memory for outputs: what is not written, or written outside, shows.
+"""Poisoned, fenced memory for outputs: shows missing writes and writes out of bounds.
 
 Inside a :class:`Guarded` block every allocation of uninitialised memory (``torch.empty``
 and its relatives) is filled with poison and surrounded by a fence. An output that an
@@ -28,7 +28,7 @@ class Guarded(TorchFunctionMode):
     """Poisons and fences what is allocated uninitialised inside the block.
 
     Args:
-        fence: its width in bytes; 0 where something else sees what lies outside.
+        fence: its width in bytes; 0 where another tool detects accesses out of bounds.
     """
 
     def __init__(self, fence: int = FENCE) -> None:

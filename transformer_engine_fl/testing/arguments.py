@@ -1,4 +1,4 @@
-"""A call's arguments: their tensors wherever they are, copies, bytes, rows."""
+"""A call's arguments: their tensors at any depth, copies, bytes, rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def by_name(contract: Contract[..., Any], sample: Sample) -> dict[str, Any]:
 
 
 def replaced(contract: Contract[..., Any], sample: Sample, label: str, **new: Any) -> Sample:
-    """The same call with other values for some parameters, each passed as it was."""
+    """The same call with other values for some parameters, by position or keyword as before."""
     names = list(contract.signature.parameters)
     args = tuple(new.pop(name, it) for name, it in zip(names, sample.args, strict=False))
     return Sample(label, args, {**sample.kwargs, **new})
@@ -87,8 +87,8 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 def clone(value: Any) -> Any:
     """A copy with the same strides, alignment and aliasing within each tensor, fenced.
 
-    Before and after a tensor's storage there is memory of the same storage that is nobody's,
-    so that :func:`memory` shows what is written outside.
+    Its storage has unused memory before and after the bytes of the tensor's, so that
+    :func:`memory` shows writes out of bounds.
     """
     return transformed(value, _clone)
 
@@ -102,7 +102,7 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 def _over(raw: Tensor, offset: int, tensor: Tensor) -> Tensor:
-    """The bytes, seen as the tensor sees its own, which begin ``offset`` elements in."""
+    """``raw`` viewed as the tensor views its storage, whose copy starts ``offset`` elements in."""
     base = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     start = tensor.storage_offset() + offset
     made = base.set_(raw.untyped_storage(), start, tensor.shape, tensor.stride())
@@ -127,7 +127,7 @@ def bits(value: Tensor) -> Tensor:
 
 
 def memory(value: Tensor) -> Tensor:
-    """The bytes of the whole storage, with what lies between and around the elements."""
+    """The bytes of the whole storage, including those between and around the elements."""
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
 
 
@@ -164,11 +164,11 @@ def copy_into(call: Sample, values: Sample) -> None:
 # --------------------------------------------------------------------------------- rows
 #
 # Rows are the leading dimension of the dispatch tensor; a tensor argument has rows if its
-# leading size is the same. Whether that was chance, the contract's check tells.
+# leading size is the same. If that is a coincidence, the contract's check refuses the cut call.
 
 
 def rows_of(contract: Contract[..., Any], sample: Sample) -> int:
-    """How many rows a call has; 0 if its dispatch tensor has no dimension to spare."""
+    """How many rows a call has; 0 if its dispatch tensor has fewer than two dimensions."""
     tensor = by_name(contract, sample).get(contract.dispatch_on)
     return tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim > 1 else 0
 

@@ -1,7 +1,7 @@
 """Cases generated from the contracts, each of which an implementation must pass.
 
-A case is one thing that must hold on one sample; its name says which, and running it
-alone reproduces a failure. What holds is asked in ``checks`` and ``streams``.
+A case is one property that must hold on one sample; its name says which, and running it
+alone reproduces a failure. ``checks`` and ``streams`` check the properties.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from transformer_engine_fl.testing.refusals import refused_calls
 __all__ = ["Case", "calls", "cases", "devices", "dtypes_of", "switched_off"]
 
 _MANY_ROWS = 512
-"""How many rows the widest sample is repeated to on a GPU: more than it has processors."""
+"""How many rows the widest sample is repeated to on a GPU: more than it has multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing that must hold.
+    """One property that must hold on one sample.
 
     Attributes:
         name: ``operator/impl_id/dtype/what/sample``, unique.
@@ -68,22 +68,22 @@ class Case:
 
     @property
     def impl_id(self) -> str:
-        """The implementation set's."""
+        """The id of the implementation set."""
         return self.name.split("/")[1]
 
     @property
     def dtype(self) -> str:
-        """Whose sample it is."""
+        """The dtype of its sample."""
         return self.name.split("/")[2]
 
     def run(self) -> Outcome:
-        """Check it; whatever an implementation raises is a failure like any other.
+        """Run the check; any exception of the implementation is a failure.
 
         Returns:
             The outcome: the worst error of a comparison, or why the sample was declined.
 
         Raises:
-            ConformanceError: it does not hold.
+            ConformanceError: the property does not hold.
         """
         try:
             return self.check()
@@ -96,14 +96,14 @@ class Case:
                     f"{declined}"
                 ) from declined
             return Outcome(declined=str(declined))
-        except BaseException as error:  # what would end a program as well
+        except BaseException as error:  # also SystemExit, say
             if isinstance(error, KeyboardInterrupt) or _is_of_a_signal(error):
                 raise
             raise ConformanceError(f"{self.name} raised {worded(error)}") from error
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether the handler of a signal ends the program so, as te-fl's does at a SIGTERM."""
+    """Whether a signal's handler raised it to end the program, as te-fl's does at a SIGTERM."""
     if isinstance(error, Exception):
         return False
     handlers = map(signal.getsignal, signal.valid_signals())
@@ -124,11 +124,11 @@ def cases(
 
     Args:
         impl_id: the set, e.g. ``"vendor.acme"``.
-        operators: only these; all that it implements unless given.
-        dtypes: only these; all that the contract has and it supports unless given.
+        operators: only these; all that the set implements unless given.
+        dtypes: only these; all that both the contract and the set have unless given.
         device: where to run.
         only: only the cases of these names, in which ``*`` stands for anything.
-        manager: whose registry holds it; the default one unless given.
+        manager: the manager whose registry holds the set; the default one unless given.
 
     Raises:
         UnknownOperatorError: nothing here has that id, or an operator of ``operators``
@@ -146,7 +146,7 @@ def cases(
 def calls(impl_id: str, operator: str, dtype: str, device: str) -> Iterator[tuple[str, Run]]:
     """Each sample of an operator's dtype as a call of its own, in the default manager.
 
-    Named as the case is that compares its values. Errors are those of :func:`cases`.
+    Each has the name of the case that compares its values. Errors are those of :func:`cases`.
     """
     here, _ = _asked(impl_id, (operator,), (dtype,), device, None)
     for entry, contract in here:
@@ -179,7 +179,7 @@ def devices(
 
     Raises:
         UnknownOperatorError: as :func:`cases`.
-        ConfigurationError: there are none.
+        ConfigurationError: it runs on none of them.
     """
     found = _entries(impl_id, operators, manager or get_default_manager())
     here = device_types()
@@ -199,8 +199,8 @@ def switched_off(
 ) -> dict[str, str]:
     """The operators of a set that serve nowhere and have no cases, each with its reason.
 
-    Those that Transformer Engine's plugins bring and nothing bridges, say. Arguments and errors
-    are those of :func:`cases`.
+    For example operators of Transformer Engine's plugins for which there is no bridge. Arguments
+    and errors are those of :func:`cases`.
     """
     found = _with_contract(impl_id, operators, manager or get_default_manager())
     reasons = {contract.name: entry.switched_off() for entry, contract in found}
@@ -221,7 +221,7 @@ def _asked(
     device: str,
     manager: OpManager | None,
 ) -> tuple[Found, frozenset[str] | None]:
-    """What is to be tested on a device, and the dtypes that are wanted, None for all."""
+    """The implementations to test on a device, and the dtypes that are wanted, None for all."""
     found = _entries(impl_id, operators, manager or get_default_manager())
     wanted = None if dtypes is None else frozenset(dtypes)
     kind = usable_device(device, "device").type
@@ -306,7 +306,7 @@ def _with_contract(impl_id: str, operators: Iterable[str] | None, manager: OpMan
 
 
 def _named(name: str, here: Found, device: str, wanted: frozenset[str] | None) -> Iterator[Case]:
-    """The cases of a name, in which ``*`` stands for anything; there must be some."""
+    """The cases that match a name, in which ``*`` stands for anything; none is an error."""
     literal = name.partition("*")[0]
     pattern = re.compile(".*".join(map(re.escape, name.split("*"))))
     chosen = (case for it in here for case in _of_entry(*it, device, wanted, literal))
@@ -326,7 +326,7 @@ def _of_entry(
     wanted: frozenset[str] | None,
     start: str = "",
 ) -> Iterator[Case]:
-    """The cases of an implementation; at least those whose name has that start."""
+    """The cases of an implementation; may leave out some whose names lack the prefix ``start``."""
     for dtype in contract.dtypes:
         label = f"{_label(entry, contract, dtype)}/"
         if not (label.startswith(start) or start.startswith(label)):
@@ -390,7 +390,7 @@ def _unlike(contract: Contract[..., Any], samples: list[Sample]) -> Iterator[Sam
 
 
 def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
-    """The typical sample, the one of most rows, the widest; on a GPU that with many rows."""
+    """The typical sample, the one of most rows, the widest; on a GPU also that with many rows."""
 
     def width(sample: Sample) -> int:
         value = by_name(contract, sample).get(contract.dispatch_on)
@@ -406,7 +406,7 @@ def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
 
 
 def _apart(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
-    """A sample with dense rows whose distance is no multiple of 16 bytes, if there is one."""
+    """A sample of padded rows whose stride is no multiple of 16 bytes, if there is one."""
 
     def is_odd(value: Any) -> bool:
         return (
@@ -421,7 +421,7 @@ def _apart(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
 
 
 def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
-    """Whether by the definition some rows alone have the values that they have among all."""
+    """Whether, by the oracle, rows that are computed alone have the values they have among all."""
     rows = rows_of(contract, sample)
     if rows < 2:
         return False
@@ -434,7 +434,7 @@ def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
             return False
         try:
             parts = [*_right(contract, some)]
-        except Exception:  # noqa: BLE001  # what was cut is no call with a meaning
+        except Exception:  # noqa: BLE001  # cut down, the call has no meaning
             return False
         if len(parts) != len(whole):
             return False
@@ -450,8 +450,8 @@ def _rows_are_independent(contract: Contract[..., Any], sample: Sample) -> bool:
 
 
 def _right(contract: Contract[..., Any], sample: Sample) -> Iterator[torch.Tensor]:
-    """Each tensor of what the oracle returns, of bounds both: outputs in the shape that they have,
-    and behind them what it says of inputs that are written.
+    """Each tensor that the oracle returns, of bounds both: the outputs, in the shapes of the shape
+    rule, and then the inputs that are written.
     """
     rule = as_tuple(contract.shapes(*sample.args, **sample.kwargs))
     values = as_tuple(contract.oracle(*sample.args, **sample.kwargs))

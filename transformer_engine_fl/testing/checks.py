@@ -1,7 +1,7 @@
-"""What may be asked of an implementation on one sample.
+"""The checks of an implementation on one sample.
 
-It is called directly, not through dispatch. What the contract lets it decline is told
-as an outcome; everything that it computes is checked.
+It is called directly, not through dispatch. A decline that the contract allows is an
+outcome, not a failure; everything that it computes is checked.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Declined(Exception):  # noqa: N818 - not an error: the way out of a check
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One sample, and what may be asked of an implementation on it.
+    """One sample, and the checks of an implementation on it.
 
     Attributes:
         entry: the implementation.
         contract: what it must keep.
-        dtype: the dtype whose sample it is.
+        dtype: the dtype of the sample.
         sample: the call.
     """
 
@@ -68,7 +68,7 @@ class Run:
     # ----------------------------------------------------------------------- the checks
 
     def values(self) -> Outcome:
-        """Values, shapes, dtypes; poison overwritten, fences whole, inputs as declared."""
+        """Values, shapes, dtypes are right, no poison left, fences intact, inputs as declared."""
         call = self.fresh()
         with Guarded() as allocations:
             values = self.serve(call)
@@ -80,10 +80,10 @@ class Run:
         return Outcome(self.check_values(values))
 
     def repeated(self) -> Outcome:
-        """Nothing is kept from an earlier call: neither its inputs' values nor its outputs.
+        """A call depends on nothing from an earlier one, and leaves the earlier outputs alone.
 
-        The first call sees zeros in the same tensors; what it returned is then the
-        caller's, and so is what the second one returned.
+        The first call sees zeros in the same tensors. The caller owns what it returned, and
+        what the second call returned, and may overwrite it.
         """
         call, true = changed(self.sample, torch.zeros_like), self.fresh()
         first = self.serve(call)[: self.outputs]
@@ -101,7 +101,7 @@ class Run:
         return Outcome(worst)
 
     def no_grad(self) -> Outcome:
-        """Outputs do not require grad, whatever the inputs do; writing is not recorded."""
+        """Outputs do not require grad, even if inputs do; autograd does not record writes."""
 
         def requiring_grad(value: Tensor) -> Tensor:
             differentiable = value.is_floating_point() or value.is_complex()
@@ -125,7 +125,7 @@ class Run:
         self.decline_beforehand(self.sample)
         expected = self.shapes()
         mode = FakeTensorMode()
-        # Fake tensors come in a block of their mode; what is made there is fake as well.
+        # Fake tensors come inside their mode's block, in which new tensors are fake as well.
         makers: tuple[tuple[str, Any, Callable[[Tensor], Any]], ...] = (
             ("fake", mode, mode.from_tensor),
             ("meta", contextlib.nullcontext(), lambda tensor: tensor.to("meta")),
@@ -157,7 +157,7 @@ class Run:
         return PASSED
 
     def batch_invariant(self) -> Outcome:
-        """Some rows alone give the same bits as among all."""
+        """Rows that are computed alone have the same bits as among all."""
         rows = rows_of(self.contract, self.sample)
         whole = self.serve(self.fresh())
         for first, end in row_ranges(rows):
@@ -174,7 +174,7 @@ class Run:
     def refused(self) -> Outcome:
         """A call that breaks the contract is refused, and no input has been written."""
         if options_decline(self.entry, self.sample.args, self.sample.kwargs) is not None:
-            return PASSED  # an option that it does not have at all
+            return PASSED  # the implementation does not have the option at all
         call = self.fresh()
         try:
             self.call(call.args, call.kwargs)
@@ -191,10 +191,10 @@ class Run:
         raise self.error(f"takes {self.sample.label}")
 
     def only_called(self, *, poisoned: bool = True) -> Outcome:
-        """The call is made and done; what it did, a tool watches that sees every access.
+        """The call runs to its end, under a tool that checks every memory access.
 
-        Each tensor's memory ends where it does, and that of outputs is poisoned: without a
-        fence, in which the tool would see nothing wrong.
+        Each tensor's memory ends with the tensor. Outputs may be poisoned, but have no fence: to
+        the tool an access to one would be valid.
         """
         args, kwargs = cropped((self.sample.args, self.sample.kwargs))
         with Guarded(fence=0) if poisoned else contextlib.nullcontext():
@@ -212,7 +212,7 @@ class Run:
         return len(self.shapes())
 
     def error(self, message: str) -> ConformanceError:
-        """What is wrong; the case says with whom and where."""
+        """An error that says what is wrong; the case adds its name."""
         return ConformanceError(message)
 
     def fresh(self) -> Sample:
@@ -224,7 +224,7 @@ class Run:
         return as_tuple(self.contract.shapes(*self.sample.args, **self.sample.kwargs))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the implementation, whatever that comes to; torch's settings it leaves alone."""
+        """Call the implementation and check that it leaves torch's settings as they were."""
         reason = self.entry.unavailable() or self.entry.load()
         if reason is not None:
             raise self.error(f"not available: {reason}")
@@ -235,7 +235,7 @@ class Run:
         """Call the implementation.
 
         Raises:
-            Declined: it says, beforehand or when it is called, that it does not take that.
+            Declined: it does not take the call, as it says beforehand or when it is called.
         """
         self.decline_beforehand(call)
         passed = [*tensors((call.args, call.kwargs))]
@@ -262,8 +262,8 @@ class Run:
         return *results, *written
 
     def decline_beforehand(self, call: Sample) -> None:
-        """Raise Declined if dispatch would not call the implementation with that."""
-        self.entry.load()  # which options it has, its signature says
+        """Raise Declined if dispatch would not make this call of the implementation."""
+        self.entry.load()  # its options are known from its signature
         reason = options_decline(self.entry, call.args, call.kwargs)
         if reason is None and self.entry.impl.supports is not None:
             called = call.args, call.kwargs
@@ -272,12 +272,12 @@ class Run:
             raise Declined(reason)
 
     def named(self, place: int) -> str:
-        """What a value of :meth:`serve` is."""
+        """The name, for messages, of a value that :meth:`serve` returns."""
         written = place - self.outputs
         return f"output {place}" if written < 0 else f"argument {self.contract.mutates[written]!r}"
 
     def pairs(self, values: Values, others: Values) -> Iterator[tuple[str, Tensor, Any]]:
-        """Each tensor of one call beside that of another, or beside its bounds, with what it is."""
+        """(name, tensor, the other call's tensor or the bounds) for each tensor of a call."""
         for place, (value, other) in enumerate(zip(values, others, strict=True)):
             for one, two in zip(tensors(value), leaves(other), strict=True):
                 yield self.named(place), one, two
@@ -295,12 +295,12 @@ class Run:
         return expected
 
     def check_count(self, results: tuple[Any, ...], shapes: tuple[Any, ...]) -> None:
-        """As many outputs as the shape rule has."""
+        """Check that there are as many outputs as the shape rule has."""
         if len(results) != len(shapes):
             raise self.error(f"returned {len(results)} outputs, not {len(shapes)}")
 
     def check_values(self, values: Values) -> Worst | None:
-        """Kinds by the shape rule, values by the oracle; returns the worst error."""
+        """Check kinds by the shape rule and values by the oracle; returns the worst error."""
         shapes = self.shapes()
         written = len(self.contract.mutates)
         self.check_count(values[: len(values) - written], shapes)
@@ -323,9 +323,10 @@ class Run:
         return worst
 
     def check_inputs(self, call: Sample, declared: tuple[str, ...] | None = None) -> None:
-        """Every input is as it was, to the last byte of its memory, unless it is declared.
+        """Check that every input is unchanged, to the last byte of its memory.
 
-        Of a declared one, what lies between and around its elements is.
+        Of an input that is declared to be written, only the bytes between and around its elements
+        must be unchanged.
         """
         before, after = by_name(self.contract, self.fresh()), by_name(self.contract, call)
         for name, value in after.items():
@@ -336,7 +337,7 @@ class Run:
                     raise self.error(f"has written {beside}its input {name!r}")
 
     def check_aliases(self, call: Sample, values: Values) -> None:
-        """No output is in the memory of an input."""
+        """Check that no output is in the storage of an input."""
         inputs = {
             _address(it): name
             for name, value in by_name(self.contract, call).items()
@@ -351,12 +352,12 @@ class Run:
 
 
 def row_ranges(rows: int) -> list[tuple[int, int]]:
-    """The rows that are computed alone: the first, the second half, the last."""
+    """Ranges of rows to compute alone: the first row, the second half, the last row."""
     return sorted({(0, 1), (rows // 2, rows), (rows - 1, rows)})
 
 
 def _kind(value: Any) -> Any:
-    """What the shape rule decides of an output."""
+    """What the shape rule decides of an output: a tensor's shape, dtype and device."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.device
     if isinstance(value, list):
@@ -365,7 +366,7 @@ def _kind(value: Any) -> Any:
 
 
 def _steps(value: Tensor) -> list[int]:
-    """The strides, of the dimensions where they mean something."""
+    """The strides of the dimensions in which they matter: those of more than one element."""
     if not value.numel():
         return []
     return [step for n, step in zip(value.shape, value.stride(), strict=True) if n > 1]
@@ -376,7 +377,7 @@ def _address(value: Tensor) -> int:
 
 
 def _unwritten(old: Tensor, new: Tensor, mutable: bool) -> bool:
-    """Whether the memory is as it was, but for the elements of a mutable tensor; writes ``old``."""
+    """Whether memory is unchanged, except for a mutable tensor's elements; overwrites ``old``."""
     if old.device.type == "meta":
         return True
     if (old.shape, old.dtype, old.stride()) != (new.shape, new.dtype, new.stride()):

@@ -22,8 +22,8 @@ class Worst:
     Attributes:
         ratio: error over what the tolerance allows; above 1 is a failure.
         relative: error over the root mean square of the expected values.
-        ulps: error in units in the last place of the result's dtype at the expected value;
-            below what the tolerance calls small, at that, for there it is absolute.
+        ulps: error in units in the last place of the result's dtype at the expected value, or
+            at ``atol / rtol * r`` where that is larger: below it, the bound is mostly absolute.
         index: where it is, as a flat index.
         got, expected: the values there.
     """
@@ -59,7 +59,7 @@ def compare(result: Tensor, expected: Tensor | Between, tolerance: Tolerance) ->
 
     A NaN or an infinity that is not expected counts as an infinite error. Integers, bools
     and types of one byte (float8) have no tolerance: any other bit is an infinite error,
-    except that one NaN is as good as another. Nor has what is outside of bounds.
+    except that one NaN is as good as another. So is any element out of bounds.
     """
     if isinstance(expected, Between):
         return _within(result.detach(), expected)
@@ -78,7 +78,7 @@ def compare(result: Tensor, expected: Tensor | Between, tolerance: Tolerance) ->
     error = torch.where(same, 0.0, (got - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
     allowed = tolerance.rtol * want.abs() + tolerance.atol * scales
     ratio = torch.where(same, 0.0, error / allowed.clamp_min(torch.finfo(torch.float64).tiny))
-    # What is not finite now: NaN or infinity was expected, and is not there, or the reverse.
+    # Not finite here: NaN or infinity was expected and not found, or the reverse.
     ratio = ratio.nan_to_num(nan=torch.inf, posinf=torch.inf)
     place = int(ratio.argmax())
     small = tolerance.atol / tolerance.rtol * scales if tolerance.rtol else want.new_zeros(())
@@ -93,14 +93,14 @@ def compare(result: Tensor, expected: Tensor | Between, tolerance: Tolerance) ->
 
 
 def _root_mean_square(values: Tensor) -> Tensor:
-    """Of what is finite in each row, as a column; 0 where nothing is."""
+    """The root mean square of each row's finite elements, as a column; 0 if there are none."""
     finite = values.isfinite()
     squares = torch.where(finite, values, 0.0).square().sum(-1, keepdim=True)
     return (squares / finite.sum(-1, keepdim=True).clamp_min(1)).sqrt()
 
 
 def _exactly(result: Tensor, expected: Tensor) -> Worst:
-    """Nothing, or the first element that is not, bit for bit, the expected one in its dtype."""
+    """The first element that differs in any bit from the expected one in its dtype, or nothing."""
     size = result.element_size()
     got = result.contiguous().flatten()
     want = expected.to(result.dtype).contiguous().flatten()
@@ -111,7 +111,7 @@ def _exactly(result: Tensor, expected: Tensor) -> Worst:
 
 
 def _within(result: Tensor, bounds: Between) -> Worst:
-    """Nothing, or the first element that is outside of the bounds."""
+    """The first element out of bounds, or nothing."""
     values = result if bounds.values is None else bounds.values(result)
     got = values.double().flatten()
     low, high = (it.to(got).flatten() for it in (bounds.low, bounds.high))
@@ -120,7 +120,7 @@ def _within(result: Tensor, bounds: Between) -> Worst:
 
 
 def _first(wrong: Tensor, got: Tensor, want: Tensor) -> Worst:
-    """Nothing, or the first element that is wrong."""
+    """The first element that is wrong, as an infinite error, or nothing."""
     if not bool(wrong.any()):
         return _NOTHING
     place = int(wrong.to(torch.uint8).argmax())

@@ -1,4 +1,4 @@
-"""This machine: which devices there are to run on, and what a result was obtained with."""
+"""This machine: the devices to run on, and the software and devices behind a result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Circumstances(NamedTuple):
-    """What a report says of how it was obtained: when, in UTC, with what, and on what."""
+    """How a report was obtained: the date in UTC, the versions, and the devices."""
 
     date: str
     versions: dict[str, str | None]
@@ -36,7 +36,7 @@ class Circumstances(NamedTuple):
 
 
 def circumstances(places: Iterable[str]) -> Circumstances:
-    """Those of now, with the devices of these names' types."""
+    """The circumstances now, with the devices of the types that ``places`` names."""
     kinds = {place.partition(":")[0] for place in places}
     return Circumstances(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -46,7 +46,7 @@ def circumstances(places: Iterable[str]) -> Circumstances:
 
 
 def threads_each(processes: int) -> int:
-    """How many threads a process has that shares the processor with others."""
+    """How many threads each of several processes gets that share this machine's CPU cores."""
     return max(1, (os.cpu_count() or 1) // processes)
 
 
@@ -62,7 +62,7 @@ def usable_device(name: str, setting: str) -> torch.device:
     """The device of a name.
 
     Raises:
-        ConfigurationError: there is none that could compute; says so of ``setting``.
+        ConfigurationError: it is not there, or cannot compute; names ``setting``.
     """
     import torch
 
@@ -105,7 +105,7 @@ def torch_build() -> str:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The processor, and whatever accelerators torch finds."""
+    """The CPU, and every accelerator that torch finds."""
     import torch
 
     from transformer_engine_fl.ops._tensors import TorchTensors

@@ -1,4 +1,4 @@
-"""What a case comes to: a pass, a decline with its reason, or a ConformanceError."""
+"""The result of a case: a pass, a decline with its reason, or a ConformanceError."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["PASSED", "ConformanceError", "Outcome"]
 
 
 class ConformanceError(AssertionError):
-    """An implementation does not keep the contract.
+    """An implementation breaks the contract.
 
     Attributes:
-        worst: the error of the values, if that is what is wrong.
+        worst: the error of the values, if they are wrong.
     """
 
     def __init__(self, message: str, worst: Worst | None = None) -> None:
@@ -23,12 +23,12 @@ class ConformanceError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a case ended that did not fail.
+    """The result of a case that did not fail.
 
     Attributes:
         worst: the largest error, where values were compared.
         declined: why the implementation did not take the sample, so that nothing was
-            checked; None if it was.
+            checked; None if it was checked.
     """
 
     worst: Worst | None = None

@@ -1,7 +1,7 @@
-"""Calls that a contract refuses: one argument wrong in each, in many ways.
+"""Calls that a contract refuses, each with one wrong argument.
 
-What is wrong is not written down for each operator: every parameter is given values of
-the wrong kind, and those that the contract's own check refuses are kept.
+They are not written down for each operator: every parameter is given values of the wrong
+kind, and the calls that the contract's own check refuses are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["refused_calls"]
 
 
 def refused_calls(contract: Contract[..., Any], samples: list[Sample]) -> Iterator[Sample]:
-    """Each refused call once, labelled ``"what as parameter"``."""
+    """Each refused call, labelled ``"what as parameter"``."""
     for name in contract.signature.parameters:
         sample = _passing(contract, samples, name)
         right = by_name(contract, sample).get(name, contract.options.get(name))
@@ -32,7 +32,7 @@ def refused_calls(contract: Contract[..., Any], samples: list[Sample]) -> Iterat
 
 
 def _passing(contract: Contract[..., Any], samples: list[Sample], name: str) -> Sample:
-    """The first sample that passes a tensor (or a list of some) for a parameter, else the first."""
+    """The first sample with a tensor (or a non-empty list) for a parameter, else the first one."""
 
     def passes(sample: Sample) -> bool:
         value = by_name(contract, sample).get(name)
@@ -67,7 +67,7 @@ def _wrong(right: Any, device: torch.device) -> Mapping[str, Any]:
 
 
 def _wrong_tensors(right: Tensor) -> dict[str, Any]:
-    """Like ``right`` but for its shape, dtype or device; the values are any at all."""
+    """Tensors like ``right`` but for the shape, dtype or device; their values are arbitrary."""
     shape = tuple(right.shape)
     wrong: dict[str, Any] = {"one dimension too many": right.new_empty((1, *shape))}
     if shape:
@@ -80,7 +80,7 @@ def _wrong_tensors(right: Tensor) -> dict[str, Any]:
         if dtype != right.dtype:
             name = str(dtype).removeprefix("torch.")
             wrong[f"dtype {name}"] = right.new_empty(shape, dtype=dtype)
-    # Where there is no other device, the one without memory is another one too.
+    # For a CPU tensor, the meta device is the other device that is always there.
     elsewhere = "meta" if right.device.type == "cpu" else "cpu"
     wrong[f"a tensor on {elsewhere}"] = right.new_empty(shape, device=elsewhere)
     return wrong

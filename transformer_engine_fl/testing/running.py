@@ -31,13 +31,14 @@ __all__ = [
 ]
 
 DECIDING = ("TRITON_INTERPRET",)
-"""What decides how kernels run."""
+"""Variables that decide how kernels run."""
 
 REPEATED_VARIABLES = ("TE_FL_PLUGIN_MODULES", *DECIDING)
-"""What decides which implementations there are, so that a command needs them again."""
+"""Variables that a command to reproduce a failure must set again: they decide which
+implementations there are, and how kernels run."""
 
 Progress = Callable[[int, int, str, int], None]
-"""Told the cases done, those in all, the operator it is at, how many have failed."""
+"""Called with the cases done, the total, the current operator, and the number of failures."""
 
 Results = tuple[list[Row], list[Failure]]
 
@@ -62,21 +63,21 @@ def verify(
     manager: OpManager | None = None,
     progress: Progress | None = None,
 ) -> Scorecard:
-    """Run every case of a set, whatever fails on the way.
+    """Run every case of a set; a failure does not end the run.
 
     Args:
         impl_id, operators, dtypes, only, manager: as for ``cases``.
         on: devices; each type of this machine that the set runs on unless given.
-        every: run one case in so many of each operator and dtype, the first among them.
-        jobs: so many processes share the cases. They are started anew, so they have what
-            plugins registered and not what the program did, and only the default manager.
-        progress: told before each case and at the end; of several processes, after each
-            operator's dtype, of which ``done`` and ``total`` are then numbers.
+        every: run one in ``every`` cases of each operator and dtype, the first among them.
+        jobs: the number of processes that share the cases. They are spawned, so they have what
+            plugins register but not what this program registered, and only the default manager.
+        progress: called before each case and at the end; with several processes, after each
+            dtype of an operator, which ``done`` and ``total`` then count.
 
     Raises:
         UnknownOperatorError, ConfigurationError: as ``cases``; or several ``jobs`` with a
             ``manager`` or ``only``, or a number below 1.
-        TeFlError: one of several processes was ended.
+        TeFlError: one of several processes died.
     """
     check_counts(every, jobs)
     if jobs > 1 and (manager is not None or only is not None):
@@ -128,10 +129,10 @@ def verify(
 
 
 def check_counts(every: int, jobs: int) -> None:
-    """Refuse to run one case in fewer than one, or in no process.
+    """Check the counts.
 
     Raises:
-        ConfigurationError: a number is below 1.
+        ConfigurationError: one is below 1.
     """
     if every < 1 or jobs < 1:
         raise ConfigurationError(f"every and jobs are at least 1; given: {every} and {jobs}")
@@ -208,7 +209,7 @@ def _part(impl_id: str, part: _Part, every: int) -> Results:
 
 
 def _failure(case: Case, device: str, error: ConformanceError) -> Failure:
-    """In text: an exception would keep the tensors of the call."""
+    """The failure as text: an exception would keep the tensors of the call alive."""
     cause = error.__cause__
     raised = cause is not None and not isinstance(cause, ConformanceError)
     return Failure(
@@ -221,14 +222,14 @@ def _failure(case: Case, device: str, error: ConformanceError) -> Failure:
 
 
 def reproduction(impl_id: str, case: str, device: str, *options: str) -> str:
-    """The command that runs a case alone, with more options if there are some."""
+    """The command that runs a case alone, with these further options."""
     set_here = [f"{name}={os.environ[name]}" for name in REPEATED_VARIABLES if name in os.environ]
     command = ("te-fl", "verify", impl_id, *options, "--device", device, "--case", case)
     return shlex.join([*set_here, *command])
 
 
 def _source(impl_id: str, manager: OpManager) -> str:
-    """The set or plugin that registered it, with the version of what it was installed as."""
+    """The set or plugin that registered ``impl_id``, with the version of its distribution."""
     for report in manager.registry.snapshot().sources.values():
         if any(label.endswith(f"/{impl_id}") for label in report.registered):
             try:

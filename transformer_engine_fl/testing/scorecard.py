@@ -1,4 +1,4 @@
-"""What came of every case of a set: as plain values, and as a page to read."""
+"""The results of every case of a set: as plain values, and as a page to read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Failure", "Row", "Scorecard", "shown"]
 
 @dataclass(slots=True)
 class Row:
-    """What came of the samples of one dtype.
+    """The results of an operator's cases for one dtype on a device.
 
     Attributes:
-        operator, family, device, dtype: whose.
+        operator, family, device, dtype: which cases.
         passed, declined, failed: numbers of cases.
         worst: the largest errors of its comparisons; None if nothing was compared.
-        at: the case whose values come nearest to what is allowed, or exceed it most.
+        at: the case with the largest error relative to what is allowed.
         reasons: why samples were declined, and how many.
     """
 
@@ -38,7 +38,7 @@ class Row:
     reasons: dict[str, int] | None = None
 
     def count(self, case: Case, outcome: Outcome | None, worst: Worst | None) -> None:
-        """Count a case that ended so; no outcome is a failure."""
+        """Count a case with this outcome; None is a failure."""
         if outcome is None:
             self.failed += 1
         elif outcome.declined is not None:
@@ -77,9 +77,9 @@ class Failure:
     """A case that does not hold.
 
     Attributes:
-        case, device: which, and where.
+        case, device: the case's name, and the device.
         said: what is wrong.
-        traceback: of what the implementation raised; None if it raised nothing.
+        traceback: of the implementation's exception; None if it raised none.
         reproduce: a command that runs this case alone.
     """
 
@@ -92,11 +92,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Scorecard:
-    """What came of every case of a set.
+    """The results of every case of a set.
 
     Attributes:
         impl_id: the set.
-        source: who registered it.
+        source: the set or plugin that registered it.
         date: when, in UTC.
         seconds: how long it took.
         every: one case in so many of each operator and dtype was run.
@@ -237,7 +237,7 @@ def _failures(card: Scorecard, heading: str) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """Some text as it stands in a table."""
+    """A text escaped for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

@@ -1,8 +1,8 @@
-"""torch's settings for everybody, which no call may leave changed.
+"""torch's global settings, which no call may leave changed.
 
-What is changed would be in force for whatever the program does next: its gradients are off, its
-tensors of another dtype, its dropout the same at each step. Here it is told, and put back for
-the cases that follow.
+A change would affect whatever the program does next: gradients are off, new tensors have
+another dtype, dropout is the same at each step. Here a change is reported, and undone for the
+cases that follow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def left_alone() -> Iterator[None]:
     """A block that ends with torch's settings as they were.
 
     Raises:
-        ConformanceError: what is done in it has changed some; names them.
+        ConformanceError: the block has changed some; names them.
     """
     before = {name: ask() for name, (ask, _) in _SETTINGS.items()}
     generators = [(name, it, it.get_state()) for name, it in _generators()]
@@ -52,7 +52,7 @@ def left_alone() -> Iterator[None]:
 
 
 def _generators() -> Iterator[tuple[str, torch.Generator]]:
-    """torch's default generators, but while a CUDA graph is captured, which may not ask them."""
+    """torch's default generators; none during CUDA graph capture, which may not read them."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if started and torch.cuda.is_current_stream_capturing():
         return
@@ -64,12 +64,12 @@ def _generators() -> Iterator[tuple[str, torch.Generator]]:
 
 @functools.cache
 def _kinds() -> tuple[str, ...]:
-    """The types of device here, asked once: each call wants to know."""
+    """The types of device here, cached because each call needs them."""
     return device_types()
 
 
 def _content(state: torch.Tensor) -> bytes:
-    """Its bytes, also where a mode would not have tensors with data compared."""
+    """Its bytes, read without torch: under some modes tensors' data cannot be compared."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -110,7 +110,7 @@ _SETTINGS: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
     ),
     "autocast": (_autocast, _put_autocast),
 }
-"""By name: how each is asked for and set."""
+"""Name -> (how the setting is read, how it is set)."""
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""What may be asked of an implementation on a CUDA device besides.
+"""Further checks of an implementation on a CUDA device.
 
-Other streams, another device than the current one, CUDA graphs.
+Other streams, a device that is not the current one, CUDA graphs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _BUSY = 50_000_000
 def stream(run: Run) -> Outcome:
     """Right on a stream that is not the default one.
 
-    The inputs are written there late, so that work on any other stream reads zeros.
+    The inputs are written late on that stream, so that work on any other stream reads zeros.
     """
     device = _device(run.sample)
     with torch.cuda.device(device):
-        run.serve(run.fresh())  # compiles, outside of what is timed
+        run.serve(run.fresh())  # compiles before the timing matters
         source = run.fresh()
         call = changed(run.fresh(), torch.zeros_like)
         torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def other_device(run: Run) -> Outcome:
 
 
 def graph_safe(run: Run) -> Outcome:
-    """Captured in a CUDA graph and replayed on new values, it gives what a call gives."""
+    """A call captured in a CUDA graph and replayed on new values gives what a new call gives."""
     with torch.cuda.device(_device(run.sample)):
         call = run.fresh()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How long the work of a call takes on a GPU, however long the host takes to ask for it."""
+"""How long the work of a call takes on a GPU, whatever time the host needs to queue it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _FEWEST: Final = 5
 
 _sleep: Callable[[int], None] = torch.cuda._sleep
 _LEAD: Final = 2.0
-"""How far the host is let ahead, in times that it takes to queue a call."""
+"""How long the device waits for the host, in units of the time that the host needs for a call."""
 
 
 def median_ms(work: Callable[[], Any], warmup: float = 20, rep: float = 80) -> float:
     """Median time of a call on the current GPU, with the L2 cache cleared before each.
 
-    The device waits before each call until the host has queued it. Else a call whose host
-    time is longer than clearing the cache would be timed as the host's: what a program that
-    keeps its device busy, or replays a CUDA graph, does not wait for.
+    The device waits before each call until the host has queued it. Otherwise a call that takes
+    the host longer than the device takes to clear the cache would show the host's time, for
+    which a program that keeps its device busy, or replays a CUDA graph, does not wait.
 
     Args:
         work: the call.
-        warmup, rep: milliseconds that all the calls take, before and while they are timed.
+        warmup, rep: milliseconds to spend on calls before timing, and on timed calls.
 
     Returns:
-        Milliseconds between the events before and after the call, of its stream.
+        Milliseconds between the events recorded before and after the call on its stream.
     """
     if not torch.cuda.is_available():
-        from triton.testing import do_bench  # it knows the devices that Triton has
+        from triton.testing import do_bench  # it supports all of Triton's devices
 
         found: float = do_bench(work, warmup=warmup, rep=rep, return_mode="median")
         return found
@@ -78,7 +78,7 @@ def _event() -> torch.cuda.Event:
 
 @functools.cache
 def _cycles_per_ms(device: int) -> float:
-    """Of torch's kernel that waits, which counts the multiprocessors' cycles."""
+    """Clock cycles per millisecond as torch's sleep kernel counts them: the multiprocessors'."""
     cycles = 2_000_000
     with torch.cuda.device(device):
         start, end = _event(), _event()
