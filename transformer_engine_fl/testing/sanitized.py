@@ -1,7 +1,7 @@
-"""What a process under compute-sanitizer does: calls, each announced before it is made.
+"""What a process under compute-sanitizer does: announce each call, and make it.
 
-``sanitizer`` starts it, writes the calls that it wants to its input and reads its output,
-where the tool's lines stand between the announcements.
+``sanitizer`` starts the process, writes the calls that it wants to the process's input, and
+reads its output, which has the tool's lines between the announcements.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from transformer_engine_fl.testing.checks import Declined
 __all__ = ["ANNOUNCED", "main"]
 
 ANNOUNCED: Final = "te-fl: "
-"""What a line of this process begins with; any other is a kernel's, a library's, the tool's."""
+"""What a line of this process begins with; others come from kernels, libraries or the tool."""
 
 _LONGEST: Final = 600
-"""Characters of a message: a line is written at once, whoever else writes to the pipe."""
+"""Characters of a message, short enough for a line to be written to the pipe in one piece."""
 
 _PAUSE: Final = 0.01
-"""Seconds after a call on a device: the tool's lines come by way of another process."""
+"""Seconds to wait after a call on a device: the tool's lines come from another process."""
 
 
 def main() -> None:
@@ -45,7 +45,10 @@ def _make(
     after: int,
     poisoned: bool,
 ) -> None:
-    """Make calls of an operator's dtype: of those names, one in so many, after the first few."""
+    """Make calls of an operator's dtype.
+
+    Of the calls with these ``names``, one in ``every``; of those, not the first ``after``.
+    """
     every_call = calls(impl_id, operator, dtype, device)
     found = [it for it in every_call if names is None or it[0] in names]
     for name, run in found[::every][after:]:
@@ -55,13 +58,13 @@ def _make(
             run.only_called(poisoned=poisoned)
         except Declined as declined:
             outcome = {"declined": str(declined)[:_LONGEST]}
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is told
+        except Exception as error:  # noqa: BLE001  # any error is reported
             outcome = {"failed": worded(error)[:_LONGEST]}
         if device != "cpu":
             time.sleep(_PAUSE)
         _announce(**outcome)
         if device != "cpu" and "failed" in outcome:
-            torch.accelerator.synchronize(device)  # raises where it is lost: another process then
+            torch.accelerator.synchronize(device)  # raises if it is lost: then a new process runs
     _announce(done=True)
 
 

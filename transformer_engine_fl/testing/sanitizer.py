@@ -1,7 +1,7 @@
-"""A process under NVIDIA's compute-sanitizer: how it is started, what it and the tool say.
+"""A process under NVIDIA's compute-sanitizer: starting it, and reading its and the tool's output.
 
 The process makes the calls that it is asked for (``sanitized``). Its output has the tool's
-lines between the announcements of the calls, which is how a report is known to be of a call.
+lines between the announcements of the calls, so a report belongs to the call announced last.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ OPTIONS: Final = (
     *("--target-processes", "application-only"),  # not the compilers that kernels are built with
     *("--launch-timeout", "300"),  # importing torch takes its time
     *("--show-backtrace", "device"),
-    *("--print-limit", "0"),  # what is not printed is of no call
+    *("--print-limit", "0"),  # no limit: a report must be printed to be matched with a call
     *("--destroy-on-device-error", "kernel"),  # the calls after it are still made
 )
 
 OTHERS: Final = ("--kernel-name-exclude", "kns=at6native")
-"""Torch's own kernels, which prepare the samples, are not the set's, and checking takes time."""
+"""Excludes torch's own kernels: they prepare the samples, and checking them takes time."""
 
 TOOLS: Final[dict[str, tuple[str, ...]]] = {
-    # What torch asks of the driver may be refused, and it copes; what a set does not, it raises.
+    # Torch handles driver calls that fail; a set whose driver call fails raises an error itself.
     "memcheck": ("--report-api-errors", "no", *OTHERS),
     "racecheck": ("--racecheck-report", "analysis", *OTHERS),
     "synccheck": OTHERS,
-    # Whatever writes must be seen here. Copies of samples copy what lies between elements too.
+    # Here all writes must be seen, torch's kernels' too. Copying a sample copies its gaps as well.
     "initcheck": ("--check-api-memory-access", "no"),
 }
 """The tools of compute-sanitizer, with the options of each."""
 
 ONE_BY_ONE: Final = ("memcheck", "initcheck")
-"""Those that look at allocations: each tensor has one of its own, none from torch's cache."""
+"""Tools that check allocations: each tensor must have its own, not one from torch's cache."""
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
 _WORK = _START + "from transformer_engine_fl.testing.sanitized import main; main()"
@@ -79,7 +79,7 @@ def find() -> str:
 
 
 def version(program: str) -> str | None:
-    """What it says that it is."""
+    """The version that the program states."""
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"[Vv]ersion (\S+)", said.stdout)
     return found[1] if found else None
@@ -87,7 +87,7 @@ def version(program: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The calls of an operator's dtype on a device; of some names, None for all."""
+    """The calls of an operator's dtype on a device; with these names, None for all."""
 
     device: str
     operator: str
@@ -97,7 +97,7 @@ class Part:
 
 @dataclass(slots=True)
 class Told:
-    """A report of the tool, as often as it came in a row; of a call, None before the first."""
+    """A report of the tool, its call (None before the first), and how often it came in a row."""
 
     call: tuple[Part, str] | None
     lines: list[str]
@@ -124,13 +124,14 @@ class Process:
     """A process under the tool.
 
     Args:
-        program, tool: compute-sanitizer, and which tool of it.
-        threads: of the process, for what it does on the host.
+        program, tool: compute-sanitizer, and which of its tools.
+        threads: how many CPU threads the process may use.
 
     Attributes:
-        call: the last call that was announced; ``open`` while its outcome is not.
+        call: the last call that was announced.
+        open: whether the outcome of ``call`` is still to come.
         reported: whether the tool has reported anything.
-        counted: how many errors it counts at the end, None before.
+        counted: how many errors the tool counts at its end, None before.
     """
 
     def __init__(self, program: str, tool: str, threads: int) -> None:
@@ -146,7 +147,7 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # ended with what it has started
+            start_new_session=True,  # so that kill() ends its children too
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -160,7 +161,7 @@ class Process:
         self._reports: list[Told] = []
 
     def ask(self, part: Part, **order: Any) -> Iterator[dict[str, Any]]:
-        """Have it make calls; gives what it tells, to the last or until it ends."""
+        """Have it make calls; yields its announcements, until it is done or ends."""
         with contextlib.suppress(BrokenPipeError):
             self._input.write(json.dumps(dataclasses.asdict(part) | order) + "\n")
             self._input.flush()
@@ -181,12 +182,12 @@ class Process:
             pass
 
     def kill(self) -> None:
-        """End it and what it has started."""
+        """Kill it and its children."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it if it has not ended, and leave nothing of it."""
+        """Kill it if it has not ended, and release its resources."""
         self.kill()
         self._process.wait()
         for stream in (self._input, self._output):
@@ -194,17 +195,17 @@ class Process:
                 stream.close()
 
     def take_reports(self) -> list[Told]:
-        """What has been reported since the last time."""
+        """The reports since the last call of this."""
         self._merge()
         taken, self._reports, self._is_report = self._reports, [], False
         return taken
 
     def last_words(self) -> str:
-        """The last lines of its output, of the tool's those that begin a report."""
+        """The last lines of its output; of the tool's lines only the first of each report."""
         return " | ".join(self._last) or "it said nothing"
 
     def _lines(self) -> Iterator[str]:
-        """What it announces; the tool's lines in between are kept."""
+        """The process's announcements; keeps the tool's lines in between."""
         for line in self._output:
             if line.startswith(ANNOUNCED):
                 yield line.removeprefix(ANNOUNCED)
@@ -216,14 +217,14 @@ class Process:
                 self._last.append(line.strip())
 
     def _take(self, line: str) -> None:
-        """Keep a line of the tool's: the first one of a report is not indented."""
+        """Keep a line of the tool; the first line of a report is not indented."""
         if line.startswith(" ") or not line:
             if line.strip() and self._is_report:
                 self._reports[-1].lines.append(line.strip())
             return
         summary = _SUMMARY.match(line)
         self._is_report = not summary and not _NO_REPORT.match(line)
-        if summary and self.counted is None:  # the next one is of those that were not printed
+        if summary and self.counted is None:  # a second summary counts those not printed
             self.counted = int(summary[1])
         if self._is_report:
             self._merge()
@@ -232,7 +233,7 @@ class Process:
             self.reported = True
 
     def _merge(self) -> None:
-        """Make one of the last two reports if they tell the same of two threads."""
+        """Merge the last two reports if they are the same for two threads."""
         if len(self._reports) > 1:
             one, other = self._reports[-2:]
             if one.call == other.call and one.lines[:2] == other.lines[:2]:

@@ -1,7 +1,7 @@
 """Every call of a set's samples under NVIDIA's compute-sanitizer, and what it finds.
 
-Several processes share the calls, each followed by another if a call ends it. Values are
-not compared here: that is ``running``'s.
+Several processes share the calls; one that a call ends is replaced by another. Values are
+not compared here, but in ``running``.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SHOWN_LINES: Final = 6
 
 @dataclass(slots=True)
 class Row:
-    """What came of the calls of an operator's dtype.
+    """The results of the calls of an operator's dtype.
 
     Attributes:
-        operator, device, dtype: whose.
-        calls: those that were made, declined ones included.
-        declined, failed: of these; a call that failed raised an error or ended the process.
+        operator, device, dtype: which calls.
+        calls: how many were made, declined ones included.
+        declined, failed: how many of these; a failed call raised an error or ended the process.
         errors, warnings: in how many calls the tool has reported one.
     """
 
@@ -62,13 +62,13 @@ class Finding:
     """What the tool reported of a kernel in the calls of an operator, or a call that failed.
 
     Attributes:
-        kind: ``error`` or ``warning``, as the tool says; ``failed``.
-        operator, device: whose.
+        kind: ``error`` or ``warning``, as the tool says; ``failed`` for a call that failed.
+        operator, device: of the calls.
         kernel: its name as the tool has it; None where it names none.
         said: the first lines of the first report.
         reports: how many there were; memcheck makes one for each thread.
         cases: the calls, by the names of the cases that compare their values.
-        reproduce: a command that makes the first of them alone.
+        reproduce: a command that makes only the first of these calls.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of the calls of a set under a tool.
+    """The results of the calls of a set under a tool.
 
     Attributes:
         impl_id, tool: the set and the tool.
@@ -92,10 +92,11 @@ class Report:
         every: one call in so many of each operator and dtype was made.
         versions, devices: what it ran with.
         rows: by operator, device and dtype.
-        findings: those that are errors first, warnings last.
+        findings: errors first, warnings last.
         unfinished: operators' dtypes, as ``operator/dtype``, that the time was too short for.
         under_way: the calls that were being made when the time was over.
-        notes: what the tool said outside of any call, or did not say: then it is no proof.
+        notes: what the tool reported outside of any call, or failed to report, so that the run
+            proves nothing.
     """
 
     impl_id: str
@@ -113,7 +114,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether calls were checked, and there is nothing but warnings."""
+        """Whether calls were checked, and nothing but warnings was found."""
         found = any(it.kind != "warning" for it in self.findings)
         return self.checked and not found and not self.notes
 
@@ -123,7 +124,7 @@ class Report:
         return self.total("calls") > self.total("declined")
 
     def total(self, what: str) -> int:
-        """The sum of a column: ``calls``, ``declined``, ``failed``, ``errors``, ``warnings``."""
+        """The sum over rows of ``calls``, ``declined``, ``failed``, ``errors`` or ``warnings``."""
         return sum(getattr(row, what) for row in self.rows)
 
     def verdict(self) -> str:
@@ -173,12 +174,12 @@ def sanitize(
         on: devices.
         only: only the calls of these names, in which ``*`` stands for anything: those of the
             cases that compare values.
-        every: make one call in so many of each operator and dtype, the first among them.
-        jobs: so many processes share the calls, each under a sanitizer of its own. They have
-            what plugins registered, and not what this program did.
-        stop_after: seconds, after which what is known is returned.
-        progress: told, after each operator's dtype, how many are done, of how many, the
-            operator, and in how many calls something was found.
+        every: make one in ``every`` calls of each operator and dtype, the first among them.
+        jobs: the number of processes that share the calls, each under a sanitizer of its own.
+            They have what plugins register, but not what this program registered.
+        stop_after: seconds, after which the run ends and what is known is returned.
+        progress: called after each operator's dtype with how many of these are done, of how
+            many, the operator, and the number of findings.
 
     Raises:
         UnknownOperatorError, ConfigurationError: as ``cases``; or there is no such tool, no
@@ -230,7 +231,7 @@ def _parts(
     only: tuple[str, ...] | None,
     device: str,
 ) -> list[Part]:
-    """What there is to do on a device: a dtype of each operator first, then another of each."""
+    """The parts for a device: one dtype of each operator first, then another of each."""
     if only is not None:
         found = cases(impl_id, operators=operators, dtypes=dtypes, device=device, only=only)
         named: dict[tuple[str, str], list[str]] = {}
@@ -255,7 +256,7 @@ def _parts(
 
 
 class _Running:
-    """The processes, each with a thread that reads it, and what they have told."""
+    """The processes, each with a thread that reads its output, and their results."""
 
     def __init__(self, impl_id: str, tool: str, program: str, every: int, jobs: int) -> None:
         self.impl_id = impl_id
@@ -273,7 +274,7 @@ class _Running:
         self._lock = threading.Lock()
 
     def all(self, parts: list[Part], stop_after: float | None, progress: Progress) -> None:
-        """Make the calls of all parts, or as many as the time is enough for."""
+        """Make the calls of all parts, or as many as the time allows."""
         self.left = list(parts)
         waiting = collections.deque(parts)
 
@@ -298,7 +299,7 @@ class _Running:
                 thread.result()
 
     def stop(self) -> None:
-        """End every process, and start none."""
+        """Kill every process, and start no more."""
         with self._lock:
             self.stopped = True
             for process in self._processes:
@@ -318,7 +319,7 @@ class _Running:
             return self._processes[-1]
 
     def _work(self, waiting: collections.deque[Part], finished: Callable[[Part], None]) -> None:
-        """Make the calls of one part after another, until there is none."""
+        """Make the calls of one part after another, until none is waiting."""
         process: Process | None = None
         while True:
             try:
@@ -332,13 +333,13 @@ class _Running:
                     return
                 after = self._make(process, part, after)
                 if after is not None:
-                    process = None  # it has ended, and another goes on
+                    process = None  # it has ended, and another continues
             finished(part)
         if process is not None:
             self._end(process)
 
     def _make(self, process: Process, part: Part, after: int) -> int | None:
-        """Have a process make calls; None if that is all, or after how many it ended."""
+        """Have a process make a part's calls; None if it made all, else after how many it ended."""
         key = (part.operator, part.device, part.dtype)
         row = self.rows.setdefault(key, Row(*key))
         first = after
@@ -346,7 +347,7 @@ class _Running:
             "impl_id": self.impl_id,
             "every": self.every,
             "after": after,
-            "poisoned": self.tool != "initcheck",  # it sees for itself what nobody has written
+            "poisoned": self.tool != "initcheck",  # it must find memory uninitialised
         }
         for told in process.ask(part, **order):
             if "done" in told:
@@ -372,7 +373,7 @@ class _Running:
         return after
 
     def _end(self, process: Process) -> None:
-        """Let a process end by itself, and hold what it counts against what it has reported."""
+        """Let a process end by itself, and compare its error count with what it has reported."""
         process.finish()
         self._collect(process)
         if self.stopped:
@@ -387,7 +388,7 @@ class _Running:
         self._found("failed", None, Told(process.call, [said]))
 
     def _collect(self, process: Process) -> None:
-        """Take over what the tool has reported."""
+        """Take over the tool's reports."""
         for told in process.take_reports():
             if told.call is None:
                 self._note(" ".join(told.lines[:SHOWN_LINES]))
@@ -395,7 +396,7 @@ class _Running:
                 self._found(told.kind, told.kernel, told)
 
     def _found(self, kind: str, kernel: str | None, told: Told) -> None:
-        assert told.call is not None  # what is of none is a note
+        assert told.call is not None  # a report of no call is a note
         part, case = told.call
         key = (kind, part.operator, part.device, kernel, told.lines[0])
         with self._lock:
