@@ -1,4 +1,4 @@
-"""The command line, ``te-fl``: what is registered, who serves and why, who is right, the main job.
+"""The command line, ``te-fl``: what is registered, what serves and why, what is right.
 
 Exit codes: 0, the answer is good; 1, it is not (something is broken, nothing serves, a set
 breaks a contract, losses disagree); 2, the question was wrong (an unknown name, a malformed
@@ -34,14 +34,14 @@ COMMANDS = {
     "new-plugin": "new_plugin:new_plugin",
     "demo": "demo.command:demo",
 }
-"""Command -> where it is, as module:function; a module is loaded when its command is asked for."""
+"""Command -> its ``module:function``; a module is imported when its command is run."""
 
 OPTIONS: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
     "rich_markup_mode": None,
-    # typer's own --help has no default, and typer loads pydantic to make a bool of none: a
-    # quarter of what `te-fl list` took.
+    # typer's own --help has no default, and typer imports pydantic to convert None to a bool: a
+    # quarter of the time of `te-fl list`.
     "context_settings": {"default_map": {"help": False}},
 }
 
@@ -51,7 +51,8 @@ class _Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:  # all: one was meant
+        # For an unknown name all are loaded, so that typer can suggest the one that was meant.
+        for name in [cmd_name] if cmd_name in COMMANDS else COMMANDS:
             if name not in self.commands:
                 self.commands[name] = self._load(name)
         return self.commands.get(cmd_name)
@@ -90,15 +91,15 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``te-fl``; a mistake of the user is one message and no traceback.
+    """Run ``te-fl``; a mistake of the user gives one message and no traceback.
 
     Args:
-        arguments: those of the program unless given; modules are then found in the folder it
-            was started in, too, as by ``python -m``.
+        arguments: the program's unless given; then modules in the current folder can be
+            imported, too, as with ``python -m``.
     """
     if arguments is None:
         _find_modules_here()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path or a reason may hold any character
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path or a reason may have any character
         sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr
     try:
         app(args=arguments, prog_name="te-fl")
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _find_modules_here() -> None:
-    """Do as ``python -m`` does, for a script has its own folder at that place."""
+    """Put the current folder on ``sys.path``, as ``python -m`` does; a script has its own there."""
     with contextlib.suppress(OSError):  # the folder is gone
         here = os.getcwd()
         if not sys.flags.safe_path and not {here, ""}.intersection(sys.path):

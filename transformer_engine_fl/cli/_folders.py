@@ -1,4 +1,4 @@
-"""Where results go: asked before the work, which may take hours."""
+"""Where results go: checked before the work, which may take hours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["check_writable"]
 
 
 def check_writable(folder: Path) -> None:
-    """Whether files can be written in a folder, which is there or can be made.
+    """Check that files can be written in a folder, which exists or can be made.
 
     Raises:
         OSError: they cannot.

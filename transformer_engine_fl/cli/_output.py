@@ -1,4 +1,4 @@
-"""How the commands speak: results on stdout, everything else on stderr.
+"""The commands' output: results on stdout, everything else on stderr.
 
 Under ``--json`` stdout carries one JSON document and nothing else.
 """
@@ -35,20 +35,20 @@ __all__ = [
 ]
 
 NARROWEST = 60
-"""So many columns the widest table needs to keep each of its own."""
+"""Columns (characters) that the widest table needs to lose none of its own."""
 
 WITHOUT_TERMINAL = 400
-"""Columns where there is no terminal, as in a file of CI's: a reason is one line there, mostly."""
+"""Columns where there is no terminal, as in a CI log: most reasons then fit on one line."""
 
 FEW = 8
-"""So many operators are named in a line; of more, it is said how many they are."""
+"""How many operators a line names at most; for more it gives their number."""
 
 _others = contextlib.ExitStack()
-"""While it holds something, what anybody prints goes to stderr."""
+"""While it holds a callback, everything that is printed goes to stderr."""
 
 
 def _print_nothing_else(context: typer.Context, asked: bool) -> bool:
-    """Keep stdout for the document: a plugin may print, and so may a worker that loads it."""
+    """Keep stdout for the JSON document: a plugin may print, also in a worker process."""
     if asked:
         _others.enter_context(_to_stderr())
         context.call_on_close(_others.close)
@@ -57,7 +57,7 @@ def _print_nothing_else(context: typer.Context, asked: bool) -> bool:
 
 @contextlib.contextmanager
 def _to_stderr() -> Iterator[None]:
-    """stdout as another name of stderr, for Python and for all else of these processes."""
+    """Redirect stdout to stderr, for Python, for other code in the process and for children."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         with contextlib.suppress(OSError):  # one of the two is closed
@@ -77,8 +77,8 @@ Json = Annotated[
 def console(*, stderr: bool = False) -> Console:
     """A console that prints text as it is: reasons and names may contain brackets.
 
-    Results are never laid out for fewer than ``NARROWEST`` columns: a table that has no room
-    loses whole columns, where a terminal that is narrower wraps lines.
+    Results are never laid out for fewer than ``NARROWEST`` columns: a table without room would
+    lose whole columns, while a narrower terminal only wraps its lines.
     """
     from rich.console import Console
 
@@ -93,12 +93,12 @@ def print_json(document: Any) -> None:
 
 
 def as_json(document: Any) -> str:
-    """The document as JSON; null where a number is none."""
+    """The document as JSON; null for infinities and NaN."""
     return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for infinities and NaN, which JSON has no word for."""
+    """The value with None for infinities and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -108,7 +108,7 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def progress_bar(label: str, *, hidden: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr; gives what tells it how much is done, of how much, and what is next."""
+    """A bar on stderr; yields a function to update it: ``(done, total, what is next)``."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (
@@ -121,7 +121,7 @@ def progress_bar(label: str, *, hidden: bool = False) -> Iterator[Callable[[int,
     task = bar.add_task(label, total=None, said="")
 
     def tell(done: int, total: int, said: str) -> None:
-        bar.start()  # not before there is work: a mistake in the question shows no bar
+        bar.start()  # not before there is work, so that a wrong question shows no bar
         bar.update(task, completed=done, total=total, said=said)
 
     try:
@@ -167,9 +167,9 @@ def long_table(
 ) -> str:
     """A plain table of hundreds of rows that fits the terminal's width.
 
-    A first cell for which the terminal has no room has a line of its own, above its row.
-    :func:`table` looks at each cell in several passes, a tenth of a second at 400 rows, and
-    loads rich.
+    A first cell for which the terminal has no room gets a line of its own, above its row.
+    :func:`table` makes several passes over each cell, a tenth of a second for 400 rows, and
+    imports rich.
 
     Args:
         headings: of the columns.
@@ -201,7 +201,7 @@ def fitted(text: str) -> str:
 
 
 def _columns() -> int:
-    """Columns to lay out for: the terminal's, also where stdout is a pipe, as rich finds them."""
+    """The width to lay out for: the terminal's, even if stdout is a pipe, found as rich does."""
     stated = os.environ.get("COLUMNS", "")
     found = [int(stated)] if stated.isdigit() else []
     for stream in range(3):
@@ -211,7 +211,7 @@ def _columns() -> int:
 
 
 def named(names: Collection[str], whole: int) -> str:
-    """Which operators, in words: by name where they are few, otherwise how many of how many."""
+    """Operators in words: by name if they are few, otherwise how many of how many."""
     return ", ".join(names) if len(names) <= FEW else f"{len(names)} of {whole} operators"
 
 
@@ -221,7 +221,7 @@ def reasons(
     """A line for each reason why implementations are not available.
 
     Args:
-        affected: (impl id, reason) -> the operators it holds for.
+        affected: (impl id, reason) -> the operators that the reason holds for.
         implemented: impl id -> how many operators it implements.
     """
     for (impl_id, reason), names in affected.items():

@@ -19,14 +19,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _CALLS_EACH = 8
-"""So many calls each process makes on average; then others free what these hold on a device."""
+"""Calls that each process makes on average; then new ones replace them, to free device memory."""
 
 
 @contextlib.contextmanager
 def ended_together() -> Iterator[None]:
-    """Within the block a SIGTERM unwinds the program, which ends the processes it has started.
+    """Within the block a SIGTERM unwinds the program, so that it ends its child processes.
 
-    Otherwise it would end at once and leave them running.
+    Otherwise the program would end at once and leave them running.
     """
 
     def leave(*_: Any) -> None:
@@ -42,25 +42,25 @@ def ended_together() -> Iterator[None]:
 def beforehand(
     work: Callable[[T], R], calls: Sequence[T], processes: int, tell: Callable[[int, R], None]
 ) -> None:
-    """Make calls in several processes, of which nothing runs on when this returns or is ended.
+    """Make calls in several processes, none of which outlives this function.
 
-    It is work that only saves time later: if one of the processes dies, a warning says so and
-    the rest of it is left.
+    The calls only save time later: if a process dies, a warning says so and the calls that
+    remain are dropped.
 
     Args:
-        work: made in another process, so it and what it takes and gives are pickled.
-        calls: the argument of each.
-        processes: how many.
-        tell: told how many are done, and what the last one gave.
+        work: the function; it, its argument and its result must be picklable.
+        calls: the argument of each call.
+        processes: how many processes.
+        tell: called with the number of calls done, and the result of the last one.
     """
     done, size = 0, processes * _CALLS_EACH
     context = multiprocessing.get_context("spawn")  # a device does not survive a fork
     with ended_together():
-        # Not max_tasks_per_child, under which an executor may wait for ever (CPython gh-115634).
+        # Not max_tasks_per_child, with which an executor may hang (CPython gh-115634).
         for start in range(0, len(calls), size):
             with ProcessPoolExecutor(processes, context) as pool:
                 try:
-                    # One may die, and so be found out, while calls are still handed out.
+                    # submit raises, too, if a process has died while calls are being submitted.
                     waiting = [pool.submit(work, call) for call in calls[start : start + size]]
                     for future in as_completed(waiting):
                         gave = future.result()

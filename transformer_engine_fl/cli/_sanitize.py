@@ -1,4 +1,4 @@
-"""What ``te-fl verify --sanitize`` shows of what compute-sanitizer has found."""
+"""How ``te-fl verify --sanitize`` shows what compute-sanitizer has found."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``te-fl doctor``: what this installation is, what works, and what is broken and why.
+"""``te-fl doctor``: what this installation has, what works, and what is broken and why.
 
-Finding a fault is its job, so nothing that is wrong here ends it: a malformed setting is
-a finding, and the rest is judged as if that setting were not there.
+Its job is to find faults, so no fault ends it: a malformed setting is a finding, and the
+rest is judged as if that setting were not there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["doctor"]
 REQUIRED = ("torch", "pydantic", "PyYAML", "typer", "rich")
 OPTIONAL = ("triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "transformers")
 OTHER_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
-"""Not ours, but they decide what runs."""
+"""Variables of other projects that decide what runs."""
 
 Report = dict[str, Any]
 
@@ -107,12 +107,12 @@ class _Findings:
         self.found.append({"severity": "warning", "what": what, "detail": None})
 
     def heard(self, message: str) -> None:
-        """A warning that was logged meanwhile, unless it says what has been found already."""
+        """Add a warning that was logged meanwhile, unless it repeats what was found already."""
         if not any(it["what"] in message for it in self.found):
             self.warning(message)
 
     def watch(self, what: str, examination: Callable[[], Any], otherwise: Any) -> Any:
-        """The examination's answer; if it raises, that is a finding."""
+        """The examination's result; an exception is a finding, and gives ``otherwise``."""
         try:
             return examination()
         except Exception as error:  # noqa: BLE001 - a broken driver may raise anything
@@ -149,7 +149,7 @@ def _unset(names: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _heard() -> Iterator[list[str]]:
-    """No log lines: the warnings among them are for the report."""
+    """Collect the warnings that are logged for the report, and print no log lines."""
     warnings: list[str] = []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -160,7 +160,7 @@ def _heard() -> Iterator[list[str]]:
     logger.addFilter(keep)
     try:
         yield warnings
-    except KeyboardInterrupt:  # there will be no report, and they may say what hung
+    except KeyboardInterrupt:  # there will be no report, and the warnings may say what hung
         for message in warnings:
             console(stderr=True).print(message, soft_wrap=True)
         raise
@@ -196,7 +196,7 @@ def _policy(manager: OpManager, findings: _Findings) -> dict[str, Any]:
         findings.warning(message)
     for name in os.environ:
         if name.startswith(("TE_FL_", "TEFL_")) and name not in VARIABLES:
-            hint = suggestion(name, VARIABLES)  # worded as when it is read, so that it is said once
+            hint = suggestion(name, VARIABLES)  # the text is that of the log, so that it comes once
             findings.warning(f"environment variable {name} is not one of ours{hint}")
     return {
         field: {"value": value, "origin": effective.origins[field]}
@@ -205,13 +205,13 @@ def _policy(manager: OpManager, findings: _Findings) -> dict[str, Any]:
 
 
 def _tuning(findings: _Findings) -> None:
-    """What ``te-fl tune --check`` says; calls raise it of what ``TE_FL_TUNING_PATH`` names."""
+    """What ``te-fl tune --check`` finds; for files of ``TE_FL_TUNING_PATH``, calls raise it."""
     try:
         stated_path()
     except ConfigurationError as error:
         findings.broken(str(error))
         return
-    if importlib.util.find_spec("triton") is None:  # nothing reads them
+    if importlib.util.find_spec("triton") is None:  # nothing reads tuning files
         return
     found, others = findings.watch("tuning files cannot be checked", examined, ([], []))
     for file in found:
@@ -225,10 +225,10 @@ def _tuning(findings: _Findings) -> None:
 
 
 def _misspelt_groups() -> Iterator[str]:
-    """Entry points that would be a plugin's, but for the spelling of their group."""
+    """Messages for entry points whose group is nearly spelt like that of plugins."""
     found: dict[tuple[str, str], None] = {}
     for distribution in distributions():
-        with contextlib.suppress(Exception):  # one that cannot be read is told of by who reads it
+        with contextlib.suppress(Exception):  # discovery.py warns of one that cannot be read
             for group in {it.group for it in distribution.entry_points} - {ENTRY_POINT_GROUP}:
                 if difflib.get_close_matches(group.casefold(), [ENTRY_POINT_GROUP], cutoff=0.8):
                     found[group, distribution.name] = None
@@ -255,7 +255,7 @@ def _sources(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
 
 
 def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
-    """Who serves each operator here, and which implementations are not available."""
+    """What serves each operator on this machine, and which implementations are not available."""
     faults: dict[str, list[str]] = {}
     operators = []
     for name in manager.registry.list_operators():
@@ -266,7 +266,7 @@ def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
             problem = entry.load() if missing is None else missing
             if problem is not None:
                 unavailable[impl_id] = problem
-            # "No" is an answer; a probe that raises or a module that does not import is not.
+            # A probe may answer no; a probe that raises, or a failed import, is a fault.
             if problem is not None and (missing is None or missing.startswith(_PROBE_RAISED)):
                 faults.setdefault(f"{impl_id}: {problem}", []).append(name)
         decision = manager.explain(name)
@@ -290,13 +290,13 @@ def _operators(manager: OpManager, findings: _Findings) -> list[dict[str, Any]]:
 
 
 def _slip(name: str, manager: OpManager) -> str | None:
-    """What is most likely wrong with a name that has no contract."""
+    """What is most likely wrong with the name of an operator without a contract, or None."""
     if name.startswith("aten::"):
         return _no_aten(name)
     contracts, letters = manager.registry.contracts, sorted(name.lower())
     entries = {it: manager.registry.entries(it) for it in manager.registry.list_operators()}
     ours = [it for it, found in entries.items() if any(e.impl.kind == "reference" for e in found)]
-    # Letters in another order or case: also of the names of other projects that are served.
+    # The same letters in another order or case: also names of other projects' operators.
     close = [it for it in (*contracts, *ours) if it != name and sorted(it.lower()) == letters]
     close = close or difflib.get_close_matches(name, contracts, n=1, cutoff=0.85)
     return f"an operator without a contract; did you mean {close[0]!r}?" if close else None
@@ -314,7 +314,7 @@ def _no_aten(name: str) -> str | None:
 
 
 _PROBE_RAISED = "is_available() raised"
-"""How the registry words it."""
+"""How the registry's message begins."""
 
 
 def _quarantine(manager: OpManager) -> list[dict[str, Any]]:
@@ -331,7 +331,7 @@ def _quarantine(manager: OpManager) -> list[dict[str, Any]]:
 
 
 def _cache(findings: _Findings, clear: bool) -> dict[str, Any]:
-    """What sets keep on disk, by folder; with how many entries were deleted before, if asked."""
+    """What sets keep on disk, by folder, and how many entries were deleted first, if asked."""
     report: dict[str, Any] = {"path": None, "folders": [], "deleted": None}
     try:
         report["path"] = str(_disk_cache.root())
@@ -433,7 +433,7 @@ def _show_cache(out: Console, cache: dict[str, Any]) -> None:
 
 
 def _which(names: list[str], whole: int) -> str:
-    """The operators by name, unless they are most of all."""
+    """The operators by name, unless they are more than half of all."""
     if len(names) == whole:
         return "all"
     return ", ".join(names) if len(names) <= whole // 2 else "all others"

@@ -1,4 +1,4 @@
-"""``te-fl explain OP``: who serves an operator, and why each other does not."""
+"""``te-fl explain OP``: which implementation serves an operator, and why each other does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say who serves OP, and why each other candidate does not.
+    """Say which implementation serves OP, and why each other candidate does not.
 
     Without --device: on this machine, before any tensor is seen. The policy comes from the
     environment: TE_FL_PREFER=reference te-fl explain rmsnorm_fwd. The exit code is 1 if
@@ -47,7 +47,7 @@ def explain(
 
 
 def _manager(op: str) -> OpManager:
-    """The default manager; for an ATen operator, with those registered."""
+    """The default manager; for an ATen operator, one with the ATen operators registered."""
     if op.startswith("aten::"):
         from transformer_engine_fl.integrations.aten import prepared
 
@@ -68,7 +68,7 @@ def _decide(
 
 
 def _unknown_device(manager: OpManager, device: str) -> str | None:
-    """What to say of a device type that no implementation names: most likely a slip."""
+    """A note on a device type that no implementation names, most likely a misspelt one."""
     named = {"cpu"}
     for op_name in manager.registry.list_operators():
         for impl in manager.registry.get_implementations(op_name):

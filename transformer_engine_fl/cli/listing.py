@@ -1,7 +1,7 @@
 """``te-fl list``: the operators and their implementations.
 
-Answers without torch: the sets of this package register without it, and plugins are named
-and not loaded. ``--probe`` loads them and asks the devices.
+It works without torch: the sets of this package register without it, and plugins are listed
+but not loaded. ``--probe`` loads them and asks the devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def list_operators(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the operators, who implements each, and the plugins that are installed."""
+    """List the operators, their implementations, and the plugins that are installed."""
     manager = OpManager(plugins=probe)
     manager.ensure_initialized()
     document = _document(manager, probe)

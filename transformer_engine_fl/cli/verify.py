@@ -1,7 +1,7 @@
 """``te-fl verify IMPL_ID``: the conformance kit without pytest, and a scorecard of the result.
 
 ``--sanitize TOOL`` makes the same calls under compute-sanitizer instead; ``_sanitize`` shows
-what it found.
+what the tool found.
 """
 
 from __future__ import annotations
@@ -109,23 +109,23 @@ def verify(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Hold an implementation set against the contracts, and write a scorecard.
+    """Test an implementation set against the contracts, and write a scorecard.
 
-    scorecard-IMPL_ID.json and scorecard-IMPL_ID.md have the operators covered, the largest
+    scorecard-IMPL_ID.json and scorecard-IMPL_ID.md list the operators covered, the largest
     errors, and each failure with the command that reproduces it alone. The exit code is 1
     if a case fails. In pytest: pytest --te-fl-impl IMPL_ID.
 
     With --sanitize the calls whose values would be compared are made on a CUDA device,
     and the exit code is 1 if the tool reports an error; nothing is written.
     """
-    # Threads that wait must not spin: beside other work on the machine each call would stall.
+    # Waiting threads must not spin: next to other work on the machine each call would stall.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if sanitize is not None and (output is not None or readme is not None):
         raise ConfigurationError("--sanitize writes no scorecard: leave out --output and --readme")
     if stop_after is not None and sanitize is None:
         raise ConfigurationError("--stop-after is for --sanitize")
     if readme is not None:
-        _halves(readme)  # what is wrong with it is said before the work
+        _halves(readme)  # reports what is wrong with the page before the work
     wanted = output is not None or not (case or json or readme or sanitize)
     if wanted:
         try:
@@ -175,7 +175,7 @@ def verify(
             written += _write(card, output or Path())
         if readme is not None:
             written.append(_fill_in(card, readme))
-    finally:  # where nothing can be written, it may still be told
+    finally:  # the results are shown even if nothing can be written
         if json:
             print_json(card.to_dict())
         else:
@@ -203,10 +203,10 @@ def _write(card: Scorecard, folder: Path) -> list[Path]:
 
 
 def _fill_in(card: Scorecard, page: Path) -> Path:
-    """Put the scorecard where a page has its markers.
+    """Put the scorecard between a page's markers.
 
     Raises:
-        ConfigurationError: it has none, or cannot be written.
+        ConfigurationError: the page has none, or cannot be written.
     """
     before, after = _halves(page)
     try:
@@ -218,7 +218,7 @@ def _fill_in(card: Scorecard, page: Path) -> Path:
 
 
 def _halves(page: Path) -> tuple[str, str]:
-    """What stands before and after the place of a scorecard, its markers with them."""
+    """A page's text before and after the place of a scorecard, including the markers."""
     try:
         check_writable(page.resolve().parent)
         text = page.read_text(encoding="utf-8")

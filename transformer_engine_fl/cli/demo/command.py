@@ -1,7 +1,7 @@
 """``te-fl demo``: trains a small transformer through the dispatcher.
 
-Nothing here imports torch before the command runs. How the model trains is training.py's
-business, what a set's name means sets.py's, what is said at the end report.py's.
+Nothing here imports torch before the command runs. training.py trains the model, sets.py
+resolves the names of sets, and report.py shows the results.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def demo(
     TE_FL_PREFER=vendor:acme te-fl demo. With --compare the exit code is 0 if two sets or
     more ran and their losses agree; a set that this machine lacks is named and left out.
     """
-    # Threads that wait must not spin: beside other work on the machine each step would stall.
+    # Waiting threads must not spin: next to other work on the machine each step would stall.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     notes = _interpret_triton(compare) if compare else []
     place = _device(device)
@@ -128,7 +128,7 @@ def _compare(
 def _interpret_triton(compare: str) -> list[str]:
     """Have Triton interpret its kernels if they are asked for and no GPU can run them.
 
-    Triton decides when it is imported, so this comes before anything that imports it.
+    Triton decides that when it is imported, so this must run before anything imports it.
     """
     import torch
 
@@ -142,7 +142,7 @@ def _interpret_triton(compare: str) -> list[str]:
 
 
 def _interpreted(impls: Iterable[OpImpl | None]) -> bool:
-    """Whether Triton's interpreter would serve, thousands of times slower than a GPU."""
+    """Whether Triton's interpreter would run, thousands of times slower than a GPU."""
     on = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on")
     return on and any(impl.kind is BackendImplKind.FLAGOS for impl in impls if impl)
 
@@ -151,7 +151,7 @@ def _device(name: str | None) -> torch.device:
     """The device to train on.
 
     Raises:
-        ConfigurationError: there is no such device here.
+        ConfigurationError: this machine has no such device.
     """
     return usable_device(name if name is not None else device_types()[-1], "--device")
 
@@ -159,7 +159,7 @@ def _device(name: str | None) -> torch.device:
 def _job(
     steps: int | None, usual: int, seed: int, device: torch.device, *, small: bool
 ) -> tuple[Job, list[str]]:
-    """What to train, and what there is to say of that."""
+    """What to train, and notes on that for the user."""
     from transformer_engine_fl.cli.demo.model import Shape
     from transformer_engine_fl.cli.demo.training import Job
 

@@ -16,7 +16,7 @@ __all__ = ["TOLERANCE", "Outcome", "agree", "differences", "run_set", "tolerance
 TOLERANCE = 1e-5
 """Largest relative difference of two losses during the first steps, in float32.
 
-Right implementations differ by rounding, about 1e-7 of a loss; a gradient that is wrong by
+Correct implementations differ by rounding, about 1e-7 of a loss; a gradient that is wrong by
 a hundredth shows as 1e-4.
 """
 
@@ -24,18 +24,18 @@ _FIRST_STEPS = 20
 
 
 def tolerance(step: int) -> float:
-    """The largest relative difference at a step: training itself drives rounding apart."""
+    """The largest relative difference at a step: training amplifies differences in rounding."""
     return TOLERANCE * max(1.0, step / _FIRST_STEPS) ** 2
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one set.
+    """The result for one set.
 
     Attributes:
         impl_set: the set.
         run: its training, if it ran to the end.
-        lacking: why this machine lacks it.
+        lacking: why the set cannot run on this machine.
         failed: why it did not run to the end, or did not serve.
     """
 
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def run_set(impl_set: ImplSet, train: Callable[[], Run]) -> Outcome:
-    """Train on one set, strictly: nobody else steps in where it fails."""
+    """Train on one set in strict mode: no other implementation steps in where it fails."""
     try:
         with policy_context(impl_set.policy):
             run = train()
@@ -72,7 +72,7 @@ def run_set(impl_set: ImplSet, train: Callable[[], Run]) -> Outcome:
 def differences(run: Run, other: Run) -> list[float]:
     """Relative differences of the losses: before, at each step, after.
 
-    Infinite where one of them is no number.
+    Infinite where one of them is NaN.
     """
     mine = (run.loss_before, *run.losses, run.loss_after)
     theirs = (other.loss_before, *other.losses, other.loss_after)
@@ -81,7 +81,7 @@ def differences(run: Run, other: Run) -> list[float]:
 
 
 def agree(outcomes: Sequence[Outcome]) -> bool:
-    """Whether two sets or more ran, none failed, and the losses agree with the first's."""
+    """Whether two sets or more ran, none failed, and all losses agree with the first set's."""
     runs = [outcome.run for outcome in outcomes if outcome.run is not None]
     return (
         len(runs) >= 2

@@ -18,7 +18,7 @@ VOCABULARY = 256
 """Bytes are the tokens."""
 
 _HELD_OUT_EVERY = 10
-"""One source file in so many is never trained on."""
+"""One source file in this many is held out: never trained on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A small byte-level decoder-only transformer, every normalization of it dispatched."""
+"""A small byte-level decoder-only transformer; all its normalizations are dispatched."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LayerNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each on normalized input, each added on."""
+    """Pre-norm attention and feed-forward layer, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 std = stds.get(name.partition(".")[0], 0.7 * shape.width**-0.5)
-                # What is added to the residual stream is the smaller the deeper the model.
+                # The deeper the model, the smaller each addition to the residual stream.
                 added = name.endswith(("projection.weight", "down.weight"))
                 nn.init.normal_(parameter, std=std * (2 * shape.layers) ** (-0.5 * added))
 

@@ -1,4 +1,4 @@
-"""What the demo says at the end: as plain JSON values, and as text."""
+"""The demo's results: as plain JSON values, and as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_engine_fl.cli.demo.training import Job, Run
 __all__ = ["job_document", "outcome_document", "run_document", "show_comparison", "show_run"]
 
 _MOST_STEPS = 20
-"""Steps that a comparison shows as text; JSON has them all."""
+"""How many steps a comparison shows as text at most; JSON has them all."""
 
 
 def job_document(job: Job) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def job_document(job: Job) -> dict[str, Any]:
 
 
 def run_document(run: Run) -> dict[str, Any]:
-    """What came of it."""
+    """The results of a training."""
     return {
         "parameters": run.parameters,
         "loss_before": run.loss_before,
@@ -52,7 +52,7 @@ def run_document(run: Run) -> dict[str, Any]:
 
 
 def outcome_document(outcome: Outcome, first: Run | None) -> dict[str, Any]:
-    """What became of one set; ``first`` is what its losses are compared with."""
+    """The result for one set; its losses are compared with those of ``first``."""
     return {
         "name": outcome.impl_set.name,
         "selector": str(outcome.impl_set.selector),
@@ -65,7 +65,7 @@ def outcome_document(outcome: Outcome, first: Run | None) -> dict[str, Any]:
 
 
 def show_run(out: Console, job: Job, run: Run) -> None:
-    """One training, and who served it."""
+    """Show one training, and the implementations that served it."""
     size = f"{run.parameters / 1e6:.2f}M parameters, {job.steps} steps of {job.shape.tokens} tokens"
     out.print(f"{size} on {job.device} in {run.seconds:.1f} s")
     out.print(f"loss on held-out text: {run.loss_before:.3f} before, {run.loss_after:.3f} after")
@@ -81,7 +81,7 @@ def show_run(out: Console, job: Job, run: Run) -> None:
 
 
 def show_comparison(out: Console, outcomes: Sequence[Outcome], *, agreed: bool) -> None:
-    """Several trainings side by side."""
+    """Show several trainings side by side."""
     runs = {outcome.impl_set.name: outcome.run for outcome in outcomes if outcome.run}
     if runs:
         _show_losses(out, runs)

@@ -1,4 +1,4 @@
-"""Implementation sets by the names that people use, and whether they can serve the demo."""
+"""Implementation sets by the names that users give them, and whether they can serve the demo."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ImplSet:
     """Implementations that go by one name.
 
     Attributes:
-        name: what it is called.
-        selector: the token that selects them.
+        name: the set's name.
+        selector: the token that selects the implementations.
         fault: why it registered nothing, if it is known to be broken.
     """
 
@@ -33,7 +33,7 @@ class ImplSet:
 
     @property
     def policy(self) -> SelectionPolicy:
-        """This set, strictly; the reference for what it does not implement."""
+        """A strict policy for this set; the reference serves what it does not implement."""
         order = dict.fromkeys((str(self.selector), str(BackendImplKind.REFERENCE)))
         return SelectionPolicy(strict=True, per_op_order=dict.fromkeys(OPERATORS, tuple(order)))
 
@@ -42,7 +42,7 @@ class ImplSet:
         return self.selector.matches(impl)
 
     def judge(self, manager: OpManager, device: torch.device) -> tuple[tuple[OpImpl, ...], str]:
-        """Those of it that can serve the demo, and why the others cannot."""
+        """The implementations of the set that can serve the demo, and why the others cannot."""
         with policy_context(self.policy):
             verdicts = [
                 verdict
@@ -62,7 +62,7 @@ class ImplSet:
 
 
 def decide(manager: OpManager, device: torch.device) -> list[Decision]:
-    """Who serves each operator of the demo, for a call like the demo's."""
+    """Which implementation serves each operator of the demo, for a call like the demo's."""
     contracts = manager.registry.contracts
     samples = ((name, next(contracts[name].samples("float32", str(device)))) for name in OPERATORS)
     return [manager.explain(name, *sample.args, **sample.kwargs) for name, sample in samples]
@@ -105,7 +105,7 @@ def _find(name: str, known: Mapping[str, ImplSet]) -> ImplSet:
 
 
 def _known(manager: OpManager) -> Mapping[str, ImplSet]:
-    """Every name that means a set here; where one name means two, the coarser."""
+    """Every name of a set here; where one name fits two sets, the coarser one."""
     manager.ensure_initialized()
     known: dict[str, ImplSet] = {}
     faults: dict[str, str] = {}

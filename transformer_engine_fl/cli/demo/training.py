@@ -1,4 +1,4 @@
-"""Training the demo's model, and counting who served each operator meanwhile."""
+"""Training the demo's model, and counting which implementations serve each operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_engine_fl.core.types import OpImpl
 __all__ = ["OPERATORS", "Job", "Progress", "Run", "Served", "train"]
 
 OPERATORS = ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd")
-"""What the model dispatches."""
+"""The operators that the model dispatches."""
 
 LEARNING_RATE = 3e-3
 WARM_UP = 10
@@ -49,17 +49,17 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of a training.
+    """The results of a training.
 
     Attributes:
-        losses: of each step, on its batch, before the step.
+        losses: of each step, on its batch, before the update.
         loss_before, loss_after: on held-out text.
         parameters: how many the model has.
-        seconds: of all steps.
+        seconds: the time of all steps.
         tokens_per_second: over every step but the first, which compiles kernels and warms
-            up; None if there was no other. Counting who serves is part of it: about 30 us
+            up; None if there was no other. The counting of calls is included: about 30 us
             a call.
-        served: who served each operator and how often, evaluation included.
+        served: how often each implementation served each operator, evaluation included.
     """
 
     losses: tuple[float, ...]
@@ -72,7 +72,7 @@ class Run:
 
 
 def train(corpus: Corpus, job: Job, progress: Progress) -> Run:
-    """Train a new model, and count who serves it."""
+    """Train a new model, and count the calls that each implementation serves."""
     counts: Counter[tuple[str, OpImpl]] = Counter()
     undo = get_default_manager().monitor(lambda op, impl: counts.update([(op, impl)]))
     try:
@@ -120,7 +120,7 @@ def _train(corpus: Corpus, job: Job, progress: Progress) -> Run:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Learning rate, relative: a short warm-up, then down along a cosine."""
+    """The relative learning rate: a short warm-up, then a cosine decay."""
     warm = min(1.0, (step + 1) / WARM_UP)
     return warm * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
 

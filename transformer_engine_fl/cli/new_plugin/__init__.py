@@ -1,7 +1,7 @@
 """``te-fl new-plugin NAME``: a package for a vendor, with an entry point and a passing test.
 
-``template/common`` and one folder beside it for each style hold the files. In those, and in
-their paths, ``@module@``, ``@vendor@``, ``@Vendor@`` and ``@impl_id@`` stand for the names.
+``template/common`` and a folder for each style beside it hold the files. In their texts and
+paths ``@module@``, ``@vendor@``, ``@Vendor@`` and ``@impl_id@`` stand for the names.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ KINDS = ("flagos", "reference", "vendor")
 
 
 class Style(enum.StrEnum):
-    """How a package declares what it has."""
+    """How a package declares its operators."""
 
     SET = "set"
     """``register(registry)`` with an OpImpl for each operator."""
     LIGER = "liger"
-    """As Liger-Kernel's guide for hardware backends says."""
+    """As Liger-Kernel's guide for hardware backends describes."""
     FLAGGEMS = "flaggems"
-    """As FlagGems' guide for vendors says."""
+    """As FlagGems' guide for vendors describes."""
 
 
 PREFIX = {Style.SET: "vendor", Style.LIGER: "liger", Style.FLAGGEMS: "flaggems"}
@@ -57,8 +57,8 @@ def new_plugin(
 ) -> None:
     """Write a package for a vendor: kernels, entry point, README, and a test that passes.
 
-    It is the folder te_fl_NAME. pip install -e te_fl_NAME, and te-fl verify shows that it
-    keeps the contracts.
+    The package is the folder te_fl_NAME. After pip install -e te_fl_NAME, te-fl verify shows
+    that it keeps the contracts.
     """
     vendor = _checked(name)
     module = f"te_fl_{vendor.replace('-', '_')}"
@@ -81,7 +81,7 @@ def _checked(name: str) -> str:
     """The vendor's name, in lower case.
 
     Raises:
-        ConfigurationError: it is no name, or means something already.
+        ConfigurationError: it is not a valid name, or is taken.
     """
     if not re.fullmatch(NAME, name):
         raise ConfigurationError(
@@ -130,10 +130,10 @@ def _filled(text: str, names: dict[str, str]) -> str:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
-    """Make the folder in whole, or not at all.
+    """Make the folder with all its files, or not at all.
 
     Raises:
-        ConfigurationError: it is there already, or cannot be made.
+        ConfigurationError: it exists already, or cannot be made.
     """
     if folder.exists():
         raise ConfigurationError(f"new-plugin: {folder} is there already")

@@ -1,1 +1,1 @@
-"""``te-fl tune``: measuring what kernels can choose, and keeping it in a tuning file."""
+"""``te-fl tune``: measuring kernels' candidates, and keeping the best in a tuning file."""

@@ -1,4 +1,4 @@
-"""What is wrong in tuning files: asked by ``te-fl tune --check`` and by ``te-fl doctor``."""
+"""What is wrong in tuning files, for ``te-fl tune --check`` and ``te-fl doctor``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Checked", "examined"]
 
 @dataclass(frozen=True)
 class Checked:
-    """A file that was looked at.
+    """A file that was checked.
 
     Attributes:
         path: where it is.
-        named: TE_FL_TUNING_PATH names it, so that calls raise what is wrong in it.
-        entries: how many it has.
-        problems: of the whole file, or once of each choice; or that nobody reads it.
+        named: TE_FL_TUNING_PATH names it, so that calls raise an error for its problems.
+        entries: how many entries it has.
+        problems: those of the whole file, or one of each choice; or that no call reads it.
     """
 
     path: Path
@@ -35,10 +35,10 @@ class Checked:
 
 
 def examined(output: Path | None = None) -> tuple[list[Checked], list[str]]:
-    """Every file that would be read, or those of ``output``; and what is wrong beside them.
+    """Every file that calls would read, or those of ``output``; and problems of no file.
 
     Raises:
-        ConfigurationError: there is no such path.
+        ConfigurationError: ``output`` does not exist.
         TeFlError: Triton is not installed.
     """
     from transformer_engine_fl.cli.tune import measuring
@@ -91,7 +91,7 @@ def _of_place(content: TuningFile, path: Path, roots: Sequence[Path]) -> Iterato
 
 
 def _unread(path: Path) -> Iterator[str]:
-    """That no call reads a file, as it and its folder are called."""
+    """A problem if no call reads a file, because of its name or its folder's."""
     names = lookup.names_read(path.parent)
     if path != lookup.stated_path() and not any(fnmatchcase(path.name, it) for it in names):
         read = f"read there: {', '.join(names)}" if names else "nothing is read there"

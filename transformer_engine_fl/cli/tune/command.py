@@ -1,4 +1,4 @@
-"""The command itself: what is asked, the bar, the table, the file."""
+"""The command itself: its options, the progress bar, the table, the file."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def tune(
 ) -> None:
     """Measure what the Triton kernels can choose on this device, and keep it in a file.
 
-    Every candidate is held to the operator's contract first. The file grows with each call
-    that is measured; what was measured before stays in it unless it is measured again.
+    Every candidate is tested against the operator's contract first. The file grows with each
+    call that is measured; earlier results stay in it unless they are measured again.
     --check looks at the file or folder of --output, or at every file that would be read, and
     needs no device.
     """
-    get_default_manager().ensure_initialized()  # vendors' plugins register theirs
+    get_default_manager().ensure_initialized()  # plugins register vendors' devices and folders
     if check:
         if op or dtype or shapes is not None:
             raise ConfigurationError(
@@ -109,10 +109,10 @@ def tune(
 
 
 def _device() -> torch.device:
-    """The device at hand.
+    """The current CUDA device.
 
     Raises:
-        TeFlError: there is none on which times mean anything.
+        TeFlError: there is none, or kernels are interpreted on the CPU.
     """
     import torch
 
@@ -185,7 +185,7 @@ def _path(output: Path | None, name: str) -> Path:
 
 
 def _check_file(path: Path, device: torch.device, wanted: Sequence[Calls]) -> None:
-    """Whether it can be merged into; an error now, not after all the measuring."""
+    """Check that results can be merged into the file, before measuring and not after it."""
     from transformer_engine_fl.backends.flagos.tuning import CHOICES, files
 
     try:
@@ -207,7 +207,7 @@ def _check_file(path: Path, device: torch.device, wanted: Sequence[Calls]) -> No
 
 
 def _measure(jobs: Sequence[Job], device: torch.device, path: Path) -> list[Result]:
-    """Measure one after the other, each written at once: what comes later may fail."""
+    """Measure the jobs in turn, and write each result at once: a later job may fail."""
     import torch
 
     from transformer_engine_fl.cli.tune import measuring
@@ -240,7 +240,7 @@ def _tell_written(results: Sequence[Result], path: Path) -> None:
 
 
 def _write(path: Path, result: Result, device: torch.device) -> None:
-    """Write what was found, if there is a value that is right."""
+    """Write a result, if there is a candidate that keeps the contract."""
     from transformer_engine_fl.backends.flagos.tuning import files
 
     if result.value is not None:
@@ -295,7 +295,7 @@ def _figure(ms: float | None) -> str:
 
 
 def _check(output: Path | None, *, as_json: bool) -> int:
-    """Say what is wrong in files; the exit code."""
+    """Print what is wrong in files; returns the exit code."""
     found, others = checking.examined(output)
     problems = [it for file in found for it in file.problems] + others
     good = {str(file.path): file.entries for file in found if not file.problems}

@@ -1,6 +1,6 @@
 """Measuring the candidates of a choice: values by the conformance kit, then times.
 
-Which candidates there are, and which calls they are measured with, the families say.
+The families define the candidates, and the calls with which they are measured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 IMPL_ID = "default.flagos"
 _WORTH = 0.99
-"""What is less than a hundredth faster than the heuristic's value is not chosen."""
+"""A candidate that is less than a hundredth faster than the heuristic's value is not chosen."""
 
 T = TypeVar("T")
 Timer = Callable[[Callable[[], Any]], float]
@@ -54,7 +54,7 @@ def median_ms(work: Callable[[], Any]) -> float:
 
 
 class Discarded(NamedTuple):
-    """A candidate that is out, and why."""
+    """A candidate that was discarded, and why."""
 
     value: dict[str, Any]
     reason: str
@@ -78,17 +78,17 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
-        job: which.
-        key: that the call asked for.
-        value: the one to be used; None if no candidate is right.
+        job: the job.
+        key: the key of the choice for which the call asked.
+        value: the candidate to use; None if none keeps the contract.
         ms: its time.
-        heuristic: the value by rule.
-        heuristic_ms: its time; None if it is not right.
-        tried: how many values were measured.
-        discarded: those whose results break the contract, or that do not run.
+        heuristic: the value that the heuristic chooses.
+        heuristic_ms: its time; None if it was discarded.
+        tried: how many candidates were tried, discarded ones included.
+        discarded: the candidates whose results break the contract, or that do not run.
     """
 
     job: Job
@@ -119,7 +119,7 @@ class Result:
 
 
 def load_families() -> None:
-    """Import every family of the set, so that each choice is there.
+    """Import every family of the set, so that each choice is registered.
 
     Raises:
         TeFlError: Triton is not installed.
@@ -133,7 +133,7 @@ def load_families() -> None:
 
 
 def jobs(wanted: Sequence[Calls], shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[Job]:
-    """What there is to measure: all of the operators' own shapes and dtypes unless given."""
+    """The jobs: for the operators' own shapes and dtypes unless given."""
     return [
         Job(calls, CHOICES[name], shape, dtype)
         for calls in wanted
@@ -151,16 +151,16 @@ def compile_all(
     processes: int,
     tell: Callable[[int, int, str], None],
 ) -> None:
-    """Run every candidate of :func:`jobs` once in several processes.
+    """Run every candidate of :func:`jobs` once, in several processes.
 
-    What they compile is in Triton's cache on disk afterwards, so that measuring finds it
-    there. That takes much longer than measuring, and one process compiles one at a time.
+    Measuring then finds the compiled kernels in Triton's cache on disk. Compiling takes much
+    longer than measuring, and one process compiles one kernel at a time.
 
     Args:
         wanted, shapes, dtypes: as for :func:`jobs`.
-        device: where.
+        device: the device to run on.
         processes: how many.
-        tell: told the jobs done, those in all, and one of them.
+        tell: called with the jobs done, the total, and the job that was done last.
     """
     question = ([CALLS.index(it) for it in wanted], shapes, dtypes, str(device))
     count = len(jobs(wanted, shapes, dtypes))
@@ -175,11 +175,11 @@ def compile_all(
 def _rehearse(
     places: list[int], shapes: Sequence[Shape], dtypes: Sequence[str], where: str, index: int
 ) -> str:
-    """Run every candidate of one job on its smaller shape; says which job that was."""
+    """Run every candidate of one job on its smaller shape; returns the job's name."""
     load_families()
     job = jobs([CALLS[place] for place in places], shapes, dtypes)[index]
     entry = _entry(job.calls.op)
-    with contextlib.suppress(Exception):  # what fails, fails again where it is reported
+    with contextlib.suppress(Exception):  # a failure comes again when it is measured and reported
         sample = job.sample(job.calls.check_shape(job.shape), where)
         with job.choice.trial() as keys:
             entry.fn(*sample.args, **sample.kwargs)
@@ -194,9 +194,9 @@ def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], 
 
     Args:
         job: the choice and the call.
-        device: where.
-        timer: milliseconds of a call.
-        tell: told of each candidate before it is measured.
+        device: the device to measure on.
+        timer: returns the milliseconds of a call.
+        tell: called with each candidate, as text, before it is measured.
 
     Raises:
         TeFlError: the call does not ask for this choice, or the device ran out of memory.
@@ -221,7 +221,7 @@ def measure(job: Job, device: torch.device, timer: Timer, tell: Callable[[str], 
             if reason is None:
                 try:
                     times[value] = timer(lambda: entry.fn(*timed.args, **timed.kwargs))
-                except Exception as error:  # noqa: BLE001 - a kernel's; it is told in the table
+                except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
                     reason = _said(job, error, value)
         if reason is not None:
             discarded.append(Discarded(value._asdict(), reason))
@@ -262,14 +262,14 @@ def _entry(op: str) -> Entry:
 
 
 def _wrong(job: Job, entry: Entry, sample: Sample, value: Any) -> str | None:
-    """Why a result is not the contract's, or is none; the value is under trial."""
+    """Why a result breaks the contract, or there is none; ``value`` is under trial."""
     try:
         Run(entry, CATALOGUE[job.calls.op], job.dtype, sample).values()
     except Declined as error:
         return f"declines the call: {error}"
     except ConformanceError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 - a kernel's; it is told in the table
+    except Exception as error:  # noqa: BLE001 - a kernel's; it is reported
         return _said(job, error, value)
     return None
 
@@ -282,10 +282,10 @@ def _attempt(job: Job, work: Callable[[], T]) -> T:
 
 
 def _said(job: Job, error: Exception, value: Any = None) -> str:
-    """An error in one line, and of which value, if there was one under trial.
+    """An error in one line; ``value`` is the candidate under trial, if any.
 
     Raises:
-        TeFlError: nothing that follows could run either.
+        TeFlError: the error is fatal: nothing that follows could run either.
     """
     line = worded(error).partition("\n")[0][:200]
     if TorchTensors().is_fatal(error):
@@ -298,12 +298,12 @@ def _said(job: Job, error: Exception, value: Any = None) -> str:
 
 
 def shown(fields: dict[str, Any]) -> str:
-    """A value in few words."""
+    """A candidate as text."""
     return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def named(results: Sequence[Result]) -> Iterator[str]:
-    """A line for each candidate that is out."""
+    """A line for each candidate that was discarded."""
     for it in results:
         for value, reason in it.discarded:
             yield f"{it.job}: {it.job.choice.name} {shown(value)} is out: {reason}"
