@@ -67,8 +67,8 @@ class Steps:
 
     Attributes:
         fn: the first candidate's callable.
-        direct: ``fn``, if it takes every call for such tensors and has no :class:`Repeats`.
-        repeats: those of ``fn``, if it takes every call for such tensors and has them.
+        direct: ``fn``, if it takes every call with such tensors and has no :class:`Repeats`.
+        repeats: the :class:`Repeats` of ``fn``, if it takes every such call and has one.
         fake: the tensors have no data.
     """
 

@@ -213,7 +213,7 @@ class OpManager:
     def pin(self, op_name: str) -> Handle:
         """A function that calls the operator under the policy in force now, not under later ones.
 
-        With it a backward runs under its forward's policy, in whichever thread it runs.
+        A backward uses it to run under its forward's policy, in whichever thread it runs.
         """
         served, plan = self._built(op_name, active_scope())
         fn = served.fn
@@ -472,9 +472,9 @@ class OpManager:
         return inspect.signature(lambda *args, **kwargs: None)
 
     def _agree_no_longer(self, operators: Collection[str]) -> None:
-        """Make handles pass on only what they are given, after new implementations came.
+        """Make these operators' handles pass on only what they are given.
 
-        A handle's defaults are those of the implementations that were registered before.
+        Their defaults are those of the implementations before the latest registration.
         """
         for name in operators:
             with self._lock:

@@ -105,7 +105,7 @@ def traced_pin(manager: Any, op_name: str) -> Callable[..., Any]:
 
 @constant
 def refuse_block() -> None:
-    """Refuse a ``with`` block of ours that compiled code enters.
+    """Refuse a policy block that compiled code enters.
 
     Raises:
         ConfigurationError: always.
