@@ -117,7 +117,7 @@ class _DecisionError(TeFlError, RuntimeError):
 
     Attributes:
         decision: every candidate with the reason it was rejected or failed. None in a
-            pickled copy, which keeps only its text.
+            copy that was pickled, which keeps only the text.
     """
 
     def __init__(self, message: str, decision: Decision | None) -> None:

@@ -1,4 +1,4 @@
-"""The policy file's model. Apart from policy.py because pydantic loads only with it."""
+"""The policy file's model, apart from policy.py so that pydantic is imported only for it."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 def clone(value: Any) -> Any:
     """A copy with the same strides, alignment and aliasing within each tensor, fenced.
 
-    Its storage has unused memory before and after the bytes of the tensor's, so that
-    :func:`memory` shows writes out of bounds.
+    The copy's storage has a fence before and after the copied bytes, so that :func:`memory`
+    shows writes out of bounds.
     """
     return transformed(value, _clone)
 
@@ -164,7 +164,7 @@ def copy_into(call: Sample, values: Sample) -> None:
 # --------------------------------------------------------------------------------- rows
 #
 # Rows are the leading dimension of the dispatch tensor; a tensor argument has rows if its
-# leading size is the same. If that is a coincidence, the contract's check refuses the cut call.
+# leading size is the same. The contract's check tells whether that is a coincidence.
 
 
 def rows_of(contract: Contract[..., Any], sample: Sample) -> int:

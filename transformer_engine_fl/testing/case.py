@@ -406,7 +406,7 @@ def _sizes(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
 
 
 def _apart(contract: Contract[..., Any], samples: list[Sample]) -> list[Sample]:
-    """A sample of padded rows whose stride is no multiple of 16 bytes, if there is one."""
+    """A sample of padded, in themselves dense rows whose stride is no multiple of 16 bytes."""
 
     def is_odd(value: Any) -> bool:
         return (
