@@ -1,9 +1,9 @@
 """Allocating an output with the least work on the host.
 
-For a small tensor the allocation of its outputs is a good part of an operator's cost:
-``torch.empty`` goes through the dispatcher, which a kernel's own output does not need.
-What stands in for it here is what compiled code uses. Where a mode wants to see
-allocations (fake tensors, the conformance kit's poison), it is ``torch.empty`` again.
+For a small tensor the allocation of outputs is a good part of an operator's cost: ``torch.empty``
+goes through the dispatcher, which a kernel's own output does not need. The replacement here is the
+function that torch's compiled code uses. While a mode wants to see allocations (fake tensors, the
+conformance kit's poison), allocation goes through torch's dispatcher again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Allocate", "allocator", "quickest", "sees_allocations"]
 _function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-# Those of this process, whatever the environment says by now.
+# The devices of this process, whatever the environment says by now.
 _count_devices: Callable[[], int] = getattr(torch._C, "_cuda_getDeviceCount", lambda: 2)
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _on_current_device: Any = getattr(_guards, "_empty_strided_cuda", None)
@@ -31,7 +31,7 @@ Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def allocator(device: torch.device) -> Allocate:
-    """What allocates on ``device`` now; for the outputs of one call."""
+    """A function that allocates on ``device`` now; for the outputs of one call."""
     index = device.index
     if (
         index is None  # type: ignore[redundant-expr]  # the CPU's is, whatever torch declares
@@ -44,12 +44,13 @@ def allocator(device: torch.device) -> Allocate:
 
 
 def sees_allocations() -> bool:
-    """Whether a mode is entered that may want to see allocations, and all else torch does."""
+    """Whether a torch mode is active that may want to see allocations (and every other
+    operator)."""
     return bool(_function_modes() or _dispatch_modes())
 
 
 def quickest(device: torch.device) -> Allocate:
-    """What allocates on ``device`` while it is the current one and no mode wants to see it."""
+    """The fastest allocation on ``device`` while it is the current one and no mode is active."""
     if device.type == "cuda" and _on_current_device is not None:
         allocate: Allocate = _on_current_device
         return allocate

@@ -1,11 +1,11 @@
-"""Starting kernels by the CUDA driver with the least work on the host.
+"""Launching kernels through the CUDA driver with the least work on the host.
 
-A :class:`Function` is a kernel that somebody has loaded, and how it is started. Its arguments
-are plain numbers here: whose memory they point to, and that it is big enough, is the caller's
-concern, and so is which device is the current one.
+A :class:`Function` is a loaded kernel and its launch geometry. Its arguments are plain numbers
+here: the caller makes sure that addresses are valid, that the memory is large enough, and that the
+kernel's device is the current one.
 
-The driver's ``cuLaunchKernelEx`` is called with buffers that are prepared once, because the
-host's time per call counts: for a small tensor it is all there is. Nothing waits for the device.
+The driver's ``cuLaunchKernelEx`` is called with buffers that are prepared once, because host time
+per call counts: for a small tensor it is the whole cost. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ class LaunchError(TeFlError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a kernel is launched, but for the size of its grid.
+    """The launch configuration of a kernel, except the size of its grid.
 
     Attributes:
         threads: threads per block.
         arguments: the kernel's parameters, as ``struct`` format characters.
         shared_bytes: dynamic shared memory per block.
         cluster: blocks per cluster.
-        dependent: may start while the kernel before it is finishing (it waits itself).
+        dependent: programmatic dependent launch: the kernel may start while the previous one is
+            finishing (the kernel itself waits where it must).
         carveout: percent of a multiprocessor's memory that should be shared memory rather
-            than L1 cache; None leaves it to the driver. Whoever loads a kernel says so.
-        together: blocks that wait for each other and are no cluster; if there are several, the
-            launch is cooperative: all blocks of the grid run at once.
+            than L1 cache; None leaves it to the driver. The code that loads a kernel applies it.
+        together: blocks that wait for each other without forming a cluster; if more than one, the
+            launch is cooperative: all blocks of the grid are resident at once.
     """
 
     threads: int
@@ -96,12 +97,12 @@ class _Config(ctypes.Structure):
 _GRID: Final = struct.Struct("@II")
 _BEHIND_GRID: Final = _Config.stream.offset - _GRID.size
 _BEGIN: Final = struct.Struct(f"@II{_BEHIND_GRID}sP").pack_into
-"""What a configuration begins with: the grid, what stands between that and the stream, that."""
+"""Packs the start of a configuration: the grid, the bytes before the stream, and the stream."""
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """The CUDA driver. Torch has initialised it: there is a tensor on a device."""
+    """The CUDA driver. Torch has already initialised it, since a tensor is on a device."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -111,7 +112,7 @@ def _driver() -> ctypes.CDLL:
 
 @functools.cache
 def is_there() -> bool:
-    """Whether this machine has a driver that launches as NVIDIA's does."""
+    """Whether this machine has a driver with NVIDIA's ``cuLaunchKernelEx``."""
     try:
         return hasattr(_driver(), "cuLaunchKernelEx")
     except OSError:
@@ -131,7 +132,7 @@ def call(function: str, *arguments: Any) -> None:
     """Call a function of the driver.
 
     Raises:
-        LaunchError: it gives an error.
+            LaunchError: the function returned an error.
     """
     code = getattr(_driver(), function)(*arguments)
     if code:
@@ -142,14 +143,14 @@ def call(function: str, *arguments: Any) -> None:
 
 
 class Function:
-    """A kernel on a device, ready to be started.
+    """A kernel on a device, ready to be launched.
 
     Args:
-        name: of the kernel, for messages.
+        name: the kernel's name, for messages.
         device: its device.
         function: the driver's handle.
-        geometry: how it is launched.
-        kept: what must live as long as the handle is used.
+        geometry: its launch configuration.
+        kept: an object that must live as long as the handle is used.
     """
 
     __slots__ = ("_function", "_geometry", "_idle", "_kept", "_launch", "_stream", "device", "name")
@@ -167,8 +168,8 @@ class Function:
         self._function = function
         self._geometry = geometry
         self._kept = kept
-        # Prepared buffers that no launch is using: taken and given back by single
-        # operations on a list, so that threads need no lock and never share one.
+        # Prepared buffers that no launch is using. They are taken and returned by single list
+        # operations, so threads need no lock and never share a buffer.
         self._idle: list[Prepared] = []
         self._launch = _driver().cuLaunchKernelEx
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -176,13 +177,13 @@ class Function:
     def statements(
         self, name: Callable[[Any], str], blocks: int, rows_of_blocks: int, *values: Any
     ) -> list[str]:
-        """What starts it with these numbers, and addresses in their places, as lines of Python.
+        """Lines of Python that launch the kernel with these numbers and with new addresses.
 
-        A whole number of 64 bits may stand in an address's place, as what ``name`` makes of it.
-        The current device must be this kernel's. For ``name`` see ``_repeats.note``.
+        A 64-bit integer may stand in an address's place; the lines contain what ``name`` makes of
+        it. The current device must be this kernel's. For ``name`` see ``_repeats.note``.
         """
         kinds = self._geometry.arguments
-        # An address that is 0 stands for what is not there, in each of these launches.
+        # A zero address means an absent argument, in every launch by these lines.
         given = [
             at
             for at, kind in enumerate(kinds)
@@ -211,15 +212,15 @@ class Function:
         ]
 
     def start(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
-        """Put the kernel on torch's current stream of its device, which is the current one.
+        """Launch the kernel on torch's current stream of its device, which must be the current one.
 
         Args:
             blocks, rows_of_blocks: the grid, in blocks (also if they form clusters).
             values: the kernel's arguments: addresses and numbers.
 
         Raises:
-            struct.error: a number is larger than the kernel's parameter, or the grid.
-            LaunchError: the driver refused.
+            struct.error: a number exceeds the kernel's parameter, or the grid its field.
+            LaunchError: the driver refused the launch.
         """
         try:
             prepared = self._idle.pop()
@@ -242,19 +243,18 @@ class Function:
 
 
 class Prepared:
-    """The memory of one launch: its configuration, its parameters and where each lies.
+    """The host memory of one launch: its configuration, its parameters and their addresses.
 
     Args:
         geometry, function: the kernel's.
-        first: places of addresses among the parameters that lie in a row, right before the
-            configuration. So these, what the configuration begins with and its stream can
-            all be written at once.
+        first: indices of address parameters that are placed side by side right before the
+            configuration, so that one ``pack`` writes them, the grid and the stream.
 
     Attributes:
-        start: where in the buffer ``pack_into`` writes the other parameters, or all.
+        start: where in the buffer ``pack_into`` writes the other parameters, or all of them.
         behind_grid: the bytes of the configuration between the grid and the stream.
-        arguments: what the driver's function takes, in the form in which ctypes has the least
-            to do: its own pointers, in a tuple, for a function without ``argtypes``.
+        arguments: the arguments of the driver's function in the form that costs ctypes least:
+            its own pointers, in a tuple, for a function without ``argtypes``.
     """
 
     __slots__ = (

@@ -1,9 +1,9 @@
-"""Calls with a list of tensors for each operand, which are like one before.
+"""Grouped products with a list of tensors for each operand: recognising a call like an earlier one.
 
-To look at hundreds of tensors one after the other takes longer than to multiply them. So what a
-set found out of such a call is kept, and a look that torch takes at all tensors at once says
-whether another call is like it: in all but where its tensors are, what they hold, and how rows
-that all groups share are split.
+Inspecting hundreds of tensors one after the other takes longer than multiplying them. So the result
+of the inspection is kept, and a guard that torch runs on all tensors at once tells whether another
+call is like it: in all but the tensors' addresses and contents, and the split of rows that all
+groups share.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _LISTS = {list, tuple}
 
 
 class GroupedCall(NamedTuple):
-    """A call of grouped products, as far as it is looked at here.
+    """The inspected parts of a call of grouped products.
 
     Attributes:
         operands: the tensors of A, then those of B.
-        tensors: all there are.
-        splits: the rows of each group; none if each has tensors of its own.
-        key: what must be the same, beside the tensors' kind.
-        transb, of_a, of_b, of_into: the contract's, and how many tensors each list has.
+        tensors: all tensors of the call.
+        splits: the rows of each group; empty if each group has tensors of its own.
+        key: what must be equal, besides what the guard of the tensors tests.
+        transb, of_a, of_b, of_into: the contract's flag, and the number of tensors in each list.
     """
 
     operands: list[Tensor]
@@ -57,13 +57,13 @@ class GroupedCall(NamedTuple):
         numbers: tuple[Any, ...],
         out_dtype: Any,
     ) -> GroupedCall | None:
-        """The call; None of one that may be wrong, or has ``others``.
+        """The call; None if it may be invalid, or has ``others``.
 
         Args:
             others: biases and scales.
-            flags: transa, transb and others.
+            flags: transa, transb and further flags.
             numbers: alpha and beta.
-            A, B, m_splits, gelu_input, into, out_dtype: the contract's.
+            A, B, m_splits, gelu_input, into, out_dtype: the contract's arguments.
         """
         if any(it is not None for it in others):
             return None
@@ -79,7 +79,7 @@ class GroupedCall(NamedTuple):
         more = [] if gelu_input is None else [gelu_input]
         given = (m_splits is None, gelu_input is None, into is None)
         of_a, of_b, of_into = map(len, lists)
-        try:  # so that products of several sizes are known at the same time
+        try:  # so that products of several sizes are kept at the same time
             first = (A[0].dtype, A[0].shape, B[0].shape)
         except (IndexError, AttributeError):
             return None
@@ -88,7 +88,8 @@ class GroupedCall(NamedTuple):
         return cls(operands, tensors, splits, key, flags[1], of_a, of_b, of_into)
 
     def free(self) -> str | None:
-        """What may be split otherwise with the same tensors: "rows" of D, or "terms"."""
+        """What a call with the same tensors may split differently: "rows" of D, "terms", or
+        nothing."""
         groups = len(self.splits)
         if self.of_b != 1 or groups < 2:
             return None
@@ -98,7 +99,7 @@ class GroupedCall(NamedTuple):
 
 
 class KnownGroups(Generic[Found]):
-    """What was found out of calls, by what they have in common."""
+    """Results of inspecting calls, by the calls' keys."""
 
     def __init__(self) -> None:
         self._found: dict[
@@ -106,7 +107,7 @@ class KnownGroups(Generic[Found]):
         ] = {}
 
     def get(self, call: GroupedCall | None) -> Found | None:
-        """What was found out of a call that this one is like."""
+        """The result kept for an earlier call that this one is like; None if there is none."""
         known = None if call is None else self._found.get(call.key)
         if call is None or known is None:
             return None
@@ -118,7 +119,7 @@ class KnownGroups(Generic[Found]):
         return found if fits and alike(call.tensors) else None
 
     def add(self, call: GroupedCall, found: Found) -> None:
-        """Remember what was found out of a call that is right."""
+        """Keep the result for a call that is valid."""
         alike = _repeats.look(call.tensors)
         if alike is not None:
             splits = None if call.free() else [*call.splits]

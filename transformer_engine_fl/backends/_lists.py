@@ -1,18 +1,18 @@
-"""Lists of tensors, made ready for kernels of which one launch goes through whole lists.
+"""Lists of tensors, prepared for multi-tensor kernels: one launch processes whole lists.
 
-How a set's kernels get numbers onto a device, and how they cut lists, is the set's to say
-(:class:`Listing`, :class:`Demand`).
+How numbers get onto a device, and how lists are cut into chunks, is defined by each set of
+implementations (:class:`Listing`, :class:`Demand`).
 
-The i-th tensors of the lists of a call are a *row*. A kernel finds its rows in a table on the
-device: the numbers of the rows' first chunks, and then for each row its count of elements and
-the addresses of its tensors. One launch takes the rows that have the same dtypes and are
-aligned alike; one program takes a chunk of a row.
+The i-th tensors of a call's lists are a *row*. A kernel finds its rows in a table on the device:
+first the index of each row's first chunk, then for each row its count of elements and the addresses
+of its tensors. One launch takes the rows that have the same dtypes and the same alignment; one
+program takes one chunk of a row.
 
-What was found out about lists is kept by what can be told of their tensors without reading
-them: of the same tensors a second call checks nothing and copies nothing to the device. A
-table is written by kernels that carry its numbers as arguments, so one that is made while a
-CUDA graph is captured is written by the graph as well. A graph is given tables of its own,
-for those that are kept may be forgotten before it is replayed.
+The results are cached by what can be seen of the tensors without reading them: a second call with
+the same tensors checks nothing and copies nothing to the device. A table is written by kernels that
+carry its numbers as arguments, so a table made while a CUDA graph is captured is written by the
+graph as well. A graph gets tables of its own, because a cached table may be evicted before the
+graph is replayed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ALIGNMENT = 16
 
 MOST_LAYOUTS = 64
 MOST_TABLES = 8
-"""Of one layout: gradients may be elsewhere in each step."""
+"""Per layout: gradients may have other addresses in each step."""
 _MOST_CHUNKS = 2**31 - 2**14
 _PLAIN = frozenset(PLAIN)
 
@@ -65,9 +65,9 @@ class Tiles(NamedTuple):
     """How lists are cut.
 
     Attributes:
-        threads: of a program.
-        tile: elements that a program takes at once.
-        chunk: elements that a program takes in all.
+        threads: threads of a program.
+        tile: elements that a program processes at once.
+        chunk: elements that a program processes in all.
     """
 
     threads: int
@@ -76,15 +76,15 @@ class Tiles(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What an operator asks of its lists.
+    """What an operator needs of its lists.
 
     Attributes:
         names: its list arguments, in the order of the addresses in a table.
-        cut: chooses how they are cut, by the device, all the elements of the first list and
-            the bytes of the widest of them.
-        numbers: how many of the lists, the last ones, hold one number for each row. All others
-            have the elements of the first.
-        slots: rows are told, behind their addresses, which of all chunks their first is.
+        cut: chooses the cut from the device, the total elements of the first list and the item
+            size of its widest tensor.
+        numbers: how many of the lists, counted from the end, hold one number for each row. Tensors
+            of all other lists have as many elements as those of the first.
+        slots: whether a row's table entry ends with the index of its first chunk among all chunks.
     """
 
     names: tuple[str, ...]
@@ -97,12 +97,12 @@ class Group(NamedTuple):
     """The rows of one launch.
 
     Attributes:
-        dtypes: of a row's tensors, without its numbers.
+        dtypes: the dtypes of a row's tensors, without its numbers.
         aligned: all those tensors begin at a multiple of ALIGNMENT.
         table: int64.
-        rows: how many.
-        chunks: of all of them: the programs of the launch.
-        tiles: how they are cut.
+        rows: the number of rows.
+        chunks: the chunks of all rows together: the programs of the launch.
+        tiles: how the rows are cut.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -122,9 +122,9 @@ class _Layout:
     """What follows from the shapes, strides, dtypes and device of tensors alone.
 
     Attributes:
-        device: of the tensors; None if there are none.
-        slots: the first chunk of each row among all chunks, and how many there are.
-        copied: rows whose elements do not lie in the same order without gaps.
+        device: the tensors' device; None if there are none.
+        slots: the index of each row's first chunk among all chunks, then the number of chunks.
+        copied: rows whose tensors do not hold their elements in the same order without gaps.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class _Layout:
         check_size(op, "chunks", self.slots[-1], _MOST_CHUNKS)
 
     def check_memory(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> None:
-        """Decline tensors without memory, and to write one tensor twice: their order matters."""
+        """Decline tensors without memory, and a written tensor that is listed twice: order
+        matters."""
         addresses: list[int] = []
         for place, (column, writes) in enumerate(zip(pointers, written, strict=True)):
             if place < self._dtyped:
@@ -168,7 +169,7 @@ class _Layout:
             raise NotSupportedError(f"{op}: a tensor that is written is listed twice")
 
     def kept_tables(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> _Tables:
-        """Tables for these addresses, made unless they have been."""
+        """Tables for these addresses, from the cache if they are in it."""
         assert self.device is not None
         stream = keeping_stream(self.device)
         key = (stream, pointers)
@@ -220,18 +221,18 @@ class _Layout:
 
 
 class Ready(NamedTuple):
-    """The arguments of a call, checked, and what kernels are launched with.
+    """The checked arguments of a call, and what its kernels are launched with.
 
     Attributes:
         others: the arguments that are no lists, by name; tensors are plain ones.
-        device: of the lists' tensors; None if there are none.
+        device: the device of the lists' tensors; None if there are none.
         groups: one launch each.
-        chunks: of all rows.
-        slots: the first chunk of each row among all, and how many there are; None unless
+        chunks: the chunks of all rows together.
+        slots: the index of each row's first chunk among all chunks, then their number; None unless
             demanded.
-        copies: tensors that are yet to be written, with what.
+        copies: (tensor, its dense copy) pairs: written back when the kernels are launched.
         written: the tensors that the call writes.
-        lists: what the tables point to, which must live until the kernels are launched.
+        lists: the tensors that the tables point to; they must live until the kernels are launched.
     """
 
     others: dict[str, Any]
@@ -244,22 +245,23 @@ class Ready(NamedTuple):
     lists: Lists = ()
 
     def finish(self) -> None:
-        """To be called once the kernels are launched."""
+        """Write copies back and tell autograd of the writes; call it once the kernels are
+        launched."""
         for memory, copy in self.copies:
             memory.copy_(copy)
-        # Autograd is told: what it has kept of them for a backward pass is no longer there.
+        # Autograd must know that values saved of these tensors for a backward pass are gone.
         torch.autograd.graph.increment_version(self.written)
 
 
 class Listing:
-    """How a set takes lists.
+    """A set's way of preparing lists.
 
     Args:
         plain: gives the same memory as a plain tensor, or declines (``Taking.plain``).
         numbers_on_device: puts integers into a device's memory, also while a graph is captured.
 
     Attributes:
-        layouts: what was found out about lists.
+        layouts: the cached layouts of lists seen before.
     """
 
     def __init__(
@@ -270,16 +272,16 @@ class Listing:
         self.layouts: dict[object, _Layout] = {}
 
     def ready(self, contract: Contract[..., Any], demand: Demand, **arguments: Any) -> Ready:
-        """Check a call, and make its lists ready for kernels.
+        """Check a call and prepare its lists for kernels.
 
         Args:
             contract: the operator's.
             demand: what its kernels need.
-            arguments: all of the call's, by name.
+            arguments: all arguments of the call, by name.
 
         Raises:
             ArgumentError: the call breaks the contract.
-            NotSupportedError: something in it is not for a kernel.
+            NotSupportedError: kernels cannot take one of the arguments.
         """
         op, names = contract.name, demand.names
         given: Lists = [arguments[name] for name in names]
@@ -288,7 +290,7 @@ class Listing:
         facts, pointers = seen or (None, ())
         layout = None if seen is None else self.layouts.get((demand, facts))
         if layout is not None and _others_are_on(layout.device, arguments, names):
-            # The lists were checked when the like of them was first seen.
+            # The lists were checked when lists like them were first seen.
             contract.check(**{**arguments, **dict.fromkeys(names, ())})
         else:
             contract.check(**arguments)
@@ -340,11 +342,11 @@ class Listing:
 
 
 def _seen(lists: Lists, writes: Sequence[bool]) -> tuple[object, _Pointers] | None:
-    """What is to be known of plain tensors, and where they are; None if they are none.
+    """The cacheable facts of plain tensors, and their addresses; None if a tensor is not plain.
 
-    Nor is it known of those that are written and were made in inference mode, outside of it.
-    A device is known by its number. That is the CPU's for what has no memory as well, which
-    has no address then.
+    The result is also None for a written tensor that was made in inference mode, outside of it. A
+    device is represented by its number. Tensors without memory have the CPU's number, but their
+    address is 0.
     """
     facts, pointers = [], []
     outside = not torch.is_inference_mode_enabled()
@@ -370,7 +372,7 @@ def _seen(lists: Lists, writes: Sequence[bool]) -> tuple[object, _Pointers] | No
 def _others_are_on(
     device: torch.device | None, arguments: dict[str, Any], names: Sequence[str]
 ) -> bool:
-    """Whether the tensors that are in no list are on that device."""
+    """Whether all tensors outside the lists are on that device."""
     return all(
         it.device == device
         for name, it in arguments.items()
@@ -386,7 +388,7 @@ def _pointers(op: str, lists: Lists) -> _Pointers:
 
 
 def _lie_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether their elements lie in the same order, without gaps."""
+    """Whether the tensors hold their elements in the same order, without gaps."""
     if all(map(Tensor.is_contiguous, tensors)):
         return True
     steps = tensors[0].stride()

@@ -1,7 +1,4 @@
-"""Tensors as memory: which are no more than that, how far one reaches, who records its use.
-
-And which stream's it is, for what is kept from one call to the next.
-"""
+"""Tensors as memory: plain tensor types, extent, and the stream to cache device memory by."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ PLAIN = (torch.Tensor, Parameter)
 """The types of tensors that are nothing but memory."""
 
 _PER_THREAD: Final = 2
-"""The driver's number of a stream that is another one in each thread."""
+"""The driver's handle of the per-thread default stream."""
 
 
 def extent(tensor: Tensor) -> int:
-    """How many elements lie from its first to its last, those between them included."""
+    """The number of elements from its first to its last in memory, gaps included."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -29,15 +26,15 @@ def extent(tensor: Tensor) -> int:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what goes to the current stream of a CUDA device becomes part of a graph."""
+    """Whether work on the current stream of a CUDA device is being captured into a graph."""
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
 
 def keeping_stream(device: torch.device) -> int | None:
-    """The current stream, as a number, by which memory that it has written may be kept for what is
-    launched on it later; None if there is no such: what goes to it becomes part of a graph, or its
-    number is not its own.
+    """The current stream's handle, by which memory written on it may be cached for later launches
+    on it; None if such memory may not be kept: a graph is being captured, or the handle stands for
+    another stream in each thread.
     """
     if device.type != "cuda":
         return 0

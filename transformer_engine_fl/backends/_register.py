@@ -29,17 +29,16 @@ def register_set(
     """Register ``package.family:operator`` for the operators of the catalogue.
 
     Args:
-        registry: where to.
+        registry: the registry to add them to.
         package: the set's package.
         kind: the set's kind; decides its priority.
-        families: the families it has a file for; all of them unless given.
-        omit: operators of those families that it does not implement.
-        differing: fields in which a family, or a single operator, differs from ``common``,
-            by its name.
+        families: the families the set has a file for; all of them unless given.
+        omit: operators of those families that the set does not implement.
+        differing: by name of a family or operator: the fields in which it differs from ``common``.
         common: the other fields of every :class:`OpImpl`.
 
     Raises:
-        RegistrationError: a name is none of the catalogue's: what it should say would be lost.
+        RegistrationError: a name is not in the catalogue, so its entry would have no effect.
     """
     operators = {contract.name for contract in CATALOGUE.values()}
     existing = {contract.family for contract in CATALOGUE.values()}

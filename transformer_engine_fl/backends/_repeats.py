@@ -1,19 +1,19 @@
-"""Calls that come again: an operator that is called like before does at once what it did then.
+"""Repeated calls: an operator called as before repeats the recorded launches of that call.
 
-What an operator does on the host, from its checks to its launches, follows from what a look
-at its arguments sees: the tensors' dtypes, sizes, strides and devices, whether they are
-aligned, and the options. When a call has come often enough, one is watched: which memory it
-allocates, what it launches, on whose addresses, and what it returns. From that a function is
-generated that looks whether a call is like it, which torch does for all tensors at once,
-and if so allocates, launches and returns.
+What an operator does on the host, from its checks to its launches, follows from properties of its
+arguments that a guard can test: the tensors' dtypes, sizes, strides, devices and alignment, and the
+options. When calls of one kind have come often enough, one is recorded: the memory it allocates,
+the kernels it launches, the addresses it passes to them, and what it returns. From the recording a
+function is generated that tests whether a call is like the recorded one (torch guards all tensors
+at once) and, if so, allocates, launches and returns.
 
-Whatever is seen that does not follow from such a look (a value that is read from a tensor,
-an operator of torch that computes, memory that belongs to nobody here) leaves calls like it
-to the ordinary way. :func:`repeating` is for operators that tell of what they write
-(:func:`written`) and take their numbers from nowhere else (no generator of random numbers,
-say). Where a mode wants to see allocations, while tensors are traced, or on another current
-device, every call goes the ordinary way. ``TE_FL_REPEAT_CALLS=0`` leaves every operator as it
-is written.
+A call that does anything which does not follow from the guarded properties (reads a value from a
+tensor, computes with an operator of torch, uses memory that is neither an argument nor allocated by
+the call) is not repeated: calls like it take the ordinary path. :func:`repeating` is for operators
+that report what they write (:func:`written`) and take their numbers from nowhere else (no generator
+of random numbers, say). While a torch mode wants to see allocations, while tensors are traced, or
+on a device that is not the current one, every call takes the ordinary path.
+``TE_FL_REPEAT_CALLS=0`` leaves every operator undecorated.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ __all__ = [
 ]
 
 CALLS_BEFORE = 8
-"""Calls like each other before one of them is watched; a power of two."""
+"""Similar calls before one of them is recorded; a power of two."""
 LEAST_ADDRESS = 2**32
-"""Numbers of kernels may be addresses from here on; what has such is not repeated."""
+"""Integers from here on may be addresses; a launch with such an integer is not repeated."""
 _MOST_AT_HAND = 4
 _MOST_WATCHED = 64
 _MOST_KINDS = 256
@@ -68,11 +68,11 @@ Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 @functools.cache
 def _tensor_guards() -> Any:
-    """torch's look at many tensors at once; None if it does not see what it should."""
+    """torch's guard for many tensors at once; None if it misses a difference that matters here."""
     made = getattr(_allocation._guards, "TensorGuards", None)
     if made is None:
         return None
-    # The answer holds for good, so it must not hang on what happens to be set now.
+    # The result is cached for good, so it must not depend on the modes that are set now.
     with torch.inference_mode(False), torch.enable_grad():
         try:
             return made if _sees(made) else None
@@ -109,10 +109,10 @@ def _check(made: Any, tensors: list[Tensor]) -> Callable[..., bool]:
 
 
 def look(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool] | None:
-    """What sees whether as many tensors are like these, in all but where they are and hold.
+    """A guard for as many tensors: equal to these in all but addresses and contents.
 
-    Nobody is like tensors of which one comes twice. None where torch has no such look, one of
-    the tensors is of a kind of its own, or calls are not to be repeated.
+    The guard rejects lists that contain a tensor twice. The result is None if torch has no such
+    guard, a tensor is of another subclass or not strided, or calls are not to be repeated.
     """
     made = _tensor_guards() if get_environment().repeat_calls else None
     if made is None or not all(type(it) in PLAIN and it.layout is torch.strided for it in tensors):
@@ -123,7 +123,7 @@ def look(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool] | None:
         if _allocation.sees_allocations():
             return False
         try:
-            # torch's look at a nested tensor without strides ends the process.
+            # torch's guard crashes the process on a nested tensor without strides.
             return not any(it.is_nested for it in others) and check(*others)
         except AttributeError:
             return False
@@ -135,16 +135,16 @@ def look(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool] | None:
 
 
 class UnrepeatableError(Exception):
-    """A call does what does not follow from a look at its arguments."""
+    """A call does something that does not follow from the guarded properties of its arguments."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches one call.
+    """Records one call.
 
     Attributes:
-        steps: what it did, in order: ``("empty", tensor)``, ``("fill", tensor, value)``,
+        steps: what the call did, in order: ``("empty", tensor)``, ``("fill", tensor, value)``,
             ``("launch", function, arguments)``, ``("written", address)``.
-        refusal: what was seen that cannot be repeated.
+        refusal: what was seen that cannot be repeated; None if nothing was.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,8 +156,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True makes torch import its compiler in the first call that is watched, which takes
-        # more than a second, and keeps what that call held until garbage is collected.
+        # True makes torch import its compiler in the first recorded call, which takes more than a
+        # second and keeps what that call held until garbage is collected.
         return False
 
     def __torch_dispatch__(
@@ -193,10 +193,10 @@ _FILLS = frozenset({_ATEN.zero_.default, _ATEN.fill_.Scalar})
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether what it gives is the memory of its argument, and nothing is written.
+    """Whether the result aliases an argument's memory, and nothing is written.
 
-    In inference mode torch shows composites whole, some of which copy where they must: what
-    is launched on a copy, or returned, is then refused for its address.
+    In inference mode torch dispatches composite operators whole, and some of them copy where they
+    must. A copy that is launched on, or returned, is refused later because of its address.
     """
     schema = func._schema
     aliases = [it.alias_info for it in schema.returns]
@@ -209,12 +209,12 @@ def _is_view(func: Any) -> bool:
 
 
 active: _Watch | None = None
-"""The call that is being watched; launches tell it of themselves by :func:`note`."""
+"""The recording in progress; launches report themselves to it by :func:`note`."""
 _watching = ForkSafeLock()
 
 
 def _end_watch() -> None:
-    """In a forked child nobody goes on with what another thread was watching."""
+    """Drop, in a forked child, the recording that another thread had begun in the parent."""
     global active
     active = None
 
@@ -224,18 +224,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def note(function: Any, *arguments: Any) -> bool:
-    """Tell the watch of a launch, if this is its thread; says whether it is.
+    """Record a launch if a recording runs on this thread; returns whether one does.
 
     Args:
-        function: does it again, called with the arguments. If it has ``statements``, these
-            are written into the function that repeats the operator's call, which saves the
-            call of another: ``function.statements(name, *arguments)`` gives lines of Python.
-            ``name(value)`` is how they write a value, an :class:`Address` as what it is in
-            the call that is repeated. Variables of their own begin with ``_its_``, and nobody
-            looks at them after the lines; ``return _MISS`` is for a call that must go the
-            ordinary way.
-        arguments: of a function without ``statements``, what is no number is an
-            :class:`Address`.
+        function: repeats the launch when called with the arguments. If it has ``statements``, its
+            lines are inlined into the generated function, which saves a call:
+            ``function.statements(name, *arguments)`` gives lines of Python. They write a value as
+            ``name(value)``; for an :class:`Address` that is the address in the repeated call. Their
+            own variables begin with ``_its_`` and are not read after these lines; ``return _MISS``
+            sends a call to the ordinary path.
+        arguments: for a function without ``statements``, everything but numbers and None is an
+            :class:`Address`, or a tuple of these.
     """
     watch = active
     if watch is None or watch.thread != threading.get_ident():
@@ -245,7 +244,8 @@ def note(function: Any, *arguments: Any) -> bool:
 
 
 def written(tensor: Tensor) -> None:
-    """Tell autograd, and the watch if this is its thread, that kernels wrote an argument."""
+    """Tell autograd, and the recording if one runs on this thread, that kernels wrote an
+    argument."""
     torch.autograd.graph.increment_version(tensor)
     watch = active
     if watch is not None and watch.thread == threading.get_ident():
@@ -260,7 +260,7 @@ class Address(int):
 
 
 class _Writer:
-    """Writes the function for calls like one that was watched."""
+    """Generates the function that repeats calls like a recorded one."""
 
     def __init__(self, declared: _Declared, arguments: tuple[Any, ...]) -> None:
         self.parameters = declared.parameters
@@ -276,7 +276,7 @@ class _Writer:
         if not self.given:
             raise UnrepeatableError("no tensors")
         self.device = self.given[0][1].device
-        # What an address within these bounds belongs to: (first, end, name, tensor).
+        # Whom an address within these bounds belongs to: (first, end, name, tensor).
         self.owners: list[tuple[int, int, str, Tensor]] = []
         for name, tensor in self.given:
             if (
@@ -286,9 +286,9 @@ class _Writer:
             ):
                 raise UnrepeatableError(f"the memory of {name!r}")
             self._own(name, tensor)
-        # Of arguments that overlap, nobody could say whose an address is, but where it can only
-        # be the first of one. To share a storage is no sign of it: neither do all who share one
-        # overlap, nor the other way round.
+        # Where arguments overlap, an address does not tell which one it belongs to, unless kernels
+        # get only the first address of each. A shared storage is no test for it: tensors of one
+        # storage need not overlap, and tensors of different storages may.
         self.owners.sort(key=lambda owner: owner[:2])
         for (first, end, name, _), (start, _, other, _) in itertools.pairwise(self.owners):
             if start == first or (start < end and not declared.from_starts):
@@ -321,7 +321,7 @@ class _Writer:
                 like += f" and {name}.hex() == {value.hex()!r}"
             self.tests.append(f"({name} is {known} or {like})")
         elif kind in (list, tuple) and all(type(it) is int for it in value):
-            # What the items are comes first: a tensor among them must not be compared.
+            # The items' types are tested first: a tensor among them must not be compared.
             self.tests.append(f"_type({name}) is {self.constant(kind)}")
             self.tests.append(f"_all([_type(_it) is {self.constant(int)} for _it in {name}])")
             self.tests.append(f"{name} == {self.constant(kind(value))}")
@@ -389,7 +389,8 @@ class _Writer:
             function, arguments = what
             statements = getattr(function, "statements", None)
             if statements is not None:
-                # What has been launched may be launched again: nothing has been given out yet.
+                # These lines may return _MISS after earlier launches: the ordinary path repeats
+                # those, and no result has been returned yet.
                 self.lines += statements(self.name, *arguments)
             else:
                 told = ", ".join([self.value(it) for it in arguments])
@@ -435,14 +436,14 @@ class _Writer:
             "_dispatch_modes": _allocation._dispatch_modes,
             "_current_device": _allocation._current_device,
         }
-        # The look at the tensors sees some modes of torch's dispatcher, not all.
+        # The guard notices only some of torch's dispatcher modes, so the rest is tested here.
         elsewhere = ["_function_modes()", "_dispatch_modes()"]
         if on_cuda and _allocation._count_devices() > 1:
             elsewhere.append(f"_current_device() != {self.device.index}")
         given, bits = ", ".join(names), " | ".join(f"_a{name}" for name in names)
         lines = [
             f"def again({self.parameters}):",
-            # torch's look at a nested tensor without strides ends the process.
+            # torch's guard crashes the process on a nested tensor without strides.
             "    try:",
             f"        if {' or '.join([f'{name}.is_nested' for name in names])}:",
             "            return _MISS",
@@ -470,14 +471,14 @@ def _never(*arguments: Any, **options: Any) -> Any:
 
 
 class _Declared(NamedTuple):
-    """What an operator takes.
+    """The signature of an operator.
 
     Attributes:
-        names: of its parameters.
-        positional: how many of them need no name in a call.
-        parameters: they and their defaults as a function has them.
-        defaults: what the names of defaults there stand for.
-        from_starts: whether kernels are given the first address of an argument and no other.
+        names: its parameters' names.
+        positional: how many of them may be passed by position.
+        parameters: the parameter list with defaults, as in a ``def``.
+        defaults: the values of the default names used in ``parameters``.
+        from_starts: whether kernels are given only the first address of each argument.
     """
 
     names: tuple[str, ...]
@@ -491,7 +492,7 @@ class _Calls(Repeats):
     """The calls of one operator.
 
     Attributes:
-        refusal: why the call that was watched last cannot be repeated; None if it can.
+        refusal: why the call recorded last cannot be repeated; None if it can.
     """
 
     last: Callable[..., Any]
@@ -503,8 +504,9 @@ class _Calls(Repeats):
         self.forget()
 
     def forget(self) -> None:
-        # First these two, in this order: by the one a thread that watches sees that it must
-        # take back what it remembered, by the other one that repeats an older call.
+        # These two come first, in this order. By the counter, a thread that is recording sees that
+        # it must discard the result; by ``_at_hand``, a thread that repeats an older call sees that
+        # it must not keep that one as the last.
         self._times_forgotten += 1
         self._at_hand: tuple[Callable[..., Any], ...] = ()
         self.last = _never
@@ -514,7 +516,7 @@ class _Calls(Repeats):
         self._looks = 0
 
     def unlike(self, *arguments: Any) -> Any:
-        """A call that is not like the last one, all its arguments by position."""
+        """Serve a call that ``last`` did not repeat; all arguments are positional."""
         at_hand = self._at_hand
         most = self._declared.positional
         for again in at_hand:
@@ -533,10 +535,10 @@ class _Calls(Repeats):
         return self._plain(*arguments)
 
     def _often(self, key: tuple[Any, ...]) -> bool:
-        """Whether to watch a call of this kind: at the eighth of them, the sixteenth, ...
+        """Whether to record this call of its kind: the 8th, the 16th, the 32nd, ...
 
-        After that because the eighth may have come where it could not be watched, and what
-        it made may have had to go from what is at hand.
+        Later ones too, because the 8th may have come where recording was impossible, or its
+        generated function may have been evicted from ``_at_hand``.
         """
         count = self._seen.get(key, 0) + 1
         if len(self._seen) >= _MOST_KINDS:
@@ -550,7 +552,7 @@ class _Calls(Repeats):
             writer = _Writer(self._declared, arguments)
         except (UnrepeatableError, RuntimeError):
             return self._plain(*arguments)
-        # Whoever watches may be waiting for what this thread holds, so nobody waits for it.
+        # Do not block on the lock: its holder may be waiting for something that this thread holds.
         if not _can_watch(writer.device) or not _watching.acquire(0):
             return self._plain(*arguments)
         try:
@@ -593,9 +595,9 @@ def _can_watch(device: torch.device) -> bool:
 
 
 def _kind(arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What calls like each other have in common, by which to count them; None for others.
+    """A key under which similar calls are counted; None for calls that cannot be repeated.
 
-    It must keep nothing alive, so what might be or hold a tensor is no part of it.
+    The key must keep nothing alive, so it contains nothing that is or may hold a tensor.
     """
     facts: list[Any] = []
     for it in arguments:
@@ -632,16 +634,16 @@ def _plain({names}):
 
 
 def repeating(operator: Operator) -> Operator:
-    """Decorate an implementation, so that calls like before cost little more than launches.
+    """Decorate an implementation, so that a repeated call costs little more than its launches.
 
-    It tells of each argument that it writes, and what it does on the host follows from their
-    dtypes, sizes, strides, devices and alignment and from its options alone.
+    The implementation must report each argument that it writes, and what it does on the host must
+    follow only from its options and its tensors' dtypes, sizes, strides, devices and alignment.
     """
     return _repeating(operator, from_starts=False)
 
 
 def repeating_from_starts(operator: Operator) -> Operator:
-    """The same for one whose kernels are given the first address of an argument, and no other.
+    """Like :func:`repeating`, if kernels are given only the first address of each argument.
 
     Then arguments may overlap, as queries, keys and values that are parts of one tensor do.
     """
@@ -692,6 +694,6 @@ def _repeating(operator: Operator, *, from_starts: bool) -> Operator:
 
 
 def forget() -> None:
-    """Forget every call: what was planned or chosen for them is no longer so."""
+    """Forget every recorded call: what was planned or chosen for them is no longer valid."""
     for calls in _OPERATORS:
         calls.forget()

@@ -34,7 +34,7 @@ def _why_not_interpreted() -> str | None:
     if numpy is None:
         return "Triton's interpreter needs NumPy: pip install numpy"
     if triton is not None and triton < (3, 7) and numpy >= (2, 4):
-        # It takes arrays of one number for numbers, which they are no more.
+        # It takes arrays with one element for numbers, which NumPy no longer allows.
         return "the interpreter of Triton 3.6 needs NumPy before 2.4: pip install 'numpy<2.4'"
     return None
 
@@ -54,8 +54,8 @@ def is_available() -> bool | str:
 
 _TRAITS = frozenset({"deterministic", "batch_invariant", "graph_safe"})
 _OF_GEMM = frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
-# How torch sums a matrix product may depend on how many rows there are, and in float64 the
-# last bit of cross entropy's gradient on which rows share a tile.
+# How torch sums a matrix product may depend on the number of rows; and in float64 the last bit of
+# cross entropy's gradient may depend on which rows share a tile.
 _NOT_INVARIANT = {"traits": _TRAITS - {"batch_invariant"}}
 
 

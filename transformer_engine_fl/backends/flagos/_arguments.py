@@ -1,9 +1,8 @@
-"""What every operator of this set asks of its arguments, and how rows are cut into tiles.
+"""Argument checks shared by every operator of this set, and how rows are cut into tiles.
 
-A call takes a quick look at its arguments: when they are plain and dense, and the plan
-that it needs is known, that look was the validation. Whatever else it finds goes to the
-contract's check, is made dense, or is declined, with what is here and in
-``backends/_arguments.py``.
+A call first inspects its arguments quickly: if they are plain and dense, and a plan for them is
+cached, that was the whole validation. Anything else goes to the contract's check, is made dense, or
+is declined, by the functions here and in ``backends/_arguments.py``.
 """
 
 from __future__ import annotations
@@ -77,24 +76,24 @@ __all__ = [
 ]
 
 MOST = 2**31 - 2**14
-"""Rows, and columns, that a kernel counts: with a tile beyond them, within an int32."""
+"""Most rows, and most columns, that a kernel counts: with a tile beyond, they fit in an int32."""
 ALIGNMENT = 16
-"""Bytes: of the widest access, and by which a compiled kernel knows a pointer to be aligned."""
-_MOST_ACROSS = 2**16 - 1  # what the second axis of a grid has
+"""Bytes of the widest access; also what a compiled kernel assumes of an aligned pointer."""
+_MOST_ACROSS = 2**16 - 1  # most programs on the second axis of a grid
 WIDEST_UNIT = 16
-"""Columns and distances are counted in units that divide them, of up to so many elements."""
+"""Largest unit, in elements, in which columns and strides are counted; units divide both."""
 TRITON_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-"""What kernels compute in."""
+"""The types that kernels compute in."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What values are, by their size, that are only moved."""
+"""By element size, the type in which values are only moved."""
 HOPPER = 90
-"""The compute capability that Gluon's kernels are for."""
+"""The compute capability that the Gluon kernels are for."""
 DESCRIPTORS_FROM = 90
-"""The compute capability that has tensor descriptors (TMA)."""
+"""The lowest compute capability with tensor descriptors (TMA)."""
 DESCRIBED_ALIGNMENT = 16
-"""Bytes: of addresses and distances in a tensor descriptor."""
+"""Bytes; required of addresses and strides in a tensor descriptor."""
 OTHER_BYTES = 2048
-"""Of shared memory, that products leave to barriers and the like."""
+"""Bytes of shared memory that products leave for barriers and the like."""
 
 _LAUNCHES: dict[object, _launch.Launch] = {}
 
@@ -106,7 +105,7 @@ in_place = _taking.in_place
 
 
 def rows_to_sum(op: str, tensor: Tensor) -> tuple[Tensor, int]:
-    """:func:`by_rows`, copied too where the rows do not lie as dense ones of their width do.
+    """:func:`by_rows`, and a copy if the rows are not aligned as dense rows of their width are.
 
     How wide an access may be decides which thread has which columns, and so the order of sums,
     which must depend on the width and the dtype alone.
@@ -136,15 +135,15 @@ def launch_of(
     options: Mapping[str, Any] = MappingProxyType({}),
     **how: Any,
 ) -> _launch.Launch:
-    """The launch of a kernel, made once.
+    """The cached launch of a kernel.
 
     Args:
         kernel: the jitted function.
         device: where it runs.
-        kinds: what decides the types of its arguments, such as the dtypes of its tensors.
-        options, how: of :class:`_launch.Launch`: the threads of a program, and the constants.
+        kinds: whatever decides the types of its arguments, such as its tensors' dtypes.
+        options, how: those of :class:`_launch.Launch`: threads of a program, and constants.
     """
-    # By the plain function: to hash a jitted one takes a lock each time.
+    # Keyed by the plain function, since hashing a jitted one takes a lock each time.
     key = (kernel.fn, device, kinds, *options.items(), *how.items())
     return _LAUNCHES.get(key) or keep(
         _LAUNCHES, key, _launch.Launch(kernel, device, options=options, **how)
@@ -158,7 +157,7 @@ def launch_for(
     tensors: tuple[Tensor | None, ...],
     **constants: Any,
 ) -> _launch.Launch:
-    """:func:`launch_of` by the dtypes of the tensors."""
+    """:func:`launch_of`, keyed by the dtypes of the tensors."""
     dtypes = tuple([None if it is None else it.dtype for it in tensors])
     return launch_of(kernel, device, dtypes, threads=threads, **constants)
 
@@ -172,27 +171,28 @@ def loaded_launch(
     numbers: tuple[float, ...],
     **constants: Any,
 ) -> Callable[[], None]:
-    """What launches so many programs of a kernel, which has been compiled.
+    """A function that launches ``programs`` programs of a kernel, which is already compiled.
 
     Raises:
-        KernelCompileError: it cannot be.
+        KernelCompileError: the kernel cannot be compiled.
     """
     launch = launch_for(kernel, device, threads, tensors, **constants)
     return launch.loaded((programs, 1), tensors, numbers)
 
 
 def check_size(op: str, name: str, size: int) -> None:
-    """Decline what a kernel cannot count."""
+    """Decline sizes that a kernel cannot count."""
     _arguments.check_size(op, name, size, MOST)
 
 
 def check_across(op: str, programs: int) -> None:
-    """Decline more programs than the second axis of a grid has room for."""
+    """Decline more programs than the second axis of a grid can have."""
     _arguments.check_size(op, "programs across", programs, _MOST_ACROSS)
 
 
 def float32_precision(device: torch.device) -> str:
-    """How products of float32 are made: of three of TF32 where there is that, as exact."""
+    """The precision of float32 products: three TF32 products, as exact, where the device has
+    TF32."""
     return "tf32x3" if _launch.limits(device).capability else "ieee"
 
 
@@ -200,12 +200,12 @@ def float32_precision(device: torch.device) -> str:
 
 
 def block_of(columns: int) -> int:
-    """The width of a tile that holds so many columns."""
+    """The width of a tile that holds this many columns."""
     return int(max(16, triton.next_power_of_2(columns)))
 
 
 def is_block(number: int, least: int, most: int) -> bool:
-    """Whether a number is a power of two within these bounds, as sizes of tiles are."""
+    """Whether a number is a power of two within these bounds, as tile sizes are."""
     return least <= number <= most and number & (number - 1) == 0
 
 

@@ -1,20 +1,18 @@
-"""Launching Triton kernels: the one place that knows how Triton is called.
+"""Launching Triton kernels: the only module that knows how Triton is called.
 
-``kernel[grid](...)`` looks at every argument again on each call, which costs more time
-on the host than a small kernel takes on the device. A :class:`Launch` stands for one
-kernel with fixed constants and fixed argument dtypes on one device; its first call has
-Triton compile the kernel, launches it through Triton and keeps it, later ones start that
-directly: where every pointer is aligned, as nearly always, in a function that is generated
-for just that. What may still differ between two calls, and what the compiled code depends
-on, is the 16-byte alignment of each pointer, so that is looked at each time. Integers must
-be declared ``do_not_specialize``: a kernel may assume nothing of them but what its constants
-say.
+``kernel[grid](...)`` inspects every argument again on each call, which costs more host time than a
+small kernel takes on the device. A :class:`Launch` stands for one kernel with fixed constants and
+fixed argument dtypes on one device. Its first call lets Triton compile and launch the kernel and
+keeps the compiled kernel; later calls launch that directly, by a generated function if every
+pointer is aligned, as is nearly always so. Between calls only the 16-byte alignment of each pointer
+may still change what the compiled code depends on, so it is tested each time. Integers must be
+declared ``do_not_specialize``: a kernel may assume nothing about them but what its constants say.
 
-Where the launcher of the installed Triton is not one that was read and understood, in
-the interpreter, and while a profiler has launch hooks set, every call is the ordinary one.
+Every call goes through Triton itself if the launcher of the installed Triton version is not known
+here, in the interpreter, and while a profiler has set launch hooks.
 
-Also here: which device this Triton drives and what that device offers. What a kernel
-needs, its grid and its constants, is left to the kernel's own module.
+Also here: which device this Triton drives and that device's limits. What a kernel needs, its grid
+and its constants belong in the kernel's own module.
 """
 
 from __future__ import annotations
@@ -60,29 +58,29 @@ __all__ = [
 INTERPRETED: bool = not isinstance(tl.sum, triton.runtime.JITFunction)
 """Whether kernels run in Triton's interpreter, on the CPU.
 
-Triton decides that for its own functions when it is imported; set later, the environment
-variable would give kernels that run nowhere.
+Triton decides that for its own functions when it is imported. If the environment variable were set
+later, kernels would run nowhere.
 """
 
 _INTERPRETER: Final = ForkSafeLock()
-"""Held for an interpreted launch, which replaces what every thread sees of Triton's language."""
+"""Held during an interpreted launch, which patches Triton's language for all threads."""
 
 _ALIGNMENT_MASK = 15
 _MOST_REGISTERS = 255  # of one thread
 _PARTITIONS = 4  # of an NVIDIA multiprocessor
 _WARP_SIZE = 32  # of NVIDIA
 _MOST_SHARED = 228 * 1024  # bytes of a program; for more of them Triton asks the driver otherwise
-# In these versions a compiled kernel's machine code is given the parameters that are no constants,
-# and the addresses of two sorts of scratch memory; :func:`_started` has what the driver is told
-# besides. For AMD, compiled code also depends on whether a tensor is larger than 2 GB, which
-# nothing here looks at: ordinary launches there.
+# In these versions a compiled kernel takes the parameters that are no constants, and the addresses
+# of two scratch memories; :func:`_started` sets the other launch attributes. For AMD, compiled code
+# also depends on whether a tensor is larger than 2 GB, which is not tested here: Triton launches
+# there.
 _UNDERSTOOD = ((3, 6), (3, 7), (3, 8))
 _VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _RUNTIME = triton.knobs.runtime
 
 
 class _DirectLaunches:
-    """Whether compiled kernels may be started directly; see :func:`ordinary_launches`."""
+    """Whether compiled kernels may be launched directly; see :func:`ordinary_launches`."""
 
     allowed = (
         not INTERPRETED
@@ -95,7 +93,7 @@ class _DirectLaunches:
 
 @contextlib.contextmanager
 def ordinary_launches() -> Iterator[None]:
-    """Within the block every launch is Triton's ordinary one (to compare the two)."""
+    """Within the block Triton itself does every launch (to compare the two ways)."""
     before, _DirectLaunches.allowed = _DirectLaunches.allowed, False
     try:
         yield
@@ -111,11 +109,11 @@ class Limits(NamedTuple):
     """What a device offers to one kernel.
 
     Attributes:
-        multiprocessors: how many there are.
+        multiprocessors: the number of them.
         shared_bytes: shared memory that one program may use.
         warp_size: threads of a warp.
-        registers: registers of a multiprocessor, where a kernel's use of them can be
-            limited; otherwise 0.
+        registers: registers of a multiprocessor, if a kernel's use of them can be limited;
+            otherwise 0.
         capability: CUDA's compute capability, 90 for 9.0; 0 for other devices.
     """
 
@@ -127,7 +125,7 @@ class Limits(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Programs that a multiprocessor surely runs at once, if they are small enough.
+        """Programs that every multiprocessor can hold at once, if they are small enough.
 
         Source: the table of compute capabilities in NVIDIA's CUDA Programming Guide, by which no
         multiprocessor has fewer than 16 resident blocks.
@@ -137,9 +135,9 @@ class Limits(NamedTuple):
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
-    """The limits of ``device``; in the interpreter two multiprocessors, so that loops turn.
+    """The limits of ``device``; the interpreter has two multiprocessors, so that loops iterate.
 
-    The interpreter knows whatever the newest device does.
+    The interpreter supports whatever the newest device does.
     """
     if INTERPRETED:
         return Limits(2, 1 << 16, 32, 0, 90)
@@ -166,12 +164,12 @@ def _driven_type() -> str | None:
 
 
 def has_ptx() -> bool:
-    """Whether kernels are compiled to PTX, so that its instructions can be written in them."""
+    """Whether kernels are compiled to PTX, so that they may contain inline PTX."""
     return not INTERPRETED and torch.version.hip is None and torch.version.cuda is not None
 
 
 def has_gluon() -> bool:
-    """Whether this is a Triton whose Gluon, which may change with each version, is known."""
+    """Whether this Triton's Gluon, which may change with each version, is one known here."""
     return has_ptx() and _VERSION in _UNDERSTOOD
 
 
@@ -188,7 +186,7 @@ def unsupported_device(device: torch.device) -> str | None:
 
 
 class _NoCalls:
-    """Stands for a chain of hooks in a Triton that has none, where nothing is started directly."""
+    """Stands for a chain of hooks in a Triton without any, where no kernel is launched directly."""
 
     calls = ()
 
@@ -197,7 +195,7 @@ _ENTER, _LEAVE = _RUNTIME.launch_enter_hook or _NoCalls, _RUNTIME.launch_exit_ho
 
 
 def _hooked() -> bool:
-    """Whether somebody wants to see each launch: has added a hook, or put one in place."""
+    """Whether a launch hook is set: added to Triton's chain, or put in place of it."""
     return bool(
         _ENTER.calls
         or _LEAVE.calls
@@ -207,14 +205,14 @@ def _hooked() -> bool:
 
 
 class _Started(NamedTuple):
-    """How to start a compiled kernel with the least work on the host.
+    """A compiled kernel that can be launched directly.
 
     Attributes:
-        function: what the driver starts.
-        kinds: of each of the kernel's parameters a ``struct`` format character, or a tuple of
-            such; None for what is part of the machine code.
-        scratch: bytes of scratch memory that each program needs; tensor descriptors that
-            a kernel makes are in it.
+        function: the function for the driver to launch.
+        kinds: for each of the kernel's parameters a ``struct`` format character, or a tuple of
+            such; None for a constant of the machine code.
+        scratch: bytes of scratch memory that each program needs; tensor descriptors made in the
+            kernel live there.
     """
 
     function: Function
@@ -222,13 +220,13 @@ class _Started(NamedTuple):
     scratch: int
 
     def __call__(self, grid: tuple[int, int], memory: Tensor | None, own: tuple[Any, ...]) -> None:
-        """Start it, with scratch memory if it needs any."""
+        """Launch it, with scratch memory if it needs any."""
         if all(grid):
             scratch = 0 if memory is None else memory.data_ptr()
             self.function.start(*grid, *_given(self.kinds, own), scratch, 0)
 
 
-# What a parameter of a Triton type is for ``struct``.
+# The ``struct`` format character of each Triton type.
 _KINDS: Final = dict(
     zip(
         ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64", "fp32", "fp64"),
@@ -239,7 +237,7 @@ _KINDS: Final = dict(
 
 
 def _kind(type_name: Any) -> Any:
-    """The kind of a parameter, as in :class:`_Started`; KeyError for one that is not known."""
+    """The kind of a parameter, as in :class:`_Started`; KeyError for an unknown type."""
     if isinstance(type_name, tuple):
         return tuple(map(_kind, type_name))
     if type_name == "constexpr":
@@ -248,7 +246,7 @@ def _kind(type_name: Any) -> Any:
 
 
 def _given(kinds: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
-    """Of a call's arguments what the machine code is given, one after the other."""
+    """The arguments of a call that the machine code takes, as a flat list."""
     given: list[Any] = []
     for kind, value in zip(kinds, values, strict=False):
         if isinstance(kind, tuple):
@@ -259,8 +257,9 @@ def _given(kinds: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
 
 
 def _started(compiled: Any, device: int) -> _Started | None:
-    """How to start it on a device, or None: that is not NVIDIA's, Triton does more for that than is
-    known here, as to instrument it, or its parameters are of other types.
+    """How to launch a compiled kernel directly; None if that is impossible: the device is not
+    NVIDIA's, Triton does more for a launch than is known here (to instrument it, say), or a
+    parameter has an unknown type.
     """
     run, target = compiled.run, compiled.metadata.target
     watched = getattr(run, "profile_scratch_size", 1) or getattr(run, "gsan_enabled", False)
@@ -297,7 +296,7 @@ not {direct}.allowed
         or {leave}.calls
         or {runtime}.launch_enter_hook is not {enter}
         or {runtime}.launch_exit_hook is not {leave}"""
-"""Whether somebody wants to see launches, so that each must go Triton's own way."""
+"""Whether a hook wants to see launches, or direct ones are not allowed: Triton must launch."""
 
 _QUICK = """\
 def quick(grid, tensors, numbers):
@@ -322,12 +321,12 @@ def quick(grid, tensors, numbers):
 def _quick(
     ready: _Started, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], index: int
 ) -> Callable[..., bool] | None:
-    """A function that starts a kernel whose pointers are aligned; False if it must not.
+    """A function that launches a kernel if its pointers are aligned, else returns False.
 
     Args:
-        ready: how the kernel is started.
-        tensors, numbers: of a call; None where every call has None.
-        index: of the device.
+        ready: the compiled kernel.
+        tensors, numbers: the arguments of a call; where it has None, every call has None.
+        index: the device's index.
     """
     if ready.scratch:
         return None
@@ -353,7 +352,7 @@ def _quick(
 
 
 def _places(numbers: tuple[Any, ...], within: str = "numbers") -> list[Any]:
-    """Of each number where it is, as Python; of a tuple of numbers as many."""
+    """Python expressions for the numbers; for a tuple of numbers a list of them."""
     places = [f"{within}[{place}]" for place in range(len(numbers))]
     return [
         _places(number, place) if isinstance(number, tuple) else place
@@ -376,7 +375,7 @@ def _scratch_memory(device: torch.device) -> Iterator[None]:
 
 
 def _may_be_address(number: Any) -> bool:
-    """Whether a kernel's number might be an address, as it is or as ``_numbers`` writes it."""
+    """Whether a number may be an address, as it is or as ``_numbers`` encodes it."""
     if isinstance(number, tuple):
         return any(map(_may_be_address, number))
     if isinstance(number, float):
@@ -388,7 +387,7 @@ def _pointers(tensors: tuple[Tensor | None, ...]) -> list[int]:
     """The tensors' addresses; 0 for None.
 
     Raises:
-        NotSupportedError: a tensor has none.
+        NotSupportedError: a tensor has no address.
     """
     try:
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -397,7 +396,7 @@ def _pointers(tensors: tuple[Tensor | None, ...]) -> list[int]:
 
 
 def _alignment(pointers: Sequence[int]) -> object:
-    """Which pointers are aligned; 0 if each is."""
+    """For each pointer whether it is aligned; 0 if all are."""
     bits = 0
     for pointer in pointers:
         bits |= pointer
@@ -405,7 +404,7 @@ def _alignment(pointers: Sequence[int]) -> object:
 
 
 _SCRATCH: Final = _repeats.Address(1)
-"""Stands for the scratch memory of a launch that is repeated, whose address is not 0."""
+"""Stands for the scratch memory of a repeated launch; any address but 0."""
 
 
 def _statements(
@@ -416,7 +415,7 @@ def _statements(
     numbers: tuple[Any, ...],
     device: torch.device,
 ) -> list[str]:
-    """What starts a kernel again, as lines of Python; see ``_repeats.note``."""
+    """Lines of Python that launch a kernel again; see ``_repeats.note``."""
     watched = _WATCHED.format_map({it: name(value) for it, value in _WATCHING.items()})
     before, behind = [f"if ({watched}):", "    return _MISS"], []
     if not all(grid):
@@ -436,10 +435,10 @@ def _statements(
 
 
 class KernelCompileError(NotStartedError):
-    """Triton cannot compile a kernel, or the device not load it.
+    """Triton cannot compile a kernel, or the device cannot load it.
 
-    Whoever writes an argument by more than one kernel has loaded each (:meth:`Launch.load`)
-    before the first of those launches.
+    An operator that writes one of its arguments by several kernels must load all of them
+    (:meth:`Launch.load`) before the first of those launches.
     """
 
     def __init__(self, kernel: Any, device: torch.device, error: Exception) -> None:
@@ -448,10 +447,10 @@ class KernelCompileError(NotStartedError):
 
 
 def _register_share(offered: Limits, warps: int) -> int:
-    """Registers of a thread with which a multiprocessor holds so many warps.
+    """Registers per thread with which a multiprocessor can hold this many warps.
 
-    They lie on its partitions, each with its own share of the registers: where one has a warp more
-    than another, its threads have fewer.
+    Registers are divided among the multiprocessor's partitions. Where warps do not divide evenly,
+    the threads of the fullest partition have the fewest.
     """
     most = -(-warps // _PARTITIONS)
     return offered.registers // _PARTITIONS // (most * offered.warp_size)
@@ -461,16 +460,16 @@ class Launch:
     """One kernel with its constants and the dtypes of its arguments, on one device.
 
     The kernel's parameters are, in this order, pointers, numbers and constants. The
-    caller promises that a given pointer always has one dtype (or is always None).
+    caller promises that each pointer always has one dtype (or is always None).
 
     Args:
         kernel: the jitted function.
         device: where it runs.
-        threads: of one program, which has at least a warp; None for a device that has no threads
-            to speak of.
+        threads: threads of a program, at least a warp; None for a device without a notion of
+            threads.
         resident: programs that one multiprocessor must be able to hold at once, if the
-            kernel counts on that.
-        options: for the compiler, beside those that follow from the above.
+            kernel relies on that.
+        options: compiler options, besides those that follow from the above.
         constants: its constexpr parameters.
     """
 
@@ -507,7 +506,7 @@ class Launch:
                 share = _register_share(offered, warps * resident)
                 self._options["maxnreg"] = min(_MOST_REGISTERS, share - share % 8)
         self._constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-        # alignment of the pointers (0: each is aligned) -> what starts the compiled kernel
+        # alignment of the pointers (0: all are aligned) -> the compiled kernel
         self._ready: dict[object, _Started] = {}
         self._loaded: set[object] = set()  # alignments that have been compiled for
         self._quick: Callable[..., bool] | None = None
@@ -518,9 +517,9 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> None:
-        """Start the kernel on the current stream of its device."""
+        """Launch the kernel on the current stream of its device."""
         if _repeats.active is not None and _repeats.note(self, grid, tensors, numbers):
-            # What Triton and the interpreter do with torch is not the operator's doing.
+            # What Triton and the interpreter do with torch is not part of the recorded operator.
             with _disable_current_modes():
                 return self._start(grid, tensors, numbers)
         quick = self._quick
@@ -530,14 +529,14 @@ class Launch:
 
     @property
     def loaded_before(self) -> bool:
-        """Whether it has been compiled, for pointers of some alignment."""
+        """Whether the kernel has been compiled, for any alignment of pointers."""
         return bool(self._loaded)
 
     def load(self, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
-        """Compile the kernel for a launch with these, unless it has been; launch nothing.
+        """Compile the kernel for a launch with these arguments, unless done before; launch nothing.
 
         Raises:
-            KernelCompileError: that cannot be done.
+            KernelCompileError: it cannot be compiled or loaded.
             NotSupportedError: a tensor has no address.
         """
         alignment = _alignment(_pointers(tensors))
@@ -551,7 +550,7 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> Callable[[], None]:
-        """The call with these, whose kernel has been compiled; raises what :meth:`load` does."""
+        """This launch as a function without arguments; raises what :meth:`load` does."""
         self.load(tensors, numbers)
         return functools.partial(self, grid, tensors, numbers)
 
@@ -562,10 +561,10 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> list[str]:
-        """What starts the kernel again, on the current device, as lines of Python.
+        """Lines of Python that launch the kernel again, on the current device.
 
-        The device must be this one's, and the addresses aligned as now. For ``name`` see
-        ``_repeats.note``.
+        That must be this launch's device, and the addresses must be aligned as now. For ``name``
+        see ``_repeats.note``.
         """
         pointers = [*map(_repeats.Address, _pointers(tensors))]
         return self._repeated(name, grid, pointers, numbers)
@@ -590,7 +589,7 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> None:
-        """Start the kernel, whatever its pointers' alignment is."""
+        """Launch the kernel, whatever the alignment of its pointers."""
         pointers = _pointers(tensors)
         alignment = _alignment(pointers)
         ready = self._ready.get(alignment)
@@ -601,8 +600,8 @@ class Launch:
             with torch.cuda.device(self._index) if elsewhere else contextlib.nullcontext():
                 memory = None
                 if ready.scratch:
-                    # It may be freed before the kernel has run: what takes it then is queued
-                    # behind it.
+                    # May be freed before the kernel has run: whatever reuses this memory is queued
+                    # behind the kernel.
                     size = (grid[0] * grid[1] * ready.scratch,)
                     memory = torch.empty(size, dtype=torch.uint8, device=self._device)
                 ready(grid, memory, (*pointers, *numbers))
@@ -631,12 +630,12 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> Any:
-        """What Triton gives for a launch."""
+        """Launch by Triton; returns its result."""
         options = {**self._constants, **self._options}
         if INTERPRETED:
             import numpy  # which only the interpreter needs, and nothing here requires
 
-            # No device warns of infinities and NaN, as NumPy would.
+            # NumPy would warn of infinities and NaN, which no device does.
             quiet = numpy.errstate(all="ignore")
             with _INTERPRETER, _bfloat16_in_float32(tensors) as stand_ins, quiet:
                 return self._kernel[grid](*stand_ins, *numbers, **options)
@@ -646,7 +645,7 @@ class Launch:
     def _load(
         self, alignment: object, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
     ) -> None:
-        """Have Triton do, on the current device, all that may fail before a launch."""
+        """Let Triton do, on the current device, everything that may fail before a launch."""
         if not INTERPRETED:
             options = {**self._constants, **self._options}
             try:
@@ -707,9 +706,9 @@ class TellingLaunch(Launch):
 
 @contextlib.contextmanager
 def _bfloat16_in_float32(tensors: tuple[Tensor | None, ...]) -> Iterator[list[Tensor | None]]:
-    """The tensors with float32 memory for bfloat16, written back rounded to nearest even.
+    """The tensors with float32 memory for bfloat16; results are rounded back to nearest even.
 
-    The interpreter cuts bfloat16 off instead of rounding, as no device does.
+    The interpreter truncates to bfloat16 instead of rounding, as no device does.
     """
     stand_ins: list[Tensor | None] = list(tensors)
     pairs = []
@@ -720,7 +719,8 @@ def _bfloat16_in_float32(tensors: tuple[Tensor | None, ...]) -> Iterator[list[Te
             pairs.append((memory, wide, wide.clone()))
     yield stand_ins
     for memory, wide, before in pairs:
-        # What no kernel wrote keeps its bits: a NaN there and back is another NaN.
+        # Elements that no kernel wrote keep their bits: converting a NaN to float32 and back
+        # changes it.
         written = wide.view(torch.int32) != before.view(torch.int32)
         if written.any():
             memory.copy_(torch.where(written, wide.bfloat16(), memory))

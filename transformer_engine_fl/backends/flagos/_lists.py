@@ -28,7 +28,7 @@ __all__ = [
 
 LISTING = Listing(plain, numbers_on_device)
 LAYOUTS = LISTING.layouts
-"""What was found out about lists."""
+"""The cached layouts of lists."""
 
 
 def tiles_choice(
@@ -36,12 +36,12 @@ def tiles_choice(
 ) -> Choice[Tiles]:
     """The choice of how an operator cuts its lists.
 
-    Its key: all the elements of the first list, and the bytes of the widest of them.
+    Its key: the total elements of the first list, and the item size of its widest tensor.
 
     Args:
-        name: of the choice.
+        name: the choice's name.
         usual: the value where nothing was measured.
-        threads, tiles, chunks: those of the candidates.
+        threads, tiles, chunks: the candidates' values.
     """
 
     def candidates(elements: int, itemsize: int) -> Iterator[Tiles]:

@@ -1,9 +1,9 @@
-"""Integers of the host in a device's memory, without a copy that the host waits for.
+"""Writing host integers into device memory, without a copy that the host waits for.
 
-They travel as a kernel's arguments, so they are those of the call wherever a CUDA graph
-replays it, and there is no memory of the host that must outlive it. Many numbers take the host
-long so; where no graph is captured they are copied from page-locked memory, which torch lends
-to nobody else before the copy is done.
+The integers travel as a kernel's arguments. So a CUDA graph replays those of the captured call, and
+no host memory must outlive the launch. Many integers cost much host time this way; if no graph is
+captured they are copied from page-locked memory, which torch does not reuse before the copy is
+done.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 __all__ = ["numbers_on_device"]
 
-_COUNTS = (32, 256)  # of one launch; at most 4 KB of arguments are allowed everywhere
-# Triton would compile anew for 1, for multiples of 16 and for what fits in 32 bits: with
-# this none of them does.
+_COUNTS = (32, 256)  # per launch; every device allows 4 KB of arguments
+# Triton would compile a variant for 1, for multiples of 16 and for what fits in 32 bits: encoded
+# with this, no number is any of these.
 _ODD = tl.constexpr((1 << 60) + 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_numbers(out_ptr: tl.tensor, numbers: tl.tuple, COUNT: tl.constexpr) -> None:
-    """Each number: twice its distance from _ODD was passed."""
+    """Each number was passed as _ODD plus twice the number."""
     for place in tl.static_range(COUNT):
         tl.store(out_ptr + place, (numbers[place] - _ODD) >> 1)
 
 
 def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """A new int64 tensor of at least that length, the numbers and then perhaps zeros.
+    """A new int64 tensor of at least that length: the numbers, then perhaps zeros.
 
     Args:
         numbers: each between ``-2**58`` and ``2**58``.
@@ -66,7 +66,7 @@ def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _can_be_copied(device: torch.device) -> bool:
-    """Whether a copy from page-locked memory does, and nobody watches what is launched."""
+    """Whether a copy from page-locked memory may be used: it must not be captured or recorded."""
     return (
         device.type == "cuda"
         and not _launch.INTERPRETED

@@ -1,13 +1,13 @@
-"""Tuning as data: what kernels can choose, what was measured, and rules for what was not.
+"""Tuning as data: what kernels can choose, what was measured, and rules for the rest.
 
-A family declares each of its choices (``choice.py``) and asks it when it plans a launch. The
-answer comes from YAML files (``lookup.py``, ``files.py``), which ``te-fl tune`` writes, or from
-a heuristic. ``calls/`` says which calls are measured for a choice. A folder beside these is a
-vendor's: its files, and in its ``__init__.py`` its registration, which is what a package of
-that vendor's own would do.
+A family declares each of its choices (``choice.py``) and queries it when it plans a launch. The
+answer comes from YAML files (``lookup.py``, ``files.py``), which ``te-fl tune`` writes, or from a
+heuristic. ``calls/`` lists the calls that are measured for a choice. Each folder here belongs to a
+vendor: it holds the vendor's files and, in its ``__init__.py``, the same registration that a
+vendor's own package would do.
 
-Measuring is the command's, kernels are the families'. Nothing here loads torch or Triton, and
-pydantic and YAML load when there is a file to read.
+Measuring is done by the command; kernels are defined by the families. Nothing here loads torch or
+Triton, and pydantic and YAML load only when there is a file to read.
 """
 
 from __future__ import annotations

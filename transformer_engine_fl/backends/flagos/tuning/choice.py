@@ -1,6 +1,6 @@
-"""Choice: what a kernel family can choose for a launch, and the best value that is known.
+"""Choice: a tunable decision of a kernel family, and the best value known for it.
 
-Where values come from is ``lookup.py``; how they are measured is ``te-fl tune``.
+``lookup.py`` finds values; ``te-fl tune`` measures them.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _MOST_ANSWERS = 1024
 
 
 class _Plans(Protocol):
-    """A family's memory of what it has planned."""
+    """A family's cache of plans."""
 
     def clear(self) -> None: ...
 
 
 class Choice(Generic[T]):
-    """What can be chosen for a kernel: small values, one of which is best for each key.
+    """A tunable decision for a kernel: a small set of values, one of which is best for each key.
 
-    Asked as ``choice(device, *key)`` when a launch is planned. The key must not tell rows
-    of a call apart from its other rows where an operator claims ``batch_invariant``.
+    Called as ``choice(device, *key)`` when a launch is planned. Where an operator claims
+    ``batch_invariant``, rows of one call must not differ in their key.
 
     Args:
-        name: what it is called in files: the operator, or the kernel, that it is for.
+        name: its name in files: that of the operator or kernel it is for.
         value: the type of the values, a NamedTuple of numbers.
         key: names of the numbers that a value is measured for.
-        rounded: those of them that are rounded up to a power of two; or, by name, to one of so
-            many equal steps between a power of two and the next.
+        rounded: the key's names that are rounded up to a power of two; or a mapping from name to
+            the number of equal steps between a power of two and the next.
         candidates: ``candidates(*key)``, the values to be measured.
         heuristic: ``heuristic(device, *key)``, the value where nothing was measured.
-        wrong: what is wrong with a value from a file or a vendor, or None. Such a value may
-            be no candidate, but a kernel must be able to run with it.
-        plans: what was planned with its answers, cleared when these change.
+        wrong: what is wrong with a value from a file or a vendor, or None. A right value need
+            not be a candidate, but a kernel must be able to run with it.
+        plans: plans made with its answers, cleared when these change.
 
     Raises:
-        RegistrationError: there is another one of that name.
+        RegistrationError: another choice has that name.
     """
 
     def __init__(
@@ -104,22 +104,22 @@ class Choice(Generic[T]):
         return answer
 
     def round(self, key: Key) -> Key:
-        """The key, rounded up where it is."""
+        """The key, with its rounded fields rounded up."""
         pairs = zip(self.key, key, strict=True)
         return tuple([self.rounded(name, number) for name, number in pairs])
 
     def rounded(self, name: str, number: int) -> int:
-        """A number of the key of that name, rounded up if those are."""
+        """A number of the key's field ``name``, rounded up if that field is."""
         steps = self._steps.get(name)
         return number if steps is None else rounded_up(number, steps)
 
     def unmeasured(self, device: torch.device, key: Key) -> T:
-        """The value by rule: the vendor's, or the family's own."""
+        """The value by rule: the vendor's heuristic, or the family's own."""
         found = lookup.by_rule(self, device, key)
         return self.heuristic(device, *key) if found is None else found
 
     def forget(self) -> None:
-        """Forget every answer, and what was planned with them."""
+        """Forget every answer, and the plans made with them."""
         self._answers.clear()
         for plans in self._plans:
             plans.clear()
@@ -129,9 +129,9 @@ class Choice(Generic[T]):
 
     @contextlib.contextmanager
     def trial(self, value: T | None = None) -> Iterator[set[Key]]:
-        """Within the block the answer is ``value``, or by rule if there is none.
+        """Within the block the answer is ``value``, or the one by rule if ``value`` is None.
 
-        For measuring, while nothing else runs. Gives the keys that were asked for.
+        For measuring, while nothing else runs. Yields the set of keys that are asked for.
         """
         self.forget()
         self._trial = trial = _Trial(self, value)
@@ -156,14 +156,14 @@ class _Trial(Generic[T]):
 
 
 def rounded_up(number: int, steps: int) -> int:
-    """The least that is not below, of powers of two and ``steps - 1`` numbers between each two."""
+    """Round up to a power of two, or one of ``steps - 1`` equal steps between two of them."""
     power = 1 << max(number - 1, 0).bit_length()
     step = max(1, power // (2 * steps))
     return max(1, -(-number // step) * step)
 
 
 def forget() -> None:
-    """Forget what was read and chosen: files and environment count anew at the next plan."""
+    """Forget files and choices: both, and the environment, are read again at the next plan."""
     lookup.forget()
     for choice in CHOICES.values():
         choice.forget()

@@ -1,6 +1,6 @@
 """A tuning file: its model, and how it is read, merged and written.
 
-Apart from ``lookup.py`` because pydantic and YAML load with it.
+Separate from ``lookup.py`` because importing it loads pydantic and YAML.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Entry(_Strict):
     """The value for one key.
 
     Attributes:
-        key: of the choice, by field.
-        value: its fields.
-        ms: the time of the call with it.
-        heuristic_ms: the time of the call with the value that the heuristic has.
-        call: what was measured.
+        key: the choice's key, by field.
+        value: the value's fields.
+        ms: the time of the call with this value.
+        heuristic_ms: the time of the call with the heuristic's value.
+        call: the call that was measured.
         measured_on: the device and the versions.
     """
 
@@ -88,9 +88,9 @@ class TuningFile(_Strict):
     """A whole file.
 
     Attributes:
-        format: of the file.
-        device: the name of the only device that it is for.
-        choices: by name, what was measured.
+        format: the version of the file format.
+        device: the name of the only device that it is for; None if it is for all.
+        choices: measured entries, by the choice's name.
     """
 
     format: Literal[1] = 1
@@ -102,14 +102,14 @@ class TuningFile(_Strict):
 
 
 class _Loader(yaml.SafeLoader):
-    """Names line and key of what PyYAML cannot convert, and refuses a key that is there twice."""
+    """Reports line and key of what PyYAML cannot convert, and refuses a duplicate key."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._keys: dict[yaml.Node, str] = {}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here rather than in construct_mapping: a merged key (<<) may be said again.
+        # Here rather than in construct_mapping, because a merged key (<<) may be given again.
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -137,8 +137,8 @@ def read(path: Path) -> TuningFile:
     """Read a file.
 
     Raises:
-        ConfigurationError: it cannot be read, is no YAML, or has an unknown key, one twice, or
-            a value of the wrong type; names the file and the line.
+        ConfigurationError: the file cannot be read, is no YAML, or has an unknown key, a duplicate
+            key or a value of the wrong type; names the file and the line.
     """
     text = _text(path)
     try:
@@ -162,7 +162,7 @@ def _text(path: Path) -> str:
 
 
 def load_families() -> None:
-    """Import every family of the set, so that each choice is there.
+    """Import every family of the set, so that all choices are registered.
 
     Raises:
         ImportError: Triton is not installed.
@@ -173,7 +173,7 @@ def load_families() -> None:
 
 
 def unknown_names(content: TuningFile, path: Path) -> Iterator[ConfigurationError]:
-    """What is wrong with each name that no choice of the loaded families has."""
+    """An error for each name that is no choice of the loaded families."""
     for name in content.choices:
         if name not in CHOICES:
             message = f"unknown choice{suggestion(name, CHOICES)}"
@@ -181,10 +181,10 @@ def unknown_names(content: TuningFile, path: Path) -> Iterator[ConfigurationErro
 
 
 def check_names(content: TuningFile, path: Path) -> None:
-    """Load the families if that tells whether there is a choice of each name.
+    """Check that each name is a choice's; loads the families if that is needed to tell.
 
     Raises:
-        ConfigurationError: there is none; names the file and the line.
+        ConfigurationError: a name is no choice's; names the file and the line.
     """
     if not CHOICES.keys() >= content.choices.keys():
         try:
@@ -196,10 +196,10 @@ def check_names(content: TuningFile, path: Path) -> None:
 
 
 def values(content: TuningFile, choice: Choice[T], path: Path) -> dict[Key, T]:
-    """What a file says of a choice, by key.
+    """A file's values for a choice, by key.
 
     Raises:
-        ConfigurationError: a key or a value is none of that choice's; names file and line.
+        ConfigurationError: a key or a value does not fit the choice; names file and line.
     """
     found: dict[Key, T] = {}
     for place, entry in enumerate(content.choices.get(choice.name, ())):
@@ -233,10 +233,10 @@ def _key(choice: Choice[Any], entry: Entry, path: Path, where: Location) -> Key:
 
 
 def made(choice: Choice[T], fields: Mapping[str, Any]) -> T:
-    """The value of a choice with these fields.
+    """The choice's value with these fields.
 
     Raises:
-        ValueError: they are not its fields, or a kernel cannot run with them.
+        ValueError: the fields do not fit, or a kernel cannot run with them.
     """
     if not isinstance(fields, Mapping):
         raise ValueError(f"{fields!r} is no mapping of fields")
@@ -253,9 +253,9 @@ def made(choice: Choice[T], fields: Mapping[str, Any]) -> T:
 def _wrong(
     path: Path, error: ValidationError, within: Location, kind: type[Any] | None = None
 ) -> ConfigurationError:
-    """The first thing that a model finds wrong, in the words of this project."""
+    """The first error that pydantic reports, in the wording of this project."""
     found = error.errors()
-    # What is missing may be there under another name, which says more.
+    # An unknown key comes first: a missing one may be there under that misspelt name.
     first = next((it for it in found if it["type"] in _UNKNOWN), found[0])
     where = (*within, *first["loc"])
     model = Entry if "choices" in where else TuningFile
@@ -274,14 +274,14 @@ def _wrong(
 
 
 def problem(path: Path, where: Location, message: str) -> ConfigurationError:
-    """What is wrong at a place in a file, which is named with its line."""
+    """An error at a place in a file, with its line."""
     line = _line(path, where)
     place = f"{path}:{line}" if line else str(path)
     return ConfigurationError(f"{place}: {'.'.join(map(str, where)) or 'the file'}: {message}")
 
 
 def _line(path: Path, where: Location) -> int | None:
-    """The line of the innermost part of ``where`` that is there."""
+    """The line of the innermost part of ``where`` that exists."""
     try:
         node = yaml.compose(_text(path), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError, ConfigurationError):
@@ -308,7 +308,7 @@ def _line(path: Path, where: Location) -> int | None:
 
 
 def merged(old: TuningFile, new: TuningFile) -> TuningFile:
-    """Both; where they have the same key of a choice, the new one's entry."""
+    """Both; the new file's entry replaces the old one's for the same key of a choice."""
     choices = dict(old.choices)
     for name, entries in new.choices.items():
         replaced = [entry.key for entry in entries]
@@ -318,10 +318,10 @@ def merged(old: TuningFile, new: TuningFile) -> TuningFile:
 
 
 def present(path: Path, device: str | None) -> TuningFile:
-    """What there is to merge into.
+    """The existing content to merge into.
 
     Raises:
-        ConfigurationError: it is broken, no regular file or for another device, or for every one.
+        ConfigurationError: it is broken, no regular file, for another device, or for every device.
     """
     if path.exists() and not path.is_file():  # which a new file would replace
         raise ConfigurationError(f"{path}: is no regular file")
@@ -336,13 +336,13 @@ def present(path: Path, device: str | None) -> TuningFile:
 
 
 def write(path: Path, content: TuningFile) -> None:
-    """Merge into a file, which is replaced in one step; of several writers each waits its turn.
+    """Merge into a file, which is replaced in one step; concurrent writers wait for each other.
 
-    A link stays one, and the file keeps its mode.
+    A symbolic link stays one, and the file keeps its mode.
 
     Raises:
-        ConfigurationError: what is there is broken or for another device, or nothing can be
-            written there.
+        ConfigurationError: the existing file is broken or for another device, or the path cannot
+            be written.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -358,7 +358,8 @@ def write(path: Path, content: TuningFile) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keeps other writers of a file out; a lock on itself would go when it is replaced."""
+    """Lock out other writers, by a lock file: a lock on the file itself is lost when it is
+    replaced."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):  # no locks here, or another user's file
             import fcntl

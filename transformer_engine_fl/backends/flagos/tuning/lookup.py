@@ -1,11 +1,11 @@
-"""Where a value comes from: files by device, then vendor, then for all, and vendors' rules.
+"""Where a value comes from: files for a device, for its vendor, for all, and vendors' rules.
 
-At each of the three levels the file of ``TE_FL_TUNING_PATH`` goes first, then the user's own,
-then those of vendors' packages, then those in this folder. A vendor's heuristics come behind
-its files, before what is said for every device. A file that is broken counts as absent, with
-one warning; the one that the user named is an error.
+At each of the three levels the file of ``TE_FL_TUNING_PATH`` comes first, then the user's own, then
+those of vendors' packages, then those in this folder. A vendor's heuristics are consulted after its
+files, before the files for all devices. A broken file counts as absent, with one warning; if the
+user named it, it is an error.
 
-What a file may say is in ``files.py``, which loads when there is one.
+The contents of a file are defined in ``files.py``, which is imported only if a file exists.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Source(NamedTuple):
 
     Attributes:
         path: the file; it need not exist.
-        named: the user named it, so what is wrong in it is an error.
+        named: whether the user named it, so that a mistake in it is an error.
     """
 
     path: Path
@@ -78,10 +78,11 @@ class Vendor:
 
     Attributes:
         name: in lower case.
-        devices: patterns of the names of its devices.
-        folders: of files, the first one first.
+        devices: patterns of its devices' names.
+        folders: folders of tuning files, in order of precedence.
         heuristics: by the name of the choice.
-        is_here: whether its device is this machine's, where makers share a name; asked once.
+        is_here: whether this machine's device is the vendor's, where several makers' devices
+            share a name; called once.
     """
 
     name: str
@@ -109,25 +110,25 @@ def register_tuning(
 ) -> None:
     """Register a vendor's tuning, with or without kernels of its own.
 
-    Meant for a plugin's ``register``; to call it again with the same changes nothing.
+    Meant for a plugin's ``register``; calling it again with the same arguments changes nothing.
 
     Args:
         vendor: the vendor's name; compared without case.
-        devices: names of its devices: an architecture (``"sm_90"``, ``"gfx942"``), or where
-            a device has no such name its torch device type; ``*`` stands for anything. What
-            was registered last wins where several vendors match. Those of earlier calls for
-            the vendor stay; the first must have some.
-        folder: of YAML files, named after those devices (``sm_90.yaml``), and
-            ``default.yaml`` for what they do not say.
+        devices: names of its devices: an architecture (``"sm_90"``, ``"gfx942"``), or the torch
+            device type if a device has no such name; ``*`` stands for anything. If several
+            vendors match, the one registered last wins. Devices of earlier calls for the vendor
+            stay; the first call must name some.
+        folder: a folder of YAML files named after those devices (``sm_90.yaml``), and
+            ``default.yaml`` for what they leave open.
         heuristics: by the name of a choice, ``heuristic(device, **key)`` for what was not
             measured: ``device`` is the name as above, the key that of the choice. It
             returns the value's fields by name, or None to leave it to the general rule.
-        is_here: for names that devices of several makers have: whether this machine's is
-            the vendor's. Asked once, when such a device is first looked up.
+        is_here: for names shared by devices of several makers: whether this machine's device is
+            the vendor's. Called once, when such a device is first looked up.
 
     Raises:
-        RegistrationError: a name or a folder is not one, another heuristic is there, or the
-            vendor has no devices, for which nothing of this would ever be looked up.
+        RegistrationError: a name or a folder is invalid, the choice has another heuristic
+            already, or the vendor has no devices, so that the registration would have no effect.
     """
     name, where = vendor.lower(), f"register_tuning({vendor!r})"
     if not re.fullmatch(NAME, name):
@@ -163,7 +164,7 @@ def register_tuning(
 
 
 def _origin(heuristic: Heuristic) -> str:
-    """Tells functions apart, but not a module's from the same one's that was loaded again."""
+    """A name that differs between functions, but stays the same when a module is loaded again."""
     module = getattr(heuristic, "__module__", None)
     return f"{module}.{getattr(heuristic, '__qualname__', repr(heuristic))}"
 
@@ -172,13 +173,13 @@ def _origin(heuristic: Heuristic) -> str:
 
 
 def name_of(device: torch.device) -> str:
-    """What files call a device: its architecture, or its type where it has none."""
+    """The device's name in files: its architecture, or its type if it has none."""
     arch: str | None = load_attribute(_FACTS)(device, None).arch
     return arch or device.type
 
 
 def vendor_of(name: str) -> Vendor | None:
-    """Whose device that is."""
+    """The vendor of the device of that name; None if none is registered for it."""
     for vendor in reversed(VENDORS.values()):
         if any(fnmatchcase(name, pattern) for pattern in vendor.devices) and _is_here(vendor):
             return vendor
@@ -190,7 +191,7 @@ def _is_here(vendor: Vendor) -> bool:
         return True
     try:
         answer = vendor.is_here()
-    except BaseException as error:  # a vendor's code; the device is not its
+    except BaseException as error:  # from the vendor's code: the device is not the vendor's
         if of_the_caller(error):
             raise
         answer = False
@@ -208,7 +209,7 @@ def user_folder() -> Path:
     """Where ``te-fl tune`` keeps what it measures; it need not exist.
 
     Raises:
-        ConfigurationError: nobody knows where the user's home is.
+        ConfigurationError: the user's home is unknown.
     """
     try:
         root = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
@@ -222,10 +223,10 @@ def user_folder() -> Path:
 
 
 def value(choice: Choice[T], device: torch.device, key: Key) -> T | None:
-    """What was measured for a key, or is a vendor's rule for it; None where neither is.
+    """The value measured for a key, or the vendor's rule for it; None if there is neither.
 
     Raises:
-        ConfigurationError: in what TE_FL_TUNING_PATH names.
+        ConfigurationError: the file that TE_FL_TUNING_PATH names is broken or missing.
     """
     name = name_of(device)
     vendor = vendor_of(name)
@@ -239,17 +240,17 @@ def value(choice: Choice[T], device: torch.device, key: Key) -> T | None:
 
 
 def by_rule(choice: Choice[T], device: torch.device, key: Key) -> T | None:
-    """The vendor's rule for a key; None where it has none."""
+    """The vendor's rule for a key; None if it has none."""
     name = name_of(device)
     vendor = vendor_of(name)
     return None if vendor is None else _by_rule_of(vendor, choice, name, key)
 
 
 def stated_path() -> Path | None:
-    """The file or folder that TE_FL_TUNING_PATH names; None if it names none.
+    """The file or folder that TE_FL_TUNING_PATH names; None if the variable is not set.
 
     Raises:
-        ConfigurationError: there is no such thing.
+        ConfigurationError: it names nothing that exists.
     """
     text = get_environment().tuning_path
     if text is None:
@@ -264,11 +265,11 @@ def stated_path() -> Path | None:
 
 
 def shared_folders() -> Iterator[tuple[Path, bool]]:
-    """The folders with one for each vendor, but this one; and whether the user named it."""
+    """The folders, except this one, with a folder per vendor; and whether the user named each."""
     named = stated_path()
     if named is not None and named.is_dir():
         yield named, True
-    with contextlib.suppress(ConfigurationError):  # it need not be there, nor a home
+    with contextlib.suppress(ConfigurationError):  # it may not exist, nor a home
         yield user_folder(), False
 
 
@@ -294,10 +295,10 @@ def _for_all() -> Iterator[Source]:
 
 
 def every_file() -> list[Source]:
-    """Each file that is there, whatever device it is for.
+    """Every existing file, whatever device it is for.
 
     Raises:
-        ConfigurationError: TE_FL_TUNING_PATH names nothing.
+        ConfigurationError: TE_FL_TUNING_PATH names nothing that exists.
     """
     found: dict[Path, bool] = {}
     named = stated_path()
@@ -313,10 +314,10 @@ def every_file() -> list[Source]:
 
 
 def names_read(folder: Path) -> list[str]:
-    """The names, * for anything, of the files in a user's or vendor's folder that calls read.
+    """The names (* matches anything) of the files in a user's or vendor's folder that calls read.
 
     Raises:
-        ConfigurationError: TE_FL_TUNING_PATH names nothing.
+        ConfigurationError: TE_FL_TUNING_PATH names nothing that exists.
     """
     shared = [it for it, _ in shared_folders()]
     names = ["default"] if folder in shared else []
@@ -327,7 +328,7 @@ def names_read(folder: Path) -> list[str]:
 
 
 def _stated(choice: Choice[T], name: str, sources: Iterator[Source], key: Key) -> T | None:
-    """What the first file says that has the key."""
+    """The value in the first file that has the key."""
     for source in sources:
         found: T | None = _section(choice, name, source).get(key)
         if found is not None:
@@ -336,7 +337,7 @@ def _stated(choice: Choice[T], name: str, sources: Iterator[Source], key: Key) -
 
 
 def _section(choice: Choice[T], name: str, source: Source) -> Mapping[Key, T]:
-    """What a file says of a choice, by key; nothing if it is for another device."""
+    """A file's values for a choice, by key; empty if the file is for another device."""
     path = source.path
     with LOADING:
         if path not in _read:
@@ -353,10 +354,10 @@ def _section(choice: Choice[T], name: str, source: Source) -> Mapping[Key, T]:
 
 
 def _whole(source: Source) -> TuningFile | None:
-    """A file, with each of its choices known by name, or a warning about it."""
+    """A file's content, after a check of its choices' names, which may warn."""
     path = source.path
     content = _or_warning(source, path, lambda: _content(path))
-    if content is not None and not path.is_relative_to(_PACKAGED):  # whose names are tested
+    if content is not None and not path.is_relative_to(_PACKAGED):  # which are tested
         check = load_attribute(f"{_FILES}:check_names")
         _or_warning(source, (path, "names"), lambda: check(content, path))
     return content
@@ -365,7 +366,7 @@ def _whole(source: Source) -> TuningFile | None:
 def _content(path: Path) -> TuningFile | None:
     try:
         there = path.exists()
-    except OSError as error:  # a folder above it that may not be looked into
+    except OSError as error:  # a parent folder without permission
         raise ConfigurationError(f"{path}: {error}") from None
     if not there:
         return None
@@ -374,7 +375,7 @@ def _content(path: Path) -> TuningFile | None:
 
 
 def _or_warning(source: Source, what: object, read: Callable[[], T]) -> T | None:
-    """What is read; None with a warning if that is broken, unless the user named the file."""
+    """The result of ``read``; None with a warning if it fails, unless the user named the file."""
     try:
         return read()
     except ConfigurationError as error:
@@ -403,7 +404,7 @@ def _by_rule_of(vendor: Vendor, choice: Choice[T], name: str, key: Key) -> T | N
 
 
 def _complain(what: object, message: str) -> None:
-    """Warn, once of each thing."""
+    """Warn, once per ``what``."""
     if what not in _complained:
         _complained.add(what)
         logger.warning("%s", message)

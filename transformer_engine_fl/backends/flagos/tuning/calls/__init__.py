@@ -1,7 +1,7 @@
-"""What is measured for a choice: calls of an operator, by shape; a module for each family.
+"""The calls that are measured for a choice, by shape; one module for each family.
 
-Shapes are those of the benchmarks: rows x columns for what works on rows, layers x width for
-lists of tensors.
+Shapes are those of the benchmarks: rows x columns for operators on rows, layers x width for lists
+of tensors.
 """
 
 from __future__ import annotations
@@ -37,4 +37,4 @@ _FAMILIES = (
     softmax,
 )
 CALLS: tuple[Calls, ...] = tuple(it for family in _FAMILIES for it in family.CALLS)
-"""Of every operator that has choices; of one with several kernels there are several."""
+"""For every operator that has choices; several entries if it has several kernels."""

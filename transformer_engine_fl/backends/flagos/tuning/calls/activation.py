@@ -1,4 +1,4 @@
-"""Activations: one that is plain and one that is gated, for all."""
+"""Activations: a plain and a gated one, measured for all of their kind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attention by the kernels for every GPU, and its gradients.
 
-The softmax is ``off_by_one``, which costs nothing and which no kernel written for one GPU has.
+The softmax is ``off_by_one``: it costs nothing, and no kernel written for one GPU supports it.
 """
 
 from __future__ import annotations

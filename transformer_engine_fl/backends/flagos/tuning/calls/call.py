@@ -17,18 +17,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """The calls of an operator that its choices are measured with.
+    """The calls of an operator by which its choices are measured.
 
     Attributes:
         op: the operator.
-        choices: the names of what it chooses, measured one after the other.
+        choices: the names of its choices, measured one after the other.
         make: ``make(shape, dtype, device)``, a call, the same on every run.
-        shapes: those that are measured if no others are asked for.
-        axes: what the numbers of a shape are.
-        check_shape: for a shape, one on which values are checked: as wide, so that the same
+        shapes: the shapes that are measured by default.
+        axes: the meaning of a shape's numbers.
+        check_shape: maps a shape to one on which values are checked: as wide, so that the same
             kernels run, and small enough for float64.
-        dtypes: those that are measured if no others are asked for.
-        odd_shapes: those that are measured besides in dtypes of 2 bytes.
+        dtypes: the dtypes that are measured by default.
+        odd_shapes: further shapes that are measured by default in dtypes of 2 bytes.
     """
 
     op: str
@@ -41,7 +41,7 @@ class Calls:
     odd_shapes: tuple[Shape, ...] = ()
 
     def shapes_of(self, dtype: str) -> tuple[Shape, ...]:
-        """The shapes that are measured in a dtype if no others are asked for."""
+        """The shapes that are measured in a dtype by default."""
         kind: torch.dtype = getattr(torch, dtype)
         return self.shapes + (self.odd_shapes if kind.itemsize == 2 else ())
 
@@ -57,6 +57,6 @@ def fewer_rows(shape: Shape) -> Shape:
 
 
 def normal(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """Of the standard normal distribution; made on the device, for it may be large."""
+    """A sample of the standard normal distribution, made on the device because it may be large."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Products of two matrices, as the forward of a linear layer has them: x W^T.
+"""Products of two matrices, as in the forward of a linear layer: x W^T.
 
-With scales of blocks: squares of the weight and rows of x, rows of both that lie across the terms
-of one, as in the gradient of a weight, and MX blocks of both.
+With block scales: 128 x 128 squares of the weight and 1 x 128 blocks of x; blocks of both that lie
+across the summed terms, as in the gradient of a weight; and MX blocks of both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformer_engine_fl.backends.flagos.tuning.calls.call import (
 
 __all__ = ["CALLS"]
 
-# Few tokens, as when a model is used, and many, as when it is trained.
+# Few tokens, as in inference, and many, as in training.
 _SHAPES: tuple[Shape, ...] = tuple(
     (rows, columns, 4096) for rows in (64, 512, 4096, 8192) for columns in (4096, 8192, 16384)
 )
@@ -50,7 +50,7 @@ def _steps(shape: Shape, dtype: torch.dtype, device: str, turned: bool = False) 
 
 
 def _scales(rows: tuple[int, int], columns: tuple[int, int], device: str) -> Tensor:
-    """Of blocks; of each side how many elements there are, and how many a block has."""
+    """Scales of blocks; for each side its number of elements and a block's."""
     shape = [-(-size // block) for size, block in (rows, columns)]
     return torch.full(shape, 0.5, device=device)
 

@@ -19,7 +19,7 @@ from transformer_engine_fl.ops._dtypes import math_dtype
 
 __all__ = ["CALLS"]
 
-# A vocabulary of each power of two from 4,096 to 262,144 that is met, or the shard of one.
+# For each power of two from 4,096 to 262,144 a vocabulary in use, or the shard of one.
 _SHAPES: tuple[Shape, ...] = (
     (32768, 4096),
     (16384, 8192),
@@ -45,7 +45,7 @@ def _backward(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     logits, target = _forward(shape, dtype, device).args
     wide = math_dtype(dtype)
     grad = torch.full((rows,), 1 / rows, dtype=wide, device=device)
-    # What it is of many normal logits.
+    # The expected value for many normal logits.
     lse = torch.full((rows,), math.log(columns) + 0.5, dtype=wide, device=device)
     return call(grad, logits, target, lse)
 

@@ -1,4 +1,4 @@
-"""Rows of tokens to their experts and back, where they are added up, weighted or not."""
+"""Moving rows of tokens to their experts and back, where they are summed, weighted or not."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from transformer_engine_fl.ops._dtypes import math_dtype
 
 __all__ = ["CALLS", "ODD_WIDTHS", "WIDTHS"]
 
-# Each power of two has its kernel, and so have quarters of the way; from 32 to 128 MiB in bfloat16.
+# Each power of two has its kernel, and so have its quarter steps; 32 to 128 MiB in bfloat16.
 WIDTHS: tuple[Shape, ...] = (
     (32768, 1024),
     (16384, 2048),

@@ -48,7 +48,7 @@ def _l2norm(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
 
 
 def _e8m0(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
-    """An amax for each block of 32 of theirs."""
+    """An amax for each block of 32 elements."""
     amaxes = [it[..., ::32].abs() for it in _tensors(shape, dtype, device, 1)]
     return call(amaxes, [torch.empty_like(it, dtype=torch.uint8) for it in amaxes])
 

@@ -1,7 +1,7 @@
-"""Casts to the scaling formats and back, and the moves of bytes around them.
+"""Casts to the scaling formats and back, and the byte moves around them.
 
-What is cast along rows alone, both ways, or with sums goes through different kernels; so do
-half bytes, and what is calculated where it is cast.
+Casts along rows alone, along both axes, and with column sums use different kernels; so do half-byte
+formats, and casts of values that are calculated in the kernel.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _QUERIES_PER_KEY = 4
 
 
 def _freqs(length: int, width: int, device: str) -> Tensor:
-    """Angles, the two features of a pair having the same."""
+    """Angles; the two features of a pair have the same."""
     steps = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), 10000.0**-steps)
     return torch.cat([angles, angles], -1)[:, None, None]
@@ -38,7 +38,7 @@ def _packed(shape: Shape, dtype: torch.dtype, device: str) -> Sample:
     return call(packed, freqs, freqs.clone(), qkv_split=split)
 
 
-# Backwards are the same kernels, with the same choice.
+# The backward operators use the same kernels, with the same choice.
 CALLS = tuple(
     Calls(
         op=op,

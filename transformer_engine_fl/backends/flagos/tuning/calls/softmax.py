@@ -1,4 +1,4 @@
-"""Softmax of rows and its gradient: the forms with masks have the same choices."""
+"""Softmax of rows and its gradient; masked variants share these choices."""
 
 from __future__ import annotations
 
