@@ -1,20 +1,19 @@
-"""The kernels of attention; what they are given, ``attention`` decides.
+"""The Triton kernels of attention; ``attention`` decides how they are launched.
 
-No kernel holds more than a tile of the scores. The forward and the pass for dq go over the
-keys of ROWS queries, the pass for dk and dv over the queries of COLUMNS keys, and the one
-for dbias over whatever the bias was expanded to: each gradient is summed up by one program
-in a fixed order. Every format is the same to them: a tensor is a start and the distances
-between its sequences, tokens and heads, counted in units of UNIT elements, so that the
-compiler knows what divides them.
+No kernel holds more than a tile of the scores. The forward and the pass for dq iterate over the
+keys of ROWS queries, the pass for dk and dv over the queries of COLUMNS keys, and the one for dbias
+over the dimensions to which the bias was expanded: each gradient is summed by one program in a
+fixed order. All formats look the same to the kernels: a tensor is a start and the strides of its
+sequences, tokens and heads, in units of UNIT elements, so that the compiler knows their divisors.
 
-What a tile sees of the other side is cut in three phases: in the middle one everything is
-seen, and nothing is masked there; what nobody sees is in none.
+The part of the other side that a tile sees is cut in three phases. In the middle phase every token
+is seen, and no mask is applied; tokens that none of the tile's tokens see are in no phase.
 
-NATURAL: powers are those of e, for dtypes whose results are that exact; otherwise of 2, where
-one multiplication takes the scale of the scores to the units of the exponent.
+NATURAL: exponentials are powers of e, for dtypes that need that accuracy; otherwise powers of 2,
+where one multiplication both scales the scores and converts the exponent.
 
-``cu_seqlens`` come from users: wherever they point to, no token outside of the tensors is
-read or written.
+``cu_seqlens`` come from users: whatever they contain, no token outside of the tensors is read or
+written.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from transformer_engine_fl.backends.flagos.dropout import philox
 __all__ = ["LEAST_FOLDED", "backward_bias", "backward_keys", "backward_queries", "forward"]
 
 LEAST_FOLDED: Final = 1e-30
-"""A scale that is not 0 in any units, as one that is folded into those of powers must not be."""
+"""Least scale that may be folded into the exponent: it must not become 0 in any unit."""
 _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 _SIZES = ["heads", "group", "sq", "skv", "tq", "tkv", "left", "right", "scale"]
@@ -87,13 +86,13 @@ def _phases(
     OWN: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """What OWN tokens from ``start`` on see of the ``others`` there are.
+    """The range of ``others`` tokens that OWN tokens from ``start`` on see.
 
     Token i sees j from ``i + shift - before`` up to ``i + shift + after``.
 
     Returns:
-        begin, full, partial, end: some of them see what is from begin up to end, all of
-        them what is from full up to partial. All but end are multiples of STEP.
+        begin, full, partial, end: some of the OWN tokens see the others in [begin, end), all of
+        them see those in [full, partial). All but end are multiples of STEP.
     """
     others = tl.where(start < own, others, 0)
     first = start + shift
@@ -115,7 +114,7 @@ def _phases(
 def _bounds(
     begin: tl.tensor, full: tl.tensor, partial: tl.tensor, end: tl.tensor, PHASE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where a phase begins and ends."""
+    """The begin and end of a phase."""
     if PHASE == 0:
         return begin, tl.minimum(full, end)
     elif PHASE == 1:
@@ -164,7 +163,7 @@ def _write_tokens(
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
 ) -> None:
-    """Store the features of tokens; zeros for those of no sequence, unless PACKED."""
+    """Store the features of tokens; zeros for tokens beyond the sequence, unless PACKED."""
     token = first + tl.arange(0, values.shape[0])[:, None]
     column = tl.arange(0, values.shape[1])[None, :]
     exists = token < length
@@ -185,7 +184,7 @@ def _descriptor(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """A descriptor of a sequence's tokens; there is none of no tokens, but none is read then."""
+    """A descriptor of a sequence's tokens; for an empty one it has a token that is never read."""
     return tl.make_tensor_descriptor(ptr, [tl.maximum(length, 1), WIDTH], [step, 1], [COUNT, BLOCK])
 
 
@@ -221,7 +220,7 @@ def _bias_of(
     ACC: tl.constexpr,
     NATURAL: tl.constexpr,
 ) -> tl.tensor:
-    """What is added to the scores of queries i and keys j, in the units of the exponent."""
+    """The bias of queries i and keys j, in the units of the exponent."""
     at = ptr + i.to(tl.int64) * row + j.to(tl.int64) * column
     bias = tl.load(at, mask=(i < lq) & (j < lkv), other=0).to(ACC)
     return bias if NATURAL else bias * _LOG2_E
@@ -240,7 +239,7 @@ def _kept(
 ) -> tl.tensor:
     """Which weights dropout keeps, ``[ROWS, COLUMNS]``; ``row`` is n * h + head.
 
-    A block of the generator has the words of four keys.
+    One block of the generator gives the words of four keys.
     """
     query = (tl.full((), row, tl.int64) << 22) + first_query + tl.arange(0, ROWS)
     block = first_key // 4 + tl.arange(0, COLUMNS // 4)
@@ -258,7 +257,7 @@ def _exp(x: tl.tensor, NATURAL: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _factor(scale: tl.tensor, ACC: tl.constexpr, NATURAL: tl.constexpr) -> tl.tensor:
-    """What takes products of queries and keys to the units of the exponent."""
+    """The factor from products of queries and keys to the units of the exponent."""
     factor = tl.full((), scale, ACC)
     return factor if NATURAL else factor * _LOG2_E
 
@@ -267,7 +266,7 @@ def _factor(scale: tl.tensor, ACC: tl.constexpr, NATURAL: tl.constexpr) -> tl.te
 def _subtrahends(
     lse_ptr: tl.tensor, i: tl.tensor, lq: tl.tensor, NATURAL: tl.constexpr
 ) -> tl.tensor:
-    """lse of queries i in the units of the exponent; inf, which leaves no weight, if -inf."""
+    """lse of queries i in the units of the exponent; -inf becomes inf, for weights of 0."""
     lse = tl.load(lse_ptr + i, mask=i < lq, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     return lse if NATURAL else lse * _LOG2_E
@@ -341,14 +340,13 @@ def forward(
 ) -> None:
     """The outputs of ROWS queries of a head.
 
-    FOLDED: the scale is positive and there is no bias, so that the largest score is found
-    before anything is multiplied.
+    FOLDED: the scale is positive and there is no bias, so the maximum is taken of unscaled scores.
     """
     tiles = tl.cdiv(sq, ROWS)
     row = tl.program_id(0) // tiles
     n = row // heads
     head = row % heads
-    # Under causal masks the last ones take longest, so they go first.
+    # Under causal masks the last tiles take longest, so they go first.
     first = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
     q_begin, lq = _sequence(q_ends_ptr, q_begins_ptr, n, sq, tq, PACKED)
     kv_begin, lkv = _sequence(kv_ends_ptr, kv_begins_ptr, n, skv, tkv, PACKED)
@@ -399,8 +397,9 @@ def forward(
             taken = tl.where(higher == float("-inf"), 0.0, higher)
             base = taken * factor
             weights = _exp(scores * factor - base[:, None], NATURAL)
-            # 1 where the highest stays. Of two products a fused multiply-add would round one, and
-            # each block would move the sums of those before it by the same small factor.
+            # Exactly 1 while the maximum stays. As a difference of two products it would not be,
+            # because a fused multiply-add rounds only one of them: each block would scale the
+            # earlier sums by that error.
             kept = _exp((highest - taken) * factor, NATURAL)
             total = total * kept + tl.sum(weights, axis=1)
             out *= kept[:, None]
@@ -412,9 +411,10 @@ def forward(
                 v_ptr, v_described, column, lkv, v_token, V_WIDTH, COLUMNS, V_BLOCK, phase == 1
             )
             out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION, out_dtype=ACC)
-    # Not by the highest score alone, which passes NaN over: of a query that is NaN the total is
-    # too. Nor by the total: a fused multiply-add rounds but one of the two products that a weight
-    # is made of, so that beyond 2**30 or so even the highest may weigh nothing. That shows, as NaN.
+    # Both tests are needed. The highest score alone ignores NaN; the total of a NaN query is NaN.
+    # The total alone may be 0 for a query that sees keys: a fused multiply-add rounds only one of
+    # the two products in an exponent, so that beyond 2**30 or so even the highest score may get
+    # weight 0. That is not hidden: the result is NaN.
     nothing = ((total == 0) & (highest == float("-inf"))) | (i >= lq)
     highest *= factor
     if SINK:
@@ -515,7 +515,7 @@ def backward_queries(
     BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
 ) -> None:
-    """dq of ROWS queries of a head, their deltas, and their part of a sink's gradient."""
+    """dq of ROWS queries of a head, their deltas, and their partial sum of a sink's gradient."""
     tiles = tl.cdiv(sq, ROWS)
     row = tl.program_id(0) // tiles
     n = row // heads
@@ -550,8 +550,8 @@ def backward_queries(
     dout = _tokens(dout_ptr, None, first, lq, dout_token, V_WIDTH, ROWS, V_BLOCK, False)
     o = _tokens(out_ptr, None, first, lq, out_token, V_WIDTH, ROWS, V_BLOCK, False)
     if dout_ptr.dtype.element_ty == tl.float32:
-        # Added up in the order of the slopes, from which it is taken: of a query that sees one
-        # key, or hardly more, nothing must be left.
+        # Summed in the same order as the slopes that it is subtracted from: for a query that sees
+        # one key, or hardly more, the difference must be 0.
         products = tl.dot(dout, o.T, input_precision=PRECISION, out_dtype=ACC)
         own = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
         delta = tl.sum(tl.where(own, products, 0.0), axis=1)
@@ -668,10 +668,10 @@ def backward_keys(
     BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
 ) -> None:
-    """dk and dv of COLUMNS keys of a head of keys, summed up over the queries of its group.
+    """dk and dv of COLUMNS keys of a key head, summed over the query heads of its group.
 
-    Scores are transposed here: what the last two products begin with is then where the
-    first two left it.
+    Scores are transposed here, so that the left operands of the last two products already are in
+    the registers where the first two products left them.
     """
     tiles = tl.cdiv(skv, COLUMNS)
     kv_row = tl.program_id(0) // tiles
@@ -822,7 +822,7 @@ def backward_bias(
     BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
 ) -> None:
-    """A tile of dbias, which is dense; ONE: that dimension was expanded, and is summed up."""
+    """A tile of dbias, which is dense; ONE_*: that dimension was expanded, so it is summed."""
     across = 1 if ONE_COLUMN else tl.cdiv(skv, COLUMNS)
     down = 1 if ONE_ROW else tl.cdiv(sq, ROWS)
     deep = 1 if ONE_HEAD else heads

@@ -1,13 +1,13 @@
-"""Attention on Hopper, of dense 16-bit tensors: kernels that give each warp its own work.
+"""Attention on Hopper, for dense 16-bit tensors: warp-specialised kernels.
 
-One warp loads tiles with the tensor memory accelerator (TMA) into rings in shared memory;
-two warpgroups multiply them, and take the softmax of one block of scores while the tensor
-cores make the next (Shah et al., 2024, arXiv:2407.08608). Triton's own pipelining has
-every warp do the same, so these are written in Gluon, where that can be said.
+One warp loads tiles with the tensor memory accelerator (TMA) into rings in shared memory; two
+warpgroups multiply them, and compute the softmax of one block of scores while the tensor cores make
+the next (Shah et al., 2024, arXiv:2407.08608). Triton's own pipelining gives all warps the same
+work, so these kernels are written in Gluon, which can specialise warps.
 
-Only plain attention is served: heads of 64 or 128 features, every key or those up to the
-diagonal. Everything else is left to the portable kernels of ``_attention``, and checks and
-the choice between the two to ``attention``.
+Only plain attention is supported: heads of 64 or 128 features, with all keys or those up to the
+diagonal. Everything else is left to the portable kernels of ``_attention``; ``attention`` checks
+arguments and chooses between the two.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = ["backward", "forward", "serves"]
 
 # ------------------------------------------------------------------------------ kernels
 #
-# A ring has STAGES tiles. ``full`` says that a tile has been loaded, ``empty`` that those
-# who read it are done; the parity of a barrier's phase changes each time round the ring.
-# A position in a ring is (slot, phase). A fresh barrier is one whose phase before, 1, is
-# over: whoever fills a ring waits for the opposite phase and so finds it empty at first.
+# A ring has STAGES tiles. ``full`` says that a tile has been loaded, ``empty`` that its readers are
+# done; the parity of a barrier's phase flips each time round the ring. A position in a ring is
+# (slot, phase). On a fresh barrier the previous phase, 1, counts as complete: a producer waits for
+# the opposite phase and so finds the ring empty at first.
 #
-# A tile of work is ROWS queries for each consumer, of one head of one sequence. Programs take
-# tiles in turns, of as many heads at a time as ``together`` says, so that their keys and
-# values stay in the L2 cache. Under a causal mask tiles differ in how much they are: the last
-# heads begin with the largest, those before with the smallest, and so on, and every other
-# round is dealt from the last program to the first. All then get about the same.
+# A tile of work is ROWS queries for each consumer, of one head of one sequence. Programs take tiles
+# round by round, in sections of ``together`` heads, whose keys and values stay in the L2 cache.
+# Under a causal mask tiles differ in their amount of work: the last section begins with the largest
+# tile, the one before with the smallest, and so on, and every other round is dealt from the last
+# program to the first. All programs then get about the same amount.
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -66,7 +66,7 @@ def _after(slot: gl.tensor, phase: gl.tensor, STAGES: gl.constexpr) -> tuple[gl.
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _turns(tiles: gl.tensor) -> gl.tensor:
-    """How many tiles this program takes."""
+    """The number of tiles that this program takes."""
     programs = gl.num_programs(0)
     rounds = tiles // programs
     return rounds + (_dealt(rounds) < tiles).to(gl.int32)
@@ -74,7 +74,7 @@ def _turns(tiles: gl.tensor) -> gl.tensor:
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _dealt(turn: gl.tensor) -> gl.tensor:
-    """The tile of this program in a round."""
+    """The tile of this program in a round, counted by ``turn``."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
@@ -83,7 +83,7 @@ def _dealt(turn: gl.tensor) -> gl.tensor:
 def _tile(
     turn: gl.tensor, blocks: gl.tensor, heads: gl.tensor, batch: gl.tensor, together: gl.tensor
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
-    """``(size, head, sequence)``; the blocks of a head are numbered by size, 0 the largest."""
+    """``(size, head, sequence)``; the blocks of a head are ranked by size, 0 the largest."""
     index = _dealt(turn)
     everything = batch * heads
     section = index // (together * blocks)
@@ -100,7 +100,7 @@ def _tile(
 def _key_blocks(
     end: gl.tensor, skv: gl.tensor, shift: gl.tensor, CAUSAL: gl.constexpr, KEYS: gl.constexpr
 ) -> gl.tensor:
-    """How many blocks of keys the queries before ``end`` look at; at least one."""
+    """The number of key blocks that the queries before ``end`` see; at least one."""
     bound = skv
     if CAUSAL:
         bound = gl.minimum(skv, end + shift)
@@ -128,7 +128,7 @@ def _softmax(
     MASKED: gl.constexpr,
     CAUSAL: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """``(weights, m, total, alpha)`` after one more block; alpha is what earlier sums are worth.
+    """``(weights, m, total, alpha)`` after one more block; alpha is the factor of earlier sums.
 
     m is the largest score of a row so far, before it is scaled.
     """
@@ -146,8 +146,9 @@ def _softmax(
     if MASKED:
         taken = gl.where(highest == float("-inf"), 0.0, highest)
     offset = taken * factor
-    # 1 where the highest stays. Of two products a fused multiply-add would round one, and each
-    # block would move the sums of those before it by the same small factor.
+    # Exactly 1 while the maximum stays. As a difference of two products it would not be, because a
+    # fused multiply-add rounds only one of them: each block would scale the earlier sums by that
+    # error.
     alpha = _exp2((m - taken) * factor)
     p = _exp2(s * factor - offset[:, None])
     return p, highest, total * alpha + gl.sum(p, 1), alpha
@@ -162,7 +163,7 @@ def _scores(
     phase: gl.tensor,
     layout: gl.constexpr,
 ) -> gl.tensor:
-    """Starts the product of the queries and the block of keys at this position."""
+    """Start the product of the queries and the key block at this position."""
     ROWS: gl.constexpr = q.shape[0]
     KEYS: gl.constexpr = keys.shape[3]
     WIDTH: gl.constexpr = keys.shape[4]
@@ -181,7 +182,7 @@ def _weighted(
     phase: gl.tensor,
     acc: gl.tensor,
 ) -> gl.tensor:
-    """Starts to add the weighted values at this position to acc."""
+    """Start adding the weighted values at this position to acc."""
     KEYS: gl.constexpr = values.shape[3]
     WIDTH: gl.constexpr = values.shape[4]
     mbarrier.wait(full.index(slot), phase)
@@ -207,7 +208,7 @@ def _attend(
     STAGES: gl.constexpr,
     layout: gl.constexpr,
 ) -> tuple[gl.tuple, gl.tuple, gl.tensor]:
-    """One more block of keys, while the values of the block before are added up."""
+    """Process one more key block, while the values of the previous block are added up."""
     keys, values = ring
     k_full, k_empty, v_full, v_empty = barriers
     k_slot, k_phase, v_slot, v_phase = position
@@ -268,7 +269,7 @@ def _consumer(
         block = blocks - 1 - block
         first_row = (2 * block + NUMBER) * ROWS
         count = _key_blocks((block + 1) * 2 * ROWS, skv, shift, CAUSAL, KEYS)
-        # Blocks before this one are seen in full by every query here.
+        # Every query here sees all keys of the blocks before this one.
         bound = skv
         if CAUSAL:
             bound = gl.minimum(skv, first_row + shift + 1)
@@ -310,8 +311,8 @@ def _consumer(
         mbarrier.arrive(v_empty.index(v_slot))
         v_slot, v_phase = _after(v_slot, v_phase, STAGES)
 
-        # A total of NaN is not that of a row which sees no key; nor is 0 always, see
-        # ``_attention.forward``.
+        # A row that sees no key has total 0 and maximum -inf. Total 0 alone does not prove it, see
+        # ``_attention.forward``; and a total of NaN must stay NaN.
         nothing = (total == 0) & (m == float("-inf"))
         share = gl.where(nothing, 0.0, 1 / total)
         share = gl.convert_layout(share, gl.SliceLayout(1, acc_layout))
@@ -333,7 +334,7 @@ def _write(
     number: gl.tensor,
     x: gl.tensor,
 ) -> None:
-    """Starts to write x by way of a tile."""
+    """Start storing x by TMA, through a tile in shared memory."""
     tiles.index(number).reshape(x.shape).store(x)
     fence_async_shared()
     tma.async_copy_shared_to_global(target, at, tiles.index(number))
@@ -341,7 +342,7 @@ def _write(
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def _bytes(sources: gl.tuple) -> int:
-    """How many bytes one tile of each has."""
+    """The bytes of one tile of each source together."""
     return sum(source.block_type.nbytes for source in sources)
 
 
@@ -355,7 +356,7 @@ def _load(
     slot: gl.tensor,
     phase: gl.tensor,
 ) -> None:
-    """Fills a slot of rings that share their barriers once it is empty."""
+    """Fill a slot of rings that share their barriers, once it is empty."""
     mbarrier.wait(empty.index(slot), phase ^ 1)
     size: gl.constexpr = _bytes(sources)
     mbarrier.expect(full.index(slot), size)
@@ -377,7 +378,7 @@ def _producer(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """Loads what the consumers multiply, in the order in which they do."""
+    """Load the consumers' operands, in the order in which they use them."""
     ROWS: gl.constexpr = queries.shape[3]
     KEYS: gl.constexpr = ring[0].shape[3]
     batch, heads, groups, sq, skv, shift, together = sizes
@@ -419,7 +420,7 @@ def _producer(
 def _barriers(
     SLOTS: gl.constexpr, READERS: gl.constexpr
 ) -> tuple[gl.shared_memory_descriptor, gl.shared_memory_descriptor]:
-    """``(full, empty)`` of a ring whose tiles so many partitions read."""
+    """``(full, empty)`` of a ring whose tiles are read by READERS warpgroups."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -438,7 +439,7 @@ def _source(
     ROWS: gl.constexpr,
     WIDTH: gl.constexpr,
 ) -> tma.tensor_descriptor:
-    """Tiles of ROWS tokens of one head, in any format of dense features."""
+    """A descriptor for tiles of ROWS tokens of one head, in any format with dense features."""
     dtype: gl.constexpr = ptr.dtype.element_ty
     shape: gl.constexpr = [1, 1, ROWS, WIDTH]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, dtype)
@@ -521,12 +522,11 @@ def _forward(
     )  # fmt: skip
 
 
-# The backward is two kernels, each of which owns what it sums up, so that no two programs
-# add to the same number: one goes through the keys of a block of queries, for dq, the other
-# through the queries of a block of keys, for dk and dv. The first leaves to the second what
-# both need of a query: ``lses``, in units of log 2 and inf where a query sees no key or is
-# none, and ``deltas``, the sums of its output times that output's gradient; rows of
-# ``padded`` numbers for each head.
+# The backward is two kernels. Each owns its sums, so that no two programs add to the same number:
+# one iterates over the keys of a block of queries, for dq, the other over the queries of a block of
+# keys, for dk and dv. The first stores for the second what both need of a query: ``lses``, in units
+# of log 2, inf for a query that sees no key or lies beyond the last, and ``deltas``, the dot
+# products of its output and that output's gradient; each head has a row of ``padded`` numbers.
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -566,7 +566,7 @@ def _gather(
     NEXT: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> tuple[gl.tuple, gl.tuple, gl.tensor]:
-    """What one block of queries adds to dk and dv; NEXT: makes the scores of the next one."""
+    """Add one query block's contribution to dk and dv; NEXT: compute the next block's scores."""
     queries, douts, lses, deltas = ring
     q_full, q_empty, d_full, d_empty = barriers
     q_slot, q_phase, d_slot, d_phase = position
@@ -604,7 +604,7 @@ def _gather(
 def _query_blocks(
     first_key: gl.tensor, sq: gl.tensor, shift: gl.tensor, CAUSAL: gl.constexpr, ROWS: gl.constexpr
 ) -> tuple[gl.tensor, gl.tensor]:
-    """``(first, end)`` of the blocks with queries that see this key or later ones; not none."""
+    """``(first, end)`` of the query blocks that see this key or later ones; at least one block."""
     end = (sq + ROWS - 1) // ROWS
     first = gl.to_tensor(0)
     if CAUSAL:
@@ -650,7 +650,7 @@ def _key_consumer(
         block, group, sequence = _tile(turn, blocks, groups, batch, together)
         first_key = (2 * block + NUMBER) * KEYS
         first, end = _query_blocks(2 * block * KEYS, sq, shift, CAUSAL, ROWS)
-        # From here on the queries of a block see every key of this tile.
+        # From this block on, all queries of a block see every key of this tile.
         seen = first
         if CAUSAL:
             seen = gl.maximum(first_key + KEYS - 1 - shift + ROWS - 1, 0) // ROWS
@@ -700,7 +700,7 @@ def _key_producer(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """Loads keys and values of a tile, then the queries of every head that uses them."""
+    """Load keys and values of a tile, then the queries of every head that uses them."""
     q, k, v, dout, lse, delta = sources
     keys, values = pairs
     queries, douts, lses, deltas = ring
@@ -733,7 +733,7 @@ def _key_producer(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _numbers(ptr: gl.tensor, length: gl.tensor, ROWS: gl.constexpr) -> tma.tensor_descriptor:
-    """Runs of ROWS float32."""
+    """A descriptor for runs of ROWS float32."""
     layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     return tma.make_tensor_descriptor(ptr, [length], [1], [ROWS], layout)
 
@@ -865,7 +865,7 @@ def _score_gradients(
     STAGES: gl.constexpr,
     layout: gl.constexpr,
 ) -> tuple[gl.tuple, gl.tensor, gl.tensor]:
-    """``(position, ds, dq)``: ds of a block of keys, while dq takes up those of the last one."""
+    """``(position, ds, dq)``: ds of a key block, while the previous block's ds is added to dq."""
     keys, values = ring
     k_full, k_empty, v_full, v_empty = barriers
     last, slot, phase, v_slot, v_phase = position
@@ -998,7 +998,7 @@ def _query_producer(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """Loads queries, outputs and their gradients, then every key and value the queries see."""
+    """Load queries, outputs and their gradients, then every key and value that the queries see."""
     q, k, v, out, dout = sources
     queries = trios[0]
     keys, values = ring
@@ -1112,9 +1112,9 @@ def _backward_queries(
 
 # ----------------------------------------------------------------------------- launches
 
-_ROWS = 64  # queries or keys of a consumer: what a warpgroup multiplies at once
+_ROWS = 64  # queries or keys of a consumer: rows of a warpgroup's instruction
 _TILE = 2 * _ROWS
-_L2 = 32 << 20  # bytes that shall stay in the L2 cache
+_L2 = 32 << 20  # bytes that should stay in the L2 cache
 _WIDTHS = (64, 128)
 _REGISTERS: dict[str, Any] = {"REGISTERS": 240, "LOADER_REGISTERS": 24}
 
@@ -1124,7 +1124,7 @@ _KEYS = {"ROWS": 64, "KEYS": _ROWS, "STAGES": 3}
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether these kernels do it, which does not depend on how much there is of it."""
+    """Whether these kernels support a call; of any size, unless it is empty."""
     return (
         _launch.limits(q.device).capability == HOPPER
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -1136,7 +1136,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 
 def _loadable(op: str, tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that TMA can load: dense features, the rest in steps of 16 bytes."""
+    """The tensor, or a copy for TMA: dense features, other strides multiples of 16 bytes."""
     unit = 16 // tensor.itemsize
     steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     if (
@@ -1149,7 +1149,7 @@ def _loadable(op: str, tensor: Tensor) -> Tensor:
 
 
 class _Sizes(NamedTuple):
-    """What every kernel wants to know of a call, besides strides."""
+    """The sizes of a call that every kernel needs, besides strides."""
 
     batch: int
     heads: int
@@ -1180,7 +1180,7 @@ def _start(
     share = sizes.heads // sizes.groups
     tokens, pairs = (sizes.skv, sizes.groups) if by_keys else (sizes.sq, sizes.heads)
     tiles = -(-tokens // _TILE) * pairs * sizes.batch
-    # Two tensors of tokens that a tile goes through: the heads of a group see the same keys.
+    # A tile reads two tensors of tokens entirely: the heads of a group see the same keys.
     streamed = 2 * q.shape[-1] * q.itemsize * (share * sizes.sq if by_keys else sizes.skv)
     kept = max(1, _L2 // streamed) * (1 if by_keys else share)
     launch = launch_of(kernel, q.device, (q.dtype,), threads=128, **constants, **_REGISTERS)
@@ -1193,7 +1193,7 @@ def _start(
 
 
 def _steps(tensor: Tensor, qkv_format: str) -> tuple[int, ...]:
-    """Strides of batch, head and token; of a dimension of one element, any that TMA takes."""
+    """Strides of batch, head and token; for a dimension of size 1 any stride that TMA accepts."""
     axes = (qkv_format.index(axis) for axis in "bhs")
     return tuple(tensor.stride(it) if tensor.shape[it] > 1 else tensor.shape[-1] for it in axes)
 
@@ -1201,7 +1201,7 @@ def _steps(tensor: Tensor, qkv_format: str) -> tuple[int, ...]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, qkv_format: str, causal: bool, top_left: bool
 ) -> tuple[Tensor, Tensor]:
-    """``(out, softmax_lse)`` of what :func:`serves` accepted, as the contract has them."""
+    """``(out, softmax_lse)`` of the contract, for a call that :func:`serves` accepted."""
     op, width = "fused_attn_fwd", q.shape[-1]
     q, k, v = (_loadable(op, it) for it in (q, k, v))
     sizes = _Sizes.of(q, k, qkv_format)
@@ -1231,7 +1231,7 @@ def backward(
     causal: bool,
     top_left: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv)`` of what :func:`serves` accepted, as the contract has them."""
+    """``(dq, dk, dv)`` of the contract, for a call that :func:`serves` accepted."""
     op, width = "fused_attn_bwd", q.shape[-1]
     sizes = _Sizes.of(q, k, qkv_format)
     padded = -(-sizes.sq // _TILE) * _TILE

@@ -1,20 +1,19 @@
-"""The kernels of matrix products; what they are given, ``gemm`` decides.
+"""The Triton kernels of matrix products; ``gemm`` decides how they are launched.
 
-One loop over the terms serves all operands: a tile is loaded as it lies, by a tensor
-descriptor where the device has them and the memory is aligned, and turned in registers or
-shared memory if its terms are not along its rows. One epilogue makes what follows of the
-sums. The plain kernel has its sizes as arguments, the grouped one reads those of each group
-from a table.
+One loop over the terms serves all operands: a tile is loaded as it is stored, by a tensor
+descriptor where the device has them and the memory is aligned, and transposed in registers or
+shared memory if its terms are not along its rows. One epilogue follows the sums. The plain kernel
+has its sizes as arguments; the grouped one reads those of each group from a table.
 
-D is ``[m, n]`` and has k terms. Of each operand the outer size is m or n; it is stored
-``[outer, k]`` (K_MAJOR) or ``[k, outer]``. ``m``, ``n``, ``k`` and strides count units of
-UNIT_M, UNIT_N (those of D too), UNIT_K and UNIT (of the operands), so that the compiler knows
-what divides them.
+D is ``[m, n]``; each element is a sum of k terms. The outer size of an operand is m or n; it is
+stored ``[outer, k]`` (K_MAJOR) or ``[k, outer]``. ``m``, ``n``, ``k`` and strides count units of
+UNIT_M, UNIT_N (D's strides too), UNIT_K and UNIT (operands' strides), so that the compiler knows
+their divisors.
 
-SCALES says when an operand's scales are multiplied with: "whole" in the epilogue, one for
-all; "steps" with the sum of a step; "blocks" with each element before the product, which is
-then of DOT. STEPWISE: a step's products are summed apart and that sum is added in float32,
-which is more exact than the accumulator of tensor cores for some dtypes.
+SCALES says when an operand's scales are applied: "whole" in the epilogue, one for the whole
+operand; "steps" to the sum of a step; "blocks" to each element before the product, which then
+multiplies operands of type DOT. STEPWISE: a step's products are summed separately and that sum is
+added in float32, which for some dtypes is more exact than the accumulator of tensor cores.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["grouped_product", "product", "sum_of_rows"]
 def _place(
     tile: tl.tensor, down: tl.tensor, across: tl.tensor, SUPER: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Row and column of a tile: SUPER rows of tiles at a time, down each column of them."""
+    """Row and column of a tile: in bands of SUPER rows of tiles, column by column in a band."""
     each = SUPER * across
     first = (tile // each) * SUPER
     height = tl.minimum(down - first, SUPER)
@@ -68,7 +67,7 @@ def _load(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of a matrix as it is stored, 0 outside."""
+    """A tile of a matrix in its stored layout, 0 outside the matrix."""
     if described is None:
         r = row + tl.arange(0, ROWS)[:, None]
         c = column + tl.arange(0, COLUMNS)[None, :]
@@ -104,7 +103,7 @@ def _unscaled(
     at = ((first_row + r) // HEIGHT).to(tl.int64) * scale_row + block * scale_column
     scale = tl.load(scale_ptr + at, mask=(r < rows) & (block * WIDTH < columns), other=0)
     if scale.dtype == tl.uint8:
-        # Of 0 it is a subnormal: half of what the exponent 1 is.
+        # Exponent 0 is a float32 subnormal: half the value of exponent 1.
         bits = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23)
         scale = tl.where(scale == 255, float("nan"), bits.to(tl.float32, bitcast=True))
     blocks = tl.reshape(tile.to(tl.float32), (ROWS, BLOCKS, COLUMNS // BLOCKS))
@@ -132,7 +131,7 @@ def _operand_tile(
     OUTER: tl.constexpr,
     TERMS: tl.constexpr,
 ) -> tl.tensor:
-    """The tile of an operand that begins at ``start`` and ``term``, [OUTER, TERMS]."""
+    """The tile of an operand that begins at ``start`` and ``term``, as [OUTER, TERMS]."""
     if K_MAJOR:
         tile = _load(ptr, described, start, term, outer, k, stride, OUTER, TERMS)
     else:
@@ -146,7 +145,7 @@ def _operand_tile(
             tile, scale_ptr, row, column, rows, columns,
             first_row, scale_row, scale_column, HEIGHT, WIDTH,
         )  # fmt: skip
-    if tl.float64 == DOT:  # which nothing makes of float8
+    if tl.float64 == DOT:  # float8 cannot be converted to it directly
         tile = tile.to(tl.float32)
     if DOT is not None:
         tile = tile.to(DOT)
@@ -168,7 +167,7 @@ def _scale_of_step(
     UNIFORM: tl.constexpr,
     OUTER: tl.constexpr,
 ) -> tl.tensor:
-    """The scales of an operand's tile: of each of its rows, or one where it is UNIFORM."""
+    """The scales of an operand's tile: one for each of its rows, or a single one if UNIFORM."""
     if UNIFORM:
         at = (first_row + start) // HEIGHT
         return tl.load(scale_ptr + at.to(tl.int64) * scale_row + step * scale_column)
@@ -272,7 +271,7 @@ def _added(
     beta: tl.tensor,
     ACCUMULATE: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of sums, multiplied and added to; ``r`` and ``c`` are its rows and columns."""
+    """The tile of sums times alpha, plus beta D and the bias; ``r`` and ``c``: rows and columns."""
     inside = c < n
     z *= alpha
     if ACCUMULATE:
@@ -304,7 +303,7 @@ def _finish(
     ACCUMULATE: tl.constexpr,
     PTX: tl.constexpr,
 ) -> None:
-    """What follows from a tile of sums, stored."""
+    """Apply the epilogue to a tile of sums and store the results."""
     r = row + tl.arange(0, z.shape[0])
     c = column + tl.arange(0, z.shape[1])
     z = _added(z, r, c, d_ptr, bias_ptr, m, n, d_stride, alpha, beta, ACCUMULATE)
@@ -350,7 +349,7 @@ def _finish_parts(
     PTX: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """The same by PARTS of the columns, so that less of it is in shared memory at a time."""
+    """The same for PARTS of the columns in turn, so that less shared memory is used at a time."""
     if PARTS == 1:
         _finish(
             z, row, column, d_ptr, d_described, pre_ptr, pre_described, gelu_ptr, bias_ptr,
@@ -426,7 +425,7 @@ def product(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ) -> None:
-    """One product; a program makes every so many-th tile of it."""
+    """One product; a program makes every ``num_programs``-th tile of it."""
     m = m * UNIT_M
     n = n * UNIT_N
     k = k * UNIT_K
@@ -454,7 +453,8 @@ def product(
         alpha = alpha * tl.load(b_scale_ptr)
     down = tl.cdiv(m, ROWS)
     across = tl.cdiv(n, COLUMNS)
-    # Counted apart for the epilogue, which flattened loops run after the next tile began.
+    # Counted separately for the epilogue, which a flattened loop runs after the next tile has
+    # begun.
     done = tl.program_id(0) - tl.num_programs(0)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=FLATTEN):
         tile_row, tile_column = _place(tile, down, across, SUPER)
@@ -520,9 +520,9 @@ def grouped_product(
 ) -> None:
     """The products of all groups; the tiles of a group follow those of the one before.
 
-    The table has rows of GROUPS numbers: 0 the first tile, 1 m, 2 k; of a 3 its place, 4
-    stride, 5 first row in its tensor, 6 place of the scales, 7 and 8 how far they are apart;
-    9 to 14 the same of b; of D 15 its place, 16 stride, 17 first row.
+    The table has rows of GROUPS numbers. Row 0: first tile; 1: m; 2: k. Of a: 3 offset, 4 stride, 5
+    first row in its tensor, 6 offset of the scales, 7 and 8 strides of the scales. 9 to 14: the
+    same of b. Of D: 15 offset, 16 stride, 17 first row.
     """
     n = n * UNIT_N
     firsts = tl.load(table_ptr + tl.arange(0, GROUPS))
@@ -553,7 +553,7 @@ def grouped_product(
         a_described = None
         b_described = None
         if DESCRIBED:
-            some = tl.maximum(k, 1)  # there are no empty descriptors; of this none is read
+            some = tl.maximum(k, 1)  # a descriptor must not be empty; nothing is read by it
             a_described = _descriptor(a, n, some, a_stride, A_K_MAJOR, COLUMNS, TERMS)
             b_described = _descriptor(b, m, some, b_stride, B_K_MAJOR, ROWS, TERMS)
         down = tl.cdiv(m, ROWS)
@@ -604,7 +604,7 @@ def sum_of_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The sum of many tiles, one below the other, over their rows."""
+    """Each program's sum over the rows of every ``num_programs``-th tile of ROWS rows."""
     columns = columns * UNIT
     start = tl.program_id(1) * BLOCK
     column = start + tl.arange(0, BLOCK)

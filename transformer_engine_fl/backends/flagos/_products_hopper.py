@@ -1,18 +1,18 @@
-"""Matrix products on Hopper, large ones: kernels that give each warp its own work.
+"""Large matrix products on Hopper: warp-specialised kernels.
 
-One warp asks for the operands' tiles, which the tensor memory accelerator (TMA) brings; two
-groups of four multiply them. Each of the two has half of a tile's rows and goes its own way,
-so that one of them adds up float8's sums, or finishes a tile, while the other one keeps the
-tensor cores busy. Triton's own pipelining has every warp do the same, so these are written in
-Gluon, where that can be said.
+One warp issues the loads of the operands' tiles by the tensor memory accelerator (TMA); two warp
+groups multiply them. Each of the two has half of a tile's rows and its own progress, so that one of
+them adds float8's sums, or finishes a tile, while the other keeps the tensor cores busy. Triton's
+own pipelining gives all warps the same work, so these kernels are written in Gluon, which can
+specialise warps.
 
-What a large product is added to in float32 takes as long to move as a good part of the
-multiplying. It comes and goes by TMA too, through the memory of the operands: after a tile's
-last step the loading warp asks for it, a quarter of the columns in each of the next four.
+Accumulating into a large float32 D moves so much data that it takes a good part of the time of
+multiplying. D is loaded and stored by TMA too, through the operands' shared memory: after a tile's
+last step the loading warp issues four more steps, each with a quarter of D's columns.
 
-What the numbers of a launch mean is in ``_products``, as is how scales are multiplied with.
-Terms are added in the same order as there: the bits are the same. Which products are made
-here, ``gemm`` decides; a GELU's gradient and scales of single columns are not.
+The numbers of a launch are explained in ``_products``, and so is how scales are applied. Terms are
+added in the same order as there: the bits are the same. ``gemm`` decides which products are made
+here; those with a GELU's gradient or with scales of single columns are not.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _load_terms(
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Ask for the operands of one tile of D; returns how many steps were asked for so far."""
+    """Issue the loads of one tile's operands; returns the number of steps issued so far."""
     HEIGHT: gl.constexpr = ROWS // 2
     WIDTH: gl.constexpr = COLUMNS // PARTS
     BYTES: gl.constexpr = (ROWS + COLUMNS) * TERMS * (a.dtype.primitive_bitwidth // 8)
@@ -146,7 +146,7 @@ def _load_terms(
 def _staged(
     a_shared: gl.tensor, stage: gl.tensor, ROWS: gl.constexpr, COLUMNS: gl.constexpr
 ) -> gl.tensor:
-    """A step's tile of a as the memory of a quarter of D's columns, for each half of its rows."""
+    """A step's tile of a as two buffers, each a quarter of D's columns of half the rows."""
     HEIGHT: gl.constexpr = ROWS // 2
     QUARTER: gl.constexpr = COLUMNS // 4
     layout: gl.constexpr = _shared_layout(HEIGHT, QUARTER, True, gl.float32)
@@ -159,7 +159,7 @@ def _load_staged(
     a_shared: gl.tensor, ready: gl.tensor, free: gl.tensor,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Ask for what a tile of D holds, in four steps that follow those of its operands."""
+    """Issue the loads of a tile of D, as four steps after those of its operands."""
     HEIGHT: gl.constexpr = ROWS // 2
     QUARTER: gl.constexpr = COLUMNS // 4
     for quarter in gl.static_range(4):
@@ -185,10 +185,10 @@ def _load_group(
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """The same for a tile of a group, with descriptors of its own.
+    """Issue the loads of one tile of a group, with descriptors of its own.
 
-    Their memory is that of an earlier tile's, of which ``last`` steps were asked for: nothing
-    may be underway that was asked for with them.
+    The descriptors reuse the memory of an earlier tile's, after which ``last`` steps had been
+    issued: none of the loads by those descriptors may still be in flight.
     """
     group = _group_of(table_ptr, tile, GROUPS, 1)
     field = table_ptr + group
@@ -205,7 +205,7 @@ def _load_group(
         before // STAGES & 1,
         pred=(last > 0) & (done <= before + STAGES),
     )
-    some = gl.maximum(k, 1)  # there are no empty descriptors; of this none is read
+    some = gl.maximum(k, 1)  # a descriptor must not be empty; nothing is read by it
     a = _described(a_start, n, some, a_stride, A_K_MAJOR, COLUMNS // PARTS, TERMS)
     b = _described(b_start, m, some, b_stride, B_K_MAJOR, ROWS // 2, TERMS)
     row, column = _place(tile - first, gl.cdiv(m, ROWS), gl.cdiv(n, COLUMNS), SUPER)
@@ -223,7 +223,7 @@ def _load_all(
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """What the loading warp does."""
+    """The work of the loading warp."""
     a, b, table_ptr, d_described = tensors
     tiles, m, n, k = numbers
     a_shared, b_shared, ready, free = shared
@@ -244,7 +244,7 @@ def _load_all(
                     ROWS, COLUMNS, STAGES,
                 )  # fmt: skip
     else:
-        # Two places for descriptors, so that there is no need to wait for the tile before.
+        # Two sets of descriptors, so that there is no need to wait for the previous tile.
         even = gl.to_tensor(0)
         odd = gl.to_tensor(0)
         for tile in range(gl.program_id(0), tiles, 2 * programs):
@@ -280,7 +280,7 @@ def _sum(
     WHICH: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Half a tile of sums that the tensor cores add, and the steps so far."""
+    """Half a tile of sums, accumulated in the tensor cores, and the count of steps so far."""
     a_shared, b_shared, ready, free = shared
     total = gl.zeros((64, COLUMNS), gl.float32, LAYOUT)
     for step in range(gl.cdiv(k, TERMS)):
@@ -302,7 +302,7 @@ def _sum(
 def _scaled_sum(
     a: gl.tensor, b: gl.tensor, a_scale: gl.tensor, b_scale: gl.tensor, total: gl.tensor,
 ) -> gl.tensor:  # fmt: skip
-    """``total`` and the product of two tiles of float8, which is scaled in float32."""
+    """``total`` plus the product of two tiles of float8, which is scaled in float32."""
     nothing = gl.zeros_like(total)
     part = warpgroup_mma(b, a.permute((1, 0)), nothing, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=(part,))
@@ -321,15 +321,15 @@ def _sum_of_steps(
     B_SCALES: gl.constexpr, B_HEIGHT: gl.constexpr, PARTS: gl.constexpr,
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """The same of float8, whose steps are added in float32; the columns in one part or two.
+    """The same for float8, whose steps are added in float32; the columns are in one part or two.
 
-    Only one part's sum of a step takes registers at a time. A part has one scale of a.
+    The sum of a step takes registers for only one part at a time. A part has one scale of a.
     """
     a_shared, b_shared, ready, free = shared
     a_scale, a_down, a_along, b_scale, b_first, b_down, b_along = scales
     left = gl.zeros((64, COLUMNS // PARTS), gl.float32, LAYOUT)
     right = left
-    # Beyond the last row or column any scale will do; few numbers are kept for a place.
+    # Beyond the last row or column any scale will do; positions are kept in few registers.
     if A_SCALES == "steps":
         block = column // A_HEIGHT
         next_block = gl.minimum((column + COLUMNS // PARTS) // A_HEIGHT, (n - 1) // A_HEIGHT)
@@ -342,7 +342,7 @@ def _sum_of_steps(
         b_scale += start // B_HEIGHT * b_down
     for _ in range(gl.cdiv(k, TERMS)):
         stage = done % STAGES
-        # The scales come while the tiles are waited for and multiplied.
+        # The scales are loaded while the tiles are waited for and multiplied.
         of_rows = None
         of_left = None
         of_right = None
@@ -369,9 +369,9 @@ def _store(
     ptr: gl.tensor, z: gl.tensor, row: gl.tensor, column: gl.tensor,
     m: gl.tensor, n: gl.tensor, stride: gl.tensor, LAYOUT: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Half a tile, stored by vectors."""
+    """Store half a tile, by vectors."""
     it = z.to(ptr.dtype.element_ty)
-    # Four threads have a whole sector of float32 side by side as it is.
+    # For float32, four threads already hold a whole sector side by side.
     wide: gl.constexpr = it.dtype.primitive_bitwidth == 32
     stored: gl.constexpr = LAYOUT if wide else _stored_layout(z.shape[1], it.dtype)
     r = row + gl.arange(0, z.shape[0], gl.SliceLayout(1, stored))[:, None]
@@ -387,7 +387,7 @@ def _finish(
     m: gl.tensor, n: gl.tensor, d_stride: gl.tensor, alpha: gl.tensor, beta: gl.tensor,
     GELU: gl.constexpr, ACCUMULATE: gl.constexpr, PTX: gl.constexpr, LAYOUT: gl.constexpr,
 ) -> None:  # fmt: skip
-    """What follows from some sums, stored."""
+    """Apply the epilogue to some sums and store the results."""
     r = row + gl.arange(0, z.shape[0], gl.SliceLayout(1, LAYOUT))
     c = column + gl.arange(0, z.shape[1], gl.SliceLayout(0, LAYOUT))
     z = _added(z, r, c, d_ptr, bias_ptr, m, n, d_stride, alpha, beta, ACCUMULATE)
@@ -399,7 +399,7 @@ def _finish(
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _halves(z: gl.tensor, LAYOUT: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
-    """The left and the right half of the columns, which move no value between threads."""
+    """The left and the right half of the columns; no value moves between threads."""
     ROWS: gl.constexpr = z.shape[0]
     HALF: gl.constexpr = z.shape[1] // 2
     left, right = gl.split(gl.permute(gl.reshape(z, (ROWS, 2, HALF)), (0, 2, 1)))
@@ -413,9 +413,9 @@ def _finish_staged(
     WHICH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, DTYPE: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Sums added to what ``_load_staged`` brings, stored out of the same memory.
+    """Add sums to the tile of D that ``_load_staged`` loads, and store it from the same memory.
 
-    That is free for operands when its store has read it, which is waited for a quarter later.
+    That memory is free for operands once the store has read it; this is waited for a quarter later.
     """
     a_shared, _, ready, free = shared
     HALF: gl.constexpr = _sum_layout(COLUMNS // 2, DTYPE)
@@ -453,7 +453,7 @@ def _multiply_all(
     PARTS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TERMS: gl.constexpr,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr,
 ) -> None:  # fmt: skip
-    """What one of the two groups of warps does: half the rows of each tile."""
+    """The work of one of the two multiplying warp groups: half the rows of each tile."""
     d_ptr, pre_ptr, bias_ptr, table_ptr, d_described = tensors
     tiles, m, n, k, d_stride, alpha, beta = numbers
     a_scale_ptr, a_down, a_along, b_scale_ptr, b_first, b_down, b_along = scales
@@ -529,7 +529,7 @@ def _ring(
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """The operands' tiles in shared memory, and what says that a stage is there, or free."""
+    """The operands' tiles in shared memory, and barriers for stages that are ready, or free."""
     WIDTH: gl.constexpr = COLUMNS // PARTS
     a_shared = gl.allocate_shared_memory(
         DTYPE,
@@ -546,7 +546,7 @@ def _ring(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    fence_async_shared()  # before what comes by TMA counts itself there
+    fence_async_shared()  # TMA must see the initialised barriers
     return a_shared, b_shared, ready, free
 
 
@@ -562,7 +562,7 @@ def _start(
     STAGES: gl.constexpr, MULTIPLYING: gl.constexpr, LOADING: gl.constexpr,
     GROUPS: gl.constexpr, DTYPE: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Give every warp its work. Of groups, a and b are pointers, else descriptors."""
+    """Start the specialised warps. ``a`` and ``b`` are descriptors, or pointers if GROUPS > 0."""
     shared = _ring(A_K_MAJOR, B_K_MAJOR, PARTS, ROWS, COLUMNS, TERMS, STAGES, DTYPE)
     tiles, m, n, k, _, _, _ = numbers
     gl.warp_specialize(
@@ -645,7 +645,7 @@ def product(
 ) -> None:
     """``product`` of ``_products``.
 
-    STAGED: what is added, to sums of 16-bit terms, is float32 that TMA can bring.
+    STAGED: D is float32, is added to sums of 16-bit terms, and can be loaded by TMA.
     """
     m = m * UNIT_M
     n = n * UNIT_N

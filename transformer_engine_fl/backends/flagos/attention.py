@@ -1,15 +1,14 @@
-"""Attention in Triton: no scores in memory, each gradient summed up without atomics.
+"""Attention in Triton: scores are never stored, and gradients are summed without atomics.
 
-The forward keeps the logarithm of each denominator. The backward computes the weights again
-from it: once by queries, for dq and for what all keys need of a query (its delta), once by
-keys, for dk and dv, and where there is a bias once more by its elements. Queries, keys and
-values are read where they lie if their features are dense; the heads of a group read the
-same keys.
+The forward stores the logarithm of each softmax denominator. The backward recomputes the weights
+from it: once by queries, for dq and for each query's delta, which all keys need; once by keys, for
+dk and dv; and with a bias once more by the bias's elements. Queries, keys and values are read in
+place if their features are dense; the heads of a group read the same keys.
 
 Hopper has kernels of its own for plain attention in 16 bits, in ``_attention_hopper``.
 
-Tiles depend on widths and dtypes alone, so that what a query gets does not depend on what
-else is in the batch.
+Tile sizes depend on widths and dtypes alone, so that a query's result does not depend on what else
+is in the batch.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
 
 class _Tile(NamedTuple):
-    """A way to cut the scores.
+    """A way to cut the scores into tiles.
 
     Attributes:
         rows, columns: queries and keys of a tile.
-        threads: of a program.
-        stages: tiles of the other side in shared memory at a time, at most.
-        described: the other side is read by tensor descriptors, where they can be used.
+        threads: threads of a program.
+        stages: pipeline stages: the most tiles of the other side in shared memory at a time.
+        described: load the other side by tensor descriptors, where possible.
     """
 
     rows: int
@@ -128,12 +127,12 @@ _TILES: dict[str, dict[str, dict[int, _Tile]]] = {
 }
 _INTERPRETED_TILE = _Tile(16, 16, 32, 1, described=True)
 _SIZES = (32, 64, 128)  # rows and columns of the tiles that are tried
-_MOST_SCORES = 64  # of a thread, in these
+_MOST_SCORES = 64  # of a thread, in these tiles
 _WIDEST = 512
-_FEW = 64  # rows and columns of a tile that waits for its loads rather than being smaller
-_FEWEST = 16  # rows and columns of a tile, as products want them
+_FEW = 64  # rows and columns below which fewer stages are tried before smaller tiles
+_FEWEST = 16  # rows and columns of a tile that matrix instructions take
 _WIDEST_DESCRIBED = 256  # features
-_MOST_TOKENS = 2**28  # of a sequence: positions and windows are summed up in an int32
+_MOST_TOKENS = 2**28  # of a sequence: sums of positions and windows fit in an int32
 
 _KERNELS = {
     "forward": _attention.forward,
@@ -151,7 +150,7 @@ def _listed(way: str, features: int, itemsize: int) -> _Tile:
 
 
 def _choice(way: str) -> Choice[_Tile]:
-    """The choice of a pass's tile, of which as much is used as fits in shared memory."""
+    """The choice of a pass's tile; the chosen tile is shrunk to fit in shared memory."""
 
     def candidates(features: int, itemsize: int) -> Iterator[_Tile]:
         described = itemsize == 2 and features <= _WIDEST_DESCRIBED
@@ -181,14 +180,14 @@ _CHOICES = {way: _choice(way) for way in _TILES}
 
 
 def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
-    """About how much shared memory a program uses."""
+    """An estimate of the shared memory that a program uses, in bytes."""
     width: int = it.constants["BLOCK"]
     v_width: int = it.constants["V_BLOCK"]
     both = width + v_width
     own, other = (tile.columns, tile.rows) if way == "keys" else (tile.rows, tile.columns)
     held = own * (width if way == "forward" else both)
     if not _launch.limits(it.q.device).capability:
-        held = 0  # elsewhere than in CUDA, that is kept in registers
+        held = 0  # other devices than CUDA's keep it in registers
     if tile.stages == 1 and held:
         copies = max(keys * width + values * v_width for keys, values in _copies(it, way))
         return OTHER_BYTES + it.q.itemsize * (held + other * copies)
@@ -203,11 +202,11 @@ def _shared_bytes(it: _Call, way: str, tile: _Tile) -> int:
 
 
 def _copies(it: _Call, way: str) -> tuple[tuple[int, int], ...]:
-    """How often the other side's rows are in shared memory at once, in a single stage.
+    """Copies of the other side's rows in shared memory at once, with a single stage.
 
-    Each product then has its own copy of what it reads, as it lies or turned. Pairs, of rows
-    of queries or keys and of those of values or gradients, for each moment that may be the
-    worst; as Triton 3.7 was seen to compile for compute capability 8.0, 8.6, 9.0 and 12.0.
+    Each product then has a copy of its operand, as stored or transposed. Pairs (copies of queries
+    or keys, copies of values or gradients), one for each moment that may need the most memory;
+    observed in what Triton 3.7 compiles for compute capability 8.0, 8.6, 9.0 and 12.0.
     """
     return (_COPIES_OF_FLOAT32 if it.q.itemsize == 4 else _COPIES)[way]
 
@@ -218,7 +217,7 @@ _COPIES = {
     "keys": ((2, 0), (1, 2)),
     "bias": ((1, 1),),
 }
-_COPIES_OF_FLOAT32 = {  # which is multiplied in parts
+_COPIES_OF_FLOAT32 = {  # multiplied as several TF32 parts
     "forward": ((1, 1), (2, 0)),
     "queries": ((2, 1), (1, 2)),
     "keys": ((2, 1), (1, 3)),
@@ -227,7 +226,7 @@ _COPIES_OF_FLOAT32 = {  # which is multiplied in parts
 
 
 def _tile(it: _Call, way: str) -> _Tile:
-    """The tile of a pass: the chosen one, or as much of it as fits in shared memory."""
+    """The tile of a pass: the chosen one, shrunk until it fits in shared memory."""
     width = max(it.constants["BLOCK"], it.constants["V_BLOCK"])
     chosen = _CHOICES[way](it.q.device, width, it.q.itemsize)
     if _launch.INTERPRETED:
@@ -244,7 +243,7 @@ def _tile(it: _Call, way: str) -> _Tile:
 
 
 def _smaller(tile: _Tile) -> _Tile | None:
-    """The next tile to try; the last stages go late, for loads then wait for each other."""
+    """The next smaller tile; pipelining is given up late, since loads then no longer overlap."""
     if tile.stages > 2:
         return tile._replace(stages=tile.stages - 1)
     if tile.columns > _FEW:
@@ -266,15 +265,15 @@ class _Call(NamedTuple):
 
     Attributes:
         op: the operator.
-        qkv_format: of every tensor of tokens.
+        qkv_format: the format of every tensor of tokens.
         q, k, v: with dense features.
         bias: expanded to ``[b, h, sq, skv]``.
         sink: ``[h]``, if it is learnable.
-        lengths: cu_seqlens of queries and keys, then where they begin if that is apart.
-        sequences, sq, skv: b and the longest there can be.
+        lengths: cu_seqlens of queries and keys, then the starts of sequences if given separately.
+        sequences, sq, skv: b and the maximum lengths.
         sizes, random: numbers of every kernel.
-        constants: of every kernel.
-        folded, has_sink: what the forward alone wants to know.
+        constants: constants of every kernel.
+        folded, has_sink: used by the forward only.
     """
 
     op: str
@@ -296,7 +295,7 @@ class _Call(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether sequences follow one another."""
+        """Whether sequences follow one another without a batch dimension."""
         return self.qkv_format == "thd"
 
 
@@ -321,7 +320,7 @@ def _prepared(
     max_seqlen_kv: int | None,
     **lengths: Tensor | None,
 ) -> _Call:
-    """A call that was checked."""
+    """A checked call, as the kernels take it."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_numbers(op, scale, dropout_p)
     check_integers(op, seed, offset, window_size_left, window_size_right)
@@ -350,7 +349,7 @@ def _prepared(
         bias = plain(op, "bias", bias).expand(b, heads, sq, skv)
     if softmax_offset is not None:
         softmax_offset = plain(op, "softmax_offset", softmax_offset).contiguous()
-    # A window as wide as all tokens is none.
+    # A window at least as wide as all tokens hides nothing.
     left = window_size_left if window_size_left < sq + skv else -1
     right = 0 if attn_mask_type in contracts.CAUSAL else window_size_right
     right = right if right < sq + skv else -1
@@ -392,13 +391,13 @@ def _prepared(
 
 
 def _distances(tensor: Tensor, qkv_format: str) -> tuple[int, ...]:
-    """How far sequences, tokens and heads are apart."""
+    """The strides of sequences, tokens and heads."""
     of = dict(zip(qkv_format, steps(tensor), strict=False))
     return (of.get("b", 0), of.get("s", of.get("t", 0)), of["h"])
 
 
 def _describable(op: str, tensor: Tensor, qkv_format: str, unit: int) -> bool:
-    """Whether there can be descriptors of a sequence's tokens."""
+    """Whether a tensor descriptor can describe a sequence's tokens."""
     return (
         not (address_of(op, tensor) | unit * tensor.itemsize) % DESCRIBED_ALIGNMENT
         and tensor.itemsize == 2
@@ -421,9 +420,9 @@ def _start(
     """Launch the kernel of a pass.
 
     Args:
-        tensors: all, in the order of the kernel.
-        others: tensors of tokens whose distances follow those of q, k and v.
-        streamed: what is read by descriptors, if they can be made.
+        tensors: all tensors, in the order of the kernel's parameters.
+        others: tensors of tokens whose strides follow those of q, k and v.
+        streamed: the tensors to load by descriptors, if possible.
         first: numbers before all others.
     """
     if not programs:
@@ -456,7 +455,7 @@ def _start(
 
 
 def _of_tokens(it: _Call, like: Tensor, width: int) -> Tensor:
-    """A new tensor of tokens; of sequences that follow one another zeros, in between too."""
+    """A new tensor of tokens; zeroed if packed, because tokens may lie between sequences."""
     result = fresh(it.op, like, (*like.shape[:-1], width))
     return result.zero_() if it.packed else result
 
@@ -512,7 +511,7 @@ def fused_attn_fwd(
 
 
 def _for_hopper(it: _Call) -> Any:
-    """The module of kernels written for Hopper alone, if they do this call; else None."""
+    """The module of kernels for Hopper alone, if they support this call; else None."""
     known = it.constants
     *_, right, scale = it.sizes
     plain_softmax = it.bias is None and not it.has_sink and not known["DROPOUT"]
@@ -525,7 +524,7 @@ def _for_hopper(it: _Call) -> Any:
 
 
 def _of_hopper(it: _Call) -> tuple[float, str, bool, bool]:
-    """What those kernels are told besides tensors: scale, format, causal, top-left."""
+    """The arguments of those kernels besides tensors: scale, format, causal, top-left."""
     return it.sizes[-1], it.qkv_format, it.constants["RIGHT"], it.constants["TOP_LEFT"]
 
 
@@ -615,7 +614,7 @@ def fused_attn_bwd(
 def _backward(
     it: _Call, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The gradients but that of the bias, and the delta of each query."""
+    """All gradients except the bias's, and the delta of each query."""
     heads, kv_heads = it.q.shape[-2], it.k.shape[-2]
     dq, dk = _of_tokens(it, it.q, it.q.shape[-1]), _of_tokens(it, it.k, it.k.shape[-1])
     dv = _of_tokens(it, it.v, it.v.shape[-1])
@@ -646,7 +645,7 @@ def _backward(
 
 
 def _sink_gradient(it: _Call, partial: Tensor | None) -> Tensor | None:
-    """What the programs found, ``[tiles, h]``, added up."""
+    """The sum of the programs' partial results, ``[tiles, h]``, over the tiles."""
     if partial is None or it.sink is None:
         return None
     tiles, heads = partial.shape

@@ -1,12 +1,12 @@
-"""Matrix products in Triton, one and of groups, with what is fused into them.
+"""Matrix products in Triton, single and grouped, with fused epilogues.
 
-Operands are multiplied as they lie; copied is only what has neither dense rows nor dense
-columns, float8 whose terms are not along its rows (instructions want that), and, of large
-products, what tensor descriptors cannot describe.
+Operands are multiplied in the layout they have. Copied are only operands with neither dense rows
+nor dense columns, float8 operands whose terms are not along their rows (the instructions require
+that), and, for large products, operands that tensor descriptors cannot describe.
 
-The order in which terms are added depends on their number and on dtypes alone, not on how
-many rows there are: every tile takes the same number of terms in a step, and every tile is
-large enough for the same instructions.
+The order of summation depends on the number of terms and on dtypes alone, not on the number of
+rows: every tile takes the same number of terms per step, and every tile is large enough for the
+same instructions.
 """
 
 from __future__ import annotations
@@ -64,21 +64,22 @@ __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
 
 class _Tile(NamedTuple):
-    """A way to cut D.
+    """A way to cut D into tiles.
 
     Attributes:
-        rows, columns: of a tile.
-        threads: of a program.
-        stages: tiles of the operands in shared memory at a time, at most.
-        described: by tensor descriptors, where they can be used.
-        flatten: the loops over tiles and terms are one, so that a tile's first operands
-            are loaded while the one before is finished. With descriptors only.
-        specialize: by the kernels of ``_products_hopper``, each warp of which has its own
-            work. ``threads`` are those of one group of warps that multiply.
-        resident: programs for each multiprocessor; each makes several tiles. 0: one each.
-        parts: of a tile's columns that are finished one after the other, at least.
+        rows, columns: size of a tile.
+        threads: threads of a program.
+        stages: pipeline stages: the most tiles of the operands in shared memory at a time.
+        described: use tensor descriptors where possible.
+        flatten: merge the loops over tiles and terms, so that a tile's first operands are
+            loaded while the previous tile is finished. With descriptors only.
+        specialize: use the warp-specialised kernels of ``_products_hopper``. ``threads`` are
+            those of one multiplying warp group.
+        resident: persistent programs per multiprocessor; each makes several tiles. 0: a
+            program makes one tile.
+        parts: least number of parts of a tile's columns that run the epilogue in turn.
         band: rows of tiles that are made together, so that columns are read from the cache.
-        speed: what it reaches where there are tiles enough, relative to the others listed.
+        speed: throughput relative to the other listed tiles, if there are enough tiles.
     """
 
     rows: int
@@ -102,9 +103,9 @@ _TERMS = {
     "blocks": 64,
     "float32 blocks": 32,
 }
-"""How many terms a step takes; rows do not depend on each other because it is one number."""
+"""Terms per step. A single number each, so that no row's result depends on other rows."""
 
-_FEWEST_ROWS = 64  # below, other instructions would add in another order
+_FEWEST_ROWS = 64  # with fewer, other instructions would sum in another order
 _SMALL = (
     _Tile(64, 128, 128, 4, described=False, speed=0.6),
     _Tile(64, 64, 128, 5, described=False, speed=0.45),
@@ -137,20 +138,20 @@ _INTERPRETED_TILES = (
     _Tile(32, 64, 32, 1, flatten=True, resident=1, parts=2),
     _Tile(32, 64, 32, 1, described=False),
 )
-_INTERPRETED_FEW = 12  # rows, of which the second tile is for
-_SPECIALIZED_REGISTERS = 168  # of a thread, before warps are given what they need:
+_INTERPRETED_FEW = 12  # rows up to which the second tile is used
+_SPECIALIZED_REGISTERS = 168  # per thread at launch; then, by a warp's role:
 _MULTIPLYING, _LOADING = 232, 40
-_FINISHED_BYTES = 32768  # of shared memory for the part of a tile that is being finished
-_LARGEST_UNALIGNED = 128 * 128  # elements of a tile: many addresses take many registers
+_FINISHED_BYTES = 32768  # of shared memory for the part of a tile in the epilogue
+_LARGEST_UNALIGNED = 128 * 128  # elements of a tile: addresses take registers
 _FLOAT8_FROM = 89
 _WIDEST_DESCRIBED = 4  # bytes of an element
-_WORTH_A_COPY = 2**30  # products, from which on operands are copied to be described
+_WORTH_A_COPY = 2**30  # multiplications from which on a copy of operands to describe pays
 
 _SUM_ROWS, _SUM_BLOCK, _SUM_THREADS, _SUM_PROGRAMS = 16, 256, 128, 8
 
 
 _BY_ESTIMATE = _Tile(0, 0, 0, 0)
-"""Of the tiles listed, that which takes the fewest rounds, each as long as its speed says."""
+"""Stands for the listed tile with the fewest rounds, each round weighted by the tile's speed."""
 
 
 def _tile_choice(kind: str) -> Choice[_Tile]:
@@ -186,14 +187,14 @@ def _tile_choice(kind: str) -> Choice[_Tile]:
 
 
 def _fitted(tile: _Tile, kind: str, itemsize: int, beside: int, shared: int) -> _Tile | None:
-    """The tile with fewer stages or more parts, as shared memory allows; None if it does not.
+    """The tile with fewer stages or more parts, to fit in shared memory; None if it cannot fit.
 
     Args:
         itemsize: bytes of an element of the operands.
-        beside: bytes of what is written and read for each element of D.
+        beside: bytes written and read in the epilogue for each element of D.
         shared: bytes of shared memory.
     """
-    # Warps that do different work turn D in shared memory, half of it at a time.
+    # Specialised kernels change the layout of D through shared memory, half a tile at a time.
     finished = tile.rows * tile.columns * (1 if tile.specialize else beside)
     parts = tile.parts
     while not tile.specialize and finished // parts > _FINISHED_BYTES and tile.columns > 32 * parts:
@@ -213,12 +214,12 @@ def _chosen(
     specialize: bool,
     device: torch.device,
 ) -> _Tile:
-    """The tile that was measured to be best, or else the one that an estimate says is.
+    """The tile that was measured to be best, or else the best one by estimate.
 
     Args:
-        beside: bytes of what is written and read for each element of D.
-        large: whether tiles may be.
-        specialize: whether they may be ``specialize``.
+        beside: bytes written and read in the epilogue for each element of D.
+        large: whether large tiles are allowed.
+        specialize: whether ``specialize`` tiles are allowed.
     """
     asked = _CHOICES[kind](device, sum(ms), n)
     if _launch.INTERPRETED:
@@ -251,13 +252,13 @@ class _Operand(NamedTuple):
     """A matrix as it is multiplied.
 
     Attributes:
-        data: as it is stored, the columns dense.
-        stride: how far its rows are apart.
+        data: as it is stored, with dense columns.
+        stride: the distance between rows.
         k_major: whether its columns are terms.
-        scale: None without; of float8_e8m0fnu the bytes.
+        scale: None without scales; for float8_e8m0fnu the bytes.
         scales: "none", "whole", "steps" (blocks of 128 columns) or "blocks" (of 32).
-        height, width: of the block that has a scale.
-        scale_row, scale_column: how far the scales are apart.
+        height, width: rows and columns of the blocks that have one scale each.
+        scale_row, scale_column: the strides of the scales.
     """
 
     data: Tensor
@@ -275,9 +276,9 @@ class _Piece(NamedTuple):
     """Some rows of an operand.
 
     Attributes:
-        operand: of which.
-        start: the first one.
-        rows: how many.
+        operand: the operand.
+        start: the first row.
+        rows: the number of rows.
     """
 
     operand: _Operand
@@ -286,12 +287,12 @@ class _Piece(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How products of two operands are made; see the kernels.
+    """How two operands are multiplied; see the kernels.
 
     Attributes:
-        kind: what the tiles are listed under.
-        a_scales, b_scales: when the scales are multiplied with.
-        stepwise, dot, precision: as constants of the kernels.
+        kind: the key of its tiles in ``_TILES``.
+        a_scales, b_scales: when scales are applied.
+        stepwise, dot, precision: the constants of the kernels.
     """
 
     kind: str
@@ -303,7 +304,7 @@ class _Way(NamedTuple):
 
 
 def _can_flip(tensor: Tensor, scale: Tensor | None) -> bool:
-    """Whether it is better seen as the transpose of what it is."""
+    """Whether a tensor is better treated as the transpose of a dense matrix."""
     return bool(
         tensor.dim() == 2
         and tensor.stride(0) == 1
@@ -319,9 +320,9 @@ def _operand(
     """An operand as it is multiplied.
 
     Args:
-        flip: see it as its transpose.
-        turn: float8 is copied where its terms are not along the rows, as instructions
-            want it.
+        flip: treat it as its transpose.
+        turn: copy float8 whose terms are not along the rows into the layout that the
+            instructions require.
     """
     data, stride = by_rows(tensor.t() if flip else tensor)
     k_major ^= flip
@@ -336,7 +337,7 @@ def _operand(
     else:
         scales, width = "steps", contracts.BLOCK
         height = 1 if scale.shape[0] == rows else contracts.BLOCK
-    # Blocks that are not square lie across the rows afterwards.
+    # Square blocks only: others would lie across the rows of the transposed copy.
     if turn and not k_major and height == width:
         as_bytes = data.view(torch.uint8).as_strided((rows, columns), (stride, 1))
         data = as_bytes.t().contiguous().view(data.dtype)
@@ -354,7 +355,7 @@ def _operands(
     k_major: bool,
     whole: bool,
 ) -> list[_Operand]:
-    """Operands that lie alike; only if they are multiplied as a ``whole`` are they flipped."""
+    """Operands with equal layouts; they are flipped only if each is multiplied as a ``whole``."""
     given = [plain(op, name, it) for it in tensors]
     some = [None] * len(given) if scales is None else scales
     flip = whole and all(map(_can_flip, given, some))
@@ -365,7 +366,7 @@ def _operands(
 
 
 def _way(op: str, a: _Operand, b: _Operand) -> _Way:
-    """How products of such operands are made."""
+    """How products of such operands are computed."""
     capability = _launch.limits(b.data.device).capability
     precision = float32_precision(b.data.device)
     scales = (a.scales, b.scales)
@@ -389,8 +390,8 @@ def _way(op: str, a: _Operand, b: _Operand) -> _Way:
         else:  # float8 times a power of two is exact in bfloat16
             way = _Way("blocks", a_scales, b_scales, False, tl.bfloat16)
     if _launch.INTERPRETED:
-        # It has no bfloat16, and adds in an order that depends on the row, which does not
-        # show in float64.
+        # The interpreter has no bfloat16, and sums in an order that depends on the row, which makes
+        # no difference in float64.
         return way._replace(stepwise=True, dot=tl.float64)
     return way
 
@@ -399,12 +400,12 @@ def _way(op: str, a: _Operand, b: _Operand) -> _Way:
 
 
 class _Epilogue(NamedTuple):
-    """What follows the products, as far as a kernel's code depends on it.
+    """The parts of the epilogue that a kernel's code depends on.
 
     Attributes:
-        gelu: whether there is a GELU, or the slope of one.
-        accumulate: whether what D's memory holds is added.
-        d, pre, gelu_input, bias: the dtypes of what is written and read; None without.
+        gelu: whether it applies GELU, or multiplies by its slope.
+        accumulate: whether D's previous contents are added.
+        d, pre, gelu_input, bias: the dtypes of what is written and read; None if absent.
     """
 
     gelu: bool
@@ -418,10 +419,10 @@ class _Epilogue(NamedTuple):
 def _is_for_hopper(
     way: _Way, a: _Operand, after: _Epilogue, at_origin: bool, device: torch.device
 ) -> bool:
-    """Whether ``_products_hopper`` makes products of this kind, and there is such a GPU.
+    """Whether ``_products_hopper`` supports products of this kind, and the GPU is a Hopper.
 
     Args:
-        at_origin: whether a's first row is the first of its block.
+            at_origin: whether a's first row is the first row of a scale block.
     """
     return (
         _launch.has_gluon()
@@ -433,7 +434,7 @@ def _is_for_hopper(
 
 
 class _Kernel(NamedTuple):
-    """A kernel, the tile that it makes and the units that it counts in."""
+    """A kernel, the tile that it makes and the units in which it takes sizes and strides."""
 
     launch: _launch.Launch
     tile: _Tile
@@ -465,12 +466,12 @@ def _kernel(
     """The kernel for products of such sizes.
 
     Args:
-        strides: of every operand, with the places where groups begin.
-        d_strides: of everything that is D, likewise.
-        described: whether the operands are aligned as descriptors want it.
+        strides: the strides of every operand, and the offsets of groups in them.
+        d_strides: the strides of D, and the offsets of groups in it.
+        described: whether the operands are aligned for tensor descriptors.
         d_described: whether D is.
-        groups: 0 for a plain product, else at least so many groups as there are.
-        at_origin: whether a's and b's first rows are the first of their blocks.
+        groups: 0 for a plain product, else an upper bound of the number of groups.
+        at_origin: whether a's and b's first rows are the first rows of scale blocks.
     """
     device = b.data.device
     itemsize = b.data.itemsize
@@ -509,7 +510,7 @@ def _kernel(
     offered = _launch.limits(device)
     options: dict[str, Any] = {"num_stages": tile.stages}
     if not offered.capability and not _launch.INTERPRETED:
-        # One instruction for all tiles, so that all add in one order.
+        # The same matrix instruction for all tiles, so that all sum in one order.
         options = {"num_stages": 2, "matrix_instr_nonkdim": 16}
     alone: dict[str, Any] = {"GROUPS": groups}
     if not groups:
@@ -567,7 +568,7 @@ def _programs(tile: _Tile, tiles: int, device: torch.device) -> int:
 
 
 def _describable(address: int, itemsize: int, stride: int, columns: int) -> bool:
-    """Whether a descriptor can be made of rows of so many columns that are there."""
+    """Whether a tensor descriptor can describe rows of so many columns at this address."""
     return (
         not (address | stride * itemsize) % DESCRIBED_ALIGNMENT
         and stride >= columns
@@ -576,7 +577,7 @@ def _describable(address: int, itemsize: int, stride: int, columns: int) -> bool
 
 
 def _described(op: str, it: _Operand, outer: int, k: int, worth: bool) -> tuple[_Operand, bool]:
-    """The operand and whether a descriptor can be made of it; copied so if that is ``worth`` it."""
+    """The operand, copied if that is ``worth`` it, and whether a descriptor can describe it."""
     rows, columns = (outer, k) if it.k_major else (k, outer)
     size = it.data.itemsize
     if _describable(address_of(op, it.data), size, it.stride, columns):
@@ -594,14 +595,14 @@ def _described(op: str, it: _Operand, outer: int, k: int, worth: bool) -> tuple[
 
 
 class _SumPlan(NamedTuple):
-    """How to add up the rows of matrices.
+    """How to sum the rows of matrices.
 
     Attributes:
-        launch: the kernel, of one matrix.
-        total: the sum over its programs, of all matrices.
+        launch: the kernel, for one matrix.
+        total: the sum over its programs, for all matrices.
         unit: see the kernel.
-        blocks: of columns.
-        most: programs that start at once on each block of columns.
+        blocks: the number of blocks of columns.
+        most: most programs for each block of columns.
     """
 
     launch: _launch.Launch
@@ -615,7 +616,7 @@ _SUM_PLANS: dict[object, _SumPlan] = {}
 
 
 def _sums_of_rows(op: str, matrices: Sequence[_Piece], dtype: torch.dtype) -> Tensor:
-    """The sum over the rows of each, ``[matrices, columns]``."""
+    """The sum over the rows of each matrix, ``[matrices, columns]``."""
     first = matrices[0].operand
     columns, device = first.data.shape[-1], first.data.device
     out = torch.empty((len(matrices), columns), dtype=dtype, device=device)
@@ -673,13 +674,13 @@ def _sums_of_rows(op: str, matrices: Sequence[_Piece], dtype: torch.dtype) -> Te
 
 
 class _Plan(NamedTuple):
-    """A plain product of such arguments.
+    """The plan of a plain product.
 
     Attributes:
         launch: the kernel; None if D is empty.
-        programs: how many.
-        numbers: its numbers, less alpha and beta.
-        shape, dtype: of D.
+        programs: the number of programs.
+        numbers: the kernel's numbers, without alpha and beta.
+        shape, dtype: those of D.
     """
 
     launch: _launch.Launch | None
@@ -697,8 +698,8 @@ _Tensors = tuple[Tensor | None, ...]
 def _key(
     tensors: _Tensors, flags: tuple[bool, ...], alpha: float, beta: float, dtype: object
 ) -> object:
-    """What a plan depends on; None if something is unusual."""
-    # True equals 1, which is refused, so that the types are looked at.
+    """The key of a call's plan; None if an argument is unusual."""
+    # The types are tested because True equals 1 but must be refused.
     for number in (alpha, beta):
         if type(number) is not float and not (type(number) is int and abs(number) < 2**63):
             return None
@@ -750,7 +751,7 @@ def _planned(
     beta: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[_Plan, _Tensors]:
-    """The plan for a call that was checked, and its tensors as the kernel takes them."""
+    """The plan for a checked call, and its tensors as the kernel takes them."""
     op = contracts.generic_gemm.name
     A, B, A_scale_inv, B_scale_inv, into, gelu_input, bias = tensors
     assert A is not None
@@ -782,7 +783,7 @@ def _planned(
     )
     if not (m and n):
         return _Plan(None, 0, (), shape, dtype), (None, None, None, None, into, None, None)
-    if not k:  # the kernel reads nothing, but Triton wants memory
+    if not k:  # the kernel reads nothing, but Triton needs an address
         a, b = (it._replace(data=it.data.new_empty((1,))) for it in (a, b))
     described = bool(k) and _launch.limits(B.device).capability >= DESCRIPTORS_FROM
     if described:
@@ -901,7 +902,7 @@ def generic_gemm(
 
 
 def _is_same(given: Tensor | None, taken: Tensor | None) -> bool:
-    """Whether a kernel may take what was given in place of what it took."""
+    """Whether a kernel may be given ``given`` in place of ``taken``."""
     return taken is given or (
         taken is not None
         and given is not None
@@ -914,11 +915,11 @@ def _is_same(given: Tensor | None, taken: Tensor | None) -> bool:
 
 
 class _Together(NamedTuple):
-    """Tensors of one dtype, seen from one address.
+    """Tensors of one dtype, addressed relative to one of them.
 
     Attributes:
-        base: what is there.
-        offsets: where each of them begins, in elements from there.
+        base: that tensor.
+        offsets: where each tensor begins, in elements from ``base``.
     """
 
     base: Tensor
@@ -926,7 +927,7 @@ class _Together(NamedTuple):
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors' rows in one tensor; autocast refuses some dtypes where none is given for it."""
+    """The tensors' rows in one tensor; ``out`` is given because autocast refuses some dtypes."""
     rows = sum(len(it) for it in tensors)
     return torch.cat(list(tensors), out=tensors[0].new_empty((rows, *tensors[0].shape[1:])))
 
@@ -936,13 +937,13 @@ def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
     if len(tensors) == 1:
         return _Together(first, [0])
     if _launch.INTERPRETED and first.dtype == torch.bfloat16:
-        # It is given float32 for the bfloat16 of a tensor, and there is nothing behind that. They
-        # are dense, but columns may follow one another: elements go as they lie in memory.
+        # The interpreter gets a float32 copy of each bfloat16 tensor, with no memory beyond it. The
+        # tensors are dense, but may be stored by columns: elements are copied in memory order.
         sizes = [it.numel() for it in tensors]
         lying = [it.as_strided((size,), (1,)) for it, size in zip(tensors, sizes, strict=True)]
         return _Together(_end_to_end(lying), _begins(sizes))
     places = [address_of(op, it) for it in tensors]
-    # Nothing is read of those without elements, which are nowhere.
+    # Tensors without elements have no address; nothing is read of them.
     start, base = min(
         ((place, i) for i, place in enumerate(places) if tensors[i].numel()), default=(0, 0)
     )
@@ -951,18 +952,18 @@ def _together(op: str, tensors: Sequence[Tensor]) -> _Together:
 
 
 class _Side(NamedTuple):
-    """One operand of each group.
+    """One operand of all groups.
 
     Attributes:
-        like: one of them, for what is the same of all.
-        data: all of the tensors.
-        kept: the tensors, some of which may be copies that are nobody else's.
-        places: where each group's rows begin.
-        starts: from which row of its tensor on a group has its own.
+        like: one group's operand, for the properties that all have in common.
+        data: the memory of all tensors.
+        kept: the tensors; keeps copies among them alive.
+        places: the offsets of the groups' rows.
+        starts: the first row of each group in its tensor.
         columns, strides: of each group's tensor.
-        scale: all of their scales; None without.
-        scale_places: where those of each group's tensor begin.
-        scale_rows, scale_columns: how far they are apart.
+        scale: the scales of all tensors; None without scales.
+        scale_places: the offset of each group's scales.
+        scale_rows, scale_columns: the strides of each group's scales.
     """
 
     like: _Operand
@@ -978,12 +979,12 @@ class _Side(NamedTuple):
     scale_columns: list[int]
 
     def without_memory(self) -> _Side:
-        """The same, holding no memory."""
+        """The same without holding memory."""
         nothing = self.data.new_empty((0,))
         return self._replace(like=self.like._replace(data=nothing), data=nothing, kept=[])
 
     def of(self, op: str, tensors: Sequence[Tensor], splits: Sequence[int]) -> _Side:
-        """The same of other tensors, which lie like those.
+        """The same for other tensors with the same layout.
 
         Args:
             tensors: one for each group, or one whose rows are split.
@@ -998,7 +999,7 @@ class _Side(NamedTuple):
 
 def _same_kind(op: str, name: str, operands: list[_Operand]) -> list[_Operand]:
     """The operands, if one kernel can take them."""
-    # Of a tensor with one row it cannot be told, nor does it matter, how high a block is.
+    # The height of a block cannot be told from a tensor with one row, nor does it matter there.
     tall = [it.height for it in operands if math.prod(it.data.shape[:-1]) > 1]
     height = tall[0] if tall else operands[0].height
     alike = [it._replace(height=height) for it in operands]
@@ -1019,7 +1020,7 @@ def _pieces(
     splits: Sequence[int] | None,
     whole: bool = True,
 ) -> list[_Piece]:
-    """One operand of each group; its tensors are changed to what is multiplied if ``whole``."""
+    """One operand of each group; its tensors are made ready to be multiplied if ``whole``."""
     shared = splits is not None and len(tensors) != len(splits)
     operands = _operands(op, name, tensors, scales, k_major, whole and not shared)
     operands = _same_kind(op, name, operands)
@@ -1030,7 +1031,7 @@ def _pieces(
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Where each begins that follows the ones before."""
+    """The offset of each item in a sequence of items of these sizes."""
     return list(itertools.accumulate(sizes, initial=0))[:-1]
 
 
@@ -1068,7 +1069,7 @@ def _side(op: str, pieces: list[_Piece]) -> _Side:
 
 
 def _with_dense_scales(operand: _Operand) -> _Operand:
-    """The operand with its scales as they lie in one tensor with those of others."""
+    """The operand with the strides of its scales in a dense concatenation of all scales."""
     if operand.scale_row == operand.scale_column == 0:
         return operand
     assert operand.scale is not None
@@ -1081,11 +1082,11 @@ def _splits_target(
     """Where the groups' results are accumulated.
 
     Args:
-        strides: of tensors that are written where they are; None if that is not known.
+        strides: the row strides of tensors that are written in place; None if that is unknown.
 
     Returns:
-        the memory; where in it each group's rows begin and how far they are apart; whether
-        it is a copy, that belongs back in what was given.
+        the memory; the offset and row stride of each group in it; whether it is a copy that
+        must be written back to the given tensors.
     """
     if strides is not None:
         together = _together(op, given)
@@ -1116,12 +1117,12 @@ def _splits_target(
 
 
 class _Found(NamedTuple):
-    """What was found out of a call of groups, and holds for all that are like it.
+    """The result of inspecting a grouped call, valid for all similar calls.
 
     Attributes:
-        ms, n, ks: rows and columns of each group's D, and terms; None for what is split.
+        ms, n, ks: rows and columns of each group's D, and terms; None for what the split gives.
         a, b: the operands, without memory.
-        into: how far the rows of each group's D are apart.
+        into: the row stride of each group's D.
     """
 
     ms: Sequence[int] | None
@@ -1149,7 +1150,7 @@ def _keep_found(
     b: _Side,
     into: list[int],
 ) -> None:
-    """Remember what was found, if the tensors are multiplied where they are."""
+    """Keep the result of inspection, if the tensors are multiplied in place."""
     if [it.data_ptr() for it in (*a.kept, *b.kept)] == [it.data_ptr() for it in call.operands]:
         free = call.free()
         sizes = (None if free == "rows" else ms, n, None if free == "terms" else ks)
@@ -1264,7 +1265,7 @@ def te_general_grouped_gemm(
 
 
 def _are_describable(op: str, side: _Side) -> bool:
-    """Whether descriptors can be made of each group's rows."""
+    """Whether descriptors can describe each group's rows."""
     size = side.like.data.itemsize
     bits = functools.reduce(operator.or_, (*side.places, *side.strides), 0)
     return _describable(address_of(op, side.data) | bits * size, size, 0, 0) and all(
@@ -1286,10 +1287,10 @@ def _launch_groups(
     tensors: _Tensors,
     factors: tuple[float, float],
 ) -> None:
-    """Start the kernel for all groups.
+    """Launch the kernel for all groups.
 
     Args:
-        tensors: D, the saved input of GELU, that of a GELU's gradient, the biases.
+        tensors: D, the output for GELU's input, the input of GELU's gradient, the biases.
         factors: alpha and beta.
     """
     groups = triton.next_power_of_2(len(ms))
@@ -1333,7 +1334,7 @@ def _launch_groups(
         [it // kernel.unit_n for it in d_strides],
         d_rows,
     )
-    beyond = [sum(tiles)] * (groups - len(ms))  # no tile is of a group that there is not
+    beyond = [sum(tiles)] * (groups - len(ms))  # tiles never fall into padding groups
     numbers = [it for field in fields for it in (*field, *beyond)]
     device = b.data.device
     D, pre_gelu, gelu_input, biases = tensors
