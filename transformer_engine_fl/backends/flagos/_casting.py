@@ -1,22 +1,23 @@
-"""Casting a matrix to a scaling format: the kernels that quantization and epilogues share.
+"""Casting a matrix to a scaling format: the kernels shared by quantization and epilogues.
 
-What is cast is calculated where it is cast: a :class:`Source` says from what, be that a
-tensor itself, an activation of it, a gradient or a normalized row. A kernel reads a tile,
-casts it along its rows, along its columns where the transposed tensor is wanted too, and
-writes both. A scale that follows from all values takes a pass over them beforehand, of
-which each program leaves one number, and a program that makes the scale of these.
+The values to cast are computed in the casting kernel: a :class:`Source` says how, be it the tensor
+itself, an activation of it, a gradient or a normalized row. A kernel reads a tile, casts it along
+its rows, and also along its columns if the transposed tensor is wanted, and writes both. A scale
+that depends on all values takes a pass over them beforehand, in which each program writes one
+partial amax, and a program that computes the scale from these.
 
-Where columns are summed as well, or a gradient has two halves, a program has several tiles
-below each other: it leaves one sum of each column, and reads what both halves need once.
+If columns are summed as well, or a gradient has two halves, a program takes several tiles below
+each other: it writes one sum for each column, and reads the inputs of both halves once.
 
-Of a tile that is written transposed as well, each thread handles rows by two or four, so
-that what lies side by side in the transposed tensor changes places as one number. A tile
-has a few bytes only of each row's and column's scales, and memory is written by 32: those of
-a large tensor are left aside, where what a tile has is contiguous, and a launch orders them.
+If a tile is also written transposed, each thread handles two or four rows at a time, so that values
+that are adjacent in the transposed tensor move as one number. A tile has only a few bytes of scales
+for each row and column, but memory is written in sectors of 32 bytes: the scales of a large tensor
+are first written to buffers in which a tile's scales are contiguous, and another launch reorders
+them.
 """
 
 # mypy: disable-error-code="assignment,misc,no-any-return,unreachable"
-# Kernels put tuples together step by step, which a type checker takes for other types.
+# Kernels build tuples step by step, which a type checker takes for changes of type.
 
 from __future__ import annotations
 
@@ -95,12 +96,12 @@ __all__ = [
     "write_largest",
 ]
 
-# ------------------------------------------------------------------- what there is to cast
+# ------------------------------------------------------------------------------ the source
 #
-# ``columns`` and the row strides count units of UNIT elements, of one half of the columns
-# where a gradient has two. SPLIT says what of those a tile is in: one, by "tiles", perhaps
-# both, by "columns"; or it has the same columns of "both", which is two tensors of values.
-# Within a tile int32 counts, up to its ``height`` and ``width``.
+# ``columns`` and the row strides count units of UNIT elements; if a gradient has two halves,
+# ``columns`` is that of one half. SPLIT says how tiles lie in the halves: "tiles", each in one
+# half; "columns", perhaps in both; "both", the same columns of both halves, so that values are two
+# tensors. Within a tile indices are int32, up to its ``height`` and ``width``.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -128,7 +129,7 @@ def _values(
     OFFSET: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
-    """The values of these rows and columns in float32; 0 beyond."""
+    """The values of these rows and columns in float32; 0 outside."""
     inside = column < width
     mask = exists[:, None] & inside[None, :]
     part = columns
@@ -187,17 +188,17 @@ def _block_scales(
     POW2: tl.constexpr,
     CAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The scales of blocks, and what is stored of their inverses.
+    """The scales of blocks, and the stored encodings of their inverses.
 
     Args:
-        amax: of the blocks.
-        shared: of nvfp4, S of each block.
+        amax: the blocks' amaxes.
+        shared: for nvfp4, S of each block.
         epsilon: the least amax.
-        KIND: of the data.
-        LARGEST: of that.
+        KIND: the kind of the data.
+        LARGEST: the largest value of that kind.
         SCALES: "float32", "e8m0" or "e4m3".
-        POW2: powers of two alone.
-        CAST: the device has an instruction.
+        POW2: only powers of two.
+        CAST: the device has an instruction for the cast.
     """
     if SCALES == "float32":
         scale = scale_of(amax, LARGEST, epsilon, POW2, CAST)
@@ -223,7 +224,7 @@ def shared_scale(
 ) -> tl.tensor:
     """The scale that all values share, or 1.
 
-    One program ``writes`` its inverse, which is the only one there is if it is ALONE.
+    One program ``writes`` its inverse; if the scale is ALONE, that is the only inverse scale.
     """
     scale = tl.full((), 1.0, tl.float32)
     if scale_ptr is not None:
@@ -264,7 +265,7 @@ def store_rows(
 ) -> tl.tensor:
     """Cast and write ``[ROWS, COLUMNS]``, in blocks of WIDTH columns or with ``shared``.
 
-    Without ``scale_inv`` returns what :func:`_order_scales` makes them of.
+    Returns the numbers that :func:`_order_scales` turns into scales, if ``scale_inv`` is None.
     """
     exists = (row < height)[:, None]
     row = row.to(tl.int64)
@@ -321,10 +322,10 @@ def _store_halves(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Cast and write blocks of 16 to e2m1, of which the values are the first and second halves.
+    """Cast and write blocks of 16 to e2m1; the values are the blocks' first and second halves.
 
-    A half is one read of a thread, and one number of ``data``: so each thread has all of a
-    block, finds its amax alone, and no other works out the same scale.
+    A half is one load of a thread, and one number of ``data``: so each thread has whole blocks,
+    finds their amaxes alone, and no two threads compute the same scale.
     """
     BLOCKS: tl.constexpr = COLUMNS // WIDTH
     row = tl.arange(0, ROWS)
@@ -372,11 +373,11 @@ def _store_columns(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Cast and write the transposed of PARTS times ``[ROWS, COLUMNS]``.
+    """Cast and write the transpose of PARTS times ``[ROWS, COLUMNS]``.
 
-    A unit is PARTS rows, of which each of the values has one, and one number of ``data``;
-    the tile is ``high`` of them. Without ``scale_inv`` returns what :func:`_order_scales` makes
-    them of.
+    A unit is PARTS rows, one from each of the values, and one number of ``data``; the tile has
+    ``high`` units. Returns the numbers that :func:`_order_scales` turns into scales, if
+    ``scale_inv`` is None.
     """
     column = tl.arange(0, COLUMNS)
     inside = column < width
@@ -473,9 +474,9 @@ def _cast_tiles(
 ) -> None:
     """One tile of PARTS times ROWS rows.
 
-    ``scale`` is one or by group. Rows belong to groups by ``owner``, or end where the sum of
-    ``sizes`` says. ``partial`` takes the amax of the tile, ``sums`` those of its columns.
-    BACKWARDS: the last tiles first. HALVED: see :func:`_store_halves`.
+    ``scale`` is one number, or one for each group. Rows are assigned to groups by ``owner``, or end
+    at the sum of ``sizes``. ``partial`` receives the amax of the tile, ``sums`` the sums of its
+    columns. BACKWARDS: the last tiles first. HALVED: see :func:`_store_halves`.
     """
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
@@ -483,11 +484,11 @@ def _cast_tiles(
     units = units * UNIT_T
     if SPLIT != "":
         columns = columns * 2
-    # No more than there are tiles, if there are any.
+    # Fits in an int32: at most the number of tiles, if there are any.
     across = tl.minimum(tl.maximum(tl.cdiv(columns, COLUMNS), 1), 0x7FFFFFFF).to(tl.int32)
     tile = tl.program_id(0)
     if BACKWARDS:
-        # What was read last is the likeliest to be in the cache still.
+        # What was read last is most likely still in the cache.
         tile = tl.num_programs(0) - 1 - tile
     above = tile // across
     before = tile - above * across
@@ -569,7 +570,7 @@ def _cast_tiles(
             )  # fmt: skip
     if data_t_ptr is not None:
         if WIDTH and owner_ptr is not None:
-            # The first row of a block decides.
+            # The owner of a block's first row decides.
             row = tl.arange(0, ROWS * PARTS // WIDTH) * WIDTH
             owner = tl.load(owner_ptr + first_row + row, mask=row < height, other=-1)
             filled = (owner >= 0) & (owner < groups)
@@ -608,10 +609,11 @@ def _cast_aside(
     COLUMNS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """A whole tile both ways, of whose scales what they are made of is left transposed.
+    """Cast a whole tile both ways; its scales go to buffers in which they are contiguous.
 
-    A unit is four rows. ``aside`` [blocks of a row, rows], which has the bytes of four rows in one
-    number, and ``aside_t`` [blocks of a column, columns] are inverses, or float32 scales.
+    A unit is four rows. ``aside`` [blocks of a row, rows], with the bytes of four rows in one
+    number, and ``aside_t`` [blocks of a column, columns] hold inverse scales, or float32 scales to
+    be inverted.
     """
     let_follow(FOLLOWS)
     HEIGHT: tl.constexpr = WIDTH // 4
@@ -676,7 +678,7 @@ def transpose_tile(
 ) -> None:
     """Transpose PARTS times ROWS rows of integers; a unit is PARTS rows, one number of ``y``.
 
-    INVERTS: of float32, which are also inverted.
+    INVERTS: the numbers are float32 and are inverted as well.
     """
     across = tl.cdiv(columns, COLUMNS)
     unit = (tile // across) * ROWS + tl.arange(0, ROWS)
@@ -718,9 +720,9 @@ def _order_scales(
     CAST: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """What ``_cast_aside`` leaves, a tile a program; ``programs`` are for those of rows.
+    """Transpose a tile of ``_cast_aside``'s buffers; the first ``programs`` are for scales of rows.
 
-    PARTS: 4 of bytes, 1 of float32, which are still to be inverted.
+    PARTS: 4 for bytes, 1 for float32, which are also inverted.
     """
     wait_for_last(FOLLOWS)
     tile = tl.program_id(0).to(tl.int64)
@@ -778,10 +780,10 @@ def _cast_strips(
     STAGES: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """Tiles below each other, cast along their rows: of one half, or the same of both.
+    """Tiles below each other, cast along their rows: of one half, or the same columns of both.
 
-    What a program sums, and the largest that it sees, stay in its registers until its last
-    tile; SPLIT is "both" or empty.
+    Column sums and the largest value stay in registers until the program's last tile; SPLIT is
+    "both" or empty.
     """
     let_follow(FOLLOWS)
     x_stride = x_stride * UNIT
@@ -793,7 +795,7 @@ def _cast_strips(
     across = tl.minimum(tl.maximum(tl.cdiv(part, COLUMNS), 1), 0x7FFFFFFF).to(tl.int32)
     program = tl.program_id(0)
     if BACKWARDS:
-        # What was read last is the likeliest to be in the cache still.
+        # What was read last is most likely still in the cache.
         program = tl.num_programs(0) - 1 - program
     share = program // across
     shares = tl.maximum(tl.num_programs(0) // across, 1)
@@ -873,7 +875,7 @@ def _amax_tiles(
     TOGETHER: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """The amax of many tiles; a thread reads TOGETHER elements as one number."""
+    """The amax of many tiles; a thread loads TOGETHER elements as one number."""
     let_follow(FOLLOWS)
     x_stride = x_stride * UNIT
     grad_stride = grad_stride * UNIT
@@ -898,7 +900,7 @@ def _amax_tiles(
             values, second = values
             sizes = tl.reshape(size_of(second, LEAVES_NAN), (ROWS, READS, TOGETHER))
             largest = tl.maximum(largest, tl.max(sizes, axis=2))
-        # Few registers hold the maxima, so that many hold what is on its way.
+        # The maxima take few registers, which leaves many for loads in flight.
         sizes = tl.reshape(size_of(values, LEAVES_NAN), (ROWS, READS, TOGETHER))
         largest = tl.maximum(largest, tl.max(sizes, axis=2))
     amax = amax_of(tl.max(tl.max(largest, axis=1), axis=0), LEAVES_NAN)
@@ -917,7 +919,7 @@ def _largest(
     BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """The largest of all and, where it is wanted, its scale. FOLLOWS: see ``_dependent``."""
+    """The largest of all amaxes and, if wanted, its scale. FOLLOWS: see ``_dependent``."""
     wait_for_last(FOLLOWS)
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in tl.range(0, amaxes, BLOCK):
@@ -974,10 +976,10 @@ def _scale_groups(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of one group the amax, the scale and its inverse; and it owns its rows.
+    """A group's amax, scale and inverse scale; and mark the group as the owner of its rows.
 
-    Rows behind the last group are of none. Whatever the sizes are, no other memory is
-    touched; rows that they leave out have no defined owner.
+    Rows after the last group have no owner (-1). Whatever the sizes are, no other memory is
+    touched; rows that the sizes leave out have no defined owner.
     """
     group = tl.program_id(0)
     other = tl.arange(0, GROUPS)
@@ -1013,17 +1015,17 @@ def _scale_groups(
 
 # ---------------------------------------------------------------------------------- plans
 
-_ROW_TILE = Tile(128, 8192)  # that is cast along its rows alone
+_ROW_TILE = Tile(128, 8192)  # cast along its rows alone
 _WIDEST_ROW = 1024  # columns of a tile of several rows
-# Of tiles below each other: how many a program has, and how many of them are under way.
+# Tiles below each other: tiles of a program, and pipeline stages.
 _STRIP_STEPS, _STRIP_STAGES = 16, 3
-# With fewer programs than this, for each multiprocessor, programs have fewer tiles.
+# With fewer programs per multiprocessor than this, each program gets fewer tiles.
 _STRIP_PROGRAMS = 4
 _LARGEST_THREADS, _LARGEST_BLOCK = 1024, 16384
 _GROUP_THREADS, _GROUP_BLOCK = 256, 2048
 _MOST_GROUPS = 4096
-# Elements of a large tensor both ways, whose blocks' scales are left aside, by a block's width: of
-# a smaller one, the launch that orders them costs too much.
+# By a block's width, the least elements of a tensor, cast both ways, whose scales are reordered by
+# a launch of their own: for smaller tensors that launch costs too much.
 _ASIDE_FROM = {32: 20 * 2**20, 128: 2**23}
 _ORDER = Block(256, 128, 128)
 
@@ -1033,16 +1035,16 @@ class Source(NamedTuple):
 
     Attributes:
         kind: ``"identity"``, the kind of an activation, or ``"norm"``.
-        shape: of the output.
+        shape: the shape of the output.
         x: the tensor, by rows.
-        x_stride: from row to row.
-        grad: the gradient of the output, if it is a backward.
-        grad_stride: from row to row.
+        x_stride: its row stride.
+        grad: for a backward, the gradient of the output.
+        grad_stride: its row stride.
         gated: whether a row of x has two halves.
-        weight, bias, mu, rsigma: of a norm.
+        weight, bias, mu, rsigma: the arguments of a norm.
         offset: added to the weight.
-        limit, alpha: of a clamped activation.
-        amaxes: of programs that have seen every value among them, if some have.
+        limit, alpha: parameters of a clamped activation.
+        amaxes: partial amaxes that together cover all values, if known already.
     """
 
     kind: str
@@ -1063,20 +1065,20 @@ class Source(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """As the kernels take them."""
+        """All tensors in the order of the kernels' parameters."""
         return (self.x, self.grad, self.weight, self.bias, self.mu, self.rsigma)
 
     @property
     def halves(self) -> int:
-        """Of how many parts, each a gradient, the columns are."""
+        """The number of gradients side by side in a row."""
         return 2 if self.gated and self.grad is not None else 1
 
     def matrix(self, width: int, whole: bool) -> _Matrix:
-        """How it is counted.
+        """Its rows, columns and strides as the kernels count them.
 
         Args:
-            width: of the blocks along a row, 0 if there are none.
-            whole: rows must stay rows.
+            width: columns of a block, 0 without blocks.
+            whole: whether rows must stay rows.
         """
         columns = self.shape[-1]
         rows = math.prod(self.shape[:-1])
@@ -1091,7 +1093,7 @@ class Source(NamedTuple):
         return _Matrix(rows, columns, unit, part // unit, x_stride // unit, grad_stride // unit)
 
     def constants(self, columns: int, both: bool = False) -> dict[str, Any]:
-        """For kernels with tiles of so many columns, perhaps the same of ``both`` halves."""
+        """Constants for kernels with tiles of ``columns`` columns, perhaps of ``both`` halves."""
         split = ""
         if self.halves == 2 and both:
             split = "both"
@@ -1107,16 +1109,16 @@ class Source(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What kernels depend on, beside the sizes."""
+        """What kernels depend on, besides sizes."""
         dtypes = [None if it is None else it.dtype for it in self.tensors]
         return (self.kind, self.gated, self.offset, self.x.device, *dtypes)
 
 
 class _Matrix(NamedTuple):
-    """How many rows and columns there are, for the kernels.
+    """Numbers of rows and columns, for the kernels.
 
     Attributes:
-        rows, columns: of all of it.
+        rows, columns: of the whole matrix.
         unit: see the kernels.
         part, x_stride, grad_stride: in units.
     """
@@ -1135,7 +1137,7 @@ class _Plan(NamedTuple):
     Attributes:
         launch: the kernel.
         parts, rows, columns: see the kernel.
-        unit_t: units are counted by so many.
+        unit_t: the kernel's UNIT_T.
         halved: see the kernel.
     """
 
@@ -1148,12 +1150,12 @@ class _Plan(NamedTuple):
 
 
 class _AmaxPlan(NamedTuple):
-    """How to find the amax of each program.
+    """How to find the partial amaxes.
 
     Attributes:
         launch: the kernel.
-        rows, columns: of a tile.
-        most: programs that start at once.
+        rows, columns: size of a tile.
+        most: most programs of a launch.
     """
 
     launch: _launch.Launch
@@ -1171,12 +1173,12 @@ _CALCULATED_ROWS = tile_choice("cast_rows_calculated", _PLANS, Tile(256, 4096))
 
 
 class _AmaxTile(NamedTuple):
-    """How a tensor is cut of which the amax is found.
+    """How to cut a tensor to find its amax.
 
     Attributes:
-        threads: of a program.
-        elements: that it takes at a time.
-        programs: of each multiprocessor.
+        threads: threads of a program.
+        elements: elements of a tile.
+        programs: programs per multiprocessor.
     """
 
     threads: int
@@ -1184,7 +1186,7 @@ class _AmaxTile(NamedTuple):
     programs: int
 
 
-_AMAX_RESIDENT = 1024  # threads of a multiprocessor in those that are tried
+_AMAX_RESIDENT = 1024  # most threads per multiprocessor among candidates
 
 
 def _amax_candidates(itemsize: int) -> Iterator[_AmaxTile]:
@@ -1207,7 +1209,7 @@ _INTERPRETED = Block(128, 32, 256)  # a program costs the interpreter as much as
 
 
 def _halved(recipe: Recipe) -> bool:
-    """Whether a half of a block is one number of the data."""
+    """Whether half a block is one number of the data."""
     return recipe.width == 16 and recipe.form.values_per_byte == 2
 
 
@@ -1219,7 +1221,7 @@ def _square_rule(height: int) -> Block:
 
 def _calculated_square_rule(height: int) -> Block:
     rule = _square_rule(height)
-    return rule if height < 128 else rule._replace(threads=256)  # they take more registers
+    return rule if height < 128 else rule._replace(threads=256)  # it takes more registers
 
 
 def _square_candidates(height: int) -> Iterator[Block]:
@@ -1242,24 +1244,24 @@ def _strip_candidates(halves: int) -> Iterator[Block]:
         yield Block(threads, *size)
 
 
-# A tile that is written transposed as well or has square blocks, by the rows of a block.
+# Tiles that are also written transposed, or whose blocks are square, by the rows of a block.
 _SQUARES = block_choice("cast_squares", _PLANS, "height", _square_rule, _square_candidates)
 _CALCULATED_SQUARES = block_choice(
     "cast_squares_calculated", _PLANS, "height", _calculated_square_rule, _square_candidates
 )
-# Those below each other, which are cast along their rows alone and have sums or halves.
+# Tiles below each other, which are cast along their rows alone and have column sums or halves.
 _STRIPS = block_choice("cast_strips", _PLANS, "halves", _strip_rule, _strip_candidates)
 
 
 def _row_tile(elements: int, matrix: _Matrix, width: int = 0) -> tuple[int, int]:
-    """Rows and columns of a tile of so many elements."""
+    """Rows and columns of a tile of about ``elements`` elements."""
     most = elements if matrix.rows == 1 else _WIDEST_ROW
     columns = max(min(block_of(matrix.columns), most, elements), width)
     return rows_of_tile(elements, columns), columns
 
 
 def _square_tile(source: Source, height: int) -> Block:
-    """What a program has of a tensor whose blocks have so many rows or columns: whole ones."""
+    """The tile of a tensor whose blocks have ``height`` rows or columns: whole blocks."""
     choice = _SQUARES if source.kind == "identity" else _CALCULATED_SQUARES
     threads, rows, columns = choice(source.x.device, height, source.x.itemsize)
     return Block(threads, max(rows, height), max(columns, height))
@@ -1384,7 +1386,7 @@ def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float3
 
 
 def _amaxes(op: str, source: Source) -> Tensor:
-    """The amaxes of programs that have seen every value among them."""
+    """Partial amaxes that together cover all values."""
     matrix = source.matrix(0, whole=False)
     key = (*source.key, matrix.rows == 1, min(matrix.columns, MOST_ELEMENTS), matrix.unit)
     if source.halves == 2:
@@ -1404,7 +1406,7 @@ def _amaxes(op: str, source: Source) -> Tensor:
 def write_largest(
     amaxes: Tensor, amax: Tensor, scale: Tensor | None = None, recipe: Recipe | None = None
 ) -> None:
-    """Write the largest of all and, with a recipe, the scale that follows."""
+    """Write the largest of all amaxes and, with a recipe, the scale that follows from it."""
     largest, power, epsilon = (
         (1.0, False, 0.0)
         if recipe is None
@@ -1432,12 +1434,12 @@ def amax_of_all(op: str, source: Source) -> Tensor:
 
 
 class _Groups(NamedTuple):
-    """What is known of the groups of rows.
+    """The groups of rows.
 
     Attributes:
         sizes: of each group, in the first dimension.
-        owner: of each row; None where only the sum of the sizes matters.
-        inner: rows for each place of the first dimension.
+        owner: the group of each row; None if only the sum of the sizes matters.
+        inner: rows for each index of the first dimension.
     """
 
     sizes: Tensor
@@ -1446,7 +1448,7 @@ class _Groups(NamedTuple):
 
     @property
     def block(self) -> int:
-        """So many sizes at least are read at a time."""
+        """The block size in which kernels read the sizes."""
         return block_of(self.sizes.numel())
 
 
@@ -1458,7 +1460,7 @@ def _scale_each_group(
     amax: Tensor,
     inverses: tuple[Tensor, Tensor | None],
 ) -> Tensor:
-    """The scale of each group; its amax, the inverse and the owners of rows are written."""
+    """The scales of groups; writes their amaxes, inverse scales and the owners of rows."""
     matrix = source.matrix(0, whole=True)
     device = source.x.device
     amaxes = _empty(source.x, (matrix.rows,))
@@ -1501,7 +1503,7 @@ def _scale_each_group(
 
 
 def in_bytes(tensor: Tensor) -> Tensor:
-    """Numbers of one byte as such, others as they are."""
+    """A tensor with one-byte elements as bytes, others unchanged."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
@@ -1514,7 +1516,7 @@ def _run_strips(
     with_sums: bool,
     backwards: bool,
 ) -> Tensor | None:
-    """Write the outputs, which are cast along their rows alone; returns the sums of programs."""
+    """Write the outputs, cast along rows alone; returns the programs' partial column sums."""
     data, scale_inv, amax, global_scale_inv = outputs[:4]
     key = ("strips", *source.key, *recipe[1:5], matrix.unit, scale is None, with_sums, backwards)
     plan = _PLANS.get(key) or keep(_PLANS, key, _strips_plan(source, recipe, matrix, backwards))
@@ -1546,7 +1548,7 @@ def _run_strips(
 
 
 def _leaves_aside(recipe: Recipe, source: Source, matrix: _Matrix) -> bool:
-    """Whether there are scales of rows and columns of blocks, of many and whole tiles."""
+    """Whether blocks' scales are reordered by a launch of their own: many, and in whole tiles."""
     rows, columns = matrix.rows, matrix.columns
     least = _ASIDE_FROM.get(recipe.width)
     if not recipe.columnwise or least is None or source.kind != "identity":
@@ -1558,7 +1560,7 @@ def _leaves_aside(recipe: Recipe, source: Source, matrix: _Matrix) -> bool:
 
 
 def _run_aside(recipe: Recipe, source: Source, matrix: _Matrix, outputs: Quantized) -> None:
-    """Cast both ways, and order the scales afterwards."""
+    """Cast both ways, and reorder the scales afterwards."""
     data, scale_inv, _, _, data_t, scale_inv_t = outputs
     assert data_t is not None
     assert scale_inv_t is not None
@@ -1567,7 +1569,7 @@ def _run_aside(recipe: Recipe, source: Source, matrix: _Matrix, outputs: Quantiz
     plan = _PLANS.get(key) or keep(_PLANS, key, _aside_plan(source, recipe, matrix))
     programs = rows // (plan.rows * plan.parts) * (columns // plan.columns)
     check_size(recipe.op, "programs", programs)
-    # The bytes of four rows are one number.
+    # Bytes are packed by four rows.
     of_bytes = scale_inv.element_size() == 1
     dtype, parts = (torch.uint8, 4) if of_bytes else (torch.float32, 1)
     aside = _empty(source.x, (columns // recipe.width, rows), dtype)
@@ -1672,7 +1674,7 @@ def _run(
         return outputs, sums
     if data_t is not None:
         size = plan.parts if form.values_per_byte == 1 else plan.parts // 2
-        # Where nothing is in it, its strides do not tell what it could hold.
+        # An empty tensor's strides do not tell what dtypes it can be viewed as.
         data_t = data_t.view(INTEGERS[size]) if tiles else _empty(data, (0,), INTEGERS[size])
     sizes = owner = None
     if owners is not None:
@@ -1700,7 +1702,7 @@ def _run(
 
 
 def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:
-    """The scale that is given, as kernels take it."""
+    """The given scale, as kernels take it."""
     return None if scale is None else plain(op, "scale", scale).contiguous()
 
 

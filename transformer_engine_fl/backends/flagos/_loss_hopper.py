@@ -1,9 +1,9 @@
 """Cross entropy of a linear layer on Hopper: the logits stay in the registers of the product.
 
-The product is that of ``_products_hopper``. What follows a tile of logits is not its store: a
-forward leaves four numbers of each row, those that ``cross_entropy_merge`` takes of a shard, and
-a backward stores the gradients of the logits in the dtype of the layer. While one group of warps
-does so, the other one keeps the tensor cores busy.
+The product is that of ``_products_hopper``. Instead of storing a tile of logits, its epilogue
+stores four numbers for each row (forward; as ``cross_entropy_merge`` takes them for a shard), or
+the gradients of the logits in the dtype of the layer (backward). While one warp group runs the
+epilogue, the other keeps the tensor cores busy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _finish_statistics(
     z: gl.tensor, column: gl.tensor, r: gl.tensor, c: gl.tensor,
     tensors: gl.tensor, m: gl.tensor, n: gl.tensor, start: gl.tensor, tile: gl.tensor,
 ) -> None:  # fmt: skip
-    """The highest logit of each row, the sum of exponentials, the target's logit, their sum."""
+    """Store for each row: highest logit, sum of exponentials, target's logit, sum of logits."""
     stats_ptr, target_ptr, _ = tensors
     inside = (c < n)[None, :]
     target = gl.load(target_ptr + r, mask=r < m, other=-1)
@@ -78,7 +78,7 @@ def _finish_gradients(
     tensors: gl.tensor, m: gl.tensor, n: gl.tensor, start: gl.tensor, stride: gl.tensor,
     LAYOUT: gl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradients of logits, stored; 0 of a row that is not read, whatever its logits are."""
+    """Store the gradients of logits; 0 for a row that is not read, whatever its logits are."""
     d_ptr, target_ptr, rows_ptr = tensors
     there = r < m
     target = gl.load(target_ptr + r, mask=there, other=-1)
@@ -90,7 +90,7 @@ def _finish_gradients(
     uniform = gl.load(rows_ptr + 3 * far + r, mask=there, other=0.0)
     d = factor[:, None] * gl.exp2((z - lse[:, None]) * _LOG2E)
     d -= gl.where(c[None, :] == word[:, None], pull[:, None], uniform[:, None])
-    # A lse of NaN is not that of a row that is not read.
+    # A row that is not read has an infinite lse and zero factors; a lse of NaN must give NaN.
     read = (lse != float("inf")) | (factor != 0) | (pull != 0)
     d = gl.where(read[:, None], d, 0.0)
     _store(d_ptr, d, row, column, m, n, stride, LAYOUT)
@@ -102,7 +102,7 @@ def _multiply_logits(
     WHICH: gl.constexpr, BACKWARD: gl.constexpr, SUPER: gl.constexpr, ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, TERMS: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
 ) -> None:  # fmt: skip
-    """What one of the two groups of warps does: half the rows of each tile."""
+    """The work of one of the two multiplying warp groups: half the rows of each tile."""
     tiles, m, n, k, start, stride = numbers
     LAYOUT: gl.constexpr = _sum_layout(COLUMNS, DTYPE)
     done = gl.to_tensor(0)
@@ -151,11 +151,11 @@ def _linear_logits(
     MULTIPLYING: gl.constexpr,
     LOADING: gl.constexpr,
 ) -> None:
-    """Logits of n units of words, the first of which is ``start``, and of m rows: ``b @ a.T``.
+    """Logits ``b @ a.T`` of m rows and n units of words, the first of which is ``start``.
 
     ``out`` is [blocks of COLUMNS words, m, 4], or the gradients, whose rows are ``stride`` units
-    apart, as a's and b's are ``a_stride`` and ``b_stride``. ``rows`` has what a backward takes of
-    each row, see ``loss._row_factors``.
+    apart; ``a_stride`` and ``b_stride`` are the row strides of a and b. ``rows`` has a backward's
+    numbers by row, see ``loss._row_factors``.
     """
     DTYPE: gl.constexpr = a_ptr.dtype.element_ty
     n = n * UNIT_N
@@ -192,14 +192,14 @@ def _linear_logits(
 # ------------------------------------------------------------------------------ launches
 
 COLUMNS = 256
-"""Words of a tile, which are one shard of a forward's statistics."""
+"""Words of a tile; each block of them counts as one shard in a forward's statistics."""
 _TILE = {"SUPER": 16, "ROWS": 128, "COLUMNS": COLUMNS, "TERMS": 64, "STAGES": 4}
 _WARPS = {"MULTIPLYING": _MULTIPLYING, "LOADING": _LOADING}
-_WORTH = 2**30  # products from which on
+_WORTH = 2**30  # least number of multiplications
 
 
 def serves(input: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels do it: matrices of 16 bits in dense aligned rows, and much to do."""
+    """Whether the kernels support a call: 16-bit matrices, dense aligned rows, and enough work."""
     return (
         _launch.has_gluon()
         and input.dtype in (torch.bfloat16, torch.float16)
@@ -255,7 +255,7 @@ def _run(
 def store_statistics(
     op: str, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, stats: Tensor
 ) -> None:
-    """Write ``[blocks of COLUMNS words, rows, 4]``, what each has of a row's loss."""
+    """Write ``[blocks of COLUMNS words, rows, 4]``: each block's statistics of each row."""
     _run(op, input, weight, bias, target, None, stats, 0, 0)
 
 
@@ -263,10 +263,10 @@ def store_gradients(
     op: str, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     rows: Tensor, out: Tensor, start: int,
 ) -> None:  # fmt: skip
-    """Write the gradients of logits, of some words from ``start`` on.
+    """Write the gradients of the logits of some words from ``start`` on.
 
     Args:
         rows: ``[4, rows]``, see ``loss._row_factors``.
-        out: ``[rows, words]``, dense columns, whole vectors apart.
+        out: ``[rows, words]``, dense columns; the row stride is a multiple of 16 bytes.
     """
     _run(op, input, weight, bias, target, rows, out, start, out.stride(0))

@@ -1,19 +1,18 @@
 """Cross entropy in Triton: of logits, of shards of a vocabulary, and of a linear layer.
 
-Forward, a program reads its rows once: each lane keeps the highest score and the sum of
-exponentials of what it has read, in chunks of which several vectors are under way at a
-time. Backward, each tile of the logits is read and its gradient written, from lse, so that
-nothing is read twice. Both at once are a softmax less one at the target, in the kernels of
-``softmax``, and logits are read a single time. The linear forms make the logits of some words at
-a time, in float32, as torch multiplies matrices; the kernels are the same. On Hopper the product
-goes on with its logits itself, in ``_loss_hopper``, and nothing of them is stored but their
-gradients.
+Forward, a program reads its rows once, in chunks with several vectors in flight; each lane keeps
+the highest score and the sum of exponentials of what it has read. Backward, each tile of the logits
+is read once and its gradient computed from lse. Forward and backward in one call are a softmax
+minus one at the target, in the kernels of ``softmax``, so that logits are read only once. The
+linear forms compute the logits of some words at a time, in float32, by torch's matrix product; the
+kernels are the same. On Hopper the product itself continues with the logits in its registers
+(``_loss_hopper``), and only their gradients are stored.
 
-The order in which a row is summed depends on how wide it is and on how wide an access may be,
-which the distance of two rows decides: so a row's result is the same whichever rows come with
-it. A row that is a part of others (``x[3:4]``) keeps their distance; copied, or as a vector
-(``x[3]``), it counts as dense, and where their distance was another its last bits may be.
-Of the linear forms torch decides that.
+The order of summation in a row depends on its width and on the width of accesses, which follows
+from the row stride: so a row's result does not depend on the other rows of the call. A row sliced
+from a matrix (``x[3:4]``) keeps the stride; a copy, or the row as a vector (``x[3]``), counts as
+dense, and if the stride was a different one, its last bits may differ. For the linear forms this is
+up to torch.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ __all__ = [
 
 # ------------------------------------------------------------------------------ kernels
 #
-# Rows are read in vectors of VEC elements, 16 bytes where they lie so that this is
-# possible. ``step`` counts elements between the starts of two rows. Words are counted in
-# the whole vocabulary, columns in the logits at hand, the first of which is word ``start``.
+# Rows are read in vectors of VEC elements, 16 bytes where alignment allows it. ``step`` is the row
+# stride in elements. Words are indices into the whole vocabulary, columns into the logits at hand,
+# the first of which is word ``start``.
 
 _LOG2E = tl.constexpr(1 / math.log(2))
 # tanh(u) = u + u**3 * P(u**2), for u up to _NEAR: fitted with a relative error of 1e-8
@@ -96,7 +95,7 @@ def _exp(x: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _capped(x: tl.tensor, cap: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Scores of logits under a cap, and their derivatives."""
+    """Scores of logits under a soft cap, and their derivatives."""
     one = tl.full((), 1.0, x.dtype)
     bound = tl.full((), cap, x.dtype)
     u = x * (one / bound)
@@ -104,7 +103,7 @@ def _capped(x: tl.tensor, cap: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     share = one / (one + shrunk)
     far = one - 2 * shrunk * share
     tanh = tl.where(u < 0, -far, far)
-    if x.dtype == tl.float32:  # in which that cancels too much where u is small
+    if x.dtype == tl.float32:  # for small u the above cancels too much
         square = u * u
         series = _P0 + square * (_P1 + square * (_P2 + square * (_P3 + square * _P4)))
         tanh = tl.where(tl.abs(u) < _NEAR, u + u * square * series, tanh)
@@ -123,7 +122,7 @@ def _scores(x: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_of_lane(ROWS: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """Which of ROWS rows each of ROWS times LANES lanes has; of one row, once for all lanes."""
+    """The row of each of ROWS * LANES lanes; for one row a single element for all lanes."""
     if ROWS == 1:
         return tl.zeros((1,), tl.int32)
     else:
@@ -164,7 +163,7 @@ def _forward(
 ) -> None:
     """ROWS rows in chunks of DEPTH times LANES vectors: their statistics, or loss and lse.
 
-    VEC divides the step; TAIL: it does not divide the columns, which end in a part of one.
+    VEC divides the step; TAIL: it does not divide the columns, so the last vector is partial.
     """
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
@@ -173,7 +172,7 @@ def _forward(
     ignored = target == ignore
     read = exists & (target != ignore)
     start_of_row = x_ptr + row.to(tl.int64) * (step // VEC) * VEC
-    # The target's score, wherever it is: its vector is read with the others.
+    # The target's score is loaded on its own: its vector is read with the others anyway.
     word = target - start
     inside = read & (target >= start) & (word < columns)
     word = tl.where(inside, word, 0)
@@ -185,14 +184,14 @@ def _forward(
     own = first_row + _row_of_lane(ROWS, LANES)
     wanted = (own < rows) & (tl.load(target_ptr + own, mask=own < rows, other=0) != ignore)
     wanted = wanted[:, None]
-    # The tensor itself may be aligned less, and the order of sums must not depend on that.
+    # Declared by VEC, so that the order of sums does not depend on the tensor's own alignment.
     BYTES: tl.constexpr = VEC * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)
     if ROWS == 1:
         x_ptr = tl.multiple_of(x_ptr + first_row.to(tl.int64) * (step // VEC) * VEC, BYTES)
     else:
         x_ptr += (own.to(tl.int64) * (step // VEC) * VEC)[:, None]
         x_ptr = tl.multiple_of(x_ptr, (BYTES, BYTES))
-    # Scores are summed less the first of them: what all have in common would round off the rest.
+    # The first score is subtracted before summing: a large common part would round off the rest.
     center = tl.zeros((ROWS,), ACC)
     if SUMMED and stats_ptr is None:
         center = tl.load(start_of_row, mask=read, other=0).to(ACC)
@@ -210,7 +209,7 @@ def _forward(
     total = tl.zeros((ROWS * LANES,), ACC)
     summed = tl.zeros((ROWS * LANES,), ACC)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
-        # All are asked for before the first is needed.
+        # All vectors of the chunk are loaded before the first is used.
         tiles = tl.tuple(())
         for part in tl.static_range(DEPTH):
             vector = (chunk * DEPTH + part) * LANES + lane
@@ -292,7 +291,7 @@ def _merge(
     SUMMED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Loss and lse of ROWS rows out of the statistics of their shards, one after the other."""
+    """Loss and lse of ROWS rows from the statistics of their shards, in the order of shards."""
     ACC: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < rows
@@ -331,7 +330,7 @@ def _gradients(
     cap: tl.tensor,
     CAPPED: tl.constexpr,
 ) -> tl.tensor:
-    """The gradients of logits of two dimensions, the first of which is that of the rest."""
+    """The gradients of a 2D tile of logits; other arguments have one element for each row."""
     scores = x
     if CAPPED:
         scores, slopes = _capped(x, cap)
@@ -357,13 +356,13 @@ def _factors(
     share: tl.tensor,
     z: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """What :func:`_gradients` takes of rows, after their targets and whether they are read."""
+    """``(target, read, lse, factor, pull, uniform)`` of each row, for :func:`_gradients`."""
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     target = tl.load(target_ptr + row, mask=exists, other=0)
     grad_loss = tl.load(grad_loss_ptr + row, mask=exists, other=0)
     lse = tl.load(lse_ptr + row, mask=exists, other=0)
     read = exists & (target != ignore)
-    # A row that is not read gets zeros of these.
+    # These are 0 for a row that is not read.
     grad_loss = tl.where(read, grad_loss, 0)
     lse = tl.where(read, lse, 0)
     factor = grad_loss
@@ -448,12 +447,12 @@ def _backward(
 ) -> None:
     """A tile of ROWS rows by VECTORS vectors.
 
-    EDGES, of one row: rows may start and end inside a vector, at the same place in ``x`` and
-    in ``out``; the first tile of a row does the parts of vectors at its ends.
+    EDGES, with ROWS = 1: rows may begin and end inside a vector, at the same offset in ``x`` and
+    ``out``; the first tile of a row handles the partial vectors at both ends.
     """
     ACC: tl.constexpr = lse_ptr.dtype.element_ty
     blocks = tl.cdiv(columns + (VEC - 1) * EDGES, VEC * VECTORS)
-    # From the end: what the forward read last is the likeliest to be in the cache still.
+    # From the last tile: what the forward read last is most likely still in the cache.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (tile // blocks) * ROWS + _row_of_lane(ROWS, VECTORS)
     block = tile % blocks
@@ -488,7 +487,7 @@ def _backward(
     tl.store(out, d.to(out_ptr.dtype.element_ty), mask=whole & exists)
     if EDGES:  # noqa: SIM102 - known when it is compiled, the other when it runs
         if block == 0:
-            # The elements before a row's first whole vector and behind its last one.
+            # The elements before a row's first whole vector and after its last one.
             edge = tl.arange(0, 2 * VEC)[None, :]
             head = (VEC - shift) % VEC
             behind = tl.maximum(head, (shift + columns) // VEC * VEC - shift)
@@ -511,7 +510,7 @@ A width is columns rounded up to a power of two, float64 counting double.
 """
 _BACKWARD_TILE, _BACKWARD_THREADS = 4096, 128
 _FORWARD_STAGES = 1
-_MERGE_ROWS = 128  # one to a thread
+_MERGE_ROWS = 128  # one per thread
 
 _LAST = 2**63 - 1
 
@@ -521,9 +520,9 @@ class _Plan(NamedTuple):
 
     Attributes:
         launch: the kernel.
-        rows: of a program.
-        columns: of a program; 0 where each has whole rows.
-        before: columns that a row's first vector may begin before it.
+        rows: rows of a program.
+        columns: columns of a program; 0 if each has whole rows.
+        before: most columns by which a row's first vector may begin before the row.
     """
 
     launch: _launch.Launch
@@ -549,7 +548,7 @@ def _backward_rule(device: torch.device, columns: int, itemsize: int) -> Tile:
 
 
 def _candidates(columns: int, itemsize: int) -> Iterator[Tile]:
-    """From 8 to 64 elements a thread, half as many of float64."""
+    """8 to 64 elements per thread, half as many of float64."""
     for threads in (128, 256, 512):
         for elements in (2048, 4096, 8192, 16384):
             if 8 <= elements * _double(itemsize) // threads <= 64:
@@ -580,7 +579,7 @@ _BACKWARD = _choice("cross_entropy_bwd", _backward_rule)
 
 
 def _lies_at(op: str, tensor: Tensor) -> int:
-    """The address of a tensor, in elements; what is no whole element off counts as odd."""
+    """The address of a tensor, in elements; 1 (odd) if it is not a multiple of the item size."""
     address = address_of(op, tensor)
     return address // tensor.element_size() if address % tensor.element_size() == 0 else 1
 
@@ -625,9 +624,9 @@ def _backward_plan(
     capped: bool,
     alike: bool,
 ) -> _Plan:
-    """Of rows that lie in vectors of ``vec``; ``alike``: in both tensors at the same place."""
+    """For rows aligned to ``vec`` elements; ``alike``: with the same offsets in both tensors."""
     threads, tile = _BACKWARD(device, columns, dtype.itemsize)
-    # Rows that start anywhere, but alike: most of a wide one still is whole vectors.
+    # Rows with any start, but the same in both tensors: most of a wide row still is whole vectors.
     edges = alike and vec < widest and columns >= tile
     if edges:
         vec = widest
@@ -659,7 +658,7 @@ def _run_forward(
     start: int,
     options: Options,
 ) -> None:
-    """Write (statistics, None, None) or (None, loss, lse) of rows that lie ``step`` apart."""
+    """Write (statistics, None, None) or (None, loss, lse) for rows with stride ``step``."""
     columns, rows = logits.shape[-1], target.numel()
     check_size(op, "columns", columns)
     check_size(op, "rows", rows)
@@ -721,7 +720,7 @@ def _run_backward(
     words: int,
     options: Options,
 ) -> None:
-    """Write the gradients of logits that lie ``step`` apart to rows that do ``out_step``."""
+    """Write the gradients of logits with row stride ``step`` to rows with stride ``out_step``."""
     columns, count, device = logits.shape[-1], rows.target.numel(), logits.device
     check_size(op, "columns", columns)
     check_size(op, "rows", count)
@@ -921,7 +920,7 @@ def cross_entropy_fwd_bwd(
 def _fused_statistics(
     op: str, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: Options
 ) -> Tensor | None:
-    """The statistics of blocks of words whose logits are never stored; None of other calls."""
+    """The statistics of blocks of words, without storing logits; None if that is not supported."""
     if (hopper := _for_hopper(input, weight, options)) is None:
         return None
     shape = (-(-weight.shape[0] // hopper.COLUMNS), target.numel(), 4)
@@ -933,7 +932,7 @@ def _fused_statistics(
 def _fused_gradients(
     op: str, input: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, options: Options
 ) -> Callable[[slice, Tensor], None] | None:
-    """What writes the gradients of the logits of some words; None of other calls."""
+    """A function that writes the gradients of some words' logits; None if that is not supported."""
     if (hopper := _for_hopper(input, weight, options)) is None:
         return None
     factors = _factors_of_rows(op, rows, weight.shape[0], options)
@@ -963,7 +962,7 @@ def _factors_of_rows(op: str, rows: Rows, words: int, options: Options) -> Tenso
 
 
 def _for_hopper(input: Tensor, weight: Tensor, options: Options) -> Any:
-    """The module that does it in the product, if it does this; a cap costs too many registers."""
+    """The module that fuses the loss into the product, or None; a cap takes too many registers."""
     if options.softcap is not None or not _launch.has_gluon():
         return None
     from transformer_engine_fl.backends.flagos import _loss_hopper

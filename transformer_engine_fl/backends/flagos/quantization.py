@@ -1,7 +1,7 @@
 """Quantisation in Triton.
 
-What casts is in ``_casting``. Here are its operators, and those that move bytes, give the
-values back, handle flat parts of a matrix, or keep the histories of delayed scaling.
+The casting kernels are in ``_casting``. Here are the operators on top of them, and those that move
+bytes, dequantise, handle flat parts of a matrix, or keep the histories of delayed scaling.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _dequantize(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """The values of one tile; its blocks are WIDTH elements of data wide, 0 for one scale."""
+    """The values of one tile; blocks are WIDTH elements of data wide, 0 for a single scale."""
     columns = columns * UNIT
     across = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0).to(tl.int64)
@@ -184,7 +184,7 @@ def _swap_rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One tile of rows in their new order: ``first`` of them, then as many of the next."""
+    """One tile of rows in their new order: ``first`` rows, then as many of the next."""
     columns = columns * UNIT
     across = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0)
@@ -214,7 +214,7 @@ def _shard(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One block of LENGTH rows and columns: its amax, or with ``scale`` its cast."""
+    """One block of LENGTH rows and columns: its amax, or with ``scale`` its cast values."""
     w = tl.full((), w, tl.int64) * UNIT
     start = tl.full((), start, tl.int64) * UNIT
     count = tl.full((), count, tl.int64) * UNIT
@@ -261,7 +261,7 @@ def _update(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Some columns of a history, and their scales."""
+    """Update some columns of a history, and their scales."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     history_ptr += column.to(tl.int64) * column_stride
@@ -276,7 +276,7 @@ def _update(
         where = history_ptr[None, :] + row * row_stride
         moved = tl.load(where + row_stride, mask=mask & (row + 1 < length), other=0)
         moved = tl.where(row == length - 1, newest[None, :], moved)
-        # What a thread reads here, or has read above, another one writes.
+        # Other threads write what a thread has read here or in the iterations before.
         tl.debug_barrier()
         tl.store(where, tl.where(row == 0, 0, moved), mask=mask)
         largest = tl.maximum(largest, tl.where(mask & (moved == moved), moved, 0))
@@ -300,7 +300,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         launch: the kernel.
-        rows, columns: of a tile.
+        rows, columns: size of a tile.
     """
 
     launch: _launch.Launch
@@ -325,7 +325,7 @@ _PLANS: dict[object, _Plan] = {}
 
 _DEQUANTIZE = tile_choice("dequantize", _PLANS, Tile(128, 4096))
 _SWAP = tile_choice("swap_first_dims", _PLANS, Tile(128, 4096), in_bytes=True)
-_TURN = Choice(  # of a tile, rows and columns in bytes
+_TURN = Choice(  # of a tile whose rows and columns are in bytes
     "fp8_transpose",
     Block,
     key=("itemsize",),
@@ -339,7 +339,7 @@ _TURN = Choice(  # of a tile, rows and columns in bytes
 
 
 def _source(op: str, input: Tensor) -> Source:
-    """What is cast is the tensor itself."""
+    """The tensor itself, as the source of a cast."""
     x, stride = by_rows(plain(op, "input", input))
     return Source("identity", tuple(input.shape), x, stride)
 
@@ -443,7 +443,7 @@ def multi_tensor_quantize(
 
 
 def _each(recipe: Recipe, inputs: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Lists:
-    """The outputs of several tensors, a list in place of each."""
+    """The outputs for several tensors: a list in place of each output."""
     return in_lists(
         [
             cast(recipe, _source(recipe.op, it), scales[place] if scales else None)
@@ -536,7 +536,7 @@ def fp8_transpose(data: Tensor) -> Tensor:
 
 
 def _turn(op: str, x: Tensor, stride: int, y: Tensor) -> None:
-    """Write ``y``, the transposed of ``x``, of integers that have rows so far apart."""
+    """Write ``y``, the transpose of the integers ``x`` with that row stride."""
     if not y.numel():
         return
     columns, rows = y.shape
@@ -581,7 +581,7 @@ def swap_first_dims(input: Tensor) -> Tensor:
     inner = math.prod(rest)
     try:
         x = x.view(first, second, inner)
-    except RuntimeError:  # what follows the first two dimensions is not one
+    except RuntimeError:  # the other dimensions cannot be viewed as one
         x = x.contiguous().view(first, second, inner)
     if x.stride(2) != 1 and inner > 1:
         x = x.contiguous()
@@ -609,7 +609,7 @@ def swap_first_dims(input: Tensor) -> Tensor:
 
 
 def _as_numbers(x: Tensor) -> Tensor | None:
-    """``[a, b, n]`` as a matrix of integers of n elements each, where its memory can be read so."""
+    """``[a, b, n]`` as a matrix of integers of n elements each, if its memory allows that."""
     first, second, inner = x.shape
     dtype = INTEGERS.get(inner * x.element_size())
     strides = (x.stride(1), x.stride(0), x.storage_offset())
@@ -727,7 +727,7 @@ def _each_block(
     start: int,
     block_len: int,
 ) -> None:
-    """Launch a program for each block of the matrix that ``x`` is a flat part of."""
+    """Launch a program for each block of the matrix; ``x`` is a flat part of that matrix."""
     down, across = blocks_of(h, w, block_len)
     check_size(op, "blocks", down * across)
     check_size(op, "columns of a block", block_len)
