@@ -1,8 +1,8 @@
-"""Cross entropy, as far as it is the same for every set that has kernels for it.
+"""Cross entropy: the parts shared by all sets that have kernels for it.
 
-How a call's options and rows reach a kernel, and the linear forms: torch multiplies matrices,
-and the kernels are those of logits (:class:`LinearCrossEntropy`). Where torch would multiply
-float32 as TF32, which the contracts do not allow, the set does, or declines.
+How a call's options and rows reach a kernel, and the linear forms, in which torch multiplies
+matrices and the kernels are those of logits (:class:`LinearCrossEntropy`). Where torch would
+multiply float32 as TF32, which the contracts do not allow, the set multiplies itself, or declines.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = [
     "vector_of",
 ]
 
-# How many logits the linear forms hold at a time, and of how many words at least. What the
-# kernels read of them is still in a large GPU's L2, or part of it.
+# The number of logits that the linear forms hold at a time, and the fewest words of a part. The
+# kernels then read most logits from a large GPU's L2 cache, or part of them.
 _LOGITS = {"forward": 2**22, "backward": 2**25}
 _FEWEST_WORDS = 256
-_WHOLE = 16  # divides the distance of their rows
-# Rows whose logits both directions at once hold: as many as there are hidden features, so that
-# they are no more numbers than the weight, but within these bounds. Below, products do not fill
-# a GPU, and a sum of gradients of the weight is read and written for each part; above, that is
-# little beside the products.
+_WHOLE = 16  # divides the row stride of the logits
+# Bounds of the rows whose logits are held when both directions run at once: as many rows as there
+# are hidden features, so that logits are no more numbers than the weight, within these bounds. With
+# fewer rows, products do not fill a GPU, and the sum of the weight's gradients is read and written
+# for each part; with more, that costs little beside the products.
 _ROWS_AT_ONCE = (1024, 4096)
 
 
@@ -53,7 +53,7 @@ class Options(NamedTuple):
 
     @property
     def cap(self) -> float:
-        """The bound of the scores, 1 where they have none."""
+        """The bound of the scores, 1 if there is none."""
         return 1.0 if self.softcap is None else self.softcap
 
 
@@ -64,7 +64,7 @@ def options_of(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Options:
-    """The options, or a decline while they are no numbers yet."""
+    """The options; declines options that are no numbers yet."""
     given = (label_smoothing, ignore_index, z_loss, 1.0 if softcap is None else softcap)
     check_numbers(op, *given)
     cap = None if softcap is None else float(softcap)
@@ -72,15 +72,15 @@ def options_of(
 
 
 def vector_of(tensor: Tensor) -> Tensor:
-    """One number for each row, one after the other."""
+    """A contiguous vector with one number for each row."""
     return tensor.reshape(-1).contiguous()
 
 
 class Rows(NamedTuple):
-    """What a backward has of each row, one after the other.
+    """The inputs of a backward for each row, as contiguous vectors.
 
     Attributes:
-        target, grad_loss, lse, grad_lse: as the contract has them.
+        target, grad_loss, lse, grad_lse: as in the contract.
         scale: a number by which every gradient is multiplied.
     """
 
@@ -92,10 +92,10 @@ class Rows(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What a forward that also makes gradients has of each row, as a softmax has not.
+    """What a softmax kernel needs besides, for each row, to compute losses and gradients.
 
     Attributes:
-        target, grad_loss: of each row, one after the other.
+        target, grad_loss: contiguous vectors, one number for each row.
         loss, lse: likewise; written.
         ignore: the target of rows that do not count.
         z: the factor of the square of lse.
@@ -111,12 +111,12 @@ class Losses(NamedTuple):
 
 # ---------------------------------------------------------------------- of linear layers
 #
-# The logits are made for some words at a time, and all rows: backward, their gradients then
-# give a part of the weight's gradient that nothing is added to, and it is the gradient of
-# the input, the smaller one, that is summed over the parts.
+# Logits are computed for some words at a time, and all rows. In a backward, the gradients of these
+# logits then give a complete part of the weight's gradient; what is summed over the parts is the
+# gradient of the input, which is smaller.
 
-# Whether torch multiplies narrow matrices into a wider one, and adds such a product, by the
-# type of the device; so until it turns out that it does not.
+# By device type: whether torch multiplies narrow matrices into a wider output, and whether it adds
+# such a product; assumed until it fails.
 _WIDENS: dict[str, bool] = {}
 _ADDS: dict[str, bool] = {}
 
@@ -153,7 +153,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     product = torch.empty_like(total)
     _multiply(left, right, product)
     total += product
-    _ADDS[kind] = False  # by now nothing else can have been wrong
+    _ADDS[kind] = False  # nothing else failed, so the dtypes must be the reason
 
 
 def _as_tf32(tensor: Tensor) -> bool:
@@ -162,14 +162,14 @@ def _as_tf32(tensor: Tensor) -> bool:
 
 
 class _Linear(NamedTuple):
-    """A linear layer whose outputs are logits, which are made for some words at a time.
+    """A linear layer whose outputs are logits, which are computed for some words at a time.
 
     Attributes:
         op: the operator.
         input: ``[rows, H]``.
         weight, bias: as the contract has them.
-        most: so many words at a time, whole vectors of them.
-        exact: what multiplies where torch would as TF32; None where it does not.
+        most: most words at a time, in whole vectors.
+        exact: multiplies if torch would do so as TF32; None if torch multiplies exactly.
     """
 
     op: str
@@ -180,7 +180,7 @@ class _Linear(NamedTuple):
     exact: _Exact | None
 
     def parts(self) -> list[slice]:
-        """The words, in their order."""
+        """The parts of the words, in their order."""
         words = self.weight.shape[0]
         return [slice(at, min(at + self.most, words)) for at in range(0, words, self.most)]
 
@@ -189,7 +189,7 @@ class _Linear(NamedTuple):
         return fresh(self.op, self.input, (self.input.shape[0], self.most), dtype)
 
     def gradients(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Memory for those of an input of that shape, the weight and the bias; 0 of no rows."""
+        """Memory for the gradients of input, weight and bias; zeroed if there are no rows."""
         op, like, dtype = self.op, self.input, self.input.dtype
         input, weight = (fresh(op, like, it, dtype) for it in (shape, tuple(self.weight.shape)))
         bias = None if self.bias is None else fresh(op, like, tuple(self.bias.shape), dtype)
@@ -200,7 +200,7 @@ class _Linear(NamedTuple):
         return input, weight, bias
 
     def logits(self, words: slice, memory: Tensor) -> Tensor:
-        """The logits of a part, less the bias, in the memory."""
+        """The logits of a part, without the bias, written to ``memory``."""
         logits = memory[:, : words.stop - words.start]
         self.multiply(self.input, self.weight[words].t(), logits)
         return logits
@@ -225,12 +225,12 @@ class _Linear(NamedTuple):
 
 
 def _whole(count: int) -> int:
-    """So many, and what is missing to whole vectors."""
+    """The count, rounded up to whole vectors."""
     return -(-count // _WHOLE) * _WHOLE
 
 
 def _rows_at_once(rows: int, features: int) -> list[slice]:
-    """The rows in parts of about one size, whose logits are made at once."""
+    """The rows in parts of about equal size; the logits of a part are computed at once."""
     least, most = _ROWS_AT_ONCE
     count = -(-rows // min(max(features, least), most))
     size = _whole(-(-rows // count))
@@ -238,7 +238,7 @@ def _rows_at_once(rows: int, features: int) -> list[slice]:
 
 
 def _scale(rows: Rows, options: Options) -> Tensor:
-    """A power of two that brings gradients of float16 logits far above what it cannot hold."""
+    """A power of two that scales gradients of float16 logits far above underflow."""
     largest = rows.grad_loss.abs()
     if rows.grad_lse is not None:
         largest = largest + rows.grad_lse.abs()
@@ -255,7 +255,7 @@ def _as_summed(output: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _finish(output: Tensor, value: Tensor, scale: Tensor | None) -> None:
-    """Write a value of :func:`_as_summed`, which is so many times too large."""
+    """Write a value of :func:`_as_summed`, divided by ``scale``, to the output."""
     if scale is not None:
         value = value / scale
     if value is not output:
@@ -264,7 +264,7 @@ def _finish(output: Tensor, value: Tensor, scale: Tensor | None) -> None:
 
 class _Memory(Protocol):
     def __call__(self, op: str, name: str, tensor: Tensor) -> Tensor:
-        """The same memory as a plain tensor, or a decline if there is no such memory."""
+        """The same memory as a plain tensor; declines a tensor without memory."""
 
 
 class _Forward(Protocol):
@@ -279,7 +279,7 @@ class _Forward(Protocol):
         start: int,
         options: Options,
     ) -> None:
-        """Write (statistics, None, None) or (None, loss, lse) of rows ``step`` apart."""
+        """Write (statistics, None, None) or (None, loss, lse) of rows with stride ``step``."""
 
 
 class _Merge(Protocol):
@@ -310,15 +310,15 @@ class _Backward(Protocol):
         words: int,
         options: Options,
     ) -> None:
-        """Write the gradients of logits ``step`` apart, maybe in their place."""
+        """Write the gradients of logits with row stride ``step``, perhaps in place."""
 
 
 class _ReadOnce(Protocol):
     def __call__(self, op: str, logits: Tensor, step: int, losses: Losses, out: Tensor) -> bool:
-        """Write losses, and dense gradients elsewhere, of plain scores that are read once.
+        """Write losses and dense gradients, not in place, of plain scores, which are read once.
 
         Returns:
-            Whether that was done.
+            Whether it did so.
         """
 
 
@@ -336,9 +336,9 @@ def run_both(
     out_step: int,
     options: Options,
 ) -> None:
-    """Write loss and lse of rows of a whole vocabulary, and then gradients ``out_step`` apart.
+    """Write loss and lse of rows of a whole vocabulary, then gradients (row stride ``out_step``).
 
-    These may lie in the place of the logits. The first three are a set's kernels.
+    The gradients may be written over the logits. The first three arguments are a set's kernels.
     """
     columns = logits.shape[-1]
     plain_scores = (
@@ -367,28 +367,28 @@ class _Exact(Protocol):
 
 _FusedStatistics = Callable[[str, Tensor, Tensor, Tensor | None, Tensor, Options], Tensor | None]
 """(op, input, weight, bias, target, options) -> the statistics of all words in some shards, or
-None of what the set has no such kernel for."""
+None for calls that the set has no such kernel for."""
 _StoreGradients = Callable[[slice, Tensor], None]
 """(words, out): write the gradients of their logits."""
 _FusedGradients = Callable[
     [str, Tensor, Tensor, Tensor | None, Rows, Options], _StoreGradients | None
 ]
-"""(op, input, weight, bias, rows, options) -> what writes gradients, or None as above."""
+"""(op, input, weight, bias, rows, options) -> a writer of gradients, or None as above."""
 
 
 def _none_fused(*arguments: object) -> None:
-    """A set that has no kernels for products and what follows them."""
+    """For a set without kernels that fuse the loss into products."""
 
 
 class LinearCrossEntropy:
     """The linear forms over a set's kernels.
 
     Args:
-        memory_of: how the set takes a tensor.
+        memory_of: the set's conversion to a plain tensor.
         run_forward, run_merge, run_backward, read_once: its kernels.
-        product: how it multiplies narrow matrices into one of their dtype.
+        product: its product of narrow matrices, in their dtype.
         fused_statistics, fused_gradients: its kernels that store no logits.
-        exact: how it multiplies float32 where torch would as TF32; None declines that.
+        exact: its product of float32, where torch would use TF32; None declines such calls.
     """
 
     def __init__(
@@ -430,7 +430,7 @@ class LinearCrossEntropy:
     def rows_of(
         self, op: str, target: Tensor, grad_loss: Tensor, lse: Tensor, grad_lse: Tensor | None
     ) -> Rows:
-        """What a backward has of each row, one after the other in memory."""
+        """The inputs of a backward for each row, as contiguous vectors."""
         return Rows(
             vector_of(self._memory_of(op, "target", target)),
             vector_of(self._memory_of(op, "grad_loss", grad_loss)),
@@ -476,7 +476,7 @@ class LinearCrossEntropy:
         return loss, lse
 
     def _statistics(self, op: str, layer: _Linear, targets: Tensor, options: Options) -> Tensor:
-        """Of some words at a time, whose logits are made and read."""
+        """The statistics of the words, part by part, whose logits are computed and read."""
         dtype = math_dtype(layer.input.dtype)
         parts, memory = layer.parts(), layer.memory(dtype)
         stats = fresh(op, layer.input, (len(parts), targets.numel(), 4), dtype)
@@ -536,10 +536,10 @@ class LinearCrossEntropy:
             scale = _scale(rows, options)
             rows = rows._replace(scale=scale)
         write = self._fused_gradients(op, layer.input, layer.weight, layer.bias, rows, options)
-        if write is not None:  # there are no logits in float32 beside their gradients
+        if write is not None:  # no float32 logits are held besides their gradients
             layer = layer._replace(most=min(2 * layer.most, _whole(weight.shape[0])))
         memory = layer.memory(wide) if write is None else None
-        # The logits' gradients, in their place if they have their dtype.
+        # The logits' gradients, written over the logits if dtypes are equal.
         narrow = layer.memory(dtype) if memory is None or dtype != wide else memory
         total = _as_summed(grad_input, wide)
         along = total.view(layer.input.shape)
@@ -566,7 +566,7 @@ class LinearCrossEntropy:
     def _store_product(
         self, layer: _Linear, left: Tensor, right: Tensor, out: Tensor, scale: Tensor | None = None
     ) -> None:
-        """Write a product that is so many times too large to ``out``, rounded once."""
+        """Write a product, divided by ``scale``, to ``out``, rounded once."""
         wide = math_dtype(out.dtype)
         if out.dtype != wide and scale is None:
             self._product(layer.op, left, right, out)
@@ -599,7 +599,7 @@ class LinearCrossEntropy:
         contracts.fused_linear_cross_entropy_fwd_bwd.check(
             input, weight, target, grad_loss, bias, **given
         )
-        if input.dtype == torch.float16:  # scaled by what lse of all rows says, if there is z_loss
+        if input.dtype == torch.float16:  # with z_loss, their scale needs the lse of all rows
             loss, lse = self.fused_linear_cross_entropy_fwd(input, weight, target, bias, **given)
             return (
                 loss,
@@ -621,7 +621,7 @@ class LinearCrossEntropy:
         largest = layer._replace(input=layer.input[parts[0]])
         memory = largest.memory(wide)
         narrow = memory if dtype == wide else largest.memory(dtype)
-        # Of several parts, what they add to the gradients of the weight and the bias.
+        # With several parts, their contributions to the gradients of the weight and the bias.
         total = grad_weight if len(parts) == 1 else _as_summed(grad_weight, wide)
         of_bias = None
         for at in parts:

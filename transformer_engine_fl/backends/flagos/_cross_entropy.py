@@ -1,4 +1,4 @@
-"""What rows have in common, in every kernel that makes their losses or gradients."""
+"""Device functions shared by all kernels that compute losses or gradients of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["of_z_loss", "store_loss", "to_take_off"]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def to_take_off(highest: tl.tensor) -> tl.tensor:
-    """What to take off scores before exp: 0 where all are hidden, and ``-inf`` the highest."""
+    """What to subtract from scores before exp: the highest, or 0 if all are ``-inf`` (hidden)."""
     return tl.where(highest == float("-inf"), 0, highest)
 
 
@@ -41,14 +41,14 @@ def store_loss(
     ACC: tl.constexpr,
     center: tl.tensor = 0,
 ) -> None:
-    """Loss and lse of rows out of the four numbers of each; words end before ``last``.
+    """Loss and lse of rows from the four numbers of each; words end before ``last``.
 
-    What is summed are the scores, each less ``center``.
+    ``summed`` is the sum of the scores, each minus ``center``.
     """
     shift = to_take_off(highest)
     log_total = tl.log(total)
     lse = shift + log_total
-    # Not from lse, in which a large shift would round off what log_total says.
+    # Not computed from lse, in which a large shift would round away log_total.
     loss = log_total - (at_target - shift)
     if SUMMED:
         smooth = tl.full((), smoothing, ACC)

@@ -1,14 +1,14 @@
-"""Numbers of eight and of four bits, and the scales that go with them, in Triton.
+"""8-bit and 4-bit numbers, and their scales, in Triton.
 
-The arithmetic is that at the head of ``ops/quantization.py``, to the bit. A conversion is an
-instruction where the device has one that rounds and clamps as is laid down there, otherwise
-integer arithmetic, which is exact on every device and in the interpreter.
+The arithmetic is that described at the head of ``ops/quantization.py``, to the bit. A conversion is
+an instruction where the device has one that rounds and clamps as specified there, otherwise integer
+arithmetic, which is exact on every device and in the interpreter.
 
 A number's kind is ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. CAST says whether the device has
-instructions for the first two; LEAVES_NAN, that the larger and the smaller of two is NaN
-only if both are. Where the first holds, so does the second.
+instructions for the first two; LEAVES_NAN, that a maximum or minimum of two numbers is NaN only if
+both are. CAST implies LEAVES_NAN.
 
-Also here: rounding to the dtype of a tensor, which the interpreter does in its own way.
+Also here: rounding to the dtype of a tensor, for which the interpreter needs its own code.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -53,7 +53,7 @@ _HAS_CAST = 89  # the first compute capability with conversions to float8
 
 
 def constants_of(device: torch.device) -> dict[str, Any]:
-    """What kernels are told of the device."""
+    """The kernels' constants that depend on the device."""
     ptx = _launch.has_ptx()
     return {"CAST": ptx and _launch.limits(device).capability >= _HAS_CAST, "LEAVES_NAN": ptx}
 
@@ -74,7 +74,7 @@ def rounded(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Rounded to the dtype that it is stored in."""
     if x.dtype == tl.float64 and KIND.primitive_bitwidth < 64:
         x = x.to(tl.float32)
-    if _INTERPRETED and KIND.is_bf16():  # which cuts bits off there, and takes 0 for another number
+    if _INTERPRETED and KIND.is_bf16():  # where it truncates, and is wrong for 0
         bits = x.to(tl.int32, bitcast=True)
         bits_up = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, bits_up, bits | 0x400000) >> 16
@@ -87,9 +87,9 @@ class _Kind(NamedTuple):
     """A kind of number.
 
     Attributes:
-        mantissa: bits of it.
-        bias: of the exponent.
-        largest: bits of the largest value in float32.
+        mantissa: its mantissa bits.
+        bias: the exponent's bias.
+        largest: the largest value, as bits of a float32.
     """
 
     mantissa: int
@@ -125,8 +125,8 @@ def _code(y: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     MANTISSA: tl.constexpr = _mantissa(KIND)
     BIAS: tl.constexpr = _bias(KIND)
     DROPPED: tl.constexpr = 23 - MANTISSA
-    # Added to a float32 below the least normal number, it leaves the bits that count; a
-    # sum, of which the compiler cannot see that the summand is a product, is rounded once.
+    # Added to a float32 below the least normal number, it leaves the bits of the code. It is a sum,
+    # and the compiler does not see that the summand is a product, so that it is rounded once.
     SHIFTER: tl.constexpr = (151 - BIAS - MANTISSA) << 23
     bits = y.to(tl.int32, bitcast=True)
     size = bits & _SIZE
@@ -142,16 +142,15 @@ def _code(y: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _nibble(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
-    """The e2m1 code of float32 values with the other bit 2, as an int32.
+    """The e2m1 code of float32 values with bit 2 inverted, as an int32.
 
-    Before it is rounded, the code of a magnitude is the least of three lines: its double up
-    to 2, from there 2 more than it, and from 4 on 4 more than its half; it is 7 at most, and
-    that for NaN. Just below 2 ** 23 the last bit of a float32 counts a half, and from there
-    on 1: so one addition to 2 ** 23 - 2 rounds to the first two lines at once, and the bits of
-    the sum count codes, from 4 on. The third line is the half added to 2 ** 23; where there
-    are instructions that clamp to 0 and 1, it and the bound are 2 ** 23 + 3 less what the
-    half lacks to 3. Rounding keeps the order of the lines, and what is even. NaN lacks
-    nothing; a product that is NaN has no sign.
+    Before rounding, the code of a magnitude x is the least of three lines: 2 x up to 2, x + 2 from
+    there, and x / 2 + 4 from 4 on; it is at most 7, also for NaN. Just below 2 ** 23 the last bit
+    of a float32 is worth a half, and from there on 1: so adding x to 2 ** 23 - 2 rounds to the
+    first two lines at once, and the low bits of the sum count codes from 4 on. The third line is x
+    / 2 added to 2 ** 23; where there are instructions that clamp to [0, 1], this line and the bound
+    are 2 ** 23 + 3 minus what x / 2 lacks to 3. Rounding keeps the order of the lines, and what is
+    even. NaN lacks nothing; a product that is NaN has no sign.
     """
     if LEAVES_NAN:
         return tl.inline_asm_elementwise(
@@ -189,7 +188,7 @@ def nibble_word(y: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def inverse_of(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    """``1 / x``, rounded once: where there is an instruction, by that."""
+    """``1 / x``, rounded once, by a single instruction where there is one."""
     if PTX:
         return tl.inline_asm_elementwise(
             "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -275,7 +274,7 @@ def encoded_quad(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def narrowed(x: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The e4m3 code of float32 values, in the last byte of an int32, and its value."""
+    """The e4m3 code of float32 values, in the low byte of an int32, and the code's value."""
     if CAST:
         return tl.inline_asm_elementwise(
             """{ .reg .b16 code, low, high; .reg .b32 both;
@@ -299,14 +298,14 @@ def value_of(code: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     SIGN: tl.constexpr = 8 if KIND == "e2m1" else 128
     code = code.to(tl.int32)
     size = code & (SIGN - 1)
-    # As the bits of a float32 a code is too small by a power of two, subnormal or not.
+    # As the bits of a float32 a code's value is too small by a power of two, subnormal or not.
     bits = ((code & SIGN) << (28 if KIND == "e2m1" else 24)) | (size << (23 - MANTISSA))
     power = tl.full((), (254 - BIAS) << 23, tl.int32).to(tl.float32, bitcast=True)
     value = bits.to(tl.float32, bitcast=True) * power
     if KIND == "e4m3":
         return tl.where(size == 127, float("nan"), value)
     elif KIND == "e5m2":
-        # An exponent of ones stays one.
+        # An exponent of all ones stays so.
         special = (bits | _INFINITE).to(tl.float32, bitcast=True)
         return tl.where(size >= 124, special, value)
     else:
@@ -318,7 +317,7 @@ def value_of(code: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def size_of(x: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
-    """Magnitudes, of which the largest is to be found; :func:`amax_of` is made of that."""
+    """Magnitudes whose largest is to be found; :func:`amax_of` takes that largest."""
     if LEAVES_NAN:
         return tl.abs(x)
     else:
@@ -327,7 +326,7 @@ def size_of(x: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def amax_of(largest: tl.tensor, LEAVES_NAN: tl.constexpr) -> tl.tensor:
-    """The amax, from the largest of what :func:`size_of` gave: 0 where all were NaN."""
+    """The amax, from the largest result of :func:`size_of`: 0 if all values are NaN."""
     if LEAVES_NAN:
         return tl.where(largest == largest, largest, 0.0)
     else:
@@ -342,25 +341,25 @@ def quotient(largest: tl.tensor, amax: tl.tensor) -> tl.tensor:
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _significand(number: float) -> float:
-    """That of a positive number, in [1, 2)."""
+    """The significand of a positive number, in [1, 2)."""
     return math.frexp(number)[0] * 2
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _exponent_bits(number: float) -> int:
-    """The bits of its exponent, where they are in a float32."""
+    """The exponent bits of a number, in their place in a float32."""
     return (math.frexp(number)[1] + 126) << 23
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quotient_of(LARGEST: tl.constexpr, amax: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    """:func:`quotient` where the compiler knows LARGEST, at least 4, and the amax is no NaN.
+    """:func:`quotient` if the compiler knows LARGEST, at least 4, and the amax is no NaN.
 
-    PTX: without the branch that a division takes, for which those of a thread wait for each other.
-    Mantissas are divided, with a correction of what is left (Markstein, see ``_exact``), which a
-    test holds to be rounded once for all of them, over the largest numbers of float8, and exponents
-    subtracted, perhaps below 0. Below the least normal number, where that does not hold, any
-    quotient is too large. Of an infinite amax it is any number then.
+    PTX: without the branch of a division, which makes the divisions of a thread wait for each
+    other. Mantissas are divided with a correction of the remainder (Markstein, see ``_exact``); a
+    test checks for all mantissas, and the largest numbers of float8, that this rounds once.
+    Exponents are subtracted, perhaps below 0. This does not hold below the least normal number, but
+    there any quotient is too large. For an infinite amax the result is arbitrary.
     """
     if PTX:
         bits = amax.to(tl.int32, bitcast=True)
@@ -374,7 +373,7 @@ def quotient_of(LARGEST: tl.constexpr, amax: tl.tensor, PTX: tl.constexpr) -> tl
         q = over * inverse
         q = tl.fma(tl.fma(-m, q, over), inverse, q)
         scale = q.to(tl.int32, bitcast=True) + (_exponent_bits(LARGEST) - (bits & _INFINITE))
-        # Too large a scale has become negative, or that of no finite number.
+        # Too large a scale has become negative, or the bits of no finite number.
         scale = tl.minimum(scale.to(tl.uint32, bitcast=True), _INFINITE - 1)
         return scale.to(tl.float32, bitcast=True)
     else:
@@ -389,7 +388,7 @@ def scale_of(
     POW2: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tl.tensor:
-    """The float32 scale of an amax. PTX: as :func:`quotient_of` has it; a thread has several."""
+    """The float32 scale of an amax. PTX: as for :func:`quotient_of`."""
     a = tl.maximum(amax, epsilon)
     scale = quotient_of(LARGEST, a, PTX)
     scale = tl.where((a == 0) | (a == float("inf")), 1.0, scale)
@@ -401,7 +400,7 @@ def scale_of(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def microscale(amax: tl.tensor, KIND: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """``2**-e`` and the byte e + 127, of the least e with ``amax <= largest * 2**e``."""
+    """``2**-e`` and the byte e + 127, for the least e with ``amax <= largest * 2**e``."""
     LARGEST: tl.constexpr = _largest(KIND)
     # A mantissa above that of the largest value carries over into the exponent.
     CARRY: tl.constexpr = 0x7FFFFF - (LARGEST & 0x7FFFFF)

@@ -1,9 +1,9 @@
-"""Row id maps in Triton: which row each pair of a token and an expert has.
+"""Row id maps in Triton: the row of each pair of a token and an expert.
 
-Pairs are counted in tiles of tokens, one tile or a few of them by a program, and then each
-tile's pairs are placed. A program that places sums up what all others counted by itself
-where these are few; where they are many, a launch in between does it once for all. Nothing
-depends on the order in which programs run, and nothing waits for the device.
+First pairs are counted in tiles of tokens, one tile or a few of them per program, and then each
+tile's pairs are placed. If there are few counts, each placing program sums them itself; if there
+are many, a launch in between sums them once for all. Nothing depends on the order in which programs
+run, and nothing waits for the device.
 
 The rows are moved elsewhere, by such a map.
 """
@@ -46,16 +46,16 @@ __all__ = [
 
 # ----------------------------------------------------------------------------- counting
 #
-# A group is one tile, or a few that follow one another. Its line of ``counts`` says, for
-# each expert, how many of its pairs go to lower ones. Its pairs of expert e thus begin at
-# the row that is the sum of the entries e of its line and all later ones, and of the entries
-# e + 1 of those before. ``earlier`` has how many of each expert's pairs are in the tiles of
-# the group before a tile; there is none where a group is one tile.
+# A group is one tile, or a few consecutive ones. Its line of ``counts`` has, for each expert e, the
+# number of the group's pairs with lower experts. The group's pairs of expert e thus begin at the
+# row that is the sum of the entries e of its own and all later lines, and of the entries e + 1 of
+# the lines before. ``earlier`` has, for each tile, the number of each expert's pairs in the tiles
+# of its group before it; it is absent if a group is one tile.
 #
-# Experts given by index are numbers of any size. Those from 0 on are their own buckets; all
-# that are negative share the first bucket, and all that are too large share the last but
-# two. That is right if a bucket that is shared has one number in it; else each pair is
-# compared with all others. The last bucket is for what is not a pair.
+# Experts given by index are numbers of any size. Small ones from 0 on have a bucket each; all
+# negative ones share the first bucket, and all that are too large share the last but one. That is
+# right as long as a shared bucket contains a single expert; otherwise each pair is compared with
+# all others. The last bucket is for positions without a pair.
 
 _LARGEST = tl.constexpr((1 << 63) - 1)
 
@@ -94,10 +94,10 @@ def _count_indices(
     GROUPS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """The line of a group, its pairs' buckets, and the extremes of what shares a bucket.
+    """A group's line, its pairs' buckets, and the extremes of the experts that share a bucket.
 
-    ``extremes`` are the lowest and highest negative numbers, and those of the large ones,
-    each for GROUPS groups.
+    ``extremes`` are the lowest and highest negative experts, and those of the large ones, each as
+    GROUPS numbers.
     """
     let_follow(FOLLOWS)
     group = tl.program_id(0)
@@ -151,7 +151,7 @@ def _count_mask(
     EXPERTS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """The line of a group; its last entry is how many pairs the group has."""
+    """A group's line; its last entry is the number of the group's pairs."""
     let_follow(FOLLOWS)
     group = tl.program_id(0)
     experts = width * UNIT
@@ -188,7 +188,7 @@ def _routed(
     UNIT: tl.constexpr,
     DENSE: tl.constexpr,
 ) -> tl.tensor:
-    """Whether tokens go to experts. DENSE: the experts of a token follow one another."""
+    """Whether tokens go to experts. DENSE: a token's entries are contiguous."""
     start = (token.to(tl.int64) * route_token * UNIT)[:, None]
     if DENSE:
         where = start + expert[None, :]
@@ -210,7 +210,7 @@ def _add_up(
     COLUMNS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """Where each group's pairs begin; after the last expert's, how many pairs there are."""
+    """Where each group's pairs begin; in the last column, the number of all pairs."""
     let_follow(FOLLOWS)
     wait_for_last(FOLLOWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -236,7 +236,7 @@ def _begins(
     SUMMED: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> tl.tensor:
-    """Where the group's pairs of each column begin. SUMMED: ``_add_up`` has been there."""
+    """Where the group's pairs of each column begin. SUMMED: ``counts`` comes from ``_add_up``."""
     if SUMMED:
         line = counts_ptr + group.to(tl.int64) * width
         begin = tl.load(line + column, mask=inside, other=0)
@@ -256,7 +256,7 @@ def _begins(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_odd(extremes_ptr: tl.tensor, groups: tl.tensor, GROUPS: tl.constexpr) -> tl.tensor:
-    """Whether a bucket that is shared has two numbers in it."""
+    """Whether a shared bucket contains two different experts."""
     group = tl.arange(0, GROUPS)[None, :]
     where = extremes_ptr + tl.arange(0, 2)[:, None] * (2 * GROUPS) + group
     lowest = tl.min(tl.load(where, mask=group < groups, other=_LARGEST), axis=1)
@@ -281,8 +281,8 @@ def _store_rows(
     GROUPS: tl.constexpr,
     BESIDE: tl.constexpr,
 ) -> None:
-    """Write the entries of pairs whose rows these are if no bucket that is shared is odd."""
-    if _is_odd(extremes_ptr, groups, GROUPS):  # which is seldom, and not waited for before
+    """Write the entries of pairs; ``row`` is right unless a shared bucket has two experts."""
+    if _is_odd(extremes_ptr, groups, GROUPS):  # rare; the load is not waited for before this
         expert = _expert(indices_ptr, pair, exists, topk, index_token, index_slot)[None, :]
         found = tl.zeros((BESIDE, pair.shape[0]), tl.int32)
         for first in tl.range(0, pairs, BESIDE):
@@ -323,7 +323,7 @@ def _place_indices(
     AT_ONCE: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """The entries of a tile's pairs, of which those of ``have`` or more are dropped."""
+    """Write the entries of a tile's pairs; rows from ``have`` on are dropped."""
     let_follow(FOLLOWS)
     wait_for_last(FOLLOWS)
     tile = tl.program_id(0)
@@ -336,7 +336,7 @@ def _place_indices(
     row = _begins(counts_ptr, bucket, exists, tile // each, groups, BUCKETS, SUMMED, AT_ONCE)
     if earlier_ptr is not None:
         row += tl.load(earlier_ptr + tile.to(tl.int64) * BUCKETS + bucket)
-    # Summed over the first axis, of which each thread has several.
+    # Summed over the first axis, of which each thread has several elements.
     found = tl.zeros((BESIDE, PAIRS), tl.int32)
     for first in tl.range(0, PAIRS, BESIDE):
         its = tl.load(buckets_ptr + first + beside)[:, None]
@@ -372,9 +372,9 @@ def place_pairs(
     SUMMED: tl.constexpr,
     BESIDE: tl.constexpr,
 ) -> None:
-    """The entries of a few pairs, as ``_place_indices`` makes those of a tile's.
+    """Write the entries of a few pairs, as ``_place_indices`` does for a tile.
 
-    In memory when it ends, for the same program.
+    The same program can read them afterwards.
     """
     tile = pair // PAIRS
     group = tile // each
@@ -395,7 +395,7 @@ def place_pairs(
         indices_ptr, extremes_ptr, map_ptr, pair, exists, row, pairs, topk, groups, have,
         index_token, index_slot, GROUPS, BESIDE,
     )  # fmt: skip
-    tl.debug_barrier()  # other threads read them
+    tl.debug_barrier()  # other threads read the entries
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -430,10 +430,10 @@ def _place_mask(
     AT_ONCE: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """The lines of a tile's tokens, the probs of their rows, and how many pairs there are.
+    """Write the lines of a tile's tokens, the probs of their rows, and the number of all pairs.
 
-    The lines are filled with -1 from end to end, and then the few entries of pairs are
-    written. Experts are gone through from the last block, so rows come in descending order.
+    The lines are filled with -1, and then the few entries of pairs are written over it. Experts are
+    processed from the last block to the first, so that rows are in descending order.
     """
     let_follow(FOLLOWS)
     wait_for_last(FOLLOWS)
@@ -450,7 +450,7 @@ def _place_mask(
         tl.store(map_ptr + at, tl.full((FILL,), -1, tl.int32), mask=at < wide)
     rest = wide + tl.arange(0, 4)
     tl.store(map_ptr + rest, tl.full((4,), -1, tl.int32), mask=rest < size)
-    tl.debug_barrier()  # other threads write over it
+    tl.debug_barrier()  # other threads write over the fill
 
     group = tile // each
     there = (token < tokens)[:, None]
@@ -480,7 +480,7 @@ def _place_mask(
         taken += most
     tl.store(lines + 2 * experts, taken[:, None], mask=there)
 
-    # Of what group a sum of all is asked for makes no difference but to ``_begins``.
+    # The total is the same for every group; ``_begins`` merely needs one.
     last = tl.arange(0, 1) + experts
     of = group if SUMMED else group * 0
     end = _begins(counts_ptr, last, last >= 0, of, groups, experts + 1, SUMMED, AT_ONCE)
@@ -496,21 +496,21 @@ def _place_mask(
 _PAIRS, _BUCKETS, _BESIDE = 256, 1024, 32
 _MASK_TILE, _MASK_EXPERTS, _MASK_TOKENS, _FILL = 4096, 128, 128, 2048
 _COUNT_THREADS, _PLACE_THREADS, _MASK_THREADS, _ADD_THREADS = 128, 256, 256, 256
-# Lines that each program sums up by itself, and how many entries of them at once.
+# Most lines that each program sums by itself, and how many entries it sums at once.
 _FEW_OF_INDICES, _FEW_OF_MASKS, _AT_ONCE = 64, 128, 8192
 _GROUPS, _COLUMNS = 512, 8
 
 
 class _Groups:
-    """How tiles are grouped, and what is known of the groups.
+    """How tiles are grouped, and the groups' counts.
 
     Attributes:
-        tiles: of each group.
-        number: of groups.
-        room: a power of two, no fewer.
-        counts: their lines.
+        tiles: tiles of a group.
+        number: the number of groups.
+        room: a power of two, at least ``number``.
+        counts: the groups' lines.
         earlier: a line for each tile, if a group has several.
-        summed: whether the lines are to be summed up by a launch of their own.
+        summed: whether a launch of its own sums the lines.
     """
 
     def __init__(
@@ -525,11 +525,11 @@ class _Groups:
 
     @property
     def kinds(self) -> tuple[bool]:
-        """What decides the code of a kernel that is given ``earlier``."""
+        """What specialises a kernel that takes ``earlier``."""
         return (self.earlier is None,)
 
     def sum_up(self) -> None:
-        """Make ``counts`` what kernels with SUMMED expect."""
+        """Turn ``counts`` into what kernels with SUMMED expect."""
         if self.summed:
             width = self.counts.shape[1]
             begins = torch.empty_like(self.counts)
@@ -547,10 +547,10 @@ class _Groups:
 
 
 class Placing(NamedTuple):
-    """What a kernel is given that places pairs itself; by default, of one that does not.
+    """Arguments for a kernel that places pairs itself; the defaults are for one that does not.
 
     Attributes:
-        tensors, numbers, constants: as :func:`place_pairs` has them.
+        tensors, numbers, constants: those of :func:`place_pairs`.
     """
 
     tensors: tuple[Tensor | None, ...] = (None,) * 5
@@ -563,10 +563,10 @@ class Placing(NamedTuple):
 def place_by_index(
     op: str, indices: Tensor, row_id_map: Tensor, have: int, later: bool = False
 ) -> Placing | None:
-    """Fill the map of indices, of which there are some, with rows below ``have``.
+    """Fill the map of ``indices``, of which there are some, with rows below ``have``.
 
     Returns:
-        what is needed for that, if it is to be done ``later``.
+        the arguments for doing that ``later``, if it is to be done later.
     """
     pairs, topk = indices.numel(), indices.shape[1]
     check_size(op, "pairs", pairs)
@@ -616,10 +616,10 @@ def place_by_mask(
     permuted: Tensor | None,
     have: int,
 ) -> Tensor:
-    """Fill the map of a mask that has tokens, and the permuted probs.
+    """Fill the map of a mask with at least one token, and the permuted probs.
 
     Returns:
-        How many pairs there are, on the device.
+        The number of pairs, on the device.
     """
     tokens, experts = routing_map.shape
     check_size(op, "entries of a map", row_id_map.numel())
@@ -632,7 +632,7 @@ def place_by_mask(
     how: dict[str, Any] = {"UNIT": unit, "DENSE": dense, "TOKENS": of_tile, "EXPERTS": block}
     tiles = -(-tokens // of_tile)
     if probs is not None:
-        # A program counts on by as many rows as all have at once, before it sees that it has none.
+        # A program adds the stride of its loop once more before it sees that no row is left.
         check_size(op, "rows in whole rounds", have + tiles * of_tile)
     groups = _Groups(op, tiles, experts + 1, row_id_map, spare=1, few=_FEW_OF_MASKS)
     steps = (step // unit, expert_step)

@@ -1,11 +1,11 @@
-"""Sequences of several lengths in one tensor: which token stands where, and moving tokens.
+"""Sequences of different lengths in one tensor: finding a row's token, and moving tokens.
 
-A program of these kernels takes TOKENS rows of a tensor, and of each a piece of HEADS heads
-by BLOCK columns. A token whose heads follow one another is one head as wide as all of them,
-so that its row is read from end to end. Distances count units of UNIT elements.
+A program of these kernels takes TOKENS rows of a tensor, and of each a piece of HEADS heads by
+BLOCK columns. A token whose heads are contiguous is treated as one head as wide as all of them, so
+that its row is read contiguously. Strides and offsets count units of UNIT elements.
 
-``cu_seqlens`` and other indices come from users. Every row that is worked out from them is
-compared with the rows that there are before it is read or written.
+``cu_seqlens`` and other indices come from users. Every row computed from them is checked against
+the number of rows before it is read or written.
 """
 
 from __future__ import annotations
@@ -56,15 +56,14 @@ def token_at(
     highest: tl.tensor,
     divisor: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The token in each row of a tensor where sequences follow one another.
+    """The token in each row of a tensor in which sequences follow one another.
 
     Sequence i has the rows from ``offsets[i] // divisor`` up to that of i + 1. ``highest``
-    is the highest power of two that is no more than ``sequences``.
+    is the highest power of two not above ``sequences``.
 
     Returns:
-        Its sequence, always one that there is, its place in there, the length of the
-        sequence, and whether there is such a token; if not, the place and the length mean
-        nothing.
+        Its sequence (always an existing one), its place in that, the length of the sequence, and
+        whether there is such a token; if not, place and length are meaningless.
     """
     beyond = (row.to(tl.int64) + 1) * divisor
     found = row.to(tl.int32) * 0
@@ -90,7 +89,7 @@ def piece(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The heads and columns of this program, ``[HEADS]`` and ``[BLOCK]``.
 
-    Last, ``[1, HEADS, BLOCK]``, which of them there are.
+    Last, ``[1, HEADS, BLOCK]``: which of them exist.
     """
     columns = width * UNIT
     blocks = tl.cdiv(columns, BLOCK)
@@ -102,7 +101,7 @@ def piece(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def place(row: tl.tensor, head: tl.tensor, column: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
-    """Where elements are, ``[TOKENS, HEADS, BLOCK]``, of where rows and heads begin."""
+    """The offsets of elements, ``[TOKENS, HEADS, BLOCK]``, from those of rows and heads."""
     return (row[:, None, None] + head[None, :, None]) * UNIT + column[None, None, :]
 
 
@@ -124,8 +123,8 @@ def move(
 ) -> None:
     """Copy this program's piece of rows.
 
-    ``x_row`` and ``y_row`` say where each row begins, in units. Where it is not ``known``
-    zeros are written; where it does not exist, nothing.
+    ``x_row`` and ``y_row`` are the offsets of rows, in units. Rows that are not ``known`` are
+    written as zeros; rows that do not exist are not written.
     """
     head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
     source = x_ptr + place(x_row, head * x_head, column, UNIT)
@@ -137,11 +136,11 @@ def move(
 # ---------------------------------------------------------------------------- launching
 
 _NARROW_BYTES = 1024  # no row is cut into pieces narrower than this
-_MOST_WASTE = 9 / 8  # columns of its tiles, for one column of a row
+_MOST_WASTE = 9 / 8  # most columns of tiles per column of a row
 
 
 class Tile(NamedTuple):
-    """What a program works on at once; powers of two."""
+    """What a program processes at once; powers of two."""
 
     tokens: int
     heads: int
@@ -149,7 +148,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(heads: int, width: int, itemsize: int, tile_bytes: int) -> Tile:
-    """The tile for tokens of so many heads, of about ``tile_bytes``."""
+    """The tile, of about ``tile_bytes``, for tokens of so many heads."""
     room = tile_bytes // itemsize
     columns = min(triton.next_power_of_2(width), room)
     while columns * itemsize > _NARROW_BYTES and -(-width // columns) * columns > (
@@ -161,12 +160,12 @@ def tile_of(heads: int, width: int, itemsize: int, tile_bytes: int) -> Tile:
 
 
 def highest_power(sequences: int) -> int:
-    """The highest power of two that is no more than ``sequences``, for :func:`token_at`."""
+    """The highest power of two not above ``sequences``, for :func:`token_at`."""
     return 1 << (sequences.bit_length() - 1)
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same size: bits that no kernel looks into."""
+    """The same memory as integers of the same size, for kernels that only move values."""
     return tensor.view(INTEGERS[tensor.itemsize])
 
 
@@ -178,7 +177,7 @@ def joined(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def steps(tensor: Tensor) -> tuple[int, ...]:
-    """The strides less that of the last dimension; 0 for dimensions that have no step."""
+    """All strides but the last dimension's; 0 for dimensions of size 1."""
     pairs = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     return tuple(stride if size > 1 else 0 for size, stride in pairs)
 
@@ -196,23 +195,23 @@ def launch_of_rows(
     tile_bytes: int,
     **constants: Any,
 ) -> tuple[_launch.Launch, tuple[int, int], tuple[Tensor | None, ...], tuple[int, ...]]:
-    """The launch of a kernel on tiles of rows, yet to be made: its grid, tensors and numbers.
+    """The launch of a kernel on tiles of rows, with its grid, tensors and numbers.
 
     The kernel's parameters are the tensors, ``rows``, the numbers, ``heads``, the widths and
-    distances in units, and its constants, the last four UNIT, TOKENS, HEADS and BLOCK.
+    strides in units, and its constants, the last four of which are UNIT, TOKENS, HEADS and BLOCK.
 
     Args:
         op: the operator.
         kernel: the jitted function.
-        tensors: the first one's elements decide the tile.
-        numbers: in the order of the kernel.
+        tensors: the first one's item size decides the tile.
+        numbers: in the order of the kernel's parameters.
         widths: columns of a head, and of the widest if there are several kinds, then all
-            distances.
-        rows: how many.
-        heads: of each row.
-        threads: of a program.
-        tile_bytes: what a program works on at once.
-        constants: of the kernel, besides the four.
+            strides.
+        rows: the number of rows.
+        heads: heads of each row.
+        threads: threads of a program.
+        tile_bytes: bytes that a program processes at once.
+        constants: the kernel's constants, besides the four.
     """
     check_size(op, "rows", rows)
     check_size(op, "columns", max(widths[0], heads))
@@ -239,6 +238,6 @@ def launch_of_rows(
 
 
 def launch_rows(*arguments: Any, **options: Any) -> None:
-    """Start a kernel on tiles of rows; the arguments are those of :func:`launch_of_rows`."""
+    """Launch a kernel on tiles of rows; the arguments are those of :func:`launch_of_rows`."""
     launch, grid, tensors, numbers = launch_of_rows(*arguments, **options)
     launch(grid, tensors, numbers)

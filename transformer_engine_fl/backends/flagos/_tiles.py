@@ -1,6 +1,6 @@
 """Tuning choices of the common kind: threads of a program and elements that it takes at a time.
 
-What a family does with them, and choices of more numbers, are its own.
+Families decide what to do with them, and define choices of more numbers themselves.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["MOST_ELEMENTS", "Block", "Tile", "block_choice", "bounded", "tile_choice"]
 
 MOST_ELEMENTS = 2**15
-"""Of a tile that a file may ask for: plans of wider columns are the same."""
+"""Most elements of a tile that a file may ask for: all wider columns have the same plan."""
 
 
 class Tile(NamedTuple):
     """How a tensor is cut.
 
     Attributes:
-        threads: of a program.
-        elements: that it takes at a time, of one row or of several.
+        threads: threads of a program.
+        elements: elements that it takes at a time, from one row or several.
     """
 
     threads: int
@@ -36,11 +36,11 @@ class Tile(NamedTuple):
 
 
 class Block(NamedTuple):
-    """How a matrix is cut whose columns matter as well.
+    """How a matrix is cut if its columns matter as well.
 
     Attributes:
-        threads: of a program.
-        rows, columns: that it takes at a time.
+        threads: threads of a program.
+        rows, columns: the tile that it takes at a time.
     """
 
     threads: int
@@ -49,9 +49,9 @@ class Block(NamedTuple):
 
 
 def bounded(**bounds: tuple[int, int] | range) -> Callable[[Any], str | None]:
-    """What is wrong with a value, if anything: by field, what there may be.
+    """A check of values by the bounds of their fields; it returns what is wrong, or None.
 
-    Two numbers are the least and the greatest of powers of two; a range is any number in it.
+    Two numbers are the least and the greatest of powers of two; a range allows any number in it.
     """
 
     def wrong(value: Any) -> str | None:
@@ -73,13 +73,13 @@ def tile_choice(
     usual: Tile,
     in_bytes: bool = False,
 ) -> Choice[Tile]:
-    """The choice of a tile by the bytes of an element.
+    """The choice of a tile by the item size.
 
     Args:
-        name: of the choice.
-        plans: made with its answers.
+        name: the choice's name.
+        plans: plans made with its answers.
         usual: the tile where nothing was measured; half and twice its elements are tried too.
-        in_bytes: the usual tile has so many bytes, not elements.
+        in_bytes: ``usual.elements`` are bytes, not elements.
     """
 
     def rule(device: torch.device | None, itemsize: int) -> Tile:
@@ -108,14 +108,14 @@ def block_choice(
     usual: Callable[[int], Block],
     candidates: Callable[[int], Iterable[Block]],
 ) -> Choice[Block]:
-    """The choice of a block by a number of the family's own and the bytes of an element.
+    """The choice of a block by a number defined by the family, and the item size.
 
     Args:
-        name: of the choice.
-        plans: made with its answers.
+        name: the choice's name.
+        plans: plans made with its answers.
         kind: the name of that number.
-        usual: by it, the block where nothing was measured.
-        candidates: by it, those that are tried.
+        usual: the block for that number where nothing was measured.
+        candidates: the blocks that are tried for that number.
     """
     return Choice(
         name,

@@ -1,8 +1,8 @@
-"""Activations in Triton: elementwise and gated, their gradients, and that of a bias.
+"""Activations in Triton: elementwise and gated, their gradients, and a bias's gradient.
 
-What an activation is stands in ``_value_and_slope``, once; one kernel makes all forwards
-and backwards of it, and a second one the backwards that also sum over the rows. Elementwise
-tensors without gaps are one long row, whatever their shape.
+Each activation is defined once, in ``_value_and_slope``; one kernel computes all forwards and
+backwards, and a second one the backwards that also sum over the rows. Elementwise tensors without
+gaps are treated as one long row, whatever their shape.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ _PER_E = tl.constexpr(_LOG2E)
 _GELU_LINEAR = tl.constexpr(2 * math.sqrt(2 / math.pi) * _LOG2E)
 _GELU_CUBIC = tl.constexpr(2 * math.sqrt(2 / math.pi) * _LOG2E * 0.044715)
 _QGELU_LINEAR = tl.constexpr(1.702 * _LOG2E)
-_FAR = tl.constexpr(32.0**2)  # of squares: where a gelu is 0 or x, in float64 too
+_FAR = tl.constexpr(32.0**2)  # a square from which on a gelu is 0 or x, in float64 too
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid(z: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    """``1 / (1 + 2 ** -z)``: the logit counts powers of two, not of e."""
+    """``1 / (1 + 2 ** -z)``: the logit is in powers of 2, not of e."""
     if PTX and z.dtype == tl.float32:
-        # Triton's own take several instructions each, to keep numbers that vanish beside 1
-        # and those below the normal ones; these have errors of two ulp and of one.
+        # Triton's own functions take several instructions each, to keep numbers that vanish beside
+        # 1 and subnormal ones; these instructions have errors of two ulp and of one.
         return tl.inline_asm_elementwise(
             """{ .reg .f32 t;
             neg.f32 t, $1;
@@ -114,16 +114,16 @@ def _sigmoid(z: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _constant(value: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """A number with all the digits that ``dtype`` has."""
+    """A number with the precision of ``dtype``."""
     if dtype == tl.float64:
         return tl.full((), value, dtype)
-    else:  # of which Gluon, that calls this too, makes no tensor
+    else:  # Gluon calls this too, and makes no tensor of it
         return value
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _clamp(x: tl.tensor, most: tl.tensor) -> tl.tensor:
-    """To ``most`` of either sign; NaN stays, which tl.clamp has no float64 code for."""
+    """Clamp to ``most`` of either sign; NaN stays, for which tl.clamp has no float64 code."""
     return tl.where(x > most, most, tl.where(x < -most, -most, x))
 
 
@@ -131,9 +131,9 @@ def _clamp(x: tl.tensor, most: tl.tensor) -> tl.tensor:
 def _value_and_slope(
     x: tl.tensor, steepness: tl.tensor, KIND: tl.constexpr, PTX: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """An activation and its derivative; what is not used costs nothing."""
+    """An activation and its derivative; the compiler removes what is not used."""
     if KIND == "relu":
-        below = x <= 0  # which NaN is not
+        below = x <= 0  # false for NaN
         return tl.where(below, 0.0, x), 1 - below.to(x.dtype)
     elif KIND == "srelu":
         above = tl.where(x <= 0, 0.0, x)
@@ -145,7 +145,7 @@ def _value_and_slope(
     else:
         # x * sigmoid(logit(x)); (1 + tanh(u)) / 2 is sigmoid(2 * u)
         if KIND == "gelu":
-            # Of a NaN it is no longer one, but x is.
+            # The minimum loses a NaN, but x still is one.
             square = tl.minimum(x * x, _constant(_FAR, x.dtype))
             cubic = _constant(_GELU_CUBIC, x.dtype)
             logit = x * (square * cubic + _constant(_GELU_LINEAR, x.dtype))
@@ -161,7 +161,7 @@ def _value_and_slope(
             logit = x * (steepness * tl.full((), _PER_E, x.dtype))
             logit_slope = steepness
         s = _sigmoid(logit, PTX)
-        # sigmoid's own slope falls faster than x grows: it comes first in the product.
+        # The slope of sigmoid falls faster than x grows, so it comes first in the product.
         return x * s, s + (s * (1 - s)) * x * logit_slope
 
 
@@ -178,9 +178,9 @@ def results(
     GATED: tl.constexpr,
     ACC: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The activation, or where ``grad_ptr`` is given its gradient and that of the gate.
+    """The activation, or if ``grad_ptr`` is given its gradient and that of the gate.
 
-    The gate lies ``columns`` further on; what there is one of is returned twice.
+    The gate lies ``columns`` further on; a single result is returned twice.
     """
     x = fetch(x_ptr, mask).to(ACC)
     clamped: tl.constexpr = KIND == "clamped"
@@ -188,7 +188,7 @@ def results(
         gate = fetch(x_ptr + columns, mask).to(ACC)
         if clamped:
             most = tl.full((), limit, ACC)
-            outside = x > most  # which NaN is not
+            outside = x > most  # false for NaN
             gate_outside = (gate > most) | (gate < -most)
             x = tl.where(x > most, most, x)
             gate = _clamp(gate, most) + 1
@@ -231,9 +231,9 @@ def _elementwise(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The activation, or where ``grad_ptr`` is given its gradient, of one tile."""
+    """The activation of one tile, or if ``grad_ptr`` is given its gradient."""
     columns = columns * UNIT
-    blocks = tl.cdiv(columns, BLOCK).to(tl.int32)  # no more than there are tiles
+    blocks = tl.cdiv(columns, BLOCK).to(tl.int32)  # at most the number of tiles
     tile = tl.program_id(0)
     above = tile // blocks
     row = above.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -269,7 +269,7 @@ def _with_bias(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """The gradient of many tiles, one below the other, and its sum over their rows."""
+    """The gradient of many tiles, one below the other, and its sum over the rows."""
     ACC: tl.constexpr = partial_ptr.dtype.element_ty
     columns = columns * UNIT
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -293,14 +293,14 @@ def _with_bias(
 
 # -------------------------------------------------------------------------------- plans
 
-_BIAS_STAGES = 5  # tiles that are read or worked on at a time, where reads can go ahead
+_BIAS_STAGES = 5  # pipeline stages, where loads can be pipelined
 
 
 class _Activation(NamedTuple):
     """An operator.
 
     Attributes:
-        contract: its contract, which says whether there is a gradient, and which options.
+        contract: its contract, which says whether it takes a gradient, and which options.
         kind: see the kernels.
         gated: whether a row has two halves.
         backward: whether it takes a gradient.
@@ -333,7 +333,7 @@ class _BiasPlan(NamedTuple):
         launch: the kernel.
         total: the sum over its programs.
         unit, rows, block: see the kernels.
-        most: programs that start at once on each block of columns.
+        most: most programs for each block of columns.
         sums: dtype of the sums.
     """
 
@@ -354,10 +354,10 @@ class _BiasTile(NamedTuple):
     """How a gradient is cut whose rows are summed.
 
     Attributes:
-        threads: of a program.
-        elements: that it takes at a time.
-        columns: of them at most.
-        programs: of a multiprocessor that start at once.
+        threads: threads of a program.
+        elements: elements of a tile.
+        columns: most columns of a tile.
+        programs: programs per multiprocessor.
     """
 
     threads: int
@@ -366,7 +366,7 @@ class _BiasTile(NamedTuple):
     programs: int
 
 
-# By whether it is gated, then of one half of a row, and whether it is a backward.
+# By whether it is gated (the tile is of one half of a row), and whether it is a backward.
 _TILES = {
     (gated, backward): tile_choice(
         f"{'gated_' * gated}activation_{'bwd' if backward else 'fwd'}",
@@ -447,13 +447,13 @@ def _bias_plan(
 
 
 def _is_dense(of: _Activation, grad: Tensor | None, x: Tensor) -> bool:
-    """Whether a quick look finds nothing but plain tensors without gaps that agree."""
+    """Whether a quick inspection finds plain tensors without gaps that fit together."""
     try:
         return bool(
             type(x) in PLAIN
             and x.is_contiguous()
             and x.dim()
-            and not x.is_neg()  # dense, it may have its sign kept apart
+            and not x.is_neg()  # a dense tensor may be negated lazily
             and x.dtype in _FLOATS
             and not (of.gated and x.shape[-1] % 2)
             and _launch.unsupported_device(x.device) is None
@@ -479,7 +479,7 @@ def _is_dense(of: _Activation, grad: Tensor | None, x: Tensor) -> bool:
 def _examined(
     of: _Activation, grad: Tensor | None, x: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor, int, int]:
-    """The tensors after every check, with dense columns, and how far their rows are apart."""
+    """The tensors after every check, with dense columns, and their row strides."""
     op = of.contract
     if of.backward:
         op.check(grad, x, **options)
@@ -601,7 +601,7 @@ _CLAMPED_SWIGLU = _Activation(contracts.clamped_swiglu, "clamped", gated=True)
 _CLAMPED_DSWIGLU = _Activation(contracts.clamped_dswiglu, "clamped", gated=True, backward=True)
 
 ACTIVATIONS = {it.contract.name: it for it in tuple(globals().values()) if type(it) is _Activation}
-"""By the operator's name; what is quantised as well is calculated in the same way."""
+"""By the operator's name; also used by the quantised epilogues."""
 
 
 @repeating

@@ -1,11 +1,11 @@
 """Dropout in Triton; the mask is the contract's, bit for bit.
 
-A tile is read as bytes of the mask by their eight elements, for which one Philox block
-serves.
+A tile has two axes: bytes of the mask, and the eight elements of a byte, which share one Philox
+block.
 """
 
 # mypy: disable-error-code="assignment,unreachable"
-# A kernel puts a tuple together step by step, which a type checker takes for other types.
+# A kernel builds a tuple step by step, which a type checker takes for changes of type.
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STEP_0, _STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 def philox(
     counter: tl.tensor, seed: tl.tensor, offset: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The four words of the block with each counter."""
+    """The four words of the Philox block with each counter."""
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     c0, c1, c2, c3 = _rounds(low, (counter >> 32).to(tl.uint32), seed, offset)
     return c0, c1, c2, c3
@@ -55,11 +55,11 @@ def philox(
 def _rounds(
     c0: tl.tensor, c1: tl.tensor, seed: tl.tensor, offset: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The same of a counter's low and high words.
+    """The same for a counter's low and high words.
 
-    Both words of a product come out of one wide multiplication, where tl.philox has two.
+    Both words of a product come from one wide multiplication; tl.philox takes two.
     """
-    # The interpreter takes a small number for an int32 or a uint32, until it is added to.
+    # The interpreter treats a small number as int32 or uint32 until something is added to it.
     seed = tl.full((), seed, tl.int64) + tl.full((), 0, tl.int64)
     offset = tl.full((), offset, tl.int64) + tl.full((), 0, tl.int64)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
@@ -86,9 +86,9 @@ def _bits(
     threshold: tl.tensor,
     BYTES: tl.constexpr,
 ) -> tl.tensor:
-    """BYTES bytes of the mask, from the ``first`` on.
+    """BYTES bytes of the mask, beginning with ``first``.
 
-    ``first`` is a multiple of BYTES, a power of two: the counter's high word is one for all.
+    ``first`` is a multiple of BYTES, a power of two, so that all have the same high counter word.
     """
     low = (first & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, BYTES).to(tl.uint32)
     c0, c1, c2, c3 = _rounds(low, (first >> 32).to(tl.uint32), seed, offset)
@@ -122,13 +122,13 @@ def _forward(
 ) -> None:
     """CHUNKS times BYTES bytes of the mask, and their elements; WHOLE: the last byte is full.
 
-    With BYTES threads each has one byte of a chunk: Triton would otherwise give it several
-    to write and draw the numbers twice, once for the elements.
+    With BYTES threads each thread has one byte of a chunk. Otherwise Triton would give a thread
+    several bytes to write, and draw the numbers a second time for the elements.
     """
     first = tl.program_id(0).to(tl.int64) * (CHUNKS * BYTES)
     left = tl.minimum(size - first * 8, 8 * CHUNKS * BYTES).to(tl.int32)
     place = tl.arange(0, 8)[None, :]
-    # Asked for first: they come while the numbers are drawn.
+    # Loaded first, so that loads are in flight while the numbers are drawn.
     read = ()
     for chunk in tl.static_range(CHUNKS):
         byte = chunk * BYTES + tl.arange(0, BYTES)
@@ -181,7 +181,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         launch: the kernel.
-        elements: of a program.
+        elements: elements of a program.
     """
 
     launch: _launch.Launch
@@ -192,8 +192,8 @@ class _Share(NamedTuple):
     """A program's share of the mask.
 
     Attributes:
-        threads: of a program, each with a byte at a time.
-        chunks: so many times over.
+        threads: threads of a program, each with one byte of a chunk.
+        chunks: chunks of a program.
     """
 
     threads: int
@@ -201,7 +201,7 @@ class _Share(NamedTuple):
 
 
 class _BackwardShare(NamedTuple):
-    """The same, each thread having one byte alone."""
+    """The same for the backward, where each thread has a single byte."""
 
     threads: int
 

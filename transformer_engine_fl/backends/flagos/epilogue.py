@@ -1,11 +1,11 @@
 """Quantised epilogues in Triton: an operator and the cast of its output, in one pass.
 
-What casts is in ``_casting``, which calculates what it casts: for activations there is
-nothing to add but the operators' arguments. A norm comes from whole rows. One kernel
-normalizes them and casts along them, out of registers, or of wide rows in chunks that are
-read twice. Where the cast needs more than a row, a transposed tensor, square blocks or a
-scale that follows from all values, the kernel leaves the statistics, and the amaxes that it
-has seen, and the cast normalizes what it reads. Nothing between the two is written but those.
+The kernels in ``_casting`` compute what they cast: for activations only the operators' arguments
+are added here. A norm needs whole rows. One kernel normalizes rows and casts along them, from
+registers, or for wide rows in chunks that are read twice. If the cast needs more than a row (a
+transposed tensor, square blocks or a scale that depends on all values), the kernel only writes the
+statistics, and the partial amaxes of what it has normalized; the casting kernel normalizes again
+what it reads. Nothing else is written between the two.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
 
 # -------------------------------------------------------------------------------- kernels
 
-_CODES = tl.constexpr(16)  # of a byte, in an access: so many elements a thread reads at a time
+_CODES = tl.constexpr(16)  # one-byte codes per access: elements that a thread reads at a time
 
-# ``columns`` and the row strides count units of UNIT elements. Where ``residual`` is given,
-# what is normalized is ``sum``, as it has been rounded. ``data`` is given where rows are cast
-# here; ``partial`` takes the amax of what a program has normalized.
+# ``columns`` and the row strides count units of UNIT elements. If ``residual`` is given, the
+# kernels normalize ``sum``, as it has been rounded. ``data`` is given if rows are cast here;
+# ``partial`` receives the amax of what a program has normalized.
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -113,9 +113,9 @@ def _norm_rows(
     LOOPED: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, ROWS at a time, in PARTS; see ``_rows``.
+    """Rows that fit in registers, ROWS at a time, in PARTS; see ``_rows``.
 
-    LOOPED: a program has several tiles, and keeps the parameters.
+    LOOPED: a program has several tiles, and keeps the parameters in registers.
     """
     AHEAD: tl.constexpr = LOOPED and (data_ptr is not None or partial_ptr is not None)
     VECTOR: tl.constexpr = 128 // SUM.primitive_bitwidth if data_ptr is None else _CODES
@@ -165,7 +165,7 @@ def _norm_rows(
                     y -= per_row(mu, ROWS)
                     if not EXACT and part + 1 == len(PARTS):
                         y = tl.where(inside[None, :], y, 0)
-                # Beyond the columns there is a NaN where rsigma is infinite, which no amax heeds.
+                # Beyond the columns there is a NaN if rsigma is infinite; an amax ignores it.
                 y *= per_row(rsigma, ROWS)
                 weight = gamma[part] if AHEAD else _parameter(weight_ptr, column, inside, ROWS)
                 y *= gain_of(weight, tl.float32, OFFSET)
@@ -188,7 +188,7 @@ def _norm_rows(
                         data_ptr, scale_inv_ptr, KIND, LARGEST, WIDTH, SCALES, POW2, CAST,
                         LEAVES_NAN, ROWS, PARTS[part],
                     )  # fmt: skip
-        # Last, as in ``normalization``.
+        # Stored last, as in ``normalization``.
         tl.store(rsigma_ptr + row, rsigma, mask=exists)
         if mu_ptr is not None:
             tl.store(mu_ptr + row, mu, mask=exists)
@@ -200,10 +200,10 @@ def _norm_rows(
 def _parameter(
     pointer: tl.tensor, column: tl.tensor, inside: tl.tensor, ROWS: tl.constexpr
 ) -> tl.tensor:
-    """A norm's parameter, as it goes with a tile.
+    """A norm's parameter, with the layout of a tile.
 
-    Read as a tile of one row it lies as that does, and nothing has to change places; of several
-    rows each would read it.
+    For a tile of one row it is loaded in that tile's layout, and no layout conversion is needed;
+    with several rows each row would load it.
     """
     if ROWS == 1:
         return fetch(pointer + column[None, :], inside[None, :])
@@ -276,7 +276,7 @@ def _norm_wide(
             tl.store(mu_ptr + row, mu)
         tl.store(rsigma_ptr + row, rsigma)
         if data_ptr is not None or partial_ptr is not None:
-            # From the end: what was read last is the likeliest to be in the cache still.
+            # Backwards: what was read last is most likely still in the cache.
             for done in tl.range(0, chunks, loop_unroll_factor=UNROLL):
                 first = (chunks - 1 - done) * BLOCK
                 column = first + lane
@@ -303,10 +303,11 @@ def _norm_wide(
 # ---------------------------------------------------------------------------------- plans
 
 
-# By the widest row that it is for, as measured of numbers of 2 bytes, or of 4 where it says so. The
-# widest listed is the widest that is kept in registers; wider rows take (threads, columns) of a
-# chunk, and programs as below. Where formats disagree, or norms with a mean and without that share
-# a table, the least sum of one scale and mxfp8 decided: ``docs/measured/flagos.md``.
+# By the widest row that a cut is for, as measured with 2-byte numbers, or 4-byte ones where the
+# name says so. The widest listed row is the widest that is kept in registers; wider rows use
+# (threads, columns) of a chunk, and programs as below. Where formats disagree, or norms with and
+# without a mean share a table, the least sum of one scale and mxfp8 decided:
+# ``docs/measured/flagos.md``.
 _CAST_CUTS = {
     512: Cut(threads=128, width=4096),
     896: Cut(threads=32, width=512, programs=16, stages=3),
@@ -357,7 +358,7 @@ _CAST_CUTS_OF_4_BYTES = {
     24576: Cut(threads=1024, width=16384, programs=1, stages=3),
     32768: Cut(threads=1024, width=32768),
 }
-# Of rows to which a residual is added, whether they are cast here or not.
+# For rows to which a residual is added, whether they are cast here or not.
 _ADDED_CUTS = {
     512: Cut(threads=128, width=4096),
     1024: Cut(threads=32, width=1024, resident=16),
@@ -383,8 +384,8 @@ _ADDED_CUTS_OF_4_BYTES = {
     16384: Cut(threads=512, width=8192, resident=2),
     32768: Cut(threads=512, width=16384),
 }
-# Of others that are not cast here, of 4 bytes too up to 16,384 columns. Each program leaves an
-# amax, of which all are read later.
+# For other rows that are not cast here, also with 4-byte numbers up to 16,384 columns. Each program
+# writes an amax, and all of these are read later.
 _STATISTICS_CUTS = {
     512: Cut(threads=32, width=512, programs=32, stages=3),
     1280: Cut(threads=32, width=512, programs=16, stages=3),
@@ -403,34 +404,34 @@ _CHUNK, _CHUNK_PROGRAMS, _UNROLL = (512, 4096), 4, 4
 
 
 class _WideRows(NamedTuple):
-    """Rows that do not fit into registers; as :class:`WholeRows`.
+    """Rows that do not fit in registers; used like :class:`WholeRows`.
 
     Attributes:
         launch: the kernel.
-        most: programs at most.
+        most: most programs.
     """
 
     launch: _launch.Launch
     most: int
 
     def groups(self, rows: int) -> int:
-        """How many programs there are for so many rows."""
+        """The number of programs for ``rows`` rows."""
         return min(rows, self.most)
 
     def __call__(
         self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
     ) -> None:
-        """Start the kernel."""
+        """Launch the kernel."""
         self.launch((self.groups(rows), 1), tensors, numbers)
 
 
 class _Norm(NamedTuple):
-    """What is normalized, by rows.
+    """The arguments of a norm, by rows.
 
     Attributes:
-        shape: of the input.
-        x, x_stride: the input, from row to row.
-        residual, residual_stride: what is added to it.
+        shape: the input's shape.
+        x, x_stride: the input and its row stride.
+        residual, residual_stride: added to the input.
         weight, bias, offset: parameters; the offset is added to the weight.
         eps: added to the mean of squares.
         sum, mu, rsigma: what is written.
@@ -451,7 +452,7 @@ class _Norm(NamedTuple):
 
     @classmethod
     def of(cls, op: str, base: str, given: Mapping[str, Any]) -> _Norm:
-        """The arguments of the operator ``base``, as its check has passed them."""
+        """The arguments of the operator ``base``, already checked."""
         check_numbers(op, given["eps"])
         x, x_stride = rows_to_sum(op, plain(op, "input", given["input"]))
         shape = tuple(given["input"].shape)
@@ -480,16 +481,16 @@ class _Norm(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return self.rsigma.shape[0]
 
     @property
     def statistics(self) -> tuple[Tensor, ...]:
-        """What the operator returns behind its output."""
+        """What the operator returns after its output."""
         return tuple(it for it in (self.sum, self.mu, self.rsigma) if it is not None)
 
     def source(self, amaxes: Tensor | None = None) -> Source:
-        """What is cast, once it is known of each row how to normalize it."""
+        """The source of the cast, once each row's statistics are known."""
         x, x_stride = (self.x, self.x_stride) if self.sum is None else (self.sum, self.shape[-1])
         return Source(
             "norm",
@@ -506,7 +507,7 @@ class _Norm(NamedTuple):
 
 
 def _cuts(half: bool, added: bool, centred: bool, cast_here: bool) -> dict[int, Cut]:
-    """By what rows are cut; half: they are of 2 bytes."""
+    """The table of cuts; half: numbers have 2 bytes."""
     if added:
         return _ADDED_CUTS if half else _ADDED_CUTS_OF_4_BYTES
     if not cast_here:
@@ -518,7 +519,7 @@ def _cuts(half: bool, added: bool, centred: bool, cast_here: bool) -> dict[int, 
 
 
 def _cut(norm: _Norm, cast_here: bool) -> Cut | None:
-    """How to cut rows; None where they do not fit into registers."""
+    """How to cut rows; None if they do not fit in registers."""
     half, added = norm.x.element_size() == 2, norm.residual is not None
     cuts = _cuts(half, added, norm.mu is not None, cast_here)
     found: Cut | None = listed(cuts, norm.shape[-1])
@@ -563,7 +564,7 @@ def _plan(norm: _Norm, recipe: Recipe, unit: int, cast_here: bool) -> WholeRows 
 def _activation(
     epilogue: Epilogue, recipe: Recipe, given: Mapping[str, Any], scale: Tensor | None
 ) -> tuple[Any, ...]:
-    """An activation or its gradient, quantised; before it the gradient of a bias."""
+    """An activation or its gradient, quantised; preceded by the gradient of a bias, if any."""
     base = epilogue.base
     of = ACTIVATIONS[base.name]
     limit, alpha = given.get("limit", 0.0), given.get("alpha", 0.0)
@@ -597,7 +598,7 @@ def _normalize(
     outputs: Quantized | None,
     with_amaxes: bool,
 ) -> Tensor | None:
-    """Write the statistics, and the outputs if there are any; returns the amaxes of programs."""
+    """Write the statistics, and the outputs if given; returns the programs' partial amaxes."""
     columns = norm.shape[-1]
     unit = math.gcd(columns, norm.x_stride, norm.residual_stride, WIDEST_UNIT)
     tensors = (
@@ -607,7 +608,7 @@ def _normalize(
     dtypes = [None if it is None else it.dtype for it in tensors]
     key = (*dtypes, *recipe[1:5], norm.offset, columns, unit, with_amaxes, norm.x.device)
     plan = _PLANS.get(key) or keep(_PLANS, key, _plan(norm, recipe, unit, outputs is not None))
-    rows = max(1, norm.rows)  # of no rows a program tells that their amax is 0
+    rows = max(1, norm.rows)  # without rows a program writes that their amax is 0
     amaxes = fresh(recipe.op, norm.x, (plan.groups(rows),), torch.float32) if with_amaxes else None
     if norm.rows or with_amaxes:
         plan(
@@ -628,7 +629,7 @@ def _in_bytes(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def _norm(
     epilogue: Epilogue, recipe: Recipe, given: Mapping[str, Any], scale: Tensor | None
 ) -> tuple[Any, ...]:
-    """A norm, quantised; behind it the statistics."""
+    """A norm, quantised, followed by its statistics."""
     norm = _Norm.of(recipe.op, epilogue.base.name, given)
     scale = dense_scale(recipe.op, scale)
     by_tensor = recipe.form.by_tensor

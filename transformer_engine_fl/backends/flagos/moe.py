@@ -1,9 +1,9 @@
 """Moving tokens to their experts and back in Triton.
 
-Which row a pair has is worked out elsewhere, in ``_row_maps.py``. Then whole rows are moved.
-A program takes some tokens, and goes through the pairs of each: a token that goes to several
-rows is read once, and one that is the sum of several rows is written once. Values that are
-only moved are integers of the same size.
+The row of each pair (token, expert) is computed in ``_row_maps.py``; here whole rows are moved. A
+program takes some tokens and iterates over the pairs of each: a token that goes to several rows is
+read once, and one that is the sum of several rows is written once. Values that are only moved are
+treated as integers of the same size.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ __all__ = [
 
 # ----------------------------------------------------------------- kernels: moving rows
 #
-# A token's pairs have ``slots`` places in a map, ``map_slot`` apart; MASK says which map it
-# is. ``have`` is how many rows there are. Maps come from users: every entry is compared with
-# that before a row is read or written.
+# A token's pairs have ``slots`` entries in a map, ``map_slot`` apart; MASK says which kind of map
+# it is. ``have`` is the number of rows. Maps come from users: every entry is checked against it
+# before a row is read or written.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -81,7 +81,7 @@ def _pairs(
     map_slot: tl.tensor,
     MASK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many places of each token's entries to look at, and the most of any."""
+    """The number of entries to look at for each token, and the maximum of all."""
     if MASK:
         where = map_ptr + token.to(tl.int64) * map_token + 2 * slots * map_slot
         count = tl.minimum(tl.load(where, mask=exists, other=0), slots)
@@ -102,7 +102,7 @@ def _pair(
     map_slot: tl.tensor,
     MASK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The row at a place of each token, which expert of the token's it is of, if there is one."""
+    """Each token's row at an entry, the expert's index, and whether there is such a pair."""
     where = map_ptr + token.to(tl.int64) * map_token + at * map_slot
     row = tl.load(where, mask=at < count, other=-1)
     if MASK:
@@ -125,9 +125,9 @@ def _zero_rows(
     SPAN: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
-    """Zeros in all rows from ``end`` on, or if there is ``used``, in those it has a 0 for.
+    """Write zeros to all rows from ``end`` on; if ``used`` is given, to the rows where it is 0.
 
-    Programs share them out by SPAN of rows, which are seldom looked at any closer.
+    Rows are divided among programs in spans of SPAN rows; few spans need a closer look.
     """
     BLOCK: tl.constexpr = column.shape[0]
     zeros = tl.zeros((TOKENS, BLOCK), y_ptr.dtype.element_ty)
@@ -198,17 +198,17 @@ def _spread(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each token into its rows, and zeros as ``_zero_rows`` does.
+    """Copy each token to its rows, and write zeros as ``_zero_rows`` does.
 
-    ``end`` is the end of the rows with tokens, or where ``end_ptr`` has it. FOLLOWS: see
-    ``_row_maps``; the kernel before did not write the tokens. PLACED: at least as many as a
-    token's pairs, if programs of one token make their entries of the map; else 0.
+    ``end`` is the end of the rows with tokens, unless ``end_ptr`` points to it. FOLLOWS: see
+    ``_dependent``; the previous kernel must not have written the tokens. PLACED: if programs of one
+    token make the map's entries of their token, at least the number of a token's pairs; else 0.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < rows
     head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
     x_place = place(token.to(tl.int64) * x_row, head * 0, column, UNIT)
-    # Not by ``fetch``, which lost here where experts are given by index.
+    # A plain load: ``fetch`` was slower here where experts are given by index.
     x = tl.load(x_ptr + x_place, mask=exists[:, None, None] & inside)
     wait_for_last(FOLLOWS)
     if PLACED > 0:
@@ -260,9 +260,9 @@ def _collect(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The sum of each token's rows, each times its prob if there are such.
+    """The sum of each token's rows, each times its prob if there are probs.
 
-    ``moved``, one number for each row, goes to the place of its pair in ``to``.
+    ``moved``, one number for each row, goes to the entry of its pair in ``to``.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < rows
@@ -303,7 +303,7 @@ def _mark(
     MASK: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
-    """1 for each row that a pair has."""
+    """Write 1 for each row that belongs to a pair."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     count, most = _pairs(map_ptr, token, token < tokens, slots, map_token, map_slot, MASK)
     for at in tl.range(0, most):
@@ -343,9 +343,9 @@ def _spread_weighted(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each token times its probs into its rows, and its product with what stood there.
+    """Copy each token times its probs to its rows; dprobs are its products with the rows of x.
 
-    WHOLE: a tile is as wide as a row, which is then read once.
+    WHOLE: a tile is as wide as a row, so dy is read once.
     """
     columns = width * UNIT
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -382,7 +382,7 @@ def _spread_weighted(
                 dx = (part * prob).to(dx_ptr.dtype.element_ty)
                 tl.store(dx_ptr + dx_start + column, dx, mask=mask)
         product = tl.where(known, tl.sum(products, axis=1), 0)
-        # The line of a mask has more places than these, and was zero before.
+        # With a mask, a row of dprobs has more entries than these; it was zeroed before.
         written = known if MASK else exists
         tl.store(dprobs_ptr + wide * slots + expert, product, mask=written)
     for start in tl.range(0, columns, BLOCK):
@@ -397,18 +397,18 @@ def _spread_weighted(
 
 _MARK_TOKENS, _MARK_THREADS = 128, 128
 _SPAN = 32
-# Pairs whose entries of the map a program makes that moves their token.
+# Most pairs of a token for which the program that moves the token makes the map's entries.
 _MOST_PLACED = 16
 _SPREAD_TILE = tile_choice("moe_spread", {}, Tile(128, 8192), in_bytes=True)
 _SUM_TILE = tile_choice("moe_sum", {}, Tile(256, 8192), in_bytes=True)
 _WEIGHTED_SUM_TILE = tile_choice("moe_weighted_sum", {}, Tile(128, 8192), in_bytes=True)
-# (threads of a program, elements of its tile), by width as `_rows.Cut` has it.
+# (threads of a program, elements of its tile), by width as in `_rows.Cut`.
 _WEIGHTED_TILES = {2048: (128, 2048), 4096: (128, 4096), 8192: (256, 8192)}
 _WEIGHTED_CHUNK, _WEIGHTED_THREADS = 4096, 256
 
 
 def _used(pairs: RowMap, have: int) -> Tensor:
-    """``[have]``: 1 for each row that a pair has, and else 0."""
+    """``[have]``: 1 for each row that belongs to a pair, else 0."""
     used = torch.zeros((have,), dtype=torch.uint8, device=pairs.entries.device)
     launch = launch_of(
         _mark, used.device, (), threads=_MARK_THREADS, MASK=pairs.mask, TOKENS=_MARK_TOKENS
@@ -428,7 +428,7 @@ def _map(op: str, row_id_map: Tensor, mask: bool) -> RowMap:
 
 
 def _places_itself(x: Tensor, topk: int) -> bool:
-    """Whether a program that moves a token makes its entries of the map: only if it has one."""
+    """Whether programs that move tokens make the map's entries: only if each has one token."""
     if not x.shape[1] or topk > _MOST_PLACED:
         return False
     _, elements = _SPREAD_TILE(x.device, x.itemsize)
@@ -447,10 +447,10 @@ def _spread_rows(
     placed: bool = False,
     placing: Placing | None = None,
 ) -> None:
-    """Fill ``y`` with the tokens ``x``, and zeros where ``used``, or ``end``, says so.
+    """Fill ``y`` with the tokens ``x``, and with zeros where ``used``, or ``end``, says so.
 
-    ``placed``: the launch before is of those that make the map. ``placing``: what is left of
-    that is done on the way.
+    ``placed``: the previous launch is one of those that make the map. ``placing``: the rest of that
+    work, if it is to be done in this launch.
     """
     if not y.numel():
         return
@@ -459,7 +459,7 @@ def _spread_rows(
         return
     given = raw(x)
     x, step = by_rows(given)
-    # If it was copied, the copy is the launch before.
+    # If x was copied, the previous launch is that copy.
     after = placed and x is given and follows(x.device)
     columns = x.shape[1]
     threads, elements = _SPREAD_TILE(x.device, x.itemsize)
@@ -490,7 +490,7 @@ def _collected(
     moved: Tensor | None = None,
     to: Tensor | None = None,
 ) -> Tensor:
-    """``[T, C]``, the sum of each token's rows; ``moved`` goes to the pairs' places in ``to``."""
+    """``[T, C]``: the sum of each token's rows; ``moved`` goes to the pairs' entries in ``to``."""
     y = fresh(op, rows, (pairs.tokens, rows.shape[1]))
     if not y.numel():
         return y
@@ -518,7 +518,7 @@ def _collected(
 def _spread_gradients(
     op: str, dy: Tensor, pairs: RowMap, x: Tensor, probs: Tensor, dx: Tensor, dprobs: Tensor
 ) -> None:
-    """Fill ``dx`` and ``dprobs``, which is zero where no pair is."""
+    """Fill ``dx`` and ``dprobs``; with a mask ``dprobs`` must be zero before."""
     have, columns = dx.shape
     check_size(op, "columns", columns)
     dy, dy_step = by_rows(dy)
@@ -695,7 +695,7 @@ def moe_permute_mask_bwd(
     moved = plain(op, "grad_permuted_probs", grad_permuted_probs).contiguous()
     grad_probs = fresh(op, moved, (pairs.tokens, pairs.slots)).zero_()
     columns = rows.shape[1]
-    if not columns:  # there are probs to move all the same
+    if not columns:  # the probs must be moved nevertheless
         rows = rows.new_zeros((rows.shape[0], 1))
     grad_input = _collected(op, rows, pairs, None, raw(moved), raw(grad_probs))
     return grad_input[:, :columns].contiguous(), grad_probs

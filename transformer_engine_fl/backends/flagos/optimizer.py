@@ -1,11 +1,11 @@
 """The optimizer's operators in Triton: few launches, however many tensors there are.
 
-A launch goes through all rows of a table (see ``_lists.py``), a chunk of one row in each
-program. A chunk is gone through tile by tile: whole tiles by whole vectors, the last of a
-tensor under a mask.
+A launch covers all rows of a table (see ``_lists.py``); each program takes a chunk of one row. A
+chunk is processed tile by tile: whole tiles with full vectors, the last tile of a tensor with a
+mask.
 
-What an operator writes under a flag it does not write while the flag is up: each program
-reads the flag and leaves.
+What an operator writes under a flag is not written while the flag is set: each program reads the
+flag and returns.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ __all__ = [
 
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _INFINITE = tl.constexpr(0x7F800000)
-_MISSING = tl.constexpr(0x7FC00000)  # the NaN that is written where its bits count
+_MISSING = tl.constexpr(0x7FC00000)  # the NaN that is written where its bits matter
 
 # ------------------------------------------------------------------------------ kernels
 #
-# In all of them: the first pointer is the table, ``rows`` how many it has, FIELDS the numbers
-# of a row in it. ALIGNED says that every tensor of the table is; RUN is how many elements
-# of the widest dtype fill a vector: loads of narrower ones are cut to as many, so that every
-# tensor of a tile is spread over the threads in the same way. A tile has TILE elements and a
+# In all kernels: the first pointer is the table, ``rows`` its number of rows, FIELDS the numbers of
+# a row in it. ALIGNED says that every tensor of the table is aligned; RUN is the number of elements
+# of the widest dtype that fill a vector: loads of narrower dtypes are cut to as many, so that every
+# tensor of a tile is distributed over the threads in the same way. A tile has TILE elements and a
 # chunk CHUNK.
 
 
@@ -69,7 +69,7 @@ def _chunk(
     CHUNK: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of this program's chunk: where its row's addresses are, its first element, its length."""
+    """This program's chunk: the place of its row's addresses, its first element, its length."""
     chunk = tl.program_id(0)
     begun = tl.zeros((SEARCH,), tl.int32)
     for first in tl.range(0, rows, SEARCH):
@@ -99,13 +99,13 @@ def _at(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _places(tile: tl.tensor, TILE: tl.constexpr, RUN: tl.constexpr) -> tl.tensor:
-    """The elements of a tile, by their distance from the chunk's first."""
+    """The elements of a tile, as offsets from the chunk's first."""
     return tl.max_contiguous(tl.multiple_of(tile + tl.arange(0, TILE), RUN), RUN)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_up(flag_ptr: tl.tensor) -> tl.tensor:
-    """Whether nothing is to be written."""
+    """Whether the flag is set, so that nothing is to be written."""
     if flag_ptr is None:
         return False
     else:
@@ -132,7 +132,7 @@ def _quotient(x: tl.tensor, y: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _factor(number_ptr: tl.tensor, number: tl.tensor, ACC: tl.constexpr) -> tl.tensor:
-    """A number that is on the device, or that was passed."""
+    """A number on the device, or the one that was passed."""
     if number_ptr is None:
         return tl.full((), number, ACC)
     else:
@@ -150,7 +150,7 @@ def _scale_tile(
     factor: tl.tensor,
     Y: tl.constexpr,
 ) -> tl.tensor:
-    """Writes a tile; returns where the input is not finite."""
+    """Write a tile; returns where the input is not finite."""
     x = fetch(x_ptr, mask).to(factor.dtype)
     tl.store(y_ptr, _as(x * factor, Y), mask=mask)
     return (tl.abs(x) < float("inf")) == 0
@@ -173,13 +173,13 @@ def _scale(
     CHUNK: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """y = x * scale; the flag goes up if an x is not finite."""
+    """y = x * scale; sets the flag if an x is not finite."""
     entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
     x_ptr = _at(entry, 0, element, X, ALIGNED)
     y_ptr = _at(entry, 1, element, Y, ALIGNED)
     factor = _factor(scale_ptr, scale, ACC)
     if flag_ptr is None and X == Y:
-        # What is its own product by 1 stays as it is.
+        # Multiplying by 1 in place changes nothing, so nothing is read.
         same = tl.load(entry) == tl.load(entry + 1)
         length = tl.where(same & (factor == 1), 0, length)
     found = tl.zeros((TILE,), tl.int1)
@@ -221,7 +221,7 @@ def _squares(
         else:
             x = fetch(x_ptr + place, place < length).to(ACC)
         if scale_ptr is not None:
-            # Beyond the end there is 0, which stays one: inf times it would be NaN.
+            # Elements beyond the end must stay 0: times an infinite scale they would be NaN.
             x = tl.where(place < length, x * tl.load(scale_ptr).to(ACC), 0)
         total += x * x
     tl.store(sums_ptr + slot, tl.sum(total, axis=0))
@@ -237,7 +237,7 @@ def _norms(
     chunks: tl.int32,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The root of the sum of all chunks in program 0, of row r's in program r + 1."""
+    """The root of the sum of all chunks in program 0, of row r's chunks in program r + 1."""
     row = tl.program_id(0) - 1
     first = 0
     end = chunks
@@ -263,7 +263,7 @@ def _norms(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _joined(high: tl.tensor, low: tl.tensor) -> tl.tensor:
-    """The float32 of which these int16 are the rounding and the lower half."""
+    """The float32 with this rounded upper half and this lower half, both int16."""
     low = low.to(tl.int32)
     high = high.to(tl.int32) - (low < 0).to(tl.int32)
     return ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
@@ -271,7 +271,7 @@ def _joined(high: tl.tensor, low: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _halves(master: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """A float32's rounding and lower half, as int16."""
+    """A float32's rounded upper half and its lower half, as int16."""
     bits = tl.where(master == master, master.to(tl.int32, bitcast=True), _MISSING)
     low = (bits << 16) >> 16
     high = (bits >> 16) + (low < 0).to(tl.int32)
@@ -280,14 +280,14 @@ def _halves(master: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _float8(x: tl.tensor, MANTISSA: tl.constexpr) -> tl.tensor:
-    """The byte of the nearest float8 of so many bits; what is too large is the largest."""
+    """The byte of the nearest float8 with MANTISSA bits; too large a value gives the largest."""
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     LARGEST: tl.constexpr = 0x43E00000 if MANTISSA == 3 else 0x47600000  # 448, 57344
     CUT: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(bits & 0x7FFFFFFF, LARGEST)
     code = (size + ((1 << (CUT - 1)) - 1) + ((size >> CUT) & 1)) >> CUT
-    # Below the least normal number: a sum whose last bit is the least subnormal.
+    # Below the least normal number: add a number whose last bit is worth the least subnormal.
     SUM: tl.constexpr = (151 - BIAS - MANTISSA) << 23
     carrier = tl.full((), SUM, tl.int32).to(tl.float32, bitcast=True)
     below = (size.to(tl.float32, bitcast=True) + carrier).to(tl.int32, bitcast=True) - SUM
@@ -339,7 +339,7 @@ def _adam_tile(
         g = g * inv_scale
     if not DECOUPLED:
         g = g + decay * p
-    # From the nearer end, which loses less where m and g cancel.
+    # Interpolate from the nearer end, which loses less accuracy where m and g cancel.
     if SHORT:
         m = g + (m - g) * keep1
     else:
@@ -408,10 +408,10 @@ def _adam(
 ) -> None:
     """A step of Adam on tables of g, p, m, v.
 
-    FORM says what the parameter is kept as: "plain", or with w behind v as "master",
-    "remainder" (the lower half, p the upper) or "fp8" (a master; then come scale, amax and
-    scale_inv). ``rest`` is ``1 - beta``; SHORT: beta1 is below a half. ``power`` is
-    ``1 - beta**step``, or where the step is on the device the logarithm of beta.
+    FORM says how the parameter is stored: "plain", or with w after v as "master", "remainder" (w is
+    the lower half, p the upper) or "fp8" (w is a master; then follow scale, amax and scale_inv).
+    ``rest`` is ``1 - beta``; SHORT: beta1 is below a half. ``power`` is ``1 - beta**step``, or if
+    the step is on the device the logarithm of beta.
     """
     skip = _is_up(flag_ptr)
     entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
@@ -464,7 +464,8 @@ def _adam(
         if FORM == "fp8":
             largest = tl.maximum(largest, tl.where(p == p, tl.abs(p), 0))
     if FORM == "fp8":
-        # As integers, sizes have their order, and the largest does not depend on who is first.
+        # Magnitudes are ordered like their bits as integers, and an integer maximum does not depend
+        # on the order of the atomics.
         amax_ptr = tl.load(entry + 6).to(tl.pointer_type(tl.int32))
         found = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(amax_ptr, found, mask=length > 0, sem="relaxed")
@@ -598,7 +599,7 @@ def _float_scales(
     CHUNK: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """On tables of amax, scale, scale_inv; POWERS: of two only."""
+    """On tables of amax, scale, scale_inv; POWERS: only powers of two."""
     skip = _is_up(flag_ptr)
     entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
     if skip:
@@ -616,7 +617,7 @@ def _float_scales(
         scale = tl.div_rn(tl.full((TILE,), largest, tl.float32), amax)
         scale = tl.minimum(tl.where(usable, scale, 1), LARGEST_FLOAT32)
         if POWERS:
-            # Of a subnormal one, whose exponent is none, 2**64 times it is looked at.
+            # A subnormal scale has no exponent bits: take those of 2**64 times it.
             high = scale >= 2.0**-126
             raised = tl.where(high, scale, scale * 2.0**64).to(tl.int32, bitcast=True)
             power = (raised & _INFINITE).to(tl.float32, bitcast=True)
@@ -638,7 +639,7 @@ def _e8m0_scales(
     CHUNK: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """On tables of amax, as the bits of a bfloat16, and the byte of its scale."""
+    """On tables of amax, as bits of bfloat16, and the byte of its scale."""
     skip = _is_up(flag_ptr)
     entry, element, length = _chunk(table_ptr, rows, FIELDS, CHUNK, SEARCH)
     if skip:
@@ -649,7 +650,7 @@ def _e8m0_scales(
         place = _places(tile, TILE, RUN)
         inside = place < length
         bits = tl.load(amax_ptr + place, mask=inside, other=0).to(tl.int32) & 0x7FFF
-        # 448 is 1.75 * 2**8: the exponent, and one more where the fraction is above 0.75.
+        # 448 is 1.75 * 2**8: the exponent, plus one where the fraction is above 0.75.
         byte = tl.maximum((bits >> 7) - 8 + ((bits & 0x7F) > 0x60).to(tl.int32), 0)
         byte = tl.where(bits < 0x7F80, byte, tl.where(bits == 0x7F80, 254, 255))
         tl.store(byte_ptr + place, byte.to(tl.uint8), mask=inside)
@@ -669,8 +670,8 @@ _TILES = {
         "compute_scale": Tiles(128, 1024, 4096),
     }.items()
 }
-_SEARCH = 512  # rows that a program compares its number with at once
-_NORMS = (512, 4096)  # threads, and chunks that are added at once
+_SEARCH = 512  # rows that a program searches at once
+_NORMS = (512, 4096)  # threads, and chunks that are summed at once
 _KERNELS = {
     "scale": _scale,
     "squares": _squares,

@@ -1,14 +1,14 @@
 """Rotary position embedding in Triton.
 
-A program takes some tokens and some heads of each. It finds where the tokens stand and
-works out the cosines and sines of their angles once, keeps them in registers, and goes
-through its heads with them, several at a time so that enough of memory is on its way.
-Packed queries, keys and values are one launch, in which every program has heads of one of
-the three, on views of the packed tensor; the values' turns no feature.
+A program takes some tokens and some heads of each. It finds the tokens' positions, computes the
+cosines and sines of their angles once, keeps them in registers, and processes its heads with them,
+several at a time so that enough loads are in flight. Packed queries, keys and values are one
+launch, in which every program has heads of one of the three, on views of the packed tensor; no
+feature of the values is rotated.
 """
 
 # mypy: disable-error-code="assignment,misc,no-any-return,unreachable"
-# Kernels put tuples together step by step, which a type checker takes for other types.
+# Kernels build tuples step by step, which a type checker takes for changes of type.
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 
 # --------------------------------------------------------------------- cosines and sines
 #
-# An angle is a multiple k of pi / 2 and a rest r (W. J. Cody and W. Waite, Software Manual
+# An angle is a multiple k of pi / 2 plus a rest r (W. J. Cody and W. Waite, Software Manual
 # for the Elementary Functions, 1980). k is the integer nearest to the angle times 2 / pi,
 # which a fused multiply-add with 1.5 * 2 ** 23 leaves in the low bits of its result. pi / 2
 # is the sum of two float32, less 1.8e-15. Up to the largest angle:
 #
-# - k is off by 0.054 at most, of 2 / pi being rounded, so that |r| <= 0.8701;
-# - the angle less k times the first part is exact, being a multiple of 2 ** -23 below 1, or
-#   of 2 ** -24 where k is 1; taking off k times the second rounds once; what is left out is
+# - k is off by at most 0.054 because 2 / pi is rounded, so that |r| <= 0.8701;
+# - the angle minus k times the first float32 is exact, as a multiple of 2 ** -23 below 1, or
+#   of 2 ** -24 where k is 1; subtracting k times the second rounds once; what is left out is
 #   below 2.4e-9.
 #
 # The polynomials are minimax on that range, found by Remez's exchange with coefficients
 # rounded to float32 one after another: off by less than 4.7e-9 for the sine and 2.8e-10 for
-# the cosine. With all roundings both are within 1e-7 of the truth.
+# the cosine. With all roundings both are within 1e-7 of the exact value.
 
 _LARGEST_ANGLE = tl.constexpr(2097152.0)  # 2 ** 21
 _TWO_OVER_PI = tl.constexpr(0.6366197466850281)
@@ -81,7 +81,7 @@ _COS_4 = tl.constexpr(0.041666630655527115)
 _COS_6 = tl.constexpr(-0.0013886616798117757)
 _COS_8 = tl.constexpr(2.435762871755287e-05)
 
-# 2 / pi in words of 32 bits, four bits further down: enough for the largest float32.
+# The bits of 2 / pi in 32-bit words, shifted right by four bits: enough for the largest float32.
 _WORDS = (
     0x0A2F9836, 0xE4E44152, 0x9FC2757D, 0x1F534DDC, 0x0DB62959, 0x93C43904, 0x1FE5163A
 )  # fmt: skip
@@ -94,7 +94,7 @@ def _bits_of_two_over_pi(place: int) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduced(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The rest and k, as told above, of float32 angles up to the largest."""
+    """The rest and k, as described above, of float32 angles up to the largest."""
     shifted = fma(angle, _TWO_OVER_PI, _TO_INTEGER)
     k = shifted - _TO_INTEGER
     rest = fma(k, -_REST_OF_HALF_PI, fma(k, -_HALF_PI, angle))
@@ -103,7 +103,7 @@ def _reduced(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _word(from_word: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
-    """A word of 2 / pi, ``from_word`` further on than PLACE."""
+    """The word of 2 / pi with index PLACE + ``from_word``."""
     word = tl.full(from_word.shape, _bits_of_two_over_pi(PLACE), tl.uint64)
     for further in tl.static_range(1, 4):
         word = tl.where(from_word == further, _bits_of_two_over_pi(PLACE + further), word)
@@ -112,11 +112,11 @@ def _word(from_word: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduced_exactly(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The same of float32 angles of 2 ** 21 at least: NaN of what is no number.
+    """The same for float32 angles of at least 2 ** 21; NaN for infinities and NaN.
 
-    An angle is an integer m of 24 bits times 2 ** s. Of 2 ** s * 2 / pi the bits from that of
-    4 on do not matter, m times them being multiples of 4; m times the 96 bits behind is k and,
-    in its last 94 bits, the fraction, too small by less than 2 ** -70.
+    An angle is m * 2 ** s, with an integer m of 24 bits. In 2 ** s * 2 / pi the bits of weight 4
+    and more do not matter, since m times them is a multiple of 4. m times the following 96 bits
+    gives k and, in its last 94 bits, the fraction, which is too small by less than 2 ** -70.
     """
     bits = angle.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) & 255
@@ -144,7 +144,7 @@ def _reduced_exactly(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cos_sin_of_rest(r: tl.tensor, quarter: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Of ``quarter`` times pi / 2 and a rest."""
+    """Cosine and sine of ``quarter`` * pi / 2 plus a rest."""
     square = r * r
     sin = fma(fma(fma(square, _SIN_7, _SIN_5), square, _SIN_3), square * r, r)
     tail = fma(fma(square, _COS_8, _COS_6), square, _COS_4)
@@ -167,13 +167,13 @@ def _cos_sin_any(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _is_large(angle: tl.tensor) -> tl.tensor:
-    """1 if it is, or is no number; else 0."""
+    """1 if the angle is large, infinite or NaN; else 0."""
     return 1 - (tl.abs(angle) <= _LARGEST_ANGLE).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cos_sin_mixed(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Some of them large."""
+    """Cosines and sines of angles some of which are large."""
     rest, quarter = _reduced(angle)
     exact_rest, exact_quarter = _reduced_exactly(angle)
     large = _is_large(angle) != 0
@@ -184,9 +184,9 @@ def _cos_sin_mixed(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cos_sin(a: tl.tensor, b: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of whole tiles of angles; the way an angle goes does not depend on those beside it.
+    """Cosines and sines of tiles of angles; how an angle is reduced does not depend on the others.
 
-    Most tables hold an angle twice, for both features of a pair.
+    Most tables hold each angle twice, for both features of a pair.
     """
     if a.dtype == tl.float32:
         if tl.max(_is_large(a) | (a != b).to(tl.int32)) == 0:
@@ -209,7 +209,7 @@ def _cos_sin(a: tl.tensor, b: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tenso
 def _in_full(
     place: tl.tensor, length: tl.tensor, cp_size: tl.tensor, cp_rank: tl.tensor
 ) -> tl.tensor:
-    """A place among a rank's ``length`` tokens of a sequence -> the place in the full one."""
+    """The position in the full sequence of a place among a rank's ``length`` tokens of it."""
     chunk = length // 2
     ahead = tl.where(place < chunk, cp_rank, 2 * cp_size - 2 - cp_rank) * chunk
     return place + tl.where(cp_size == 1, 0, ahead)
@@ -223,7 +223,7 @@ def _head_at(
     head_step: tl.tensor,
     GROUPED: tl.constexpr,
 ) -> tl.tensor:
-    """How far a head is from the first one, in units."""
+    """The offset of a head from the first one, in units."""
     if GROUPED:
         return (head // per_group) * group_step + (head % per_group) * head_step
     else:
@@ -248,7 +248,7 @@ def _read_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ) -> tl.tuple:
-    """The halves of HEADS heads, or both together where pairs lie side by side, and the rest."""
+    """Load HEADS heads: two halves, or both at once if pairs are interleaved, and the rest."""
     pair = tl.arange(0, HALF)
     feature = tl.arange(0, 2 * HALF)
     reads = ()
@@ -307,17 +307,17 @@ def _turn_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ) -> None:
-    """``portion`` heads of these tokens, HEADS at a time.
+    """Rotate ``portion`` heads of these tokens, HEADS at a time.
 
-    ROTATED of the WIDTH features turn, of which HALF holds one half and REST the others.
-    GROUPED: a group has several heads. PACKED: there may be tokens that do not turn.
+    ROTATED of the WIDTH features are rotated; HALF has room for half of them, REST for the others.
+    GROUPED: a group has several heads. PACKED: some tokens may not be rotated.
     """
     pair = tl.arange(0, HALF)
     feature = tl.arange(0, 2 * HALF)
     x_ptr += (outer * x_outer + within * x_inner)[:, None] * UNIT
     y_ptr += (outer * y_outer + within * y_inner)[:, None] * UNIT
     end = tl.minimum(first_head + portion, heads)
-    # Under way while the angles are worked out.
+    # In flight while the angles are computed.
     reads = _read_heads(
         x_ptr, first_head, end, exists, per_group, x_group, x_head,
         INTERLEAVED, UNIT, HEADS, GROUPED, WIDTH, ROTATED, HALF, REST,
@@ -344,8 +344,8 @@ def _turn_heads(
             sin_a, sin_b = -sin_b, -sin_a
     EACH: tl.constexpr = (ROTATED > 0) + (ROTATED > 0 and not INTERLEAVED) + (REST > 0)
     for start in tl.range(first_head, end, HEADS):
-        # All that is read comes before anything that is written, of which the compiler does
-        # not know that it is elsewhere.
+        # All loads come before the first store: the compiler does not know that stores go to other
+        # memory.
         for i in tl.static_range(HEADS):
             there = exists[:, None] & (start + i < end)
             row = y_ptr + _head_at(start + i, per_group, y_group, y_head, GROUPED) * UNIT
@@ -357,7 +357,8 @@ def _turn_heads(
                     v = reads[EACH * i + 1].to(ACC)
                 new_u = u * cos_a - v * sin_a
                 new_v = v * cos_b + u * sin_b
-                # By an angle of 0 infinities and NaN would spread to the other of a pair.
+                # Tokens that are not rotated are copied below: rotated by 0, an infinity or NaN
+                # would spread to the other feature of its pair.
                 if INTERLEAVED:
                     y = tl.join(new_u, new_v).reshape(TOKENS, 2 * HALF)
                     y = y.to(y_ptr.dtype.element_ty)
@@ -479,9 +480,8 @@ def _rotate(
 ) -> None:
     """TOKENS tokens, and of each ``portion`` heads of the queries, the keys or the values.
 
-    Where there is but one tensor it stands for the queries. Distances count units of UNIT
-    elements, those of the rows of freqs units of TABLE_UNIT. BACK: the gradient, which goes
-    through the transpose.
+    A single tensor takes the place of the queries. Strides count units of UNIT elements, row
+    strides of freqs units of TABLE_UNIT. BACK: the gradient, which uses the transposed rotation.
     """
     q_portions = tl.cdiv(q_heads, portion)
     k_portions = tl.cdiv(k_heads, portion)
@@ -539,13 +539,13 @@ def _rotate(
 
 
 class _Cut(NamedTuple):
-    """How tokens and heads are shared out.
+    """How tokens and heads are divided among programs.
 
     Attributes:
-        threads: of a program.
-        bytes: of one head of a program's tokens.
-        heads: that a program reads at a time.
-        programs: of a multiprocessor at least, as far as heads can be shared out.
+        threads: threads of a program.
+        bytes: bytes of one head of a program's tokens.
+        heads: heads that a program reads at a time.
+        programs: least programs per multiprocessor, as far as heads can be divided.
     """
 
     threads: int
@@ -563,12 +563,12 @@ def _rule(tensors: int) -> _Cut:
 
 
 class _Plan(NamedTuple):
-    """How to turn.
+    """How to rotate.
 
     Attributes:
         launch: the kernel.
-        heads, tokens: of a program at a time.
-        wanted: programs, as far as heads can be shared out.
+        heads, tokens: what a program processes at a time.
+        wanted: number of programs to aim for, as far as heads can be divided.
     """
 
     launch: _launch.Launch
@@ -598,7 +598,7 @@ _CUT = Choice(
 
 
 class _Places(NamedTuple):
-    """Where tokens stand."""
+    """The positions of tokens, and how to rotate."""
 
     starts: Tensor | None
     qkv_format: str
@@ -632,7 +632,7 @@ class _Part(NamedTuple):
 
 
 _CONSTANTS = ("GROUPED", "WIDTH", "ROTATED", "HALF", "REST")
-_NUMBERS = 12  # of each part
+_NUMBERS = 12  # per part
 
 
 def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
@@ -651,7 +651,7 @@ def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
     table_unit = math.gcd(*(stride for _, stride in tables), WIDEST_UNIT)
     constants = tuple([part.constants() for part in parts])
     heads = [part.heads for part in parts]
-    check_size(op, "heads, doubled", 2 * sum(heads))  # as a power of two that is no fewer may be
+    check_size(op, "heads, doubled", 2 * sum(heads))  # portions may be twice as large
     portion = triton.next_power_of_2(max(heads))
     plan = _plan_of(first, constants, places, (unit, table_unit, portion))
     blocks = -(-outer * inner // plan.tokens)
@@ -675,7 +675,7 @@ def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
 
 
 def _portions(heads: Sequence[int], portion: int) -> int:
-    """How many programs some tokens have."""
+    """The number of programs for each block of tokens."""
     return sum(-(-it // portion) for it in heads)
 
 
@@ -748,7 +748,7 @@ def _five(tokens: Tensor) -> Tensor:
 
 
 def _queries(tokens: Tensor, groups: int, per_group: int) -> Tensor:
-    """Queries, a head each or ``per_group`` side by side, as ``[outer, inner, groups, .., d]``."""
+    """Queries, by head or ``per_group`` heads side by side, as ``[outer, inner, groups, .., d]``."""
     tokens = tokens if tokens.dim() == 4 else tokens.unsqueeze(1)
     width = tokens.shape[2] * tokens.shape[3] // max(1, groups * per_group)
     strides = (tokens.stride(2) * per_group, tokens.stride(2))

@@ -1,10 +1,10 @@
 """Choosing the experts of each token, and the load-balancing loss, in Triton.
 
-The scores of a token stay in registers from the logits to the probs. Experts are chosen one
-after another, by the integers that are ordered as the scores are: of these one is left over
-to say that an expert is taken, or not to be had, whatever the scores are.
+The scores of a token stay in registers from the logits to the probs. Experts are chosen one after
+another by integer keys that are ordered like the scores; one integer is the key of no score, and
+marks an expert that is taken or not available.
 
-The loss is summed in two stages and a fixed order.
+The loss is summed in two stages, in a fixed order.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ __all__ = [
 
 # ------------------------------------------------------------------------------ kernels
 #
-# A program has ROWS tokens. Tensors' row strides, and experts, count units of UNIT elements.
+# A program has ROWS tokens. Row strides of tensors, and experts, count units of UNIT elements.
 
 _EPSILON = tl.constexpr(contracts.EPSILON)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turned(bits: tl.tensor) -> tl.tensor:
-    """From the bits of a number to integers of the same order, and back."""
+    """Map the bits of floats to integers of the same order, and back."""
     if bits.dtype == tl.int64:
         return bits ^ ((bits >> 63) & ((1 << 63) - 1))
     else:
@@ -74,7 +74,7 @@ def _turned(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lowest(key: tl.tensor) -> tl.tensor:
-    """An integer that is the key of no number."""
+    """The integer that is the key of no number."""
     if key.dtype == tl.int64:
         return tl.full((), -(1 << 63), tl.int64)
     else:
@@ -83,7 +83,7 @@ def _lowest(key: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _key(x: tl.tensor) -> tl.tensor:
-    """Integers of the same order; NaN are the highest."""
+    """Integer keys of the same order; all NaN have the highest key."""
     if x.dtype == tl.float64:
         key = _turned(x.to(tl.int64, bitcast=True))
     else:
@@ -94,7 +94,7 @@ def _key(x: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _without_highest(key: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The keys without the highest of each row, the first of equal ones; and which it was."""
+    """The keys of each row without its highest (the first if several are equal), and that key."""
     place = tl.arange(0, key.shape[1])[None, :]
     best = tl.max(key, axis=1)
     first = tl.min(tl.where(key == best[:, None], place, key.shape[1]), axis=1)
@@ -103,7 +103,7 @@ def _without_highest(key: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _highest(key: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """Where the highest keys of each row are."""
+    """Whether each key is among the ``count`` highest of its row."""
     rest = key
     for _ in tl.range(0, count):
         rest, _best = _without_highest(rest)
@@ -119,7 +119,7 @@ def _in_best_groups(
     ACC: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """The keys of the experts whose groups have the highest sums of ``of_group`` scores."""
+    """The keys of experts in the groups with the highest sums of their ``of_group`` best scores."""
     ROWS: tl.constexpr = key.shape[0]
     SIZE: tl.constexpr = key.shape[1] // GROUPS
     rest = tl.reshape(key, (ROWS * GROUPS, SIZE))
@@ -137,7 +137,7 @@ def _in_best_groups(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax(x: tl.tensor, some: tl.tensor) -> tl.tensor:
-    """Over some of each row; 0 for the others."""
+    """The softmax over some elements of each row; 0 for the others."""
     x = tl.where(some, x, float("-inf"))
     weights = tl.where(some, tl.exp(x - tl.max(x, axis=1)[:, None]), 0)
     return weights / tl.sum(weights, axis=1)[:, None]
@@ -145,10 +145,10 @@ def _softmax(x: tl.tensor, some: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _softplus(x: tl.tensor) -> tl.tensor:
-    """``log(1 + exp(x))``, as exact where that is tiny."""
+    """``log(1 + exp(x))``, accurate even where it is tiny."""
     small = tl.exp(-tl.abs(x))
     above = 1 + small
-    # The logarithm of the rounded sum, times how much of ``small`` is left in that.
+    # The logarithm of the rounded sum, corrected by the part of ``small`` that rounding has kept.
     more = tl.where(above == 1, small, tl.log(above) * (small / (above - 1)))
     return tl.maximum(x, 0) + more
 
@@ -165,7 +165,7 @@ def _scores(x: tl.tensor, inside: tl.tensor, FUNCTION: tl.constexpr) -> tl.tenso
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _slope(scores: tl.tensor, ACC: tl.constexpr, FUNCTION: tl.constexpr) -> tl.tensor:
-    """The derivative of a score by its logit, from the score."""
+    """The derivative of a score by its logit, computed from the score."""
     if FUNCTION == "sigmoid":
         return scores * (1 - scores)
     else:
@@ -210,11 +210,11 @@ def _choose(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The scores, the choice and the probs.
+    """Compute the scores, the choice and the probs.
 
-    ALL: the probs are of all experts, not of the chosen ones. AFTERWARDS: logits are
-    compared, and the softmax is over the chosen ones. Of the GROUPS groups that the tile has
-    room for there are ``groups``, of ``size`` experts; FILLED: which fill their room.
+    ALL: probs are those of all experts, not of the chosen ones. AFTERWARDS: experts are chosen by
+    logits, and the softmax is over the chosen ones. The tile has room for GROUPS groups, of which
+    ``groups`` exist, with ``size`` experts each; FILLED: every group fills its room.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = experts * UNIT
@@ -273,7 +273,7 @@ def _choose_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The gradient of the logits; without a routing map all experts are chosen."""
+    """The gradient of the logits; without a routing map all experts count as chosen."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = experts * UNIT
     expert = tl.arange(0, BLOCK)[None, :]
@@ -314,7 +314,7 @@ def _sum_loads(
     BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """One number: the probs of some rows and columns, times the counts."""
+    """One partial sum: the probs of some rows and columns, times the counts."""
     let_follow(FOLLOWS)
     columns = experts * UNIT
     expert = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -342,7 +342,7 @@ def _finish_loss(
     BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ) -> None:
-    """The sum of what the programs left, times a factor, and the factor."""
+    """The sum of the programs' partial sums, times a factor, and the factor."""
     wait_for_last(FOLLOWS)
     total = tl.zeros((BLOCK,), ACC)
     for first in tl.range(0, count, BLOCK):
@@ -380,7 +380,7 @@ def _loss_backward(
 
 # -------------------------------------------------------------------------------- plans
 
-# (threads of a program, width of its tile), by width as `_rows.Cut` has it.
+# (threads of a program, width of its tile), by width as in `_rows.Cut`.
 _TILES = {
     1024: (128, 1024),
     2048: (128, 2048),
@@ -399,8 +399,8 @@ class _Plan(NamedTuple):
 
     Attributes:
         launch: the kernel.
-        rows: of a program.
-        columns: of a program.
+        rows: rows of a program.
+        columns: columns of a program.
     """
 
     launch: _launch.Launch
@@ -420,7 +420,7 @@ def _tiled(
     block: int,
     **constants: Any,
 ) -> _Plan:
-    """For rows that fit into registers."""
+    """The plan for rows that fit in registers."""
     key = (kernel.fn, like.device, like.dtype, dtypes, block, *constants.values())
     plan = _PLANS.get(key)
     if plan is None:
@@ -449,7 +449,7 @@ def _loss_plan(
     elements: int,
     **options: Any,
 ) -> _Plan:
-    """For tiles of so many elements of a matrix with a column for each expert.
+    """The plan for tiles of ``elements`` elements of a matrix with a column for each expert.
 
     The options are the launch's.
     """
@@ -473,13 +473,13 @@ def _loss_plan(
 
 
 class _Groups(NamedTuple):
-    """Experts in groups, as they lie in a tile.
+    """Experts in groups, and their layout in a tile.
 
     Attributes:
-        number: how many groups, 0 if experts are not in groups.
-        size: of each.
-        chosen: how many of them are chosen.
-        counted: how many experts of each decide.
+        number: the number of groups, 0 if experts are not in groups.
+        size: experts of a group.
+        chosen: the number of groups that are chosen.
+        counted: the number of best experts whose scores rank a group.
         room: groups that the tile has room for, a power of two.
         block: the width of the tile.
     """
@@ -493,7 +493,7 @@ class _Groups(NamedTuple):
 
     @staticmethod
     def of(experts: int, topk: int, num_groups: int | None, group_topk: int | None) -> _Groups:
-        """From the options."""
+        """The groups for an operator's options."""
         if num_groups is None or group_topk is None:
             return _Groups(block=block_of(experts))
         size = experts // num_groups
@@ -503,7 +503,7 @@ class _Groups(NamedTuple):
 
     @property
     def filled(self) -> bool:
-        """Whether each group fills its room."""
+        """Whether every group fills its room in the tile."""
         return not self.room or self.size * self.room == self.block
 
 
@@ -717,7 +717,7 @@ def fused_moe_aux_loss_fwd(
     blocks = -(-experts // plan.columns)
     check_across(op, blocks)
     programs = min(-(-rows // plan.rows), max(1, _LOSS_PROGRAMS // max(1, blocks)))
-    # A program counts on by as many as all have at once, before it sees that it has no more.
+    # A program adds the stride of its loop once more before it sees that no row is left.
     check_size(op, "tokens in whole rounds", rows + programs * plan.rows)
     left = programs * blocks
     partial = fresh(op, probs, (left,), const.dtype)
