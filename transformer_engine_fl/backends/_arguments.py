@@ -1,8 +1,8 @@
-"""How the sets that bring kernels take a call's arguments.
+"""How the sets with kernels of their own take a call's arguments.
 
-A kernel needs plain memory: a tensor that is something else is unwrapped, made dense, or
-declined with the reason. What a set runs on is its own to say (:class:`Taking`); what an
-argument may be is said by the contracts in ``ops``.
+A kernel needs plain memory: any other tensor is unwrapped, made dense, or declined with a reason.
+Each set defines the devices it runs on (:class:`Taking`); the contracts in ``ops`` define what an
+argument may be.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = [
 T = TypeVar("T")
 
 NOT_A_TENSOR = (AttributeError, IndexError, RuntimeError, TypeError)
-"""What a value that is no plain tensor answers to the quick look."""
+"""What the quick inspection may raise for a value that is no plain tensor."""
 _MOST_PLANS = 1024
 
 
 def keep(plans: dict[object, T], key: object, plan: T, most: int = _MOST_PLANS) -> T:
-    """Remember a plan; they are cheap to make again, so a full memory simply starts over."""
+    """Cache a plan. Plans are cheap to make again, so a full cache is simply cleared."""
     if len(plans) >= most:
         plans.clear()
     plans[key] = plan
@@ -60,7 +60,7 @@ class Taking:
     """How a set takes tensors.
 
     Args:
-        refusal: why its kernels cannot run on a device; None if they can.
+        refusal: gives why the set's kernels cannot run on a device; None if they can.
     """
 
     __slots__ = ("_refusal",)
@@ -69,7 +69,7 @@ class Taking:
         self._refusal = refusal
 
     def plain(self, op: str, name: str, tensor: Tensor) -> Tensor:
-        """The same memory as a plain tensor, or a decline if there is no such memory."""
+        """The same memory as a plain tensor; declines a tensor without such memory."""
         kind = type(tensor)
         if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
             raise NotSupportedError(
@@ -84,17 +84,17 @@ class Taking:
         return _unwrapped(tensor).resolve_neg()
 
     def dense(self, op: str, name: str, tensor: Tensor) -> Tensor:
-        """The tensor, plain and with a dense last dimension, copied if need be."""
+        """The tensor, plain and with a dense last dimension, copied if necessary."""
         return _with_dense_columns(self.plain(op, name, tensor))
 
     def addressed(self, op: str, name: str, tensor: Tensor) -> Tensor:
-        """The tensor, plain; a decline of one that has no address, before anything runs."""
+        """The tensor, plain; declines one without an address before anything runs."""
         tensor = self.plain(op, name, tensor)
         address_of(op, tensor)
         return tensor
 
     def in_place(self, op: str, name: str, tensor: Tensor) -> Tensor:
-        """The tensor, plain, to be written where it is."""
+        """The tensor, plain, to be written in place."""
         if tensor.is_neg():
             raise NotSupportedError(f"{op}: {name!r} is negated lazily; a kernel would write it so")
         return self.plain(op, name, tensor)
@@ -123,7 +123,7 @@ class Written:
         self.dense = _with_dense_columns(resolved)
 
     def finish(self) -> None:
-        """What has been written goes where it belongs; autograd is told of it."""
+        """Copy the result back if ``dense`` is a copy; else report the write to autograd."""
         if self.dense.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.dense)
         else:
@@ -131,7 +131,7 @@ class Written:
 
 
 def address_of(op: str, tensor: Tensor) -> int:
-    """Where its memory is; a decline if it has none of its own."""
+    """The tensor's address; declines a tensor without memory of its own."""
     try:
         return tensor.data_ptr()
     except RuntimeError as error:  # a wrapper that torch's transforms put around a tensor
@@ -139,9 +139,9 @@ def address_of(op: str, tensor: Tensor) -> int:
 
 
 def by_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The tensor with dense columns and rows one distance apart, copied if need be.
+    """The tensor with dense columns and a single row stride, copied if necessary.
 
-    A row alone is as far from the next one as it was among others: it may be a part of them.
+    A single row keeps the stride that it had: it may be a row of a larger tensor.
     """
     if tensor.is_contiguous():
         return tensor, _distance_of_dense(tensor)
@@ -153,12 +153,12 @@ def _distance_of_dense(tensor: Tensor) -> int:
     columns = tensor.shape[-1]
     if tensor.dim() > 1 and tensor.shape[-2] == 1 and tensor.numel() == columns:
         step = tensor.stride(-2)
-        return columns if 0 < step < columns else step  # rows would overlap: it says nothing
+        return columns if 0 < step < columns else step  # rows would overlap: meaningless
     return columns
 
 
 def _row_distance(tensor: Tensor) -> int | None:
-    """How far rows are apart; None if that is not one number or the columns are not dense."""
+    """The row stride; None if there is no single one or the columns are not dense."""
     columns = tensor.shape[-1]
     if tensor.stride(-1) != 1 and columns != 1:
         return None
@@ -185,7 +185,7 @@ def laid_over(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, int, 
 
 
 def check_size(op: str, name: str, size: int, most: int) -> None:
-    """Decline what a kernel cannot count."""
+    """Decline a size that a kernel cannot count."""
     if size > most:
         raise NotSupportedError(f"{op}: {size} {name} are more than a kernel counts ({most})")
 
@@ -199,19 +199,19 @@ def check_fresh(op: str, tensor: Tensor) -> None:
 
 
 def check_integers(op: str, *values: object) -> None:
-    """Decline numbers that are not known yet, as while torch traces."""
+    """Decline integers that are not known yet, as while torch traces."""
     if not all(isinstance(value, int) for value in values):
         raise NotSupportedError(f"{op}: its options are no numbers yet")
 
 
 def check_numbers(op: str, *values: object) -> None:
-    """As :func:`check_integers`, for numbers of any kind."""
+    """Like :func:`check_integers`, for numbers of any kind."""
     if not all(isinstance(value, int | float) for value in values):
         raise NotSupportedError(f"{op}: its options are no numbers yet")
 
 
 def fresh(op: str, like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """New memory on the device of ``like``, and of its dtype if no other is given."""
+    """New memory on the device of ``like``, with its dtype if no other is given."""
     output = torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device)
     check_fresh(op, output)
     return output

@@ -1,9 +1,9 @@
-"""What a set makes once and could make again, kept on the user's disk: compiled kernels, say.
+"""A cache on the user's disk for what a set can make again, such as compiled kernels.
 
 Each set has a folder of its own in ``transformer_engine_fl`` of ``XDG_CACHE_HOME``, or of
-``~/.cache``. Its entries can be deleted at any time, by ``te-fl doctor --clear-cache`` for one:
-what is read is checked, and what is not as it was written counts as missing. Nothing about the
-disk is an error; where nothing can be kept, the first attempt warns.
+``~/.cache``. Its entries may be deleted at any time, for example by ``te-fl doctor --clear-cache``:
+what is read is verified, and a damaged entry counts as missing. Problems with the disk are no
+errors; where nothing can be kept, the first attempt warns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
 
 
 class Folder(NamedTuple):
-    """What a set keeps: how many entries, of how many bytes."""
+    """A set's cached entries: their number and total bytes."""
 
     name: str
     entries: int
@@ -35,19 +35,19 @@ def root() -> Path:
     """The folder of the sets' folders; it need not exist.
 
     Raises:
-        RuntimeError: nobody knows where the user's home is, as of a container's user without
-            an entry in its list of users.
+        RuntimeError: the user's home is unknown, as for a container's user without an entry in
+            its list of users.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(caches) / "transformer_engine_fl"
 
 
 def check_writable() -> None:
-    """Whether a process could keep something, also where a set has a folder already.
+    """Check that a process could write entries, also in folders that sets have already.
 
     Raises:
         OSError: it could not.
-        RuntimeError: as :func:`root`.
+        RuntimeError: as for :func:`root`.
     """
     nearest = next(it for it in (root(), *root().parents) if it.exists())
     sets = root().iterdir() if root().is_dir() else ()
@@ -57,11 +57,11 @@ def check_writable() -> None:
 
 
 def folders() -> list[Folder]:
-    """The folders with something in them, by name.
+    """The folders with entries, sorted by name.
 
     Raises:
         OSError: one cannot be read.
-        RuntimeError: as :func:`root`.
+        RuntimeError: as for :func:`root`.
     """
     found = []
     for path in sorted(_folders()):
@@ -74,11 +74,11 @@ def folders() -> list[Folder]:
 
 
 def clear() -> int:
-    """Delete every entry, and what interrupted processes have left; says how many entries.
+    """Delete every entry, and leftovers of interrupted processes; returns the number of entries.
 
     Raises:
         OSError: one cannot be deleted; the others are.
-        RuntimeError: as :func:`root`.
+        RuntimeError: as for :func:`root`.
     """
     deleted = 0
     failed: OSError | None = None
@@ -103,8 +103,8 @@ class DiskCache:
     """The entries of one set, by name.
 
     Args:
-        name: of the set's folder.
-        what: the entries, as a warning calls them.
+        name: the name of the set's folder.
+        what: the entries, as warnings call them.
     """
 
     def __init__(self, name: str, what: str) -> None:
@@ -114,11 +114,11 @@ class DiskCache:
 
     @property
     def folder(self) -> Path:
-        """Where the entries are; it need not exist. Raises as :func:`root`."""
+        """The folder of the entries; it need not exist. Raises as :func:`root` does."""
         return root() / self._name
 
     def read(self, name: str) -> bytes | None:
-        """An entry's content; None if there is none, or not what was written."""
+        """An entry's content; None if there is none or it is damaged."""
         try:
             path = self.folder / name
             content = path.read_bytes()
@@ -130,7 +130,7 @@ class DiskCache:
         return content[_HEAD:]
 
     def write(self, name: str, content: bytes) -> None:
-        """Put an entry in place as a whole, whoever else writes or reads it."""
+        """Write an entry in one step, also while others write or read it."""
         try:
             folder = self.folder
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Files of the user's, written in one step: whole before it, whole after it."""
+"""The user's files, replaced in one step: readers find the old file or the new one, whole."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["replaced"]
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A file to be written in the block, which then takes the place of ``path``.
+    """A file to write in the block; it then replaces ``path``.
 
-    Nobody finds half of it, and if the block raises, what was there stays. A link stays one, and
-    the file keeps its mode. The other has the same ending.
+    No reader finds half a file, and if the block raises, the old file stays. A symbolic link
+    stays one, and the file keeps its mode. The file to write has the same suffix.
 
     Raises:
         OSError: nothing can be written in its folder, which is made if it is missing.

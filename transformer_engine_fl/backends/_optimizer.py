@@ -1,8 +1,8 @@
 """The optimizer's operators, over the kernels of a set.
 
-What is the same for every set that has kernels for lists of tensors stands here: which lists
-an operator has, what its numbers are, and how it is made of launches. A set says how a kernel
-is launched (:class:`ListOperators`).
+This module holds what all sets with kernels for lists of tensors share: which lists an operator
+has, what its numbers are, and which launches it consists of. A set defines how a kernel is launched
+(:class:`ListOperators`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORMS = {
     "remainder": ("param_remainders",),
     "fp8": ("master_params", "scales", "amaxes", "scale_invs"),
 }
-"""What a parameter is kept as -> the list that is there for it, and lists of numbers."""
+"""How a parameter is stored -> the further list for it, and lists of numbers."""
 _STATES = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 
 
@@ -47,9 +47,9 @@ class ListOperators:
     """The operators of a set.
 
     Args:
-        listing: how the set takes lists.
+        listing: how the set prepares lists.
         cuts: how lists are cut: for "scale", "l2norm", "adam", "sgd" and "compute_scale".
-        refusal: why the set's kernels cannot run on a device; None if they can.
+        refusal: gives why the set's kernels cannot run on a device; None if they can.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class ListOperators:
         numbers: tuple[float, ...],
         **constants: Any,
     ) -> Callable[[], None]:
-        """The launch of a kernel on the rows of a group, to be made when those of all are there.
+        """The launch of a kernel on a group's rows, to be made once those of all groups are ready.
 
-        What fails on the way to it has written nothing.
+        If making this function fails, nothing has been written.
 
         Args:
-            name: of the kernel.
-            demand: what the table was made for.
+            name: the kernel's name.
+            demand: the demand for which the table was made.
             group: the rows.
-            others: pointers behind the table's.
-            numbers: behind the number of rows.
-            constants: what the kernel depends on; of a type it is the dtype, of which int16
-                and uint8 stand for bits.
+            others: pointers after the table's.
+            numbers: numbers after the number of rows.
+            constants: what the kernel depends on; a type is given as the dtype, and int16 and
+                uint8 stand for bits.
         """
         raise NotImplementedError
 
@@ -94,14 +94,14 @@ class ListOperators:
         norms: Tensor | None,
         flag: Tensor | None,
     ) -> None:
-        """Launch the kernel that makes norms of the sums of squares of all chunks.
+        """Launch the kernel that computes norms from the sums of squares of all chunks.
 
         Args:
             sums: one for each chunk.
-            slots: the first chunk of each row, and how many there are; None without rows.
-            norm: of all.
-            norms: of each row, if they are wanted and there are rows.
-            flag: raised if the norm is not finite.
+            slots: the first chunk of each row, then the number of chunks; None without rows.
+            norm: the norm of all.
+            norms: the norm of each row, if wanted and there are rows.
+            flag: set if the norm is not finite.
         """
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ class ListOperators:
     def _norms_of(
         self, contract: Contract[..., Any], **arguments: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The norm of all inputs, and of each."""
+        """The norm of all inputs, and the norms of each."""
         op, inputs = contract.name, arguments["inputs"]
         demand = Demand(("inputs",), self._cuts["l2norm"], slots=True)
         lists = self._listing.ready(contract, demand, **arguments)
@@ -187,7 +187,7 @@ class ListOperators:
             for group in lists.groups
         ]
         _make(launches)
-        # Where there is no tensor, there is no table of them either.
+        # Without tensors there is no table either.
         self._finish_norms(sums, lists.slots, norm, norms if inputs else None, flag)
         lists.finish()
         return norm, norms

@@ -1,6 +1,6 @@
-"""How to quantise, as the sets that bring kernels take it: the options that operators share.
+"""Recipes of quantisation for the sets with kernels: the options that operators share.
 
-What a kernel needs to know of them has the same name in every set.
+A recipe's constants have the same names in the kernels of every set.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3
 
 
 class Recipe(NamedTuple):
-    """How to quantise: the options that the operators share, as their check has passed them.
+    """How to quantise: the options that the operators share, already checked.
 
     Attributes:
         op: the operator.
         form: the scaling format.
-        dtype: of the data.
+        dtype: the dtype of the data.
         columnwise, force_pow_2_scales, amax_epsilon: see ``quantize``.
     """
 
@@ -80,7 +80,7 @@ class Recipe(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of blocks along a row; 0 where there are none, or where they are square."""
+        """The width of blocks along a row; 0 without blocks, or if they are square."""
         return 0 if self.form.block is None or self.square else self.form.block[1]
 
     @property
@@ -90,7 +90,7 @@ class Recipe(NamedTuple):
 
     @property
     def shared_largest(self) -> float:
-        """What the scale that all share makes of the amax of all."""
+        """The value to which the scale shared by all values maps their amax."""
         return GLOBAL_LARGEST if self.form.global_scale else self._largest
 
     @property
@@ -98,7 +98,7 @@ class Recipe(NamedTuple):
         return LARGEST[str(self.dtype).removeprefix("torch.")]
 
     def constants(self) -> dict[str, Any]:
-        """For the kernels."""
+        """Constants for the kernels."""
         return {
             "KIND": KINDS[self.dtype],
             "LARGEST": self._largest,
@@ -126,7 +126,7 @@ def options_of(
 
 
 def in_lists(each: Sequence[Quantized]) -> Lists:
-    """The outputs of several tensors, a list in place of each."""
+    """The outputs for several tensors: a list in place of each output."""
     data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t = (
         [it for it in outputs if it is not None] for outputs in zip(*each, strict=True)
     )
@@ -134,7 +134,7 @@ def in_lists(each: Sequence[Quantized]) -> Lists:
 
 
 def outputs_of(recipe: Recipe, like: Tensor, shape: Sequence[int], groups: int) -> Quantized:
-    """Memory for the outputs, on the device of ``like``; ``shape`` is what is quantised."""
+    """Memory for the outputs, on the device of ``like``; ``shape`` is that of the values."""
     form = recipe.form
     rows, columns = math.prod(shape[:-1]), shape[-1]
     scale_dtype: torch.dtype = getattr(torch, form.scale_dtype)
@@ -160,12 +160,12 @@ def outputs_of(recipe: Recipe, like: Tensor, shape: Sequence[int], groups: int) 
 
 
 def quantizing(epilogue: Epilogue, calculate: Callable[..., Any]) -> Callable[..., Any]:
-    """The quantised operator, which checks its arguments and then calculates.
+    """The quantised operator: it checks its arguments and calls ``calculate``.
 
     Args:
-        epilogue: what it is.
-        calculate: gives its outputs from the epilogue, the recipe, the base operator's
-            arguments by name, and the scale that is given or None.
+        epilogue: its definition.
+        calculate: gives the outputs for the epilogue, the recipe, the base operator's
+            arguments by name, and the given scale or None.
     """
     contract = epilogue.contract
 

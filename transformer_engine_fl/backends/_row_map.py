@@ -1,4 +1,4 @@
-"""Row id maps, as whoever moves tokens goes through them: which pairs a token has, and where."""
+"""Row id maps for code that moves tokens: which pairs a token has, and their rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["RowMap"]
 
 
 class RowMap(NamedTuple):
-    """A row id map, and how to go through it.
+    """A row id map, and how to iterate over it.
 
     Attributes:
         entries: the map.
         tokens: T.
-        slots: how many experts each may have.
-        steps: from token to token, and from place to place.
+        slots: most experts of a token.
+        steps: strides between tokens, and between a token's entries.
         mask: whether it is the map of a mask.
     """
 
@@ -29,7 +29,7 @@ class RowMap(NamedTuple):
 
     @classmethod
     def of(cls, entries: Tensor, mask: bool) -> RowMap:
-        """Of a mask, ``[T, 2 * experts + 1]``; otherwise ``[topk, T]``."""
+        """The map of a mask is ``[T, 2 * experts + 1]``; otherwise it is ``[topk, T]``."""
         if mask:
             tokens, places = entries.shape
             return cls(entries, tokens, places // 2, (entries.stride(0), entries.stride(1)), mask)

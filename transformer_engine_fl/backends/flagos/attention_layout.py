@@ -1,7 +1,7 @@
-"""The layouts around attention in Triton: whole rows go from one place to another.
+"""Layout conversions around attention in Triton: whole rows are copied.
 
-Elements are moved as integers of their size, so that every dtype is one of four, and no bit
-of one is changed.
+Elements are copied as integers of their size, so that all dtypes are one of four, and no bit is
+changed.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _regroup(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Queries, keys and values of the same tokens, each to where it belongs."""
+    """Copy queries, keys and values of the same tokens, each to its place."""
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head, column, inside = piece(heads, width, UNIT, HEADS, BLOCK)
     inside = (row < rows)[:, None, None] & inside
@@ -136,10 +136,10 @@ def _convert(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rows of one layout out of those of the other; PACK: sequences then follow one another.
+    """Copy rows from one layout to the other; PACK: the new layout has packed sequences.
 
-    ``inner`` rows of a sequence in the new layout, ``tokens`` rows, of a sequence if those
-    are padded, in the old one.
+    The new layout has ``inner`` rows per sequence. The old one has ``tokens`` rows, per sequence if
+    sequences are padded.
     """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = row < rows
@@ -207,9 +207,9 @@ def _append(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """New keys and values into the cache; of a new tensor's rows, ``inner`` a sequence.
+    """Copy new keys and values to the cache; a new tensor has ``inner`` rows per sequence.
 
-    ``most`` is the larger of the two widths; ``listed``, the pages of each sequence.
+    ``most`` is the larger of the two widths; ``listed`` the number of listed pages per sequence.
     """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = row < rows
@@ -277,10 +277,10 @@ def _reorder(
     SEQUENCES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Some columns of one slot of all sequences, from the rows where they stood.
+    """Move some columns of one slot of all sequences from their previous rows.
 
-    Nothing else reads or writes there. All of it is read before any of it is written, so
-    ``from`` and ``to`` may be the same cache, if one program has all sequences.
+    No other program reads or writes them. All are read before any is written, so ``from`` and
+    ``to`` may be the same cache if one program has all sequences.
     """
     slot = (tl.program_id(0) % slots).to(tl.int64)
     sequence = (tl.program_id(0) // slots) * SEQUENCES + tl.arange(0, SEQUENCES)
@@ -446,7 +446,7 @@ def copy_to_kv_cache(
     if batch_indices is not None:
         indices = plain(op, "batch_indices", batch_indices).contiguous()
     caches = Written(op, "k_cache", k_cache), Written(op, "v_cache", v_cache)
-    # All that writes is compiled before the first of it is launched.
+    # All kernels that write are compiled before the first of them is launched.
     launches = [
         _reordering(op, raw(cache.dense), indices, added, cached)
         for cache in caches
@@ -474,7 +474,7 @@ def _appending(
     *,
     packed: bool,
 ) -> list[Callable[[], None]]:
-    """What puts new keys and values, ``[b or 1, s or t, h, d]``, into the caches."""
+    """Launches that copy new keys and values, ``[b or 1, s or t, h, d]``, to the caches."""
     k_cache, v_cache = caches[0].dense, caches[1].dense
     if not (new[0].numel() or new[1].numel()) or not (k_cache.numel() or v_cache.numel()):
         return []
@@ -509,7 +509,7 @@ def _appending(
 def _reordering(
     op: str, cache: Tensor, indices: Tensor, added: Tensor, cached: Tensor
 ) -> Callable[[], None]:
-    """What brings the rows of a cache to those of their sequences."""
+    """A launch that moves the rows of a cache to those of their sequences."""
     sequences = indices.shape[0]
     (cache,) = joined(cache)
     rows, slots, heads, width = cache.shape
@@ -539,7 +539,7 @@ def _reordering(
     like = cache if in_place else cache.new_empty((0,))
     launch.load((like, cache, indices, added, cached), numbers)
 
-    def start() -> None:  # each copy is gone before the next is made
+    def start() -> None:  # at most one copy exists at a time
         before = cache if in_place else cache.clone()
         launch((programs, across), (before, cache, indices, added, cached), numbers)
 

@@ -1,7 +1,7 @@
-"""The steps between the ranks of attention in Triton.
+"""The steps between the ranks of context-parallel attention in Triton.
 
-Tokens are moved and added by whole rows. What says where they go is worked out once for a
-row, and the share of a step once for a row and head.
+Tokens are moved and added by whole rows. The destination is computed once per row, and the weight
+of a step once per row and head.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 
 # ------------------------------------------------------------------------------ kernels
 #
-# Tokens are ``[outer, inner, h, d]``, outer being keys and values where there are both. A
-# tensor of halves is a packed one of which the offsets are halved.
+# Tokens are ``[outer, inner, h, d]``; outer is keys and values if there are both. A tensor of
+# halves is a packed tensor whose offsets are halved.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exp(x: tl.tensor) -> tl.tensor:
     if _INTERPRETED:
         return tl.exp(x)
-    else:  # Triton's own is an approximation there
+    else:  # Triton's own is an approximation
         return libdevice.exp(x)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _log_add_exp(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """``log(exp(a) + exp(b))``; of two equal infinities, that infinity."""
+    """``log(exp(a) + exp(b))``; for two equal infinities, that infinity."""
     smaller = _exp(-tl.abs(a - b))
     if _INTERPRETED:
         more = tl.log(1 + smaller)
@@ -109,7 +109,7 @@ def _read_half(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rows of halves, first ones or ``second`` ones, out of ``tokens`` whole ones."""
+    """Copy the first or ``second`` halves of sequences from a tensor of ``tokens`` whole rows."""
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     sequence, number, half, known = token_at(offsets_ptr, row % inner, sequences, highest, 2)
     token = tl.load(offsets_ptr + sequence).to(tl.int64) + number + second * half
@@ -152,7 +152,7 @@ def _add_or_copy(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rows of a step's gradient, ``inner`` of keys or values, into ``tokens`` of the sum's."""
+    """Add or copy ``inner`` rows of a step's gradient to ``tokens`` rows of the sum."""
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     within = row % inner
     if FIRST == "none" or SECOND == "none":
@@ -221,10 +221,10 @@ def _add_share(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rows of a step's output, weighted by its share of the sum over all keys, into the sum.
+    """Add a step's output, weighted by the step's share of the denominator, to the sum.
 
-    ``longest`` and ``step_longest`` are the columns of the two lse, ``lse`` over all keys
-    and ``some`` over those of the step.
+    ``longest`` and ``step_longest`` are the columns of the two lse: ``lse`` over all keys, ``some``
+    over those of the step.
     """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if HALF:
@@ -250,7 +250,7 @@ def _add_share(
     lse = tl.load(lse_ptr + (head * lse_head)[None, :], mask=weighed, other=hidden).to(ACC)
     some = tl.load(some_ptr + (head * some_head)[None, :], mask=weighed, other=hidden).to(ACC)
     seen = (lse > hidden) & (some > hidden)
-    # No share is negative, so that says what stays as it is, in the same tensor.
+    # No share is negative: -1 marks, in the same tensor, what is left unchanged.
     share = tl.where(seen, _exp(tl.where(seen, some - lse, 0)), -1)[:, :, None]
     inside = inside & ~(share < 0)
     step_ptr += place(row.to(tl.int64) * step_token, head * step_head, column, UNIT)
@@ -286,9 +286,9 @@ def _second_half_lse(
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Columns of halves, of HEADS heads of one sequence, or of all if they are packed.
+    """Columns of second halves, for HEADS heads of one sequence, or of all if they are packed.
 
-    READ: they are written from the whole ones; otherwise added to those.
+    READ: copy them from the whole lse; otherwise add them to it.
     """
     blocks = tl.cdiv(heads, HEADS)
     padded = tl.program_id(0) // blocks
@@ -331,7 +331,7 @@ def _indices(
     rank: tl.int32,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The tokens of a rank; those after the last sequence are one more."""
+    """The tokens of a rank; tokens after the last sequence count as one more sequence."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sequence, number, length, known = token_at(offsets_ptr, row, sequences, highest, world_size)
     begin = tl.load(offsets_ptr + sequence).to(tl.int64)
@@ -350,11 +350,11 @@ def _indices(
 _THREADS = 128
 _TILE_BYTES = {"read": 8192, "grad": 4096, "out": 4096}  # of each tensor of a program
 _LSE_TILE = (8, 128)  # heads by columns
-_INDICES = 512  # of a program
+_INDICES = 512  # per program
 
 
 def _offsets(op: str, cu_seqlens: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Dense offsets, and what :func:`token_at` is told of them."""
+    """Dense offsets, and the numbers that :func:`token_at` needs besides."""
     sequences = cu_seqlens.shape[0] - 1
     return plain(op, "cu_seqlens", cu_seqlens).contiguous(), (sequences, highest_power(sequences))
 
@@ -436,7 +436,7 @@ def thd_grad_correction(
 
 @functools.cache
 def _accumulator(out: torch.dtype, lse: torch.dtype) -> Any:
-    """What a share of an output is calculated in."""
+    """The dtype in which a share of an output is computed."""
     return TRITON_TYPES[torch.promote_types(math_dtype(out), lse)]
 
 
@@ -498,7 +498,7 @@ def thd_out_correction(
 def _halves_of_lse(
     op: str, lse: Tensor, half: Tensor, cu_seqlens: Tensor, *, packed: bool, read: bool
 ) -> None:
-    """The columns of ``half``, read from the second halves of ``lse`` or added to them."""
+    """Copy ``half`` from the second halves of ``lse``, or add it to them."""
     offsets, found = _offsets(op, cu_seqlens)
     if not half.numel():
         return

@@ -1,7 +1,7 @@
 """Padding of blocks of rows in Triton: one launch moves the rows of all blocks.
 
-Where blocks begin is known to the host, and goes to the device in a table. A row of the
-output finds its block there by halving, and then its row of the input.
+The host knows where blocks begin, and sends that to the device as a table. Each row of the output
+finds its block there by binary search, and then its row of the input.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _move_blocks(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rows of ``y`` from those of ``x``; ``begins``, of the blocks in ``y`` and then in ``x``.
+    """Copy rows of ``x`` to ``y``; ``begins`` has the blocks' starts in ``y``, then those in ``x``.
 
-    A row past the end of its block in ``x`` is zero.
+    A row beyond the end of its block in ``x`` is zero.
     """
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = row < rows
@@ -79,7 +79,7 @@ _TILE_BYTES = 8192
 def _moved(
     op: Contract[..., Tensor], input: Tensor, old: Sequence[int], new: Sequence[int]
 ) -> Tensor:
-    """The blocks with their new numbers of rows."""
+    """The blocks with new numbers of rows."""
     check_integers(op.name, *old, *new)
     input = plain(op.name, "input", input)
     output = fresh(op.name, input, (sum(new), input.shape[1]))

@@ -748,7 +748,7 @@ def _five(tokens: Tensor) -> Tensor:
 
 
 def _queries(tokens: Tensor, groups: int, per_group: int) -> Tensor:
-    """Queries, by head or ``per_group`` heads side by side, as ``[outer, inner, groups, .., d]``."""
+    """Queries, single heads or ``per_group`` side by side, as ``[outer, inner, groups, .., d]``."""
     tokens = tokens if tokens.dim() == 4 else tokens.unsqueeze(1)
     width = tokens.shape[2] * tokens.shape[3] // max(1, groups * per_group)
     strides = (tokens.stride(2) * per_group, tokens.stride(2))
