@@ -44,8 +44,7 @@ def allocator(device: torch.device) -> Allocate:
 
 
 def sees_allocations() -> bool:
-    """Whether a torch mode is active that may want to see allocations (and every other
-    operator)."""
+    """Whether a torch mode is active, which may want to see allocations and all other operators."""
     return bool(_function_modes() or _dispatch_modes())
 
 

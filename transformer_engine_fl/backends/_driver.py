@@ -132,7 +132,7 @@ def call(function: str, *arguments: Any) -> None:
     """Call a function of the driver.
 
     Raises:
-            LaunchError: the function returned an error.
+        LaunchError: the function returned an error.
     """
     code = getattr(_driver(), function)(*arguments)
     if code:

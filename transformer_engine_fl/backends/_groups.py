@@ -88,8 +88,7 @@ class GroupedCall(NamedTuple):
         return cls(operands, tensors, splits, key, flags[1], of_a, of_b, of_into)
 
     def free(self) -> str | None:
-        """What a call with the same tensors may split differently: "rows" of D, "terms", or
-        nothing."""
+        """What may be split differently with the same tensors: "rows" of D, "terms" or nothing."""
         groups = len(self.splits)
         if self.of_b != 1 or groups < 2:
             return None

@@ -155,8 +155,7 @@ class _Layout:
         check_size(op, "chunks", self.slots[-1], _MOST_CHUNKS)
 
     def check_memory(self, op: str, pointers: _Pointers, written: Sequence[bool]) -> None:
-        """Decline tensors without memory, and a written tensor that is listed twice: order
-        matters."""
+        """Decline tensors without memory, and writing a tensor twice, where order would matter."""
         addresses: list[int] = []
         for place, (column, writes) in enumerate(zip(pointers, written, strict=True)):
             if place < self._dtyped:
@@ -245,8 +244,7 @@ class Ready(NamedTuple):
     lists: Lists = ()
 
     def finish(self) -> None:
-        """Write copies back and tell autograd of the writes; call it once the kernels are
-        launched."""
+        """Write copies back and report the writes to autograd; call it after the launches."""
         for memory, copy in self.copies:
             memory.copy_(copy)
         # Autograd must know that values saved of these tensors for a backward pass are gone.

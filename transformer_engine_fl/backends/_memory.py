@@ -32,9 +32,10 @@ def is_captured(device: torch.device) -> bool:
 
 
 def keeping_stream(device: torch.device) -> int | None:
-    """The current stream's handle, by which memory written on it may be cached for later launches
-    on it; None if such memory may not be kept: a graph is being captured, or the handle stands for
-    another stream in each thread.
+    """The current stream's handle, by which to cache memory that was written on it.
+
+    Such memory may be used by later launches on that stream. None if it must not be kept: a graph
+    is being captured, or the handle stands for a different stream in each thread.
     """
     if device.type != "cuda":
         return 0

@@ -244,8 +244,7 @@ def note(function: Any, *arguments: Any) -> bool:
 
 
 def written(tensor: Tensor) -> None:
-    """Tell autograd, and the recording if one runs on this thread, that kernels wrote an
-    argument."""
+    """Report to autograd, and a recording on this thread, that kernels wrote an argument."""
     torch.autograd.graph.increment_version(tensor)
     watch = active
     if watch is not None and watch.thread == threading.get_ident():
@@ -276,7 +275,7 @@ class _Writer:
         if not self.given:
             raise UnrepeatableError("no tensors")
         self.device = self.given[0][1].device
-        # Whom an address within these bounds belongs to: (first, end, name, tensor).
+        # The memory that addresses belong to: (first, end, name, tensor).
         self.owners: list[tuple[int, int, str, Tensor]] = []
         for name, tensor in self.given:
             if (

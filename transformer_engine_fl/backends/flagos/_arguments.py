@@ -191,8 +191,7 @@ def check_across(op: str, programs: int) -> None:
 
 
 def float32_precision(device: torch.device) -> str:
-    """The precision of float32 products: three TF32 products, as exact, where the device has
-    TF32."""
+    """The precision of float32 products: three of TF32, as exact, where the device has it."""
     return "tf32x3" if _launch.limits(device).capability else "ieee"
 
 

@@ -257,9 +257,10 @@ def _given(kinds: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
 
 
 def _started(compiled: Any, device: int) -> _Started | None:
-    """How to launch a compiled kernel directly; None if that is impossible: the device is not
-    NVIDIA's, Triton does more for a launch than is known here (to instrument it, say), or a
-    parameter has an unknown type.
+    """How to launch a compiled kernel directly; None if that is impossible.
+
+    That is so if the device is not NVIDIA's, if Triton does more for a launch than is known here
+    (to instrument it, say), or if a parameter has an unknown type.
     """
     run, target = compiled.run, compiled.metadata.target
     watched = getattr(run, "profile_scratch_size", 1) or getattr(run, "gsan_enabled", False)

@@ -96,8 +96,8 @@ def _count_indices(
 ) -> None:
     """A group's line, its pairs' buckets, and the extremes of the experts that share a bucket.
 
-    ``extremes`` are the lowest and highest negative experts, and those of the large ones, each as
-    GROUPS numbers.
+    ``extremes`` are the lowest and highest negative experts, and those of the large ones, each for
+    GROUPS groups.
     """
     let_follow(FOLLOWS)
     group = tl.program_id(0)

@@ -151,7 +151,7 @@ _SUM_ROWS, _SUM_BLOCK, _SUM_THREADS, _SUM_PROGRAMS = 16, 256, 128, 8
 
 
 _BY_ESTIMATE = _Tile(0, 0, 0, 0)
-"""Stands for the listed tile with the fewest rounds, each round weighted by the tile's speed."""
+"""Stands for the listed tile whose rounds take the least time by estimate, given its speed."""
 
 
 def _tile_choice(kind: str) -> Choice[_Tile]:
@@ -422,7 +422,7 @@ def _is_for_hopper(
     """Whether ``_products_hopper`` supports products of this kind, and the GPU is a Hopper.
 
     Args:
-            at_origin: whether a's first row is the first row of a scale block.
+        at_origin: whether a's first row is the first row of a scale block.
     """
     return (
         _launch.has_gluon()

@@ -2,9 +2,9 @@
 
 A family declares each of its choices (``choice.py``) and queries it when it plans a launch. The
 answer comes from YAML files (``lookup.py``, ``files.py``), which ``te-fl tune`` writes, or from a
-heuristic. ``calls/`` lists the calls that are measured for a choice. Each folder here belongs to a
-vendor: it holds the vendor's files and, in its ``__init__.py``, the same registration that a
-vendor's own package would do.
+heuristic. ``calls/`` lists the calls that are measured for a choice. Every other folder here
+belongs to a vendor: it holds the vendor's files and, in its ``__init__.py``, the same registration
+that a vendor's own package would do.
 
 Measuring is done by the command; kernels are defined by the families. Nothing here loads torch or
 Triton, and pydantic and YAML load only when there is a file to read.

@@ -189,7 +189,7 @@ def check_names(content: TuningFile, path: Path) -> None:
     if not CHOICES.keys() >= content.choices.keys():
         try:
             load_families()
-        except ImportError:  # of a broken family, whose choices nobody knows
+        except ImportError:  # of a broken family: its choices are unknown
             return
         for error in unknown_names(content, path):
             raise error
@@ -358,8 +358,7 @@ def write(path: Path, content: TuningFile) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock out other writers, by a lock file: a lock on the file itself is lost when it is
-    replaced."""
+    """Lock out other writers by a lock file: a lock on the file itself goes when it is replaced."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):  # no locks here, or another user's file
             import fcntl
