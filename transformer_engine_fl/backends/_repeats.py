@@ -295,7 +295,7 @@ class _Writer:
 
     def constant(self, value: Any) -> str:
         if value is None or type(value) is bool:
-            return repr(value)  # takes less than a name
+            return repr(value)  # cheaper than a name lookup
         name = f"_c{len(self.namespace)}"
         self.namespace[name] = value
         return name
@@ -314,7 +314,7 @@ class _Writer:
         elif value is None or kind in (bool, torch.dtype):
             self.tests.append(f"{name} is {self.constant(value)}")
         elif kind in (int, float, str):
-            known = self.constant(value)  # the very object, where it is a default
+            known = self.constant(value)  # a default is the same object
             like = f"_type({name}) is {self.constant(kind)} and {name} == {known}"
             if value == 0 and kind is float:
                 like += f" and {name}.hex() == {value.hex()!r}"
@@ -523,7 +523,7 @@ class _Calls(Repeats):
             found = again(*arguments[:most], **dict(options))
             if found is not MISS:
                 self.last = again
-                if self._at_hand is not at_hand:  # forgotten meanwhile, maybe
+                if self._at_hand is not at_hand:  # forget() may have run meanwhile
                     self.last = _never
                 return found
         if self._watched < _MOST_WATCHED and self._looks < _MOST_LOOKS and active is None:

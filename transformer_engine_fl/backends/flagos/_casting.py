@@ -1221,7 +1221,7 @@ def _square_rule(height: int) -> Block:
 
 def _calculated_square_rule(height: int) -> Block:
     rule = _square_rule(height)
-    return rule if height < 128 else rule._replace(threads=256)  # it takes more registers
+    return rule if height < 128 else rule._replace(threads=256)  # calculating takes registers
 
 
 def _square_candidates(height: int) -> Iterator[Block]:

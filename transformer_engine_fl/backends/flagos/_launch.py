@@ -69,7 +69,7 @@ _ALIGNMENT_MASK = 15
 _MOST_REGISTERS = 255  # of one thread
 _PARTITIONS = 4  # of an NVIDIA multiprocessor
 _WARP_SIZE = 32  # of NVIDIA
-_MOST_SHARED = 228 * 1024  # bytes of a program; for more of them Triton asks the driver otherwise
+_MOST_SHARED = 228 * 1024  # bytes per program; for more, Triton calls the driver differently
 # In these versions a compiled kernel takes the parameters that are no constants, and the addresses
 # of two scratch memories; :func:`_started` sets the other launch attributes. For AMD, compiled code
 # also depends on whether a tensor is larger than 2 GB, which is not tested here: Triton launches
@@ -275,7 +275,7 @@ def _started(compiled: Any, device: int) -> _Started | None:
         return None
     geometry = Geometry(
         warps * _WARP_SIZE,
-        "".join(_given(kinds, kinds)) + "PP",  # and scratch memory of two sorts
+        "".join(_given(kinds, kinds)) + "PP",  # and two scratch memories
         shared,
         dependent=bool(run.launch_pdl),
         together=2 if run.launch_cooperative_grid else 1,  # or more
@@ -634,7 +634,7 @@ class Launch:
         """Launch by Triton; returns its result."""
         options = {**self._constants, **self._options}
         if INTERPRETED:
-            import numpy  # which only the interpreter needs, and nothing here requires
+            import numpy  # only the interpreter needs it; no dependency
 
             # NumPy would warn of infinities and NaN, which no device does.
             quiet = numpy.errstate(all="ignore")
@@ -653,7 +653,7 @@ class Launch:
                 compiled = self._kernel.warmup(*tensors, *numbers, grid=(1, 1), **options)
                 if isinstance(compiled, triton.compiler.CompiledKernel):
                     compiled.run  # noqa: B018 - loads the machine code
-            except Exception as error:  # the compiler, the assembler and the driver have their own
+            except Exception as error:  # compiler, assembler and driver raise types of their own
                 raise KernelCompileError(self._kernel, self._device, error) from error
         self._loaded.add(alignment)
 

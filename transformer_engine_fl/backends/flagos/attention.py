@@ -127,7 +127,7 @@ _TILES: dict[str, dict[str, dict[int, _Tile]]] = {
 }
 _INTERPRETED_TILE = _Tile(16, 16, 32, 1, described=True)
 _SIZES = (32, 64, 128)  # rows and columns of the tiles that are tried
-_MOST_SCORES = 64  # of a thread, in these tiles
+_MOST_SCORES = 64  # per thread, in these tiles
 _WIDEST = 512
 _FEW = 64  # rows and columns up to which one stage is tried before a smaller tile
 _FEWEST = 16  # rows and columns of a tile that matrix instructions take

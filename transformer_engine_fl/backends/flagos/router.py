@@ -366,7 +366,7 @@ def _loss_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The same row for every token."""
+    """Write the same row of gradients for every token."""
     columns = experts * UNIT
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

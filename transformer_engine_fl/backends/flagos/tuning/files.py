@@ -124,7 +124,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
-            if isinstance(value, int) and value.bit_length() > 64:  # Python may not print it
+            if isinstance(value, int) and value.bit_length() > 64:  # Python may refuse to print it
                 raise OverflowError
             return value
         except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError):
@@ -323,7 +323,7 @@ def present(path: Path, device: str | None) -> TuningFile:
     Raises:
         ConfigurationError: it is broken, no regular file, for another device, or for every device.
     """
-    if path.exists() and not path.is_file():  # which a new file would replace
+    if path.exists() and not path.is_file():  # a new file would replace it
         raise ConfigurationError(f"{path}: is no regular file")
     found = read(path) if path.exists() else TuningFile()
     if found.device not in (None, device):

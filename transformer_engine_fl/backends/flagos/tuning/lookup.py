@@ -357,7 +357,7 @@ def _whole(source: Source) -> TuningFile | None:
     """A file's content, after a check of its choices' names, which may warn."""
     path = source.path
     content = _or_warning(source, path, lambda: _content(path))
-    if content is not None and not path.is_relative_to(_PACKAGED):  # which are tested
+    if content is not None and not path.is_relative_to(_PACKAGED):  # whose names are tested
         check = load_attribute(f"{_FILES}:check_names")
         _or_warning(source, (path, "names"), lambda: check(content, path))
     return content
