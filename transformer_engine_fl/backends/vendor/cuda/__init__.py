@@ -1,6 +1,6 @@
-"""NVIDIA's set: CUDA C++ compiled at run time, from wheels alone.
+"""NVIDIA's set: CUDA C++ kernels, compiled at run time with a compiler from Python wheels.
 
-``TE_FL_SKIP_CUDA=1`` switches it off whole.
+``TE_FL_SKIP_CUDA=1`` switches the whole set off.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ FAMILIES = (
     "router",
     "softmax",
 )
-"""The families that the set has a file for."""
+"""The families that the set implements, a module each."""
 
 _NOT_INVARIANT = {"traits": frozenset({"deterministic", "graph_safe"})}
-"""Which of its kernels a library takes for matrices depends on the size of the whole."""
+"""Not batch invariant: the library picks a kernel by the size of the whole matrix product."""
 
 
 def is_available() -> bool | str:
-    """Whether a kernel can be compiled and run here; says why not."""
+    """True if kernels can be compiled and run here, else the reason why not."""
     from transformer_engine_fl.backends.vendor.cuda import _compile
 
     return _compile.missing() or True
 
 
 def switched_off() -> str | None:
-    """Whether the environment wants the set nowhere."""
+    """The reason, if the environment switches the set off; else None."""
     return "switched off by TE_FL_SKIP_CUDA" if get_environment().skip_cuda else None
 
 
 def register(registry: OpRegistry) -> None:
-    """Register the set; its modules load, and its kernels compile, when first chosen."""
+    """Register the set; its modules are imported and its kernels compiled on first use."""
     register_vendor(INFO)
     register_set(
         registry,

@@ -1,9 +1,9 @@
-"""What every family of this set asks of its arguments, and what it remembers of them.
+"""Checks of arguments that all families of this set share, and caches keyed by them.
 
-A call takes a quick look at its arguments (:func:`is_plain`, dtypes, sizes). What the look
-does not like goes to :func:`decline`: the contract's check names what is wrong, and what is
-merely not for these kernels is left to the next set. What a kernel depends on is the key of
-a plan, made once (:class:`Plans`).
+An operator first checks its arguments cheaply (:func:`is_plain`, dtypes, sizes). If that fails
+it calls :func:`decline`: the contract's check raises for invalid arguments, and valid ones that
+these kernels do not support are declined, so that the next set serves the call. A plan is made
+once for each key of all that a kernel depends on (:class:`Plans`).
 """
 
 from __future__ import annotations
@@ -78,25 +78,26 @@ NAMES: Final = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
-"""The dtypes that kernels calculate with, as ``include/numeric.cuh`` calls them."""
+"""The dtypes that kernels compute with, and their names in ``include/numeric.cuh``."""
 SIZES: Final = {dtype: dtype.itemsize for dtype in NAMES}
 MOST_COLUMNS: Final = 2**30
-"""Columns are 32-bit numbers in the kernels."""
+"""Kernels count columns in 32-bit integers."""
 _MOST_PLANS = 1024
 
-# What the set runs on. The tests, which run the kernels on the CPU, say something else.
+# The set's device type, and the attribute of its tensors that is true. The emulated tests, which
+# run the kernels on the CPU, replace both.
 DEVICE_TYPE = "cuda"
 IS_THERE = "is_cuda"
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Whether it is where the kernels run."""
+    """Whether the tensor is on a device that the kernels run on."""
     found: bool = getattr(tensor, IS_THERE)
     return found
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why the kernels cannot run there; None if they can."""
+    """Why the kernels cannot run on a device; None if they can."""
     return None if device.type == DEVICE_TYPE else "vendor.cuda runs on CUDA devices"
 
 
@@ -120,7 +121,7 @@ class Written(_arguments.Written):
 
 
 def is_plain(value: object) -> bool:
-    """Whether it is a tensor whose memory is its own, subclass or not."""
+    """Whether it is a strided tensor, or a subclass of one, without a dispatch of its own."""
     return (
         isinstance(value, Tensor)
         and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -129,14 +130,14 @@ def is_plain(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that is known, no bool, and if an integer one of 64 bits."""
+    """Whether it is an int of 64 bits or a float; not a bool, nor a symbolic number."""
     if type(value) is int:
         return -(2**63) < value < 2**63
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Say what is wrong with the arguments, or that they are not for this set."""
+    """Raise the contract's error for invalid arguments, or else :class:`NotSupportedError`."""
     arguments = op.check(*args, **kwargs)
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     for tensor in tensors:
@@ -154,13 +155,13 @@ def decline(op: Contract[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def refuse(op: str, reason: str | None) -> None:
-    """Decline for a reason, if there is one."""
+    """Decline the call if there is a reason to."""
     if reason is not None:
         raise NotSupportedError(f"vendor.cuda: {op}: {reason}")
 
 
 def no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedError:
-    """The decline of a tensor, of ours or of the caller's, that has no address."""
+    """The error that declines a call with a tensor, allocated here or passed in, without memory."""
     reason = f": {error}" if error else ""
     return NotSupportedError(
         f"vendor.cuda: {op.name} needs tensors with memory of their own{reason}"
@@ -168,14 +169,14 @@ def no_memory(op: Contract[..., Any], error: Exception | None) -> NotSupportedEr
 
 
 def contiguous(value: Tensor) -> Tensor:
-    """The tensor, copied only if it must be."""
-    # Lazily negated it may be contiguous, and yet its sign is kept apart.
+    """The tensor as a contiguous one, copied only if necessary."""
+    # A lazily negated tensor may be contiguous, but its memory holds the values before negation.
     return (value.resolve_neg() if value.is_neg() else value).contiguous()
 
 
 def dense_rows(value: Tensor) -> tuple[Tensor, int]:
-    """The tensor, copied only if it must be, and the elements from row to row."""
-    if value.is_neg():  # dense, and yet its sign is kept apart
+    """The tensor, copied only if necessary, and its row stride in elements."""
+    if value.is_neg():  # its memory holds the values before negation
         value = value.resolve_neg()
     return by_rows(value)
 
@@ -184,17 +185,17 @@ def dense_rows(value: Tensor) -> tuple[Tensor, int]:
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """The address of its memory; 0 if there is none."""
+    """The tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def vector_width(columns: int, size: int) -> int:
-    """Elements per vector: 16 bytes, or as many as divide the columns."""
+    """Elements per vector: a power of two that divides the columns, up to 16 bytes."""
     return min(16 // size, columns & -columns)
 
 
 def access_width(vec: int, *parts: tuple[int, int]) -> int:
-    """Elements that one access may cover, from (address or bytes between rows, size)."""
+    """Elements that one access may cover, from (address or row stride in bytes, itemsize)."""
     access = vec
     while access > 1 and any(value % min(16, access * size) for value, size in parts):
         access //= 2
@@ -202,7 +203,7 @@ def access_width(vec: int, *parts: tuple[int, int]) -> int:
 
 
 def real(dtype: torch.dtype) -> str:
-    """The ``struct`` format of a kernel's own arithmetic, for an input of ``dtype``."""
+    """The ``struct`` format of the type that a kernel computes in, for an input of ``dtype``."""
     return "d" if dtype == torch.float64 else "f"
 
 
@@ -210,7 +211,7 @@ def real(dtype: torch.dtype) -> str:
 
 
 class Plans(dict[tuple[Any, ...], T]):
-    """Plans by what they depend on, each made by the first who asks.
+    """Plans by a key of all that they depend on, each made on first use.
 
     A look-up takes no lock: ``plans.get(key) or plans.made(key, make)``.
     """
@@ -222,17 +223,17 @@ class Plans(dict[tuple[Any, ...], T]):
         self._lock = ForkSafeLock()
 
     def clear(self) -> None:
-        """Forget every plan, and the calls that were made by one."""
+        """Forget every plan, and the repeated calls that were recorded with them."""
         super().clear()
         _repeats.forget()
 
     def made(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """The plan of that key; a full memory starts over, since plans are cheap."""
+        """The plan of a key, made if necessary; a full cache is emptied, since plans are cheap."""
         with self._lock:
             plan = self.get(key)
             if plan is None:
                 if len(self) >= _MOST_PLANS:
-                    super().clear()  # they come again as they were, and so do calls
+                    super().clear()  # plans are remade the same, so repeated calls stay valid
                 plan = self[key] = make()
             return plan
 
@@ -241,16 +242,16 @@ class Plans(dict[tuple[Any, ...], T]):
 
 
 def taken(op: str, name: str, tensor: Tensor, known: bool) -> Tensor:
-    """The tensor, plain; one that a known call had may be it already."""
+    """The tensor as a plain one; the argument of a known call often is one already."""
     if known and not (tensor.requires_grad or tensor.is_neg()):
         return tensor
     return plain(op, name, tensor)
 
 
 class KnownCalls:
-    """Calls that were found to be right and for this set, by all that such a look sees.
+    """Calls that passed the contract's check and are supported, keyed by what the check depends on.
 
-    A contract's check takes longer than a library's call; a call like one before needs none.
+    The check takes longer than a call of a library; a call with a known key skips it.
     """
 
     __slots__ = ("_seen",)
@@ -260,7 +261,7 @@ class KnownCalls:
 
     @staticmethod
     def like(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What is seen of a call: of tensors all but where they are and what they hold."""
+        """The key of a call: everything about its tensors except addresses and contents."""
         facts = (
             (it.shape, it.dtype, it.stride(), it.device)
             if type(it) in PLAIN and it.layout is torch.strided
@@ -272,13 +273,13 @@ class KnownCalls:
     def __contains__(self, call: tuple[Any, ...]) -> bool:
         try:
             return call in self._seen
-        except TypeError:  # a list, say, where none belongs
+        except TypeError:  # unhashable: a list, say, where none belongs
             return False
 
     def add(self, call: tuple[Any, ...]) -> None:
-        """Remember a call; a full memory starts over."""
+        """Remember a call; a full cache is emptied first."""
         if any(isinstance(it, Tensor) for it in call):
-            return  # of a kind of its own
+            return  # a tensor subclass, which has no such key
         if len(self._seen) >= _MOST_PLANS:
             self._seen.clear()
         self._seen.add(call)

@@ -1,11 +1,11 @@
 """From a .cu file to machine code: NVRTC through cuda-core, behind a disk cache.
 
-A :class:`Specialisation` names a kernel of a .cu file of this folder and the macros
-that make it concrete; :func:`cubin` gives its machine code for an architecture. No
-device is touched here: loading and launching is ``_launch``'s, and which
-specialisation serves which call is decided beside the operators.
+A :class:`Specialisation` names a kernel in a .cu file of this folder and the macros that
+specialise it; :func:`cubin` returns its machine code for an architecture. This module needs
+no device: ``_launch`` loads and launches, and the operators' modules choose the
+specialisation for a call.
 
-An entry's name in the cache holds the hash of everything that the machine code depends on.
+The name of a cache entry holds a hash of everything that the machine code depends on.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ INSTALL = "pip install 'transformer_engine_fl[cuda]'"
 STANDARD = "c++17"
 CACHE = DiskCache("cuda", "compiled kernels")
 _HEADERS = ("cuda_bf16.h", "cuda_fp16.h")
-"""What the kernels include of CUDA's headers; each brings its ``.hpp``."""
+"""The CUDA headers that the kernels include; each includes a ``.hpp`` of the same name."""
 _DIAGNOSTIC = re.compile(r"^(?P<file>[^\n]*?)\((?P<line>\d+)\): (?:catastrophic )?error: ?", re.M)
 
 
 class KernelCompileError(NotStartedError):
-    """The compiler refused a .cu file, or it cannot be read.
+    """A .cu file does not compile, or cannot be read.
 
-    Whoever writes an argument has loaded every kernel of the call before the first launch.
+    An operator that writes to an argument loads all kernels of the call before the first launch,
+    so this error leaves the arguments unchanged.
 
     Attributes:
         file, line: where the first error is; None if the compiler did not say.
-        log: the compiler's words.
+        log: the compiler's output.
     """
 
     def __init__(self, specialisation: Specialisation, arch: str, log: str) -> None:
@@ -66,11 +67,11 @@ class KernelCompileError(NotStartedError):
 
 @dataclass(frozen=True, slots=True)
 class Specialisation:
-    """One kernel made concrete.
+    """One kernel with the macros that specialise it.
 
     Attributes:
-        source: a .cu file of this folder, without its ending.
-        kernel: the kernel's name in it; the macro ``KERNEL_<name>`` turns it on.
+        source: a .cu file of this folder, without its suffix.
+        kernel: the kernel's name in the file; the macro ``KERNEL_<name>`` enables it.
         defines: the other macros, by name.
     """
 
@@ -92,7 +93,7 @@ class Specialisation:
 def architecture(major: int, minor: int) -> str:
     """The compiler's name of a compute capability.
 
-    From Hopper on the variant with that chip's own instructions.
+    From Hopper on it is the variant with architecture-specific instructions (``sm_90a``).
     """
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
@@ -101,7 +102,7 @@ def cubin(specialisation: Specialisation, arch: str) -> bytes:
     """Machine code of a kernel, from the cache or else from the compiler.
 
     Raises:
-        KernelCompileError: names the file, the line and the compiler's words.
+        KernelCompileError: with the file, the line and the compiler's output.
     """
     headers = header_directory()
     try:
@@ -157,7 +158,7 @@ def _compile(specialisation: Specialisation, arch: str, source: str, headers: Pa
             include_path=include,
         )
         code = Program(source, "c++", options).compile("cubin").code
-    except Exception as error:  # what cuda-core raises here is not public, and it may be another's
+    except Exception as error:  # cuda-core does not document its errors here; others may come up
         raise KernelCompileError(specialisation, arch, str(error)) from error
     return bytes(code)
 
@@ -179,12 +180,12 @@ def _nvrtc_version() -> str:
 
 @functools.cache
 def _nvrtc_build() -> str:
-    """What tells builds of one version of NVRTC apart; it does not say its patch version itself."""
+    """Distinguishes builds of one version of NVRTC, which does not report its patch version."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
         path = load_nvidia_dynamic_lib("nvrtc").abs_path
-        # A toolkit's file has the whole version in its name, a wheel's is told by its size.
+        # A toolkit's library has the full version in its name; a wheel's differs by its size.
         library = Path(path or "").resolve(strict=True)
         return f"{library.name} {library.stat().st_size}"
     except (ImportError, RuntimeError, OSError):  # cuda-bindings found it some other way
@@ -202,7 +203,7 @@ def _header_candidates() -> Iterator[Path]:
             yield Path(root) / "include"
     wheels = importlib.util.find_spec("nvidia") if installed("nvidia") else None
     for location in (wheels and wheels.submodule_search_locations) or ():
-        # cu13 and its successors share a folder; the wheels of CUDA 12 have one each.
+        # From CUDA 13 on all wheels share one folder (cu13); each wheel of CUDA 12 has its own.
         yield from sorted(Path(location).glob("cu[0-9]*/include"), reverse=True)
         yield Path(location) / "cuda_runtime" / "include"
 
@@ -213,7 +214,7 @@ def _has_headers(folder: Path) -> bool:
 
 @functools.cache
 def _headers_digest(folder: Path) -> str:
-    """Of what the kernels include of CUDA's headers, which may be others in the same place."""
+    """Hash of the CUDA headers that the kernels include: an update may replace them in place."""
     digest = hashlib.sha256()
     for name in _HEADERS:
         for part in (folder / name, (folder / name).with_suffix(".hpp")):

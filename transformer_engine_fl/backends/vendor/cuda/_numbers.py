@@ -1,7 +1,7 @@
-"""Integers of the host in a device's memory, without a copy that the host waits for.
+"""Integers of the host written to a device's memory, without a copy that the host waits for.
 
-They travel as a kernel's arguments (``numbers.cu``), so they are those of the call wherever a
-CUDA graph replays it, and there is no memory of the host that must outlive it.
+They are passed as kernel arguments (``numbers.cu``). A CUDA graph therefore replays the call
+with the integers that it captured, and no host memory has to outlive the call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformer_engine_fl.backends.vendor.cuda._compile import Specialisation
 __all__ = ["numbers_on_device", "numbers_sources"]
 
 COUNTS: Final = (32, 480)
-"""Numbers of one launch: every device takes 4 KB of arguments."""
+"""Numbers that one launch may write: every device accepts 4 KB of kernel arguments."""
 THREADS: Final = 128
 
 
@@ -28,12 +28,12 @@ def _source(count: int) -> tuple[Specialisation, _launch.Geometry]:
 
 
 def numbers_sources() -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """The kernels that write numbers."""
+    """The kernels that write numbers, one for each of :data:`COUNTS`."""
     return map(_source, COUNTS)
 
 
 def numbers_on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """A new int64 tensor of at least that length: the numbers, and then zeros."""
+    """A new int64 tensor that holds the numbers, padded with zeros."""
     count = next((it for it in COUNTS if it >= len(numbers)), COUNTS[-1])
     calls = max(1, -(-len(numbers) // count))
     memory = torch.empty((calls * count,), dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
-"""Kernels by what chooses them, for families whose kernels are functions of a few choices.
+"""A cache of loaded kernels, for families that choose a kernel by a few values.
 
-A source is a function of what a kernel depends on (dtypes, sizes, alignment) and of the
-device's limits; what it names is loaded once for each choice.
+A function maps what a kernel depends on (dtypes, sizes, alignment) and the device's limits to a
+:data:`Source`, which is loaded once for each combination of them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "LoadedKernels", "Source", "common_access"]
 
 Source = tuple[Specialisation, _launch.Geometry, int]
-"""A kernel, how it is launched, and how many rows (tokens, groups) a block takes."""
+"""A kernel, its launch geometry, and how many rows (tokens, groups) a block takes."""
 
 
 class Loaded:
     """A kernel on a device.
 
     Attributes:
-        each: rows of a block.
+        each: rows that a block takes.
     """
 
     __slots__ = ("_kernel", "each")
@@ -40,7 +40,7 @@ class Loaded:
         self._kernel = _launch.load(found, geometry, device)
 
     def __call__(self, rows: int, *values: Any) -> None:
-        """Launch for so many rows; ``values`` are the kernel's arguments."""
+        """Launch enough blocks for ``rows`` rows; ``values`` are the kernel's arguments."""
         self._kernel.launch(-(-rows // self.each), 1, *values)
 
 
@@ -50,7 +50,7 @@ class LoadedKernels(Plans[Loaded]):
     __slots__ = ()
 
     def of(self, like: Tensor, source: Callable[..., Source], *key: Any) -> Loaded:
-        """What ``source(*key, limits)`` names, on the device of a tensor."""
+        """The kernel that ``source(*key, limits)`` names, on the device of ``like``."""
         device = like.get_device()
         full = (device, source, *key)
         return self.get(full) or self.made(
@@ -59,11 +59,11 @@ class LoadedKernels(Plans[Loaded]):
 
 
 def common_access(columns: int, *tensors: tuple[Tensor, int]) -> int:
-    """Elements that one access may cover in all of some tensors.
+    """Elements that one access may cover in every one of several tensors.
 
     Args:
-        columns: of their rows.
-        tensors: each with the elements from row to row; the first one's vectors count.
+        columns: columns of a row.
+        tensors: each with its row stride in elements; the first one's dtype sets the vector width.
     """
     parts = []
     for tensor, step in tensors:

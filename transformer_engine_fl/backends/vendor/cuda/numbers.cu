@@ -1,8 +1,7 @@
-// Integers of the host in a device's memory: they travel as the kernel's arguments.
+// Integers of the host written to a device's memory. They are passed as kernel arguments, so that
+// a CUDA graph replays the call with the integers that it captured.
 //
 //   COUNT  how many
-//
-// So they are those of the call wherever a CUDA graph replays it.
 
 #ifdef KERNEL_write_numbers
 
