@@ -1,10 +1,10 @@
 """Casting a matrix to a scaling format: what quantization and epilogues share (``casting.cu``).
 
-What is cast is calculated where it is cast: a :class:`Source` says from what. One kernel
-casts along rows; another, by tiles, writes the transposed tensor too, and has square blocks.
-A scale that follows from all values takes a pass over them beforehand, of which each block of
-threads leaves one number, and a launch that makes the scale of these; then the kernel that
-casts is waiting already, and starts where the pass before has ended.
+The kernels that cast also compute what they cast: a :class:`Source` describes it. One kernel
+casts along rows; another casts tiles, for square blocks or to write the transposed tensor too.
+A scale that depends on all values takes a pass over them first, in which each block of threads
+writes a partial amax, and a launch that reduces these to the scale. The kernel that casts is a
+dependent launch, which starts at the end of the data, where the pass before it finished.
 """
 
 from __future__ import annotations
@@ -50,42 +50,43 @@ __all__ = [
 ]
 
 PIECE: Final = 16
-"""Neighbouring columns of a thread."""
+"""Neighbouring columns that a thread has."""
 THREADS: Final = 256
 SIDE: Final = 128
-"""Rows, and columns, of a tile."""
+"""Rows of a tile, and columns of it."""
 TILE_ROWS: Final = THREADS * PIECE // SIDE
-"""Of them, rows that a block works on at once."""
+"""Rows of a tile that a block works on at once."""
 FLAT_COLUMNS: Final = 512
-"""What need not be told apart by rows is cut into rows of so many columns."""
+"""A tensor whose rows do not matter is cast as rows of this many columns."""
 MOST: Final = 2**31 - 2**14
-"""Rows, columns, and blocks of threads, that kernels count."""
+"""The most rows, columns, and blocks of threads that kernels can count."""
 WAVES: Final = 4
-"""How often as many blocks as the device runs at once add up columns, if one wave would leave
-more than an eighth of it idle."""
+"""Waves of blocks that add up columns, if one wave would leave more than an eighth of the device
+idle."""
 ASIDE_TILES: Final = 2048
-"""From so many tiles on, those leave blocks' scales aside, what a tile has of them together: it has
-4 or 8 bytes of each row and column, and L2 counts 32 for each. Fewer were not measured."""
+"""From this many tiles on, a tile writes its blocks' scales contiguously (``ASIDE``), to be ordered
+later: it has only 4 or 8 bytes of them for each row and column, of which each write would cost a
+sector of 32 bytes in L2. Fewer tiles were not measured."""
 BYTES_AHEAD: Final = 128
-"""Of a tensor itself, what a thread has under way at once."""
+"""Bytes that a thread has in flight at once, if the source is a tensor itself."""
 LARGEST_THREADS: Final = 1024
 
 
 class Source(NamedTuple):
-    """What is cast: a matrix that kernels calculate.
+    """The matrix that is cast, and how kernels compute it.
 
     Attributes:
         kind: ``"identity"``, a type of ``activations.cuh``, or ``"norm"``.
-        shape: of the output.
-        x: the tensor, by rows.
-        x_stride: from row to row.
-        grad: the gradient of the output, if it is a backward.
-        grad_stride: from row to row.
+        shape: the output's shape.
+        x: the tensor, with contiguous rows.
+        x_stride: its row stride.
+        grad: the gradient of the output, for a backward.
+        grad_stride: its row stride.
         gated: whether a row of x has two halves.
-        weight, bias, mu, rsigma: of a norm; mu if it is centred.
-        zero_centred: whether the weight is stored less 1.
-        limit, alpha: of a clamped activation.
-        amaxes: of parts that hold every value among them, if they are known.
+        weight, bias, mu, rsigma: a norm's; ``mu`` if it is centred.
+        zero_centred: whether the weight is stored minus 1.
+        limit, alpha: a clamped activation's.
+        amaxes: partial amaxes that cover all values, if they are known.
     """
 
     kind: str
@@ -106,20 +107,20 @@ class Source(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """As the kernels take them."""
+        """The tensors, in the order of the kernels' arguments."""
         return (self.x, self.grad, self.weight, self.bias, self.mu, self.rsigma)
 
     @property
     def halves(self) -> int:
-        """Of how many parts, each a gradient, the columns are."""
+        """The number of gradients side by side in a row: 2 for a gated backward."""
         return 2 if self.gated and self.grad is not None else 1
 
     def matrix(self, width: int, whole: bool) -> Matrix:
-        """How it is counted.
+        """The rows and columns that the kernels work on.
 
         Args:
-            width: of the blocks along a row, 0 if there are none.
-            whole: rows must stay rows.
+            width: the width of blocks along a row, 0 if there are none.
+            whole: keep the rows; else a dense tensor may be cut into rows of another length.
         """
         columns = self.shape[-1]
         rows = math.prod(self.shape[:-1])
@@ -142,7 +143,7 @@ class Source(NamedTuple):
         return Matrix(rows, columns, columns // self.halves, x_stride, grad_stride)
 
     def kernel(self, matrix: Matrix, both: bool) -> SourceKey:
-        """What kernels depend on; ``both`` if a thread may make both halves."""
+        """What kernels depend on; ``both``: a thread may compute both halves."""
         parts = []
         for tensor, step in ((self.x, matrix.x_stride), (self.grad, matrix.grad_stride)):
             if tensor is not None:
@@ -175,7 +176,7 @@ class Source(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """How many rows and columns there are, for the kernels; ``part`` is those of one half."""
+    """The sizes that kernels work on; ``part`` is the number of columns of one half."""
 
     rows: int
     columns: int
@@ -185,7 +186,7 @@ class Matrix(NamedTuple):
 
 
 class SourceKey(NamedTuple):
-    """What of a source a kernel depends on: see ``casting.cu``."""
+    """The properties of a source that a kernel depends on: see ``casting.cu``."""
 
     kind: str
     x: torch.dtype
@@ -228,18 +229,18 @@ class CastKey(NamedTuple):
 
     Attributes:
         source: what is cast.
-        recipe: how, but for the operator and the least amax.
+        recipe: how it is cast, without the operator and the epsilon of amaxes.
         store: bytes of one access to the codes.
         aligned_t: whether every row of transposed codes begins at a multiple of 16 bytes.
-        owned: whether rows have owners.
-        amax, sums: whether these are left.
+        owned: whether rows belong to groups.
+        amax, sums: whether partial amaxes, and partial sums of columns, are written.
         turned: whether the transposed tensor is written.
-        backwards: whether the end is first.
-        dependent: whether the scale is what the launch before gives.
-        lanes, rows: threads along the columns, and down.
+        backwards: whether to start at the end.
+        dependent: whether the previous launch computes the scale.
+        lanes, rows: threads along the columns, and along the rows.
         inside: whether no tile goes beyond the rows or the columns.
-        ahead: rows of a thread that are under way at once, in the kernel that casts along rows.
-        aside: whether tiles leave the scales of blocks to :func:`turn_scales_source`.
+        ahead: rows of a thread that are in flight at once, in the kernel that casts along rows.
+        aside: whether the kernel of :func:`turn_scales_source` orders the scales of blocks.
     """
 
     source: SourceKey
@@ -291,13 +292,12 @@ def _source(kernel: str, defines: dict[str, str | int]) -> Specialisation:
 
 
 def rows_ahead(key: SourceKey) -> int:
-    """Rows, or tiles, of a thread that are under way at once."""
+    """Rows, or tiles, that a thread has in flight at once."""
     return BYTES_AHEAD // (PIECE * key.x.itemsize) if key.kind == "identity" else 1
 
 
-# Of activations of 2-byte numbers, by whether they are gated and gradients: rows of a thread that
-# are under way at once, and blocks of the kernel that casts along rows that must fit on a
-# multiprocessor.
+# For activations of 2-byte dtypes, by (gated, backward): rows that a thread has in flight at once,
+# and blocks of threads that must fit on a multiprocessor, in the kernel that casts along rows.
 _ACTIVATED: Final = {
     (False, False): (2, 5),
     (False, True): (1, 6),
@@ -305,15 +305,15 @@ _ACTIVATED: Final = {
     (True, True): (1, 4),
 }
 _LIGHT: Final = ("Relu", "SquaredRelu")
-"""Activations of few instructions, which a second row under way would hold up."""
+"""Activations of few instructions, which a second row in flight would slow down."""
 
 
 def row_way(key: SourceKey, recipe: Recipe) -> tuple[int, int]:
-    """How the kernel that casts along rows, adding up no columns, goes through them.
+    """The tuning of the kernel that casts along rows, without sums of columns.
 
     Returns:
-        Rows of a thread that are under way at once, and how many blocks must fit on a
-        multiprocessor, which bounds the registers. Codes of four bits take some more of these.
+        Rows that a thread has in flight at once, and how many blocks must fit on a
+        multiprocessor, which bounds the registers. Codes of four bits need some more registers.
     """
     if key.kind == "identity":
         return rows_ahead(key), 4
@@ -326,7 +326,7 @@ def row_way(key: SourceKey, recipe: Recipe) -> tuple[int, int]:
 def rows_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, _launch.Geometry]:
     """The kernel that casts along rows."""
     blocks = row_way(key.source, key.recipe)[1]
-    if key.sums:  # three would spill what scales of blocks take
+    if key.sums:  # with scales of blocks, the registers of three blocks would spill
         blocks = 2 if key.recipe.width else 3
     defines = {**key.defines(), "AHEAD": key.ahead, "BLOCKS": blocks}
     geometry = _launch.Geometry(
@@ -352,9 +352,9 @@ def tiles_source(key: CastKey, device: _launch.Limits) -> tuple[Specialisation, 
 
 
 def may_leave_aside(recipe: Recipe) -> bool:
-    """Whether whole tiles may leave blocks' scales to a launch that orders them.
+    """Whether whole tiles may leave the ordering of blocks' scales to another launch.
 
-    Codes of four bits have more of them: they took 211 microseconds so, and 209 otherwise.
+    Codes of four bits have more scales: with this launch a cast took 211 microseconds, without 209.
     """
     return recipe.columnwise and recipe.width > 0 and recipe.form.values_per_byte == 1
 
@@ -362,7 +362,7 @@ def may_leave_aside(recipe: Recipe) -> bool:
 def turn_scales_source(
     size: int, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that puts scales in order of which a tile's row has so many bytes."""
+    """The kernel that orders the scales that tiles wrote aside, ``size`` bytes for a tile's row."""
     word = {4: "unsigned", 8: "uint2"}[size]
     geometry = _launch.Geometry(THREADS, "PPPPiiiii", dependent=device.has_clusters)
     return _source("turn_scales", {"WORD": word}), geometry
@@ -385,7 +385,7 @@ def amax_source(
 def largest_source(
     power_of_2: bool, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that finds the largest of all, and its scale."""
+    """The kernel that reduces partial amaxes to one, and computes its scale."""
     geometry = _launch.Geometry(LARGEST_THREADS, "PPPqff", dependent=device.has_clusters)
     return _source("largest", {"POW2": int(power_of_2)}), geometry
 
@@ -401,7 +401,7 @@ def amax_rows_source(
 def own_rows_source(
     sizes: torch.dtype, scaled: bool, power_of_2: bool
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that says whose a row is."""
+    """The kernel that finds the group of each row."""
     defines: dict[str, str | int] = {
         "TSIZE": "int" if sizes == torch.int32 else "long long",
         "SCALED": int(scaled),
@@ -415,9 +415,9 @@ _totals: Plans[SumOfGroups] = Plans()
 
 
 def _lanes(matrix: Matrix, columns: int, width: int) -> tuple[int, int]:
-    """Threads along the columns and down the rows of a block.
+    """Threads of a block along the columns, and along the rows.
 
-    Few lanes where many would have no column; many where there are few rows.
+    Few lanes if many would have no column; many if there are few rows.
     """
     pieces = max(1, -(-columns // PIECE))
     least = max(1, width // PIECE)
@@ -433,19 +433,19 @@ def _lanes(matrix: Matrix, columns: int, width: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def _resident(kernel: _launch.Kernel) -> int:
-    """How many blocks of it the device runs at once."""
+    """How many blocks of a kernel the device runs at once."""
     return kernel.resident_groups()
 
 
 def _strips(across: int, resident: int) -> int:
-    """Into how many strips rows are cut whose columns ``across`` blocks add up each."""
+    """Into how many strips the rows are cut; ``across`` blocks add up the columns of each."""
     if resident % max(1, across) > resident // 8:
         resident *= WAVES
     return max(1, resident // max(1, across))
 
 
 def _power(*sizes: int) -> int:
-    """The power of two, up to 16, that divides all of them."""
+    """The largest power of two, up to 16, that divides all sizes."""
     return math.gcd(16, *sizes)
 
 
@@ -453,7 +453,7 @@ def _power(*sizes: int) -> int:
 
 
 def dense_scale(op: str, scale: Tensor | None) -> Tensor | None:
-    """The scale that is given, as kernels take it."""
+    """The scale that the caller gives, as a dense tensor."""
     return None if scale is None else plain(op, "scale", scale).contiguous()
 
 
@@ -462,7 +462,7 @@ def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float3
 
 
 def _amaxes(op: str, source: Source) -> Tensor:
-    """The amaxes of parts that hold every value among them."""
+    """Partial amaxes that cover all values, one from each block of threads."""
     matrix = source.matrix(0, whole=False)
     key = source.kernel(matrix, both=True)
     columns = matrix.part if key.both else matrix.columns
@@ -498,7 +498,7 @@ def _amaxes(op: str, source: Source) -> Tensor:
 def write_largest(
     amaxes: Tensor, amax: Tensor, scale: Tensor | None = None, recipe: Recipe | None = None
 ) -> None:
-    """Write the largest of all and, with a recipe, the scale that follows."""
+    """Write the largest of ``amaxes`` and, with a recipe, the scale that follows from it."""
     most, power, epsilon = (
         (1.0, False, 0.0)
         if recipe is None
@@ -514,7 +514,7 @@ def write_largest(
 
 
 def amax_of_all(op: str, source: Source) -> Tensor:
-    """The amax, ``[1]``."""
+    """The amax of all values, ``[1]``."""
     amax = _empty(source.x, (1,))
     check_fresh(op, amax)
     write_largest(_amaxes(op, source), amax)
@@ -529,7 +529,7 @@ def _own_rows(
     amax: Tensor | None,
     inverses: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
-    """The owner of each row, and each group's scale; its amax and the inverse are written."""
+    """The group of each row, and the groups' scales; also writes their amaxes and inverses."""
     matrix = source.matrix(0, whole=True)
     x, device = source.x, source.x.get_device()
     owner = _empty(x, (matrix.rows,), torch.int32)
@@ -583,13 +583,13 @@ class _Run(NamedTuple):
     """One cast.
 
     Attributes:
-        recipe: how.
-        source: what.
-        scale: of all, or of each owner.
-        owner: of each row.
-        outputs: what is written.
-        leaves_amax, sums: whether the amax, and the columns' sums, are wanted.
-        computed: whether the scale is what the launch before gives.
+        recipe: how to cast.
+        source: what to cast.
+        scale: the scale of all values, or of each group.
+        owner: the group of each row.
+        outputs: the tensors to write.
+        leaves_amax, sums: whether to compute the amax, and the columns' sums.
+        computed: whether the previous launch computes the scale.
         backwards: whether to start at the end.
     """
 
@@ -604,7 +604,7 @@ class _Run(NamedTuple):
     backwards: bool
 
     def along_rows(self) -> Tensor | None:
-        """Cast along the rows alone; returns the sums of parts."""
+        """Cast along the rows only; returns the partial sums of columns, if wanted."""
         recipe, source = self.recipe, self.source
         whole = self.sums or self.owner is not None
         matrix = source.matrix(recipe.width, whole)
@@ -615,7 +615,7 @@ class _Run(NamedTuple):
         across = -(-columns // (lanes * PIECE))
         limits = _launch.limits(source.x.get_device())
         ahead = 1
-        if not self.sums:  # with few rows, more blocks
+        if not self.sums:  # few rows in flight where there are few rows, for more blocks
             ahead = row_way(key, recipe)[0]
             while ahead > 1 and matrix.rows * across <= ahead * rows * limits.multiprocessors:
                 ahead //= 2
@@ -646,7 +646,7 @@ class _Run(NamedTuple):
         return sums
 
     def by_tiles(self) -> Tensor | None:
-        """Cast tiles, also along their columns; returns the sums of parts."""
+        """Cast tiles, also along their columns; returns the partial sums of columns, if wanted."""
         recipe, source = self.recipe, self.source
         matrix = source.matrix(recipe.width, whole=True)
         key = source.kernel(matrix, both=False)
@@ -813,7 +813,7 @@ def cast(
 def cast_with_sums(
     recipe: Recipe, source: Source, dtype: torch.dtype, scale: Tensor | None = None
 ) -> tuple[Tensor, Quantized]:
-    """The sums over the rows in ``dtype``, and the outputs of ``quantize``."""
+    """The sum over the rows, in ``dtype``, and the outputs of ``quantize``."""
     outputs, sums = _run(recipe, source, dense_scale(recipe.op, scale), None, True)
     columns = source.shape[-1]
     assert sums is not None  # an invariant of ours
@@ -833,14 +833,14 @@ def cast_with_sums(
 
 
 def recipes() -> Iterator[Recipe]:
-    """One of each format, along rows and both ways."""
+    """A recipe of each format, along rows and both ways."""
     for form in FORMATS.values():
         for columnwise in (False, True):
             yield Recipe("", form, getattr(torch, form.dtypes[0]), columnwise, False, 0.0)
 
 
 def identity_key(dtype: torch.dtype, access: int = PIECE, whole: bool = True) -> SourceKey:
-    """A tensor itself."""
+    """The key of a source that is a tensor itself."""
     same = (dtype,) * 4
     return SourceKey("identity", *same, *(False,) * 6, access, whole)
 
@@ -859,7 +859,7 @@ def cast_source(
     inside: bool = False,
     ahead: int = 1,
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that casts so, whichever it is."""
+    """The kernel that casts along rows, or by tiles, whichever the recipe needs."""
     tiles = recipe.columnwise or recipe.square
     if tiles:
         lanes = SIDE // PIECE
@@ -886,7 +886,7 @@ def cast_source(
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that quantization asks for, on such a device."""
+    """A selection of quantization's kernels for a device: every kind, type and shape."""
     low, full, half = torch.bfloat16, torch.float32, torch.float16
     for recipe in recipes():
         by_tensor = recipe.form.by_tensor

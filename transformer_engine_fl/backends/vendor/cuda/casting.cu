@@ -1,20 +1,20 @@
 // Casting a matrix to a scaling format: what quantization and the quantised epilogues share.
 //
-// What is cast is calculated where it is cast: a tensor itself, an activation of it or its
-// gradient, or a normalized row. The host (_casting.py) defines KERNEL_<name> and what that
-// kernel needs of the following.
+// The kernels that cast compute their source: a tensor itself, an activation of it or the
+// activation's gradient, or a normalized row. The host (_casting.py) defines KERNEL_<name> and
+// those of the following macros that the kernel needs.
 //
 //   SOURCE     what is cast: 0 the input, 1 an activation or its gradient, 2 a norm
 //   TX, TDY    storage types of the input and of the output's gradient
-//   TW, TB     of a norm's parameters
+//   TW, TB     storage types of a norm's parameters
 //   CENTRED, ZERO_CENTRED   of a norm: minus the mean; gamma is stored as gamma - 1
 //   FUNCTION, GATED, CLAMPED, BACKWARD  of an activation: see activation.cu
-//   BOTH       1 if a thread makes the same columns of both halves of a gated gradient
-//   HALVES     1 if the columns are those of both halves, and a thread has some of them
-//   ACCESS     elements that the addresses allow in one access
+//   BOTH       1 if a thread computes the same columns of both halves of a gated gradient
+//   HALVES     1 if the columns are those of both halves, and a thread has columns of one
+//   ACCESS     elements that one access may cover
 //   WHOLE      1 if every piece of 16 columns is complete, and lies in one half
 //   INSIDE     1 if no tile goes beyond the rows or the columns (cast_tiles)
-//   KIND       of the codes: e4m3, e5m2 or e2m1
+//   KIND       format of the codes: e4m3, e5m2 or e2m1
 //   WIDTH      columns that share a scale, 0 if all do or if blocks are square
 //   SQUARE     1 if blocks are 128x128
 //   SCALES     how blocks' scales are stored: float32, e8m0 or e4m3
@@ -22,22 +22,23 @@
 //   STORE      bytes that one access to the codes may cover
 //   ALIGNED_T  1 if rows of the transposed codes begin at multiples of 16 bytes
 //   OWNED      1 if rows belong to groups with scales of their own
-//   AMAX       1 to leave the amax of each block of threads
-//   SUMS       1 to leave sums of columns
+//   AMAX       1 to write the amax of each block of threads
+//   SUMS       1 to write partial sums of columns
 //   TURNED     1 to write the transposed codes too
-//   ASIDE      1 to leave blocks' scales for turn_scales, with what a tile has of them together
-//   BACKWARDS  1 to start at the end: what was read last is the likeliest to be in L2 still
-//   DEPENDENT  1 if the scale is what the kernel before gives
-//   LANES      threads that share the columns of a block; each has 16 neighbouring ones
-//   ROWS       rows that a block works on at once
-//   AHEAD      rows of a thread that are under way at once (cast_rows), or tiles (amax_tiles)
-//   BLOCKS     blocks that must fit on a multiprocessor; bounds the registers
-//   WORD       what a row of a tile has of scales (turn_scales)
+//   ASIDE      1 to write blocks' scales for turn_scales, the scales of a tile contiguously
+//   BACKWARDS  1 to start at the end: data that was read last is the likeliest to be in L2 still
+//   DEPENDENT  1 if the previous kernel computes the scale
+//   LANES      threads along the columns of a block of threads; each has 16 neighbouring columns
+//   ROWS       rows that a block of threads works on at once
+//   AHEAD      rows of a thread that are in flight at once (cast_rows), or tiles (amax_tiles)
+//   BLOCKS     blocks of threads that must fit on a multiprocessor; bounds the registers
+//   WORD       type of the scales that a tile has of one row (turn_scales)
 //
-// A thread has whole blocks of e2m1, and half or an eighth of the other ones along a row. It
-// reads its 16 columns in neighbouring accesses, of which the second finds its sectors in L1.
-// Nothing is added atomically, so the same call gives the same bits. What the kernel before may
-// still be writing (DEPENDENT) is not `__restrict__`: reads of it must stay behind the wait.
+// Along a row a thread has whole blocks of e2m1, and a half or an eighth of a block of the other
+// formats. It reads its 16 columns in neighbouring accesses, the second of which hits in L1.
+// There are no atomic additions, so the same call gives the same bits. Memory that the previous
+// kernel may still be writing (DEPENDENT) is not `__restrict__`: reads of it must stay behind the
+// wait.
 
 #include "activations.cuh"
 #include "casting.cuh"
@@ -57,7 +58,7 @@ constexpr int kPiece = 16;
 constexpr int kThreads = LANES * ROWS;
 constexpr int kHalves = BOTH ? 2 : 1;
 
-// The matrix that is cast. `part` is the columns of one half, `columns` those of the output.
+// The inputs. `part` is the number of columns of one half, `columns` that of the output.
 struct Input {
   const TX* x;
   const TDY* grad;
@@ -70,7 +71,7 @@ struct Input {
   float limit, alpha;
 };
 
-// N neighbouring elements of one half: what is read of them, and what becomes of that.
+// N neighbouring elements of one half: the inputs that are read, and the values computed from them.
 template <int N>
 struct Share {
   static constexpr int kAccess = least(ACCESS, N);
@@ -91,7 +92,7 @@ struct Share {
     } else if constexpr (SOURCE == 2) {
       weight = load<kAccess, N>(in.weight + column);
       if constexpr (CENTRED) {
-        float nothing[N];  // which leaves a sum its sign, where that is 0
+        float nothing[N];  // adding -0 keeps the sign of a sum that is 0
 #pragma unroll
         for (int i = 0; i < N; ++i) nothing[i] = -0.0f;
         bias = in.bias ? load<kAccess, N>(in.bias + column) : encode<TB>(nothing);
@@ -101,7 +102,7 @@ struct Share {
     }
   }
 
-  // The values, of a gated gradient those of both halves.
+  // The values; for a gated gradient those of both halves.
   __device__ __forceinline__ void values(const Input& in, float (&first)[N],
                                          float (&second)[N]) const {
     decode(x, first);
@@ -111,7 +112,7 @@ struct Share {
       if constexpr (BACKWARD) decode(grad, dy);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        bool outside = false, gate_outside = false;  // which NaN never is
+        bool outside = false, gate_outside = false;  // always false for NaN
         float a = first[i];
         if constexpr (CLAMPED) {
           outside = a > in.limit;
@@ -143,7 +144,7 @@ struct Share {
   }
 };
 
-// 16 values of a row, of both halves if BOTH; 0 where there are none.
+// 16 values of a row, of both halves if BOTH; 0 beyond the rows or columns.
 struct Piece {
 #if SOURCE == 0
   Vec<TX, kPiece> stored;  // decoded on use, which takes fewer registers
@@ -184,7 +185,7 @@ struct Piece {
 #endif
   }
 
-  // Of a piece that is complete and lies in one half: what is read, and what becomes of that.
+  // For a complete piece in one half: `ask` issues the reads, `make` computes the values.
   static __device__ __forceinline__ void ask(const Input& in, int row, int column,
                                              Share<kPiece>& share) {
     const bool of_gate = HALVES && column >= in.part;
@@ -243,7 +244,7 @@ struct Piece {
   }
 };
 
-// The largest over the threads of a block, which all get it. Every thread calls it once.
+// The largest over the threads of a block, returned in each. Every thread must call it, once only.
 __device__ __forceinline__ float largest_of_block(float value) {
   __shared__ float warps[kThreads / 32];
   value = largest_of_lanes<32>(value);
@@ -263,7 +264,7 @@ using PieceCodes = Codes<KIND, kPiece>;
 using Output = RowCast<KIND, SCALES, POW2, WIDTH, kPiece,
                        (WIDTH > kPiece ? WIDTH / kPiece : 1), STORE, WHOLE>;
 
-// The scale that all share, or 1; one thread writes its inverse.
+// The scale that all values share, or 1; one thread writes its inverse.
 __device__ __forceinline__ float shared_scale(const float* scale, bool writes, Stored* scale_inv,
                                               Stored* scale_inv_t, float* global_scale_inv) {
   if constexpr (DEPENDENT) wait_for_predecessor();
@@ -276,7 +277,7 @@ __device__ __forceinline__ float shared_scale(const float* scale, bool writes, S
   return shared;
 }
 
-// The group of a row, -1 if it is of none.
+// The group of a row, -1 if it belongs to none.
 __device__ __forceinline__ int owner_of(const int* owner, int row, int rows) {
   return OWNED && row < rows ? owner[row] : -1;
 }
@@ -287,16 +288,16 @@ __device__ __forceinline__ int owner_of(const int* owner, int row, int rows) {
 
 #ifdef KERNEL_cast_rows
 
-// Of a row, whether it exists or not: a block that adds up columns goes on by many at a time.
+// A row index, possibly beyond the rows: with SUMS a block advances by many rows at a time.
 #if SUMS
 using Number = long long;
 #else
 using Number = int;
 #endif
 
-// Tiles of ROWS rows below each other, cast along their rows: blocks of threads are counted
-// along the columns first, and `shares` of them go down. Only a block that adds up columns
-// has more of them than AHEAD.
+// Casts tiles of ROWS rows along their rows. Blocks of threads are numbered along the columns
+// first; `shares` of them lie below each other. A block has AHEAD tiles, and only with SUMS it
+// goes on to further ones.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     cast_rows(const TX* __restrict__ x, const TDY* __restrict__ grad,
               const TW* __restrict__ weight, const TB* __restrict__ bias,
@@ -320,12 +321,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if constexpr (DEPENDENT && SOURCE == 2) wait_for_predecessor();  // for the statistics
   float largest = 0.0f;
   float total[SUMS ? kPiece : 1] = {};
-  // AHEAD rows of a thread are under way at once.
+  // AHEAD rows of a thread are in flight at once.
   Piece pieces[AHEAD];
   int groups[AHEAD];
   const auto row_of = [&](Number base, int i) { return base + i * ROWS + team; };
   const Number step = static_cast<Number>(shares) * (AHEAD * ROWS);
-  // What adds up columns asks for a row before it makes the one before it.
+  // With SUMS the reads of a row are issued before the values of the previous row are computed.
   constexpr bool pipelined = SUMS && WHOLE && !OWNED;
   static_assert(!pipelined || AHEAD == 1, "one row of a thread is asked for");
   Share<kPiece> next;
@@ -357,10 +358,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   read(base);
   const float shared = shared_scale(scale, block == 0 && threadIdx.x == 0, scale_inv, nullptr,
                                     global_scale_inv);
-  // Lanes that share blocks divide the making of the scales among them.
+  // Lanes that share blocks divide the computation of the scales among them.
   constexpr int kLanes = WIDTH > kPiece ? WIDTH / kPiece : 1;
   constexpr bool divided = SOURCE == 0 && KIND::kBits == 8 && kLanes >= AHEAD && AHEAD > 1;
-  // Every thread of a block makes as many turns: they exchange values.
+  // All threads of a block run the same number of iterations, since they exchange values.
   while (true) {
     float scales[AHEAD];
     if constexpr (divided) {
@@ -371,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       out.scales_of(amaxes, scales, inverse);
       const int own = threadIdx.x % kLanes;
       const Number row = row_of(base, own);
-      // Of a block that the row cuts off, this lane may have no column.
+      // If the row ends within a block, this lane may have no column of it.
       if (own < AHEAD && row < rows && column - own * kPiece < columns) {
         *out.inverse_at(Output::At{static_cast<int>(row), column}) = inverse;
       }
@@ -391,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 #pragma unroll
           for (int j = 0; j < kPiece; ++j) total[SUMS ? j : 0] += values[j];
         }
-        // Of the second half the columns end where those of the row do.
+        // The columns of the second half end where the row ends.
         const bool inside = is_inside(row);
         const int first = column + half * part;
         const Output::At to{static_cast<int>(row), first};
@@ -409,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (threadIdx.x == 0) partial[block] = largest;
   }
   if constexpr (SUMS) {
-    // Lanes lie an odd number of banks apart.
+    // Lanes are an odd number of banks apart.
     __shared__ float teams[ROWS][LANES * (kPiece + 1)];
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) teams[team][lane * (kPiece + 1) + i] = total[SUMS ? i : 0];
@@ -433,9 +434,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
 constexpr int kSide = 128;
 constexpr int kTurns = kSide / ROWS;
-// One scale for what is in both: a code is the same along rows and columns.
+// With one scale for all, a code is the same along rows and columns.
 constexpr bool kSame = WIDTH == 0;
-// What of the tile waits in shared memory to be cast along its columns.
+// The type in which the tile waits in shared memory to be cast along its columns.
 #if SOURCE == 0
 using Value = TX;
 #else
@@ -445,11 +446,11 @@ using Value = float;
 static_assert(LANES * kPiece == kSide, "a tile is as wide as the lanes' columns");
 static_assert(!ASIDE || (INSIDE && TURNED && WIDTH > 0), "whole tiles with blocks' scales");
 
-// What is stored of the scales of one column's blocks, or one row's, all of them in the tile.
+// The stored scales of all blocks of one column of the tile, or of one row.
 using Inverses = Stored[kSide / (WIDTH > 0 ? WIDTH : 1)];
 
-// Those of all the tile's columns or rows, one after the other: `lines` is how many there are of
-// these, `line` and `place` where the tile begins and how many tiles are before it.
+// Writes the Inverses of all columns or rows of the tile contiguously. `lines` is how many of these
+// the matrix has, `line` the tile's first, and `place` how many tiles come before it across them.
 __device__ __forceinline__ void put_aside(const Inverses* inverses, Stored* aside, int line,
                                           int lines, int place) {
   if (threadIdx.x < kSide) {
@@ -460,7 +461,7 @@ __device__ __forceinline__ void put_aside(const Inverses* inverses, Stored* asid
   }
 }
 
-// A tile of 128x128, cast along its rows, as a block, and along its columns.
+// Casts a tile of 128x128 along its rows, or as a square block, and with TURNED along its columns.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     cast_tiles(const TX* __restrict__ x, const TDY* __restrict__ grad,
                const TW* __restrict__ weight, const TB* __restrict__ bias,
@@ -488,8 +489,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   const int column = first_column + lane * kPiece;
   if constexpr (DEPENDENT && SOURCE == 2) wait_for_predecessor();  // for the statistics
 
-  // Stored values wait in registers, so that all are under way at once; so do calculated ones
-  // if the scale of all of them is needed.
+  // Values as stored are kept in registers, so that all reads are in flight at once; computed ones
+  // are kept only if the scale of a square block needs all of them.
   constexpr bool kept = SOURCE == 0 || SQUARE;
   Piece pieces[kept ? kTurns : 1];
   int groups[kTurns];
@@ -574,7 +575,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     if (threadIdx.x == 0) partial[block] = largest;
   }
   if constexpr (SUMS) {
-    // A warp has four rows; what it adds up of them waits for the other warps.
+    // A warp adds up its four rows; shared memory collects the sums of all warps.
     __shared__ float warps[kThreads / 32][LANES * (kPiece + 1)];
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
@@ -680,7 +681,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const int down = (rows + width - 1) / width;
       if constexpr (ASIDE) {
         put_aside(inverses, scale_inv_t, first_column, columns, above);
-      } else if constexpr (INSIDE) {  // those of a column by one access: 4 or 8 bytes
+      } else if constexpr (INSIDE) {  // the scales of a column by one access of 4 or 8 bytes
         if (threadIdx.x < kSide) {
           Stored* to = scale_inv_t + static_cast<long long>(first_column + threadIdx.x) * down +
                        first_row / width;
@@ -707,8 +708,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
 #ifdef KERNEL_turn_scales
 
-// What tiles have left aside of the scales of `rows` rows, where `across` tiles are beside each
-// other, and of `columns` columns of `down` tiles.
+// Puts the scales that tiles wrote with ASIDE in order: first those of `rows` rows of `across`
+// tiles each, in `blocks` blocks of threads, then those of `columns` columns of `down` tiles each.
 extern "C" __global__ void __launch_bounds__(256)
     turn_scales(const WORD* aside, WORD* scale_inv, const WORD* aside_t, WORD* scale_inv_t,
                 int rows, int across, int columns, int down, int blocks) {
@@ -729,7 +730,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #ifdef KERNEL_amax_tiles
 
-// The largest of AHEAD tiles, which are under way at once.
+// The amax of AHEAD tiles, which are in flight at once.
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     amax_tiles(const TX* __restrict__ x, const TDY* __restrict__ grad,
                const TW* __restrict__ weight, const TB* __restrict__ bias,
@@ -768,7 +769,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
 
 #ifdef KERNEL_largest
 
-// The largest of all, and if it is wanted the scale that follows from it.
+// The largest of all partial amaxes and, if `scale` is given, the scale that follows from it.
 extern "C" __global__ void __launch_bounds__(1024)
     largest(const float* partial, float* __restrict__ amax, float* __restrict__ scale,
             long long count, float most, float epsilon) {
@@ -795,7 +796,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 #ifdef KERNEL_amax_rows
 
-// The largest of each row, by a warp.
+// The amax of each row, one warp for a row.
 extern "C" __global__ void __launch_bounds__(256)
     amax_rows(const TX* __restrict__ x, float* __restrict__ amaxes, long long x_stride, int rows,
               int columns) {
@@ -819,8 +820,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #ifdef KERNEL_own_rows
 
-// For each group, one to a block: which rows are its own, and with SCALED its amax and scale.
-// Rows behind the last group are of none. Whatever the sizes are, no other memory is touched.
+// For each group, a block: marks the group's rows, and with SCALED writes its amax and scale. Rows
+// behind the last group belong to none. No access is out of bounds, whatever the sizes are.
 extern "C" __global__ void __launch_bounds__(256)
     own_rows(const TSIZE* __restrict__ sizes, const float* __restrict__ amaxes,
              const float* __restrict__ given, int* __restrict__ owner, float* __restrict__ amax,

@@ -1,8 +1,8 @@
 // Activations and their derivatives, for forwards and backwards alike.
 //
-// Each is a type with one function that gives both; what is not used costs nothing. All
-// but the rectifiers are x * sigmoid(steepness * u(x)), since (1 + tanh(u)) / 2 = sigmoid(2 * u).
-// `alpha` is the steepness of those that leave it open.
+// Each is a type with one function that returns both; the unused one is optimised away. All but
+// Sigmoid and the rectifiers are x * sigmoid(steepness * u(x)), since (1 + tanh(u)) / 2 =
+// sigmoid(2 * u). `alpha` is the steepness of SteepSilu.
 
 #pragma once
 
@@ -15,10 +15,10 @@ struct Activated {
   A value, slope;
 };
 
-// sigmoid(steepness * u). Its slope is value * (1 - value), and 1 - value is below * value
-// without the rounding of a difference.
+// sigmoid(steepness * u). Its slope is value * (1 - value); 1 - value is computed as
+// below * value, which avoids the rounding of the difference.
 __device__ __forceinline__ Activated<float> sigmoid(float u, float steepness) {
-  // From 2^127 on the reciprocal is 0, and 0 times that is no NaN.
+  // At 2^127 the reciprocal is 0 already; a larger `below` could be infinite, and 0 * inf is NaN.
   const float below =
       power_of_two(least_or_nan(u * (-1.4426950408889634f * steepness), 127.0f));
   const float value = reciprocal(1.0f + below);
@@ -30,7 +30,7 @@ __device__ __forceinline__ Activated<double> sigmoid(double u, double steepness)
   return {value, value == 0.0 ? 0.0 : value * (below * value)};
 }
 
-// To `most` of either sign; NaN stays.
+// Clamps to [-most, most]; NaN stays NaN.
 template <typename A>
 __device__ __forceinline__ A clamp(A x, A most) {
   return x > most ? most : x < -most ? -most : x;
@@ -47,7 +47,7 @@ struct Gelu {
   template <typename A>
   static __device__ __forceinline__ Activated<A> at(A x, A) {
     constexpr A kSteepness = A(1.5957691216057308);  // 2 * sqrt(2 / pi)
-    // Beyond |x| = 32, where it is 46, the result is 0 or x in float64 too.
+    // 46 is its value at |x| = 32, beyond which the result is 0 or x, even in float64.
     const A square = least_or_nan(x * A(0.044715) * x, A(46));
     return gated_by_itself(x, x + x * square, kSteepness, A(1) + A(3) * square);
   }
@@ -84,7 +84,7 @@ struct Sigmoid {
 struct Relu {
   template <typename A>
   static __device__ __forceinline__ Activated<A> at(A x, A) {
-    const bool below = x <= A(0);  // which NaN is not
+    const bool below = x <= A(0);  // false for NaN
     return {below ? A(0) : x, below ? A(0) : A(1)};
   }
 };

@@ -1,18 +1,18 @@
-// Cosines and sines of float32 angles of any size, without memory of the thread's own.
+// Cosines and sines of float32 angles of any size, without local memory.
 //
-// An angle is a multiple k of pi / 2 and a rest r (W. J. Cody and W. Waite, Software Manual
-// for the Elementary Functions, 1980). k is the integer nearest to the angle times 2 / pi,
-// which a fused multiply-add with 1.5 * 2 ** 23 leaves in the low bits of its result. pi / 2
-// is the sum of two float32, less 1.8e-15. Up to the largest angle, 2 ** 21:
+// An angle is k * pi / 2 plus a remainder r (W. J. Cody and W. Waite, Software Manual for the
+// Elementary Functions, 1980). k is the integer nearest to the angle times 2 / pi, which a fused
+// multiply-add with 1.5 * 2 ** 23 leaves in the low bits of its result. pi / 2 is the sum of two
+// float32, less 1.8e-15. Up to kLargestAngle, 2 ** 21:
 //
-// - k is off by 0.054 at most, of 2 / pi being rounded, so that |r| <= 0.8701;
-// - the angle less k times the first part is exact; taking off k times the second rounds
-//   once; what is left out is below 2.4e-9.
+// - the rounding of 2 / pi changes the quotient by at most 0.054, so that |r| <= 0.8701;
+// - the angle minus k times the first float32 is exact; subtracting k times the second rounds
+//   once; the rest of pi / 2 contributes less than 2.4e-9.
 //
-// The polynomials are minimax on that range, off by less than 4.7e-9 for the sine and 2.8e-10
-// for the cosine; with all roundings both are within 1e-7 of the truth. Larger angles are
-// reduced exactly, in integers: CUDA's own functions keep what they need for that in local
-// memory, and take longer for small ones too.
+// The polynomials are minimax on that range, with errors below 4.7e-9 for the sine and 2.8e-10
+// for the cosine; with all roundings both are within 1e-7 of the exact values. Larger angles are
+// reduced exactly, in integers: CUDA's own functions use local memory for that, and are slower
+// for small angles too.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct Reduced {
   int quarter;  // how many times pi / 2, modulo 4
 };
 
-// Angles up to the largest.
+// Reduces angles up to kLargestAngle.
 __device__ __forceinline__ Reduced reduced(float angle) {
   constexpr float to_integer = 12582912.0f;
   const float shifted = __fmaf_rn(angle, 0.6366197466850281f, to_integer);
@@ -36,8 +36,8 @@ __device__ __forceinline__ Reduced reduced(float angle) {
   return {rest, __float_as_int(shifted)};
 }
 
-// 2 / pi in words of 32 bits, four bits further down: enough for the largest float32. The
-// word `further` on than Place: chosen, since an array would have to lie in memory.
+// Word Place + `further` of 2 / pi, shifted right by four bits, in words of 32 bits: enough for the
+// largest float32. Comparisons select it, since an indexed array would be in local memory.
 template <int Place>
 __device__ __forceinline__ unsigned long long word_of_two_over_pi(int further) {
   constexpr unsigned words[] = {0x0A2F9836u, 0xE4E44152u, 0x9FC2757Du, 0x1F534DDCu,
@@ -47,11 +47,11 @@ __device__ __forceinline__ unsigned long long word_of_two_over_pi(int further) {
   return further == 0 ? a : further == 1 ? b : further == 2 ? c : d;
 }
 
-// Angles above the largest, and NaN of what is no number.
+// Reduces angles above kLargestAngle; infinity and NaN give NaN.
 //
-// An angle is an integer m of 24 bits times 2 ** s. Of 2 ** s * 2 / pi the bits from that of
-// 4 on do not matter, m times them being multiples of 4; m times the 96 bits behind is k and,
-// in its last 94 bits, the fraction, too small by less than 2 ** -70.
+// An angle is an integer m of 24 bits times 2 ** s. The bits of 2 ** s * 2 / pi from the one worth
+// 4 up do not matter: times m they are multiples of 4. m times the 96 bits below them is k and, in
+// its last 94 bits, the fraction, too small by less than 2 ** -70.
 __device__ __forceinline__ Reduced reduced_exactly(float angle) {
   using Wide = unsigned long long;
   const int bits = __float_as_int(angle);
@@ -90,8 +90,8 @@ __device__ __forceinline__ void cos_sin_of(const Reduced& angle, float* cos, flo
   *cos = angle.quarter + 1 & 2 ? -new_cos : new_cos;
 }
 
-// Of N angles. What becomes of one does not depend on those beside it: they only decide
-// whether the long way is looked at.
+// N cosines and sines. The result of an angle does not depend on the other angles, which only
+// decide whether the code for large angles runs.
 template <int N>
 __device__ __forceinline__ void cos_sin(const float (&angle)[N], float (&cos)[N],
                                         float (&sin)[N]) {

@@ -1,4 +1,4 @@
-// Casting neighbouring values of a row, which a thread holds, with the scale of their block.
+// Casting the neighbouring values of a row that a thread holds, with the scale of their block.
 
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace te_fl {
 
-// Where codes and scales go. Blocks are Width columns wide, 0 if all values share a scale;
-// Lanes neighbouring threads hold one between them, N values each. Access bytes may be
-// written at once; Whole: no values lie beyond the columns.
+// Computes and writes codes and scales. Blocks are Width columns wide, 0 if all values share a
+// scale; a block is held by Lanes neighbouring threads, N values each. One access may write Access
+// bytes. Whole: no values lie beyond the columns.
 template <typename Kind, typename Scales, bool PowerOfTwo, int Width, int N, int Lanes, int Access,
           bool Whole>
 struct RowCast {
@@ -20,9 +20,9 @@ struct RowCast {
   int columns;
   float epsilon;
 
-  // The scales of a block each of Rows rows, whose lanes share the work: a lane comes to know
-  // the amax of one block, and gives the others its scale. `amaxes` are those of the thread's
-  // own values, `inverse` is that of block `threadIdx.x % Rows`. Every lane of a warp calls it.
+  // The scales of Rows blocks, one in each of Rows rows. The lanes share the work: a lane reduces
+  // the amax of one block and broadcasts its scale. `amaxes` are those of the thread's own values;
+  // `inverse` is that of block `threadIdx.x % Rows`. Must be called by all lanes of the warp.
   template <int Rows>
   __device__ __forceinline__ void scales_of(const float (&amaxes)[Rows], float (&scales)[Rows],
                                             Stored& inverse) const {
@@ -30,7 +30,7 @@ struct RowCast {
     float kept[Rows];
 #pragma unroll
     for (int i = 0; i < Rows; ++i) kept[i] = amaxes[i];
-    // Each step leaves a lane half of the blocks: those whose number has the lane's next bit.
+    // Each step halves a lane's blocks: it keeps those whose next bit of the index is the lane's.
 #pragma unroll
     for (int offset = 1; offset < Lanes; offset *= 2) {
       if (offset < Rows) {
@@ -52,8 +52,8 @@ struct RowCast {
     for (int i = 0; i < Rows; ++i) scales[i] = __shfl_sync(0xffffffffu, scale, first + i);
   }
 
-  // Where the codes of neighbouring columns go, and their block's scale: worked out when they are
-  // written,
+  // The position of neighbouring columns: the addresses of their codes and of their block's scale
+  // are computed when they are written.
   struct At {
     int row, column;
   };
@@ -66,7 +66,7 @@ struct RowCast {
     return scale_inv + (static_cast<long long>(to.row) * across + to.column / kWidth);
   }
 
-  // or beforehand, for columns that are whole blocks further on in the row, too.
+  // The same addresses computed beforehand, also for columns whole blocks further on in the row.
   struct Place {
     unsigned char* codes;
     Stored* inverse;
@@ -81,8 +81,8 @@ struct RowCast {
   __device__ __forceinline__ unsigned char* codes_at(const Place& to) const { return to.codes; }
   __device__ __forceinline__ Stored* inverse_at(const Place& to) const { return to.inverse; }
 
-  // Writes the codes, if the row exists. `scale` is that of all, and 1 if there is none.
-  // Every lane of a warp calls it. Inside: there are no columns beyond the last.
+  // Writes the codes, if the row exists. `scale` is the scale that all values share, or 1. Must be
+  // called by all lanes of the warp. Inside: no column lies beyond the last.
   template <bool Inside = false, typename Where>
   __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], const Where& to,
                                                 int column, bool exists, float scale) const {
@@ -92,7 +92,7 @@ struct RowCast {
     return put<Inside>(values, amax, to, column, exists, scale);
   }
 
-  // The same where the amax of the values is known.
+  // The same with a known amax of the values.
   template <bool Inside = false, typename Where>
   __device__ __forceinline__ Codes<Kind, N> put(const float (&values)[N], float amax,
                                                 const Where& to, int column, bool exists,
@@ -107,7 +107,7 @@ struct RowCast {
     return put_codes<Inside>(values, to, column, inside, scale);
   }
 
-  // The codes alone, of values that are inside.
+  // Writes the codes only, if they are `inside`.
   template <bool Inside = false, typename Where>
   __device__ __forceinline__ Codes<Kind, N> put_codes(const float (&values)[N], const Where& where,
                                                       int column, bool inside, float scale) const {
@@ -125,7 +125,7 @@ struct RowCast {
   }
 };
 
-// What is stored of the scale that all values share; Alone: there are no blocks' scales.
+// Writes the inverse of the scale that all values share. Alone: there are no scales of blocks.
 template <bool Alone, typename Stored>
 __device__ __forceinline__ void write_inverse(float scale, Stored* scale_inv, Stored* scale_inv_t,
                                               float* global_scale_inv) {

@@ -1,8 +1,8 @@
 // Thread block clusters and dependent launches (sm_90 and later), and words that blocks leave
 // for each other in global memory.
 //
-// On older chips the functions of the first two compile to nothing; the host never asks for a
-// cluster or a dependent launch there.
+// On older chips the functions for clusters and dependent launches compile to nothing; the host
+// requests neither there.
 
 #pragma once
 
@@ -16,8 +16,8 @@ __device__ __forceinline__ int cluster_rank() {
   return static_cast<int>(rank);
 }
 
-// Says that this block runs. Without a release, which would wait here for all of the device to see
-// what the threads have stored.
+// Arrives without release semantics, to say that this block runs: a release would wait until the
+// stores of the threads are visible to the whole device.
 __device__ __forceinline__ void cluster_join() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -30,7 +30,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Writes `value` where `own` lies, but in the shared memory of block `rank`.
+// Writes `value` to the address of `own` in the shared memory of block `rank`.
 __device__ __forceinline__ void store_remote(float* own, int rank, float value) {
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own));
   asm volatile(
@@ -49,8 +49,9 @@ __device__ __forceinline__ void store_remote(double* own, int rank, double value
       : "memory");
 }
 
-// Counters of the bytes that other blocks send, for one turn after the other. Call from one
-// thread; the others may use them after the next barrier of the cluster, a join being enough.
+// Initialises counters (mbarriers) of the bytes that other blocks send in each phase (turn). Call
+// from one thread; other threads may use them after the next barrier of the cluster, for which
+// cluster_join is enough.
 __device__ __forceinline__ void prepare_arrivals(unsigned long long* counters, int count) {
   for (int i = 0; i < count; ++i) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counters + i));
@@ -59,15 +60,15 @@ __device__ __forceinline__ void prepare_arrivals(unsigned long long* counters, i
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// How many bytes a turn has; said by one thread, whether or not some have arrived.
+// Sets the number of bytes of a phase. Call from one thread, before or after bytes arrive.
 __device__ __forceinline__ void expect_bytes(unsigned long long* counter, int bytes) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counter));
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                : "memory");
 }
 
-// Writes `value` where `own` lies, but in the shared memory of block `rank`, and counts its
-// bytes there.
+// Writes `value` to the address of `own` in the shared memory of block `rank`, and counts its
+// bytes at the address of `counter` there.
 __device__ __forceinline__ void send(float* own, int rank, float value,
                                      unsigned long long* counter) {
   asm volatile(
@@ -90,7 +91,7 @@ __device__ __forceinline__ void send(double* own, int rank, double value,
       : "memory");
 }
 
-// Waits until all bytes of a turn are there; the turns of a counter are 0 and 1 alternately.
+// Waits until all bytes of a phase have arrived; `turn` is the phase's parity, first 0.
 __device__ __forceinline__ void wait_for(unsigned long long* counter, unsigned turn) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counter));
   unsigned done;
@@ -105,12 +106,12 @@ __device__ __forceinline__ void wait_for(unsigned long long* counter, unsigned t
   } while (!done);
 }
 
-// Lets the next kernel of the stream start, if it was launched as a dependent one.
+// Lets the next kernel of the stream start, if that is a dependent launch.
 __device__ __forceinline__ void release_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until the kernel before has finished and its writes can be seen.
+// Waits until the previous kernel has finished and its writes are visible.
 __device__ __forceinline__ void wait_for_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -149,7 +150,7 @@ __device__ __forceinline__ void post_word(TurnWord* to, unsigned turn, unsigned 
       : "memory");
 }
 
-// The block's number, asked for anew: no register holds it, or what comes of it, meanwhile.
+// The block index, read again: no register needs to hold it, or values derived from it, until then.
 __device__ __forceinline__ unsigned block_again() {
   unsigned block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));

@@ -1,4 +1,4 @@
-// What becomes of a row's statistics: its loss and its lse, in every kernel that makes them.
+// A row's loss and lse from its statistics, for all kernels that compute them.
 
 #pragma once
 
@@ -6,21 +6,21 @@
 
 namespace te_fl {
 
-// What is taken off scores before their exponentials; where all are hidden, nothing.
+// What is subtracted from scores before the exponential: the highest, or 0 if all are -infinity.
 template <typename A>
 __device__ __forceinline__ A taken_off_scores(A highest) {
   return highest == lowest<A>() ? A(0) : highest;
 }
 
-// What rows add up to: the highest score, the sum of exponentials of the scores less that,
-// the score of the target, the sum of the scores.
+// The statistics of a row: the highest score, the sum of the exponentials of the scores less the
+// highest, the score of the target, the sum of the scores.
 template <typename A>
 struct Statistics {
   A highest, total, at_target, summed;
 };
 
-// kSummed: the sum of the scores is there, each less `center`, and so may be label smoothing.
-// `last` is the word behind the last one.
+// kSummed: found.summed is valid, the sum of the scores less `center` each, which label smoothing
+// needs. The loss is NaN for a target outside [0, last) that is not ignored.
 template <bool kSummed, typename A>
 __device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bool ignored,
                                            const Statistics<A>& found, long long last,
@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_loss(A* loss, A* lse, long long target, bo
   const A shift = taken_off_scores(found.highest);
   const A log_total = log(found.total);
   const A whole = shift + log_total;
-  // Not from lse, in which a large shift would round off what log_total says.
+  // Not computed from lse, in which a large shift would round off log_total.
   A result = log_total - (found.at_target - shift);
   if constexpr (kSummed) {
     const A smoothing = static_cast<A>(label_smoothing);

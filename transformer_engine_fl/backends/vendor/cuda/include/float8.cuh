@@ -1,8 +1,8 @@
-// Numbers of eight and of four bits, and the scales that go with them.
+// Formats of 8 and 4 bits, and their scales.
 //
-// The arithmetic is that at the head of ops/quantization.py, to the bit. Chips from sm_89 on
-// convert float8 by an instruction that rounds and clamps as is laid down there; for others,
-// and for e2m1, it is integer and float32 arithmetic that is exact.
+// The arithmetic follows the head of ops/quantization.py to the bit. From sm_89 on an instruction
+// converts to float8 with the rounding and clamping specified there; older chips, and e2m1 on
+// all chips, use integer and float32 arithmetic that is exact.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace te_fl {
 
-// What a number of so few bits is made of; kLargest is the largest value's bits in float32.
+// The layouts of the formats; kLargest is the largest value's bits in float32.
 struct e4m3 {
   static constexpr int kBits = 8, kMantissa = 3, kBias = 7;
   static constexpr unsigned kLargest = 0x43e00000u;
@@ -35,7 +35,8 @@ constexpr float kLargestFloat32 = 3.4028234663852886e38f;
 template <typename Kind>
 __device__ __forceinline__ unsigned float8_code(float y) {
   constexpr int dropped = 23 - Kind::kMantissa;
-  // Added to a float32 below the least normal number, it leaves the bits that count.
+  // Its ulp is the format's subnormal step: the sum with a magnitude below the least normal number
+  // has the code in its lowest bits.
   constexpr unsigned shifter = static_cast<unsigned>(151 - Kind::kBias - Kind::kMantissa) << 23;
   const unsigned bits = __float_as_uint(y);
   unsigned size = bits & 0x7fffffffu;
@@ -54,12 +55,12 @@ __device__ __forceinline__ unsigned float8_code(float y) {
 
 // Codes of e2m1, the first in the lowest bits.
 //
-// Of a magnitude y the code is 2y up to 2, from there y + 2, and from 4 on y / 2 + 4, but no
-// more than 7. Just below 2^23 the last bit of a float32 counts a half, and from there on 1: so
-// one addition to 2^23 - 2 rounds to the first two lines at once, and the bits of the sum count
-// codes. The third line and the bound are 3 less what y / 2 lacks to 3, between 0 and 1, added
-// to 2^23. Each is rounded once, to nearest even, and the bits of 2^23 - 2 are even too. The
-// lesser of the two is the code; of NaN the second, which lacks nothing.
+// The code of a magnitude y is 2y up to y = 2, then y + 2, and from y = 4 on y / 2 + 4, at most 7.
+// The ulp of float32 is 1/2 just below 2^23 and 1 from there on: adding y to 2^23 - 2 therefore
+// rounds to the first two pieces at once, and the sum's bits less those of 2^23 - 2 are the code.
+// The third piece and the bound are 2^23 + 3 - clamp(3 - y / 2, 0, 1). Each is rounded once, to
+// nearest even, and the bits of 2^23 - 2 are even, so that even sums are even codes. The code is
+// the smaller of the two; for NaN it is the second, whose clamp is then 0: 7.
 template <int N, typename Value>
 __device__ __forceinline__ unsigned e2m1_codes(const Value& value) {
   constexpr float octave = 8388608.0f;  // 2^23
@@ -89,7 +90,7 @@ __device__ __forceinline__ unsigned four_codes(float a, float b, float c, float 
 #endif
 }
 
-// N codes as they lie in memory; what of a word is left over is 0.
+// N codes as they lie in memory; unused bits of a word are 0.
 template <typename Kind, int N>
 struct Codes {
   static constexpr int kBytes = N * Kind::kBits / 8;
@@ -115,7 +116,8 @@ __device__ __forceinline__ Codes<Kind, N> narrow(const float (&values)[N], float
   return codes;
 }
 
-// Writes bytes that may be aligned to Access only; or as many of them as there are.
+// store_bytes writes Bytes bytes to an address that is aligned to Access; store_some_bytes writes
+// the first `count` of them.
 template <int Bytes, int Access>
 __device__ __forceinline__ void store_bytes(unsigned char* to, const unsigned* words) {
   constexpr int piece = least(Bytes, Access);
@@ -145,7 +147,7 @@ __device__ __forceinline__ void store_some_bytes(unsigned char* to, const unsign
   }
 }
 
-// Reads bytes that may be aligned to Access only.
+// Reads Bytes bytes from an address that is aligned to Access.
 template <int Bytes, int Access>
 __device__ __forceinline__ void load_bytes(const unsigned char* __restrict__ from,
                                            unsigned (&words)[Bytes < 4 ? 1 : Bytes / 4]) {
@@ -174,12 +176,13 @@ template <typename Kind>
 __device__ __forceinline__ float value_of(unsigned code) {
   constexpr unsigned sign = 1u << (Kind::kBits - 1);
   const unsigned size = code & (sign - 1);
-  // As the bits of a float32 a code is too small by a power of two, subnormal or not.
+  // Read as a float32, the shifted code is its value times a constant power of two, even if
+  // subnormal.
   const unsigned bits = (code & sign) << (32 - Kind::kBits) | size << (23 - Kind::kMantissa);
   if constexpr (Kind::kMantissa == 3) {
     if (size == 127) return __uint_as_float(0x7fc00000u);
   } else if constexpr (Kind::kMantissa == 2) {
-    if (size >= 124) return __uint_as_float(bits | kInfinite);  // an exponent of ones stays one
+    if (size >= 124) return __uint_as_float(bits | kInfinite);  // stays infinity or NaN
   }
   return product(__uint_as_float(bits),
                  __uint_as_float(static_cast<unsigned>(254 - Kind::kBias) << 23));
@@ -201,13 +204,14 @@ __device__ __forceinline__ void widen(const unsigned* words, float (&values)[N])
       if constexpr (converts) halves = halves_of_e4m3(words[i / 4] >> i % 4 * 8);
       else
 #endif
-        halves = __byte_perm(words[i / 4], 0, i % 4 ? 0x3424 : 0x1404);  // e5m2 begins float16
+        // An e5m2 code is the high byte of a float16.
+        halves = __byte_perm(words[i / 4], 0, i % 4 ? 0x3424 : 0x1404);
       values[i] = widen_half<false>(halves, __half());
       values[i + 1] = widen_half<true>(halves, __half());
     }
   } else if constexpr (N % 8 == 0 && Kind::kBits == 4) {
-    // Of all magnitudes the second byte of a float16 is 0: the first is looked up, of four
-    // codes at once, and gets its sign.
+    // As float16 all magnitudes have a low byte of 0. The high bytes of four codes are looked up
+    // at once, then the signs are set.
 #pragma unroll
     for (int i = 0; i < N; i += 8) {
       const unsigned codes = words[i / 8];
@@ -259,7 +263,7 @@ __device__ __forceinline__ float scale_of(float amax, float largest, float epsil
   return PowerOfTwo ? __uint_as_float(__float_as_uint(scale) & kInfinite) : scale;
 }
 
-// What is stored of a block's scale.
+// The storage type of a block's scale.
 template <typename Scales>
 struct StoredScale {
   using type = unsigned char;
@@ -269,8 +273,8 @@ struct StoredScale<float> {
   using type = float;
 };
 
-// The scale of a block of Kind, and what is stored of its inverse: a float32, a power of two,
-// or an e4m3 to which `shared` comes, the scale of all.
+// The scale of a block of Kind, and its inverse as stored: a float32, a power of two, or an e4m3
+// that is to be divided by `shared`, the scale of the whole tensor or group.
 template <typename Kind, typename Scales, bool PowerOfTwo>
 __device__ __forceinline__ float block_scale(float amax, float shared, float epsilon,
                                              typename StoredScale<Scales>::type& inverse) {
@@ -279,8 +283,8 @@ __device__ __forceinline__ float block_scale(float amax, float shared, float eps
     inverse = __frcp_rn(scale);
     return scale;
   } else if constexpr (Kind::kBits == 8) {
-    // The least e for which amax <= largest * 2^e: a mantissa above that of the largest value
-    // carries over into the exponent.
+    // The least e with amax <= largest * 2^e: a mantissa above that of the largest value carries
+    // into the exponent.
     constexpr unsigned carry = 0x7fffffu - (Kind::kLargest & 0x7fffffu);
     const unsigned bits = __float_as_uint(amax);
     const bool infinite = bits == kInfinite;
@@ -298,7 +302,8 @@ __device__ __forceinline__ float block_scale(float amax, float shared, float eps
   }
 }
 
-// The largest over 1 to 32 neighbouring lanes, which all get it. All lanes of the warp call.
+// The largest over groups of 1 to 32 neighbouring lanes, returned in each of them. Must be called
+// by all lanes of the warp.
 template <int Lanes>
 __device__ __forceinline__ float largest_of_lanes(float value) {
 #pragma unroll

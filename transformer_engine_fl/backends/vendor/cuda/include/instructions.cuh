@@ -1,14 +1,14 @@
-// Instructions that CUDA C++ has no name for, each a function.
+// Functions for instructions that CUDA C++ does not expose.
 //
-// Inline assembly stands here and in cluster.cuh, nowhere else: the tests run the kernels
-// on the CPU with C++ in place of these two files (tests/cuda_emulation).
+// Inline assembly is only here and in cluster.cuh: to run the kernels on the CPU, the tests
+// replace these two files with C++ (tests/cuda_emulation).
 
 #pragma once
 
 namespace te_fl {
 
-// Of one instruction, or two, with an error of about two units in the last place, and for
-// an exponential of |x| / 2 more; subnormal results become zero.
+// One instruction, or two, with an error of about 2 ulp, and |x| / 2 ulp more for an exponential;
+// subnormal results are flushed to zero.
 __device__ __forceinline__ float power_of_two(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -20,17 +20,17 @@ __device__ __forceinline__ float reciprocal(float x) {
   return result;
 }
 
-// Unlike fmin it is NaN if one of them is.
+// Unlike fmin, NaN if either operand is.
 __device__ __forceinline__ float least_or_nan(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 
-// What L2 is asked for what kernels read: to give up those lines after what is written, which
-// took 1 to 5% off kernels bound by memory on an H200, though what they read once is not found
-// there again. What blocks share is read so too: it would go before what each reads once does.
-// Hints for L1, or for what is written, took nothing off, or cost.
+// The L2 policy of what kernels read: evict_last, so that L2 evicts written lines before these.
+// It took 1 to 5% off memory-bound kernels on an H200, although data that is read once is not hit
+// in L2 again. Data that blocks share is read with the policy too, or it would be evicted before
+// the data that is read once. Hints for L1, or for stores, gained nothing or cost time.
 __device__ __forceinline__ unsigned long long after_writes() {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -60,14 +60,14 @@ __device__ __forceinline__ unsigned long long after_writes() {
                    : "l"(from), "l"(policy));                                                \
     }                                                                                        \
   }
-// What no kernel writes while this one runs.
+// Memory that no kernel writes while this one runs.
 TE_FL_READ(read_piece, "ld.global.nc")
-// What an earlier kernel wrote, possibly while this one was starting, or what this thread
-// will write: past L1.
+// Memory that an earlier kernel wrote, possibly while this one was starting, or that this thread
+// will write: bypasses L1.
 TE_FL_READ(read_written_piece, "ld.global.cg")
 #undef TE_FL_READ
 
-// As read_piece, and L2 is asked for nothing. The compiler may read it earlier, or several at once.
+// As read_piece, without an L2 policy. The compiler may move the load up or merge several.
 template <int Bytes, typename Word>
 __device__ __forceinline__ void read_plain_piece(Word* to, const void* from) {
   static_assert(Bytes == 16 || Bytes == 8 || Bytes == 4 || Bytes == 2, "no such access");
@@ -84,8 +84,8 @@ __device__ __forceinline__ void read_plain_piece(Word* to, const void* from) {
   }
 }
 
-// Two bytes as read_piece reads them, zero if they are not `valid`, without a branch: behind one, a
-// read would wait for what becomes of the one before.
+// Two bytes as read_piece reads them, or zero if not `valid`. There is no branch: behind a branch,
+// a read would wait for the use of the one before.
 __device__ __forceinline__ unsigned short read_where(const void* from, bool valid) {
   unsigned short word;
   asm volatile(
@@ -96,7 +96,7 @@ __device__ __forceinline__ unsigned short read_where(const void* from, bool vali
   return word;
 }
 
-// 16 bytes to global memory if they are `valid`, without a branch.
+// Writes 16 bytes to global memory if `valid`, without a branch.
 __device__ __forceinline__ void write_where(void* to, const unsigned* words, bool valid) {
   asm volatile(
       "{ .reg .pred valid; setp.ne.u32 valid, %5, 0;\n"
@@ -106,8 +106,8 @@ __device__ __forceinline__ void write_where(void* to, const unsigned* words, boo
       : "memory");
 }
 
-// 16 bytes of shared memory. Volatile: reading twice means two reads, not values kept in
-// registers meanwhile.
+// Reads 16 bytes of shared memory. Volatile, so that the compiler reads again rather than keep
+// values in registers.
 __device__ __forceinline__ void read_shared(unsigned* to, const void* from) {
   asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -116,14 +116,14 @@ __device__ __forceinline__ void read_shared(unsigned* to, const void* from) {
 }
 
 enum Reading {
-  kAgain,  // what blocks share: through L1
-  kOnce,   // past L1, where that can be: 16 bytes at a time
-  kPlain,  // so too, and L2 is asked for nothing
+  kAgain,  // data that blocks share: through L1
+  kOnce,   // bypasses L1 where possible, that is in copies of 16 bytes
+  kPlain,  // as kOnce, without an L2 policy
 };
 
-// Global to shared memory, `at` bytes behind `to`, without passing through registers; zeros behind
-// the first `bytes`. What is copied behind the same `to`, as far as the compiler knows how far, has
-// one address in a register.
+// Copies from global to shared memory, to `at` bytes behind `to`, bypassing registers, with zeros
+// after the first `bytes`. Copies behind the same `to` share one register for the address, if the
+// compiler knows each `at`.
 template <int Bytes, Reading How>
 __device__ __forceinline__ void copy_async_piece(void* to, int at, const void* from, int bytes) {
   unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -132,9 +132,9 @@ __device__ __forceinline__ void copy_async_piece(void* to, int at, const void* f
                  "l"(from), "r"(bytes)
                  : "memory");
   } else {
-    // Of a sum with what all threads share, the compiler of CUDA 13.0 makes an address that an
-    // instruction with a policy cannot have. So it may not see that this is one: for all that
-    // it knows, a lane could have an empty mask of itself.
+    // For a sum with a value that all threads share, the compiler of CUDA 13.0 forms an address
+    // operand that instructions with a policy do not accept. This move hides the sum from it: the
+    // compiler does not know that lanemask_eq is never 0, so that the move never happens.
     asm("{ .reg .b32 self; .reg .pred never; mov.u32 self, %%lanemask_eq;\n"
         "  setp.eq.u32 never, self, 0; @never mov.u32 %0, 0; }"
         : "+r"(address));
@@ -158,13 +158,13 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most Pending of this thread's latest groups are still under way.
+// Waits until at most Pending of this thread's latest groups are still in flight.
 template <int Pending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Four values to float8, the first to the lowest byte: rounded to nearest even and clamped.
+// Four values as float8, the first in the lowest byte: rounded to nearest even and clamped.
 #if __CUDA_ARCH__ >= 890
 #define TE_FL_CONVERTS_FLOAT8
 #define TE_FL_FOUR(NAME, TO)                                                        \
@@ -182,7 +182,7 @@ TE_FL_FOUR(four_e4m3, "e4m3x2")
 TE_FL_FOUR(four_e5m2, "e5m2x2")
 #undef TE_FL_FOUR
 
-// The float16 values of two codes of e4m3, exactly.
+// Two e4m3 codes as float16, exactly.
 __device__ __forceinline__ unsigned halves_of_e4m3(unsigned codes) {
   unsigned halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(codes)));
@@ -190,8 +190,8 @@ __device__ __forceinline__ unsigned halves_of_e4m3(unsigned codes) {
 }
 #endif
 
-// Of two words of two 16-bit floats each, the largest, or least, of the halves; what is not a number
-// is left out unless both are.
+// The larger, or smaller, of the low halves and of the high halves of two words of 16-bit floats;
+// NaN is ignored unless both are NaN.
 template <bool BFloat, bool Least>
 __device__ __forceinline__ unsigned extreme_halves(unsigned a, unsigned b) {
   unsigned found;
@@ -202,8 +202,8 @@ __device__ __forceinline__ unsigned extreme_halves(unsigned a, unsigned b) {
   return found;
 }
 
-// Of two words of two 16-bit floats each, the larger magnitudes of the halves; what is not a
-// number is left out unless both are. The signs of the result mean nothing.
+// The larger magnitude of the low halves and of the high halves of two words of 16-bit floats; NaN
+// is ignored unless both are NaN. The signs of the result are undefined.
 template <bool BFloat>
 __device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) {
 #if __CUDA_ARCH__ >= 860
@@ -216,7 +216,8 @@ __device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) {
 #endif
 }
 
-// All 64 bits of a product. Of two widened numbers the compiler adds the high words' zeros.
+// All 64 bits of a product. For a product of two widened numbers the compiler would also add the
+// products of their high words, which are 0.
 __device__ __forceinline__ unsigned long long wide_product(unsigned a, unsigned b) {
   unsigned long long result;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(result) : "r"(a), "r"(b));

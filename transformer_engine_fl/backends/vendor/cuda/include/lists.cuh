@@ -1,8 +1,8 @@
-// Lists of tensors that one launch goes through: which chunk is a block's, and a walk over it.
+// Lists of tensors that one launch processes: the chunk of a block, and a loop over its elements.
 //
 // The host (backends/_lists.py) makes the table: the number of each row's first chunk, then for
-// each row its count of elements and the addresses of its tensors. A row is cut into chunks of
-// as many elements, one block each.
+// each row its count of elements and the addresses of its tensors. A row is cut into chunks of a
+// fixed number of elements, one for each block.
 
 #pragma once
 
@@ -12,29 +12,29 @@
 namespace te_fl {
 
 struct Chunk {
-  const long long* fields;  // of the row, behind its count of elements
+  const long long* fields;  // the row's fields that follow its count of elements
   long long element;        // the first one
   int length;
 
-  // What field `at` points to, of which each row has one number.
+  // The pointer in field `at`, to a value that the row has once.
   template <typename T>
   __device__ __forceinline__ T* number(int at) const {
     return reinterpret_cast<T*>(__ldg(fields + at));
   }
-  // The elements of tensor `at`.
+  // The chunk's elements of tensor `at`.
   template <typename T>
   __device__ __forceinline__ T* tensor(int at) const {
     return number<T>(at) + element;
   }
 };
 
-// The chunk of this block, of rows of so many fields. Every warp looks for itself, at 32 rows
-// at a time that are as far apart as they may be: two readings find one in 1024.
+// The chunk of this block, in a table of rows with Fields fields. Every warp searches by itself,
+// and looks at 32 evenly spaced rows at a time: two reads find one of 1024 rows.
 template <int Fields, int Size>
 __device__ __forceinline__ Chunk chunk_of_block(const long long* __restrict__ table, int rows) {
   const long long chunk = blockIdx.x;
   const int lane = threadIdx.x % 32;
-  int row = 0, count = rows;  // it is one of so many rows from this one on
+  int row = 0, count = rows;  // the chunk's row is in [row, row + count)
   while (count > 1) {
     const int step = (count + 31) / 32;
     const int ahead = lane * step;
@@ -49,8 +49,8 @@ __device__ __forceinline__ Chunk chunk_of_block(const long long* __restrict__ ta
   return {entry + 1, element, left < Size ? static_cast<int>(left) : Size};
 }
 
-// Has `step.at<N, M>(place)` called so that it is told of every element once: M vectors of N
-// elements, of which the first begins at `place` and each next one Threads * N elements on.
+// Calls `step.at<N, M>(place)` so that each element is processed once: M vectors of N elements,
+// the first at `place`, and each next one Threads * N elements further on.
 template <int Threads, int Width, int Depth, typename Step>
 __device__ __forceinline__ void walk(int length, Step& step) {
   constexpr int kTile = Threads * Width * Depth;

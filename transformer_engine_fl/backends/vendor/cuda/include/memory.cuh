@@ -1,12 +1,11 @@
 // Moving vectors between global memory, shared memory and registers.
 //
-// Every function takes Access, the number of elements that one access may cover. A
-// vector whose address is aligned to less than its size is moved in narrower pieces,
-// so that which thread holds which column never depends on an address.
+// Access is the number of elements that one access may cover. A vector whose address is
+// aligned to less than its size is moved in narrower pieces, so that the columns of a thread
+// never depend on an address.
 //
-// A load into registers stays where the kernel put it only as far as ptxas likes: to save
-// registers it moves loads behind the sums that they should overlap with. What must be
-// under way early is copied to shared memory instead.
+// ptxas may move a load into registers: to save registers it moves loads behind the sums that
+// they should overlap with. Data that must be in flight early is copied to shared memory instead.
 
 #pragma once
 
@@ -15,21 +14,21 @@
 
 namespace te_fl {
 
-// Global to shared memory, `at` bytes behind `to`, without passing through registers; zeros if not
-// `valid`. A copy is seen by the thread that issued it after wait_copies, by others after a barrier
-// as well.
+// Asynchronous copy from global to shared memory, to `at` bytes behind `to`, bypassing registers;
+// writes zeros if not `valid`. The issuing thread sees the copy after wait_copies, other threads
+// after a barrier that follows it.
 template <int Bytes, Reading How>
 __device__ __forceinline__ void copy_async(unsigned char* to, int at, const void* from,
                                            bool valid) {
-  if constexpr (Bytes == 2) {  // smaller than an asynchronous copy can be
+  if constexpr (Bytes == 2) {  // an asynchronous copy has at least 4 bytes
     *reinterpret_cast<unsigned short*>(to + at) = read_where(from, valid);
   } else {
     copy_async_piece<Bytes, How>(to, at, from, valid ? Bytes : 0);
   }
 }
 
-// A vector whose 16-byte chunks lie `stride` bytes apart in shared memory. Volatile:
-// reading twice means two reads, not values kept in registers meanwhile.
+// A vector whose 16-byte chunks lie `stride` bytes apart in shared memory. The reads are
+// volatile, so that the compiler reads again rather than keep values in registers.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> read_chunks(const unsigned char* from, int stride) {
   Vec<T, N> result;
@@ -48,7 +47,7 @@ __device__ __forceinline__ Vec<T, N> read_chunks(const unsigned char* from, int 
   return result;
 }
 
-// A vector to where read_chunks finds it.
+// Writes a vector in the layout of read_chunks.
 template <typename T, int N>
 __device__ __forceinline__ void write_chunks(unsigned char* to, int stride,
                                              const Vec<T, N>& value) {
@@ -72,7 +71,7 @@ __device__ __forceinline__ void read_one(Word* to, const void* from) {
   else read_piece<Bytes>(to, from);
 }
 
-// What no kernel writes while this one runs; Plain: as read_plain_piece.
+// Loads memory that no kernel writes while this one runs. Plain: as read_plain_piece does.
 template <int Access, int N, bool Plain = false, typename T>
 __device__ __forceinline__ Vec<T, N> load(const T* from) {
   constexpr int bytes = least(16, Access * static_cast<int>(sizeof(T)));
@@ -96,7 +95,7 @@ __device__ __forceinline__ Vec<T, N> load(const T* from) {
   return result;
 }
 
-// As read_written_piece.
+// Loads with read_written_piece.
 template <int N, typename T>
 __device__ __forceinline__ Vec<T, N> load_written(const T* from) {
   constexpr int bytes = least(16, Vec<T, N>::kBytes);
@@ -109,7 +108,7 @@ __device__ __forceinline__ Vec<T, N> load_written(const T* from) {
   return result;
 }
 
-// As `load`, of something of 1 to 16 bytes, whatever it stands for.
+// As `load`, for a unit of 1 to 16 bytes of any type.
 template <typename Unit>
 __device__ __forceinline__ Unit load_unit(const Unit* from) {
   constexpr int bytes = static_cast<int>(sizeof(Unit));
@@ -124,7 +123,7 @@ __device__ __forceinline__ Unit load_unit(const Unit* from) {
   }
 }
 
-// Outputs are allocated by the operator: their rows are always aligned to a vector.
+// Operators allocate the outputs, so that their rows are always aligned to a vector.
 template <int N, typename T>
 __device__ __forceinline__ void store(T* to, const Vec<T, N>& value) {
   if constexpr (Vec<T, N>::kBytes % 16 == 0) {
@@ -140,7 +139,7 @@ __device__ __forceinline__ void store(T* to, const Vec<T, N>& value) {
   }
 }
 
-// Stores 16 bytes if they are `valid`, without a branch; Known: they are, however many.
+// Stores 16 bytes if `valid`, without a branch. Known: they are valid, and may be any number.
 template <bool Known, int N, typename T>
 __device__ __forceinline__ void store_where(T* to, const Vec<T, N>& value, bool valid) {
   static_assert(Known || Vec<T, N>::kBytes == 16, "written at once");
@@ -148,8 +147,8 @@ __device__ __forceinline__ void store_where(T* to, const Vec<T, N>& value, bool 
   else write_where(to, value.words, valid);
 }
 
-// As `store`, where the compiler would make several stores of one: where it cannot see which
-// memory an address is of, as of one that was itself read from memory, or sees too much.
+// As `store`, for code in which the compiler would split one store into several: where it cannot
+// tell the address space (of an address that was itself loaded from memory), or sees too much.
 template <int N, typename T>
 __device__ __forceinline__ void store_to_global(T* to, const Vec<T, N>& value) {
   if constexpr (Vec<T, N>::kBytes % 16 == 0) {

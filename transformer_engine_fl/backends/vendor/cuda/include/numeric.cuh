@@ -1,6 +1,6 @@
 // Number formats and small vectors of them.
 //
-// Values are kept as they lie in memory and converted on use, which is one instruction.
+// Values are kept in their storage format and converted on use, by one instruction.
 // Sums are in Accumulator<T>: float32, or float64 for float64.
 
 #pragma once
@@ -10,7 +10,7 @@
 
 #include "instructions.cuh"
 
-// The names by which the host's macros call the formats.
+// The names of the formats in the host's macros.
 using bfloat16 = __nv_bfloat16;
 using float16 = __half;
 using float32 = float;
@@ -40,8 +40,8 @@ struct WordOf<true> {
 
 constexpr __host__ __device__ int least(int a, int b) { return a < b ? a : b; }
 
-// N values of T as they lie in memory. They are kept as whole words, which is what
-// keeps two 16-bit values in one register.
+// N values of T as they lie in memory. They are kept as whole words, so that two 16-bit values
+// share a register.
 template <typename T, int N>
 struct alignas(least(16, N * static_cast<int>(sizeof(T)))) Vec {
   static constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -68,7 +68,7 @@ __device__ __forceinline__ Vec<T, 1> element(const Vec<T, N>& of, int i) {
   return result;
 }
 
-// The value in the low half of a word, or in the high one: of bfloat16 one instruction.
+// The value in the low or the high half of a word; for bfloat16 this is one instruction.
 template <bool High>
 __device__ __forceinline__ float widen_half(unsigned word, __nv_bfloat16) {
   return __uint_as_float(High ? word & 0xffff0000u : word << 16);
@@ -98,7 +98,7 @@ constexpr bool kIsBFloat = false;
 template <>
 constexpr bool kIsBFloat<__nv_bfloat16> = true;
 
-// The largest magnitude, NaN left out; of 16-bit numbers two are compared at a time.
+// The largest magnitude, ignoring NaN; 16-bit numbers are compared two at a time.
 template <typename T, int N>
 __device__ __forceinline__ float largest_of(const Vec<T, N>& from) {
   float largest = 0.0f;
@@ -119,8 +119,8 @@ __device__ __forceinline__ float largest_of(const Vec<T, N>& from) {
   return largest;
 }
 
-// Two values rounded to nearest even, the first in the low half. From double it is one
-// rounding: through float32 it could be two.
+// Two values rounded to nearest even, the first in the low half. A double is rounded once;
+// going through float32 could round it twice.
 __device__ __forceinline__ unsigned pair_bits(float first, float second, __nv_bfloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
   return __bfloat16_as_ushort(pair.x) | static_cast<unsigned>(__bfloat16_as_ushort(pair.y)) << 16;
@@ -182,21 +182,21 @@ __device__ __forceinline__ A missing() {
   return static_cast<A>(__int_as_float(0x7fc00000));
 }
 
-// A product that is not fused with what is added to it.
+// A product that the compiler does not fuse with an addition that follows.
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
 
-// total / count, where `share` is about 1 / count: of numbers that are all alike the number, so
-// that they have no variance. What the product leaves of the total corrects it (P. W. Markstein,
-// Computation of elementary functions on the IBM RISC System/6000 processor, 1990); of an
-// infinite one it leaves nothing.
+// total / count, where `share` is about 1 / count. The mean of equal numbers is exactly that
+// number, so that their variance is 0. The remainder corrects the product of total and share
+// (P. W. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor,
+// 1990); for an infinite total the remainder is NaN, and the product stays as it is.
 template <typename A>
 __device__ __forceinline__ A quotient(A total, A count, A share) {
   const A close = product(total, share);
   const A rest = fma(-close, count, total);
   return rest == rest ? fma(rest, share, close) : close;
 }
-// The same of a count that the compiler knows: of a power of two it is a product.
+// The same for a compile-time count; for a power of two it is a product.
 template <int Count, typename A>
 __device__ __forceinline__ A quotient(A total) {
   constexpr A kShare = A(1) / A(Count);

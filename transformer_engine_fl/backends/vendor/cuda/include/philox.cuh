@@ -1,8 +1,8 @@
-// Random numbers that are a function of their place: Philox4x32-10.
+// Counter-based random numbers: Philox4x32-10.
 //
-// Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. What
-// counter and key stand for is the contract's to say (ops/dropout.py), so that every
-// implementation draws the same numbers.
+// Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The
+// contract (ops/dropout.py) defines what counter and key stand for, so that every implementation
+// draws the same numbers.
 
 #pragma once
 
@@ -14,13 +14,13 @@ struct PhiloxBlock {
   unsigned words[4];
 };
 
-// The two words of the key that each round takes, as philox_keys of dropout.py works them out:
-// as arguments of a kernel they are operands of instructions, and cost none of their own.
+// The two key words of each round, which philox_keys of dropout.py computes. As arguments of a
+// kernel they are operands of its instructions, and need no instructions of their own.
 struct PhiloxKeys {
   unsigned rounds[10][2];
 };
 
-// The block of the counter (low, high, offset), the low halves first.
+// The block of the counter (low, high, offset), least significant words first.
 __device__ __forceinline__ PhiloxBlock philox(unsigned low, unsigned high,
                                               unsigned long long offset,
                                               const PhiloxKeys& keys) {

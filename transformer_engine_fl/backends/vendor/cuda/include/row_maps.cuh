@@ -1,15 +1,15 @@
-// Row id maps: how pairs of a token and an expert are counted, and which row that gives each.
+// Row id maps: counting pairs of a token and an expert, and the row that each pair gets.
 //
-// Pairs are counted in groups that follow one another (row_maps.cu); whoever moves a token
-// then works out the rows of its pairs (moe.cu). For each expert and group there is a Count.
-// A group's pairs of an expert begin at the row that is the sum of `lower` over all groups
-// and of `own` over those before. Counts are [expert][group], so that a warp reads those of
-// an expert side by side.
+// Pairs are counted in consecutive groups (row_maps.cu); the kernel that moves a token computes
+// the rows of its pairs from the counts (moe.cu). There is a Count for each expert and group. The
+// group's pairs of an expert begin at a row that is the sum of Count::x (pairs of lower experts)
+// over all groups and of Count::y (pairs of this expert) over the groups before. Counts are laid
+// out [expert][group], so that a warp reads the counts of an expert coalesced.
 //
-// Experts given by index are numbers of any size. Those from 0 on are their own buckets; all
-// that are negative share the first bucket, and all that are too large share the last. That
-// is right if a bucket that is shared has one number in it; else its pairs are compared with
-// all others.
+// Expert indices may be any integers. Each index from 0 on has a bucket of its own; all negative
+// indices share the first bucket, and all that are too large share the last. This gives the right
+// rows if a shared bucket has only one distinct index; otherwise each of its pairs is compared
+// with all other pairs.
 
 #pragma once
 
@@ -20,10 +20,10 @@ constexpr int kBuckets = 1024;
 constexpr int kMostGroups = 64;
 constexpr long long kLargest = 0x7fffffffffffffffll;
 
-// How many pairs of a group go to lower experts, and to this one: x and y of an int2.
+// x: how many pairs of a group go to lower experts; y: how many go to this expert.
 using Count = int2;
 
-// The bucket of a pair, and how many pairs of the group it has before it there.
+// x: the bucket of a pair; y: how many pairs of the group are before it in that bucket.
 using Place = int2;
 
 __device__ __forceinline__ int bucket_of(long long expert) {
@@ -45,7 +45,7 @@ struct Indices {
   }
 };
 
-// Where a mask says which experts a token goes to, [T, E] with any strides.
+// Experts given by a mask, [T, E] with any strides.
 struct Routing {
   const unsigned char* bytes;
   long long token_step, expert_step;
@@ -63,8 +63,8 @@ __device__ __forceinline__ int over_warp(int value) {
   return value;
 }
 
-// The row at which the group's pairs of an expert begin; by a whole warp. What is counted
-// was written by the kernel before, possibly while this one was starting: past L1.
+// The row at which the group's pairs of an expert begin; called by a whole warp. The reads bypass
+// L1, because the previous kernel wrote the counts, possibly while this one was starting.
 __device__ __forceinline__ int begin_of(const Count* counts, int expert, int group, int groups) {
   int row = 0;
 #pragma unroll
@@ -78,8 +78,8 @@ __device__ __forceinline__ int begin_of(const Count* counts, int expert, int gro
   return over_warp(row);
 }
 
-// Whether a bucket that is shared has two numbers in it; by a whole warp. `extremes` are
-// the lowest and highest number of the first bucket and those of the last, for each group.
+// Whether a shared bucket has more than one distinct index; called by a whole warp. `extremes`
+// are each group's lowest and highest index in the first bucket, then those in the last bucket.
 __device__ __forceinline__ bool is_mixed(const long long* extremes, bool last, int groups) {
   extremes += last ? 2 * groups : 0;
   long long lowest = kLargest;
@@ -101,7 +101,7 @@ __device__ __forceinline__ bool is_mixed(const long long* extremes, bool last, i
   return lowest < highest;
 }
 
-// The row of a pair from all others; by a whole warp.
+// The row of a pair, by comparison with all others; called by a whole warp.
 template <typename T>
 __device__ int row_by_comparison(const Indices<T>& indices, int pair, int pairs) {
   const long long expert = indices.of_pair(pair);

@@ -1,22 +1,22 @@
-// Sequences of several lengths in one tensor: which row stands where.
+// Sequences of different lengths packed in one tensor: the sequence and position of a row.
 //
-// The offsets come from users. Whatever they are, no entry that does not exist is read, and
-// what is told of a row without a sequence is only that there is none.
+// Offsets come from users. Whatever their values, no read is out of bounds, and of the result for
+// a row without a sequence only `exists`, which is false, has a meaning.
 
 #pragma once
 
 namespace te_fl {
 
-// Where a row stands: its sequence (always one that exists), its place in it, and the length
-// of that; they mean nothing else unless `exists`.
+// A row's sequence (always a valid index), the row's position in it, and the sequence's length.
+// They have no further meaning unless `exists`.
 struct Place {
   long long place, length;
   int sequence;
   bool exists;
 };
 
-// Sequence i of `sequences`, at least one, has the rows from offsets[i] / divisor up to those
-// of i + 1.
+// Sequence i of `sequences` (at least one) has the rows from offsets[i] / divisor up to, but not
+// including, offsets[i + 1] / divisor.
 template <typename Offset>
 __device__ __forceinline__ Place place_of(long long row, const Offset* __restrict__ offsets,
                                           int sequences, int divisor) {

@@ -1,7 +1,7 @@
-// Turning a tile of 128 columns in shared memory, so that what goes out is contiguous too.
+// Transposing ("turning") a tile of 128 columns in shared memory, so that writes are coalesced too.
 //
-// Chunks of 16 bytes lie where threads of a warp that access them together use different
-// banks. All functions are called by every thread of a block.
+// Chunks of 16 bytes are swizzled, so that threads of a warp that access them together use
+// different banks. All functions must be called by every thread of a block.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace te_fl {
 
-// Values of 128x128, to be read down their columns, two neighbouring ones at a time.
+// A tile of 128x128 values that is read down its columns, two neighbouring columns at a time.
 template <typename T>
 struct ValueTile {
   static constexpr int kRow = 128 * static_cast<int>(sizeof(T));
@@ -21,13 +21,13 @@ struct ValueTile {
 
   static __device__ __forceinline__ void pair(unsigned char* tile, int row, int pair,
                                               float (&two)[2]) {
-    constexpr int kPairs = 8 / static_cast<int>(sizeof(T));  // of a chunk
+    constexpr int kPairs = 8 / static_cast<int>(sizeof(T));  // per chunk
     const unsigned char* from =
         chunk(tile, row, pair / kPairs) + pair % kPairs * (2 * static_cast<int>(sizeof(T)));
     decode(*reinterpret_cast<const Vec<T, 2>*>(from), two);
   }
 
-  // The amaxes of so many rows of the two columns, by two at a time where that can be.
+  // The amaxes of Rows rows of the two columns; 16-bit values are compared two at a time.
   template <int Rows>
   static __device__ __forceinline__ void largest(unsigned char* tile, int first, int pair,
                                                  float (&two)[2]) {
@@ -58,8 +58,8 @@ struct ValueTile {
   }
 };
 
-// A chunk of a turned tile, whose columns have Bytes bytes each and are written by threads
-// that are 2^Shift columns apart.
+// A chunk of a transposed tile. A column has Bytes bytes, and neighbouring threads write columns
+// that are 2^Shift apart.
 template <int Bytes, int Shift>
 __device__ __forceinline__ unsigned char* turned_chunk(unsigned char* tile, int column,
                                                        int chunk) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ unsigned char* turned_chunk(unsigned char* tile, int 
   return tile + (column * kChunks + (chunk ^ (column >> Shift & (kChunks - 1)))) * 16;
 }
 
-// Turns Threads / 2 rows of 128 bytes, in their place, a thread 4 columns of 16 rows; the turned
-// chunks are shifted by 2.
+// Transposes Threads / 2 rows of 128 bytes in place, a thread 4 columns of 16 rows; the result is
+// laid out as by turned_chunk with Shift = 2.
 template <int Threads>
 __device__ __forceinline__ void turn_bytes(unsigned char* tile) {
   const int group = threadIdx.x % 32;
@@ -99,14 +99,15 @@ __device__ __forceinline__ void turn_bytes(unsigned char* tile) {
   __syncthreads();
 }
 
-// A tile of a matrix that is turned, of those that lie one above the other and side by side.
+// The position of a tile: how many tiles are above it in the matrix, and how many before it in
+// its row of tiles.
 struct Tile {
   int above, before;
 };
 
-// Tile number `turn` of a launch. Where the turned rows, of `bytes` bytes, do not begin with sectors
-// of memory, neighbours along them follow each other, so that a sector of both is whole in L2 soon.
-// Without turned rows `bytes` is 0.
+// Tile number `turn` of a launch. If transposed rows, of `bytes` bytes, do not begin at sectors of
+// 32 bytes, tiles that are neighbours along these rows follow each other, so that a sector that two
+// tiles share is soon complete in L2. Without transposed rows `bytes` is 0.
 __device__ __forceinline__ Tile tile_of(unsigned turn, int down, int across, int bytes) {
   const bool sectors = bytes % 32 == 0;
   const unsigned line = sectors ? across : down;
@@ -115,9 +116,10 @@ __device__ __forceinline__ Tile tile_of(unsigned turn, int down, int across, int
   return sectors ? Tile{passed, place} : Tile{place, passed};
 }
 
-// Writes the turned tile to rows of `bytes` bytes that begin anywhere, as far as they go. Lanes
-// that share a column's bytes, or 128 of them, write whole words of memory, each from two of the
-// tile's; the first lane has what is left at either end, which other lanes share words with.
+// Writes the transposed tile to rows of `bytes` bytes, which may begin at any address, up to their
+// end. The lanes that share a column's bytes, or a run of 128 of them, write aligned words, each
+// combined from two words of the tile; the first lane writes the bytes left at both ends of the
+// run, whose words are shared with the neighbouring runs.
 template <int Threads, int Bytes, int Shift>
 __device__ __forceinline__ void drain_words(unsigned char* tile, unsigned char* to,
                                             int first_column, int columns, int first_byte,
@@ -137,7 +139,7 @@ __device__ __forceinline__ void drain_words(unsigned char* tile, unsigned char* 
     const unsigned before = __shfl_sync(0xffffffffu, word, (lane + kLanes - 1) % kLanes, kLanes);
     unsigned char* target =
         to + static_cast<long long>(first_column + column) * bytes + first_byte + start;
-    const int ahead = reinterpret_cast<unsigned long long>(target) % 4;  // bytes of the word before
+    const int ahead = reinterpret_cast<unsigned long long>(target) % 4;  // bytes from `before`
     const unsigned made = __funnelshift_l(before, word, ahead * 8);
     const int place = lane * 4 - ahead;
     const int left = first_column + column < columns ? bytes - first_byte - start : 0;
@@ -153,8 +155,9 @@ __device__ __forceinline__ void drain_words(unsigned char* tile, unsigned char* 
   }
 }
 
-// Writes the turned tile to rows of `bytes` bytes, as far as they go. Aligned: they begin at
-// multiples of 16. Inside: all of the tile is in them, and a thread's chunks lie equally far apart.
+// Writes the transposed tile to rows of `bytes` bytes, up to their end. Aligned: rows begin at
+// multiples of 16 bytes. Inside: the whole tile lies in the rows, and a thread's chunks are equally
+// far apart.
 template <int Threads, int Bytes, int Shift, bool Aligned, bool Inside = false>
 __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char* to,
                                              int first_column, int columns, int first_byte,
@@ -162,7 +165,7 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
   constexpr int kChunks = Bytes / 16;
   static_assert(Aligned || !Inside, "whole tiles begin at multiples of 16");
   if constexpr (Inside) {
-    constexpr int kColumns = Threads / kChunks;  // that are written at once
+    constexpr int kColumns = Threads / kChunks;  // columns that are written at once
     static_assert(128 % kColumns == 0 && (kColumns >> Shift) % kChunks == 0,
                   "chunks of the columns that follow are shifted as these are");
     const int column = threadIdx.x / kChunks;
@@ -187,7 +190,7 @@ __device__ __forceinline__ void drain_turned(unsigned char* tile, unsigned char*
   }
 }
 
-// Tile `block` of 64x64 of a matrix of numbers, transposed.
+// Transposes the 64x64 tile number `block` of a matrix of words.
 template <int Threads, typename Word>
 __device__ __forceinline__ void turn_numbers(const Word* x, Word* y, long long stride, int rows,
                                              int columns, int block) {
@@ -199,7 +202,7 @@ __device__ __forceinline__ void turn_numbers(const Word* x, Word* y, long long s
   const int lane = threadIdx.x % 64;
   const int team = threadIdx.x / 64;
   constexpr int kTeams = Threads / 64;
-  // Past the end the last ones again, unused: a branch would break up the loads.
+  // Beyond the end the last row and column are loaded again, unused: a branch would split loads.
   const int column = first_column + lane < columns ? first_column + lane : columns - 1;
   Word kept[64 / kTeams];
 #pragma unroll
