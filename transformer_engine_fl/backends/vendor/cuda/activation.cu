@@ -1,21 +1,21 @@
-// Activations: elementwise and gated, their gradients, and that of a bias.
+// Activations, elementwise and gated, their gradients, and the gradient of a bias.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as activation.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (activation.py)
+// defines KERNEL_<name> and those of the following macros that the kernel needs.
 //
 //   TX, TDY    storage types of the input and of the output's gradient
-//   KIND       which activation: a type of activations.cuh
+//   KIND       the activation: a type of activations.cuh
 //   GATED      1 if a row holds the activated half and, `columns` further on, the gate
-//   CLAMPED    1 if both halves are limited
+//   CLAMPED    1 if both halves are clamped
 //   BACKWARD   1 for the gradient
-//   FLAT       1 if rows follow each other without gaps, so that they need not be told apart
+//   FLAT       1 if rows are contiguous, so that all elements are treated as one row
 //   VEC        elements per vector; divides the columns, unless FLAT
-//   ACCESS     elements that the addresses allow in one access, up to VEC
-//   LANES      threads of a block that share its columns (all of them, in `elementwise`)
+//   ACCESS     elements that one access may cover, up to VEC
+//   LANES      threads along the columns of a block (all threads, in `elementwise`)
 //   ROWS       rows that a block of `with_bias` works on at once
-//   DEPTH      rows of a thread of `with_bias` that are under way
+//   DEPTH      rows that a thread of `with_bias` has in flight
 //
-// Nothing is added atomically, so the same call gives the same bits.
+// There are no atomic additions, so the same call gives the same bits.
 
 #include "activations.cuh"
 #include "cluster.cuh"
@@ -31,7 +31,7 @@ using A = Accumulator<TX>::type;
 
 #ifdef KERNEL_elementwise
 
-// N neighbouring elements: what is read of them, and what becomes of that.
+// N neighbouring elements: the inputs that are read, and the results computed from them.
 template <int N>
 struct Share {
   static constexpr int kAccess = least(ACCESS, N);
@@ -51,7 +51,7 @@ struct Share {
     if constexpr (BACKWARD) decode(grad, dy);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      bool outside = false, gate_outside = false;  // which NaN never is
+      bool outside = false, gate_outside = false;  // always false for NaN
       if constexpr (CLAMPED) {
         outside = a[i] > limit;
         gate_outside = b[i] > limit || b[i] < -limit;
@@ -80,8 +80,8 @@ struct Share {
 
 #ifdef KERNEL_elementwise
 
-// A thread has one vector; `vectors` counts those of all rows, and `tail` the elements behind
-// them (FLAT).
+// A thread has one vector. `vectors` is the number of whole vectors in all rows, `tail` that of the
+// elements behind them (FLAT).
 extern "C" __global__ void __launch_bounds__(LANES)
     elementwise(const TDY* __restrict__ grad, const TX* __restrict__ x, TX* __restrict__ out,
                 long long vectors, int tail, int columns, long long grad_stride,
@@ -116,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #ifdef KERNEL_with_bias
 
-// The gradient, and its sum over the rows of each group, to partial[group][column]:
-// blockIdx.x chooses the columns, blockIdx.y the group. DEPTH rows of a thread wait in shared
-// memory, since registers hold too few for memory to be busy.
+// Writes the gradient, and its sum over each group of rows to partial[group][column]: blockIdx.x
+// is the block of columns, blockIdx.y the group. DEPTH rows of a thread are in flight to shared
+// memory, since registers cannot hold enough rows to keep memory busy.
 extern "C" __global__ void __launch_bounds__(LANES * ROWS)
     with_bias(const TDY* __restrict__ grad, const TX* __restrict__ x, TX* __restrict__ out,
               A* __restrict__ partial, long long rows, long long grad_stride, long long x_stride,

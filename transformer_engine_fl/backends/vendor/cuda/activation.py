@@ -1,7 +1,7 @@
 """Activations in CUDA C++ (``activation.cu``): elementwise and gated, and their gradients.
 
-What an activation is stands in ``include/activations.cuh``, once; one kernel makes all
-forwards and backwards, a second one the backwards that also sum over the rows.
+``include/activations.cuh`` defines each activation once. One kernel computes all forwards and
+backwards, a second one the backwards that also sum over the rows.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ __all__ = [
 ]
 
 CLAMPED: Final = "SteepSilu"
-"""The kind whose two halves are limited, and that has options."""
+"""The kind whose two halves are clamped, and that has options."""
 KINDS: Final = ("Gelu", "QuickGelu", "Relu", "SquaredRelu", "Silu", "Sigmoid", CLAMPED)
 THREADS: Final = 128
 BIAS_BYTES: Final = 48 * 1024
-"""What is under way on a multiprocessor for a bias' gradient: more of it took longer."""
+"""Bytes in flight on a multiprocessor for a bias gradient: more took longer."""
 MOST_VECTORS: Final = 2**32 - 2**20
-"""Vectors of rows that are told apart are counted in 32 bits, with a block beyond them."""
+"""Kernels that distinguish rows count vectors in 32 bits, with room for an incomplete block."""
 
 
 # -------------------------------------------------------------------------------- plans
@@ -97,8 +97,8 @@ class Key:
         gated: whether a row has two halves.
         backward: whether it is the gradient.
         x, grad: dtypes of the input, and of the output's gradient if there is one.
-        flat: whether rows need not be told apart.
-        vec, access: elements of a vector, and of what one access may cover.
+        flat: whether all elements may be treated as one row.
+        vec, access: elements of a vector, and elements that one access may cover.
     """
 
     kind: str
@@ -111,7 +111,7 @@ class Key:
     access: int
 
     def defines(self) -> dict[str, str | int]:
-        """What both kernels need."""
+        """The macros that both kernels need."""
         return {
             "TX": NAMES[self.x],
             "TDY": NAMES[self.grad],
@@ -136,17 +136,17 @@ def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
 
 
 def bias_width(columns: int, x: torch.dtype, grad: torch.dtype) -> int:
-    """Elements per vector of both: the wider one's have 16 bytes, which a copy moves at once."""
+    """Elements per vector of both tensors: 16 bytes of the wider dtype, the most a copy moves."""
     return vector_width(columns, max(SIZES[x], SIZES[grad]))
 
 
 class _BiasShape(NamedTuple):
-    """How columns and rows are spread over the threads of a block.
+    """How the columns and rows of a block are distributed over its threads.
 
     Attributes:
-        lanes: threads that share its columns.
-        rows: that it works on at once.
-        depth: rows of a thread that are under way.
+        lanes: threads along the columns.
+        rows: rows that the block works on at once.
+        depth: rows that a thread has in flight.
     """
 
     lanes: int
@@ -155,8 +155,8 @@ class _BiasShape(NamedTuple):
 
     @classmethod
     def of(cls, key: Key, columns: int) -> _BiasShape:
-        """Wide rows leave few blocks to share out the rows of their columns, so those are wide.
-        Accesses of 2 bytes are none that can be under way: as many threads as can be wait for them.
+        """If rows are wide, few blocks share the rows of a column, so blocks cover more columns.
+        A 2-byte access cannot be an asynchronous copy: as many threads as possible wait for them.
         """
         if key.access * min(SIZES[key.x], SIZES[key.grad]) == 2:
             lanes, threads, depth = 512, 1024, 1
@@ -165,12 +165,12 @@ class _BiasShape(NamedTuple):
         else:
             lanes, threads, depth = 128, 384, 4
         lanes = min(lanes, 1 << (columns // key.vec - 1).bit_length())
-        # Few lanes would make many teams, and their sums be more than the first have to read.
+        # Bounded, because with few lanes the first team would add up the sums of many teams.
         return cls(lanes, min(threads // lanes, 16), depth)
 
 
 def bias_source(key: Key, columns: int) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel of a gradient together with its sums over groups of rows."""
+    """The kernel that computes a gradient and its sums over groups of rows."""
     lanes, rows, depth = _BiasShape.of(key, columns)
     defines = {**key.defines(), "LANES": lanes, "ROWS": rows, "DEPTH": depth}
     geometry = _launch.Geometry(lanes * rows, "PPPPqqqi")
@@ -193,13 +193,13 @@ class WithBias:
         self._resident = max(1, min(self._kernel.resident_groups(), wanted) // self._blocks)
 
     def groups(self, rows: int) -> int:
-        """How many partial sums there will be: no more than finish together."""
+        """How many groups of rows get a partial sum each: at most as many as run at once."""
         teams = -(-rows // self._rows)
         turns = -(-teams // self._resident)
         return min(65535, -(-teams // turns))
 
     def __call__(self, groups: int, partial: int, dbias: int, *values: Any) -> None:
-        """Launch; ``values`` are pointers of grad, x and output, then the numbers."""
+        """Launch; ``values`` are the addresses of grad, x and output, then the numbers."""
         self._kernel.launch(self._blocks, groups, *values[:3], partial, *values[3:])
         self._total(partial, dbias, 0, groups)
 
@@ -211,7 +211,7 @@ _bias_kernels: Plans[WithBias] = Plans()
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    """A selection of the operators' kernels for a device: every kind, type and shape."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     for kind in KINDS:
         for gated in (False, True):
@@ -247,7 +247,7 @@ class Of(NamedTuple):
 
 
 OPERATORS: Final[dict[str, Of]] = {}
-"""By the operator's name; what is quantised as well is calculated in the same way."""
+"""The operators by name; the operators that also quantise look up their activation here."""
 
 
 def _of(contract: Contract[..., Any], kind: str, gated: bool, backward: bool) -> Of:
@@ -255,7 +255,7 @@ def _of(contract: Contract[..., Any], kind: str, gated: bool, backward: bool) ->
 
 
 def _accepts(of: Of, grad: Tensor | None, x: Tensor) -> bool:
-    """Whether the tensors are right, and for this set."""
+    """Whether the tensors are valid, and this set supports them."""
     if not ((type(x) in PLAIN or is_plain(x)) and on_device(x) and x.dtype in NAMES):
         return False
     if of.gated and (x.dim() == 0 or x.shape[-1] % 2):
@@ -278,7 +278,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _access(vec: int, *parts: tuple[int, int, torch.dtype]) -> int:
-    """Elements that one access may cover, from (address, elements between rows, dtype)."""
+    """Elements that one access may cover, from (address, row stride in elements, dtype)."""
     numbers = []
     for address, step, dtype in parts:
         size = SIZES[dtype]
@@ -298,7 +298,7 @@ def _run(of: Of, grad: Tensor | None, x: Tensor, limit: float = 0.0, alpha: floa
     op, dtype, shape = of.contract.name, x.dtype, tuple(x.shape)
     columns = shape[-1] >> of.gated if shape else 1
     flat = not of.gated and _is_dense(x) and (grad is None or _is_dense(grad))
-    if flat:  # of whatever shape, it is one row
+    if flat:  # one row, whatever the shape
         output = allocator(x.device)(shape, x.stride(), dtype)
         check_fresh(op, output)
     else:
@@ -310,7 +310,7 @@ def _run(of: Of, grad: Tensor | None, x: Tensor, limit: float = 0.0, alpha: floa
     vec = 16 // SIZES[dtype]
     if not flat:
         vec = vector_width(columns, SIZES[dtype])
-        if not shape:  # a number whose sign is kept apart
+        if not shape:  # a lazily negated scalar, since other scalars are flat
             x, grad = x.reshape(1), None if grad is None else grad.reshape(1)
         x, x_step = dense_rows(x)
         if grad is not None:

@@ -1,15 +1,15 @@
-// Dropout, whose mask is a function of seed, offset and place (philox.cuh).
+// Dropout, whose mask is a function of seed, offset and position (philox.cuh).
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as dropout.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (dropout.py) defines
+// KERNEL_<name> and those of the following macros that the kernel needs.
 //
-//   TX       storage type of what goes in and comes out
-//   ACCESS   elements that the address of what goes in allows in one access
+//   TX       storage type of the input and the output
+//   ACCESS   elements that one access to the input may cover
 //   BYTES    bytes of the mask that a thread has
-//   THREADS  of a block
+//   THREADS  threads of a block
 //
-// A thread works on whole bytes of the mask, each with its eight elements, for which one block
-// of numbers serves. Elements are asked for before the numbers are drawn.
+// A thread works on whole bytes of the mask, each with its eight elements and drawn from one Philox
+// block. The loads of elements are issued before the numbers are drawn.
 
 #include "memory.cuh"
 #include "numeric.cuh"
@@ -23,7 +23,7 @@ using A = Accumulator<TX>::type;
 
 constexpr int kEach = 8;  // elements of a byte
 
-// What is kept, times `scale`.
+// Elements whose bit is set, times `scale`; 0 for the others.
 template <int N>
 __device__ __forceinline__ Vec<TX, N> scaled(const Vec<TX, N>& from, unsigned bits, A scale) {
   A values[N];
@@ -33,7 +33,7 @@ __device__ __forceinline__ Vec<TX, N> scaled(const Vec<TX, N>& from, unsigned bi
   return encode<TX>(values);
 }
 
-// The elements of the last byte, which is not full.
+// The elements of the last byte, if it has fewer than eight.
 __device__ __forceinline__ void finish(const TX* x, TX* y, int count, unsigned bits, A scale) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
@@ -41,8 +41,8 @@ __device__ __forceinline__ void finish(const TX* x, TX* y, int count, unsigned b
   }
 }
 
-// A thread's bytes, and the elements that it asks for: those of the whole ones. Past the end
-// these are the last again, unused: a branch would break up the loads.
+// A thread's bytes of the mask, and the elements of those that are full. Beyond the end the last
+// elements are loaded again, unused: a branch would split the loads.
 struct Share {
   Vec<TX, kEach> values[BYTES];
   long long first, whole;
@@ -71,7 +71,8 @@ struct Share {
 
 namespace {
 
-// A byte of the mask; THREADS * BYTES, a power of two, makes `high` the same for a block.
+// A byte of the mask. Because THREADS * BYTES is a power of two, `high` is the same in all of a
+// block of threads.
 __device__ __forceinline__ unsigned drawn(unsigned low, unsigned high, unsigned long long offset,
                                           int threshold, const PhiloxKeys& keys) {
   static_assert((THREADS * BYTES & THREADS * BYTES - 1) == 0, "blocks begin at multiples");

@@ -1,4 +1,4 @@
-"""Dropout in CUDA C++ (``dropout.cu``); the mask is the contract's, bit for bit."""
+"""Dropout in CUDA C++ (``dropout.cu``), with the mask that the contract defines, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ __all__ = ["dropout_bwd", "dropout_fwd"]
 
 THREADS: Final = 128
 FORWARD_BYTES: Final = {2: 2, 4: 1, 8: 1}
-"""Bytes of the mask of a thread, by those of an element: their elements are under way at once.
-Backward, where no numbers are drawn meanwhile, it has one."""
+"""Bytes of the mask that a thread has in the forward, by itemsize; their elements are in flight at
+once. In the backward, which draws no numbers meanwhile, a thread has one."""
 MOST_BLOCKS: Final = 2**31 - 1
 KEYS: Final = 20
-"""Words of the keys of all rounds."""
+"""Key words of all rounds."""
 LIMIT: Final = 2**63
-"""Seeds and offsets are below."""
+"""Seeds and offsets are below this."""
 
 
 def _bytes(dtype: torch.dtype, kernel: str) -> int:
@@ -51,7 +51,7 @@ def _bytes(dtype: torch.dtype, kernel: str) -> int:
 
 
 def source(dtype: torch.dtype, access: int, kernel: str) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel of that name for elements of ``dtype``, ``access`` of which one access covers."""
+    """The kernel of a name, for elements of ``dtype``; one access covers ``access`` of them."""
     defines: dict[str, str | int] = {
         "TX": NAMES[dtype],
         "ACCESS": access,
@@ -66,7 +66,7 @@ def source(dtype: torch.dtype, access: int, kernel: str) -> tuple[Specialisation
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every type and alignment, on whatever device."""
+    """Kernels of every type and alignment, for any device."""
     for dtype, size in SIZES.items():
         for access in {1, 16 // size}:
             for kernel in ("forward", "backward"):
@@ -90,7 +90,7 @@ def _is_word(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def philox_keys(seed: int) -> tuple[int, ...]:
-    """The key's words in each round, as ``PhiloxKeys`` of ``include/philox.cuh`` has them."""
+    """The key words of each round, in the order of ``PhiloxKeys`` in ``include/philox.cuh``."""
     keys = []
     for count in range(KEYS // 2):
         for word, step in ((seed, 0x9E3779B9), (seed >> 32, 0xBB67AE85)):
@@ -101,7 +101,7 @@ def philox_keys(seed: int) -> tuple[int, ...]:
 def _launched(
     op: Contract[..., Any], kernel: str, x: Tensor, pointers: tuple[int, int, int], *numbers: float
 ) -> None:
-    """Run a kernel on all elements of ``x``, whose memory is the first of the pointers."""
+    """Run a kernel on all elements of ``x``, whose address is the first of ``pointers``."""
     dtype, device, size = x.dtype, x.get_device(), x.numel()
     access = 16 // SIZES[dtype]
     if pointers[0] & 15:
@@ -116,7 +116,7 @@ def _launched(
 
 
 def _like(op: Contract[..., Any], tensor: Tensor) -> tuple[Tensor, int, int]:
-    """A new dense tensor of that shape and dtype, and the addresses of both."""
+    """A new dense tensor of the same shape and dtype, and the addresses of both."""
     try:
         address = tensor.data_ptr()
     except RuntimeError as error:

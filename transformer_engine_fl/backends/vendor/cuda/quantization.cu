@@ -1,22 +1,22 @@
-// Values of quantised tensors, moves of bytes, and what goes with blocks and delayed scaling.
+// Dequantisation, transposes and permutations, and kernels for block scaling and delayed scaling.
 //
-// Casting is casting.cu's. The host (quantization.py) defines KERNEL_<name> and what that
-// kernel needs of the following.
+// Casts are in casting.cu. The host (quantization.py) defines KERNEL_<name> and those of the
+// following macros that the kernel needs.
 //
-//   KIND       of the codes: e4m3, e5m2 or e2m1
+//   KIND       format of the codes: e4m3, e5m2 or e2m1
 //   SCALES     how scales are stored: float32, e8m0 or e4m3
 //   WIDTH, HEIGHT   columns and rows that share a scale; a WIDTH of 0 if all do
 //   TX, TY     storage types of the input and the output
-//   FLAT       1 if what belongs together need not be told apart by rows
-//   VEC        elements that a thread has side by side; divides the columns
-//   ACCESS     elements, or bytes of codes, that the addresses allow in one access
+//   FLAT       1 if all elements may be treated as one row
+//   VEC        elements of a vector; divides the columns
+//   ACCESS     elements, or bytes of codes, that one access may cover
 //   ALIGNED    1 if rows of the output begin at multiples of 16 bytes
-//   WORD       what is moved as one number
-//   VECS       vectors of a thread that are under way at once
+//   WORD       the type of the units that are moved
+//   VECS       vectors that a thread has in flight at once
 //   CASTS      1 to cast with given scales, 0 to find the amax
-//   OF_ALL     1 if the largest of a history counts, 0 if the newest does
+//   OF_ALL     1 to use the largest amax of a history, 0 to use the newest
 //
-// Nothing is added atomically, so the same call gives the same bits.
+// There are no atomic additions, so the same call gives the same bits.
 
 #include "float8.cuh"
 #include "memory.cuh"
@@ -27,7 +27,7 @@ using namespace te_fl;
 
 #ifdef KERNEL_dequantize
 
-// Rows of codes lie `stride` bytes apart.
+// Rows of codes are `stride` bytes apart.
 extern "C" __global__ void __launch_bounds__(256)
     dequantize(const unsigned char* __restrict__ data,
                const StoredScale<SCALES>::type* __restrict__ scale_inv,
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(256)
   float factors[VECS];
 #pragma unroll
   for (int v = 0; v < VECS; ++v) {
-    // Past the end the last vector again, unused: a branch would break up the loads.
+    // Beyond the end the last vector is loaded again, unused: a branch would split the loads.
     const unsigned wanted = first + v * 256;
     const unsigned at = wanted < vectors ? wanted : vectors - 1;
     const unsigned row = FLAT ? 0 : at / per_row;
@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #ifdef KERNEL_turn
 
-// A matrix of bytes, transposed by tiles of 256 rows and 128 columns: a row of the output is
-// written by pairs of lines.
+// Transposes a matrix of bytes by tiles of 256 rows and 128 columns, so that each row of the output
+// is written in pairs of cache lines.
 extern "C" __global__ void __launch_bounds__(512, 3)
     turn(const unsigned char* __restrict__ x, unsigned char* __restrict__ y, long long stride,
          int rows, int columns) {
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(512, 3)
 
 #ifdef KERNEL_turn_words
 
-// A matrix of larger numbers, transposed tile by tile.
+// Transposes a matrix of larger units tile by tile.
 extern "C" __global__ void __launch_bounds__(256)
     turn_words(const WORD* __restrict__ x, WORD* __restrict__ y, long long stride, int rows,
                int columns) {
@@ -129,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #ifdef KERNEL_swap_rows
 
-// Rows in their new order: `first` of them, then as many of the next. Everything counts WORDs.
+// Swaps the first two dimensions: output row i is row (i % first, i / first) of the input, whose
+// strides are `x_first` and `x_second`. Sizes and strides, except `first`, count WORDs.
 extern "C" __global__ void __launch_bounds__(256)
     swap_rows(const WORD* __restrict__ x, WORD* __restrict__ y, unsigned words,
               unsigned per_row, unsigned first, long long x_first, long long x_second) {
@@ -154,8 +155,9 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #ifdef KERNEL_shard
 
-// One block of `length` rows and columns of a matrix of which `x` is a flat part: its amax, or
-// the cast of what is in it. All but `across` and `length` count vectors.
+// One block of `length` rows and columns of a matrix, of which `x` is a contiguous flat part: the
+// amax of the block's elements in `x`, or their cast. Sizes, except `across` and `length`, count
+// vectors.
 extern "C" __global__ void __launch_bounds__(256)
     shard(const TX* __restrict__ x, const float* __restrict__ scale, float* __restrict__ amax,
           unsigned char* __restrict__ data, long long width, long long start, long long count,
@@ -196,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #ifdef KERNEL_update
 
-// One column of a history of amaxes to a block of threads, and its scale.
+// A block of threads updates one column of a history of amaxes, and its scale.
 extern "C" __global__ void __launch_bounds__(256)
     update(const float* __restrict__ reduced, float* history, float* __restrict__ scale,
            int length, long long row_stride, long long column_stride, long long scale_stride,
@@ -211,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(256)
     float moved = 0.0f;
     if (row < length) moved = row == length - 1 ? newest : column[(row + 1) * row_stride];
     largest = fmaxf(largest, moved);
-    __syncthreads();  // what a thread has read another one writes
+    __syncthreads();  // a thread writes the row that another one has read
     if (row < length) column[row * row_stride] = row == 0 ? 0.0f : moved;
   }
   largest = largest_of_lanes<32>(largest);

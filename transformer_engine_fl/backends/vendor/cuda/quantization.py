@@ -1,7 +1,8 @@
-"""Quantisation in CUDA C++: casts to every scaling format and back, and what goes with them.
+"""Quantisation in CUDA C++: casts to every scaling format and back, and related operators.
 
-The arithmetic is that at the head of ``ops/quantization.py``, to the bit. What casts is in
-``_casting``, which epilogues share; here are the operators, and the moves of bytes.
+The arithmetic follows the head of ``ops/quantization.py`` to the bit. The casts are in
+``_casting``, which epilogues share; here are the operators, and the other kernels
+(``quantization.cu``).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ THREADS: Final = 256
 TURNED: Final = (256, 128)
 """Rows and columns of a tile of bytes that is transposed."""
 VECTORS: Final = 2
-"""Vectors of a thread, where rows are not told apart by blocks of threads."""
+"""Vectors of a thread, in kernels that count vectors across rows."""
 MOST_VECTORS: Final = 2**32 - 2**20
 WORDS: Final = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}
 
@@ -88,7 +89,7 @@ def _source(kernel: str, **defines: str | int) -> Specialisation:
 def dequantize_source(
     format: str, data: torch.dtype, output: torch.dtype, vec: int, access: int, flat: bool
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that gives values; ``access`` is in bytes of codes."""
+    """The kernel that dequantises; ``access`` is in bytes of codes."""
     form = FORMATS[format]
     height, width = form.block or (1, 0)
     made = _source(
@@ -118,12 +119,12 @@ def turn_source(access: int, aligned: bool) -> tuple[Specialisation, _launch.Geo
 
 
 def turn_words_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that transposes numbers of so many bytes."""
+    """The kernel that transposes units of ``size`` bytes."""
     return _source("turn_words", WORD=WORDS[size]), _launch.Geometry(THREADS, "PPqii")
 
 
 def swap_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that puts rows in another order, by words of so many bytes."""
+    """The kernel that swaps the first two dimensions, in words of ``size`` bytes."""
     made = _source("swap_rows", WORD=WORDS[size], VECS=VECTORS)
     return made, _launch.Geometry(THREADS, "PPIIIqq")
 
@@ -131,13 +132,13 @@ def swap_source(size: int) -> tuple[Specialisation, _launch.Geometry]:
 def shard_source(
     dtype: torch.dtype, vec: int, kind: str, casts: bool
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel for one block of a matrix."""
+    """The kernel that finds the amax of a block of a matrix in a shard, or casts it."""
     made = _source("shard", TX=NAMES[dtype], VEC=vec, KIND=kind, CASTS=int(casts))
     return made, _launch.Geometry(THREADS, "PPPPqqqiii")
 
 
 def update_source(of_all: bool) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that updates a history."""
+    """The kernel that updates an amax history and its scale."""
     return _source("update", OF_ALL=int(of_all)), _launch.Geometry(THREADS, "PPPiqqqf")
 
 
@@ -151,7 +152,7 @@ def _kernel(
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    """A selection of the operators' kernels for a device: every kind, type and shape."""
     yield from _casting.representative_sources(device)
     low, full, half = torch.bfloat16, torch.float32, torch.float16
     for form in FORMATS.values():
@@ -177,7 +178,7 @@ def representative_sources(
 
 
 def _of(op: str, input: Tensor) -> Source:
-    """What is cast is the tensor itself."""
+    """The source for a cast of the tensor itself."""
     x, stride = by_rows(plain(op, "input", input))
     return Source("identity", tuple(input.shape), x, stride)
 
@@ -234,7 +235,7 @@ def split_quantize(
     """``split_quantize`` of the contract."""
     op = "split_quantize"
     options = options_of(format, dtype, columnwise, force_pow_2_scales, amax_epsilon)
-    if _is_wrapped(input):  # of which the check would cut off a part
+    if _is_wrapped(input):  # before the check, which would slice it
         plain(op, "input", input)
     contracts.split_quantize.check(input, split_sections, scales, **options)
     check_numbers(op, *split_sections)
@@ -361,7 +362,7 @@ def fp8_transpose(data: Tensor) -> Tensor:
 
 
 def _turn(op: str, x: Tensor, stride: int, y: Tensor, rows: int, columns: int, size: int) -> None:
-    """Write the transposed of ``x``, of numbers of so many bytes, whose rows lie so far apart."""
+    """Write the transpose of ``x``: elements of ``size`` bytes, rows ``stride`` elements apart."""
     if not rows * columns:
         return
     check_size(op, "rows", rows, MOST)
@@ -392,12 +393,12 @@ def swap_first_dims(input: Tensor) -> Tensor:
     inner = math.prod(rest)
     try:
         x = x.view(first, second, inner)
-    except RuntimeError:  # what follows the first two dimensions is not one
+    except RuntimeError:  # the other dimensions cannot be viewed as one
         x = x.contiguous().view(first, second, inner)
     if x.stride(2) != 1 and inner > 1:
         x = x.contiguous()
     size = x.element_size()
-    # Sizes in bytes; a dimension of one place has no stride that counts.
+    # Sizes in bytes; the stride of a dimension of size 1 does not matter.
     row = inner * size
     by_first = x.stride(0) * size if first > 1 else row
     by_second = x.stride(1) * size if second > 1 else row
@@ -519,7 +520,7 @@ def _each_block(
     start: int,
     length: int,
 ) -> None:
-    """Launch a block of threads for each block of the matrix that ``x`` is a flat part of."""
+    """Launch a block of threads for each block of the matrix; ``x`` is a flat part of it."""
     down, across = blocks_of(h, w, length)
     check_size(op, "blocks", down * across, MOST)
     check_size(op, "columns of a block", length, MOST)
