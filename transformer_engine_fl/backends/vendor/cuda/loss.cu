@@ -1,24 +1,24 @@
 // Cross entropy of logits over rows, forward and backward, and of shards of a vocabulary.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as loss.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (loss.py) defines
+// KERNEL_<name> and those of the following macros that the kernel needs.
 //
 //   TX, TO        storage types of the logits, of their gradients
-//   TB, BIASED    storage type of what is added to every row, and whether there is that
+//   TB, BIASED    storage type of the bias that is added to every row, and 1 if there is one
 //   TS            type of the statistics: float32 or float64
-//   CAPPED        1 if scores are logits under a cap
+//   CAPPED        1 if scores are soft-capped logits
 //   SUMMED        1 if the sum of a row's scores is needed
-//   STATISTICS    1 if four numbers of each row are wanted instead of loss and lse
-//   OWNED         1 if the logits are memory of ours, which the gradients may overwrite
+//   STATISTICS    1 to write the four statistics of each row instead of loss and lse
+//   OWNED         1 if the logits are temporary memory, which the gradients may overwrite
 //   EDGES         1 if rows of the gradients may start inside a vector
 //   VEC, ACCESS   elements per vector, and in one access
-//   DEPTH         vectors of a thread that are under way at once
+//   DEPTH         vectors that a thread has in flight at once
 //   LANES, ROWS   threads that share a row, rows of a block
 //   BLOCKS        blocks that must fit on a multiprocessor; bounds the registers
 //
-// Words are counted in the whole vocabulary, columns in the logits at hand, the first of which
-// is word `start`; `last` is the word behind the last one. A row's result depends on its values,
-// its width and the types alone, never on the number of rows nor on where they lie.
+// Words are indices in the whole vocabulary. Columns are indices in the logits that the kernel has,
+// the first of which is word `start`; `last` is one behind the last word. A row's result depends
+// only on its values, its width and the types, not on the number of rows nor on addresses.
 
 #include "cross_entropy.cuh"
 #include "memory.cuh"
@@ -58,14 +58,14 @@ struct Capped {
   A score, slope;
 };
 
-// The score of a logit under a cap: cap * tanh(x / cap), and its slope.
+// The soft-capped score of a logit, cap * tanh(x / cap), and its slope.
 __device__ __forceinline__ Capped capped(A x, const Cap& cap) {
   const A u = x * cap.inverse;
   const A size = fabs(u);
   const A below = exponential(A(-2) * size);
   const A share = reciprocal(A(1) + below);
   A bent = copysign(A(1) - A(2) * below * share, u);
-  if constexpr (sizeof(A) == 4) {  // in which that cancels too much where u is small
+  if constexpr (sizeof(A) == 4) {  // in float32 the formula above cancels too much for small u
     const A square = u * u;
     // tanh(u) = u + u**3 * P(u**2), fitted with a relative error of 1e-8
     const A series =
@@ -75,11 +75,11 @@ __device__ __forceinline__ Capped capped(A x, const Cap& cap) {
                             square * (0.020639078691601753f + square * -0.005704978480935097f)));
     bent = size < A(0.625) ? u + u * square * series : bent;
   }
-  // As 1 - tanh**2 the slope would cancel where tanh is near 1.
+  // Computed as 1 - tanh**2 the slope would cancel where tanh is near 1.
   return {cap.bound * bent, A(4) * below * share * share};
 }
 
-// Logits, with what is added to them.
+// Logits, with the bias added.
 template <int N>
 __device__ __forceinline__ void decode_logits(const Vec<TX, N>& stored, const TB* bias, int column,
                                               A (&x)[N]) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void scores_of(const Vec<TX, N>& stored, const TB* bi
   for (int i = 0; i < N; ++i) scores[i] = CAPPED ? capped(x[i], cap).score : x[i];
 }
 
-// Takes scores in; those that are not there are the lowest there is.
+// Adds scores to the statistics; missing scores are lowest<A>().
 template <int N>
 __device__ __forceinline__ void take_in(Statistics<A>& found, const A (&scores)[N]) {
   A above = found.highest;
@@ -125,8 +125,8 @@ __device__ __forceinline__ void take_in(Statistics<A>& found, const A (&scores)[
 
 }  // namespace
 
-// Each thread keeps the statistics of what it has read. There are enough threads for others'
-// vectors to be under way meanwhile: its own next ones would cost registers, and so threads.
+// Each thread keeps the statistics of the logits that it has read. It does not prefetch its next
+// vectors, which would cost registers and so threads: other threads have enough vectors in flight.
 extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     forward(const TX* __restrict__ x, const TB* __restrict__ bias,
             const long long* __restrict__ targets, A* __restrict__ first, A* __restrict__ second,
@@ -150,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     scores_of(read_logits<1>(source + column), bias, column, cap, &found.at_target);
   }
 
-  // Scores are summed less the first of them: what all have in common would round off the rest.
+  // The first score is subtracted from all that are summed: a large offset in common would round
+  // off their differences.
   A center[1] = {A(0)};
   if constexpr (SUMMED && !STATISTICS) {
     if (read) scores_of(read_logits<1>(source), bias, 0, cap, center);
@@ -164,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     Vec<TX, VEC> stored[DEPTH];
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) {
-      // Past the end the last vector again, unused: a branch would break up the loads.
+      // Beyond the end the last vector is loaded again, unused: a branch would split the loads.
       const int vector = least((chunk * DEPTH + d) * LANES + lane, vectors - 1);
       stored[d] = read_logits<VEC>(source + vector * VEC);
     }
@@ -185,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
     }
     take_in(found, scores);
   }
-  const int rest = vectors * VEC + lane;  // what makes no whole vector, one to a lane
+  const int rest = vectors * VEC + lane;  // columns behind the last whole vector, one for each lane
   if (read && rest < columns) {
     A score[1];
     scores_of(read_logits<1>(source + rest), bias, rest, cap, score);
@@ -217,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS, BLOCKS)
 
 #ifdef KERNEL_merge
 
-// One thread for each row: loss and lse of the statistics[shard][row][4] of all its shards.
+// Loss and lse of a row, by one thread, from the statistics[shard][row][4] of all its shards.
 extern "C" __global__ void __launch_bounds__(LANES)
     merge(const TS* __restrict__ statistics, const long long* __restrict__ targets,
           A* __restrict__ loss, A* __restrict__ lse, long long rows, int shards, long long ignore,
@@ -253,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 namespace {
 
-// What the gradients of a row have in common.
+// Values that all gradients of a row share.
 struct Common {
   A lse, factor, pull, uniform;
   Cap cap;
@@ -275,7 +276,7 @@ __device__ __forceinline__ void finish(TO* out, const Vec<TX, N>& stored, const 
   decode_logits(stored, bias, column, d);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    // The bias is there for rows that are not read too, and no zero times its exponential is.
+    // In an ignored row the bias is still added, and its exponential times 0 could be NaN.
     if constexpr (BIASED) d[i] = row.read ? d[i] : A(0);
     Capped of = {d[i], A(1)};
     if constexpr (CAPPED) of = capped(d[i], row.cap);
@@ -288,8 +289,8 @@ __device__ __forceinline__ void finish(TO* out, const Vec<TX, N>& stored, const 
 
 }  // namespace
 
-// A tile of ROWS rows by DEPTH * LANES vectors. Vectors are those of `out`: the first and the
-// last of a row may be partly outside of it.
+// A tile of ROWS rows by DEPTH * LANES vectors. Vectors are aligned in `out`: the first and the
+// last vector of a row may lie partly outside of it.
 extern "C" __global__ void __launch_bounds__(LANES* ROWS)
     backward(const TX* x, const TB* __restrict__ bias, const long long* __restrict__ targets,
              const A* __restrict__ grad_loss, const A* __restrict__ lse,
@@ -297,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS)
              int columns, long long step, long long out_step, int tiles, long long start,
              long long ignore, long long last, double label_smoothing, double share,
              double z_loss, double bound) {
-  // From the end: what the forward read last is the likeliest to be in the cache still.
+  // Starts at the end: data that the forward read last is the likeliest to be in L2 still.
   const unsigned place = gridDim.x - 1 - blockIdx.x;
   const unsigned group = place / static_cast<unsigned>(tiles);
   const int tile = static_cast<int>(place - group * static_cast<unsigned>(tiles));
@@ -318,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(LANES* ROWS)
     stored[d] = zeros<TX, VEC>();
     if (read && whole(column)) stored[d] = logits_at<VEC>(source + column);
   }
-  // A row that is not read gets zeros of these.
+  // These give an ignored row gradients of zero.
   Common common = {A(0), A(0), A(0), A(0), {}, -1, read};
   if constexpr (CAPPED) common.cap = {static_cast<A>(bound), A(1) / static_cast<A>(bound)};
   if (read) {

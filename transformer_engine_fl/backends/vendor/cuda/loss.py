@@ -1,11 +1,11 @@
 """Cross entropy in CUDA C++ (``loss.cu``): of logits, shards of a vocabulary, linear layers.
 
-Forward, a row is read once, by a warp or a block, each thread keeping
-the highest score and the sum of exponentials of what it has read. Backward, each tile of the
-logits is read and its gradient written, from lse, so that nothing is read twice. Both at once
-are a softmax of which one is taken off, in ``softmax.cu``, where logits are read a single time.
-The linear forms (``backends/_cross_entropy.py``) make the logits of some words at a time, as
-torch multiplies matrices; the kernels are the same.
+The forward reads a row once, by a warp or a block; each thread keeps the highest score and the
+sum of the exponentials of the logits that it has read. The backward reads each tile of the logits
+once and computes its gradient from lse. Forward and backward in one operator are a softmax with 1
+subtracted at the target (``softmax.cu``), which reads the logits once for both.
+The linear forms (``backends/_cross_entropy.py``) compute the logits of some words at a time by
+torch's matrix products; the kernels are the same.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ __all__ = [
 # ------------------------------------------------------------------------------- tiles
 
 DEPTH: Final = 4
-"""Vectors of a thread that are under way at once, forward and backward."""
+"""Vectors that a thread has in flight at once, forward and backward."""
 FEWEST_LANES: Final = 8
-"""As many as a vector has elements: what makes no whole vector is one for each lane."""
+"""The most elements of a vector: a lane has at most one column behind the last whole vector."""
 TEAMS: Final = {2**9: 128, 2**31: 256}
-"""Threads that share a row, by its most vectors."""
+"""Threads that share a row, by the most vectors that it has."""
 ROW_THREADS: Final = 256
-"""Threads of a block that has several rows, and of a block backward."""
+"""Threads of a forward block that has several rows, and of any backward block."""
 RESIDENT: Final = {4: 1024, 8: 512}
-"""Threads of a multiprocessor by the bytes of what is calculated; leaves each its registers."""
+"""Threads that must fit on a multiprocessor, by the math dtype's itemsize; bounds registers."""
 MERGE_THREADS: Final = 128
 MOST_BLOCKS: Final = 2**31 - 1
 LAST: Final = 2**63 - 1
 
 
 def row_lanes(vectors: int) -> int:
-    """Threads that share a row of so many vectors."""
+    """Threads that share a row of ``vectors`` vectors."""
     if vectors <= 64 * DEPTH:
         lanes = 1 << (-(-vectors // DEPTH) - 1).bit_length() if vectors else 1
         return max(FEWEST_LANES, min(32, lanes))
@@ -97,13 +97,13 @@ class ForwardKey:
     """What a forward kernel depends on, besides the device.
 
     Attributes:
-        vectors: whole ones of a row.
+        vectors: whole vectors of a row.
         access: elements that one access may cover.
         x: dtype of the logits.
-        bias: dtype of what is added to every row; None without it.
-        capped: whether scores are under a cap.
+        bias: dtype of the bias that is added to every row; None without one.
+        capped: whether scores are soft-capped.
         summed: whether the sum of the scores is needed.
-        statistics: whether four numbers are wanted instead of loss and lse.
+        statistics: whether to write the four statistics instead of loss and lse.
     """
 
     vectors: int
@@ -120,11 +120,11 @@ class BackwardKey:
     """What a backward kernel depends on, besides the device.
 
     Attributes:
-        vectors: of a row, those that are partly outside of it included.
+        vectors: vectors of a row, including those that are partly outside of it.
         access: elements that one access of the logits may cover.
         x, out: dtypes of the logits and of their gradients.
-        bias: dtype of what is added to every row; None without it.
-        capped: whether scores are under a cap.
+        bias: dtype of the bias that is added to every row; None without one.
+        capped: whether scores are soft-capped.
         edges: whether rows of gradients may start inside a vector.
         owned: whether the gradients may overwrite the logits.
     """
@@ -171,7 +171,7 @@ def forward_source(key: ForwardKey) -> tuple[Specialisation, _launch.Geometry]:
 def merge_source(
     dtype: torch.dtype, access: int, summed: bool
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that makes loss and lse of statistics."""
+    """The kernel that computes loss and lse from statistics."""
     defines: dict[str, str | int] = {
         "TS": NAMES[dtype],
         "SUMMED": int(summed),
@@ -246,7 +246,7 @@ _backwards: Plans[Backward] = Plans()
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    """A selection of the operators' kernels for a device: every kind, type and shape."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     for vectors in (0, 8, 129, 512, 8192, 16032, 32768, 2**20):
         yield forward_source(ForwardKey(vectors, 8, low))
@@ -283,7 +283,7 @@ def _run_forward(
     start: int,
     options: Options,
 ) -> None:
-    """Write (statistics, None, None) or (None, loss, lse) of rows ``step`` apart."""
+    """Write (statistics, None, None) or (None, loss, lse) for rows ``step`` elements apart."""
     columns, rows, dtype = logits.shape[-1], target.numel(), logits.dtype
     check_size(op, "columns", columns, MOST_COLUMNS)
     size = SIZES[dtype]
@@ -327,7 +327,7 @@ def _run_forward(
 def _run_merge(
     op: str, stats: Tensor, target: Tensor, loss: Tensor, lse: Tensor, words: int, options: Options
 ) -> None:
-    """Write loss and lse of dense statistics."""
+    """Write loss and lse from dense statistics."""
     rows, dtype, address = target.numel(), stats.dtype, address_of(op, stats)
     check_size(op, "rows", rows, MOST_BLOCKS)
     check_size(op, "shards", stats.shape[0], MOST_BLOCKS)
@@ -367,7 +367,7 @@ def _run_backward(
     options: Options,
     owned: bool = False,
 ) -> None:
-    """Write the gradients of logits that lie ``step`` apart to rows that do ``out_step``."""
+    """Write the gradients of logits; ``step`` and ``out_step`` are the row strides of both."""
     columns, count = logits.shape[-1], rows.target.numel()
     check_size(op, "columns", columns, MOST_COLUMNS)
     size = SIZES[logits.dtype]
@@ -418,7 +418,7 @@ def _run_backward(
 
 
 def _fits(input: Tensor, target: Tensor) -> bool:
-    """Whether these are logits and their targets, and for this set."""
+    """Whether these are valid logits and targets that this set supports."""
     return (
         (type(input) in PLAIN or is_plain(input))
         and (type(target) in PLAIN or is_plain(target))
@@ -433,7 +433,7 @@ def _fits(input: Tensor, target: Tensor) -> bool:
 
 
 def _belong(like: Tensor, dtype: torch.dtype, *others: Tensor) -> bool:
-    """Whether there is a number of that dtype for each of ``like``."""
+    """Whether all others have the shape and device of ``like``, and that dtype."""
     return all(
         (type(other) in PLAIN or is_plain(other))
         and other.dtype == dtype
@@ -444,9 +444,9 @@ def _belong(like: Tensor, dtype: torch.dtype, *others: Tensor) -> bool:
 
 
 def _is_shard(input: Tensor, start: object, size: object = None) -> bool:
-    """Whether logits that fit are those of words from ``start`` on, of ``size`` if that is given.
+    """Whether ``start`` and ``size`` are valid for a shard: words from ``start`` on, of ``size``.
 
-    Kernels count words, and the one behind the last, in 64 bits.
+    Kernels count words, and one behind the last, in 64 bits.
     """
     columns = input.shape[-1]
     return (
@@ -462,7 +462,7 @@ def _options(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Options | None:
-    """The options, if they are right and known."""
+    """The options, or None if one is invalid or symbolic."""
     if (
         is_number(label_smoothing)
         and 0 <= label_smoothing <= 1
@@ -477,7 +477,7 @@ def _options(
 
 
 def _vector(op: str, name: str, tensor: Tensor) -> Tensor:
-    """One number for each row, one after the other."""
+    """The tensor, one number for each row, as a dense vector."""
     if type(tensor) in PLAIN and tensor.is_contiguous() and not tensor.is_neg():
         return tensor
     return vector_of(plain(op, name, tensor))

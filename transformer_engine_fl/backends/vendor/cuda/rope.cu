@@ -1,24 +1,24 @@
 // Rotary position embedding, of one tensor or of packed queries, keys and values.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as rope.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (rope.py) defines
+// KERNEL_<name> and those of the following macros that the kernel needs.
 //
 //   TX           storage type of the tokens
-//   INTERLEAVED  1 if the features of a pair are neighbours, 0 if they are half apart
-//   BACK         1 for the gradient, which goes through the transpose
+//   INTERLEAVED  1 if the features of a pair are neighbours, 0 if half the rotated features apart
+//   BACK         1 for the gradient, which applies the transposed rotation
 //   WIDTH        features of a head (of queries and keys)
-//   ROTATED      features that are turned, of the queries or of the only tensor
-//   K_ROTATED    of the keys
+//   ROTATED      features that are rotated, of the queries or of the only tensor
+//   K_ROTATED    features that are rotated, of the keys
 //   V_WIDTH      features of a head of the values
-//   PER_GROUP    heads of queries for each of keys and values
-//   VEC          elements per vector; divides all widths and halves of what is turned
-//   ACCESS, TABLE_ACCESS   elements that addresses of tokens and of freqs allow in one access
-//   THREADS      of a block
-//   HEADS        heads of a thread that are under way at once
+//   PER_GROUP    heads of queries for each head of keys and values
+//   VEC          elements per vector; divides all widths and all halves of rotated features
+//   ACCESS, TABLE_ACCESS   elements that one access to tokens, and to freqs, may cover
+//   THREADS      threads of a block
+//   HEADS        heads that a thread has in flight at once
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
 //
-// A thread has some pairs of one token: it asks for them in its first heads, works out
-// their cosines and sines once while those come, and goes through its heads.
+// A thread has the same pairs in several heads of one token. It loads them for its first heads,
+// computes their cosines and sines once while the loads are in flight, and loops over its heads.
 
 #include "angles.cuh"
 #include "memory.cuh"
@@ -31,7 +31,7 @@ namespace {
 
 using A = Accumulator<TX>::type;
 
-// Where tokens stand. A format other than `thd` has no offsets.
+// How positions follow from tokens. Formats other than `thd` have no offsets.
 struct Places {
   const int* starts;
   const int* offsets;
@@ -39,13 +39,13 @@ struct Places {
   int sequences, sequence_first, cp_size, cp_rank;
 };
 
-// The angles of a part's positions.
+// The angles of a part, a row for each position.
 struct Table {
   const float* angles;
   long long rows, stride;
 };
 
-// A token by its place in memory, and its position.
+// A token's indices in memory and its position; `turns` is false for one without a sequence.
 struct Token {
   long long outer, inner, position;
   bool turns;
@@ -57,7 +57,7 @@ __device__ __forceinline__ Token token_of(long long token, const Places& places)
   return {outer, static_cast<unsigned>(token) - outer * inner, 0, true};
 }
 
-// A rank holds two of the chunks of equal length that full sequences are cut into.
+// Each context-parallel rank holds two of the equally long chunks that a full sequence is cut into.
 __device__ __forceinline__ void find_position(Token* token, const Places& places) {
   long long place, length = places.length;
   int sequence;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void find_position(Token* token, const Places& places
   if (places.starts != nullptr) token->position += places.starts[sequence];
 }
 
-// The heads of a token: PerGroup of them `head` apart, and then the next group.
+// The heads of a token: groups are `group` apart, the PerGroup heads of a group `head` apart.
 template <int PerGroup, typename T>
 struct Heads {
   T* first;
@@ -93,17 +93,17 @@ struct Heads {
   }
 };
 
-// This thread's share of a block's tokens and of their heads.
+// This thread's token and heads.
 struct Share {
   long long token;
   int head, step;  // the first of its heads, and how far apart they are
   bool exists;
 };
 
-// Whether a vector holds pairs; a thread has two vectors all the same.
+// Whether a vector holds whole pairs. A thread has two vectors in either case.
 constexpr bool kWithin = INTERLEAVED && VEC > 1;
 
-// A part: tensors with heads of Width features, of which Rotated turn.
+// A part: a tensor with heads of Width features, of which Rotated are rotated.
 template <int Width, int Rotated>
 struct Part {
   static constexpr int kHalf = Rotated / 2;
@@ -111,12 +111,12 @@ struct Part {
   static constexpr int kRest = (Width - Rotated) / VEC;  // vectors that are copied
   static constexpr int kLanes = least(THREADS, kChunks > 0 ? kChunks : kRest);
   static constexpr int kSlots = THREADS / kLanes;
-  // Rows of blocks that share the pairs of a head; another part may have more.
+  // Blocks along y that share the pairs of a head; the grid may have more for another part.
   static constexpr int kPieces = kChunks > 0 ? (kChunks + THREADS - 1) / THREADS : 1;
   static constexpr int kApart = INTERLEAVED && VEC == 1 ? 1 : kHalf;
 
-  // `unit` tokens are spread over the blocks of a part, 2 ** `lanes` threads for the heads of
-  // each; `block` counts those of this part from `unit_number` on.
+  // The blocks of a part divide a unit of `unit` tokens, the `unit_number`th; `block` is the index
+  // among these blocks. 2 ** `lanes` slots, of kLanes threads each, share the heads of a token.
   static __device__ __forceinline__ Share share(long long unit_number, int unit, int block,
                                                 int lanes, const Places& places) {
     const int slot = static_cast<int>(threadIdx.x) / kLanes;
@@ -136,7 +136,7 @@ struct Part {
     return chunk * VEC * (INTERLEAVED && VEC == 1 ? 2 : 1);
   }
 
-  // The places of pair p among the thread's two vectors.
+  // Which of the thread's two vectors holds feature `which` of pair p, and at which element.
   static __device__ __forceinline__ constexpr int side(int p, int which) {
     return kWithin ? p / (VEC / 2) : which;
   }
@@ -147,7 +147,7 @@ struct Part {
   struct Turn {
     A cos_a[VEC], sin_a[VEC], cos_b[VEC], sin_b[VEC];
 
-    // Most tables hold an angle twice, for both features of a pair.
+    // Most tables hold each angle twice, once for each feature of a pair.
     __device__ __forceinline__ void find(const Token& token, int chunk, const Table& table) {
       A angle[2][VEC];
       if (token.position >= 0 && token.position < table.rows) {
@@ -202,7 +202,7 @@ struct Part {
                                               int feature, Pairs (&pairs)[HEADS]) {
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
-      // Past the end the last head again, unused: a branch would break up the loads.
+      // Beyond the end the last head is loaded again, unused: a branch would split the loads.
       const int wanted = head + i * step;
       const TX* row = from.at(wanted < heads ? wanted : heads - 1) + feature;
       pairs[i].vectors[0] = load<ACCESS, VEC>(row);
@@ -210,7 +210,7 @@ struct Part {
     }
   }
 
-  // All heads of the share.
+  // Rotates, and copies the other features of, all heads of the share.
   template <typename From, typename To>
   static __device__ __forceinline__ void run(const Share& share, Token token, const From& from,
                                              const To& to, int heads, const Table& table,
@@ -280,7 +280,7 @@ struct Part {
 
 #ifdef KERNEL_turn
 
-// One tensor; what is written is dense. `lanes`: 2 ** `lanes` threads share a token's heads.
+// One tensor; the output is dense. 2 ** `lanes` slots share a token's heads.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     turn(const TX* __restrict__ x, TX* __restrict__ y, const float* __restrict__ freqs,
          const int* __restrict__ starts, const int* __restrict__ offsets, long long tokens,
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 namespace {
 
-// One of the tensors, packed or not, and how far apart its tokens and heads are.
+// One of the tensors, packed or not, and its strides between tokens and heads.
 template <int PerGroup>
 struct Side {
   TX* first;
@@ -316,7 +316,7 @@ struct Side {
   }
 };
 
-// A block's share of a part, from the packed tensor or back to it.
+// Processes a block's share of a part, from the packed tensor or, for the gradient, back to it.
 template <typename Kind, int PerGroup>
 __device__ __forceinline__ void pack(long long number, int unit, int block, int lanes,
                                      const Side<PerGroup>& packed, const Side<1>& own, int heads,
@@ -334,9 +334,9 @@ __device__ __forceinline__ void pack(long long number, int unit, int block, int 
 
 }  // namespace
 
-// Packed queries, keys and values on one side, three tensors on the other. `unit` tokens go
-// to q_blocks blocks with their queries, k_blocks with their keys and the others with their
-// values, so that blocks which run at the same time read what lies together.
+// Packed queries, keys and values on one side, three tensors on the other. Each unit of `unit`
+// tokens has `blocks` blocks: q_blocks for the queries, k_blocks for the keys and the others for
+// the values, so that blocks that run at the same time access neighbouring memory.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     turn_packed(TX* __restrict__ packed, TX* __restrict__ q, TX* __restrict__ k,
                 TX* __restrict__ v, const float* __restrict__ q_freqs,

@@ -1,7 +1,8 @@
 """Rotary position embedding in CUDA C++ (``rope.cu``), of one tensor or of packed ones.
 
-All that a call needs but addresses follows from its tensors' sizes, strides and options. It
-is worked out once for each of these, after the contract's check, and remembered.
+Except for addresses, all that a call needs follows from its options and its tensors' properties
+(dtypes, sizes, strides, alignment). A plan with it is made once, after the contract's check, and
+cached.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ __all__ = [
 
 THREADS: Final = 128
 HEADS: Final = 4
-"""Heads of a thread that are under way at once."""
+"""Heads that a thread has in flight at once."""
 BLOCKS: Final = {2: 4, 4: 4, 8: 1}
-"""Blocks of a multiprocessor, by the bytes of an element."""
+"""Blocks that must fit on a multiprocessor, by itemsize."""
 MOST_TOKENS: Final = 2**31 - 2**14
 MOST: Final = 2**30
-"""Other numbers than those of tokens have 32 bits in the kernels."""
+"""Limit of the counts, other than that of tokens, that kernels keep in 32 bits."""
 MOST_PIECES: Final = 2**16 - 1
-"""Rows of blocks that a grid may have."""
+"""Blocks that a grid may have along y."""
 
 
 # -------------------------------------------------------------------------------- kernels
@@ -65,12 +66,13 @@ class Key:
 
     Attributes:
         x: dtype of the tokens.
-        interleaved, back: pairs are neighbours; it is the gradient.
+        interleaved: whether the features of a pair are neighbours.
+        back: whether it is the gradient.
         width: features of a head, of queries and keys if there are several tensors.
-        rotated: features that turn: of the only tensor, or of queries and of keys.
+        rotated: features that are rotated: of the only tensor, or of queries and of keys.
         v_width: features of a head of the values; 0 if there is one tensor.
-        per_group: heads of queries for each of keys.
-        access, table_access: elements that addresses allow in one access.
+        per_group: heads of queries for each head of keys.
+        access, table_access: elements that one access to tokens, and to tables, may cover.
     """
 
     x: torch.dtype
@@ -85,7 +87,7 @@ class Key:
 
     @property
     def vec(self) -> int:
-        """Elements per vector: 16 bytes, or as many as divide all parts of a head."""
+        """Elements per vector: up to 16 bytes, and a divisor of all parts of a head."""
         return math.gcd(
             16 // SIZES[self.x], self.width, self.v_width, *(r // 2 for r in self.rotated)
         )
@@ -97,7 +99,7 @@ class Key:
 
 
 class Part(NamedTuple):
-    """Tensors with heads of ``width`` features, ``rotated`` of which turn."""
+    """A tensor with heads of ``width`` features, of which ``rotated`` are rotated."""
 
     width: int
     rotated: int
@@ -110,18 +112,18 @@ class Part(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Heads, of one token or of several, that a block works on side by side."""
+        """Heads, of one token or of several, that a block works on in parallel."""
         lanes = (self.rotated // 2 or self.width) // self.vec
         return THREADS // min(THREADS, lanes)
 
     def lanes(self, heads: int) -> int:
-        """log2 of how many of the slots a token's heads are spread over."""
+        """log2 of the number of slots that share a token's heads."""
         wanted = (-(-heads // HEADS) - 1).bit_length()
         return min(wanted, self.slots.bit_length() - 1)
 
 
 def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel."""
+    """The kernel for a key."""
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
         "INTERLEAVED": int(key.interleaved),
@@ -150,7 +152,7 @@ def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    """A selection of the operators' kernels for a device: every kind, type and shape."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     for back in (False, True):
         for interleaved in (False, True):
@@ -171,8 +173,8 @@ class Of(NamedTuple):
 
     Attributes:
         contract: its contract.
-        tokens: the names of its tensors.
-        tables: the names of their angles.
+        tokens: the parameters that are tensors of tokens.
+        tables: the parameters that are tables of angles.
         back: whether it is a gradient.
     """
 
@@ -188,7 +190,7 @@ class Of(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options that are no tensors, as the contract has them or the caller gave them."""
+    """The arguments other than tensors, as the caller gave them."""
 
     qkv_format: Any
     interleaved: Any
@@ -197,7 +199,7 @@ class Options(NamedTuple):
     qkv_split: Any = ()
 
     def quick(self) -> bool:
-        """Whether they are of the types that need no closer look."""
+        """Whether their types are exact, so that they may be the key of a cached plan."""
         return (
             type(self.qkv_format) is str
             and type(self.interleaved) is bool
@@ -213,7 +215,7 @@ Given = tuple[Tensor | None, ...]
 
 
 class Steps(NamedTuple):
-    """How far apart tokens, in two dimensions, and heads are."""
+    """The strides between tokens, in two dimensions, and between heads."""
 
     outer: int
     inner: int
@@ -221,7 +223,7 @@ class Steps(NamedTuple):
 
 
 def _steps(tensor: Tensor) -> Steps:
-    """Those of ``[.., .., h, d]`` or ``[.., h, d]``; 0 where there is but one."""
+    """The strides of ``[.., .., h, d]`` or ``[.., h, d]``; 0 for a dimension of size 1."""
     found = [
         stride if size > 1 else 0
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
@@ -236,7 +238,7 @@ def _dense_steps(shape: Sequence[int]) -> Steps:
 
 
 def _row_step(table: Tensor) -> int:
-    """How far positions are apart in a table; 0 where there is but one."""
+    """The stride between positions in a table; 0 if there is only one."""
     return table.stride(0) if table.shape[0] > 1 else 0
 
 
@@ -253,8 +255,8 @@ class Shapes(NamedTuple):
     """The shapes of a call's tokens.
 
     Attributes:
-        parts: of the only tensor, or of queries, keys and values.
-        packed: of the packed tensor, if there is one.
+        parts: the shape of the only tensor, or of queries, keys and values.
+        packed: the shape of the packed tensor, if there is one.
     """
 
     parts: list[tuple[int, ...]]
@@ -262,7 +264,7 @@ class Shapes(NamedTuple):
 
 
 def _shapes(lead: Tensor, options: Options) -> Shapes:
-    """Those that follow from the last tensor of tokens, which has the heads of the keys."""
+    """The shapes that follow from the last tensor of tokens, which has the heads of the keys."""
     if not options.qkv_split:
         return Shapes([tuple(lead.shape)], None)
     *leading, groups, _ = lead.shape
@@ -293,12 +295,12 @@ def _key_of(
 
 
 class Cut(NamedTuple):
-    """How tokens and heads are shared out.
+    """How tokens and heads are distributed over blocks.
 
     Attributes:
-        unit: tokens that some blocks share.
-        blocks: of these, for each part.
-        lanes: log2 of how many threads a token's heads have, for each part.
+        unit: tokens that the same blocks process.
+        blocks: the number of these blocks, for each part.
+        lanes: log2 of the number of slots that share a token's heads, for each part.
     """
 
     unit: int
@@ -315,7 +317,7 @@ def _cut(key: Key, shapes: Shapes) -> Cut:
 
 
 class Plan:
-    """All that calls with such tensors have in common."""
+    """All that calls with the same key have in common."""
 
     __slots__ = ("_blocks", "_contract", "_dtype", "_kernel", "_numbers", "_outputs", "_pieces")
 
@@ -351,7 +353,7 @@ class Plan:
         check_size(self._contract, "pieces of a head", self._pieces, MOST_PIECES)
 
     def __call__(self, of: Of, given: Given) -> list[Tensor]:
-        """Run; ``given`` are tensors as those of the plan."""
+        """Run; ``given`` are tensors with the plan's key."""
         first = given[0]
         assert first is not None
         allocate = allocator(first.device)
@@ -359,7 +361,7 @@ class Plan:
         check_fresh(self._contract, outputs[0])
         if self._kernel is not None:
             addresses = [0 if it is None else it.data_ptr() for it in given]
-            # The packed tensor stands first, whichever way it goes.
+            # The packed tensor comes first in either direction.
             at = 0 if of.packed and of.back else len(of.tokens)
             addresses[at:at] = [it.data_ptr() for it in outputs]
             self._kernel.launch(self._blocks, self._pieces, *addresses, *self._numbers)
@@ -367,7 +369,7 @@ class Plan:
 
 
 def _places(outer: int, inner: int, offsets: Tensor | None, options: Options) -> tuple[int, ...]:
-    """What kernels are told of where tokens stand."""
+    """The arguments of a kernel from which the positions of tokens follow."""
     sequence_first = options.qkv_format != "bshd"
     return (
         outer * inner,
@@ -381,7 +383,7 @@ def _places(outer: int, inner: int, offsets: Tensor | None, options: Options) ->
 
 
 def _distances(of: Of, shapes: Shapes, cut: Cut, steps: Sequence[Steps]) -> list[int]:
-    """What kernels are told of heads, of who has them, and of how far things are apart."""
+    """The arguments of a kernel for heads, their distribution over blocks, and strides."""
     if shapes.packed is None:
         return [shapes.parts[0][-2], *cut.lanes, *steps[0]]
     numbers = [shapes.packed[-2], cut.unit, sum(cut.blocks), *cut.blocks[:2], *cut.lanes]
@@ -391,7 +393,7 @@ def _distances(of: Of, shapes: Shapes, cut: Cut, steps: Sequence[Steps]) -> list
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of dense memory."""
+    """The strides of a dense tensor."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * max(size, 1))
@@ -402,7 +404,7 @@ _plans: Plans[Plan] = Plans()
 
 
 def _key(of: Of, given: Given, options: Options) -> tuple[Any, ...] | None:
-    """What a plan depends on; None if some tensor is not simply memory on a device."""
+    """What a plan depends on; None if some tensor is not plain memory on a device."""
     key: list[Any] = [of.contract.name, *options[:4], *options.qkv_split]
     try:
         for tensor in given:
@@ -413,7 +415,7 @@ def _key(of: Of, given: Given, options: Options) -> tuple[Any, ...] | None:
                 return None
             key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device())
             key.append(tensor.data_ptr() & 15)
-    except RuntimeError:  # one of the wrappers that torch's transforms put around tensors
+    except RuntimeError:  # a wrapper that torch's transforms put around tensors
         return None
     return tuple(key)
 
@@ -431,7 +433,7 @@ def _run(of: Of, given: Given, options: Options) -> list[Tensor]:
 
 
 def _taken(of: Of, given: Given, options: Options) -> Given:
-    """The tensors as kernels take them, if the arguments are right."""
+    """The tensors made suitable for kernels; raises if the arguments are invalid."""
     names = (*of.tokens, *of.tables, "start_positions", "cu_seqlens")
     named = dict(zip(names, given, strict=True))
     others = options._asdict()
