@@ -1,30 +1,30 @@
 // Moving tokens to their experts and back.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as moe.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (moe.py) defines
+// KERNEL_<name> and those of the following macros that the kernel needs.
 //
 //   LANES   threads that share a token: a team, of whole warps
 //   TEAMS   teams of a block, more than one only if LANES is 32
 //   VECS    vectors of a row that a thread has at once
 //   WHOLE   1 if a row fits into the vectors of its team
 //   MASK    1 for the row id map of a mask, 0 for that of indices
-//   UNIT    bytes of a vector, where values are moved as they are
-//   VEC     elements of a vector, where values are calculated with
-//   ACCESS  elements that the addresses allow in one access, up to VEC
-//   PAIRS   rows of a token that are under way at once where gradients meet them
+//   UNIT    bytes of a vector, in kernels that copy values
+//   VEC     elements of a vector, in kernels that compute
+//   ACCESS  elements that one access may cover, up to VEC
+//   PAIRS   rows of a token that are in flight at once in spread_weighted
 //   BLOCKS  blocks that must fit on a multiprocessor; bounds the registers
-//   TI      type of the experts' numbers
+//   TI      type of the experts' indices
 //   TX, TDY, TP  storage types of rows, of the gradient of tokens, of probs
 //   PROBS   1 if there are probs
 //   MOVED   bytes of a number that is moved for each row, 0 for none
 //
-// A token that goes to several rows is read once, and one that is the sum of several is
-// written once. Where rows are only written, a team goes through the pairs of its token in
-// rounds: each thread looks up one row, and then all of them copy to row after row. Where rows
-// are read, every thread looks up all of them itself: what a warp reads of a map is one address,
-// and nothing but that reading is waited for before a row is asked for.
+// A token that goes to several rows is read once, and a token that is the sum of several rows is
+// written once. In kernels that only write rows, a team processes the pairs of its token in
+// rounds: each thread looks up one row, then all threads copy the token to each of these rows. In
+// kernels that read rows, every thread looks up all rows itself: the lanes of a warp read the same
+// address of the map, and the load of a row depends on nothing but that read.
 //
-// Maps come from users: no row is read or written before its number is known to be good.
+// Maps come from users: no row is read or written before its index has been checked.
 
 #include "cluster.cuh"
 #include "memory.cuh"
@@ -42,7 +42,7 @@ constexpr int kWarps = LANES / 32;
 __device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x) % LANES; }
 __device__ __forceinline__ int team() { return static_cast<int>(threadIdx.x) / LANES; }
 
-// Those of the teams of all blocks, in order.
+// The team's index in the grid, and the number of teams in the grid.
 __device__ __forceinline__ long long team_of_grid() {
   return static_cast<long long>(blockIdx.x) * TEAMS + team();
 }
@@ -87,7 +87,7 @@ struct RawOf<16> {
 
 using Unit = RawOf<UNIT>::type;
 
-// A row of zeros, by a team.
+// Fills a row with zeros; called by a team.
 __device__ __forceinline__ void zero_row(Unit* row, int units) {
   for (int at = member(); at < units; at += LANES) row[at] = Unit{};
 }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void zero_row(Unit* row, int units) {
 
 #if defined(TE_FL_UNITS) && !defined(KERNEL_zero_unused)
 
-// A token on its way to its rows, by a team.
+// Copies a token to its rows; called by a team.
 struct Token {
   const Unit* source;
   int units;
@@ -117,7 +117,7 @@ struct Token {
   }
 
  private:
-  // Past the end the last one again, unused: a branch would break up the reads.
+  // Beyond the end the last unit is loaded again, unused: a branch would split the loads.
   __device__ __forceinline__ void read(int first) {
     if (units == 0) return;
 #pragma unroll
@@ -139,7 +139,7 @@ struct Token {
 
 #if defined(KERNEL_permute_indices) || defined(KERNEL_permute_mask)
 
-// Zeros in the rows from `end` on, which the teams share out.
+// Fills the rows from `end` on with zeros, distributed over the teams of the grid.
 __device__ __forceinline__ void zero_rows_from(Unit* rows, long long end, int have, int units) {
   for (long long row = end + team_of_grid(); row < have; row += teams_of_grid()) {
     zero_row(rows + row * units, units);
@@ -153,16 +153,16 @@ __device__ __forceinline__ void zero_rows_from(Unit* rows, long long end, int ha
 
 struct Pair {
   int row;   // -1 if there is none
-  int slot;  // which expert of the token's
+  int slot;  // index of the expert (mask), or of the choice among the topk (indices)
 };
 
-// A row id map: the pairs of a token have places up to `slots`, `slot_step` apart.
+// A row id map: the pairs of a token are at up to `slots` places, `slot_step` apart.
 struct Map {
   const int* entries;
   int slots, have;
   long long token_step, slot_step;
 
-  // How many places of a token to look at.
+  // How many places of a token may hold pairs.
   __device__ __forceinline__ int places_of(int token) const {
     if constexpr (!MASK) return slots;
     return least(entries[token * token_step + 2 * slots * slot_step], slots);
@@ -175,7 +175,7 @@ struct Map {
     return {known ? *entry : -1, !MASK || known ? slot : -1};
   }
 
-  // The same, if it is one of so many places; without waiting for what their number is.
+  // The same, or no pair from place `places` on. The map is read without waiting for `places`.
   __device__ __forceinline__ Pair at(int token, int place, int places) const {
     const Pair pair = place < slots ? at(token, place) : Pair{-1, -1};
     return place < places ? pair : Pair{-1, -1};
@@ -205,8 +205,8 @@ struct Probs {
 
 #ifdef KERNEL_permute_indices
 
-// What rows the pairs of a token have, and the token into them. Only the counting is waited
-// for: the token is on its way before.
+// Computes the rows of a token's pairs, and copies the token to them. The load of the token is
+// issued before the wait for the kernel that counts.
 extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
     permute_indices(const Unit* __restrict__ x, Unit* __restrict__ y, const Place* places,
                     const Count* counts, const long long* extremes,
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
         const int pair = token * topk + first + i;
         const Place place = __ldcg(places + pair);
         int row = begin_of(counts, place.x, pair / each, groups) + place.y;
-        if (place.x == 0 || place.x == kBuckets - 1) {  // which is seldom
+        if (place.x == 0 || place.x == kBuckets - 1) {  // a shared bucket, which is rare
           if (is_mixed(extremes, place.x != 0, groups)) {
             row = row_by_comparison(indices, pair, static_cast<int>(pairs));
           }
@@ -249,8 +249,8 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
 
 #ifdef KERNEL_permute_mask
 
-// As permute_indices, with the line of the token's map, and the probs of its rows. Experts
-// are gone through from the last one, so rows come in descending order.
+// As permute_indices, for a mask; also writes the token's line of the map, and the probs of its
+// rows. Experts are processed from the last to the first, so that rows are in descending order.
 extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
     permute_mask(const Unit* __restrict__ x, Unit* __restrict__ y, const int* ranks,
                  const Count* counts, const unsigned char* __restrict__ routed,
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
   if (token < tokens) {
     Token moving(x + token * x_step, units);
     const Routing routing{routed, token_step, expert_step};
-    // Of the experts below `top` those that a warp looks at, which no earlier kernel wrote.
+    // The 32 experts below `top` that a warp looks at. No earlier kernel wrote the mask.
     const auto lowest_below = [&](int top) { return top - 32 * (warp + 1); };
     const auto goes_below = [&](int top) {
       const int expert = lowest_below(top) + lane;
@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
 
 #ifdef KERNEL_spread
 
-// Each token into its rows. `owner` gets the pair of each row that has one.
+// Copies each token to its rows. Writes the pair of each row that has one to `owner`.
 extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
     spread(const Unit* __restrict__ x, Unit* __restrict__ y, const int* __restrict__ entries,
            int* __restrict__ owner, int tokens, int slots, int have, int units,
@@ -367,8 +367,8 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
 
 #ifdef KERNEL_zero_unused
 
-// Zeros in the rows that no pair has. What `owner` says of these is left from before, or
-// from nowhere, so the map is asked as well.
+// Fills the rows that no pair has with zeros. For these `owner` is uninitialised, so each entry is
+// checked against the map.
 extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
     zero_unused(Unit* __restrict__ y, const int* __restrict__ entries, const int* owner,
                 int tokens, int slots, int have, int units, long long token_step,
@@ -396,7 +396,8 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
 
 #ifdef KERNEL_spread_weighted
 
-// Each token times its probs into its rows, and its product with what stood there.
+// Writes each token's gradient times its probs to its rows of dx, and the dot products of the
+// gradient with the rows of x to dprobs.
 extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
     spread_weighted(const TDY* __restrict__ dy, const TX* __restrict__ x,
                     const TP* __restrict__ prob_values, const int* __restrict__ entries,
@@ -423,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
   if constexpr (WHOLE) read(0);
   const int places = map.places_of(token);
   Accumulator<TP>::type* line = dprobs + static_cast<long long>(token) * slots;
-  if constexpr (MASK) {  // a line has more places than these
+  if constexpr (MASK) {  // the pairs do not cover the whole line
     for (int at = member(); at < slots; at += LANES) line[at] = 0;
   }
   RowReduction<LANES, 1, PAIRS, A> over_row;
@@ -454,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
         TDY* target = dx + static_cast<long long>(pairs[p].row) * columns;
         Vec<TDY, VEC> results[VECS];
 #pragma unroll
-        for (int v = 0; v < VECS; ++v) {  // past the end they are zeros
+        for (int v = 0; v < VECS; ++v) {  // zeros beyond the end
           A grad[VEC], value[VEC];
           decode(grads[v], grad);
           decode(held[p][v], value);
@@ -474,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
     }
     over_row.sum(products);
     if (member() < PAIRS) {
-      // Looked up again, which saves registers for the rows.
+      // Looked up again, to save registers for the rows.
       const Pair pair = map.at(token, i + member(), places);
       A product = 0;
 #pragma unroll
@@ -489,8 +490,8 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
 
 #ifdef KERNEL_collect
 
-// The sum of each token's rows, each times its prob if there are such. `moved`, a number for
-// each row, goes to the place of its pair in `to`, [T, slots].
+// The sum of each token's rows, with PROBS each times its prob. `moved`, a number for each row, is
+// copied to the position of the row's pair in `to`, [T, slots].
 extern "C" __global__ void __launch_bounds__(LANES* TEAMS, BLOCKS)
     collect(const TX* __restrict__ x, TX* __restrict__ y, const int* __restrict__ entries,
             const TP* __restrict__ prob_values,

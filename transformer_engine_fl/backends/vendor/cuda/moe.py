@@ -1,10 +1,10 @@
 """Moving tokens to their experts and back in CUDA C++ (``row_maps.cu`` and ``moe.cu``).
 
-A permutation is two launches. The first counts pairs of tokens and experts in groups that
-follow one another. The second starts beside it: each of its teams of threads reads a token,
-then works out the rows of the token's pairs from what was counted, and copies the token
-there. The other operators are given such a map, and take one launch, or two where rows that
-no pair has are to be zero.
+A permutation takes two launches. The first counts pairs of tokens and experts in consecutive
+groups. The second, a dependent launch, overlaps with it: each team of threads loads a token,
+then computes the rows of the token's pairs from the counts, and copies the token to them. The
+other operators get a row id map as an argument, and take one launch, or two if rows that no pair
+has must be zero.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ __all__ = [
 # ------------------------------------------------------------------------------ groups
 
 BUCKETS: Final = 1024
-"""Of experts given by index: as ``include/row_maps.cuh`` has it."""
+"""Buckets for experts given by index: ``kBuckets`` of ``include/row_maps.cuh``."""
 MOST_GROUPS: Final = 64
-"""What was counted of an expert is summed up for each pair: twice by each lane of a warp."""
+"""For each pair a warp sums the counts of its expert over all groups: two for each lane."""
 COUNT_THREADS: Final = 256
 MASK_THREADS: Final = 1024
 MOST: Final = 2**30
@@ -65,7 +65,7 @@ MOST: Final = 2**30
 
 
 def groups_of(size: int, least: int) -> tuple[int, int]:
-    """(size of a group, how many there are); a size is a multiple of ``least``."""
+    """(size of a group, number of groups); the size is a multiple of ``least``."""
     each = -(-size // (MOST_GROUPS * least)) * least
     return each, -(-size // each)
 
@@ -73,11 +73,11 @@ def groups_of(size: int, least: int) -> tuple[int, int]:
 # ------------------------------------------------------------------------------- tiles
 
 PAIRS: Final = 1
-"""Rows of a token under way at once where gradients meet them; two and four took longer."""
+"""Rows of a token that ``spread_weighted`` has in flight at once; two and four took longer."""
 RESIDENT: Final = 768
-"""Threads of a multiprocessor; leaves each the registers for the row that is under way."""
+"""Threads of a multiprocessor; leaves each the registers for the row in flight."""
 SUMMING: Final = 896
-"""The same where rows are summed: each has four vectors of one row under way."""
+"""The same for kernels that sum rows: a thread has four vectors of one row in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ class Team:
     """The threads that share a token.
 
     Attributes:
-        lanes: how many.
-        vecs: vectors of a row that each has at once.
-        whole: whether that is the row.
+        lanes: the number of threads.
+        vecs: vectors of a row that each thread has at once.
+        whole: whether the team holds a whole row at once.
     """
 
     lanes: int
@@ -116,13 +116,13 @@ class Team:
 
 
 def team_of(vectors: int, usual: int, lanes: int, *, halved: bool = False) -> Team:
-    """The team for a row of so many vectors.
+    """The team for a row.
 
     Args:
-        vectors: of the row.
-        usual: vectors of a thread, where there are threads enough.
+        vectors: vectors of the row.
+        usual: vectors of a thread, as long as the team may grow.
         lanes: the most threads.
-        halved: whether threads are halved until one is left, so that they are a power of two.
+        halved: whether to use a power of two of threads, for a reduction that halves them.
     """
     wanted = max(32, -(-vectors // (usual * 32)) * 32)
     if halved:
@@ -133,7 +133,7 @@ def team_of(vectors: int, usual: int, lanes: int, *, halved: bool = False) -> Te
 
 
 def _blocks(team: Team, *dtypes: torch.dtype) -> int:
-    """Blocks that make RESIDENT threads on a multiprocessor, where a thread's values are few."""
+    """Blocks that give RESIDENT threads on a multiprocessor; 1 unless all values have 2 bytes."""
     small = all(dtype.itemsize == 2 for dtype in dtypes)
     return max(1, RESIDENT // team.threads) if small else 1
 
@@ -144,7 +144,7 @@ _INDEX_NAMES: Final = {torch.int32: "int32", torch.int64: "int64"}
 
 
 def counting(kind: torch.dtype | int, device: _launch.Limits) -> Source:
-    """Counts pairs, of experts given by numbers of a dtype or by a mask of so many experts."""
+    """The kernel that counts pairs; ``kind``: the indices' dtype, or a mask's number of experts."""
     if isinstance(kind, torch.dtype):
         found = Specialisation("row_maps", "count_indices", (("TI", _INDEX_NAMES[kind]),))
         return found, _launch.Geometry(COUNT_THREADS, "PPPPiiiqq"), 1
@@ -156,14 +156,14 @@ def counting(kind: torch.dtype | int, device: _launch.Limits) -> Source:
 def permuting(
     unit: int, units: int, indices: torch.dtype | None, moved: int, device: _launch.Limits
 ) -> Source:
-    """Copies tokens to rows by what was counted.
+    """The kernel that computes rows from counts, and copies tokens to them.
 
     Args:
         unit: bytes of an access.
-        units: of a row.
-        indices: dtype of the experts' numbers; None where a mask has them.
-        moved: bytes of a prob; 0 for none.
-        device: where it runs.
+        units: accesses of a row.
+        indices: dtype of the experts' indices; None for a mask.
+        moved: bytes of a prob; 0 without probs.
+        device: limits of the device.
     """
     team = team_of(units, 4, 256)
     defines = team.defines | {"UNIT": unit}
@@ -182,7 +182,7 @@ def permuting(
 
 
 def spreading(unit: int, units: int, mask: bool, device: _launch.Limits) -> Source:
-    """Copies tokens to rows by a map."""
+    """The kernel that copies tokens to rows by a map."""
     team = team_of(units, 4, 256)
     defines = team.defines | {"UNIT": unit, "MASK": int(mask)}
     found = Specialisation("moe", "spread", tuple(defines.items()))
@@ -190,7 +190,7 @@ def spreading(unit: int, units: int, mask: bool, device: _launch.Limits) -> Sour
 
 
 def zeroing(unit: int, mask: bool, device: _launch.Limits) -> Source:
-    """Fills rows that no pair has."""
+    """The kernel that fills rows that no pair has with zeros."""
     team = Team(32, 1, True)
     defines = team.defines | {"UNIT": unit, "MASK": int(mask)}
     found = Specialisation("moe", "zero_unused", tuple(defines.items()))
@@ -207,16 +207,16 @@ def collecting(
     mask: bool,
     device: _launch.Limits,
 ) -> Source:
-    """Sums the rows of each token.
+    """The kernel that sums the rows of each token.
 
     Args:
-        columns: of a row.
+        columns: columns of a row.
         access: elements that one access may cover.
         x: dtype of the rows.
         probs: dtype of the probs; None without.
-        moved: bytes of a number that goes from each row to its pair; 0 for none.
+        moved: bytes of a number that is copied from each row to its pair; 0 for none.
         mask: whether the map is that of a mask.
-        device: where it runs.
+        device: limits of the device.
     """
     vec = vector_width(columns or 1, x.itemsize)
     team = team_of(columns // vec, 4, 512)
@@ -243,7 +243,7 @@ def weighting(
     mask: bool,
     device: _launch.Limits,
 ) -> Source:
-    """Spreads gradients by probs and a map; the arguments are as in :func:`collecting`."""
+    """The kernel ``spread_weighted``; the arguments are as in :func:`collecting`."""
     vec = vector_width(columns, dy.itemsize)
     team = team_of(columns // vec, 4, 512, halved=True)
     defines = team.defines | {
@@ -266,7 +266,7 @@ _kernels = LoadedKernels()
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    """A selection of the operators' kernels for a device: every kind, type and shape."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     found: list[Source] = [counting(kind, device) for kind in (torch.int32, torch.int64)]
     found += [counting(experts, device) for experts in (1, 2000)]
@@ -295,7 +295,7 @@ def _map(op: str, row_id_map: Tensor, mask: bool) -> RowMap:
 
 
 def _in_units(op: str, x: Tensor) -> tuple[Tensor, int, int, int]:
-    """Rows to be moved as they are: (those, bytes of an access, accesses of a row, of a step)."""
+    """Rows to copy: (rows, bytes of an access, accesses of a row, accesses of a row stride)."""
     x, step = by_rows(x)
     size = x.itemsize
     width, step = x.shape[1] * size, step * size
@@ -312,7 +312,7 @@ def _collected(
     moved: Tensor | None = None,
     to: Tensor | None = None,
 ) -> Tensor:
-    """``[T, C]``, the sum of each token's rows; ``moved`` goes to the pairs' places in ``to``."""
+    """``[T, C]``, the sum of each token's rows; copies ``moved`` to its pairs in ``to``."""
     columns = rows.shape[1]
     y = fresh(op, rows, (pairs.tokens, columns))
     if not pairs.tokens or not (columns or moved is not None):
@@ -350,7 +350,7 @@ def _collected(
 
 
 def _zero_unused(op: str, dx: Tensor, pairs: RowMap, owner: Tensor) -> None:
-    """Fill the rows of ``dx`` that no pair has; ``owner`` has the pairs of the others."""
+    """Fill the rows of ``dx`` that no pair has with zeros; ``owner`` has the other rows' pairs."""
     _, unit, units, _ = _in_units(op, dx)
     have = dx.shape[0]
     _kernels.of(dx, zeroing, unit, pairs.mask)(
@@ -367,7 +367,7 @@ def _zero_unused(op: str, dx: Tensor, pairs: RowMap, owner: Tensor) -> None:
 
 
 def _spread(op: str, dy: Tensor, pairs: RowMap, dx: Tensor) -> None:
-    """Each token into its rows, and zeros elsewhere."""
+    """Write each token of ``dy`` to its rows of ``dx``, and zeros to the other rows."""
     dy, unit, units, step = _in_units(op, dy)
     have = dx.shape[0]
     owner = fresh(op, pairs.entries, (have,))
@@ -390,7 +390,7 @@ def _spread(op: str, dy: Tensor, pairs: RowMap, dx: Tensor) -> None:
 def _spread_weighted(
     op: str, dy: Tensor, pairs: RowMap, x: Tensor, probs: Tensor, dx: Tensor, dprobs: Tensor
 ) -> None:
-    """Each token times its probs into its rows, and zeros elsewhere."""
+    """Write each token times its probs to its rows of ``dx``, zeros elsewhere; and ``dprobs``."""
     have, columns = dx.shape
     check_size(op, "columns", columns, MOST_COLUMNS)
     dy, dy_step = by_rows(dy)

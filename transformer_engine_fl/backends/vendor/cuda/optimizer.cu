@@ -1,24 +1,24 @@
 // The optimizer's steps and the bookkeeping around them, over lists of tensors.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as optimizer.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (optimizer.py)
+// defines KERNEL_<name> and those of the following macros that the kernel needs.
 //
-//   TA           type that is calculated in: float32 or float64
-//   TX, TY       storage types of what is read, and written
+//   TA           math type: float32 or float64
+//   TX, TY       storage types of the input, and of the output
 //   TG, TP, TM   storage types of gradients, parameters (short where only their bits count),
 //                both moments
 //   KIND         the float8 format of the parameters
-//   TW           storage type of masters, or of the lower halves of them
+//   TW           storage type of masters, or of their lower halves
 //   TB, TC       storage types of momentum buffers, and of copies of the parameters
-//   TLR, TSTEP, TSCALE  types of numbers on the device
-//   FORM         what a parameter is kept as: PLAIN, MASTER, REMAINDER or FLOAT8
+//   TLR, TSTEP, TSCALE  types of scalars on the device
+//   FORM         how a parameter is kept: PLAIN, MASTER, REMAINDER or FLOAT8
 //   FIELDS       addresses and numbers of a row of the table
-//   VEC, DEPTH   elements per vector, vectors of a thread that are under way at once
+//   VEC, DEPTH   elements per vector, vectors that a thread has in flight at once
 //   LANES        threads of a block
 //   CHUNK        elements of a block
 //
-// What a kernel writes under a flag it does not write while the flag is up. Nothing is added
-// atomically, so the same call gives the same bits.
+// A kernel that reads a flag writes nothing if the flag is set. There are no atomic additions, so
+// the same call gives the same bits.
 
 #include "cluster.cuh"
 #include "float8.cuh"
@@ -34,7 +34,7 @@
 
 using namespace te_fl;
 
-// The names by which the host's macros call integers.
+// The names of integer types in the host's macros.
 using int16 = short;
 using int32 = int;
 using int64 = long long;
@@ -46,7 +46,7 @@ __device__ __forceinline__ bool is_finite(A x) {
   return fabs(x) < -lowest<A>();
 }
 
-// M vectors of N elements that lie as far apart as `walk` says.
+// Loads M vectors of N elements, as far apart as in `walk`.
 template <int N, int M, typename T>
 __device__ __forceinline__ void load_all(Vec<T, N> (&to)[M], const T* from) {
 #pragma unroll
@@ -85,14 +85,14 @@ struct Scale {
 
 }  // namespace
 
-// y = x * scale; the flag goes up if an x is not finite.
+// y = x * scale; sets the flag if an x is not finite.
 extern "C" __global__ void __launch_bounds__(LANES)
     scale(const long long* __restrict__ table, int* flag, const TSCALE* __restrict__ factor_there,
           int rows, double factor) {
   const Chunk chunk = chunk_of_block<FIELDS, CHUNK>(table, rows);
   const TA by = factor_there ? static_cast<TA>(__ldg(factor_there)) : static_cast<TA>(factor);
   Scale step = {chunk.tensor<TX>(0), chunk.tensor<TY>(1), by, true};
-  // What is its own product by 1 stays as it is.
+  // In place, a factor of 1 changes nothing.
   if (!flag && by == TA(1) && static_cast<const void*>(step.x) == step.y) return;
   walk<LANES, VEC, DEPTH>(chunk.length, step);
   if (flag && !step.finite) *flag = 1;
@@ -129,7 +129,7 @@ struct Squares {
 
 }  // namespace
 
-// The sum of (x * scale)**2 over each chunk, to the place that the row's second field begins.
+// The sum of (x * scale)**2 over each chunk; a row's sums begin at the index in its second field.
 extern "C" __global__ void __launch_bounds__(LANES)
     squares(const long long* __restrict__ table, const TSCALE* __restrict__ factor,
             TA* __restrict__ sums, int rows) {
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #ifdef KERNEL_norms
 
-// The root of the sum of all chunks in block 0, of row r's in block r + 1.
+// Block 0 computes the root of the sum over all chunks, block r + 1 that over the chunks of row r.
 extern "C" __global__ void __launch_bounds__(LANES)
     norms(const TA* sums, const long long* slots, TA* __restrict__ norm, TA* __restrict__ norms,
           int* flag, int chunks) {
@@ -190,7 +190,8 @@ using Stored = TP;
 
 constexpr int kScaleField = 5, kAmaxField = 6, kInverseField = 7;
 
-// The float32 of which `high` is the rounding and `low` the lower half, as signed numbers.
+// The float32 whose lower half is `low`, and whose upper half is `high`, which was rounded up if
+// the lower half's highest bit is set.
 __device__ __forceinline__ float joined(unsigned high, unsigned low) {
   return __uint_as_float((high - (low >> 15 & 1u)) << 16 | (low & 0xffffu));
 }
@@ -202,7 +203,7 @@ __device__ __forceinline__ unsigned short half_of(const unsigned short* words, i
   return words[0];
 }
 
-// Sets the i-th 16 bits, from the first on.
+// Sets the i-th 16 bits. To be called for i in ascending order.
 template <typename Word>
 __device__ __forceinline__ void set_half(Word* words, int i, unsigned bits) {
   const unsigned kept = i % 2 ? words[i / 2] : 0u;
@@ -225,7 +226,7 @@ struct Adam {
   __device__ __forceinline__ void update(TA g, TA& p, TA& m, TA& v) const {
     if constexpr (CAPTURABLE) g *= by.inv_scale;
     if constexpr (!DECOUPLED) g += by.decay * p;
-    // From the nearer end, which loses less where m and g cancel.
+    // Interpolates from the nearer end, which loses less precision where m and g cancel.
     m = SHORT ? g + (m - g) * by.keep1 : m + (g - m) * by.take1;
     v = by.keep2 * v + by.take2 * g * g;
     TA change = m * by.share1 / (sqrt(v) * by.share2 + by.eps);
@@ -269,14 +270,14 @@ struct Adam {
     }
   }
 
-  // Writes parameters, and what stands beside them.
+  // Writes parameters, and their masters or lower halves.
   template <int N>
   __device__ __forceinline__ void write(int there, const TA (&value)[N], Vec<TP, N>& ps,
                                         Vec<TW, N>& ws) {
     if constexpr (FORM == REMAINDER) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        // Rounded up, the bits of another NaN could become a number.
+        // Rounding up the bits of another NaN could give a number.
         const unsigned bits = value[j] == value[j] ? __float_as_uint(value[j]) : 0x7fc00000u;
         set_half(ps.words, j, (bits >> 16) + (bits >> 15 & 1u));
         set_half(ws.words, j, bits);
@@ -302,7 +303,7 @@ struct Adam {
 
 // A step of Adam on tables of g, p, m, v; then w unless FORM is PLAIN; then, for FLOAT8, scale,
 // amax and scale_inv. `rest` is 1 - beta; SHORT: beta1 is below a half. `power` is
-// 1 - beta**step, or where the step is on the device the logarithm of beta.
+// 1 - beta**step, or the logarithm of beta if the step is on the device.
 extern "C" __global__ void __launch_bounds__(LANES)
     adam(const long long* __restrict__ table, const int* __restrict__ flag,
          const TLR* __restrict__ lr_there, const TSTEP* __restrict__ step_there,
@@ -344,7 +345,8 @@ extern "C" __global__ void __launch_bounds__(LANES)
     float largest[1] = {step.largest};
     over_block.max(largest);
     if (threadIdx.x > 0) return;
-    // As integers, sizes have their order, and the largest does not depend on who is first.
+    // The bits of magnitudes have the order of integers, and a maximum does not depend on the order
+    // of the blocks.
     if (chunk.length > 0) {
       atomicMax(chunk.number<int>(kAmaxField), __float_as_int(largest[0]));
     }
@@ -394,7 +396,7 @@ struct Sgd {
       if constexpr (MOMENTUM) store_to_global(b + there, encode<TB>(buffer));
       const Vec<TP, N> written = encode<TP>(value);
       store_to_global(p + there, written);
-      if constexpr (COPIES) {  // of what has been written
+      if constexpr (COPIES) {  // copies of the parameters as stored
         decode(written, value);
         store_to_global(c + there, encode<TC>(value));
       }
@@ -428,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #ifdef KERNEL_float_scales
 
-// On tables of amax, scale, scale_inv; POWERS: of two only.
+// On tables of amax, scale, scale_inv; POWERS: scales are powers of two.
 extern "C" __global__ void __launch_bounds__(LANES)
     float_scales(const long long* __restrict__ table, const int* __restrict__ flag, int rows,
                  double largest, double epsilon) {
@@ -445,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     if (amax != 0.0f && is_finite(amax)) scale = bounded_quotient(high, amax);
     if constexpr (POWERS) {
       const unsigned bits = __float_as_uint(scale);
-      // Of a subnormal number it is the highest bit that counts.
+      // A subnormal number is rounded down to its highest bit.
       scale = __uint_as_float(bits < 0x800000u ? 0x80000000u >> __clz(static_cast<int>(bits))
                                                : bits & kInfinite);
     }
@@ -458,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #ifdef KERNEL_e8m0_scales
 
-// On tables of amax, as the bits of a bfloat16, and the byte of its scale.
+// On tables of amax, as the bits of bfloat16, and of the scale's byte.
 extern "C" __global__ void __launch_bounds__(LANES)
     e8m0_scales(const long long* __restrict__ table, const int* __restrict__ flag, int rows) {
   const bool skip = flag && __ldg(flag) != 0;

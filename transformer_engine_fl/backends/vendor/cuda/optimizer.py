@@ -1,7 +1,8 @@
 """The optimizer's operators in CUDA C++ (``optimizer.cu``): few launches for many tensors.
 
-A launch goes through all rows of a table, a chunk of one row in each block; what the operators
-are made of is in ``backends/_optimizer.py``, how lists become tables in ``backends/_lists.py``.
+A launch processes all rows of a table; each block has a chunk of one row.
+``backends/_optimizer.py`` implements the operators over these kernels, ``backends/_lists.py``
+turns lists into tables.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ TILES: Final = {
     "sgd": Tiles(128, 1024, 8192),
     "compute_scale": Tiles(128, 1024, 4096),
 }
-"""How lists are cut."""
+"""How lists are cut into chunks."""
 NORM_THREADS: Final = 512
-"""Threads of the block that adds up a norm's sums."""
+"""Threads of the block that adds up the partial sums of a norm."""
 
 # -------------------------------------------------------------------------------- plans
 
 Kinds = tuple[torch.dtype | None, ...]
 Defines = dict[str, str | int]
 _KINDS: Final = NAMES | {torch.int16: "int16", torch.int32: "int32", torch.int64: "int64"}
-"""The types of elements and numbers, as the kernels call them."""
+"""The kernels' names of the dtypes of elements and scalars."""
 _FORMS: Final = {"plain": 0, "master": 1, "remainder": 2, "fp8": 3}
 _FLOAT8: Final = {None: "e4m3", 3: "e4m3", 2: "e5m2"}
 _NUMBERS: Final = {
@@ -68,11 +69,11 @@ _NUMBERS: Final = {
     "float_scales": 2,
     "e8m0_scales": 0,
 }
-"""Each kernel's numbers, behind the number of rows."""
+"""How many floating-point arguments each kernel has, behind the number of rows."""
 
 
 def _type(dtype: torch.dtype | None) -> str:
-    """As kernels call it; what is not there is of any type."""
+    """The kernels' name of a dtype; for a tensor that is absent any name will do."""
     return _KINDS.get(dtype, "float32") if dtype is not None else "float32"
 
 
@@ -157,15 +158,15 @@ _DEFINES: Final[dict[str, Callable[..., Defines]]] = {
 def source(
     name: str, others: Kinds, fields: int, vec: int, tiles: Tiles, **constants: Any
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """A kernel that goes through lists.
+    """A kernel that processes lists.
 
     Args:
-        name: of the kernel.
-        others: dtypes of what it has pointers to behind the table's; None where there is none.
+        name: the kernel's name.
+        others: dtypes of its pointer arguments after the table; None for one that is null.
         fields: addresses and numbers of a row.
         vec: elements per vector.
         tiles: how the lists are cut.
-        constants: what ``ListOperators`` says of the call.
+        constants: the constants that ``ListOperators`` passes for the call.
     """
     defines = {
         **_DEFINES[name](others, **constants),
@@ -183,7 +184,7 @@ def source(
 def norms_source(
     dtype: torch.dtype, device: _launch.Limits
 ) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel that makes norms of sums of squares."""
+    """The kernel that computes norms from sums of squares."""
     defines: Defines = {"TA": NAMES[dtype], "LANES": NORM_THREADS}
     geometry = _launch.Geometry(NORM_THREADS, "PPPPPi", dependent=device.has_clusters)
     return Specialisation("optimizer", "norms", tuple(defines.items())), geometry
@@ -192,7 +193,7 @@ def norms_source(
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind and type that the operators ask for, on such a device."""
+    """A selection of the operators' kernels for a device: every kind and type."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     flag = torch.int32
     yield from numbers_sources()
@@ -252,7 +253,7 @@ def _cut(name: str) -> Cut:
 
 
 class _Operators(ListOperators):
-    """The operators over these kernels."""
+    """The operators, implemented with these kernels."""
 
     def _launch_of(
         self,

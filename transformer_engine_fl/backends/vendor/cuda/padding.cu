@@ -1,16 +1,15 @@
-// Blocks of rows that get other numbers of rows: padded with zeros, or cut.
+// Pads blocks of rows with rows of zeros, or cuts rows off them.
 //
-// Compiled at run time: the host defines KERNEL_<name> and the following, as padding.py
-// chooses it.
+// Compiled at run time: the host (padding.py) defines KERNEL_<name> and the following macros.
 //
 //   UNIT     bytes of a vector; divides rows, distances and addresses
 //   LANES    threads of a block that share a row
 //   ROWS     rows that a block works on at once
-//   VECS     vectors of a thread that are under way at once
-//   COUNT    blocks of rows that one launch has at most
+//   VECS     vectors that a thread has in flight at once
+//   COUNT    the most blocks of rows of one launch
 //
-// Where blocks begin comes with the launch, in the memory of its arguments: nothing has to be
-// written to the device before, and a CUDA graph keeps it.
+// The blocks' first rows are kernel arguments: nothing has to be copied to the device before, and a
+// CUDA graph captures them.
 
 #include "memory.cuh"
 #include "numeric.cuh"
@@ -43,7 +42,7 @@ __device__ __forceinline__ void write_unit(char* to, const Unit& value) {
 
 }  // namespace
 
-// Rows of `y`, of `units` units each, from those of `x`, which are `x_row` units apart.
+// Writes the rows of `y`, of `units` units each, from rows of `x`, which are `x_row` units apart.
 extern "C" __global__ void __launch_bounds__(LANES * ROWS)
     move_blocks(const char* __restrict__ x, char* __restrict__ y, int rows, int units,
                 long long x_row, int blocks, const __grid_constant__ Begins begins) {
@@ -60,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(LANES * ROWS)
     if (known) {
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
-        // Past the end the last one again, unused: a branch would break up the loads.
+        // Beyond the end the last unit is loaded again, unused: a branch would split the loads.
         const int at = first + v * LANES;
         const char* unit = from + static_cast<long long>(at < units ? at : units - 1) * UNIT;
         values[v] = load_unit(reinterpret_cast<const Unit*>(unit));

@@ -1,7 +1,7 @@
 """Padding of blocks of rows in CUDA C++ (``padding.cu``): one launch moves the rows of all blocks.
 
-Where blocks begin is known to the host. It goes along with the kernel's arguments, of which
-every device takes 4 KB; more blocks than fit in there take further launches.
+The host knows where blocks begin, and passes it in the kernel's arguments. Every device accepts
+4 KB of these; more blocks than fit take further launches.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["fused_multi_row_padding", "fused_multi_row_unpadding"]
 
 THREADS: Final = 128
 VECTORS: Final = 4
-"""Vectors of a thread that are under way at once, at most."""
+"""The most vectors that a thread has in flight at once."""
 COUNTS: Final = (32, 128, 480)
-"""Blocks of rows that a launch has room for."""
+"""Blocks of rows that a launch may have, a kernel for each."""
 MOST: Final = 2**30
-"""Rows and vectors of a row have 32 bits in the kernel."""
+"""The kernel counts rows, and the vectors of a row, in 32 bits."""
 
 
 class Key(NamedTuple):
@@ -49,8 +49,8 @@ class Key(NamedTuple):
     Attributes:
         unit: bytes of a vector.
         lanes: threads that share a row.
-        vectors: of a thread, at once.
-        room: blocks of rows, at most.
+        vectors: vectors that a thread has in flight at once.
+        room: the most blocks of rows.
     """
 
     unit: int
@@ -60,7 +60,7 @@ class Key(NamedTuple):
 
 
 def row_key(width: int, unit: int, blocks: int) -> Key:
-    """The kernel for rows of ``width`` bytes in vectors of ``unit``, and for so many blocks."""
+    """The key for rows of ``width`` bytes in vectors of ``unit``, and for ``blocks`` blocks."""
     vectors = width // unit
     lanes = min(THREADS, 1 << (vectors - 1).bit_length())
     each = min(VECTORS, 1 << (-(-vectors // lanes) - 1).bit_length())
@@ -69,7 +69,7 @@ def row_key(width: int, unit: int, blocks: int) -> Key:
 
 
 def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
-    """The kernel."""
+    """The kernel for a key."""
     defines: dict[str, str | int] = {
         "UNIT": key.unit,
         "LANES": key.lanes,
@@ -77,7 +77,7 @@ def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
         "VECS": key.vectors,
         "COUNT": key.room,
     }
-    # The last parameter is two lists of numbers.
+    # The last parameter is a struct of two lists of numbers.
     geometry = _launch.Geometry(THREADS, "PPiiqi" + "i" * (2 * (key.room + 1)))
     return Specialisation("padding", "move_blocks", tuple(defines.items())), geometry
 
@@ -85,7 +85,7 @@ def source(key: Key) -> tuple[Specialisation, _launch.Geometry]:
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every alignment and width, on whatever device."""
+    """Kernels of every alignment and width, for any device."""
     for unit in (1, 2, 4, 8, 16):
         for vectors in (1, 5, 200, 4096):
             yield source(row_key(vectors * unit, unit, 64))
@@ -97,13 +97,13 @@ _kernels: Plans[_launch.Kernel] = Plans()
 
 
 def _begins(rows: Sequence[int], room: int) -> list[int]:
-    """Where each block begins and the last one ends; then that again."""
+    """Where each block begins and the last one ends; the end repeated up to ``room`` + 1 numbers."""
     found = [0, *accumulate(rows)]
     return found + [found[-1]] * (room + 1 - len(found))
 
 
 def _moved(op: Contract[..., Any], input: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
-    """The blocks with their new numbers of rows."""
+    """The blocks of ``input``, padded with zeros or cut from ``old`` to ``new`` numbers of rows."""
     check_integers(op.name, *old, *new)
     input = plain(op.name, "input", input)
     output = fresh(op.name, input, (sum(new), input.shape[1]))

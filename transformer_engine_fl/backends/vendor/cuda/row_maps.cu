@@ -1,13 +1,13 @@
-// Counting the pairs of tokens and experts, of which a row id map follows: see row_maps.cuh.
+// Counting the pairs of tokens and experts, from which a row id map follows: see row_maps.cuh.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as moe.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (moe.py) defines
+// KERNEL_<name> and those of the following macros that the kernel needs.
 //
-//   TI     type of the experts' numbers
-//   LANES  experts that a block of `count_mask` looks at side by side, a power of two
+//   TI     type of the experts' indices
+//   LANES  experts that a block of `count_mask` processes in parallel, a power of two
 //
-// A block counts a group. Nothing is added atomically, and whole numbers are exact in any
-// order. The kernel that places pairs may start at once: it waits itself.
+// A block counts a group. There are no atomic additions, and sums of integers are exact in any
+// order. The dependent kernel, which places pairs, may start at once: it waits itself.
 
 #include "cluster.cuh"
 #include "numeric.cuh"
@@ -17,7 +17,7 @@ using namespace te_fl;
 
 namespace {
 
-// The sum of the values of the threads before, and of all; by the whole block.
+// Exclusive prefix sum of the threads' values, and their total; called by the whole block.
 template <int Warps>
 __device__ __forceinline__ int sum_before(int value, int (&sums)[Warps], int& total) {
   const int lane = threadIdx.x % 32;
@@ -37,7 +37,7 @@ __device__ __forceinline__ int sum_before(int value, int (&sums)[Warps], int& to
     before += w < warp ? sums[w] : 0;
     total += sums[w];
   }
-  __syncthreads();  // before they are written again
+  __syncthreads();  // before `sums` is written again
   return before + upto - value;
 }
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ int sum_before(int value, int (&sums)[Warps], int& to
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// The lowest and the highest of what a bucket has.
+// The lowest and the highest expert index in a bucket.
 struct Range {
   long long lowest, highest;
 
@@ -72,8 +72,8 @@ constexpr Range kNothing{kLargest, -kLargest - 1};
 
 #ifdef KERNEL_count_indices
 
-// A warp has a part of the group and its own line of `held`: first how many pairs of each
-// bucket it has, then how many come before.
+// A warp has a part of the group and a line of `held`: first how many pairs of each bucket are in
+// its part, then how many are before its part.
 extern "C" __global__ void __launch_bounds__(kThreads)
     count_indices(const TI* __restrict__ experts, Place* __restrict__ places,
                   Count* __restrict__ counts, long long* __restrict__ extremes, int pairs,
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     own += count[i];
   }
   int total;
-  int lower = sum_before<kWarps>(own, sums, total);  // with a barrier, behind `held`
+  int lower = sum_before<kWarps>(own, sums, total);  // its barriers also order `held`
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const long long bucket = threadIdx.x * kEach + i;
@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 #ifdef KERNEL_count_mask
 
-// `ranks` [T, E]: of a pair, how many of the group its expert has before it. The counts have
-// a line more than there are experts: how many pairs a group has.
+// `ranks` [T, E]: how many pairs of the same expert and group are before a pair. The counts have
+// one line more than there are experts: how many pairs each group has, as Count::x.
 extern "C" __global__ void __launch_bounds__(1024)
     count_mask(const unsigned char* __restrict__ routed, int* __restrict__ ranks,
                Count* __restrict__ counts, int tokens, int experts, int each,
