@@ -1,13 +1,14 @@
 """Attention by cuDNN, called through torch: dense batches, with or without a causal mask.
 
-cuDNN leaves the logarithm of the denominators as the contract wants it, so that its forward
-goes with anyone's backward, and anyone's forward with its backward. What torch does not hand
-on to cuDNN (lengths, windows, offsets of softmax), or what comes out otherwise there (random
-numbers, the gradient of a bias, what a query gives that sees no key), is declined.
+cuDNN returns the log of the softmax denominators (lse) as the contract defines it, so that its
+forward and its backward can be combined with those of any other implementation. Calls are
+declined if torch does not pass an argument on to cuDNN (lengths, windows, offsets of softmax), or
+if cuDNN's results differ from the contract's (random numbers, the gradient of a bias, a query that
+sees no key).
 
-torch keeps a plan of cuDNN's by the sizes and strides of queries, keys and values, whatever
-those of the output and of its gradient are. So these are always given in one layout, that
-of the format, and queries, keys and values must have the order of the format in memory.
+torch caches cuDNN's plans by the sizes and strides of queries, keys and values, but not by those
+of the output and its gradient. These are therefore always passed in one layout, that of the
+format, and queries, keys and values must have the dimensions of the format in order in memory.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ __all__ = ["fused_attn_bwd", "fused_attn_fwd"]
 
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _WIDEST: Final = 128
-"""The widest head that every GPU of the set has both directions for."""
+"""The widest head for which cuDNN has forward and backward on every GPU of the set."""
 _LEAST_CUDNN: Final = 90000
 _ALIGNMENT: Final = 16
-"""Bytes. cuDNN is told so by torch, whatever the addresses are, and reads what lies before them."""
+"""Bytes. torch tells cuDNN that tensors are so aligned, even if they are not; cuDNN then reads
+memory before their addresses."""
 
 _forward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
 _backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
@@ -55,7 +57,7 @@ def _declined(
     dropout_p: float,
     scale: float | None,
 ) -> str | None:
-    """Why cuDNN does not serve that; None if it does."""
+    """Why cuDNN does not serve a call; None if it does."""
     if _forward is None or _backward is None or _cudnn_version() < _LEAST_CUDNN:
         return "this torch has no attention by cuDNN 9"
     if q.dtype not in _DTYPES:
@@ -67,7 +69,7 @@ def _declined(
     if dropout_p:
         return "cuDNN drops other weights than the contract's generator says"
     if scale is not None and not scale >= 0:
-        # Scores behind the last key are -inf before they are scaled, and +inf after it.
+        # Scores behind the last key are -inf before they are scaled, and +inf afterwards.
         return "cuDNN's gradients are NaN for a negative scale"
     causal = attn_mask_type != "no_mask"
     if window_size_left != -1 or (window_size_right != -1 and not causal):
@@ -87,10 +89,10 @@ def _declined(
 def _gradients_declined(sq: int, skv: int, attn_mask_type: str) -> str | None:
     """Why cuDNN's backward does not serve these lengths; None if it does.
 
-    Without a mask some of its kernels for Hopper (those of 9.20, 9.26 and 9.30 among them)
-    take what lies behind the last query or key for scores of 0, which gives NaN where a
-    logarithm of denominators is below about -88: NVIDIA/cudnn-frontend, pull request 628 and
-    issue 1072; pytorch/pytorch, issue 196678. The logarithms are not looked at here.
+    Without a mask some of its kernels for Hopper (in 9.20, 9.26 and 9.30 among others) treat
+    positions behind the last query or key as scores of 0, which gives NaN where lse is below
+    about -88: NVIDIA/cudnn-frontend, pull request 628 and issue 1072; pytorch/pytorch, issue
+    196678. The values of lse are not checked here.
     """
     if attn_mask_type == "no_mask" and (sq == 1 or skv % 128 == 64):
         return "without a mask, cuDNN's gradients of one query or 64, 192, ... keys can be NaN"
@@ -98,10 +100,7 @@ def _gradients_declined(sq: int, skv: int, attn_mask_type: str) -> str | None:
 
 
 def _in_order(tensor: Tensor) -> bool:
-    """Whether its dimensions follow each other in memory, each where it may be accessed.
-
-    With or without space between.
-    """
+    """Whether the dimensions are in order in memory, with aligned strides, gaps allowed."""
     least = 0
     for size, stride in zip(tensor.shape[::-1], tensor.stride()[::-1], strict=True):
         if size == 1:
@@ -122,7 +121,7 @@ _known = KnownCalls()
 
 
 def _checked(op: Any, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
-    """The tensors, plain, of a call that is right and for cuDNN."""
+    """The tensors as plain ones; raises for an invalid call, or one that cuDNN does not serve."""
     name = op.name
     *before, bias, _ = tensors
     call = _known.like((name, *tensors), tuple(options.values()))
@@ -269,7 +268,7 @@ def fused_attn_bwd(
     checked = _checked(ops.fused_attn_bwd, tensors, options)  # type: ignore[arg-type]
     dout, q, k, v, out, lse = checked
     order = _TO_HEADS[qkv_format]
-    nothing = torch.empty((), dtype=torch.int64, device=q.device)  # in place of random numbers
+    nothing = torch.empty((), dtype=torch.int64, device=q.device)  # for the unused seed and offset
     lse = lse.contiguous()
     length = qkv_format.index("s")
     found = _backward(

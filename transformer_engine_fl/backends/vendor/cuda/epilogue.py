@@ -1,10 +1,10 @@
 """Quantised epilogues in CUDA C++: an operator and the cast of its output, in one pass.
 
-What casts activations is in ``_casting``, which calculates what it casts. A norm comes from
-whole rows: the kernel of ``normalization.cu`` that keeps a row on the chip casts along it too.
-Where the cast needs more than a row, a transposed tensor, square blocks or a scale that follows
-from all values, that kernel leaves the statistics, and the amaxes that it has seen, and the
-cast normalizes what it reads. Nothing between the two is written but those.
+Activations are quantised by the kernels of ``_casting``, which compute the activation that they
+cast. A norm needs whole rows: the kernel of ``normalization.cu`` that keeps a row on the chip also
+casts along it. A transposed tensor, square blocks, or a scale that depends on all values need more
+than a row: then that kernel writes only the statistics and partial amaxes, and the kernel that
+casts normalizes its input as it reads it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from transformer_engine_fl.ops.epilogue import EPILOGUES, Epilogue
 def _activation(
     epilogue: Epilogue, recipe: Recipe, given: Mapping[str, Any], scale: Tensor | None
 ) -> tuple[Any, ...]:
-    """An activation or its gradient, quantised; before it the gradient of a bias."""
+    """An activation or its gradient, quantised; preceded by the gradient of a bias, if wanted."""
     base = epilogue.base
     of = OPERATORS[base.name]
     limit, alpha = given.get("limit", 0.0), given.get("alpha", 0.0)
@@ -91,15 +91,15 @@ def _activation(
 
 
 class _Norm(NamedTuple):
-    """What is normalized, by rows.
+    """The arguments and the statistics of a norm.
 
     Attributes:
-        shape: of the input.
-        x, x_stride: the input, from row to row.
-        residual, residual_stride: what is added to it.
-        weight, bias, zero_centred: parameters; the weight may be stored less 1.
+        shape: the input's shape.
+        x, x_stride: the input, and its row stride.
+        residual, residual_stride: the residual that is added to it, and its row stride.
+        weight, bias, zero_centred: the parameters; the weight may be stored minus 1.
         eps: added to the mean of squares.
-        sum, mu, rsigma: what is written.
+        sum, mu, rsigma: outputs besides the codes.
     """
 
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ class _Norm(NamedTuple):
 
     @classmethod
     def of(cls, op: str, base: str, given: Mapping[str, Any]) -> _Norm:
-        """The arguments of the operator ``base``, as its check has passed them."""
+        """From the arguments of the operator ``base``, which its check has passed."""
         check_numbers(op, given["eps"])
         x, x_stride = by_rows(plain(op, "input", given["input"]))
         shape = tuple(given["input"].shape)
@@ -146,16 +146,16 @@ class _Norm(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return self.rsigma.shape[0]
 
     @property
     def statistics(self) -> tuple[Tensor, ...]:
-        """What the operator returns behind its output."""
+        """What the operator returns after its output."""
         return tuple(it for it in (self.sum, self.mu, self.rsigma) if it is not None)
 
     def source(self, amaxes: Tensor | None) -> Source:
-        """What is cast, once it is known of each row how to normalize it."""
+        """The source of a cast that normalizes, once the statistics are written."""
         x, x_stride = (self.x, self.x_stride) if self.sum is None else (self.sum, self.shape[-1])
         return Source(
             "norm",
@@ -171,7 +171,7 @@ class _Norm(NamedTuple):
         )
 
     def key(self, what: Cast) -> ForwardKey:
-        """What the kernel depends on."""
+        """What the norm's kernel depends on."""
         columns, size = self.shape[-1], self.x.element_size()
         parts = [(self.x.data_ptr(), size), (self.x_stride * size, size)]
         if self.residual is not None:
@@ -195,11 +195,11 @@ class _Norm(NamedTuple):
         )
 
     def amaxes(self, what: Cast) -> int:
-        """How many amaxes that leaves."""
+        """How many partial amaxes the norm's kernel writes."""
         return forward_of(self.key(what), self.x.get_device()).amaxes(self.rows)
 
     def run(self, what: Cast, outputs: Quantized | None, *more: int | float) -> None:
-        """Write the statistics, and the codes if there are outputs; ``more`` is the cast's."""
+        """Write the statistics, and the codes if there are outputs, with ``more`` arguments."""
         columns = self.shape[-1]
         kernel = forward_of(self.key(what), self.x.get_device())
         kernel(
@@ -218,7 +218,7 @@ class _Norm(NamedTuple):
 
 
 def _casts_along_rows(norm: _Norm, recipe: Recipe, device: _launch.Limits) -> bool:
-    """Whether a row stays on the chip, and threads of one warp have each of its blocks."""
+    """Whether a row stays on the chip, and each of its blocks lies within one warp."""
     tile = norm.key(STATISTICS).tile(device)
     if tile is None:
         return False
@@ -228,7 +228,7 @@ def _casts_along_rows(norm: _Norm, recipe: Recipe, device: _launch.Limits) -> bo
 def _norm(
     epilogue: Epilogue, recipe: Recipe, given: Mapping[str, Any], scale: Tensor | None
 ) -> tuple[Any, ...]:
-    """A norm, quantised; behind it the statistics."""
+    """A norm, quantised; followed by the statistics."""
     norm = _Norm.of(recipe.op, epilogue.base.name, given)
     scale = dense_scale(recipe.op, scale)
     limits = _launch.limits(norm.x.get_device())
@@ -252,7 +252,7 @@ def _norm(
         quantized = cast(recipe, norm.source(amaxes if computed else None), scale)
         return *quantized, *norm.statistics
     quantized = outputs_of(recipe, norm.x, norm.shape, 1)
-    if not norm.rows:  # what there is of no rows, a cast of them writes
+    if not norm.rows:  # a cast writes the outputs that exist without rows
         return *cast(recipe, norm.source(None), scale), *norm.statistics
     norm.run(
         what,
@@ -282,7 +282,7 @@ globals().update(
 def activation_key(
     kind: str, gated: bool, backward: bool, dtype: torch.dtype, both: bool = False
 ) -> SourceKey:
-    """An activation of whole pieces."""
+    """The key of an activation whose columns are whole pieces."""
     halves = gated and backward
     same = (dtype,) * 4
     return SourceKey(
@@ -300,7 +300,7 @@ def activation_key(
 
 
 def norm_key(dtype: torch.dtype, centred: bool, access: int = PIECE) -> SourceKey:
-    """A norm of rows whose statistics are known."""
+    """The key of a norm whose statistics are known."""
     same = (dtype,) * 4
     return SourceKey("norm", *same, centred, True, *(False,) * 4, access, access == PIECE)
 
@@ -308,7 +308,7 @@ def norm_key(dtype: torch.dtype, centred: bool, access: int = PIECE) -> SourceKe
 def norm_sources(
     device: _launch.Limits, columns: int, dtype: torch.dtype, centred: bool, added: bool
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """The kernels of a norm that cast along its rows, and those that leave statistics."""
+    """The kernels of a norm that cast along its rows, and those that write only statistics."""
     vec = vector_width(columns, dtype.itemsize)
     whats = [Cast(recipe, recipe.form.by_tensor) for recipe in recipes() if not recipe.columnwise]
     whats = [it for it in whats if it.recipe is not None and not it.recipe.square]
@@ -326,7 +326,7 @@ def norm_sources(
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    """A selection of the operators' kernels for a device: every kind, type and shape."""
     low, full = torch.bfloat16, torch.float32
     several = list(recipes())
     for place, kind in enumerate(KINDS):

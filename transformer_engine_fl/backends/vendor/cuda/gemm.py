@@ -1,14 +1,12 @@
 """Matrix products by NVIDIA's libraries: cuBLAS and cuBLASLt, called through torch.
 
-No kernel is brought here, and none is added to what the library does in one call: a bias is
-cuBLASLt's epilogue, accumulation is its ``beta``. What the library would need a second
-kernel or a copy for is declined, with the reason: another set fuses it. So is what it
-rounds twice. Many groups are one call, torch's grouped product, where their matrices lie as it
-reads them.
+This module has no kernel of its own, and uses only what the library does in one call: a bias is
+cuBLASLt's epilogue, accumulation its ``beta``. A call that would need a second kernel or a copy,
+or that the library would round twice, is declined with the reason; another set fuses it. Many
+groups are one call, torch's grouped product, if their matrices have the layout that it reads.
 
-Sums are in float32, so torch's switches that allow less are not followed: products of
-float32 are declined where TF32 is on, and sums of parts in a narrow dtype are switched off
-while a product is queued.
+Sums are in float32, whatever torch's switches allow: products of float32 are declined if TF32
+is on, and reduced-precision reductions are switched off while a product is queued.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ __all__ = ["generic_gemm", "products", "te_general_grouped_gemm"]
 _FLOAT8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NARROW: Final = (torch.bfloat16, torch.float16)
 _ALIGNMENT: Final = 16
-"""Of float8: bytes of rows and of addresses, as cuBLASLt asks."""
+"""Bytes to which cuBLASLt requires addresses and rows of float8 to be aligned."""
 _MOST: Final = torch.finfo(torch.float32).max
 
-# Products of narrow dtypes in float32, which torch has for CUDA alone, from 2.8 on. Until 2.10
-# what such a product is added to had to be as narrow as its factors.
+# Products of narrow dtypes with a float32 result, which torch has only for CUDA, from 2.8 on.
+# Before 2.10 the tensor that such a product is added to had to have the dtype of the factors.
 _mm_wide: Any = getattr(torch.ops.aten.mm, "dtype_out", None)
 _addmm_wide: Any = (
     getattr(torch.ops.aten.addmm, "dtype_out", None)
@@ -64,7 +62,7 @@ _switching = ForkSafeLock()
 
 
 class _WholeSums:
-    """A block in which partial sums of products are not rounded to their narrow dtype.
+    """A context in which partial sums of products are not rounded to their narrow dtype.
 
     torch's public properties for these switches take longer than a small product.
     """
@@ -78,7 +76,7 @@ class _WholeSums:
 
     def __enter__(self) -> None:
         _switching.acquire(timeout=-1)
-        self._before = self._get()  # and whether a sum may be shared out at all
+        self._before = self._get()  # the second item is whether split-K is allowed at all
         if self._before[0]:
             self._set(False, *self._before[1:])
 
@@ -94,7 +92,7 @@ _sums_in_float16: Any = getattr(torch._C, "_get_cublas_allow_fp16_accumulation",
 
 
 def products(op: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
-    """The block in which products of ``dtype`` are queued."""
+    """The context in which to queue products of ``dtype``; may decline for torch's switches."""
     if dtype == torch.float32 and uses_tf32():
         refuse(op, AS_TF32)
     if dtype == torch.float16 and _sums_in_float16():
@@ -120,13 +118,13 @@ def _declined(
     out_dtype: torch.dtype,
     scales: tuple[Tensor | None, Tensor | None],
 ) -> str | None:
-    """Why the library does not do that in one call; None if it does.
+    """Why the library does not serve a call in one call of its own; None if it does.
 
     Args:
-        beta: the contract's; None where nothing is accumulated.
+        beta: the contract's; None if nothing is accumulated.
         result: the dtype in which the product is stored.
-        out_dtype: that of the other outputs.
-        scales: of A and of B.
+        out_dtype: the dtype of the other outputs.
+        scales: the scales of A and of B.
         A, B, transa, transb, bias, gelu, bias_grad, alpha: the contract's.
     """
     accumulated = beta is not None
@@ -139,7 +137,7 @@ def _declined(
     ):
         return f"torch does not sum up {B.dtype} and round to {out_dtype} once"
     if bias is not None and (not bias.is_contiguous() or 1 in A.shape):
-        # torch spreads that over D, and a product that cuBLAS adds to D it rounds before.
+        # torch expands such a bias into D, and cuBLAS rounds a product before adding it to D.
         return "torch leaves a bias with gaps, of one column or one term not to cuBLASLt's epilogue"
     for factor in (alpha, beta or 0.0):
         if B.dtype != torch.float64 and _MOST < abs(factor) < math.inf:
@@ -200,12 +198,12 @@ def _float8_declined(
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """All dimensions but the last are rows."""
+    """The tensor as a matrix, all dimensions but the last as rows."""
     return tensor if tensor.ndim == 2 else tensor.unsqueeze(0).flatten(0, -2)
 
 
 def _place(op: str, tensor: Tensor) -> Tensor:
-    """The memory of a tensor that is written, as a matrix."""
+    """A tensor that is accumulated into, as a matrix in the same memory."""
     if tensor.is_neg() or tensor.is_conj():
         raise NotSupportedError(f"vendor.cuda: {op}: the sign of what is written is kept apart")
     written = plain(op, "accumulate_into", tensor)
@@ -226,7 +224,7 @@ def _multiply(
     beta: float | None,
     scales: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """``out = alpha * left @ right``, and the bias or ``beta`` times ``out`` if it is one."""
+    """``out = alpha * left @ right``, plus the bias or ``beta * out`` if given."""
     if left.dtype in _FLOAT8:
         _check_memory(op, left, right.t())
         scale_right, scale_left = scales
@@ -249,7 +247,7 @@ def _multiply(
 
 
 def _check_memory(op: str, *operands: Tensor) -> None:
-    """Decline float8 that cuBLASLt cannot read where it lies."""
+    """Decline float8 in a layout that cuBLASLt cannot read."""
     for it in operands:
         if it.dtype in _FLOAT8 and (
             it.stride(-1) != 1 or it.stride(0) % _ALIGNMENT or it.data_ptr() % _ALIGNMENT
@@ -260,7 +258,7 @@ def _check_memory(op: str, *operands: Tensor) -> None:
 
 
 def _column_sum(op: str, B: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the rows."""
+    """The sum of ``B`` over its rows."""
     result = fresh(op, B, (B.shape[-1],), dtype)
     torch.sum(B, 0, dtype=dtype, out=result)
     return result
@@ -366,26 +364,26 @@ def generic_gemm(
 
 
 _MANY: Final = range(16, 1024)
-"""Groups of which one call for all mostly takes less than one for each (docs/measured/cuda.md), and
-that torch takes."""
+"""Numbers of groups for which one call is mostly faster than a call for each group
+(docs/measured/cuda.md), and that torch accepts."""
 _GROUPED_ON: Final = (9, 10)
-"""Major compute capabilities that torch has a kernel for; elsewhere it waits for the device."""
+"""Major compute capabilities that torch has a grouped kernel for; on others it synchronises."""
 _MOST_ROWS: Final = 2**31 - 1
-"""Of all groups together: torch counts them in 32 bits."""
+"""The most rows of all groups together: torch counts them in 32 bits."""
 
 _known_groups: KnownGroups[bool] = KnownGroups()
 
 
 def _lies_as_read(matrix: Tensor) -> bool:
-    """Whether rows, and a matrix of them behind this one, begin where the bulk copies can."""
+    """Whether the rows of a matrix are aligned as bulk copies require."""
     rows, columns = matrix.stride()
     if columns != 1 or rows < matrix.shape[1] or rows % (_ALIGNMENT // matrix.element_size()):
-        return False  # torch refuses rows that lie over each other
+        return False  # torch refuses rows that overlap
     return matrix.data_ptr() % _ALIGNMENT == 0
 
 
 def _as_one(matrices: list[Tensor]) -> Tensor | None:
-    """``[groups, rows, columns]`` of matrices that are parts of one tensor, equally far apart."""
+    """``[groups, rows, columns]`` from matrices that are equally spaced parts of one tensor."""
     first = matrices[0]
     start = first.data_ptr()
     apart = matrices[1].data_ptr() - start
@@ -405,10 +403,10 @@ def _as_one(matrices: list[Tensor]) -> Tensor | None:
 def _at_once(
     A: list[Tensor], B: list[Tensor], splits: list[int], transa: bool, transb: bool
 ) -> Tensor | None:
-    """The products of all groups, rows of the first one first, by one call of torch's.
+    """The products of all groups, in order, by one call of torch's grouped product.
 
-    None where torch has no kernel for what they are or how they lie. It has none for float16, and
-    on some devices what it makes of a group without terms is not zero (pytorch issue 172439).
+    None if torch has no kernel for their dtypes, sizes or layout. It has none for float16, and on
+    some devices its result for a group without terms is not zero (pytorch issue 172439).
     """
     x, many = B[0], len(splits)
     if many not in _MANY or len(B) != 1 or {A[0].dtype, x.dtype} != {torch.bfloat16}:
@@ -419,7 +417,7 @@ def _at_once(
         return None
     columns = A[0].shape[0 if transa else 1]
     if not columns or columns % (_ALIGNMENT // x.element_size()) or not _lies_as_read(x):
-        return None  # of other columns torch leaves gaps between the rows
+        return None  # for other numbers of columns torch pads the rows of D
     if not transb:
         weights = _as_one(A) if len(A) == many else None
         if weights is None:
@@ -446,7 +444,7 @@ def _groups(tensors: list[Tensor], m_splits: list[int] | None) -> list[Tensor]:
 def _scales_of(
     scales: list[Tensor] | None, tensors: list[Tensor], groups: int
 ) -> list[Tensor | None]:
-    """Each group's scale; of groups in one matrix that of the matrix."""
+    """Each group's scale; groups in one matrix share the matrix's scale."""
     if scales is None:
         return [None] * groups
     found: list[Tensor | None] = [
@@ -472,12 +470,12 @@ def _one_by_one(
     dtype: torch.dtype,
     known: bool,
 ) -> Tensor | None:
-    """The products of all groups, by a call of the library for each; D, if it is not given.
+    """The products of all groups, by a call of the library for each; returns D unless accumulated.
 
     Args:
         a, b: the matrices of each group.
-        scales: of A and of B, of each group.
-        into: what is accumulated into.
+        scales: the scales of A and of B, for each group.
+        into: the tensors to accumulate into.
         known: whether a call like this one is known not to be declined.
         name, transa, transb, bias, gelu, bias_grad, alpha, beta, dtype: the contract's.
     """
@@ -543,8 +541,8 @@ def te_general_grouped_gemm(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``te_general_grouped_gemm`` of the contract: one call of the library for each group.
 
-    Of many groups whose weights are parts of one tensor, and of a wgrad of one tensor each that
-    nothing is added to, it is one call: torch's grouped product wants them so.
+    It is one call for all, torch's grouped product, for many groups whose weights are parts of one
+    tensor, and for a wgrad that accumulates nothing and whose operands are one tensor each.
     """
     name = "te_general_grouped_gemm"
     others = (bias, A_scale_inv, B_scale_inv)

@@ -97,7 +97,7 @@ _kernels: Plans[_launch.Kernel] = Plans()
 
 
 def _begins(rows: Sequence[int], room: int) -> list[int]:
-    """Where each block begins and the last one ends; the end repeated up to ``room`` + 1 numbers."""
+    """Where each block begins and the last one ends; repeats the end up to ``room`` + 1 numbers."""
     found = [0, *accumulate(rows)]
     return found + [found[-1]] * (room + 1 - len(found))
 

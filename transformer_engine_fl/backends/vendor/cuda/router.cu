@@ -1,26 +1,26 @@
-// Choosing the experts of each token, and the loss that keeps their loads alike.
+// Choosing the experts of each token, and the load-balancing loss.
 //
-// Compiled at run time, one kernel and one specialisation at a time: the host defines
-// KERNEL_<name> and what that kernel needs of the following, as router.py chooses it.
+// Compiled at run time, one kernel and one specialisation at a time: the host (router.py) defines
+// KERNEL_<name> and those of the following macros that the kernel needs.
 //
 //   TX        storage type of the logits, of the probs, or of their gradient
 //   TS        type of the saved scores
 //   TB        type of the bias; BIASED is 1 if there is one
 //   TC, TA    types of the experts' counts, and of the loss's constant
-//   FUNCTION  which score function: SOFTMAX, SIGMOID or SQRTSOFTPLUS
-//   ALL       1 if the probs are of all experts, 0 if of the chosen ones
-//   AFTERWARDS  1 if logits are compared, and the softmax is over the chosen ones
+//   FUNCTION  the score function: SOFTMAX, SIGMOID or SQRTSOFTPLUS
+//   ALL       1 for the probs of all experts, 0 for those of the chosen ones
+//   AFTERWARDS  1 if logits are compared, and the softmax is over the chosen experts
 //   NORMALIZED  1 if probs are divided by their sum
-//   GROUPED   1 if experts are in groups; SHARE is how many threads look at one of them
+//   GROUPED   1 if experts are in groups; SHARE threads search a group
 //   ROUTED    1 if there is a routing map, 0 if all experts are chosen
-//   LANES     threads that share a row; of `sum_loads` and `loss_backward`, its columns
+//   LANES     threads that share a row; in `sum_loads` and `loss_backward`, along the columns
 //   TEAMS     rows of a block, more than one only if LANES is at most 32
 //   VEC, VECS elements of a vector, and vectors of a thread
-//   ACCESS    elements that the addresses allow in one access, up to VEC
+//   ACCESS    elements that one access may cover, up to VEC
 //
-// The scores of a token stay in registers from the logits to the probs. Experts are chosen
-// one after another, by the integers that are ordered as the scores are: of these one is
-// left over to say that an expert is taken, or not to be had, whatever the scores are.
+// The scores of a token stay in registers from the logits to the probs. Experts are chosen one by
+// one, by integer keys in the order of the scores. One key, the lowest, belongs to no score: it
+// marks an expert that is chosen already or not available.
 
 #include "cluster.cuh"
 #include "memory.cuh"
@@ -54,7 +54,7 @@ __device__ __forceinline__ int expert_of(int i) {
 __device__ __forceinline__ float exact_exp(float x) { return expf(x); }
 __device__ __forceinline__ double exact_exp(double x) { return exp(x); }
 
-// A row's values, zeros past its end.
+// A row's values, zeros beyond its end.
 template <typename T>
 __device__ __forceinline__ void load_row(const T* row, int experts, A (&values)[kValues]) {
 #pragma unroll
@@ -118,7 +118,7 @@ using Key = KeyOf<A>::type;
 
 constexpr Key kHighest = sizeof(Key) == 8 ? static_cast<Key>(0x7fffffffffffffffll)
                                           : static_cast<Key>(0x7fffffff);
-constexpr Key kLowest = -kHighest - 1;  // the key of no number
+constexpr Key kLowest = -kHighest - 1;  // belongs to no number
 constexpr int kNobody = 0x7fffffff;
 
 __device__ __forceinline__ int bits_of(float x) { return __float_as_int(x); }
@@ -126,12 +126,12 @@ __device__ __forceinline__ long long bits_of(double x) { return __double_as_long
 __device__ __forceinline__ float of_bits(int bits) { return __int_as_float(bits); }
 __device__ __forceinline__ double of_bits(long long bits) { return __longlong_as_double(bits); }
 
-// From the bits of a number to integers of the same order, and back.
+// From the bits of a number to an integer of the same order, and back.
 __device__ __forceinline__ Key turned(Key bits) {
   return bits < 0 ? bits ^ kHighest : bits;
 }
 
-// Both zeros have one key, and NaN the highest.
+// Both zeros have the same key, and NaN has the highest.
 __device__ __forceinline__ Key key_of(A x) {
   const Key key = x == A(0) ? Key(0) : turned(bits_of(x));
   return x != x ? kHighest : key;
@@ -149,7 +149,7 @@ struct Best {
   }
 };
 
-// The highest key among threads that follow one another, the first of equal ones.
+// The highest key among Width neighbouring threads; of equal keys the first.
 template <int Width>
 __device__ __forceinline__ Best best_of(Best own) {
   if constexpr (Width == 32 && sizeof(Key) == 4) {
@@ -165,8 +165,8 @@ __device__ __forceinline__ Best best_of(Best own) {
   }
 }
 
-// As best_of, among the threads of a row. Two sets of slots in turn: who writes a set again
-// has passed the barrier of the other set, so everyone has read this one.
+// As best_of, among the threads of a row. Shared memory is double-buffered: a thread that writes to
+// a buffer again has passed the barrier of the other buffer, so all threads have read this one.
 class BestOfRow {
  public:
   __device__ __forceinline__ Best operator()(Best own) {
@@ -192,12 +192,13 @@ class BestOfRow {
 
 // ----------------------------------------------------------------------------- groups
 
-// Experts in groups, one after another. Only keys of experts in the groups of the highest
-// sums of their `counted` highest scores are left.
+// Experts in consecutive groups. The `chosen` groups are those with the highest sums of their
+// `counted` highest scores; leave_best sets the keys of all other experts to kLowest.
 struct Groups {
   int number, size, chosen, counted;
 
-  // Numbers are below 2**14: a product with the rounded-up reciprocal is exact.
+  // The group of an expert. Both numbers are below 2**14, so that the product with the rounded-up
+  // reciprocal gives the exact quotient.
   __device__ __forceinline__ int of(int expert, unsigned reciprocal) const {
     if (size == 1) return expert;
     return static_cast<int>(static_cast<unsigned long long>(expert) * reciprocal >> 32);
@@ -205,7 +206,7 @@ struct Groups {
 
   __device__ __forceinline__ void leave_best(Key (&keys)[kValues], int experts,
                                              unsigned char* memory) const {
-    // Groups lie SHARE further apart, so that who looks at them uses different banks.
+    // Groups are padded by SHARE, so that the threads that search them use different banks.
     const int room = experts + number * SHARE;
     Key* staged = reinterpret_cast<Key*>(memory) + team() * (room + number);
     Key* sums = staged + room;
@@ -240,7 +241,7 @@ struct Groups {
       for (int other = 0; other < number; ++other) {
         better += sums[other] > sums[group] || (sums[other] == sums[group] && other < group);
       }
-      staged[group] = better < chosen;  // nobody looks at the experts any more
+      staged[group] = better < chosen;  // `staged` is not read as keys any more
     }
     sync_team();
 #pragma unroll
@@ -259,7 +260,7 @@ __device__ __forceinline__ float root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
 __device__ __forceinline__ A infinity() { return static_cast<A>(__int_as_float(0x7f800000)); }
 
-// Over those values that `some` has a bit for; 0 for the others.
+// Softmax over the values whose bit in `some` is set; 0 for the others.
 __device__ __forceinline__ void softmax(OverRow& over_row, unsigned some, A (&values)[kValues]) {
   A highest[1] = {-infinity()};
 #pragma unroll
@@ -279,12 +280,12 @@ __device__ __forceinline__ void softmax(OverRow& over_row, unsigned some, A (&va
 
 __device__ __forceinline__ A score_of(A x) {
   if constexpr (FUNCTION == SIGMOID) return A(1) / (A(1) + exact_exp(-x));
-  // log(1 + exp(x)), as exact where that is tiny.
+  // log(1 + exp(x)), computed so that it is as accurate where it is tiny.
   const A small = exact_exp(x < A(0) ? x : -x);
   return root((x > A(0) ? x : x != x ? x : A(0)) + log_of_one_and(small));
 }
 
-// A byte for each of N bits.
+// Stores a byte for each of N bits.
 template <int N>
 __device__ __forceinline__ void store_bits(unsigned char* to, unsigned bits) {
   if constexpr (N >= 4) {
@@ -313,7 +314,7 @@ __device__ __forceinline__ A slope_of(A score) {
   return square < tiny ? score / A(2) : -exp_less_one(-square) / (A(2) * score);
 }
 
-// A bit for each of N bytes.
+// Loads a bit for each of N bytes.
 template <int N>
 __device__ __forceinline__ unsigned load_bits(const unsigned char* from) {
   unsigned bits = 0;
@@ -328,7 +329,7 @@ __device__ __forceinline__ unsigned load_bits(const unsigned char* from) {
   return bits;
 }
 
-// Which of a thread's experts are chosen, a bit for each value.
+// The thread's experts that are chosen, as a bit for each value.
 __device__ __forceinline__ unsigned routed_of(const unsigned char* row, int experts) {
   unsigned chosen = 0;
 #pragma unroll
@@ -366,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
            int counted, double factor) {
   extern __shared__ __align__(16) unsigned char memory[];
   const long long row = static_cast<long long>(blockIdx.x) * TEAMS + team();
-  if (row >= rows) return;  // of whole warps, and of all of a block's if they meet
+  if (row >= rows) return;  // whole warps return, or the whole block if it has barriers
   OverRow over_row;
   A values[kValues];
   load_row(logits + row * row_step, experts, values);
@@ -448,13 +449,13 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
                     int experts, long long grad_step, long long routing_step,
                     long long scores_step, double factor) {
   const long long row = static_cast<long long>(blockIdx.x) * TEAMS + team();
-  if (row >= rows) return;  // of whole warps, and of all of a block's if they meet
+  if (row >= rows) return;  // whole warps return, or the whole block if it has barriers
   A grad[kValues], score[kValues];
   load_row(grad_probs + row * grad_step, experts, grad);
   load_row(scores + row * scores_step, experts, score);
   unsigned chosen = 0xffffffffu;
   if constexpr (ROUTED) chosen = routed_of(routing + row * routing_step, experts);
-  A sums[2] = {0, 0};  // of the gradient times the scores, and of the scores
+  A sums[2] = {0, 0};  // sums of the gradient times the scores, and of the scores
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     grad[i] = chosen >> i & 1 ? grad[i] * static_cast<A>(factor) : A(0);
@@ -482,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(LANES* TEAMS)
 
 #ifdef KERNEL_sum_loads
 
-// One number of each block: the probs of its rows, times the counts.
+// A partial sum from each block: the probs of its rows, times the counts.
 extern "C" __global__ void __launch_bounds__(kThreads)
     sum_loads(const TX* __restrict__ probs, const TC* __restrict__ counts,
               A* __restrict__ partial, int rows, int experts, long long row_step) {
@@ -522,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 #ifdef KERNEL_finish_loss
 
-// The sum of what the blocks left, times a factor, and the factor.
+// Writes the sum of the blocks' partial sums times a factor, and the factor.
 extern "C" __global__ void __launch_bounds__(LANES)
     finish_loss(const A* partial, TX* __restrict__ loss, A* __restrict__ constant, int count,
                 double factor) {
@@ -541,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
 
 #ifdef KERNEL_loss_backward
 
-// The same row for every token.
+// Writes the same row for every token.
 extern "C" __global__ void __launch_bounds__(kThreads)
     loss_backward(const TX* __restrict__ grad_loss, const TA* __restrict__ constant,
                   const TC* __restrict__ counts, TX* __restrict__ grad_probs, int rows,

@@ -1,7 +1,7 @@
 """Choosing the experts of each token, and the load-balancing loss, in CUDA C++ (``router.cu``).
 
-A row is shared by the threads of a warp, or of a block where there are many experts, and
-stays in their registers. The loss is summed in two stages and a fixed order.
+The threads of a warp, or of a block if there are many experts, share a row and keep it in
+registers. The loss is summed in two stages and a fixed order.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ __all__ = [
 # ------------------------------------------------------------------------------- tiles
 
 LANES: Final = (32, 128, 512, 1024)
-"""Threads that share a row; the first that can hold it serve."""
+"""Threads that may share a row; the smallest number that can hold it is used."""
 HELD: Final = 16
-"""Values of a row that a thread holds; half as many of float64."""
+"""The most values of a row that a thread holds; half as many of float64."""
 ROWS: Final = 4
-"""Rows of a block, where each has one warp."""
+"""Rows of a block, if each has one warp."""
 LOSS_THREADS: Final = 256
 LOSS_AHEAD: Final = 4
 LOSS_BLOCKS: Final = 1024
 MOST: Final = 2**31 - 2**14
-"""Rows and experts are 32-bit numbers in the kernels."""
+"""Kernels count rows and experts in 32 bits."""
 EXCHANGED: Final = 2048
-"""Bytes of shared memory, at the most, by which threads of a row exchange values."""
+"""The most bytes of shared memory in which the threads of a row exchange values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the experts of a row are spread over threads.
+    """How the experts of a row are distributed over threads.
 
     Attributes:
         vec: experts of a vector.
@@ -88,12 +88,12 @@ class Tile:
 
 
 def most_experts(dtype: torch.dtype) -> int:
-    """What a row may have at the most."""
+    """The most experts that a row may have."""
     return LANES[-1] * (HELD // 2 if dtype == torch.float64 else HELD)
 
 
 def tile_of(experts: int, dtype: torch.dtype) -> Tile:
-    """The tile of a row, of which there may be :func:`most_experts`."""
+    """The tile for a row of up to :func:`most_experts` experts."""
     held = HELD // 2 if dtype == torch.float64 else HELD
     lanes = next(it for it in LANES if experts <= it * held)
     each = -(-experts // lanes)
@@ -110,10 +110,10 @@ class Groups(NamedTuple):
     """Experts in groups.
 
     Attributes:
-        number: how many groups, 0 if experts are not in groups.
-        size: of each.
-        chosen: how many of them are chosen.
-        counted: how many experts of each decide.
+        number: how many groups there are, 0 if experts are not in groups.
+        size: experts of a group.
+        chosen: how many groups are chosen.
+        counted: how many of a group's highest scores are summed to compare groups.
     """
 
     number: int = 0
@@ -141,19 +141,19 @@ def choosing(
     of_all: bool,
     device: _launch.Limits,
 ) -> Source:
-    """Scores, choice and probs.
+    """The kernel that computes scores, chooses experts and writes probs.
 
     Args:
-        experts: of a row.
-        access: of these, how many one access may cover.
-        logits: their dtype.
-        bias: its dtype; None without.
-        function: which makes scores of logits.
-        groups: how many there are; 0 if experts are in none.
-        afterwards: whether logits are compared, and the softmax is over the chosen ones.
+        experts: experts of a row.
+        access: experts that one access may cover.
+        logits: dtype of the logits.
+        bias: dtype of the bias; None without.
+        function: the score function.
+        groups: how many groups there are; 0 if experts are not in groups.
+        afterwards: whether logits are compared, and the softmax is over the chosen experts.
         normalized: whether probs are divided by their sum.
-        of_all: whether there are probs of all experts.
-        device: where it runs.
+        of_all: whether to write the probs of all experts.
+        device: limits of the device.
     """
     tile = tile_of(experts, logits)
     share = 1 << (min(32, tile.lanes // groups) or 1).bit_length() - 1 if groups else 1
@@ -190,7 +190,7 @@ def choosing_backward(
     routed: bool,
     device: _launch.Limits,
 ) -> Source:
-    """The gradient of the logits; ``routed`` if there is a routing map."""
+    """The kernel for the gradient of the logits; ``routed``: there is a routing map."""
     tile = tile_of(experts, grad)
     defines = tile.defines | {
         "ACCESS": min(access, tile.vec),
@@ -205,7 +205,7 @@ def choosing_backward(
 
 
 def _loss_tile(experts: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(experts of a vector, threads that share a row)."""
+    """Experts of a vector, and threads that share a row."""
     vec = vector_width(experts or 1, dtype.itemsize)
     return vec, min(LOSS_THREADS, 1 << max(0, experts // vec - 1).bit_length())
 
@@ -213,7 +213,7 @@ def _loss_tile(experts: int, dtype: torch.dtype) -> tuple[int, int]:
 def summing(
     experts: int, access: int, probs: torch.dtype, counts: torch.dtype, device: _launch.Limits
 ) -> Source:
-    """The first stage of the loss."""
+    """The kernel for the first stage of the loss."""
     vec, lanes = _loss_tile(experts, probs)
     defines: dict[str, str | int] = {
         "LANES": lanes,
@@ -228,7 +228,7 @@ def summing(
 
 
 def finishing(probs: torch.dtype, device: _launch.Limits) -> Source:
-    """The second stage of the loss."""
+    """The kernel for the second stage of the loss."""
     defines = (("LANES", LOSS_THREADS), ("TX", NAMES[probs]))
     geometry = _launch.Geometry(LOSS_THREADS, "PPPid", dependent=device.has_clusters)
     return Specialisation("router", "finish_loss", defines), geometry, 1
@@ -241,7 +241,7 @@ def spreading_loss(
     counts: torch.dtype,
     device: _launch.Limits,
 ) -> Source:
-    """The gradient of the loss."""
+    """The kernel for the gradient of the loss."""
     vec, lanes = _loss_tile(experts, grad)
     defines: dict[str, str | int] = {
         "LANES": lanes,
@@ -261,7 +261,7 @@ _kernels = LoadedKernels()
 def representative_sources(
     device: _launch.Limits,
 ) -> Iterator[tuple[Specialisation, _launch.Geometry]]:
-    """Kernels of every kind, type and shape that the operators ask for, on such a device."""
+    """A selection of the operators' kernels for a device: every kind, type and shape."""
     low, full, double, half = torch.bfloat16, torch.float32, torch.float64, torch.float16
     found: list[Source] = []
     for x, access in ((full, 4), (low, 8), (half, 1), (double, 2)):
