@@ -1,8 +1,8 @@
-"""Ascend's set: Triton for NPUs, as the worked example of another maker's chip.
+"""Ascend's set: Triton for NPUs, as a worked example of a set for another vendor's chip.
 
-An NPU's vector cores calculate in an on-chip buffer of a fixed size, which a program must
-not outgrow; that is what the kernels here are cut for. It needs torch_npu, which brings the
-device type ``npu`` to torch, and Triton for it.
+An NPU's vector cores compute in an on-chip buffer of a fixed size, and the kernels here are
+tiled so that a program's values fit into it. The set needs torch_npu, which adds the device type
+``npu`` to torch, and Triton for Ascend.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ INFO = VendorInfo("ascend", "npu", "npu-smi info", "PrivateUse1")
 
 
 class AscendBackend(BackendInfo):
-    """What kernels ask of an NPU.
+    """Properties of an NPU that kernels need.
 
-    ``extra_config`` has ``buffer_bytes``: the on-chip buffer of a vector core.
+    ``extra_config`` has ``buffer_bytes``: the size of a vector core's on-chip buffer.
     """
 
     def __init__(self, info: VendorInfo) -> None:
@@ -36,7 +36,7 @@ class AscendBackend(BackendInfo):
 
     @property
     def multiprocessor_count(self) -> int:
-        """How many vector cores there are."""
+        """The number of vector cores."""
         import triton
 
         properties = triton.runtime.driver.active.utils.get_device_properties(0)
@@ -44,7 +44,7 @@ class AscendBackend(BackendInfo):
 
 
 def is_available() -> bool | str:
-    """Whether a kernel can run here; says why not."""
+    """True if kernels can run here, else the reason why not."""
     for package in ("torch_npu", "triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
@@ -52,7 +52,7 @@ def is_available() -> bool | str:
 
 
 def register(registry: OpRegistry) -> None:
-    """Register the set; its module, and Triton, load when it is first chosen."""
+    """Register the set; its module and Triton are imported on first use."""
     register_vendor(INFO, backend=AscendBackend)
     family = {it.name for it in CATALOGUE.values() if it.family == "activation"}
     register_set(

@@ -1,9 +1,9 @@
 """GEGLU, and its gradient, for the on-chip buffer of an NPU's vector core.
 
-As many programs start as there are cores, and each goes through its share of the tiles: to
-start a program costs an NPU more than to go round a loop. A tile is as wide as its values fit
-into the buffer twice, so that the next one is read while one is calculated. What GEGLU is
-stands in flagos' kernels, which this one calls.
+The kernel is persistent: one program per core loops over its share of the tiles, since starting a
+program costs an NPU more than a loop iteration. A tile is narrow enough for its values to fit
+into the buffer twice, so that the next tile is read while one is computed. GEGLU itself is defined
+by flagos' kernels, which this one calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _geglu(
     x_stride: tl.int64,
     BLOCK: tl.constexpr,
 ) -> None:
-    """GEGLU, or where ``grad_ptr`` is given its gradient, of every n-th tile."""
+    """GEGLU, or its gradient if ``grad_ptr`` is given, of every n-th tile."""
     blocks = tl.cdiv(columns, BLOCK)
     tiles = rows.to(tl.int64) * blocks
     for tile in tl.range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
@@ -60,10 +60,10 @@ def _geglu(
             tl.store(out + columns, db.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# Float32 values that one element keeps in the buffer at once, in the forward and backward.
+# Float32 values that an element has in the buffer at once, by whether it is the backward.
 _LIVE = {False: 6, True: 10}
-_BUFFERS = 2  # one is filled while the other is used
-_SHARE = 0.8  # of the buffer; the compiler needs the rest
+_BUFFERS = 2  # one is filled while the other is in use
+_SHARE = 0.8  # part of the buffer; the compiler needs the rest
 
 
 def _refusal(device: torch.device) -> str | None:
@@ -76,12 +76,12 @@ _taking = Taking(_refusal)
 
 
 class _Plan(NamedTuple):
-    """How to run it on a device.
+    """How to run the kernel on a device.
 
     Attributes:
         launch: the kernel.
         block: the width of a tile.
-        programs: how many start.
+        programs: the most programs of a launch.
     """
 
     launch: _launch.Launch
@@ -98,14 +98,14 @@ def widest_block(backward: bool) -> int:
 
 @functools.cache
 def _plan(block: int, dtypes: tuple[torch.dtype | None, ...], device: torch.device) -> _Plan:
-    # In the interpreter two, so that each goes round its loop.
+    # Two in the interpreter, so that each iterates its loop.
     programs = 2 if _launch.INTERPRETED else AscendBackend(INFO).multiprocessor_count
     launch = _launch.Launch(_geglu, device, threads=None, BLOCK=block)
     return _Plan(launch, block, programs)
 
 
 def _run(op: str, grad: Tensor | None, x: Tensor) -> Tensor:
-    """GEGLU of checked arguments, or its gradient."""
+    """GEGLU, or its gradient, of arguments that the contract has checked."""
     x, x_step = by_rows(_taking.plain(op, "input" if grad is None else "fwd_input", x))
     grad_step = columns = x.shape[-1] // 2
     if grad is not None:
