@@ -1,14 +1,13 @@
-"""The CUDA set's kernels on the CPU, for machines without a GPU.
+"""Runs the CUDA set's kernels on the CPU, for machines without a GPU.
 
-g++ compiles the .cu files as they are, with ``device.h`` in place of what NVRTC knows, and
-with the C++ twins of the two headers that hold PTX; ``engine.cpp`` runs their threads. In
-a :func:`running` block the set takes CPU tensors, and thinks that it has an H200 of few
-multiprocessors.
+g++ compiles the .cu files, with ``device.h`` in place of NVRTC's built-ins, and with C++ versions
+of the two headers that contain PTX; ``engine.cpp`` runs their threads. In a :func:`running` block
+the set accepts CPU tensors, and sees an H200 with few multiprocessors.
 
-It holds the set to values, to the bounds of shared memory, to alignment, to barriers that
-all threads reach, and to independence of the order in which threads run. Races between
-threads that run at once, the cost of anything, and what only the hardware does (fences,
-visibility between blocks) are not seen here.
+This checks values, the bounds of shared memory, alignment, that all threads reach barriers, and
+that results do not depend on the order in which threads run. It does not detect races between
+threads that run at once, nor effects of the hardware (fences, visibility between blocks), and
+does not measure performance.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ __all__ = [
 
 HERE = Path(__file__).parent
 LIMITS = _launch.Limits(9, 0, 2, 232_448, 233_472)
-"""An H200, but for its 132 multiprocessors: so few that grids take several turns."""
+"""An H200 with 2 multiprocessors instead of 132, so that grids take several waves."""
 MOST_THREADS = 2048
-"""Threads that a multiprocessor holds."""
+"""The most threads of a multiprocessor."""
 MOST_BLOCKS = 32
 A_WEEK = 7 * 24 * 3600.0
 DEVICE = -1
@@ -78,21 +77,21 @@ FLAGS = (
     "-O1",
     "-fPIC",
     "-ffp-contract=fast",
-    "-fexpensive-optimizations",  # of which contraction is one
+    "-fexpensive-optimizations",  # contraction of products and sums is one of these
     "-w",
     "-fno-threadsafe-statics",
-    "-fno-gnu-unique",  # where a kernel's shared memory lies is no other kernel's business
+    "-fno-gnu-unique",  # each kernel has its own addresses in shared memory
     "-U_FORTIFY_SOURCE",
 )
 CHECKED = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=all")
 
 
 class EmulationError(AssertionError):
-    """A kernel did what CUDA forbids, or does not compile for the CPU."""
+    """A kernel does something that CUDA forbids, or does not compile for the CPU."""
 
 
 def registry_for_any_device() -> OpRegistry:
-    """The set as it registers itself, but for what it says of devices."""
+    """A registry with the set as it registers itself, without its requirements on devices."""
     registered, here = OpRegistry(), OpRegistry()
     cuda.register(registered)
     for op in registered.list_operators():
@@ -115,7 +114,7 @@ def missing() -> str | None:
 
 
 def uses_assembly() -> list[str]:
-    """The set's files with inline assembly, which g++ cannot compile, and no twin here."""
+    """The set's files with inline assembly, which g++ cannot compile, and without a twin here."""
     twins = {path.name for path in HERE.glob("*.cuh")}
     return [
         path.name
@@ -128,7 +127,7 @@ def uses_assembly() -> list[str]:
 
 
 def _plain_cpp(text: str) -> str:
-    """CUDA C++ as C++: variables of shared memory become references into the engine's."""
+    """CUDA C++ as C++: shared variables become references into the engine's shared memory."""
     text = re.sub(
         r"\bextern\s+__shared__\s+(?:__align__\(\d+\)|alignas\(\d+\))?\s*([\w ]+?)\s+(\w+)\[\];",
         r"\1* const \2 = reinterpret_cast<\1*>(emulation::shared_memory() + "
@@ -144,7 +143,7 @@ def _plain_cpp(text: str) -> str:
         r" return *reinterpret_cast<Kind*>(emulation::shared_memory() + at); }();",
         text,
     )
-    # Comments may speak of it; declarations must all have been understood.
+    # Comments may contain the word; all declarations must have been replaced.
     rest = [line for line in text.splitlines() if "__shared__" in line.partition("//")[0]]
     if rest:
         raise EmulationError(f"a declaration that the emulation does not read: {rest[0].strip()}")
@@ -166,7 +165,7 @@ def _workshop() -> Path:
     if folder.exists():
         return folder
     root.mkdir(mode=0o700, exist_ok=True)
-    for other in root.iterdir():  # of sources that are no more
+    for other in root.iterdir():  # folders of old sources
         if time.time() - other.stat().st_mtime > A_WEEK:
             shutil.rmtree(other, ignore_errors=True)
     making = Path(tempfile.mkdtemp(dir=root, prefix=".making_"))
@@ -175,7 +174,7 @@ def _workshop() -> Path:
     try:
         _run_compiler(making, *CHECKED, "-x", "c++-header", "device.h", "-o", "device.h.gch")
         _run_compiler(making, "-shared", "-O2", "engine.cpp", "-o", "engine.so")
-        # Whoever comes second finds the folder of the first.
+        # If another process has made the folder meanwhile, its folder is used.
         with contextlib.suppress(OSError):
             making.rename(folder)
     finally:
@@ -189,7 +188,7 @@ def _digest(*parts: str) -> str:
 
 @functools.cache
 def _processor_flags() -> tuple[str, ...]:
-    """Fused multiplication and addition, as CUDA's compilers make it, where there is one."""
+    """Flags for fused multiply-add, which CUDA's compilers use, if this CPU has it."""
     try:
         found = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -198,12 +197,12 @@ def _processor_flags() -> tuple[str, ...]:
 
 
 def fuses() -> bool:
-    """Whether products are fused with what is added to them."""
+    """Whether products are fused with additions."""
     return bool(_processor_flags())
 
 
 def prepare() -> None:
-    """Compile what all kernels share."""
+    """Compile the parts that all kernels share."""
     _engine()
 
 
@@ -235,7 +234,7 @@ def _library(specialisation: _compile.Specialisation) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as making:
             (Path(making) / "kernel.cpp").write_text(source)
             files = (f"{making}/kernel.cpp", "-o", f"{making}/kernel.so")
-            # What the checks call is the engine's, not a library's.
+            # The functions that the sanitizer's checks call are the engine's, not a library's.
             libraries = ("-nodefaultlibs", "-lstdc++", "-lm", "-lc")
             try:
                 _run_compiler(folder, *CHECKED, "-I.", "-shared", *files, *libraries)
@@ -273,7 +272,7 @@ def _engine() -> Any:
 
 
 class Kernel:
-    """What ``_launch.Kernel`` is, on the CPU."""
+    """The counterpart of ``_launch.Kernel`` on the CPU."""
 
     def __init__(self, specialisation: _compile.Specialisation, geometry: _launch.Geometry) -> None:
         self.name = specialisation.kernel
@@ -285,7 +284,7 @@ class Kernel:
         self._entry = ctypes.cast(library.entry, ctypes.c_void_p)
         library.sizes.restype = ctypes.POINTER(ctypes.c_int)
         sizes = list(itertools.takewhile(bool, iter(library.sizes())))
-        # What follows the other parameters may be one parameter, a structure of numbers.
+        # The last parameter may be a struct that takes all remaining arguments.
         self._parameters = len(sizes)
         kinds = [struct.calcsize(kind) for kind in geometry.arguments]
         if sizes and sizes != [*kinds[: len(sizes) - 1], sum(kinds[len(sizes) - 1 :])]:
@@ -321,7 +320,7 @@ class Kernel:
         if tells:
             first, words = words_of(torch.device("cpu"), blocks, *turns)
             values = (*others, first, words.data_ptr())
-        # As a launch on a device packs them: refuses what does not fit.
+        # Packed as for a launch on a device: values that do not fit are errors.
         packed = struct.pack("@" + geometry.arguments, *values)
         held = ctypes.create_string_buffer(packed, max(1, len(packed)))
         offsets = [
@@ -350,7 +349,7 @@ class Kernel:
         return self._geometry.cluster
 
     def resident_groups(self) -> int:
-        """How many blocks, or groups of them, run at once."""
+        """How many blocks, or clusters or groups of them, run at once."""
         geometry = self._geometry
         shared = LIMITS.shared_per_multiprocessor // (geometry.shared_bytes + 1024)
         per_multiprocessor = min(MOST_BLOCKS, MOST_THREADS // geometry.threads, shared)
@@ -364,14 +363,14 @@ class Kernel:
 def load(
     specialisation: _compile.Specialisation, geometry: _launch.Geometry, device: int
 ) -> Kernel:
-    """In place of ``_launch.load``."""
+    """The replacement of ``_launch.load``."""
     assert device == DEVICE
     return Kernel(specialisation, geometry)
 
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """The set runs on the CPU in this block."""
+    """A context in which the set runs on the CPU."""
     with contextlib.ExitStack() as stack:
         for where, name, value in (
             (_launch, "load", load),
@@ -390,7 +389,7 @@ def running() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forbidden(ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
-    """Reads of any of these bytes, (address, how many), are errors: all but plain ones of C++."""
+    """Make reads of these (address, bytes) errors, except reads by plain C++ expressions."""
     forbid = _engine().emulation_forbid
     try:
         for address, size in ranges:
@@ -401,7 +400,7 @@ def forbidden(ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Calls that were found right here, on the CPU, are not so outside."""
+    """Forget calls that were accepted here, for CPU tensors: outside they must be checked again."""
     _repeats.forget()
     for known in (gemm._known, attention._known):
         known._seen.clear()

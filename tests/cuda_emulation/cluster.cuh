@@ -1,4 +1,4 @@
-// The twin of the set's cluster.cuh on the CPU.
+// The CPU's version of the set's cluster.cuh.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// What the .cu files see of CUDA when g++ compiles them for the CPU.
+// CUDA for the .cu files when g++ compiles them for the CPU.
 //
-// CUDA's own headers give the number formats, their conversions and the vector types; the
-// rest of what kernels use is here, written for one thread of engine.cpp. Add what a new
-// kernel needs. PTX has its twins in instructions.cuh and cluster.cuh.
+// CUDA's own headers define the number formats, their conversions and the vector types; the other
+// built-ins that kernels use are here, written for one thread of engine.cpp. Add those that a new
+// kernel needs. Functions with PTX have their twins in instructions.cuh and cluster.cuh.
 
 #pragma once
 
@@ -71,7 +71,7 @@ inline T narrowed(uint64_t bits) {
 
 static int reserved_bytes = 0;
 
-// Where a variable of shared memory lies.
+// The offset of a variable in shared memory.
 inline int reserve(size_t bytes, size_t alignment) {
   const int at = (reserved_bytes + alignment - 1) / alignment * alignment;
   reserved_bytes = at + bytes;
@@ -116,7 +116,7 @@ inline void __threadfence_block() {}
 inline unsigned __activemask() { return emulation::lanes_alive(); }
 
 namespace emulation {
-// `from` is given this lane's number within its part of `width` lanes.
+// `from` maps this lane's index within its part of `width` lanes to the source's index.
 template <typename T, typename From>
 inline T shuffle(unsigned mask, T value, int width, From from) {
   const uint64_t* values = meet_lanes(mask, Meeting::shuffle, widened(value));
@@ -229,7 +229,7 @@ inline size_t __cvta_generic_to_shared(const void* at) {
   return static_cast<const unsigned char*>(at) - emulation::shared_memory();
 }
 
-// Threads take turns only where they wait, so no other comes between.
+// The engine switches threads only where they wait, so that these are atomic.
 #define TE_FL_ATOMIC(NAME, RESULT)                        \
   template <typename T>                                   \
   inline T NAME(T* at, std::common_type_t<T> value) {     \
@@ -269,7 +269,7 @@ inline double __hiloint2double(int high, int low) {
   return __longlong_as_double(static_cast<long long>(high) << 32 | static_cast<unsigned>(low));
 }
 
-// Not fused with what is added to it: g++ sees no product here.
+// Keeps a product from being fused with an addition: g++ does not see that it is a product.
 namespace emulation {
 template <typename T>
 inline T kept(T value) {
@@ -279,7 +279,7 @@ inline T kept(T value) {
 }  // namespace emulation
 inline float __fmul_rn(float a, float b) {
   const float result = emulation::kept(a * b);
-  return result == result ? result : NAN;  // the instruction gives one NaN, without a sign
+  return result == result ? result : NAN;  // the instruction returns one NaN, without a sign
 }
 inline float __fadd_rn(float a, float b) { return emulation::kept(a) + b; }
 inline float __fsub_rn(float a, float b) { return emulation::kept(a) - b; }
@@ -311,7 +311,7 @@ inline void sincospif(float x, float* s, float* c) {
   *c = static_cast<float>(cos(M_PI * double(x)));
 }
 
-// Conversions from floating point round as their name says, and saturate; NaN gives 0.
+// Conversions from floating point round as their names say, and saturate; NaN gives 0.
 namespace emulation {
 template <typename To, typename From>
 inline To saturated(From x) {

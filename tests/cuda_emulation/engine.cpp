@@ -1,11 +1,11 @@
-// Runs kernels on the CPU: the threads of a block, or of a cluster, take turns.
+// Runs kernels on the CPU: the threads of a block, or of a cluster, are coroutines.
 //
-// A thread runs until it must wait for others, so a wait is a switch of stacks and nothing
-// needs a lock. Blocks (clusters) run one after the other. In every second launch threads
-// and blocks take turns from the last to the first: what relies on an order that CUDA does
-// not promise gives other values then.
+// A thread runs until it must wait for others; a wait switches stacks, and nothing needs a lock.
+// Blocks (clusters) run one after the other. Every second launch runs threads and blocks from the
+// last to the first, so that a kernel that relies on an order that CUDA does not guarantee gives
+// different values.
 //
-// Shared memory holds NaN at first. An error ends the launch, and its text is the result.
+// Shared memory is filled with NaN at first. An error ends the launch, and its text is the result.
 
 #include "engine.h"
 
@@ -47,13 +47,13 @@ struct Thread {
   ucontext_t start;
   unsigned char* stack = nullptr;
   bool started = false, returned = false;
-  // It can go on when what is watched has changed.
+  // The thread can continue when the watched value has changed.
   const unsigned* watched = nullptr;
   unsigned seen = 0;
   const char* waits_for = "";
   unsigned cluster_seen = 0;
   bool cluster_arrived = false;
-  unsigned group = 0;  // of the copies that it asks for next
+  unsigned group = 0;  // the group of the copies that it issues next
   std::vector<Copy> copies;
 
   bool can_run() const { return !returned && (!watched || *watched != seen); }
@@ -68,7 +68,7 @@ struct LaneMeeting {
 
 struct Block {
   std::vector<unsigned char> raw;
-  unsigned char* memory;  // of `raw`, aligned
+  unsigned char* memory;  // the aligned part of `raw`
   size_t bytes;
   std::vector<std::deque<LaneMeeting>> warps;
   unsigned first, threads;  // of the engine's threads
@@ -80,11 +80,11 @@ struct Block {
   unsigned char* end() { return memory + bytes - kFenceBytes; }
 };
 
-// In eight bytes of a block's shared memory.
+// Occupies eight bytes of a block's shared memory.
 struct Counter {
   static constexpr int kArrival = 1 << 24;  // more than the bytes of any turn
-  unsigned turns;                           // that are complete
-  int missing;                              // of this one: bytes, or the arrival too
+  unsigned turns;                           // complete turns
+  int missing;                              // bytes missing in this turn, plus the arrival
 
   void change(int by) {
     missing += by;
@@ -111,7 +111,7 @@ Launch launch;
 std::deque<Thread> threads;
 std::vector<Block> blocks;
 Thread* running;
-jmp_buf scheduler, outside;  // where a thread leaves to, and a failure of no thread
+jmp_buf scheduler, outside;  // targets for leaving a thread, and for failures outside of threads
 char error[1024];
 
 struct Range {
@@ -137,7 +137,7 @@ void count_arrival() {
   ++cluster_generation;
 }
 
-// Who has returned counts as arrived, in every phase.
+// A thread that has returned counts as arrived, in every phase.
 void leave_cluster() {
   ++cluster_left;
   if (!running->cluster_arrived) count_arrival();
@@ -235,7 +235,7 @@ void tell_deadlock(unsigned count) {
   fail("%u threads wait for ever, the first at %s; %u have returned", waiting, what, returned);
 }
 
-// Half of what is under way, so that some threads go on while others still wait.
+// Delivers half of the values in flight, so that some threads continue while others still wait.
 void deliver(bool backwards) {
   for (size_t left = under_way.size() / 2; under_way.size() > left;) {
     const Sent it = backwards ? under_way.back() : under_way.front();
@@ -357,7 +357,7 @@ const uint64_t* meet_lanes(unsigned mask, Meeting kind, uint64_t value) {
     found->open = false;
     ++found->generation;
   }
-  --found->readers;  // nobody else runs before this one has read
+  --found->readers;  // no other thread runs before this one has read
   return found->values;
 }
 
@@ -442,7 +442,7 @@ void check_inside(const void* address, size_t bytes) {
 
 void copy_later(void* to, const void* from, unsigned bytes, unsigned filled) {
   check_aligned(to, bytes);
-  if (filled) check_read(from, bytes);  // a piece is read in whole, however much of it is kept
+  if (filled) check_read(from, bytes);  // the whole piece is read, however much of it is kept
   running->copies.push_back({to, from, bytes, filled, running->group});
 }
 
@@ -463,7 +463,7 @@ void wait_copies(unsigned pending) {
 
 // ------------------------------------------------------------------- what Python calls
 
-// These bytes may not be read; after a call with none, all may be read again.
+// Forbids reads of these bytes; a call with 0 bytes allows all reads again.
 extern "C" void emulation_forbid(const char* begin, size_t bytes) {
   using namespace emulation;
   surrounded = bytes;
@@ -471,7 +471,7 @@ extern "C" void emulation_forbid(const char* begin, size_t bytes) {
   else forbidden.clear();
 }
 
-// Runs a kernel; null, or what went wrong. `backwards` reverses the order of turns.
+// Runs a kernel; returns null or an error. `backwards` reverses the order of threads and blocks.
 extern "C" const char* emulation_launch(void (*entry)(void**), void** arguments,
                                         const unsigned* grid, unsigned per_block,
                                         unsigned cluster, size_t shared_bytes, int dependent,

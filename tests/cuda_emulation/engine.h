@@ -1,4 +1,4 @@
-// What a kernel that runs on the CPU asks of the engine that runs it (engine.cpp).
+// The interface of the engine (engine.cpp) for kernels that run on the CPU.
 
 #pragma once
 
@@ -11,24 +11,24 @@ struct Index {
   unsigned x, y, z;
 };
 
-// Where the running thread is.
+// The indices of the running thread.
 struct Place {
   Index thread, block, threads, blocks;
   unsigned rank;  // of the block in its cluster
 };
 extern const Place* place;
 
-// Ends the launch with this text.
+// Ends the launch with this error.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Ends the launch if an access of so many bytes is not aligned to them.
+// Ends the launch if an access of `bytes` bytes is not aligned to its size.
 inline void check_aligned(const void* address, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(address) % bytes) {
     fail("an access of %zu bytes to %p is not aligned", bytes, address);
   }
 }
 
-// The same of a read, also if it reaches outside of tensors whose surroundings are known.
+// The same for a read; also ends the launch if the read touches forbidden bytes around tensors.
 extern bool surrounded;
 void check_inside(const void* address, size_t bytes);
 inline void check_read(const void* address, size_t bytes) {
@@ -36,16 +36,16 @@ inline void check_read(const void* address, size_t bytes) {
   if (surrounded) check_inside(address, bytes);
 }
 
-// ------------------------------------------------------------------------ threads meet
+// ------------------------------------------------------------------------ synchronisation
 
 enum class Meeting { sync, shuffle, vote, match, reduce };
 
-// Waits for all threads of the block; how many came with `vote`.
+// Waits for all threads of the block; returns how many of them pass `vote`.
 int meet_block(bool vote);
-// Waits for the lanes of `mask`; what each gave, readable until the next meeting.
+// Waits for the lanes of `mask`; returns their values, readable until the next meeting.
 const uint64_t* meet_lanes(unsigned mask, Meeting meeting, uint64_t value);
-unsigned lanes_alive();     // of this warp, those that have not returned
-unsigned lanes_existing();  // or have
+unsigned lanes_alive();     // lanes of this warp that have not returned
+unsigned lanes_existing();  // all lanes of this warp
 void arrive_at_cluster();
 void wait_for_cluster();
 void wait_for_predecessor();
@@ -56,22 +56,22 @@ void wait_for_word(const unsigned* turn_of, unsigned turn);
 
 constexpr size_t kStaticBytes = 48 * 1024;
 
-// The block's shared memory: kStaticBytes of variables, then what the launch asked for.
+// The block's shared memory: kStaticBytes for variables, then the dynamic memory of the launch.
 unsigned char* shared_memory();
 // The same address in another block of the cluster, which must be running.
 unsigned char* in_block(void* own, unsigned rank);
-// From an address as asynchronous copies and PTX have it.
+// The pointer for a 32-bit address in shared memory, as asynchronous copies and PTX use it.
 inline unsigned char* shared_at(unsigned address) { return shared_memory() + address; }
 
-// Counters of the bytes that blocks of a cluster send each other: an mbarrier for one
-// arrival, which says how many bytes its turn has.
+// Counters of the bytes that blocks of a cluster send each other: an mbarrier with one arrival,
+// which sets the number of bytes of its phase (turn).
 void prepare_counter(void* counter);
 void expect(void* counter, unsigned bytes);
-// What is sent is not there before threads have to wait for it; nor is all of it at once.
+// A sent value is delivered only when threads have to wait; not all values arrive at once.
 void send_later(void* own, unsigned rank, const void* value, unsigned bytes, void* counter);
 void wait_for_turn(void* counter, unsigned parity);
 
-// A copy that is not made before the thread waits for it.
+// An asynchronous copy, which happens only when the thread waits for it.
 void copy_later(void* to, const void* from, unsigned bytes, unsigned filled);
 void commit_copies();
 void wait_copies(unsigned pending);

@@ -1,4 +1,4 @@
-// The twins of the set's instructions.cuh on the CPU.
+// The CPU's version of the set's instructions.cuh.
 
 #pragma once
 
@@ -19,7 +19,7 @@ inline unsigned extreme_halves(unsigned a, unsigned b) {
   unsigned found = 0;
   for (int shift = 0; shift < 32; shift += 16) {
     const unsigned first = a >> shift & 0xffffu, second = b >> shift & 0xffffu;
-    // In the order of the numbers, negative ones reversed.
+    // An integer in the order of the numbers: that of negative ones is reversed.
     const auto place = [](unsigned half) { return half & 0x8000u ? 0x8000 - int(half) : int(half); };
     unsigned half = place(first) > place(second) != Least ? first : second;
     if ((first & 0x7fffu) > infinite) half = second;

@@ -1,6 +1,6 @@
-"""In place of library functions that torch has for CUDA alone: what they are said to do.
+"""Replacements of library functions that torch has only for CUDA, as they are documented.
 
-They refuse what torch refuses on CUDA, as far as that is written down.
+They reject what torch rejects on CUDA, as far as that is documented.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def _mm_wide(left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> None:
-    """``aten::mm.dtype_out``: products of a narrow dtype, stored as they were summed up."""
+    """``aten::mm.dtype_out``: products of a narrow dtype with the sums stored in float32."""
     assert left.dtype == right.dtype
     assert left.dtype in _NARROW
     assert out_dtype == out.dtype == torch.float32
@@ -44,7 +44,7 @@ def _addmm_wide(
 def _weights(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores in float64, and queries, keys and values, with as many heads of each."""
+    """Scores, queries, keys and values in float64, with the same number of heads."""
     for it in (q, k, v):
         assert it.dtype in _NARROW
         assert it.stride(-1) == 1
@@ -55,7 +55,7 @@ def _weights(
     wide = q.double()
     keys, values = (it.double().repeat_interleave(groups, 1) for it in (k, v))
     scores = scale * wide @ keys.mT
-    if is_causal:  # cuDNN's first query stands at the first key
+    if is_causal:  # in cuDNN the first query is aligned with the first key
         scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf)
     return scores, wide, keys, values
 
@@ -110,7 +110,7 @@ def _attention_backward(
     assert (max_q, max_k, dropout_p) == (q.shape[2], k.shape[2], 0)
     assert lse.shape == (*q.shape[:3], 1)
     assert lse.is_contiguous()
-    # A plan is kept for the strides of q, k and v, so these must follow from them.
+    # torch caches a plan by the strides of q, k and v, so these strides must follow from them.
     assert dout.stride() == out.stride() == torch.empty_like(q).stride()
     scores, queries, keys, values = _weights(q, k, v, is_causal, scale)
     weights = (scores - lse.double()).exp()
@@ -134,4 +134,4 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "_cudnn_version": lambda: 91000,
     },
 }
-"""By the module that calls them, and by the name it has for them."""
+"""The replacements by module of the set, and by the name that they replace in it."""
