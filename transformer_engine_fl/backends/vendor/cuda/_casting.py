@@ -816,7 +816,7 @@ def cast_with_sums(
     """The sum over the rows, in ``dtype``, and the outputs of ``quantize``."""
     outputs, sums = _run(recipe, source, dense_scale(recipe.op, scale), None, True)
     columns = source.shape[-1]
-    assert sums is not None  # an invariant of ours
+    assert sums is not None  # an invariant of this module
     if not math.prod(source.shape):
         return torch.zeros((columns,), dtype=dtype, device=source.x.device), outputs
     total = _empty(source.x, (columns,), dtype)

@@ -1,7 +1,7 @@
 // Activations, elementwise and gated, their gradients, and the gradient of a bias.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host (activation.py)
-// defines KERNEL_<name> and those of the following macros that the kernel needs.
+// defines KERNEL_<name> and the macros below that the kernel needs.
 //
 //   TX, TDY    storage types of the input and of the output's gradient
 //   KIND       the activation: a type of activations.cuh

@@ -2,7 +2,7 @@
 //
 // The kernels that cast compute their source: a tensor itself, an activation of it or the
 // activation's gradient, or a normalized row. The host (_casting.py) defines KERNEL_<name> and
-// those of the following macros that the kernel needs.
+// the macros below that the kernel needs.
 //
 //   SOURCE     what is cast: 0 the input, 1 an activation or its gradient, 2 a norm
 //   TX, TDY    storage types of the input and of the output's gradient
@@ -10,7 +10,7 @@
 //   CENTRED, ZERO_CENTRED   of a norm: minus the mean; gamma is stored as gamma - 1
 //   FUNCTION, GATED, CLAMPED, BACKWARD  of an activation: see activation.cu
 //   BOTH       1 if a thread computes the same columns of both halves of a gated gradient
-//   HALVES     1 if the columns are those of both halves, and a thread has columns of one
+//   HALVES     1 if the columns are those of both halves, and a thread has 16 of them
 //   ACCESS     elements that one access may cover
 //   WHOLE      1 if every piece of 16 columns is complete, and lies in one half
 //   INSIDE     1 if no tile goes beyond the rows or the columns (cast_tiles)

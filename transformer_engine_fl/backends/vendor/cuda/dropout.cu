@@ -1,7 +1,7 @@
 // Dropout, whose mask is a function of seed, offset and position (philox.cuh).
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host (dropout.py) defines
-// KERNEL_<name> and those of the following macros that the kernel needs.
+// KERNEL_<name> and the macros below that the kernel needs.
 //
 //   TX       storage type of the input and the output
 //   ACCESS   elements that one access to the input may cover

@@ -82,7 +82,7 @@ def _activation(
     )
     if not epilogue.place:
         return cast(recipe, source, scale)
-    assert grad is not None  # an invariant of ours
+    assert grad is not None  # an invariant of this module
     dbias, quantized = cast_with_sums(recipe, source, grad.dtype, scale)
     return dbias, *quantized
 
@@ -199,7 +199,7 @@ class _Norm(NamedTuple):
         return forward_of(self.key(what), self.x.get_device()).amaxes(self.rows)
 
     def run(self, what: Cast, outputs: Quantized | None, *more: int | float) -> None:
-        """Write the statistics, and the codes if there are outputs, with ``more`` arguments."""
+        """Write the statistics and, if there are outputs, the codes; ``more``: other arguments."""
         columns = self.shape[-1]
         kernel = forward_of(self.key(what), self.x.get_device())
         kernel(

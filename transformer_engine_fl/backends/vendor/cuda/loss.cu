@@ -1,7 +1,7 @@
 // Cross entropy of logits over rows, forward and backward, and of shards of a vocabulary.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host (loss.py) defines
-// KERNEL_<name> and those of the following macros that the kernel needs.
+// KERNEL_<name> and the macros below that the kernel needs.
 //
 //   TX, TO        storage types of the logits, of their gradients
 //   TB, BIASED    storage type of the bias that is added to every row, and 1 if there is one

@@ -1,7 +1,7 @@
 // Moving tokens to their experts and back.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host (moe.py) defines
-// KERNEL_<name> and those of the following macros that the kernel needs.
+// KERNEL_<name> and the macros below that the kernel needs.
 //
 //   LANES   threads that share a token: a team, of whole warps
 //   TEAMS   teams of a block, more than one only if LANES is 32

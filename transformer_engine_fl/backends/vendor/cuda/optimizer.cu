@@ -1,7 +1,7 @@
 // The optimizer's steps and the bookkeeping around them, over lists of tensors.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host (optimizer.py)
-// defines KERNEL_<name> and those of the following macros that the kernel needs.
+// defines KERNEL_<name> and the macros below that the kernel needs.
 //
 //   TA           math type: float32 or float64
 //   TX, TY       storage types of the input, and of the output

@@ -1,6 +1,6 @@
 // Pads blocks of rows with rows of zeros, or cuts rows off them.
 //
-// Compiled at run time: the host (padding.py) defines KERNEL_<name> and the following macros.
+// Compiled at run time: the host (padding.py) defines KERNEL_<name> and the macros below.
 //
 //   UNIT     bytes of a vector; divides rows, distances and addresses
 //   LANES    threads of a block that share a row

@@ -1,7 +1,7 @@
 // Dequantisation, transposes and permutations, and kernels for block scaling and delayed scaling.
 //
-// Casts are in casting.cu. The host (quantization.py) defines KERNEL_<name> and those of the
-// following macros that the kernel needs.
+// Casts are in casting.cu. The host (quantization.py) defines KERNEL_<name> and the macros below
+// that the kernel needs.
 //
 //   KIND       format of the codes: e4m3, e5m2 or e2m1
 //   SCALES     how scales are stored: float32, e8m0 or e4m3

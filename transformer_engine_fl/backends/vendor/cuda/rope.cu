@@ -1,7 +1,7 @@
 // Rotary position embedding, of one tensor or of packed queries, keys and values.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host (rope.py) defines
-// KERNEL_<name> and those of the following macros that the kernel needs.
+// KERNEL_<name> and the macros below that the kernel needs.
 //
 //   TX           storage type of the tokens
 //   INTERLEAVED  1 if the features of a pair are neighbours, 0 if half the rotated features apart

@@ -1,7 +1,7 @@
 // Choosing the experts of each token, and the load-balancing loss.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host (router.py) defines
-// KERNEL_<name> and those of the following macros that the kernel needs.
+// KERNEL_<name> and the macros below that the kernel needs.
 //
 //   TX        storage type of the logits, of the probs, or of their gradient
 //   TS        type of the saved scores

@@ -1,7 +1,7 @@
 // Counting the pairs of tokens and experts, from which a row id map follows: see row_maps.cuh.
 //
 // Compiled at run time, one kernel and one specialisation at a time: the host (moe.py) defines
-// KERNEL_<name> and those of the following macros that the kernel needs.
+// KERNEL_<name> and the macros below that the kernel needs.
 //
 //   TI     type of the experts' indices
 //   LANES  experts that a block of `count_mask` processes in parallel, a power of two

@@ -30,7 +30,7 @@ struct RowCast {
     float kept[Rows];
 #pragma unroll
     for (int i = 0; i < Rows; ++i) kept[i] = amaxes[i];
-    // Each step halves a lane's blocks: it keeps those whose next bit of the index is the lane's.
+    // Each step halves the blocks of a lane, which keeps those whose next index bit is its own.
 #pragma unroll
     for (int offset = 1; offset < Lanes; offset *= 2) {
       if (offset < Rows) {
