@@ -138,6 +138,39 @@ COUNTED: dict[str, tuple[str, Callable[[New], Any]]] = {
     ),
     "tokens of shares": ("tokens", lambda new: shared(new, tokens=MORE)),
     "columns of shares": ("tokens", lambda new: shared(new, columns=MORE)),
+    "sequences whose tokens turn": (
+        "sequences",
+        lambda new: rope.fused_rope_forward(
+            new(1, 1, 2),
+            new(1, 1, 1, 2, dtype=torch.float32),
+            qkv_format="thd",
+            cu_seqlens=bounds(new, MORE),
+        ),
+    ),
+    "sequences that are packed": (
+        "sequences",
+        lambda new: attention_layout.convert_bshd_to_thd(new(MORE, 1, 1, 1), bounds(new, MORE), 1),
+    ),
+    "sequences of a cache": (
+        "sequences",
+        lambda new: attention_layout.copy_to_kv_cache(
+            *(new(1, 1, 1) for _ in range(2)),
+            *(new(1, 1, 1, 1) for _ in range(2)),
+            bounds(new, MORE),
+            bounds(new, MORE),
+            page_table=new(MORE, 1, dtype=torch.int32),
+        ),
+    ),
+    "sequences in halves": (
+        "sequences",
+        lambda new: context_parallel.thd_read_half_tensor(new(2, 1, 1), bounds(new, MORE), 0),
+    ),
+    "columns of which a half is read": (
+        "tokens",
+        lambda new: context_parallel.thd_read_second_half_lse(
+            new(1, MORE, dtype=torch.float32), bounds(new), MORE // 2, lse_packed=True
+        ),
+    ),
     # These programs count beyond their last row: by all that all of them have at once.
     "tokens of a loss, and those beyond": (
         "tokens in whole rounds",
@@ -154,8 +187,8 @@ COUNTED: dict[str, tuple[str, Callable[[New], Any]]] = {
 }
 
 
-def bounds(new: New) -> Tensor:
-    return new(2, dtype=torch.int32)
+def bounds(new: New, sequences: int = 1) -> Tensor:
+    return new(sequences + 1, dtype=torch.int32)
 
 
 def turned(new: New, heads: int = 1, positions: int = 1, ranks: int = 1) -> None:

@@ -18,6 +18,7 @@ import direct_launches
 import pytest
 import torch
 import triton
+import triton.language as tl
 from stub_driver import StubDriver
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -615,6 +616,23 @@ def test_a_number_that_is_too_large_is_no_reason_to_run_another_kernel(log: Log)
         launch((5, 1), (a, a), (2**64,))
     with pytest.raises(struct.error):
         launch((2**32, 1), (a, a), (3,))
+
+
+def test_a_number_that_is_too_large_is_not_cut_off_by_tritons_launcher(log: Log) -> None:
+    """Which takes the lowest 32 bits of it, and says nothing."""
+
+    def annotated(n: tl.int32) -> None: ...
+
+    kernel = StubKernel(log)
+    kernel.fn = annotated  # type: ignore[attr-defined]
+    launch = _launch.Launch(kernel, torch.device("cuda:1"), threads=128, BLOCK=8)
+    a = torch.zeros(64)
+    for number in (2**31, -(2**31) - 1):
+        with pytest.raises(struct.error):
+            launch((5, 1), (a, a), (number,))
+    assert "ordinary" not in log
+    launch((5, 1), (a, a), (2**31 - 1,))
+    assert "ordinary" in log
 
 
 def test_launches_are_ordinary_when_asked_for_or_watched(log: Log) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -631,7 +632,12 @@ class Launch:
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> Any:
-        """Launch by Triton; returns its result."""
+        """Launch by Triton; returns its result.
+
+        Raises:
+            struct.error: a number is larger than the kernel's parameter.
+        """
+        self._check_numbers(tensors, numbers)
         options = {**self._constants, **self._options}
         if INTERPRETED:
             import numpy  # only the interpreter needs it; no dependency
@@ -642,6 +648,14 @@ class Launch:
                 return self._kernel[grid](*stand_ins, *numbers, **options)
         with _scratch_memory(self._device):
             return self._kernel[grid](*tensors, *numbers, **options)
+
+    def _check_numbers(self, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
+        """Fail as a direct launch does where Triton's own launcher would cut a number off."""
+        types = getattr(getattr(self._kernel, "fn", None), "__annotations__", {})
+        names = self._kernel.arg_names[len(tensors) :]
+        for name, number in zip(names, numbers, strict=False):
+            if types.get(name) == "tl.int32":
+                struct.pack("i", number)
 
     def _load(
         self, alignment: object, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]

@@ -368,6 +368,7 @@ def _converted(op: str, tensor: Tensor, offsets: Tensor, output: Tensor, *, pack
     sequences = offsets.shape[0] - 1
     *before, heads, width = x.shape
     check_size(op, "tokens", before[-1])
+    check_size(op, "sequences", sequences)
     if pack:
         rows, inner, x_steps = y.shape[0], 1, steps(x)
     else:
@@ -484,6 +485,7 @@ def _appending(
     sequences = added.shape[0] - 1
     listed = (0, 0, 0) if table is None else (table.shape[1], *table.stride())
     pages, page_size = k_cache.shape[:2]
+    check_size(op, "sequences", sequences)
     check_size(op, "pages", max(pages, listed[0]))
     check_size(op, "places of a page", page_size)
     launch, grid, given, numbers = launch_of_rows(
@@ -534,6 +536,7 @@ def _reordering(
     programs = -(-sequences // of_program) * slots
     across = heads * -(-width // block)
     check_size(op, "slots", programs)
+    check_size(op, "pages", rows)
     check_across(op, across)
     numbers = (sequences, slots, rows, *(it // unit for it in distances))
     like = cache if in_place else cache.new_empty((0,))

@@ -356,6 +356,7 @@ _INDICES = 512  # per program
 def _offsets(op: str, cu_seqlens: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """Dense offsets, and the numbers that :func:`token_at` needs besides."""
     sequences = cu_seqlens.shape[0] - 1
+    check_size(op, "sequences", sequences)
     return plain(op, "cu_seqlens", cu_seqlens).contiguous(), (sequences, highest_power(sequences))
 
 
@@ -508,6 +509,7 @@ def _halves_of_lse(
     programs = outer * -(-heads // above)
     across = -(-columns // beside)
     check_size(op, "rows", programs)
+    check_size(op, "tokens", lse.shape[-1])
     check_across(op, across)
     launch = launch_of(
         _second_half_lse,

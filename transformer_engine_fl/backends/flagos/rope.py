@@ -660,6 +660,7 @@ def _turn(op: str, parts: Sequence[_Part], places: _Places) -> None:
     programs = blocks * _portions(heads, portion)
     check_size(op, "programs", programs)
     sequences = 0 if places.offsets is None else places.offsets.shape[0] - 1
+    check_size(op, "sequences", sequences)
     length = inner if places.qkv_format == "bshd" else outer
     numbers = [outer * inner, inner, portion, places.cp_size, places.cp_rank]
     numbers += (sequences, highest_power(sequences) if sequences else 0, length)
