@@ -198,6 +198,22 @@ def test_the_first_dimensions_change_places(inner: int, dtype: torch.dtype, devi
         assert torch.equal(quantization.swap_first_dims(input), input.transpose(0, 1))
 
 
+@pytest.mark.parametrize("format", ["per_tensor", "mxfp8", "nvfp4"])
+def test_values_are_more_than_one_row_has_columns(
+    format: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, scales, _, factor, *_ = quantization.quantize(values(5, 512).to(device), format=format)
+    expected = reference.dequantize(data, scales, factor, format=format)
+    monkeypatch.setattr(quantization, "MOST_VECTORS", 700)
+    found = quantization.dequantize(data, scales, factor, format=format)
+    assert torch.equal(found, expected)
+    with pytest.raises(NotSupportedError, match="columns are more than a kernel counts"):
+        quantization.dequantize(
+            data.view(1, -1), scales.view(1, -1) if scales.dim() > 1 else scales, factor,
+            format=format,
+        )  # fmt: skip
+
+
 def test_a_history_longer_than_a_block_of_threads(device: str) -> None:
     history = values(700, 3, dtype=torch.float32).abs().to(device)
     expected = torch.roll(history, -1, 0)

@@ -319,7 +319,8 @@ def dequantize(
         return output
     height, width = form.block or (1, 1)
     flat = stride == across and height == 1 and across * packed % width == 0
-    if flat and (form.block is None or rows * across * packed <= MOST_VECTORS):
+    # One row has no more columns than 32 bits count; rows that are told apart have more together.
+    if flat and rows * across * packed <= MOST_VECTORS:
         rows, across, stride = 1, rows * across, rows * across
     flat = rows == 1
     columns = across * packed
