@@ -809,8 +809,9 @@ def _planned(
         groups=0,
         at_origin=(True, True),
     )
-    tiles = -(-m // kernel.tile.rows) * -(-n // kernel.tile.columns)
-    check_size(op, "tiles", tiles)
+    across = -(-n // kernel.tile.columns)
+    tiles = -(-m // kernel.tile.rows) * across
+    check_size(op, "tiles", max(tiles, kernel.tile.band * across))  # of a band, there or not
     numbers = (
         m // kernel.unit_m,
         n // kernel.unit_n,
@@ -1312,7 +1313,7 @@ def _launch_groups(
     tile = kernel.tile
     across = -(-n // tile.columns)
     tiles = [-(-m // tile.rows) * across for m in ms]
-    check_size(op, "tiles", sum(tiles))
+    check_size(op, "tiles", max(sum(tiles), kernel.tile.band * across))
 
     def of_side(side: _Side) -> tuple[Sequence[int], ...]:
         return (
