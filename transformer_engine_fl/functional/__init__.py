@@ -1,8 +1,8 @@
 """Differentiable functions over the operators.
 
-Operators compute values; gradients live here. Which implementation runs a backward is
-settled when the forward runs, so that a ``with`` block may end, and autograd may use a
-thread of its own, in between.
+Operators compute values and are not differentiable; this package connects them to autograd. The
+implementation of a backward is chosen when the forward runs. A ``with`` block may therefore end
+between the two, and autograd may run the backward in another thread.
 """
 
 from transformer_engine_fl.functional.activation import (

@@ -26,16 +26,16 @@ Run = Callable[..., Any]
 def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Decorate the backward of a function that has no second derivative.
 
-    Who differentiates the gradients gets an error, by whatever of the gradients of the outputs
-    and of what was saved they are differentiated. torch's ``once_differentiable`` sees to it
-    only where what came into the backward has a gradient; that of what was saved would be
-    taken for zero. A forward that saves what it has calculated, and neither its input nor an
-    output that is returned, saves a :func:`witness` as well.
+    Differentiating its gradients raises, with respect to the outputs' gradients and to the saved
+    tensors alike. torch's ``once_differentiable`` raises only where an output's gradient itself
+    requires a gradient; otherwise a derivative with respect to a saved tensor would silently be
+    zero. A forward that saves only values it has calculated, and neither an input nor a returned
+    output, must also save a :func:`witness`.
 
     Args:
-        backward: takes the context, which has an ``op_name``, what was saved and the gradients
-            of the outputs. What was saved is asked for here, because checkpointing gives it
-            out a single time.
+        backward: called with the context, which has an ``op_name``, the saved tensors and the
+            gradients of the outputs. The saved tensors are read here, once, because
+            checkpointing hands them out only once.
     """
 
     @functools.wraps(backward)
@@ -48,7 +48,8 @@ def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradie
         known = [it for it in (*grads, *saved) if it is not None and it.requires_grad]
         if not known:
             return gradients
-        # It is asked for the derivative by what the gradients came from, so that goes in too.
+        # The tensors that the gradients were computed from go in too: the error is raised for a
+        # derivative with respect to any of them.
         refuse = torch._C._functions.DelayedError(
             f"{ctx.op_name}: its gradients cannot be differentiated again: the operators have no "
             "second derivative",
@@ -64,10 +65,11 @@ def first_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradie
 def records(op_name: str, *tensors: object) -> bool:
     """Whether autograd records a call with these tensors.
 
-    Anything else among them is left to the contract's check.
+    Values that are not tensors are left to the contract's check.
 
     Raises:
-        NotSupportedError: they are differentiated in a way for which nothing is here.
+        NotSupportedError: the call would need forward-mode derivatives, or a gradient within a
+            transform of torch.func.
     """
     if forward_ad._current_level >= 0 and _has_tangent(tensors):
         raise NotSupportedError(
@@ -91,28 +93,29 @@ def records(op_name: str, *tensors: object) -> bool:
 
 
 def _has_tangent(tensors: tuple[object, ...]) -> bool:
-    """Whether forward-mode autograd is at work on one of them; for use in a dual level."""
-    if torch.compiler.is_compiling():  # a trace does not see whether there are tangents
+    """Whether one of the tensors has a forward-mode tangent; call it within a dual level only."""
+    if torch.compiler.is_compiling():  # tracing cannot see tangents
         return True
     unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
     return any(unpack(it).tangent is not None for it in tensors if isinstance(it, Tensor))
 
 
 def witness(output: Tensor) -> Tensor:
-    """An output of nothing, to be returned and saved: it leads to the inputs of the forward.
+    """An empty output, returned and saved: it links the saved tensors to the forward's inputs.
 
-    What is saved of a forward's own values leads nowhere, so that nobody would see that the
-    gradients depend on the inputs.
+    Autograd has no graph for other values that a forward computes and saves, so it would not see
+    that the gradients depend on the inputs.
     """
     return output.new_empty(0)
 
 
 class _Differentiable(torch.autograd.Function):
-    """Any operator whose contract names its backward; returns its first outputs.
+    """Any operator whose contract names its backward.
 
-    ``wanted`` says how many, all that are differentiable unless given; the others among
-    them are marked. Behind them there may be a witness. ``places`` says which of ``tensors``
-    each argument is. Two arguments may be one tensor, which torch.compile takes only once.
+    Returns the first ``wanted`` outputs (None: those that are differentiable), then perhaps a
+    witness. Outputs without a gradient are marked non-differentiable. ``places`` maps the name of
+    each argument to its index in ``tensors``: two arguments may be the same tensor, which
+    torch.compile accepts only once.
     """
 
     @staticmethod
@@ -144,7 +147,7 @@ class _Differentiable(torch.autograd.Function):
         returned = outputs[: len(ctx.grads) if wanted is None else wanted]
         hidden = (witness(outputs[0]),) if _hides(backward, saved, len(returned)) else ()
         ctx.save_for_backward(*saved.values(), *hidden)
-        # The caller's own lists may hold something else by the time of the backward.
+        # Lists are copied: the caller may change them before the backward runs.
         ctx.options = {
             name: options[name][:] if isinstance(options[name], list) else options[name]
             for name in backward.options
@@ -152,13 +155,14 @@ class _Differentiable(torch.autograd.Function):
         }
         for name, (source, dimension) in backward.sizes.items():
             tensor = known[source]
-            assert tensor is not None  # what has a size to save is no optional argument
+            assert tensor is not None  # sizes are saved of required arguments only
             ctx.options[name] = tensor.shape[dimension]
         ctx.run = get_default_manager().pin(backward.op)
         ctx.op_name = op_name
         ctx.places = places
         ctx.count = len(tensors)
-        # Integers are none anyway, and torch.compile of torch 2.11 takes sizes for them.
+        # Integer outputs are never differentiable, and torch.compile of torch 2.11 mistakes sizes
+        # for outputs that are marked.
         others = returned[len(ctx.grads) :]
         ctx.mark_non_differentiable(*[it for it in others if it.is_floating_point()])
         return (*returned, *hidden)
@@ -169,7 +173,7 @@ class _Differentiable(torch.autograd.Function):
         backward = CATALOGUE[ctx.op_name].backward
         assert backward is not None
         given = dict(zip(ctx.grads, grads, strict=False))
-        given |= dict(zip(backward.saves, saved, strict=False))  # behind them, the witness
+        given |= dict(zip(backward.saves, saved, strict=False))  # a witness may follow
         args, keywords = _arranged(backward.op, given)
         try:
             gradients = ctx.run(*args, **keywords, **ctx.options)
@@ -204,13 +208,13 @@ def apply(
     outputs: int | None = None,
     run: Run | None = None,
 ) -> tuple[Tensor, ...]:
-    """The operator's outputs, those that have a gradient first.
+    """The operator's outputs; those that have a gradient come first.
 
     Args:
-        options: the other arguments by name, tensors among them.
+        options: the other arguments by name; they may include tensors.
         tensors: the operator's first arguments.
-        outputs: how many of them are wanted, where some without a gradient are.
-        run: what runs the forward; who the policy chooses unless given.
+        outputs: how many outputs to return, if some without a gradient are wanted.
+        run: the implementation that runs the forward; by default the one that the policy chooses.
     """
     contract = CATALOGUE[op_name]
     keywords, plain = {}, {}
@@ -218,7 +222,7 @@ def apply(
         if isinstance(value, Tensor):
             keywords[name] = value
         elif name not in contract.options or not same(value, contract.options[name]):
-            # What has its default is not passed on: an implementation need not know
+            # An option at its default is not passed on: an implementation need not have
             # every option.
             plain[name] = value
     if not records(op_name, *tensors):
@@ -241,7 +245,7 @@ def apply(
 
 
 def _hides(backward: Backward, saved: dict[str, Tensor | None], returned: int) -> bool:
-    """Whether numbers are saved that depend on the inputs, and nothing that shows it."""
+    """Whether saved values depend on the inputs and autograd cannot see it: see :func:`witness`."""
     differentiable = min(returned, len(backward.output_grads) or 1)
     numbers = False
     for name, source in backward.saves.items():
@@ -258,7 +262,7 @@ def _hides(backward: Backward, saved: dict[str, Tensor | None], returned: int) -
 def _arranged(
     op_name: str, given: dict[str, Tensor | None]
 ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-    """Tensors by position as far as the signature goes, the others by name."""
+    """Tensors by position up to the first parameter that is not given, the others by name."""
     args, rest = [], dict(given)
     for name, parameter in CATALOGUE[op_name].signature.parameters.items():
         if name not in rest or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -268,7 +272,7 @@ def _arranged(
 
 
 def _returned(op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """What ``run`` returns, or who the policy chooses."""
+    """What ``run``, or else the implementation that the policy chooses, returns."""
     if run is None:
         return get_default_manager().call(op_name, *args, **keywords)
     return run(*args, **keywords)
@@ -277,7 +281,7 @@ def _returned(op_name: str, run: Run | None, args: Sequence[Any], keywords: dict
 def _outputs(
     op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """What an operator returns, as the tuple of what is differentiated."""
+    """What an operator returns, as a tuple of tensors to differentiate."""
     value = _returned(op_name, run, args, keywords)
     if isinstance(value, tuple):
         outputs = value
@@ -297,15 +301,15 @@ def outputs_of(
     keywords: dict[str, Any],
     run: Run | None = None,
 ) -> tuple[Any, ...]:
-    """What an operator returns, for a function that is made of several.
+    """What an operator returns, as a tuple, for a function made of several operators.
 
     Args:
-        count: how many outputs it has; what has one returns a tensor.
-        needed: those that are to be tensors.
-        run: what runs it; who the policy chooses unless given.
+        count: how many outputs the operator has; an operator with one returns a tensor.
+        needed: indices of the outputs that must be tensors.
+        run: the implementation that runs it; by default the one that the policy chooses.
 
     Raises:
-        TeFlError: there are others; names who returned them.
+        TeFlError: the outputs are not as the contract has them; names the implementation.
     """
     value = _returned(op_name, run, args, keywords)
     outputs = (value,) if count == 1 else value
@@ -329,7 +333,7 @@ def _no_tensor(
     args: Sequence[Any],
     keywords: dict[str, Any],
 ) -> TeFlError:
-    """The error for an output that is none by the contract, with whom such calls go to."""
+    """The error for an output that should be a tensor; names the implementation."""
     whose = _whose(op_name, run, args, keywords)
     kind = "None" if found is None else f"a {type(found).__name__}"
     return TeFlError(
@@ -339,7 +343,7 @@ def _no_tensor(
 
 
 def _no_gradient(backward: Backward, found: tuple[Any, ...]) -> TeFlError:
-    """The error for a backward that has not returned a gradient that is wanted."""
+    """The error for a backward that did not return a gradient that is wanted."""
     owners = (it if isinstance(it, str) else " and ".join(it) for it in backward.gradients)
     return TeFlError(
         f"{backward.op}: its implementation returned ({_kinds(found)}); the contract has the "
@@ -348,7 +352,7 @@ def _no_gradient(backward: Backward, found: tuple[Any, ...]) -> TeFlError:
 
 
 def _whose(op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]) -> str:
-    """Whom such calls go to."""
+    """The implementation that such calls are dispatched to, for an error message."""
     chosen = None
     if run is None:
         chosen = get_default_manager().explain(op_name, *args, **keywords).selected

@@ -40,7 +40,7 @@ def attention(
     """Attention, differentiable with respect to its first five arguments.
 
     See :func:`transformer_engine_fl.ops.fused_attn_fwd` for the formula and the arguments.
-    Parts of one packed tensor may be passed as they are: their gradients meet there.
+    Views of one packed tensor may be passed: their gradients add up to that of the packed tensor.
 
     Returns:
         Shape of ``q`` with the width of ``v``, dtype of ``q``.

@@ -25,15 +25,15 @@ def fa_prepare(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv: ``[s, b, n, 3 * h]``.
 
     Returns:
-        Three of ``[b, s, n, h]``, contiguous; parts of one tensor, so not to be written in
-        place.
+        Three tensors ``[b, s, n, h]``, contiguous. They are views of one tensor, so do not write
+        them in place.
     """
     q, k, v = apply("fa_prepare_fwd", {}, qkv)
     return q, k, v
 
 
 def thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) -> Tensor:
-    """Sequences that follow one another, each in a row of its own; differentiable.
+    """Puts sequences that follow one another into a row each; differentiable.
 
     See :func:`transformer_engine_fl.ops.convert_thd_to_bshd`.
     """
@@ -42,7 +42,7 @@ def thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) -> Tensor:
 
 
 def bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    """Sequences in rows of their own, put one after another; differentiable.
+    """Puts sequences that have a row each one after another; differentiable.
 
     See :func:`transformer_engine_fl.ops.convert_bshd_to_thd`.
     """

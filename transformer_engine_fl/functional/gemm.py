@@ -1,7 +1,8 @@
-"""Linear layers, differentiable: one, and one for each of several groups.
+"""Linear layers, differentiable: a single layer, and a layer for each of several groups.
 
-A backward here is two products, and the slope of GELU before them, so that no contract can
-name it as its own. Each of these operators stays with what the forward was told.
+A backward here is two products, after the derivative of GELU if there is one. As it is several
+operators, no contract names it as its backward. The forward fixes which implementation of each
+of them the backward calls.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def linear(
         ``[..., out]``, dtype of ``input``.
 
     Raises:
-        ArgumentError: the weight is no matrix of the input's dtype with as many columns as the
-            input's last dimension, or what the product raises, to which ``A`` is the weight and
-            ``B`` the input.
+        ArgumentError: the weight is not a matrix of the input's dtype with as many columns as the
+            input's last dimension. Errors of the product call the weight ``A`` and the input
+            ``B``.
     """
     if not _fits(input, weight):
         for name, value in (("input", input), ("weight", weight)):
@@ -78,14 +79,14 @@ def grouped_linear(
     gelu: bool = False,
     main_grads: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """:func:`linear` of groups of rows, each with a weight of its own, differentiable.
+    """:func:`linear` for groups of rows, each group with its own weight, differentiable.
 
     See :func:`transformer_engine_fl.ops.te_general_grouped_gemm`.
 
     Args:
         input: ``[rows, in]``, one group after the other.
         weights: ``[out, in]`` for each group, dtype of ``input``.
-        m_splits: rows of each group, on the host; 0 for an empty one.
+        m_splits: the number of rows of each group, on the host; 0 for an empty group.
         biases: ``[out]`` for each group.
         gelu: as in :func:`linear`.
         main_grads: as in :func:`linear`, for each group.
@@ -116,7 +117,7 @@ def grouped_linear(
 
 
 def _apart(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-    """The tensors; while torch compiles, which takes one only once, views of those given before."""
+    """The tensors; a view for each repeated one under torch.compile, which accepts each once."""
     if not torch.compiler.is_compiling():
         return tensors
     given: list[Tensor | None] = []
@@ -135,7 +136,7 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
             and weight.shape[1:] == input.shape[-1:]
             and weight.dtype is input.dtype
         )
-    except AttributeError:  # one of them is no tensor
+    except AttributeError:  # one of them is not a tensor
         return False
 
 
@@ -175,7 +176,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Takes the weights, then the biases if there are some, as the last arguments."""
+    """Its last arguments are the weights, then the biases if there are any."""
 
     @staticmethod
     def forward(
@@ -214,7 +215,7 @@ class _GroupedLinear(torch.autograd.Function):
             dx, _ = _product(ctx, call, {"transa": False})
         if of_weights:
             into = ctx.main_grads and [
-                it if used else torch.empty_like(it)  # of a frozen weight: for nobody
+                it if used else torch.empty_like(it)  # scratch: a frozen weight keeps its own
                 for it, used in zip(ctx.main_grads, of_groups, strict=True)
             ]
             dw, db = _product(ctx, ([input], [grad], ctx.m_splits), _wgrad(of_biases, into))
@@ -229,7 +230,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _forward(
     ctx: Any, op_name: str, tensors: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """The output and the input of GELU; fixes who runs the backward."""
+    """The output and the input of GELU; fixes which implementations run the backward."""
     manager = get_default_manager()
     needed = (0, 2) if "gelu" in options else (0,)
     output, _, pre_gelu = outputs_of(op_name, 3, needed, tensors, options)
@@ -242,14 +243,14 @@ def _forward(
 def _product(
     ctx: Any, tensors: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor | None, Any]:
-    """A product of the backward, None if it is accumulated; and the bias's gradient if wanted."""
+    """A product of the backward (None if it is accumulated), and the bias's gradient if wanted."""
     needed = [0] * ("accumulate_into" not in options) + [1] * ("bias_grad" in options)
     product, of_bias, _ = outputs_of(ctx.op_name, 3, needed, tensors, options, ctx.gemm)
     return product, of_bias
 
 
 def _witness(pre_gelu: Tensor | None) -> tuple[Tensor, ...]:
-    """GELU's input is nobody's output, so that a second derivative by it would not be seen."""
+    """A witness if GELU's input is saved: it is not an output, so autograd would not track it."""
     return () if pre_gelu is None else (witness(pre_gelu),)
 
 
@@ -262,7 +263,7 @@ def _sum_of_rows(grad: Tensor) -> Tensor:
 
 
 def _wgrad(bias_grad: bool, main_grad: Any) -> dict[str, Any]:
-    """The options of a product that is the weight's gradient."""
+    """The options of the product that computes the weight's gradient."""
     flags = {"transa": False, "transb": True}
     return flags | _given(
         grad=bias_grad or None, bias_grad=bias_grad or None, accumulate_into=main_grad
@@ -270,5 +271,5 @@ def _wgrad(bias_grad: bool, main_grad: Any) -> dict[str, Any]:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """Those that are there: an implementation need not know every option."""
+    """The options that are not None: an implementation need not have every option."""
     return {name: value for name, value in options.items() if value is not None}

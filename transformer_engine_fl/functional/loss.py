@@ -1,4 +1,4 @@
-"""Cross entropy, differentiable, reduced over the rows as the caller says."""
+"""Cross entropy, differentiable, with a choice of reduction over the rows."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def cross_entropy(
     """Cross entropy of logits, differentiable with respect to them.
 
     See :func:`transformer_engine_fl.ops.cross_entropy_fwd` for the formula and the other
-    arguments. The logits are kept for the backward; the probabilities are calculated again.
+    arguments. The logits are kept for the backward, which calculates the probabilities again.
     As lse is float32 (float64 for float64), the logarithm of a probability has an absolute error
-    of about ``eps * |lse|``: where that matters, subtract from each row its largest logit before.
+    of about ``eps * |lse|``: where that matters, first subtract from each row its largest logit.
 
     With a process group the logits are this rank's columns, a shard of the vocabulary, and
-    every rank has the same targets. One all-gather of four numbers for each row is all
-    that is sent, and the backward sends nothing. Every rank returns the same loss; each
-    calls backward on its own and gets the gradient of its own columns.
+    every rank has the same targets. The only communication is one all-gather of four numbers for
+    each row; the backward needs none. Every rank returns the same loss, calls backward on its
+    own, and gets the gradient of its own columns.
 
     Args:
         input: ``[..., V]``; with a process group ``[..., C]``.
@@ -99,22 +99,22 @@ def cross_entropy(
         reduction: "none", one loss for each row; "sum"; "mean", the sum over the number of
             rows that are not ignored, which is NaN if all are.
         return_z_loss: whether to return what z_loss adds to the loss, too.
-        gradient_in_forward: whether the forward makes the gradient, so that the logits are read
+        gradient_in_forward: whether the forward computes the gradient, so that the logits are read
             once (:func:`transformer_engine_fl.ops.cross_entropy_fwd_bwd`). The backward then
-            multiplies it by what comes back, in place and rounded once more; nothing is read
-            where that is 1, as of ``loss.backward()``. It pays there, and costs more than it
-            saves where the loss is scaled. A second backward calculates the gradient anew.
-            Ignored where no gradient is wanted, for "none", with ``return_z_loss`` or a
-            process group, for float16, whose gradients could vanish before they are scaled, and
-            while torch compiles.
-        process_group: the ranks that share the vocabulary; None: it is here as a whole.
-        vocab_start: the word of the first column; unless given the shards are as wide as
-            one another and in the order of the ranks.
+            multiplies it by the loss's incoming gradient, in place and rounded once more; where
+            that is 1, as in ``loss.backward()``, it reads nothing. The option saves time there,
+            and costs more than it saves where the loss is scaled. A second backward calculates
+            the gradient anew. Ignored where no gradient is wanted, for "none", with
+            ``return_z_loss`` or a process group, for float16, whose gradients could vanish before
+            they are scaled, and under torch.compile.
+        process_group: the ranks that share the vocabulary; None if this rank has all of it.
+        vocab_start: the word of the first column; unless given, the shards have equal widths and
+            are in the order of the ranks.
         vocab_size: V of all shards together; goes with ``vocab_start``.
 
     Returns:
         loss: float32 (float64 for float64), a scalar or, for "none", ``[...]``.
-        z_loss: the part of it that z_loss makes, likewise, if asked for.
+        z_loss: what z_loss adds to the loss, likewise, with ``return_z_loss``.
     """
     check.is_choice("cross_entropy", "reduction", reduction, _REDUCTIONS)
     options = {
@@ -134,7 +134,7 @@ def cross_entropy(
         loss, lse = apply("cross_entropy_fwd", options, input, target)
     else:
         start, size = _shard(input, process_group, vocab_start, vocab_size)
-        records("cross_entropy", input)  # refuses how it cannot be differentiated
+        records("cross_entropy", input)  # raises where it cannot be differentiated
         loss, lse = _VocabularyParallel.apply(  # type: ignore[no-untyped-call]
             input, target, process_group, start, size, options
         )
@@ -182,8 +182,8 @@ def fused_linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of ``input @ weight.T + bias``, differentiable in all three.
 
-    Neither those logits nor their gradient are ever held whole, forward or backward, but of some
-    thousand rows with ``gradient_in_forward``. See
+    Neither the logits nor their gradient are ever in memory as a whole, forward or backward; with
+    ``gradient_in_forward`` those of some thousand rows are at a time. See
     :func:`transformer_engine_fl.ops.fused_linear_cross_entropy_fwd`.
 
     Args:
@@ -193,11 +193,11 @@ def fused_linear_cross_entropy(
         bias: ``[V]`` or None.
         reduction: as in :func:`cross_entropy`.
         return_z_loss: as in :func:`cross_entropy`.
-        gradient_in_forward: as in :func:`cross_entropy`: whether the forward makes the gradients,
-            so that the logits are calculated once instead of twice
-            (:func:`transformer_engine_fl.ops.fused_linear_cross_entropy_fwd_bwd`). They are kept
-            for the backward, as much memory as the arguments take. Ignored also where the gradient
-            of one of the arguments is not wanted.
+        gradient_in_forward: as in :func:`cross_entropy`: whether the forward computes the
+            gradients, so that the logits are calculated once instead of twice
+            (:func:`transformer_engine_fl.ops.fused_linear_cross_entropy_fwd_bwd`). The gradients
+            are kept for the backward and take as much memory as the arguments. Also ignored where
+            one of the arguments needs no gradient.
 
     Returns:
         As :func:`cross_entropy`.
@@ -223,7 +223,7 @@ def fused_linear_cross_entropy(
 def _reduced(
     results: tuple[Tensor, ...], target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The one result, or the two, over the rows."""
+    """One or two results, reduced over the rows."""
     if reduction != "none":
         results = tuple(rows.sum() for rows in results)
     if reduction == "mean":
@@ -240,14 +240,15 @@ def _shard(
     if not there or not isinstance(group, torch.distributed.ProcessGroup):
         expected = "None or a torch.distributed.ProcessGroup that this rank is in"
         raise ArgumentError("cross_entropy", "process_group", check.describe(group), expected)
-    # Of anything but logits the contract says what is wrong.
+    # The contract's check reports logits that are none.
     columns = input.shape[-1] if isinstance(input, Tensor) and input.ndim else 0
     if vocab_start is None and vocab_size is None:
         return group.rank() * columns, group.size() * columns
     if vocab_start is None or vocab_size is None:
         missing = "vocab_start" if vocab_start is None else "vocab_size"
         raise ArgumentError("cross_entropy", missing, "None", "both of the two, or neither")
-    # No operator of the forward gets both; that of the backward would be the first to refuse them.
+    # No operator of the forward takes both; without this check the backward would be the first
+    # to refuse them.
     check.is_integer("cross_entropy", "vocab_start", vocab_start)
     least = vocab_start + columns
     check.is_integer("cross_entropy", "vocab_size", vocab_size, at_least=least)
@@ -257,12 +258,12 @@ def _shard(
 def _with_gradient(
     op: str, options: dict[str, Any], reduction: str, target: Tensor, *given: Tensor | None
 ) -> Tensor | None:
-    """The sum or mean by the operator that makes gradients in the forward; None if it is not to."""
+    """The sum or mean, with gradients computed in the forward; None where the option is ignored."""
     tensors: list[Any] = [target, *(it for it in given if it is not None)]
     if (
         reduction == "none"
         or not records(op, *given)
-        # Of anything else the contract says what is wrong.
+        # The contract's check reports what is wrong with other arguments.
         or not all(isinstance(it, Tensor) for it in tensors)
         or given[0] is None
         or type(options["ignore_index"]) is not int
@@ -279,9 +280,9 @@ def _with_gradient(
 
 
 class _WithGradient(torch.autograd.Function):
-    """The sum of the losses over ``count``, if there is one, and its gradients along with it.
+    """The sum of the losses, divided by ``count`` if there is one; computes its gradients as well.
 
-    ``parameters``: of the linear layer whose outputs the logits are, a weight and a bias or None.
+    ``parameters``: weight and bias (or None) of the linear layer whose outputs are the logits.
     """
 
     @staticmethod
@@ -319,15 +320,15 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
         grad_loss, *others = saved[: -ctx.count]
         assert grad_loss is not None  # an invariant of ours: the forward saved it
-        if ctx.given_out or is_transformed(grad):  # a batch, for which those here have no room
+        if ctx.given_out or is_transformed(grad):  # a batch does not fit the saved gradients
             call = grad_loss * grad, *others
             gradients: Gradients = outputs_of(
                 f"{ctx.op}_bwd", ctx.count, ctx.there, call, ctx.options, ctx.again
             )
         else:
-            # They are scaled where they are, and whose they are then may write them. That is no
-            # business of autograd's, which has them among what was saved: nobody gets them from
-            # there again.
+            # The saved gradients are scaled in place, and their new owner may write them. ``data``
+            # hides those writes from autograd, which checks saved tensors for changes: these are
+            # never read from there again.
             ctx.given_out = True
             gradients = tuple(None if it is None else it.data for it in saved[-ctx.count :])
             there = [it for it in gradients if it is not None]
@@ -336,7 +337,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """(loss, lse) of each row, of logits whose columns are on several ranks."""
+    """(loss, lse) of each row, for logits whose columns are spread over several ranks."""
 
     @staticmethod
     def forward(

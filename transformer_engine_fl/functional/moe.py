@@ -53,8 +53,8 @@ def moe_permute_with_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Copies tokens and their probs into rows ordered by expert; both are differentiable.
 
-    See :func:`transformer_engine_fl.ops.moe_permute_mask_fwd`. Such probs are multiplied
-    into what the experts compute, and :func:`moe_unpermute` is called without.
+    See :func:`transformer_engine_fl.ops.moe_permute_mask_fwd`. The caller multiplies what the
+    experts compute by these probs, and calls :func:`moe_unpermute` without probs.
 
     Args:
         input: ``[T, C]``.
@@ -93,8 +93,8 @@ def moe_unpermute(
     Args:
         input: ``[N, C]``.
         row_id_map: as :func:`moe_permute` returned it, for a mask or for indices.
-        merging_probs: ``[T, E]`` for a mask, ``[T, topk]`` for indices: what each row is
-            multiplied by; None for 1. Without, the input is not kept for the backward.
+        merging_probs: ``[T, E]`` for a mask, ``[T, topk]`` for indices: the factor of each row;
+            None for 1. Without probs, the input is not kept for the backward.
         map_type: ``"mask"`` or ``"index"``, as in :func:`moe_permute`.
 
     Returns:

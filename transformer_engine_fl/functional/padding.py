@@ -33,7 +33,7 @@ def multi_row_padding(
 def multi_row_unpadding(
     input: Tensor, *, row_list: Sequence[int], padded_row_list: Sequence[int]
 ) -> Tensor:
-    """Takes those rows away again, differentiable.
+    """Removes the rows that :func:`multi_row_padding` added, differentiable.
 
     See :func:`transformer_engine_fl.ops.fused_multi_row_unpadding`.
 

@@ -59,7 +59,7 @@ def qkv_rope(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values out of a packed tensor, the first two with rotary embedding.
+    """Splits packed queries, keys and values, and rotates queries and keys; differentiable.
 
     Differentiable with respect to ``qkv_input``. See
     :func:`transformer_engine_fl.ops.fused_qkv_rope_forward` for the formula and the

@@ -1,4 +1,4 @@
-"""Choosing experts, and the loss that keeps their loads alike, differentiable."""
+"""Choosing experts, and the load-balancing loss, differentiable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def topk_router(
     """Chooses the experts of each token, differentiable with respect to ``logits``.
 
     See :func:`transformer_engine_fl.ops.fused_topk_with_score_function_fwd` for how, and for
-    the arguments. ``expert_bias`` decides what is chosen alone, and gets no gradient.
+    the arguments. ``expert_bias`` affects only the choice, and gets no gradient.
 
     Returns:
         probs: ``[T, E]``, dtype of ``logits``; 0 for experts that are not chosen.
@@ -58,7 +58,7 @@ def score_for_moe_aux_loss(
 
     Returns:
         scores: ``[T, E]``, dtype of ``logits``.
-        routing_map: ``[T, E]``, bool, the topk highest; it has no gradient.
+        routing_map: ``[T, E]``, bool, true for the topk highest scores; it has no gradient.
     """
     options = {"topk": topk, "score_function": score_function}
     scores, routing_map = apply("fused_score_for_moe_aux_loss_fwd", options, logits, outputs=2)

@@ -26,7 +26,7 @@ def scaled_softmax(input: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def scaled_masked_softmax(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-    """The same of what ``mask`` leaves visible, and 0 elsewhere, differentiable.
+    """:func:`scaled_softmax` over what ``mask`` leaves visible, and 0 elsewhere; differentiable.
 
     See :func:`transformer_engine_fl.ops.scaled_masked_softmax_forward`.
     """
@@ -34,7 +34,7 @@ def scaled_masked_softmax(input: Tensor, mask: Tensor, scale: float = 1.0) -> Te
 
 
 def scaled_upper_triang_masked_softmax(input: Tensor, scale: float = 1.0) -> Tensor:
-    """The same for causal attention, ``[..., s, s]``, differentiable.
+    """:func:`scaled_softmax` for causal attention, ``[..., s, s]``, differentiable.
 
     See :func:`transformer_engine_fl.ops.scaled_upper_triang_masked_softmax_forward`.
     """
@@ -42,7 +42,8 @@ def scaled_upper_triang_masked_softmax(input: Tensor, scale: float = 1.0) -> Ten
 
 
 def scaled_aligned_causal_masked_softmax(input: Tensor, scale: float = 1.0) -> Tensor:
-    """The same for causal attention, ``[..., sq, sk]`` aligned at the end, differentiable.
+    """:func:`scaled_softmax` for causal attention, ``[..., sq, sk]`` aligned at the end;
+    differentiable.
 
     See :func:`transformer_engine_fl.ops.scaled_aligned_causal_masked_softmax_forward`.
     """

@@ -344,7 +344,7 @@ def _index(values: Iterable[object]) -> Mapping[str, Contract[..., Any]]:
 CATALOGUE: Final = _index(tuple(globals().values()))
 """Every contract by its operator's name (aliases are on the contracts)."""
 
-if not TYPE_CHECKING:  # to which every name would be one
+if not TYPE_CHECKING:  # a type checker would accept any name from it
 
     def __getattr__(name: str) -> Any:
         raise AttributeError(f"there is no operator {name!r}{suggestion(name, CATALOGUE)}")

@@ -1,4 +1,4 @@
-"""Words for checking a call's arguments against a contract, on metadata alone.
+"""Functions that check a call's arguments against a contract, on metadata alone.
 
 Each function raises :class:`ArgumentError` naming the operator, the argument, what
 was given and what is expected. Nothing here reads a tensor's values.
@@ -42,7 +42,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def describe(value: object) -> str:
-    """A value for an error message: a tensor by dtype, shape and device, others by repr."""
+    """A value for an error message: dtype, shape and device of a tensor, repr of other values."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -57,9 +57,10 @@ def describe(value: object) -> str:
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Whether a tensor has elements that sizes and strides tell the place of.
+    """Whether sizes and strides say where a tensor's elements are: neither nested nor sparse.
 
-    Compiled code is not asked: what it traces is, and Dynamo knows no layout of some gradients.
+    True without a look in compiled code: traced tensors are plain, and Dynamo does not know the
+    layout of some gradients.
     """
     import torch
 
@@ -73,7 +74,7 @@ def is_tensor(
 ) -> torch.Tensor:
     """Require a tensor of one of ``dtypes`` with at least ``min_ndim`` dimensions.
 
-    It is neither nested nor sparse.
+    Nested and sparse tensors are refused.
     """
     import torch
 
@@ -89,10 +90,10 @@ def is_tensor(
 
 
 def has_axes(op: str, name: str, value: torch.Tensor, *axes: str) -> None:
-    """Require one dimension for each axis that is named, as in ``"[t, h, d]"``.
+    """Require as many dimensions as one of ``axes`` names.
 
     Args:
-        axes: the ways in which the tensor may lie; one of them.
+        axes: the layouts that the tensor may have, each as in ``"[t, h, d]"``.
     """
     if value.ndim not in [it.count(",") + 1 for it in axes]:
         raise ArgumentError(op, name, describe(value), " or ".join(axes))
@@ -119,7 +120,7 @@ def expands_to(op: str, name: str, value: torch.Tensor, shape: Sequence[int], wh
 def is_list(
     op: str, name: str, value: Any, *, length: int | None = None, why: str = ""
 ) -> Sequence[Any]:
-    """Require a list (or tuple) of at least one item, or of ``length``; ``why`` says of what."""
+    """Require a list (or tuple) of ``length`` items, or at least one; ``why`` explains it."""
     if not isinstance(value, list | tuple) or not value:
         raise ArgumentError(op, name, describe(value), "a list of at least one item")
     if length is not None and len(value) != length:
@@ -128,7 +129,7 @@ def is_list(
 
 
 def is_frozen(value: object) -> bool:
-    """Whether it is a tensor that was made in inference mode, and this is outside of it."""
+    """Whether it is a tensor made in inference mode, while the caller is outside that mode."""
     import torch
 
     return (
@@ -141,11 +142,12 @@ def is_frozen(value: object) -> bool:
 def is_writable(op: str, name: str, value: torch.Tensor) -> None:
     """Require that a tensor may be written, and that each element has memory of its own.
 
-    Expanded ones share it. Those made in inference mode are written there only.
+    Elements of an expanded tensor share memory. A tensor made in inference mode may be written
+    only in that mode.
     """
     import torch
 
-    # Compiled code is traced in the mode that it runs in; torch looks itself when it writes.
+    # Compiled code is traced in the mode it runs in, and torch itself checks when it writes.
     if not torch.compiler.is_compiling() and is_frozen(value):
         expected = "one that was made outside of inference mode (clone it), or a call within it"
         given = f"{describe(value)}, made in inference mode"
@@ -156,7 +158,7 @@ def is_writable(op: str, name: str, value: torch.Tensor) -> None:
 
 
 def is_cu_seqlens(op: str, name: str, value: Any) -> int:
-    """Require where sequences begin and the last one ends; returns how many there are."""
+    """Require a tensor of cumulative sequence lengths; returns the number of sequences."""
     offsets = is_tensor(op, name, value, dtypes=("int32",))
     if offsets.ndim != 1 or offsets.shape[0] < 2:
         expected = "[b + 1], where each of at least one sequence begins and the last ends"
@@ -167,9 +169,9 @@ def is_cu_seqlens(op: str, name: str, value: Any) -> int:
 def are_tensors(
     op: str, name: str, value: Any, *, dtypes: Collection[str], written: bool = False
 ) -> Sequence[torch.Tensor]:
-    """Require a list (or tuple), maybe empty, of tensors of ``dtypes`` on one device.
+    """Require a list (or tuple), possibly empty, of tensors of ``dtypes`` on one device.
 
-    Those that are ``written`` must be writable.
+    With ``written`` they must be writable.
     """
     if not isinstance(value, list | tuple):
         raise ArgumentError(op, name, describe(value), "a list of tensors")
@@ -190,7 +192,7 @@ def are_like(
     anchor: str,
     others: Sequence[torch.Tensor],
 ) -> None:
-    """Require for each of ``others``, the argument ``anchor``, a tensor of its shape and device."""
+    """Require a tensor for each of ``others`` (argument ``anchor``), of its shape and device."""
     if len(values) != len(others):
         expected = f"{len(others)} tensors, as many as in {anchor!r}"
         raise ArgumentError(op, name, f"{len(values)} tensors", expected)
@@ -216,8 +218,8 @@ def is_number(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Require a real number of Python's (no tensor, no bool, no other library's scalar), within
-    the bounds: kernels are handed it as it is.
+    """Require a Python int or float (no tensor, bool or other library's scalar) within the bounds:
+    kernels receive it unchanged.
     """
     import torch
 
@@ -232,7 +234,7 @@ def is_number(
 
 
 def _is_int64(op: str, name: str, value: object, expected: str) -> None:
-    """Require that an integer is one for torch and kernels, too."""
+    """Require that a Python integer fits in 64 bits, as torch and kernels need."""
     import torch
 
     if type(value) is int and not torch.compiler.is_compiling() and abs(value) >= 2**63:
@@ -242,7 +244,7 @@ def _is_int64(op: str, name: str, value: object, expected: str) -> None:
 def is_integer(
     op: str, name: str, value: object, *, at_least: int = 0, below: int | None = None
 ) -> None:
-    """Require an integer of Python's (no bool), ``at_least <= value < below``."""
+    """Require a Python integer (no bool), ``at_least <= value < below``."""
     import torch
 
     allowed = f"a Python integer of at least {at_least}" + (f" and below {below}" if below else "")

@@ -1,8 +1,8 @@
 """The scaling formats: what a quantised tensor of each is made of.
 
-``input`` of shape ``[..., H]`` is seen as N rows of H columns. Values that share a scale make
-a block; the last block of a row or column may be cut off. What is computed is laid down in
-``ops/quantization.py``.
+``input`` of shape ``[..., H]`` is treated as N rows of H columns. Values that share a scale form
+a block; the last block of a row or column may be incomplete. ``ops/quantization.py`` specifies
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Format:
     """One way to scale.
 
     Attributes:
-        name: what operators call it.
-        dtypes: of the data, the first unless another is asked for.
-        block: rows and columns that share a scale; None if all do.
+        name: the value of the operators' ``format``.
+        dtypes: that the data may have; the first is the default.
+        block: the rows and columns that share a scale; None if the whole tensor does.
         scale_dtype: dtype of ``scale_inv``.
-        values_per_byte: how many values lie in an element of the data, along a row.
-        global_scale: whether a factor of the whole tensor comes on top of the blocks'.
+        values_per_byte: how many values are packed into an element of the data, along a row.
+        global_scale: whether the tensor has a scale in addition to those of its blocks.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Format:
 
     @property
     def by_tensor(self) -> bool:
-        """Whether something is computed from the whole tensor, so that it has an amax."""
+        """Whether the whole tensor has a scale, and therefore an amax."""
         return self.block is None or self.global_scale
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:

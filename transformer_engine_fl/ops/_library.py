@@ -27,7 +27,7 @@ _operators: weakref.WeakKeyDictionary[Contract[..., Any], Callable[..., Any]] = 
     weakref.WeakKeyDictionary()
 )
 _contracts_of: Final[dict[str, int]] = {}
-"""Operator -> how many contracts of that name have been defined; torch forgets none."""
+"""Operator -> how many contracts of that name were defined; torch cannot remove a definition."""
 _entries: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
 
 _SCHEMA_TYPES: Final = {
@@ -63,7 +63,7 @@ def schema(contract: Contract[..., Any]) -> str:
             parameters.append("*")
         kind = _schema_type(contract, str(parameter.annotation))
         if parameter.name in contract.mutates:
-            # Each written argument is an alias set of its own, all items of a list in one.
+            # Each written argument has its own alias set; the items of a list share one.
             kind = kind.replace("Tensor", f"Tensor(a{contract.mutates.index(parameter.name)}!)")
         default = ""
         if parameter.default is not parameter.empty:
@@ -91,7 +91,7 @@ def _schema_type(contract: Contract[..., Any], annotation: str) -> str:
 
 
 def operator(contract: Contract[..., Any]) -> Callable[..., Any]:
-    """The ``torch.library`` operator of a contract, defined at the first request."""
+    """The ``torch.library`` operator of a contract, defined when first asked for."""
     found = _operators.get(contract)
     if found is None:
         with _lock:
@@ -102,14 +102,14 @@ def operator(contract: Contract[..., Any]) -> Callable[..., Any]:
 
 
 def _define(contract: Contract[..., Any]) -> Callable[..., Any]:
-    """Define a contract's operator: an overload of its own, if there was one of that name."""
+    """Define a contract's operator; as a new overload if the name is already defined."""
     _, _, signature = schema(contract).partition("(")
     number = _contracts_of.get(contract.name, 0) + 1
     overload = "default" if number == 1 else f"contract_{number}"
     name = contract.name if number == 1 else f"{contract.name}.{overload}"
     _library.define(f"{name}({signature}", tags=(torch.Tag.pt2_compliant_tag,))
     _contracts_of[contract.name] = number
-    alive = weakref.ref(contract)  # torch keeps the functions here for ever
+    alive = weakref.ref(contract)  # torch keeps the functions defined here for ever
 
     def run(*args: Any, impl: str, **kwargs: Any) -> Any:
         return _entry(_held(alive, name), impl).fn(*args, **kwargs)
@@ -118,7 +118,7 @@ def _define(contract: Contract[..., Any]) -> Callable[..., Any]:
         return _held(alive, name).shapes(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
-    # Operators are not differentiable: functional is where gradients live.
+    # Operators are not differentiable: gradients are the business of ``functional``.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=_library)
     packet = getattr(getattr(torch.ops, NAMESPACE), contract.name)
@@ -138,10 +138,10 @@ def _held(alive: weakref.ref[Contract[..., Any]], name: str) -> Contract[..., An
 def reference_to(entry: Entry) -> str:
     """The text by which an operator's ``impl`` argument names a loaded entry.
 
-    It is the impl id, unless another registry in the process uses the same one for
-    something else; then a number is added.
+    It is the impl id; a number is added if another registry in the process uses the same id for
+    a different entry.
     """
-    assert entry.contract is not None  # an invariant of ours: without one it has no operator
+    assert entry.contract is not None  # invariant: an entry without a contract has no operator
     base = entry.impl.impl_id
     with _lock:
         for number in range(1, 1_000):
@@ -160,7 +160,7 @@ def _entry(contract: Contract[..., Any], impl: str) -> Entry:
 
 
 def _from_default_manager(contract: Contract[..., Any], impl: str) -> Entry:
-    """An implementation named by a program that another process traced."""
+    """An implementation that is named by a program traced in another process."""
     from transformer_engine_fl.core.manager import get_default_manager
 
     manager = get_default_manager()

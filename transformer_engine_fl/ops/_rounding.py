@@ -1,7 +1,7 @@
-"""What narrow numbers there are, and float32 arithmetic, in float64: for oracles.
+"""Values of the narrow dtypes, and float32 arithmetic, computed in float64: for oracles.
 
-Float64 has more than twice as many bits as float32, so that what is calculated in it from
-float32 numbers and then rounded is rounded as if once.
+Float64 has more than twice the mantissa bits of float32, so an operation on float32 numbers that
+is calculated in float64 and then rounded to float32 gives the correctly rounded float32 result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 NARROW = {
-    # bits of the mantissa, least exponent of a normal number
+    # mantissa bits, least exponent of a normal number
     "float8_e4m3fn": (3, -6),
     "float8_e5m2": (2, -14),
     "uint8": (1, 0),
@@ -36,7 +36,7 @@ NARROW = {
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _BITS = {
-    # an integer of its size, the bias of the exponent, bits of the mantissa
+    # an integer dtype of its size, exponent bias, mantissa bits
     "float32": ("int32", 127, 23),
     "float64": ("int64", 1023, 52),
 }
@@ -50,10 +50,10 @@ def float32(value: Tensor) -> Tensor:
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``2 ** exponent``, exactly, of whole numbers; in float64 or float32.
+    """``2 ** exponent`` for whole exponents, exact, in float64 or float32.
 
-    What ``torch.ldexp`` is for. With tensors on a device that is not the current one, that
-    launches its kernel on the current one (https://github.com/pytorch/pytorch/issues/189567).
+    Replaces ``torch.ldexp``, which launches its kernel on the current device even if the tensors
+    are on another one (https://github.com/pytorch/pytorch/issues/189567).
     """
     import torch
 
@@ -64,12 +64,12 @@ def power_of_two(exponent: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     def normal(part: Tensor) -> Tensor:
         return ((part.clamp(1 - bias, bias) + bias) << mantissa).view(dtype)
 
-    half = exponent >> 1  # of a subnormal number both factors are normal
+    half = exponent >> 1  # both factors are normal even if the result is subnormal
     return normal(half) * normal(exponent - half)
 
 
 def nearest(value: Tensor, dtype: str) -> Tensor:
-    """The value of a data dtype that is nearest, ties to even, clamped."""
+    """The nearest value of a data dtype: ties to even, clamped to its range."""
     import torch
 
     mantissa, least = NARROW[dtype]
@@ -92,7 +92,7 @@ def scale_of(
 
 
 def microscaling_exponent(amax: Tensor, largest: float) -> Tensor:
-    """The least e with amax <= largest * 2**e, from -127 to 127."""
+    """The least e from -127 to 127 with ``amax <= largest * 2**e``."""
     import torch
 
     mantissa, exponent = torch.frexp(amax / largest)
@@ -102,13 +102,13 @@ def microscaling_exponent(amax: Tensor, largest: float) -> Tensor:
 
 
 def largest_of(magnitude: Tensor, owner: Tensor, count: int) -> Tensor:
-    """The largest magnitude of each of so many owners, 0 for one that has none."""
+    """The largest magnitude that each of ``count`` owners has, 0 for an owner without elements."""
     start = magnitude.new_zeros(count)
     return start.scatter_reduce(0, owner.flatten(), magnitude.flatten(), "amax")
 
 
 def unpacked(data: Tensor) -> Tensor:
-    """Bytes of two e2m1 values each, to float64 values."""
+    """Bytes that hold two e2m1 values each, as float64 values."""
     import torch
 
     code = torch.stack([data & 15, data >> 4], -1).flatten(-2).long()

@@ -1,7 +1,7 @@
 """Tensors for the families' samples: random values in every shape and memory layout.
 
-What values are extreme is for a family to say; how a tensor may lie in memory is the same
-for all of them.
+Each family says which values are extreme for it; the memory layouts are the same for all
+families.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -
 
 
 def data(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> Tensor:
-    """Any values of a dtype; of uint8 every one of a byte."""
+    """Random values of a dtype; for uint8, any value of a byte."""
     import torch
 
     if dtype == "uint8":
@@ -35,7 +35,7 @@ def data(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> Tensor:
 
 
 def with_extremes(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> Tensor:
-    """Values among which are the largest of the dtype, and what is not finite."""
+    """Values that include the largest of the dtype, infinities and NaN."""
     import torch
 
     values = data(shape, dtype, device, seed)
@@ -53,7 +53,7 @@ def with_extremes(shape: tuple[int, ...], dtype: str, device: str, seed: int) ->
 def arranged(
     shape: tuple[int, ...], dtype: str, device: str, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one shape, of any number of dimensions, by how they lie in memory."""
+    """Tensors of one shape, of any number of dimensions, by the name of their memory layout."""
     import torch
 
     turned = data(shape[::-1], dtype, device, seed)
@@ -74,13 +74,13 @@ def int32(values: Sequence[object], device: str) -> Tensor:
 def layouts(
     shapes: Mapping[str, tuple[int, ...]], rows: int, columns: int, dtype: str, device: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """(what is special about it, normal values) for each shape and each memory layout.
+    """(label, normally distributed values) for each shape and each memory layout.
 
-    Of uint8, the bytes of such values.
+    For uint8, the bytes of such values.
 
     Args:
-        shapes: contiguous tensors, by label.
-        rows, columns: the shape of those that lie in memory in another way.
+        shapes: of the contiguous tensors, by label.
+        rows, columns: the shape of the tensors with another memory layout.
         dtype, device: of all of them.
     """
     import torch

@@ -1,4 +1,4 @@
-"""What dispatch must know of torch tensors, told to core, which holds no torch."""
+"""What dispatch must know about torch tensors; ``core`` itself does not import torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from transformer_engine_fl.core.tensors import ALL_FACTS, Facts
 
 __all__ = ["TorchTensors", "facts_of", "first_tensor", "is_transformed"]
 
-# An implementation may be decorated with torch's contexts, compiled, or run by autograd.
+# Frames between a call and its implementation, which may be decorated with one of torch's
+# contexts, compiled, or run by autograd.
 BETWEEN.update(
     str(Path(torch.__file__).parent / file)
     for file in ("utils/_contextlib.py", "_dynamo/eval_frame.py", "autograd/function.py")
 )
 
-# What torch says when a device is gone or its context is beyond use. Errors of these
-# kinds stick: every later call on the device fails as well.
+# What torch's messages say when a device is lost or its context is corrupt. Such errors are
+# sticky: every later call on the device fails as well.
 _LOST = (
     "illegal memory access",
     "device-side assert",
@@ -40,7 +41,7 @@ _LOST = (
     "not supported on global/shared address space",
     "the launch timed out and was terminated",
     "device is lost",
-    # The same as the CUDA driver names them.
+    # The CUDA driver's names for the same errors.
     "cuda_error_illegal_address",
     "cuda_error_assert",
     "cuda_error_launch_failed",
@@ -56,7 +57,7 @@ _LOST = (
     "cuda_error_device_unavailable",
 )
 
-# What torch and the libraries under it say when there is no memory, on the device or the host.
+# What torch and the libraries below it say when memory runs out, on the device or the host.
 _NO_MEMORY = (
     "out of memory",
     "cuda_error_out_of_memory",
@@ -69,7 +70,7 @@ _NO_MEMORY = (
 
 
 class TorchTensors:
-    """The answers for torch."""
+    """Answers dispatch's questions about torch tensors."""
 
     key = staticmethod(attrgetter("device", "dtype", "__class__"))
 
@@ -92,8 +93,8 @@ class TorchTensors:
         return isinstance(value, torch.Tensor)
 
     def is_ordinary(self, value: torch.Tensor) -> bool:
-        """Neither sparse nor nested, no subclass with a way of its own, in none of torch's
-        transforms, no batch of gradients: what fails on such a tensor may well serve any other.
+        """Whether it is strided, not a subclass with its own storage, not in a torch transform and
+        not a batch of gradients: what fails on any other tensor may well serve ordinary ones.
         """
         return not (
             _unusual(value)
@@ -103,11 +104,11 @@ class TorchTensors:
         )
 
     def is_fatal(self, error: Exception) -> bool:
-        """Out of memory, or a device error that sticks; or raised because of such an error."""
+        """Whether it is out of memory or a sticky device error, or was caused by one."""
         return any(_ends_it(it) for it in behind(error))
 
     def no_fallback(self, tensors: Iterable[torch.Tensor]) -> str | None:
-        """Capture, tracing and fake tensors: what failed once must be seen at once."""
+        """Why a failure must be raised rather than fall back: capture, tracing or fake tensors."""
         if torch.compiler.is_compiling():
             return "torch.compile is tracing"
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -123,7 +124,7 @@ def facts_of(
     unusual: str | None = None,
     fake: bool = False,
 ) -> Facts:
-    """What dispatch goes by, for a tensor of that device and dtype (None: no tensor)."""
+    """The facts that dispatch decides by, for a tensor of this device and dtype (None: none)."""
     return Facts(
         device=device.type if device else None,
         dtype=str(dtype).removeprefix("torch.") if dtype else None,
@@ -144,16 +145,16 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether it is one of torch's transforms', or a batch of gradients."""
+    """Whether it is wrapped by one of torch's transforms, or a batch of gradients."""
     functorch = torch._C._functorch
     return bool(
         functorch.is_functorch_wrapped_tensor(tensor)
-        or functorch.is_legacy_batchedtensor(tensor)  # of is_grads_batched
+        or functorch.is_legacy_batchedtensor(tensor)  # made by is_grads_batched
     )
 
 
 def _ends_it(error: BaseException) -> bool:
-    """Whether an error itself, not what is behind it, says that nothing else may run."""
+    """Whether the error itself, regardless of its causes, forbids trying another implementation."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError):
@@ -165,7 +166,7 @@ def _ends_it(error: BaseException) -> bool:
 
 
 def _unusual(value: torch.Tensor) -> str | None:
-    """Why a raw kernel cannot take a tensor: it has no memory of its own to point at."""
+    """Why a raw kernel cannot take a tensor, if it has no memory that a pointer could refer to."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return None

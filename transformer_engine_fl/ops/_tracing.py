@@ -1,9 +1,9 @@
 """Dispatch in compiled code: what torch.compile and torch.export trace.
 
-The choice is made while tracing, from the same decision as in eager code, and becomes a
-constant of the graph. What it depends on (the ``with`` blocks, the global policy, what
-is registered and in quarantine) is guarded as plain values, so a change recompiles once
-and each policy then hits its cache. Plain torch implementations are traced through;
+The implementation is chosen while tracing, by the same decision as in eager code, and becomes a
+constant of the graph. What the choice depends on (the ``with`` blocks, the global policy, what
+is registered and in quarantine) is guarded as plain values: a change recompiles once, and a
+policy that was seen before hits the cache. Plain torch implementations are traced through;
 raw kernels become operators of ``torch.library`` with the contract's shape rule.
 
 Nothing falls back here: an error while tracing is raised, and a compiled kernel that
@@ -43,12 +43,12 @@ class _Target:
     """A candidate as compiled code calls it.
 
     Attributes:
-        name: the name that it is held under.
+        name: its attribute's name in ``_TARGETS``.
         run: the function to trace through, or an operator of ``torch.library``.
         added: keywords that ``run`` needs besides the call's own.
         supports: the candidate's own check of the arguments, for any call, or None.
-        check: the contract's, or None.
-        missing: (name, position or None, default) of each option that it does not take.
+        check: the contract's check of the arguments, or None.
+        missing: (name, position or None, default) of each option that the candidate lacks.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -68,7 +68,7 @@ class _Target:
 
 
 class _Targets:
-    """Holds every target under a name of its own, for the trace to read and guard."""
+    """Holds each target as an attribute of its own, which a trace reads and guards."""
 
 
 _TARGETS: Final = _Targets()
@@ -82,7 +82,7 @@ def traced_call(manager: Any, op_name: str, args: Args, kwargs: Kwargs) -> Any:
     if misfit:
         raise ArgumentError(*misfit)
     given = (*args, *kwargs.values())
-    if name:  # otherwise it has no contract to say which
+    if name:  # empty without a contract: then the first tensor of all arguments counts
         given = (args[place] if place < len(args) else kwargs.get(name),)
     tensor = first_tensor(given)
     device, dtype = (tensor.device, tensor.dtype) if tensor is not None else (None, None)
@@ -110,7 +110,7 @@ def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
         return False
     except (ConfigurationError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # somebody's code; in eager code too it is no answer
+    except Exception as error:  # a bug in third-party code declines, as in eager code
         text = str(error.args[0]) if error.args else ""
         if isinstance(error, RuntimeError) and _is_fatal(text):
             raise
@@ -120,7 +120,7 @@ def _takes(target: _Target, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _objects(target: _Target, args: Args, kwargs: Kwargs) -> bool:
-    """Whether the contract does, to a call that may itself have made ``supports`` raise."""
+    """Whether the contract refuses the call: then the call, not ``supports``, may be at fault."""
     if target.check is None:
         return False
     try:
@@ -149,8 +149,8 @@ def _run(target: _Target, args: Args, kwargs: Kwargs) -> Any:
 def _apart(result: Any) -> Any:
     """A view of each tensor of a result.
 
-    Dynamo of torch 2.11 loses the gradient of an output that a call which had nothing to do,
-    ``.to`` or ``.contiguous``, has returned as it was.
+    Dynamo of torch 2.11 loses the gradient of an output that ``.to`` or ``.contiguous`` returned
+    unchanged.
     """
     if isinstance(result, Tensor):
         return result.view(result.shape)
@@ -158,7 +158,7 @@ def _apart(result: Any) -> Any:
 
 
 def _target_name(entry: Entry) -> str:
-    """The name of an entry's target; one entry always has the same, as long as it lives."""
+    """The name of an entry's target; it stays the same as long as the entry lives."""
     name = _name_of(entry)
     if not hasattr(_TARGETS, name):
         setattr(_TARGETS, name, _Target(entry))
@@ -178,7 +178,7 @@ def _predicate_broken(name: str, error: str) -> None:
 
 @constant
 def _log_selection(manager: str, op_name: str, name: str) -> None:
-    """Say who is compiled, as eager code says who serves."""
+    """Log which implementation is compiled, as eager code logs which one serves."""
     its = manager_named(manager)
     its.log_selection(its.registry.canonical(op_name), _ENTRIES[name].impl)
 
@@ -186,7 +186,7 @@ def _log_selection(manager: str, op_name: str, name: str) -> None:
 @constant
 def _dispatch_on(manager: str, op_name: str) -> tuple[int, str]:
     """Position and name of the dispatch tensor. Also reads the settings and registers the
-    sets, before anything of them is guarded.
+    sets, before any of that is guarded.
     """
     place: tuple[int, str] = manager_named(manager).plan(op_name).dispatch_on
     return place
@@ -196,7 +196,9 @@ def _dispatch_on(manager: str, op_name: str) -> tuple[int, str]:
 def _misfit(
     manager: str, op_name: str, count: int, names: tuple[str, ...]
 ) -> tuple[Any, ...] | None:
-    """What an ArgumentError says of so many arguments by position and these by name, or None."""
+    """The arguments of the ArgumentError for a call with ``count`` positional arguments and
+    keywords ``names``, or None if the signature takes them.
+    """
     registry = manager_named(manager).registry
     contract = registry.contracts.get(registry.canonical(op_name))
     if contract is not None:
@@ -217,7 +219,7 @@ def _choose(
     device: torch.device | None,
     dtype: torch.dtype | None,
 ) -> tuple[str, ...]:
-    """Names of the targets that may serve, best first; the keys are there to be guarded."""
+    """Names of the targets that may serve, best first; the keys are parameters to be guarded."""
     plan = manager_named(manager).plan(op_name)
     decision = plan.decide(facts_of(device, dtype))
     if not decision.accepted:
