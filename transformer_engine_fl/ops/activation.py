@@ -1,10 +1,10 @@
-"""Activations: elementwise and gated ones, and their gradients, also with that of a bias.
+"""Activations, elementwise and gated, their gradients, and these fused with a bias gradient.
 
 A gated activation takes ``[..., 2H]``, the activated half ``a`` and then the gate ``b``,
-and gives ``[..., H]``. What is saved for a backward is the forward's input.
+and returns ``[..., H]``. The forward's input is saved for the backward.
 
-Each operator is written out with its formula and source. Arguments, results and errors
-are the same for all operators of a kind: its decorator adds them to the docstring.
+Each operator states its formula and source. Operators of one kind share arguments, results and
+errors, which their decorator adds to the docstring.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of the narrow dtypes, half a unit in the last place and what float32 adds to that.
+# For the narrow dtypes: half a unit in the last place, plus the error of float32 arithmetic.
 TOLERANCE = {
     "float32": Tolerance(rtol=4e-6, atol=2e-6),
     "bfloat16": Tolerance(rtol=2**-8 + 2**-15, atol=2**-14),
@@ -85,7 +85,7 @@ _SHAPES = {
     "no columns": (3, 0),
 }
 _OPTIONS: dict[str, float] = {"limit": 1.0, "alpha": 0.7}
-"""The options that activations have, each with a value other than its default."""
+"""A value for each activation option that differs from its default."""
 
 
 # ------------------------------------------------- what each is, and all that follows
@@ -96,7 +96,7 @@ class _Activation:
     """An activation's definition; its checks, oracles and samples follow from it.
 
     Attributes:
-        formula: the output, of the input and the options, both as the operator has them.
+        formula: computes the output from the operator's input and options.
         degree: the output grows like this power of the input, which bounds the samples.
         gated: the input is ``[..., 2H]``.
         options: names of the forward's options; the backward has them as well.
@@ -110,12 +110,12 @@ class _Activation:
     # Checks
 
     def check_forward(self, op: str, input: Any, **options: Any) -> None:
-        """Of ``(input, **options)``."""
+        """Check ``(input, **options)``."""
         self._check_input(op, "input", input)
         self._check_options(op, options)
 
     def check_backward(self, op: str, grad: Any, fwd_input: Any, **options: Any) -> None:
-        """Of ``(grad, fwd_input, **options)``."""
+        """Check ``(grad, fwd_input, **options)``."""
         shape = self._check_input(op, "fwd_input", fwd_input)
         grad = check.is_tensor(op, "grad", grad, dtypes=FLOATS)
         check.has_shape(op, "grad", grad, shape, "the shape of the forward's output")
@@ -123,7 +123,7 @@ class _Activation:
         self._check_options(op, options)
 
     def check_bias_backward(self, op: str, grad: Any, fwd_input: Any) -> None:
-        """The same, where there must be a last dimension to sum towards."""
+        """Check ``(grad, fwd_input)``; the bias gradient needs at least one dimension."""
         check.is_tensor(op, "fwd_input", fwd_input, dtypes=FLOATS, min_ndim=1)
         self.check_backward(op, grad, fwd_input)
 
@@ -141,7 +141,7 @@ class _Activation:
         for name, value in options.items():
             lowest = 0 if name == "limit" else None
             check.is_number(op, name, value, at_least=lowest)
-            if name == "limit" and value != math.inf:  # which is as if there were none
+            if name == "limit" and value != math.inf:  # infinity means no limit
                 check.is_number(op, name, value, at_most=LARGEST_FLOAT32)
 
     # Oracles
@@ -211,8 +211,8 @@ class _Activation:
         yield from layouts(shapes, 8, 72 * halves, dtype, device)
         kind: torch.dtype = getattr(torch, dtype)
         typical = normal((4, 64 * halves), torch.float64, "cpu", seed=32).clamp(-2, 2)
-        usual = typical[:1]  # a row of it stays, since large ones may all saturate
-        # No output overflows, nor does what the float64 formula cubes on its way.
+        usual = typical[:1]  # one row keeps usual values, since large ones may all saturate
+        # Neither an output nor the cube within the float64 formula overflows.
         largest = min((torch.finfo(kind).max / 2) ** (1 / self.degree), 1e100)
         for label, factor in (
             ("large values", largest / 2),
@@ -221,14 +221,14 @@ class _Activation:
             yield label, torch.cat([usual, typical * factor]).to(device, kind)
         yield "small values", (typical * (0.1 if dtype == "float16" else 1e-3)).to(device, kind)
         yield "kinks", self._kinks().to(device, kind)
-        if self.options:  # a limit, which NaN is neither within nor beyond
+        if self.options:  # NaN compares as neither within nor beyond a limit
             missing = typical.clone()
             missing[1, ::3], missing[2, 1::5], missing[3] = torch.nan, torch.inf, -torch.inf
             missing[3, ::7] = torch.nan
             yield "infinities and NaN", missing.to(device, kind)
 
     def _kinks(self) -> Tensor:
-        """Zeros of both signs and what lies at, before and behind a limit; pairs if gated."""
+        """Zeros of both signs, and values below, at and above a limit; pairs if gated."""
         import torch
 
         a = torch.tensor([0.0, -0.0, 0.75, 1.0, 1.25, 6.75, 7.0, 7.25]).repeat(2)
@@ -277,7 +277,8 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 def _clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     a, b = input.chunk(2, -1)
-    # What lies on a bound is not clamped: of clamp's gradient there versions of torch differ.
+    # Not ``clamp``: versions of torch differ in its gradient for a value exactly at a bound. Here
+    # such a value is not clamped.
     a = a.masked_fill(a > limit, limit)
     b = b.masked_fill(b > limit, limit).masked_fill(b < -limit, -limit)
     return a * (alpha * a).sigmoid() * (b + 1)
@@ -377,7 +378,7 @@ def _backward_texts(of: _Activation, shape: str | None = None) -> list[str]:
 def _described(
     decorate: Callable[[Callable[P, R]], Contract[P, R]], args: list[str], returns: list[str]
 ) -> Callable[[Callable[P, R]], Contract[P, R]]:
-    """``decorate``, after adding to the docstring what operators of the kind share."""
+    """``decorate``, preceded by adding the sections that operators of a kind share."""
 
     def described(shape_rule: Callable[P, R]) -> Contract[P, R]:
         errors = ["ArgumentError: a shape, dtype or device does not agree."]
@@ -416,7 +417,7 @@ def gelu(input: Tensor) -> Tensor:
 
 @_forward(_QGELU, "dqgelu")
 def qgelu(input: Tensor) -> Tensor:
-    """The same unit in its sigmoid form (Hendrycks and Gimpel, 2016, arXiv:1606.08415).
+    """Gaussian error linear unit, sigmoid form (Hendrycks and Gimpel, 2016, arXiv:1606.08415).
 
     ``output = x * sigmoid(1.702 * x)`` for each ``x``.
     """
@@ -454,8 +455,8 @@ def silu(input: Tensor) -> Tensor:
 def glu(input: Tensor) -> Tensor:
     """Gated linear unit (Dauphin et al., 2016, arXiv:1612.08083).
 
-    ``output = sigmoid(a) * b``. The sigmoid is of the first half, as in all gated forms
-    here; ``torch.nn.functional.glu`` has it of the second.
+    ``output = sigmoid(a) * b``. The sigmoid is applied to the first half, as in all gated forms
+    here; ``torch.nn.functional.glu`` applies it to the second.
     """
     return _gated_like(input)
 
@@ -507,7 +508,7 @@ def swiglu(input: Tensor) -> Tensor:
 
 @_forward(_CLAMPED_SWIGLU, "clamped_dswiglu")
 def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
-    """Gated :func:`silu` of clamped values, as in gpt-oss (OpenAI, 2025, arXiv:2508.10925).
+    """Gated :func:`silu` with clamped inputs, as in gpt-oss (OpenAI, 2025, arXiv:2508.10925).
 
     ``output = a' * sigmoid(alpha * a') * (b' + 1)`` with ``a' = min(a, limit)`` and
     ``b' = min(max(b, -limit), limit)``.
@@ -542,7 +543,7 @@ def dqgelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
 def drelu(grad: Tensor, fwd_input: Tensor) -> Tensor:
     """Gradient of :func:`relu`, 0 where the input is 0.
 
-    ``dx = grad * (0 if x <= 0 else 1)``: it passes where the input is NaN, as in torch.
+    ``dx = grad * (0 if x <= 0 else 1)``: the gradient passes where the input is NaN, as in torch.
     """
     return _like(fwd_input)
 

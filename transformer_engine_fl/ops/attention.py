@@ -2,50 +2,50 @@
 
 **Tokens.** Queries are ``[b, sq, h, d]`` (``bshd``), ``[sq, b, h, d]`` (``sbhd``) or
 ``[tq, h, d]`` (``thd``, sequences of several lengths in one dimension); keys are the same
-with skv, tkv and h_kv heads, and values have a width dv of their own. Query head i belongs
-to key head ``i // (h / h_kv)``. Strides are free: queries, keys and values that lie packed
-in one tensor are passed as three views of it. Keys and values in pages are not covered.
+with skv, tkv and h_kv heads, and values have a width dv of their own. Query head i uses
+key head ``i // (h / h_kv)``. Any strides will do: queries, keys and values that are packed
+in one tensor are passed as three views of it. Paged keys and values are not covered.
 
 **Sequences.** Under the ``padding`` masks sequence n has
-``cu_seqlens_q[n + 1] - cu_seqlens_q[n]`` queries, and as many keys as ``cu_seqlens_kv``
-says. They are the first of row n in ``bshd`` and ``sbhd``. In ``thd`` they begin at
+``cu_seqlens_q[n + 1] - cu_seqlens_q[n]`` queries; ``cu_seqlens_kv`` gives the number of its keys
+likewise. In ``bshd`` and ``sbhd`` they are the first tokens of row n. In ``thd`` they begin at
 ``cu_seqlens_q[n]``, or at ``cu_seqlens_q_padded[n]`` where there is space between sequences,
-and no sequence is longer than ``max_seqlen_q`` and ``max_seqlen_kv``, which stand for sq and
-skv there. Whatever lies outside of every sequence is not looked at: it may be NaN.
+and no sequence is longer than ``max_seqlen_q`` and ``max_seqlen_kv``, which take the place of sq
+and skv. Tokens outside every sequence are never read, so they may be NaN.
 
-**Who sees whom.** Let a sequence have lq queries and lkv keys (sq and skv without padding).
-Query i stands at the diagonal ``c = i`` under ``causal`` and ``padding_causal``, and at
-``c = i + lkv - lq`` under every other mask, so that there the last query stands at the last
+**Visible keys.** Let a sequence have lq queries and lkv keys (sq and skv without padding).
+Query i has the diagonal ``c = i`` under ``causal`` and ``padding_causal``, and
+``c = i + lkv - lq`` under every other mask, which aligns the last query with the last
 key. It sees key j if
 
     ``c - window_size_left <= j``, unless ``window_size_left`` is -1, and
     ``j <= c + window_size_right``, unless ``window_size_right`` is -1, and
     ``j <= c``, under the four causal masks.
 
-**Weights.** ``s_ij = scale * <q_i, k_j> + bias_ij``. A key with the score -inf counts as one
-that is not seen. Of what is seen, ``p_ij = exp(s_ij - lse_i)`` with
+**Weights.** ``s_ij = scale * <q_i, k_j> + bias_ij``. A key with the score -inf counts as not
+seen. The weight of a key that is seen is ``p_ij = exp(s_ij - lse_i)`` with
 
     ``lse_i = log(exp(o) + sum over j of exp(s_ij))``,
 
 where o is -inf for the softmax type ``vanilla``, 0 for ``off_by_one``, and the head's
-``softmax_offset`` for ``learnable``. A query that sees no key gives zeros, has lse = -inf
-whatever the softmax type, and passes no gradient on; so does a place of no sequence.
+``softmax_offset`` for ``learnable``. For a query that sees no key, and for a place that belongs
+to no sequence, the output is 0, lse is -inf whatever the softmax type, and no gradient passes.
 
-**Dropout.** ``out_i = sum over j of D_ij * p_ij * v_j / (1 - dropout_p)``, with D_ij 0 where
-a weight is dropped, and 1 elsewhere (for dropout_p = 1, out is 0). The weight of query i and
+**Dropout.** ``out_i = sum over j of D_ij * p_ij * v_j / (1 - dropout_p)``, where D_ij is 0 if
+the weight is dropped and 1 otherwise (for dropout_p = 1, out is 0). The weight of query i and
 key j of sequence n, both counted within the sequence, has the index
 
     ``w = ((n * h + head) * 2**22 + i) * 2**22 + j``
 
 and takes word ``w % 4`` of the block that the generator of the dropout family gives for the
-counter ``(lo(w // 4), hi(w // 4), lo(offset), hi(offset))`` and the key ``(lo(seed), hi(seed))``;
-it is kept if its word is at least ``floor(dropout_p * 2**32)``. That depends on nothing else:
-not on the format, nor on the sizes. With dropout, ``b * h`` is therefore at most 2**21, and
-sq and skv are at most 2**22.
+counter ``(lo(w // 4), hi(w // 4), lo(offset), hi(offset))`` and the key ``(lo(seed), hi(seed))``.
+The weight is kept if its word is at least ``floor(dropout_p * 2**32)``. So neither the format nor
+the sizes change what is dropped. The index limits ``b * h`` to 2**21, and sq and skv to 2**22,
+with dropout.
 
-**Precision.** Scores, softmax and sums are in float32 (float64 for float64). For the two
-products that follow, weights and their gradients may be rounded to the dtype of the
-queries first, which is what matrix units take.
+**Precision.** Scores, softmax and sums are in float32 (float64 for float64). Weights and their
+gradients may be rounded to the dtype of the queries before the matrix products that use them, as
+tensor cores need.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ QUERIES = {"bshd": "[b, sq, h, d]", "sbhd": "[sq, b, h, d]", "thd": "[tq, h, d]"
 KEYS = {"bshd": "[b, skv, h_kv, d]", "sbhd": "[skv, b, h_kv, d]", "thd": "[tkv, h_kv, d]"}
 
 TOP_LEFT = ("causal", "padding_causal")
-"""The masks under which the first query stands at the first key."""
+"""The masks that align the first query with the first key."""
 
 CAUSAL = (*TOP_LEFT, "causal_bottom_right", "padding_causal_bottom_right")
 PADDING = ("padding", "padding_causal", "padding_causal_bottom_right")
 MASKS = ("no_mask", "padding", *CAUSAL)
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")
 
-# Of the narrow dtypes: half a unit in the last place, and about what comes of weights, and
-# of their gradients, that are rounded before they meet keys and values. In dq and dk large
-# terms cancel out, so that more of it remains. A row is a head of a token: with a causal
-# mask the first ones are averages of few values, and so are larger than most.
+# For the narrow dtypes: half a unit in the last place, plus about the error from rounding the
+# weights, and their gradients, before they are multiplied by values and keys. In dq and dk large
+# terms cancel out, so the relative error is larger. A row is one head of a token: under a causal
+# mask the first rows average few values, and so are larger than most.
 FORWARD_TOLERANCE = {
     "float32": Tolerance(rtol=5e-6, atol=5e-6, by_row=True),
     "bfloat16": Tolerance(rtol=2**-8, atol=2**-6, by_row=True),
@@ -97,7 +97,7 @@ BACKWARD_TOLERANCE = {
 
 _LIMIT = 2**63
 _POSITIONS = 2**22
-"""How many queries, and how many keys, a sequence may have where weights are dropped."""
+"""The largest number of queries, and of keys, that a sequence may have with dropout."""
 
 _HEADS = 2**21
 
@@ -110,7 +110,7 @@ def extents(
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
 ) -> tuple[int, int, int]:
-    """``(b, sq, skv)``: how many sequences there are, and how long they can be."""
+    """``(b, sq, skv)``: the number of sequences, and the most queries and keys of one."""
     if qkv_format == "thd":
         assert cu_seqlens_q is not None
         assert max_seqlen_q is not None
@@ -159,7 +159,7 @@ def _check_sequences(
     padded: dict[str, Any],
     longest: dict[str, Any],
 ) -> None:
-    """Where sequences begin and end: given exactly where the format or the mask needs it."""
+    """Check that offsets and lengths are given exactly where the format or the mask needs them."""
     check.is_choice(op, "attn_mask_type", attn_mask_type, MASKS)
     packed = qkv_format == "thd"
     if packed and attn_mask_type not in PADDING:
@@ -287,13 +287,13 @@ def _lse_shape(q: Tensor, qkv_format: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence of a call, and where its parts are.
+    """One sequence of a call, and the indices that select it in the call's tensors.
 
     Attributes:
         number: n.
-        queries, keys: index its tokens in tensors of the format.
-        lse: indexes its ``[h, lq]`` in softmax_lse.
-        lq, lkv: how many tokens it has.
+        queries, keys: index of its tokens in tensors of the format.
+        lse: index of its ``[h, lq]`` in softmax_lse.
+        lq, lkv: the number of its queries and keys.
     """
 
     number: int
@@ -315,12 +315,12 @@ def spans(
     cu_seqlens_kv_padded: Tensor | None = None,
     **others: Any,
 ) -> Iterator[Span]:
-    """Every sequence of a call; reads the lengths."""
+    """Every sequence of a call; reads the lengths on the host."""
 
     def places(
         tokens: Tensor, lengths: Tensor | None, begins: Tensor | None
     ) -> Iterator[tuple[int, int]]:
-        """(begin, length) of each sequence; all of them begin at 0 except in thd."""
+        """(begin, length) of each sequence; except in thd, each begins at 0."""
         if lengths is None:
             batch, length = (tokens.shape[qkv_format.index(axis)] for axis in "bs")
             yield from [(0, length)] * batch
@@ -354,7 +354,7 @@ def hidden_keys(
     window_size_right: int = -1,
     **others: Any,
 ) -> list[list[bool]]:
-    """``[lq][lkv]``: which keys a query does not see."""
+    """``[lq][lkv]``: whether query i does not see key j."""
 
     def sees(i: int, j: int) -> bool:
         c = i if attn_mask_type in TOP_LEFT else i + lkv - lq
@@ -481,9 +481,9 @@ def _backward_oracle(
 ) -> tuple[Tensor | None, ...]:
     """By differentiating the forward's formula at the saved values.
 
-    Where the terms ``a = exp(s - lse)`` of some keys move by da, out becomes
-    ``(out + sum of d(a * D * v)) / (1 + sum of da)``. Written so, out and lse count as they
-    are given: rounded, and of more keys than are there.
+    If the terms ``a = exp(s - lse)`` of some keys change by da, out becomes
+    ``(out + sum of d(a * D * v)) / (1 + sum of da)``. This form takes out and lse as they are
+    given: they may be rounded, and cover more keys than this call has.
     """
     import torch
 
@@ -500,7 +500,7 @@ def _backward_oracle(
         total = torch.stack([leaf.flatten()[:0].sum() for leaf in leaves.values()]).sum()
         for it in spans(q, k, **options):
             lse = softmax_lse[it.lse].detach().double()
-            lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # such a query has no terms
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # sees no key: every term is 0
             scores = _scores(wide[0], wide[1], leaves.get("bias"), it, scale=scale, **options)
             terms, alone = (scores - lse[..., None]).exp(), (o - lse).exp()
             kept = _kept(it, heads, q.device, **options)
@@ -519,13 +519,13 @@ def _backward_oracle(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What the tensors of a sample are like; sizes are b, sq, skv, h, h_kv, d, dv.
+    """Sizes and options of a sample.
 
     Attributes:
-        sizes: of a thd sample, b, sq and skv are not looked at.
-        options: passed on; lists are int32 tensors.
+        sizes: b, sq, skv, h, h_kv, d, dv; a thd sample ignores the first three.
+        options: of the call; lists become int32 tensors.
         bias: its shape, if there is one.
-        tokens: of a thd sample, how many queries and keys.
+        tokens: the numbers of queries and keys of a thd sample.
     """
 
     sizes: tuple[int, int, int, int, int, int, int] = (2, 11, 11, 2, 2, 8, 8)
@@ -541,7 +541,7 @@ def _packed(
     space: int = 0,
     **options: Any,
 ) -> _Case:
-    """A thd sample; ``space`` lies after each sequence, of which the offsets then tell."""
+    """A thd sample, with ``space`` unused tokens after each sequence and the offsets to match."""
     sides: dict[str, Any] = {}
     tokens = []
     for side, lengths in (("q", lengths_q), ("kv", lengths_kv)):
@@ -614,7 +614,7 @@ _CASES: dict[str, _Case] = {
         _SIZES, {"softmax_type": "learnable", "attn_mask_type": "padding", **_LENGTHS}
     ),
     "dropout": _Case(_SIZES, _DROPOUT),
-    # That of element 0.
+    # The threshold is the word of element 0.
     "dropout, a word at the threshold": _Case(_SIZES, {"dropout_p": 0x6627E8D5 / 2**32}),
     "dropout, everything": _Case(
         _SIZES,
@@ -638,13 +638,13 @@ _CASES: dict[str, _Case] = {
 
 
 def _token_shape(options: dict[str, Any], *sizes: int) -> tuple[int, ...]:
-    """Of ``b, s, t, h, d`` what the format has, in its order."""
+    """The sizes of ``b, s, t, h, d`` that the format has, in its order."""
     by_axis = dict(zip("bsthd", sizes, strict=True))
     return tuple(by_axis[axis] for axis in options.get("qkv_format", "bshd"))
 
 
 def _made(case: _Case, kind: torch.dtype, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call; what belongs to no sequence is NaN."""
+    """The call's arguments and options; tokens that belong to no sequence are NaN."""
     import torch
 
     b, sq, skv, heads, groups, d, dv = case.sizes
@@ -680,7 +680,7 @@ def _outside_is_nan(tensor: Tensor, inside: list[tuple[Any, ...]]) -> Tensor:
 
 
 def _layouts(kind: torch.dtype, device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Queries, keys and values that lie in memory in other ways."""
+    """Queries, keys and values in other memory layouts."""
 
     def values(*shape: int, seed: int) -> Tensor:
         return normal(shape, kind, device, seed)
@@ -699,7 +699,7 @@ def _layouts(kind: torch.dtype, device: str) -> Iterator[tuple[str, tuple[Any, .
 
 
 def _inputs(dtype: str, device: str) -> Iterator[Sample]:
-    """What forward and backward have in common."""
+    """The samples that forward and backward have in common."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
@@ -726,7 +726,7 @@ def _inputs(dtype: str, device: str) -> Iterator[Sample]:
     yield Sample("strided offsets", (q, k, v, None, offsets), {"softmax_type": "learnable"})
     low = torch.tensor([-torch.inf, -1e4, 1e4, 0.0], device=device)
     yield Sample("offsets far away", (q, k, v, None, low), {"softmax_type": "learnable"})
-    # Small integers: the scores are exact however they are summed up.
+    # Small integers: the scores are exact in any order of summation.
     whole = (q * 2).round().clamp(-3, 3), (k * 2).round().clamp(-3, 3)
     yield Sample("where exp overflows", (*whole, v), {"scale": 4})
     yield Sample("small values", (q * 1e-3, k * 1e-3, v), {"attn_mask_type": "causal"})
@@ -738,7 +738,7 @@ def _forward_samples(dtype: str, device: str) -> Iterator[Sample]:
     q, k, v = sample.args
     large = 1e4 if dtype == "float16" else 1e30
     yield Sample("large values", (q, k, v.clamp(-2, 2) * large))
-    # What each block of keys adds to the error shows where there are many.
+    # Many keys, so that an error that each block of keys adds becomes visible.
     sizes = ((1, 16, 1, 128), *[(1, 4096, 1, 128)] * 2)
     many = [normal(size, q.dtype, device, seed=83 + place) for place, size in enumerate(sizes)]
     yield Sample("many keys", tuple(many))
@@ -759,7 +759,7 @@ def _backward_samples(dtype: str, device: str) -> Iterator[Sample]:
             apart = out.transpose(0, 2).contiguous().transpose(0, 2)
             strided = lse.to(saved[4].dtype).transpose(1, 2).contiguous().transpose(1, 2)
             yield Sample("transposed dout, out and lse", (turned, q, k, v, apart, strided))
-            # Of more keys than there are: a step of attention over keys in parts.
+            # lse of more keys than this call has: one step of attention over keys in parts.
             yield Sample("lse of more keys", (dout, q, k, v, out, saved[4] + 0.7))
 
 
@@ -826,7 +826,7 @@ def fused_attn_fwd(
 
     ``out_i = sum over j of exp(s_ij - lse_i) * v_j`` over the keys j that query i sees, with
     ``s_ij = scale * <q_i, k_j> + bias_ij`` and lse_i the logarithm of the denominator. The
-    head of this module lays down formats, masks, softmax types, dropout and precision.
+    head of this module defines formats, masks, softmax types, dropout and precision.
 
     Args:
         q: ``[b, sq, h, d]``, ``[sq, b, h, d]`` or ``[tq, h, d]``, as ``qkv_format`` says;
@@ -835,28 +835,28 @@ def fused_attn_fwd(
             h is a multiple of h_kv.
         v: as ``k``, with a width dv of its own.
         bias: added to the scaled scores; four dimensions that expand to ``[b, h, sq, skv]``,
-            any dtype of the contract. Its rows and columns are places in a sequence, in
-            every format. -inf hides a key.
+            any dtype of the contract. In every format its rows and columns are positions within
+            a sequence. -inf hides a key.
         softmax_offset: ``[h]``, any dtype of the contract; for ``learnable`` and only for it.
-        scale: factor of the products; ``1 / sqrt(d)`` unless given.
+        scale: factor of the dot products; ``1 / sqrt(d)`` unless given.
         qkv_format: ``"bshd"``, ``"sbhd"`` or ``"thd"``.
         attn_mask_type: ``"no_mask"``, ``"causal"``, ``"causal_bottom_right"``,
             ``"padding"``, ``"padding_causal"`` or ``"padding_causal_bottom_right"``; one of
             the last three for ``thd``.
         window_size_left: how many keys before the diagonal are seen; -1 for all.
-        window_size_right: how many keys after it; -1 for all.
+        window_size_right: how many keys after the diagonal are seen; -1 for all.
         softmax_type: ``"vanilla"``, ``"off_by_one"`` or ``"learnable"``.
         dropout_p: probability that a weight is dropped, from 0 to 1.
         seed, offset: of the random numbers, at least 0 and below 2**63, as in
-            :func:`dropout_fwd`; they matter where ``dropout_p`` is above 0.
-        cu_seqlens_q: ``[b + 1]``, int32: lengths summed up from 0, not decreasing; for the
+            :func:`dropout_fwd`; unused where ``dropout_p`` is 0.
+        cu_seqlens_q: ``[b + 1]``, int32: cumulative lengths from 0, not decreasing; for the
             padding masks and only for them.
-        cu_seqlens_kv: the same of the keys.
+        cu_seqlens_kv: the same for the keys.
         cu_seqlens_q_padded: ``[b + 1]``, int32, for ``thd`` alone: where sequences begin,
-            if not right after one another.
-        cu_seqlens_kv_padded: the same of the keys.
-        max_seqlen_q: at least the longest sequence, for ``thd`` and only for it.
-        max_seqlen_kv: the same of the keys.
+            if there is space between them.
+        cu_seqlens_kv_padded: the same for the keys.
+        max_seqlen_q: at least the length of the longest sequence, for ``thd`` and only for it.
+        max_seqlen_kv: the same for the keys.
 
     Returns:
         out: shape of ``q`` with the width dv, dtype of ``q``, contiguous; saved for the
@@ -912,11 +912,12 @@ def fused_attn_bwd(
     ``dv_j = sum over i of f_ij * p_ij * dout_i``,
     ``ds_ij = p_ij * (f_ij * <dout_i, v_j> - delta_i)``,
     ``dq_i = scale * sum over j of ds_ij * k_j``, ``dk_j = scale * sum over i of ds_ij * q_i``,
-    ``dbias = ds`` and ``do = -sum over i of exp(o - softmax_lse_i) * delta_i``; the heads of a
-    group are summed up in dk and dv, and dbias is where the bias was expanded.
+    ``dbias = ds`` and ``do = -sum over i of exp(o - softmax_lse_i) * delta_i``. dk and dv are
+    sums over the query heads of a key head, and dbias is summed over dimensions in which the bias
+    was expanded.
 
-    ``out`` and ``softmax_lse`` count as they are given. Attention over keys in several parts
-    calls this once for each part, with the out and the lse of all of them.
+    ``out`` and ``softmax_lse`` are used as given. Attention over keys in several parts
+    calls this once for each part, with the out and the lse over all keys.
 
     Args:
         dout: the gradient of out; its shape, dtype of ``q``.
@@ -934,7 +935,7 @@ def fused_attn_bwd(
         window_size_right: as in the forward.
         softmax_type: as in the forward.
         dropout_p: as in the forward.
-        seed, offset: as in the forward; the same numbers are dropped.
+        seed, offset: as in the forward; the same weights are dropped.
         cu_seqlens_q: as in the forward.
         cu_seqlens_kv: as in the forward.
         cu_seqlens_q_padded: as in the forward.
@@ -943,7 +944,7 @@ def fused_attn_bwd(
         max_seqlen_kv: as in the forward.
 
     Returns:
-        dq: shape and dtype of ``q``, contiguous; 0 at places of no sequence.
+        dq: shape and dtype of ``q``, contiguous; 0 for tokens that belong to no sequence.
         dk: likewise of ``k``.
         dv: likewise of ``v``.
         dbias: likewise of ``bias``; None without one.

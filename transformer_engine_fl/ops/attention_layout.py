@@ -1,15 +1,15 @@
 """The layouts around attention: packed projections, padded sequences, the cache of keys and values.
 
-Everything here puts values elsewhere and calculates nothing, so results are exact for every
-dtype, to the bit; the data of quantised tensors goes the same ways.
+These operators only move values, so results are bit-exact for every dtype, and the data of
+quantised tensors can be moved as well.
 
 **Sequences.** ``cu_seqlens`` says where each sequence begins, from 0, and where the last one
 ends, not decreasing. ``thd`` is ``[t, h, d]``, where sequences follow one another; rows
-after the last one belong to none. ``bshd`` is ``[b, s, h, d]`` and ``sbhd`` is
+after the last sequence belong to none. ``bshd`` is ``[b, s, h, d]`` and ``sbhd`` is
 ``[s, b, h, d]``, where a sequence of fewer than s tokens has the first places.
 
-What stands in ``cu_seqlens`` and other index tensors is not checked, which would mean to
-wait for the device. A token without a place where it would have to go is left out, and
+The values of ``cu_seqlens`` and of other index tensors are not checked, because the host would
+have to wait for the device. A token whose destination does not exist is left out, and
 nothing is read or written outside the tensors, whatever the indices are.
 """
 
@@ -155,7 +155,7 @@ def _prepare_oracle(qkv: Tensor) -> Tensor:
 
 
 def _prepare_backward_oracle(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> Tensor:
-    """Not by autograd, whose sums make 0.0 of -0.0."""
+    """Does not use autograd, whose sums turn -0.0 into 0.0."""
     import torch
 
     batch, tokens, heads, head = q_grad.shape
@@ -198,7 +198,7 @@ def _cache_oracle(
     batch_indices: Tensor | None = None,
     qkv_format: str = "thd",
 ) -> tuple[Tensor, Tensor]:
-    """Token by token."""
+    """Copies token by token, with Python's integers."""
     new, cached = cu_new_lens.tolist(), cu_cached_lens.tolist()
     lengths = [(new[i + 1] - new[i], cached[i + 1] - cached[i]) for i in range(len(new) - 1)]
 
@@ -269,7 +269,7 @@ def _prepare_backward_samples(dtype: str, device: str) -> Iterator[Sample]:
 
 
 _SEQUENCES: dict[str, tuple[int, list[int], int]] = {
-    # label: tokens, where sequences begin and the last ends, the longest
+    # label: number of tokens, cu_seqlens, max_seq_len
     "typical": (9, [0, 3, 8, 9], 5),
     "one sequence": (7, [0, 7], 7),
     "empty sequences": (9, [0, 0, 3, 3, 3, 9, 9], 6),
@@ -316,10 +316,10 @@ class _Step:
     """A step of generation.
 
     Attributes:
-        added: the new tokens of each sequence.
-        lengths: the cached ones, with those.
-        pages: how many there are, and how many tokens each holds.
-        options: lists are int32 tensors.
+        added: the number of new tokens of each sequence.
+        lengths: the number of cached tokens of each sequence, including the new ones.
+        pages: the number of pages, and of tokens in each.
+        options: of the call; lists become int32 tensors.
     """
 
     added: list[int]
@@ -330,7 +330,9 @@ class _Step:
     def sample(
         self, label: str, dtype: str, device: str, qkv_format: str = "thd", **other: Tensor
     ) -> Sample:
-        """Of two heads; keys have six features and values four; ``other`` arguments instead."""
+        """A call with two heads, six features in keys and four in values; ``other`` arguments
+        replace those of the same name.
+        """
         leading = {
             "thd": (sum(self.added),),
             "bshd": (len(self.added), max(self.added)),
@@ -424,19 +426,19 @@ def _cache_samples(dtype: str, device: str) -> Iterator[Sample]:
 def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     """Queries, keys and values out of an interleaved projection, batch first.
 
-    ``output[i, b, s, n, j] = qkv[s, b, n, i * h + j]``: what flash attention reads, of what a
-    projection writes. (Transformer Engine's operator of this name is given the queries, a
-    view of ``[s, b, n, h]`` with the strides of the whole, and reads past their end. Here
-    the whole tensor is the argument.)
+    ``output[i, b, s, n, j] = qkv[s, b, n, i * h + j]``: from the layout that a projection writes
+    to the one that flash attention reads. (Transformer Engine's operator of this name takes only
+    the queries, an ``[s, b, n, h]`` view with the strides of the whole tensor, and reads past
+    their end. Here the whole tensor is the argument.)
 
     Args:
-        qkv: ``[s, b, n, 3 * h]``, of each of n heads its query, its key and its value; any
+        qkv: ``[s, b, n, 3 * h]``, for each of n heads its query, its key and its value; any
             strides; float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2 or uint8.
 
     Returns:
         ``[3, b, s, n, h]``, queries, keys and values; the dtype of ``qkv``, contiguous.
-        :func:`transformer_engine_fl.functional.fa_prepare` returns the three apart. The
-        backward needs nothing of the forward.
+        :func:`transformer_engine_fl.functional.fa_prepare` returns three tensors. The
+        backward needs nothing from the forward.
 
     Raises:
         ArgumentError: a shape or dtype is not as above.
@@ -453,10 +455,10 @@ def fa_prepare_fwd(qkv: Tensor) -> Tensor:
     oracle=_prepare_backward_oracle,
 )
 def fa_prepare_bwd(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> Tensor:
-    """Gradient of :func:`fa_prepare_fwd`: the three together again, sequence first.
+    """Gradient of :func:`fa_prepare_fwd`: interleaves the three gradients, sequence first.
 
-    ``dqkv[s, b, n, i * h + j] = grad_i[b, s, n, j]``, i counting ``q_grad``, ``k_grad`` and
-    ``v_grad``.
+    ``dqkv[s, b, n, i * h + j] = grad_i[b, s, n, j]``, where grad_0, grad_1 and grad_2 are
+    ``q_grad``, ``k_grad`` and ``v_grad``.
 
     Args:
         q_grad: ``[b, s, n, h]``, the gradient of the queries; any strides; float32, bfloat16,
@@ -488,17 +490,17 @@ def fa_prepare_bwd(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> Tensor:
     ),
 )
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) -> Tensor:
-    """Sequences that follow one another, each in a row of its own.
+    """Puts sequences that follow one another into a row each.
 
     ``output[i, p] = tensor[cu_seqlens[i] + p]`` for p below the length of sequence i,
-    ``cu_seqlens[i + 1] - cu_seqlens[i]``; 0 behind it. Tokens from ``max_seq_len`` on are
-    left out. Its gradient is :func:`convert_bshd_to_thd`.
+    ``cu_seqlens[i + 1] - cu_seqlens[i]``, and 0 for larger p. The tokens of a sequence from
+    number ``max_seq_len`` on are left out. The gradient is :func:`convert_bshd_to_thd`.
 
     Args:
         tensor: ``[t, h, d]``; float32, bfloat16, float16, float64, float8_e4m3fn,
             float8_e5m2 or uint8.
         cu_seqlens: ``[b + 1]``, int32, as at the head of this module.
-        max_seq_len: at least 0; the length of the longest sequence, to lose nothing.
+        max_seq_len: at least 0; no token is lost if it is the length of the longest sequence.
 
     Returns:
         ``[b, max_seq_len, h, d]``, the dtype of ``tensor``, contiguous.
@@ -523,11 +525,11 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) ->
     ),
 )
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    """Sequences in rows of their own, put one after another.
+    """Puts sequences that have a row each one after another.
 
     ``output[cu_seqlens[i] + p] = tensor[i, p]`` for p below the length of sequence i. Tokens
-    of which ``tensor`` has no place, and those after the last sequence, are 0. Its gradient
-    is :func:`convert_thd_to_bshd`.
+    that ``tensor`` does not have, and those after the last sequence, are 0. The gradient is
+    :func:`convert_thd_to_bshd`.
 
     Args:
         tensor: ``[b, s, h, d]``; float32, bfloat16, float16, float64, float8_e4m3fn,
@@ -564,37 +566,37 @@ def copy_to_kv_cache(
     batch_indices: Tensor | None = None,
     qkv_format: str = "thd",
 ) -> None:
-    """Appends the new keys and values of each sequence to what is cached of it, in place.
+    """Appends the new keys and values of each sequence to its cache, in place.
 
-    Sequence i has ``n = cu_new_lens[i + 1] - cu_new_lens[i]`` new tokens and, with them,
-    ``c = cu_cached_lens[i + 1] - cu_cached_lens[i]`` cached ones. Its new token j goes to the
-    position ``p = c - n + j``: that is
+    Sequence i has ``n = cu_new_lens[i + 1] - cu_new_lens[i]`` new tokens, and
+    ``c = cu_cached_lens[i + 1] - cu_cached_lens[i]`` cached tokens including these. Its new token
+    j goes to position ``p = c - n + j``, which is
 
     - ``cache[page_table[i, p // page_size], p % page_size]`` with a ``page_table`` (paged
       attention; Kwon et al., 2023, arXiv:2309.06180),
     - ``cache[i, p]`` without one, where each sequence has a row of the cache.
 
-    Without a ``page_table``, ``batch_indices`` may say in which row each sequence stood
+    Without a ``page_table``, ``batch_indices`` may give the row that each sequence had
     before this step: ``cache[i, p]`` for p below ``c - n`` is then what
     ``cache[batch_indices[i], p]`` was before the call, whatever the order of the rows.
-    (Transformer Engine's operator of this name takes these as its ``page_table`` if
+    (Transformer Engine's operator of this name takes these indices as its ``page_table`` if
     ``is_non_paged``.)
 
     A token is left out where ``new_k`` has no such token, or p or its page is outside the
-    cache or the table; the same of rows that are moved. Everything else in the caches
-    stays as it is. Where two tokens go to the same place, which one stays is not defined.
+    cache or the table; rows are moved with the same exceptions. Everything else in the caches
+    stays as it is. Where two tokens go to the same place, which of them stays is not defined.
 
     Args:
         new_k: as ``qkv_format`` says, with h heads of d features. In ``thd`` the new tokens
             of sequence i begin at ``cu_new_lens[i]``; otherwise they are its first ones.
             float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2 or uint8.
-        new_v: the same of the values, of which d may be another; dtype of ``new_k``.
+        new_v: the same for the values, whose d may differ; dtype of ``new_k``.
         k_cache: ``[pages, page_size, h, d]``, or ``[rows, max_seq_len, h, d]`` with at least
             b rows; any strides, dtype of ``new_k``. Written.
-        v_cache: the same of the values. Written.
-        cu_new_lens: ``[b + 1]``, int32, sums of the numbers of new tokens, from 0.
-        cu_cached_lens: ``[b + 1]``, int32, sums of the numbers of cached tokens, the new ones
-            among them.
+        v_cache: the same for the values. Written.
+        cu_new_lens: ``[b + 1]``, int32, cumulative numbers of new tokens, from 0.
+        cu_cached_lens: ``[b + 1]``, int32, cumulative numbers of cached tokens, including the
+            new ones.
         page_table: ``[b, max_pages_per_seq]``, int32; the pages of each sequence, in order.
         batch_indices: ``[b]``, int32; only without ``page_table``.
         qkv_format: ``"thd"``, ``"bshd"`` or ``"sbhd"``, the layout of ``new_k`` and ``new_v``.

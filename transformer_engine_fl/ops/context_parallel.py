@@ -1,28 +1,28 @@
-"""Attention over sequences that several ranks share: what each rank does between the steps.
+"""Context parallelism: what a rank does between the steps of attention over shared sequences.
 
 **Shares.** Each sequence is cut into ``2 * world_size`` chunks of equal length, and rank r
 holds chunk r followed by chunk ``2 * world_size - 1 - r``, so that causal attention costs
-every rank the same. The two chunks are the halves of what the rank has of the sequence. In
-each step of a ring the rank attends to the keys of one rank. Under a causal mask those of a
-lower rank concern all its queries with their first half alone; those of a higher rank
-concern the second half of its queries alone.
+every rank the same. The two chunks are the halves of the rank's share of the sequence. In
+each step of a ring, a rank attends to the keys of one rank. Under a causal mask, all its queries
+see only the first half of a lower rank's keys, and only the second half of its queries see the
+keys of a higher rank.
 
-**Merging.** A step gives, for a query, the output ``o_i`` over its keys and the logarithm
-``l_i`` of the sum of exponentials of their scores (lse). Over all keys they are
+**Merging.** For each query, a step yields the output ``o_i`` over the keys of the step, and the
+logarithm ``l_i`` of the sum of the exponentials of their scores (lse). Over all keys these are
 ``l = log(sum over i of exp(l_i))`` and ``o = sum over i of exp(l_i - l) * o_i``. A query that
-sees no key in a step has ``l_i = -inf`` there, and what stands in ``o_i`` does not count.
+sees no key in a step has ``l_i = -inf`` there, and its ``o_i`` is ignored.
 
 **Layouts.** Tokens are ``thd``, ``[t, h, d]``, sequences following one another.
 ``cu_seqlens``, ``[b + 1]``, says where in t each begins, from 0, and where the last ends, not
-decreasing. Every length is even, the second half beginning at ``length / 2``. Tensors of
-halves have the same layout at half the offsets. An lse is ``[h, t]`` if it is packed; else
-``[b, h, s]``, where each sequence has the first places of a row, at least as many as its length.
-What belongs to no sequence is 0 in what is returned, and stays as it is in what is written.
+decreasing. Every length is even, and the second half begins at ``length / 2``. Tensors of
+halves have the same layout with all offsets halved. A packed lse is ``[h, t]``; otherwise it is
+``[b, h, s]``, where a sequence has the first places of its row, and s is at least its length.
+In results, elements that belong to no sequence are 0; in written arguments they stay unchanged.
 
-What stands in ``cu_seqlens`` is not checked, which would mean to wait for the device. With
-an odd length the values of that sequence are not defined. With offsets beyond a tensor, a
-token that it does not have is 0 in what is returned and changes nothing in what is
-written. Nothing is read or written outside the tensors, whatever the offsets are.
+The values of ``cu_seqlens`` are not checked, because the host would have to wait for the device.
+With an odd length the values of that sequence are not defined. If offsets point beyond a tensor,
+a token that the tensor does not have is 0 in a result and changes nothing in a written argument.
+Nothing is read or written outside the tensors, whatever the offsets are.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LSE_TOLERANCE = {
     "float32": Tolerance(rtol=3e-7, atol=3e-7),
     "float64": Tolerance(rtol=4e-16, atol=4e-16),
 }
-# Half a unit in the last place, and what the exponential in float32 adds to that.
+# Half a unit in the last place, plus the error of the exponential in float32.
 OUT_TOLERANCE = {
     "float32": Tolerance(rtol=5e-7, atol=5e-7),
     "bfloat16": Tolerance(rtol=2**-8 + 2**-19, atol=5e-7),
@@ -97,7 +97,7 @@ def _check_lse(op: str, value: Any, lse_packed: Any, sequences: int) -> Tensor:
 
 
 def _check_step(op: str, value: Any, lse: Tensor, at_least: int) -> None:
-    """The lse of a step, beside the one of all."""
+    """Check the lse of a step against ``lse``, that over all keys."""
     dtypes = (check.dtype_name(lse.dtype),)
     step = check.is_tensor(op, "lse_per_step", value, dtypes=dtypes, min_ndim=1)
     shape = (*lse.shape[:-1], step.shape[-1])
@@ -205,7 +205,8 @@ def _check_indices(op: str, cu_seqlens: Any, total_tokens: Any, world_size: Any,
 
 # ------------------------------------------------------------------------------ oracles
 #
-# Token by token, in Python's integers. A token is (sequence, place, length, row in thd).
+# They work token by token, with Python's integers. ``_tokens`` yields (sequence, place in it,
+# length of the sequence, row in thd).
 
 
 def _tokens(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int, int]]:
@@ -215,7 +216,7 @@ def _tokens(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _second_halves(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int, int, int]]:
-    """(sequence, place, row) of each token, then (place, row) in the tensor of halves."""
+    """(sequence, place, row) of each token of a second half, and its (place, row) among halves."""
     for sequence, place, length, row in _tokens(cu_seqlens):
         half = length // 2
         if place >= half:
@@ -355,7 +356,7 @@ def _offsets(lengths: list[int], device: str) -> Tensor:
 
 
 def _strided_offsets(device: str) -> Tensor:
-    """Those of the typical sequences."""
+    """The offsets of the typical sequences, in a strided tensor."""
     return int32([0, 7, 4, 9, 10, 3, 12, 5], device)[::2]
 
 
@@ -382,7 +383,7 @@ def _read_half_samples(dtype: str, device: str) -> Iterator[Sample]:
 
 @dataclass(frozen=True, slots=True)
 class _Lses:
-    """An lse, one of at least half its length, and whose they are."""
+    """An lse, a second one of at least half its length, and the sequences of both."""
 
     label: str
     lse: Tensor
@@ -439,7 +440,7 @@ def _lses(dtype: str, device: str) -> Iterator[_Lses]:
 
 
 def _unseen(lse: Tensor) -> Tensor:
-    """-inf here and there; of two lse in the same place, in another one, and in both."""
+    """Puts -inf in some places, such that two lse have it in the first, the second or both."""
     import torch
 
     lse[..., 1 + lse.shape[-1] // 2 :] = -torch.inf
@@ -468,7 +469,7 @@ def _out_correction_samples(dtype: str, device: str) -> Iterator[Sample]:
         heads = it.lse.shape[-2]
         total = it.lse.shape[-1] if it.packed else int(it.cu_seqlens[-1])
         out, lse = tokens(total, heads, 141), it.lse
-        # The lse of a step does not exceed that of all.
+        # The lse of a step does not exceed that over all keys.
         step = lse - normal(tuple(lse.shape), lse.dtype, device, 140).abs()
         args = (out, tokens(total, heads, 142), lse, step, it.cu_seqlens)
         yield Sample(it.label, args, it.options)
@@ -590,10 +591,10 @@ def _indices_samples(dtype: str, device: str) -> Iterator[Sample]:
     oracle=_read_half_oracle,
 )
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
-    """The first or the second half of every sequence, one after another.
+    """Reads the first or the second half of every sequence.
 
     ``output[cu_seqlens[i] / 2 + p] = tensor[cu_seqlens[i] + half_idx * length_i / 2 + p]`` for p
-    below ``length_i / 2``. What the layouts are is told at the head of this module.
+    below ``length_i / 2``. The head of this module defines the layouts.
 
     Args:
         tensor: ``[t, h, d]``, or ``[2, t, h, d]``, keys and values together; float32,
@@ -622,18 +623,18 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
 def thd_second_half_lse_correction(
     lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, *, lse_packed: bool = False
 ) -> None:
-    """Adds to the lse of every second half that of a step, in place.
+    """Merges a step's lse into the lse of every second half, in place.
 
-    ``lse = log(exp(lse) + exp(lse_per_step))``, with the larger one taken out first so that
-    nothing overflows; where both are -inf it stays so. First halves stay as they are.
-    What the layouts are is told at the head of this module.
+    ``lse = log(exp(lse) + exp(lse_per_step))``, computed with the larger of the two factored out
+    so that nothing overflows; where both are -inf the result is -inf. First halves stay as they
+    are. The head of this module defines the layouts.
 
     Args:
         lse: ``[b, h, s]``, or ``[h, t]`` if packed; float32 or float64. Written.
         lse_per_step: ``[b, h, s2]`` or ``[h, t2]``, of second halves alone; s2 is at least
             ``s // 2``, t2 at least ``t // 2``; dtype of ``lse``.
         cu_seqlens: ``[b + 1]``, int32, of whole sequences.
-        lse_packed: which of the two shapes.
+        lse_packed: whether lse is ``[h, t]``.
 
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
@@ -654,14 +655,14 @@ def thd_read_second_half_lse(
 
     ``output[i, :, p] = lse[i, :, length_i / 2 + p]`` for p below ``length_i / 2``, or, packed,
     ``output[:, cu_seqlens[i] / 2 + p] = lse[:, cu_seqlens[i] + length_i / 2 + p]``; 0 elsewhere.
-    What the layouts are is told at the head of this module.
+    The head of this module defines the layouts.
 
     Args:
         lse: ``[b, h, s]``, or ``[h, t]`` if packed; float32 or float64.
         cu_seqlens: ``[b + 1]``, int32, of whole sequences.
         second_half_lse_seqlen: the last dimension of the output; at least ``s // 2`` or
             ``t // 2``.
-        lse_packed: which of the two shapes.
+        lse_packed: whether lse is ``[h, t]``.
 
     Returns:
         ``[b, h, second_half_lse_seqlen]`` or ``[h, second_half_lse_seqlen]``, the dtype of
@@ -691,25 +692,25 @@ def thd_out_correction(
     only_second_half: bool = False,
     lse_packed: bool = False,
 ) -> None:
-    """Adds the share of a step to the output of attention, in place.
+    """Adds a step's contribution to the output of attention, in place.
 
     ``out = out + exp(lse_per_step - lse) * out_per_step`` for every query and head, or for
-    those of second halves alone. ``out`` begins as zeros, and is the output over all keys
-    after every step has been added with the lse over all keys. Computed in float32
+    those of second halves alone. ``out`` starts as zeros, and is the output over all keys
+    once every step has been added with the lse over all keys. Computed in float32
     (float64 if ``out`` or ``lse`` is) and rounded once. Where ``lse`` or ``lse_per_step`` is
-    -inf, ``out`` stays as it is, whatever ``out_per_step`` is there. What the layouts are is
-    told at the head of this module.
+    -inf, ``out`` stays as it is, whatever ``out_per_step`` holds. The head of this module
+    defines the layouts.
 
     Args:
         out: ``[t, h, d]``; float32, bfloat16, float16 or float64. Written.
         out_per_step: ``[t, h, d]``, or ``[t // 2, h, d]`` with ``only_second_half``; dtype of
             ``out``.
         lse: over all keys: ``[b, h, s]``, or ``[h, t]`` if packed; float32 or float64.
-        lse_per_step: over the keys of the step: as ``lse``, the last dimension at least the
-            same, or half of it with ``only_second_half``; dtype of ``lse``.
+        lse_per_step: over the keys of the step: shape of ``lse``, but the last dimension may be
+            larger, or with ``only_second_half`` as small as half of it; dtype of ``lse``.
         cu_seqlens: ``[b + 1]``, int32, of ``out``.
-        only_second_half: the step has the second half of each sequence's queries alone.
-        lse_packed: which of the two shapes.
+        only_second_half: the step has only the second half of each sequence's queries.
+        lse_packed: whether lse is ``[h, t]``.
 
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
@@ -727,19 +728,19 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, *, first_half: str, second_half: str
 ) -> None:
-    """Takes the gradient of a step into the sum over the steps, half by half, in place.
+    """Adds or copies a step's gradient into the sum over the steps, half by half, in place.
 
-    For the first half of every sequence as ``first_half`` says, for the second as
-    ``second_half`` does: ``"add"`` is ``grad = grad + grad_per_step``, ``"copy"`` is
-    ``grad = grad_per_step``, and ``"none"`` leaves it as it is. Sums are those of float32
-    (float64 for float64), rounded once; copies are exact. What the layouts are is told at the
-    head of this module.
+    ``first_half`` says what happens to the first half of every sequence and ``second_half`` what
+    happens to the second: ``"add"`` is ``grad = grad + grad_per_step``, ``"copy"`` is
+    ``grad = grad_per_step``, and ``"none"`` leaves it unchanged. Sums are computed in float32
+    (float64 for float64) and rounded once; copies are exact. The head of this module defines the
+    layouts.
 
     Args:
         grad: ``[t, h, d]``, or ``[2, t, h, d]``, of keys and values; float32, bfloat16,
             float16 or float64. Written.
-        grad_per_step: the shape of ``grad`` if neither half is left, else ``t // 2`` instead
-            of t, the other halves alone; dtype of ``grad``.
+        grad_per_step: the shape of ``grad``; if one half is ``"none"``, only the other halves,
+            with ``t // 2`` instead of t. Dtype of ``grad``.
         cu_seqlens: ``[b + 1]``, int32, of ``grad``.
         first_half: ``"add"``, ``"copy"`` or ``"none"``.
         second_half: the same; ``"none"`` for one of them at most.
@@ -761,18 +762,18 @@ def thd_get_partitioned_indices(
 ) -> Tensor:
     """Which tokens a rank holds: its two chunks of each sequence, as at the head of this module.
 
-    Sequence by sequence, the indices of chunk ``rank`` and then of chunk
+    For each sequence, the indices of chunk ``rank`` and then of chunk
     ``2 * world_size - 1 - rank``, out of ``2 * world_size``. Tokens after the last sequence are
-    shared out like one more, so that all ranks together have each token once.
+    treated as one more sequence, so that all ranks together have each token once.
 
     Args:
         cu_seqlens: ``[b + 1]``, int32, of all ranks' tokens together. Every length is a
-            multiple of ``2 * world_size``. With others, or with more tokens than
-            ``total_tokens``, which indices are returned is not defined; they are at least 0
-            and below ``total_tokens`` even so.
+            multiple of ``2 * world_size``. With other lengths, or more tokens than
+            ``total_tokens``, the indices are not defined, but still at least 0
+            and below ``total_tokens``.
         total_tokens: t, a multiple of ``2 * world_size``.
         world_size: number of ranks.
-        rank: this one, from 0.
+        rank: this rank, from 0.
 
     Returns:
         ``[t // world_size]``, int32.

@@ -1,12 +1,12 @@
-"""Dropout whose mask every implementation draws alike.
+"""Dropout with the same mask in every implementation.
 
-The mask is a function of the seed, the offset and an element's index alone: the numbers
-come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011), a function of a 128-bit counter and a 64-bit key. All words below
-are unsigned and of 32 bits; ``lo`` and ``hi`` are the halves of a 64-bit product.
+The mask is a function of the probability, the seed, the offset and an element's index alone. The
+random numbers come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
+as easy as 1, 2, 3", SC 2011), a function of a 128-bit counter and a 64-bit key. All words below
+are unsigned 32-bit; ``lo`` and ``hi`` are the lower and upper word of a 64-bit number.
 
 **The generator.** The block of four words for the counter ``(c0, c1, c2, c3)`` and the key
-``(k0, k1)`` is what ten rounds make of the counter. A round is
+``(k0, k1)`` is the counter after ten rounds. A round is
 
     ``c0, c1, c2, c3 = hi(M1 * c2) ^ c1 ^ k0, lo(M1 * c2), hi(M0 * c0) ^ c3 ^ k1, lo(M0 * c0)``
 
@@ -15,14 +15,14 @@ with M0 = 0xD2511F53 and M1 = 0xCD9E8D57; after each round ``k0 += 0x9E3779B9`` 
 
 **The number of an element.** The element with the index i, counted in row-major order
 whatever the strides are, takes 16 bits of the block with the counter
-``(lo(i // 8), hi(i // 8), lo(offset), hi(offset))`` and the key ``(lo(seed), hi(seed))``: of its
-word ``i % 8 // 2`` the lower half if i is even, the upper half if it is odd. Calls with
-another offset therefore share no block.
+``(lo(i // 8), hi(i // 8), lo(offset), hi(offset))`` and the key ``(lo(seed), hi(seed))``: of
+word ``i % 8 // 2``, the lower half if i is even, the upper half if it is odd. Calls with
+different offsets therefore share no block.
 
 **The threshold.** The element is kept if its number is at least ``floor(p * 2**16)``, where p
-is the probability as a float64; the product is exact. For p = 1 none is kept. Sixteen bits
-make one block serve a byte of the mask, and keep an element with a probability that is
-less than 2**-16 above 1 - p.
+is the probability as a float64; the product is exact. For p = 1 no element is kept. With sixteen
+bits for an element, one block yields one byte of the mask, and the probability of keeping an
+element exceeds 1 - p by less than 2**-16.
 
 **The mask.** Bit ``i % 8`` of byte ``i // 8`` is 1 if element i is kept, the lowest bit first;
 the bits after the last element are 0.
@@ -55,7 +55,7 @@ _LIMIT = 2**63
 
 
 def mask_bytes(elements: int) -> int:
-    """The size of the mask of so many elements."""
+    """The size in bytes of the mask of ``elements`` elements."""
     return (elements + 7) // 8
 
 
@@ -82,7 +82,7 @@ def _check_backward(op: str, grad_output: Any, mask: Any, dropout_probability: A
 
 
 def philox_block(counter: int, key: int) -> list[int]:
-    """Philox4x32-10 in Python's integers: 128 bits and 64 bits in, four words out."""
+    """Philox4x32-10 in Python integers: from a 128-bit counter and a 64-bit key to four words."""
     word = 0xFFFFFFFF
     c0, c1, c2, c3 = (counter >> shift & word for shift in (0, 32, 64, 96))
     k0, k1 = key & word, key >> 32
@@ -95,7 +95,7 @@ def philox_block(counter: int, key: int) -> list[int]:
 
 
 def scale_of_kept(probability: float) -> float:
-    """What the elements are multiplied with that are kept: ``1 / (1 - p)``, and 0 if none is."""
+    """The factor of kept elements: ``1 / (1 - p)``, or 0 for p = 1, where none is kept."""
     return 1 / (1 - probability) if probability < 1 else 0.0
 
 
@@ -155,7 +155,7 @@ _CALLS: dict[str, tuple[float, dict[str, int]]] = {
     "nothing dropped": (0.0, {"seed": 1}),
     "everything dropped": (1.0, {"seed": 1}),
     "half dropped": (0.5, {"seed": 1}),
-    "a number at the threshold": (0xE8D5 / 2**16, {"seed": 0}),  # that of element 0
+    "a number at the threshold": (0xE8D5 / 2**16, {"seed": 0}),  # the number of element 0
     "a probability below 16 bits": (2.0**-17, {"seed": 1}),
     "nearly everything dropped": (0.99, {"seed": 1}),
     "a seed of 32 bits": (0.3, {"seed": 0x87654321}),
@@ -231,18 +231,18 @@ def dropout_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Dropout (Srivastava et al., 2014, JMLR 15), scaled so that the mean is kept.
 
-    ``output = input / (1 - p)`` where an element is kept, and 0 where it is not, whatever
-    stands there. Which elements are kept is laid down at the head of this module, bit by
-    bit; it depends on nothing but their index, p, the seed and the offset.
-    The product with ``1 / (1 - p)``, taken in float64, is computed in float32 (float64 for
-    float64) and rounded once.
+    ``output = input / (1 - p)`` where an element is kept, and 0 where it is dropped, even if the
+    input is NaN there. The head of this module defines bit by bit which elements are kept; it
+    depends only on their index, p, the seed and the offset.
+    The factor ``1 / (1 - p)`` is computed in float64, the product with it in float32 (float64 for
+    float64), and rounded once.
 
     Args:
         input: any shape; float32, bfloat16, float16 or float64.
         dropout_probability: p, from 0 to 1.
         seed: at least 0 and below 2**63.
-        offset: at least 0 and below 2**63. Calls with the same seed and another offset are
-            independent; count it up by one from call to call.
+        offset: at least 0 and below 2**63. Calls with the same seed and different offsets are
+            independent; increase it by one from call to call.
 
     Returns:
         output: shape and dtype of ``input``, contiguous.
@@ -273,7 +273,7 @@ def dropout_bwd(grad_output: Tensor, mask: Tensor, dropout_probability: float) -
     Args:
         grad_output: any shape; float32, bfloat16, float16 or float64.
         mask: ``[ceil(elements / 8)]``, uint8, as the forward returned it; bits after the last
-            element are not looked at.
+            element are ignored.
         dropout_probability: as in the forward.
 
     Returns:

@@ -1,14 +1,14 @@
 """Norms and activations with a quantised output, in one pass.
 
-``<operator>_quantize`` is the operator with one of its outputs cast as ``quantize`` casts,
-before it is rounded to any other dtype: what is calculated in float32 is what is quantised.
-The operator's own contract and that of ``quantize`` say everything else, so each contract
-here is made of the two. An implementation that does not fuse an option declines it, and
-does not name the operators that it does not fuse at all.
+``<operator>_quantize`` is the operator with one of its outputs cast as ``quantize`` does. The
+float32 result is quantised directly, without being rounded to another dtype first.
+The operator's own contract and that of ``quantize`` specify everything else, so each contract
+here is derived from these two. An implementation declines the options that it does not fuse, and
+registers only the operators that it fuses.
 
-Implementations may calculate in another order, so that a value next to a tie may be cast to
-either neighbour, and a scale to the next float. The oracle returns bounds: what can come of
-any float32 result within the operator's own tolerance.
+Implementations may calculate in a different order, so a value close to a tie may be cast to
+either neighbour, and a scale may be the next float. The oracle returns bounds: the results for
+every float32 value within the operator's own tolerance.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ __all__ = [
 Quantizing = Contract[..., tuple[Any, ...]]
 
 _OPTIONS = tuple(name for name in quantize.options if name != "scale")
-"""How to quantise, as ``quantize`` has it."""
+"""The options of ``quantize``."""
 
 
 # ------------------------------------------------------------------------------- bounds
 
 Ends = tuple["Tensor", "Tensor"]
-"""The least and the greatest value that is right."""
+"""The least and the greatest correct value."""
 
 _LEAST_FLOAT32 = 2.0**-149
 
@@ -101,8 +101,8 @@ _LEAST_FLOAT32 = 2.0**-149
 def error_of(value: Tensor, base: Contract[..., Any]) -> Tensor:
     """How far a float32 result of ``base`` may be from the float64 value of each element.
 
-    The operator's tolerance, with the root mean square of the row: a block may lie in one of
-    small values. That of the whole tensor takes its place where float64 makes zero of a row.
+    The operator's tolerance, relative to the root mean square of the row, since a block may be in
+    a row of small values; of the whole tensor where the row is zero in float64.
     """
     tolerance = base.tolerance["float32"]
     known = value.nan_to_num(0.0, posinf=0.0, neginf=0.0)
@@ -114,7 +114,7 @@ def error_of(value: Tensor, base: Contract[..., Any]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """How a float64 matrix, known to an error, is quantised."""
+    """How a float64 matrix, known up to an error, is quantised."""
 
     form: Format
     dtype: str
@@ -123,7 +123,7 @@ class _Cast:
     power_of_2: bool
 
     def bounds(self, value: Tensor, error: Tensor) -> tuple[Between, Between, Any, Any]:
-        """Of data, scale_inv, amax and global_scale_inv."""
+        """The bounds of data, scale_inv, amax and global_scale_inv."""
         import torch
 
         form = self.form
@@ -167,9 +167,9 @@ class _Cast:
         return change(ends[0]), change(ends[1])
 
     def _scales(self, amax: Ends, largest: float) -> Ends:
-        """The float32 scales of what lies between two amaxes."""
+        """The least and greatest float32 scale of an amax between two bounds."""
         low, high = (it.clamp_min(self.epsilon) for it in amax)
-        nothing = low == 0  # perhaps: then the scale is 1, and else it is large
+        nothing = low == 0  # the amax may be 0, with the scale 1, or tiny, with a large scale
         low = low.masked_fill(nothing, _LEAST_FLOAT32).minimum(high)
         least, most = (scale_of(it, largest, 0.0, self.power_of_2) for it in (high, low))
         return least.where(~nothing, least.clamp_max(1.0)), most
@@ -178,7 +178,7 @@ class _Cast:
         return Between(float32(1 / scales[1]), float32(1 / scales[0]))
 
     def _data(self, value: Tensor, error: Tensor, scales: Ends, owner: Tensor) -> Between:
-        """The cast of what lies around the values, with scales of their owners."""
+        """The bounds of the cast of ``value`` within ``error``, with the scales of its owners."""
         least, most = (it[owner] for it in scales)
         low, high = value - error, value + error
         low = nearest(float32((low * least).minimum(low * most)), self.dtype)
@@ -194,12 +194,12 @@ class _Cast:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """An operator one of whose outputs is quantised.
+    """An operator with one output quantised.
 
     Attributes:
         base: the operator.
-        place: which of its outputs.
-        shape: of that output, from the operator's arguments.
+        place: the index of the output that is quantised.
+        shape: computes the shape of that output from the operator's arguments.
         contract: of the operator that does both.
     """
 
@@ -209,7 +209,7 @@ class Epilogue:
     contract: Quantizing
 
     def divided(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-        """The arguments of the base operator, the scale, and how to quantise."""
+        """The arguments of the base operator, the scale, and the other options of ``quantize``."""
         base = {name: given[name] for name in self.base.signature.parameters if name in given}
         return base, given["scale"], {name: given[name] for name in _OPTIONS}
 
@@ -220,11 +220,11 @@ class Epilogue:
         return tuple(each)
 
     def of(self, outputs: Any) -> Any:
-        """That of the base operator's outputs which is quantised."""
+        """The output of the base operator that is quantised."""
         return outputs[self.place] if isinstance(outputs, tuple) else outputs
 
     def check(self, op: str, **given: Any) -> None:
-        """Of the base operator's arguments, then of the others."""
+        """Check the base operator's arguments, then the others."""
         arguments, scale, options = self.divided(given)
         left_out = {"out_dtype": None} if "out_dtype" in self.base.options else {}
         self.base.check_as(op, **arguments, **left_out)
@@ -243,7 +243,7 @@ class Epilogue:
         return self.outputs(outputs, quantized_shapes(self.of(outputs), 1, *how))
 
     def oracle(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The base operator's in float64, and bounds of what is quantised."""
+        """The base operator's outputs in float64, with bounds for the quantised one."""
         arguments, scale, options = self.divided(self.contract.bind(*args, **kwargs))
         outputs = self.base.oracle(**arguments)
         value = self.of(outputs)
@@ -258,7 +258,7 @@ class Epilogue:
         return self.outputs(outputs, (*cast.bounds(value, error), *turned))
 
     def samples(self, dtype: str, device: str) -> Iterator[Sample]:
-        """The typical one in every format with every option, others in one format each."""
+        """The typical sample in every format with every option, the others in one format each."""
         forms = list(FORMATS.values())
         samples = [it for it in self.base.samples(dtype, device) if "out_dtype" not in it.kwargs]
         typical, *others = samples
@@ -298,11 +298,11 @@ _LABELS = (
     "infinities and NaN",
     "offset mean",
 )
-"""The base operators' samples that are cast, besides the typical and those with an option."""
+"""The base operators' samples to cast, besides the typical one and those with an option."""
 
 
 EPILOGUES: dict[str, Epilogue] = {}
-"""By the name of the operator that does both."""
+"""Every epilogue by the name of the operator that does both."""
 
 
 def _quantizing(
@@ -338,7 +338,7 @@ def _results(contract: Contract[..., Any]) -> list[str]:
 
 
 def _signature(base: Contract[..., Any], place: int) -> inspect.Signature:
-    """The base operator's, then the options of ``quantize``; without a dtype of the output."""
+    """The base operator's parameters but ``out_dtype``, then the options of ``quantize``."""
     own = base.signature.parameters.items()
     parameters = [parameter for name, parameter in own if name != "out_dtype"]
     parameters += [
