@@ -1,6 +1,6 @@
-"""Matrix products with what is fused into them: bias, GELU, their gradients, accumulation.
+"""Matrix products with fused epilogues: bias, GELU, their gradients, accumulation.
 
-``D = alpha * op(B) @ op(A)`` as Transformer Engine orders it: A is the weight, stored
+``D = alpha * op(B) @ op(A)``, in Transformer Engine's order: A is the weight, stored
 ``[out, in]`` as in ``torch.nn.Linear``, and B the activations. One operator multiplies two
 matrices, the other a list of pairs. The forward of a linear layer and both of its
 gradients are such products:
@@ -37,12 +37,11 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = 128
 MX_BLOCK = 32
 
-# Where the signs of the terms differ, a float32 sum of K of them, one after the other, is off
-# by some 2e-8 * sqrt(K) in units of the output's root mean square, and the worst of many
-# elements by five times that: 1e-5 is for K up to 2**13. Of the narrow dtypes, half a unit in
-# the last place and the same. Tensor cores add products of float8 with 14 bits for a while:
-# on an H200 that came to 2**-9.2 in those units, where blocks have scales of their own. A row
-# of a block with a large scale errs as it is large.
+# A sequential float32 sum of K terms of mixed sign has an error of about 2e-8 * sqrt(K), relative
+# to the output's root mean square, and the worst of many elements five times that: 1e-5 suffices
+# for K up to 2**13. The narrow dtypes add half a unit in the last place. Tensor cores first
+# accumulate float8 products with 14 bits: on an H200 with block scales, this error reached 2**-9.2
+# relative to the root mean square. A row whose block has a large scale has an error as large.
 TOLERANCE = {
     "float32": Tolerance(rtol=4e-6, atol=1e-5),
     "bfloat16": Tolerance(rtol=2**-8 + 2**-15, atol=2**-14),
@@ -57,7 +56,7 @@ TOLERANCE = {
 
 
 def _rows_and_columns(tensor: Tensor) -> tuple[int, int]:
-    """The shape as a matrix: all dimensions but the last are its rows."""
+    """The shape as a matrix: all dimensions but the last are flattened to rows."""
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
 
 
@@ -72,7 +71,7 @@ def _default_dtype(B: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _check_pair(op: str, name: str, tensor: Tensor, B: Tensor) -> None:
-    """``tensor`` can be multiplied with ``B``, as far as dtypes go."""
+    """Check that the dtypes of ``tensor`` and ``B`` can be multiplied."""
     if _is_float8(B):
         check.is_tensor(op, name, tensor, dtypes=FLOAT8)
     elif tensor.dtype != B.dtype:
@@ -129,7 +128,7 @@ def _check_epilogue(
     beta: Any,
     out_dtype: Any,
 ) -> None:
-    """What is done with a product, for D of ``shape``; of a bias only that it may be there."""
+    """Check the epilogue's options for D of ``shape``; of ``bias`` only whether it is allowed."""
     for name, flag in (("gelu", gelu), ("grad", grad), ("bias_grad", bias_grad)):
         check.is_flag(op, name, flag)
     if grad and bias is not None:
@@ -302,7 +301,7 @@ def _grouped_shape(
 def _accumulated(
     op: str, accumulate_into: Any, rows: list[int], columns: int
 ) -> Iterator[tuple[Any, tuple[int, int]]]:
-    """Each tensor that is accumulated into, and its shape by the rule."""
+    """Each tensor that is accumulated into, and the shape that it must have."""
     import torch
 
     if accumulate_into is None:
@@ -321,7 +320,7 @@ def _accumulated(
 
 
 def _value(data: Tensor, scale_inv: Tensor | None) -> Tensor:
-    """What a tensor stands for, as a float64 matrix."""
+    """The values that data and scales stand for, as a float64 matrix."""
     import torch
 
     rows, columns = _rows_and_columns(data)
@@ -350,7 +349,7 @@ def _one_oracle(
     beta: float,
     before: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """D, the column sum of B and the input of GELU, of float64 matrices."""
+    """D, the column sums of B and the input of GELU, from float64 matrices."""
     pre_gelu = alpha * ((B.T if transb else B) @ (A.T if transa else A))
     if before is not None and beta:
         pre_gelu = pre_gelu + beta * before.double().reshape(pre_gelu.shape)
@@ -469,8 +468,8 @@ class _Maker:
     """Makes matrices of a dtype, and the calls of both operators on them.
 
     Attributes:
-        kind: the dtype that outputs have.
-        other: one that they have not.
+        kind: the default dtype of the outputs.
+        other: a different output dtype.
     """
 
     def __init__(self, dtype: str, device: str) -> None:
@@ -483,26 +482,26 @@ class _Maker:
         self.other = torch.float32 if dtype != "float32" else torch.bfloat16
 
     def matrices(self, *shapes: tuple[int, ...], seed: int = 51) -> list[Tensor]:
-        """One of each shape."""
+        """A matrix of each shape."""
         return [normal(it, self.dtype, self.device, seed + i) for i, it in enumerate(shapes)]
 
     def weights(self, *shapes: tuple[int, ...]) -> list[Tensor]:
-        """What is multiplied with these, in float8 too: gradients alone are float8_e5m2."""
+        """Matrices to multiply these with; float8_e4m3fn for float8, as only gradients are e5m2."""
         weights = _Maker(FLOAT8[0], self.device) if self.float8 else self
         return weights.matrices(*shapes)
 
     def values(self, *shape: int, seed: int = 61) -> Tensor:
-        """In the dtype of outputs."""
+        """Values in the default dtype of the outputs."""
         return normal(shape, self.kind, self.device, seed)
 
     def totals(self, *shapes: tuple[int, ...]) -> list[Tensor]:
-        """To accumulate into: float32, one of each shape."""
+        """Tensors to accumulate into: float32, one of each shape."""
         import torch
 
         return [normal(it, torch.float32, self.device, 71 + i) for i, it in enumerate(shapes)]
 
     def scale(self, data: Tensor, scaling: str) -> Tensor:
-        """For a float8 matrix; ``scaling`` is "tensor", "1x128", "128x128" or "MX"."""
+        """Scales of a float8 matrix; ``scaling`` is "tensor", "1x128", "128x128" or "MX"."""
         import torch
 
         if scaling == "tensor":
@@ -525,14 +524,14 @@ class _Maker:
         scaling: _Scaling = _PER_TENSOR,
         **options: Any,
     ) -> Sample:
-        """Of ``generic_gemm``."""
+        """A call of ``generic_gemm``."""
         if self.float8:
             options["A_scale_inv"] = self.scale(A, scaling[0])
             options["B_scale_inv"] = self.scale(B, scaling[1])
         return Sample(label, (A, B), options)
 
     def sized(self, label: str, m: int, n: int, k: int, **options: Any) -> Sample:
-        """Of ``generic_gemm`` for matrices of that size."""
+        """A call of ``generic_gemm`` for matrices of the given sizes."""
         a = (n, k) if options.get("transa", True) else (k, n)
         b = (k, m) if options.get("transb", False) else (m, k)
         return self.call(label, *self.matrices(a, b), **options)
@@ -546,7 +545,7 @@ class _Maker:
         scaling: _Scaling = _PER_TENSOR,
         **options: Any,
     ) -> Sample:
-        """Of ``te_general_grouped_gemm``."""
+        """A call of ``te_general_grouped_gemm``."""
         if self.float8:
             options["A_scale_inv"] = [self.scale(it, scaling[0]) for it in A]
             options["B_scale_inv"] = [self.scale(it, scaling[1]) for it in B]
@@ -812,48 +811,49 @@ def generic_gemm(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Product of two matrices, with bias and GELU or their gradients, or accumulated.
 
-    ``z = alpha * op(B) @ op(A) + beta * accumulated + bias``, where op transposes or not
-    and what is not given is not added; then ``D = z``, or ``gelu(z)`` (tanh form), or under
-    ``grad`` ``z * gelu'(gelu_input)``. The order is that of the epilogues of cuBLASLt, the
-    meaning of A and B Transformer Engine's.
+    ``z = alpha * op(B) @ op(A) + beta * accumulated + bias``, where op transposes if asked to and
+    terms that are not given are left out. Then ``D = z``, or ``gelu(z)`` (tanh form), or under
+    ``grad`` ``z * gelu'(gelu_input)``. The order is that of cuBLASLt's epilogues; A and B have
+    the same meaning as in Transformer Engine.
 
-    A tensor of more dimensions than two is the matrix of its rows: ``[..., columns]``, all
-    dimensions but the last flattened. Below, A is ``[a0, a1]`` and B ``[b0, b1]``; op(A) is
-    ``[K, N]`` and op(B) ``[M, K]``.
+    A tensor of more than two dimensions, ``[..., columns]``, is treated as a matrix: all
+    dimensions but the last are flattened to rows. Below, A is ``[a0, a1]`` and B ``[b0, b1]``;
+    op(A) is ``[K, N]`` and op(B) ``[M, K]``.
 
     float8 data stands for ``data * scale_inv``. Products are summed in float32 (float64 for
     float64) and rounded once, at the end.
 
     Args:
-        A: the weight; dtype of B, either float8 if B is float8.
+        A: the weight; dtype of B, or either float8 dtype if B is float8.
         B: the activations or their gradients; float32, bfloat16, float16, float64,
             float8_e4m3fn or float8_e5m2.
         transa: op(A) is the transpose of A, so that A is ``[N, K]``.
         transb: op(B) is the transpose of B, so that B is ``[K, M]``.
         bias: ``[N]``, float32, bfloat16, float16 or float64; not under ``grad``.
-        gelu: apply GELU and return its input, or under ``grad`` multiply by its slope.
+        gelu: apply GELU and return its input, or under ``grad`` multiply by its derivative.
         gelu_input: shape of D, any dtype of a bias; the input of the GELU whose gradient
             is wanted. Only with ``grad`` and ``gelu``.
         grad: the call is part of a backward.
         bias_grad: return the sum over the rows of B, whatever ``transb`` is; only under
             ``grad``.
         alpha: factor of the product.
-        beta: factor of what ``accumulate_into`` holds, which is not read if it is 0.
-        accumulate_into: shape of D, any dtype of a bias, none of its elements in the same
-            memory, nor in that of another argument. **Written:** D is stored there.
-        A_scale_inv, B_scale_inv: of float8, None otherwise; on that of data ``[rows,
-            columns]``. float32 ``[1]`` for the whole, ``[rows, ceil(columns / 128)]`` for
-            blocks of 1x128, ``[ceil(rows / 128), ceil(columns / 128)]`` for blocks of
-            128x128; or float8_e8m0fnu ``[rows, ceil(columns / 32)]`` (MXFP8).
-        out_dtype: of every output, float32, bfloat16, float16 or float64; the dtype of B
-            unless given, bfloat16 if that is float8.
+        beta: factor of the values in ``accumulate_into``, which are not read if beta is 0.
+        accumulate_into: shape of D, any dtype of a bias. No two of its elements share memory, and
+            it overlaps no other argument. **Written:** D is stored there.
+        A_scale_inv, B_scale_inv: scales of float8 data ``[rows, columns]``, None for other
+            dtypes; on the same device. float32 ``[1]`` for the whole matrix,
+            ``[rows, ceil(columns / 128)]`` for blocks of 1x128,
+            ``[ceil(rows / 128), ceil(columns / 128)]`` for blocks of 128x128; or float8_e8m0fnu
+            ``[rows, ceil(columns / 32)]`` (MXFP8).
+        out_dtype: dtype of every output, float32, bfloat16, float16 or float64; the dtype of B
+            unless given, or bfloat16 if that is float8.
 
     Returns:
         D: ``[*leading dimensions of B, N]``, with ``transb`` ``[M, N]``; None with
             ``accumulate_into``.
-        bias gradient: ``[b1]``; None without ``bias_grad``. ``alpha`` is no factor of it.
-        pre_gelu: z in the shape of D, saved for the backward; None but for ``gelu`` without
-            ``grad``.
+        bias gradient: ``[b1]``, not multiplied by ``alpha``; None without ``bias_grad``.
+        pre_gelu: z in the shape of D, saved for the backward; only for ``gelu`` without
+            ``grad``, otherwise None.
 
         All are contiguous.
 
@@ -897,37 +897,38 @@ def te_general_grouped_gemm(
     B_scale_inv: list[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """:func:`generic_gemm` of each of several groups: of experts, say.
+    """:func:`generic_gemm` for each of several groups, such as experts.
 
     Group i has ``z_i = alpha * op(B_i) @ op(A_i) + beta * accumulated_i + bias_i``, and D_i
-    follows from it as there. The outputs of all groups are one tensor, the rows of the
-    first group, then those of the second; ``D.split(...)`` makes a list of it, and
-    ``accumulate_into`` with ``beta=0`` writes tensors of the caller's.
+    follows from z_i as in :func:`generic_gemm`. The outputs of all groups are one tensor, the rows
+    of the first group, then those of the second, and so on. ``D.split(...)`` makes a list of it;
+    ``accumulate_into`` with ``beta=0`` writes the caller's own tensors instead.
 
-    A group may be empty. Without rows it has no rows in D; without terms (in a wgrad) its
-    product is zero, so that D_i is zero, and what is accumulated stays as it is.
+    A group may be empty. A group without rows has no rows in D. In a wgrad, the product of a
+    group without terms is zero: D_i is zero, and an accumulated tensor stays as it is.
 
     Args:
-        A: the weights: a matrix for each group; or one matrix, of which the groups have the
-            rows that ``m_splits`` says. Dtypes as in :func:`generic_gemm`, the same for all
-            matrices (each either float8, if one is).
+        A: the weights: a matrix for each group, or one matrix whose rows ``m_splits`` divides
+            among the groups. Dtypes as in :func:`generic_gemm`, the same for all
+            matrices (if one is float8, each may have either float8 dtype).
         B: the activations or their gradients: a matrix for each group, or one as for A.
-        m_splits: rows of each group in B, on the host; needed where A or B is one matrix.
-        transa, transb: of every group.
+        m_splits: the number of rows of each group in B, on the host; needed where A or B is one
+            matrix.
+        transa, transb: for every group, as in :func:`generic_gemm`.
         bias: ``[N]`` for each group.
         gelu: as in :func:`generic_gemm`.
         gelu_input: shape of D, the rows of all groups.
         grad, bias_grad, alpha, beta: as in :func:`generic_gemm`.
-        accumulate_into: a tensor ``[rows of the group, N]`` for each group, none of them twice,
-            or one of the rows of all. **Written.**
-        A_scale_inv, B_scale_inv: of float8, for each matrix as it is in the list, and None
-            otherwise, not a list of it; shapes as in :func:`generic_gemm`.
+        accumulate_into: a tensor ``[rows of the group, N]`` for each group, all different, or one
+            tensor with the rows of all groups. **Written.**
+        A_scale_inv, B_scale_inv: for float8, a list of the scales of each matrix in the list;
+            otherwise None instead of a list. Shapes as in :func:`generic_gemm`.
         out_dtype: as in :func:`generic_gemm`.
 
     Returns:
         D: ``[rows of all groups, N]``; None with ``accumulate_into``.
         bias gradients: ``[groups, columns of B]``; None without ``bias_grad``.
-        pre_gelu: shape of D; None but for ``gelu`` without ``grad``.
+        pre_gelu: shape of D; only for ``gelu`` without ``grad``, otherwise None.
 
         All are contiguous.
 

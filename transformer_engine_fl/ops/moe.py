@@ -1,25 +1,25 @@
 """Moving tokens to their experts and back.
 
-T tokens of C features go to experts; each expert that a token goes to makes a **pair**, and
-each pair is given a row of the permuted tensor. Rows are ordered by expert, so that those
+T tokens of C features go to experts. A token and an expert that it goes to form a **pair**, and
+each pair gets a row of the permuted tensor. Rows are ordered by expert, so that the rows
 of an expert follow one another; within an expert they have the order of the tokens.
 
-What experts a token goes to is said in one of two ways, each with its operators and its
-**row id map**, int32, which the forward returns and everything else goes by:
+The experts of each token are given in one of two ways. Each way has its own operators and its own
+**row id map**, int32, which the forward returns and the other operators use:
 
 - **Indices** ``[T, topk]``: the k-th expert of each token. The map is ``[topk, T]``, and entry
-  ``(k, t)`` is the row of token t for its k-th expert, or -1 if it has none. (Flattened, that
-  is ``[topk * T]``, in which one finds it elsewhere.)
+  ``(k, t)`` is the row of token t for its k-th expert, or -1 if it has none. (Other libraries
+  have it flattened to ``[topk * T]``.)
 - **A mask** ``[T, E]``, bool: whether the token goes to the expert. The map is
-  ``[T, 2 * E + 1]``. In line t the last entry is n, how many rows the token has; the first n
+  ``[T, 2 * E + 1]``. In line t the last entry is n, the number of the token's rows; the first n
   entries are these rows in descending order, and the n entries from E on are the experts
-  they belong to. All others are -1, and nothing reads them.
+  they belong to. All other entries are -1 and are never read.
 
-How many rows there are is an argument, for to count pairs would mean to wait for the device.
+The number of rows is an argument, because counting pairs would make the host wait for the device.
 Pairs past the last row are **dropped**: they have no row. Rows past the last pair are zero.
 
-A map may be used with any number of rows N: an entry of N or more counts as none. No row may
-occur twice in it.
+A map may be used with any number of rows N: an entry of N or more counts as no row. No row may
+occur twice in a map.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 INDEX_DTYPES = ("int32", "int64")
 
 COPY_TOLERANCE = {dtype: Tolerance(rtol=0.0, atol=0.0) for dtype in COPIED}
-# Of the narrow dtypes, half a unit in the last place and what float32 adds to that.
+# For the narrow dtypes: half a unit in the last place, plus the error of float32 arithmetic.
 SUM_TOLERANCE = {
     "float32": Tolerance(rtol=1e-6, atol=1e-6),
     "bfloat16": Tolerance(rtol=2**-8 + 2**-15, atol=2**-18),
@@ -67,7 +67,7 @@ SUM_TOLERANCE = {
 
 
 def rows_of_indices(indices: Tensor, num_out_tokens: int) -> int:
-    """How many rows :func:`moe_permute_fwd` returns."""
+    """The number of rows that :func:`moe_permute_fwd` returns."""
     return num_out_tokens if num_out_tokens > 0 else indices.shape[0] * indices.shape[1]
 
 
@@ -76,14 +76,14 @@ def rows_of_indices(indices: Tensor, num_out_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """What the operators on the two row id maps do not have in common.
+    """What differs between the two kinds of row id map.
 
     Attributes:
-        axes: its dimensions.
-        sizes: from its shape, the tokens and how many experts each may have, S below;
-            None where there are no such.
-        pairs: from its entries in lists and the number of rows, (token, which of S, row) of
-            each pair that has a row.
+        axes: the map's dimensions.
+        sizes: computes from the map's shape the number of tokens and the number S of experts
+            that a token may have; None if the shape is not that of a map.
+        pairs: lists (token, which of S, row) for each pair that has a row, from the map's
+            entries as lists and the number of rows.
     """
 
     axes: str
@@ -91,7 +91,7 @@ class _Map:
     pairs: Callable[[list[list[int]], int], list[tuple[int, int, int]]]
 
     def check(self, op: str, value: Any) -> tuple[int, int]:
-        """Of ``row_id_map`` by itself; returns its sizes."""
+        """Check ``row_id_map`` by itself; returns its sizes."""
         tensor = check.is_tensor(op, "row_id_map", value, dtypes=("int32",))
         check.has_axes(op, "row_id_map", tensor, self.axes)
         sizes = self.sizes(tensor.shape)
@@ -101,7 +101,7 @@ class _Map:
         return sizes
 
     def check_gathered(self, op: str, name: str, value: Any, row_id_map: Any) -> tuple[int, int]:
-        """Of rows ``[N, C]`` that are collected by a map; returns the map's sizes."""
+        """Check rows ``[N, C]`` that a map gathers from; returns the map's sizes."""
         rows = check.is_tensor(op, name, value, dtypes=FLOATS)
         check.has_axes(op, name, rows, "[rows, C]")
         sizes = self.check(op, row_id_map)
@@ -109,13 +109,13 @@ class _Map:
         return sizes
 
     def check_permute_backward(self, op: str, grad_output: Any, row_id_map: Any) -> None:
-        """Of ``(grad_output, row_id_map)``."""
+        """Check ``(grad_output, row_id_map)``."""
         self.check_gathered(op, "grad_output", grad_output, row_id_map)
 
     def check_permute_probs_backward(
         self, op: str, grad_output: Any, row_id_map: Any, grad_permuted_probs: Any
     ) -> None:
-        """Of ``(grad_output, row_id_map, grad_permuted_probs)``."""
+        """Check ``(grad_output, row_id_map, grad_permuted_probs)``."""
         self.check_gathered(op, "grad_output", grad_output, row_id_map)
         if grad_permuted_probs is not None:
             name = "grad_permuted_probs"
@@ -125,14 +125,14 @@ class _Map:
             check.same_device(op, "grad_output", {"grad_output": grad_output, name: grad})
 
     def check_unpermute(self, op: str, input: Any, row_id_map: Any, probs: Any) -> None:
-        """Of ``(input, row_id_map, probs)``."""
+        """Check ``(input, row_id_map, probs)``."""
         sizes = self.check_gathered(op, "input", input, row_id_map)
         _check_probs(op, probs, sizes, "'row_id_map'", "input", input)
 
     def check_unpermute_backward(
         self, op: str, grad_output: Any, row_id_map: Any, input: Any, probs: Any, num_rows: Any
     ) -> None:
-        """Of ``(grad_output, row_id_map, input, probs, num_rows)``."""
+        """Check ``(grad_output, row_id_map, input, probs, num_rows)``."""
         sizes = self.check(op, row_id_map)
         grad = check.is_tensor(op, "grad_output", grad_output, dtypes=FLOATS)
         check.has_axes(op, "grad_output", grad, "[T, C]")
@@ -190,8 +190,8 @@ def _check_permute_mask(
 
 # ------------------------------------------------------------------------------ oracles
 #
-# A list of pairs (token, which of its experts, row) says everything; what operators
-# compute from it is differentiable, and the backwards are oracles by autograd.
+# Each oracle works on a list of pairs (token, which of its experts, row). The forwards are
+# differentiable, and the oracles of the backwards differentiate them by autograd.
 
 _Pairs = list[tuple[int, int, int]]
 
@@ -244,7 +244,7 @@ def _gathered(rows: Tensor, pairs: _Pairs, tokens: int, probs: Tensor | None) ->
 
 
 def _scattered(values: Tensor, pairs: _Pairs, rows: int) -> Tensor:
-    """``[rows, C]``: each row its token."""
+    """``[rows, C]``: each row holds the values of its token."""
     token, _, row = _columns(pairs, values)
     return values.new_zeros((rows, values.shape[1])).index_copy(0, row, values[token])
 
@@ -293,7 +293,7 @@ def _permute_mask_oracle(
 
 def _sizes_and_pairs(form: _Map, row_id_map: Tensor, rows: int) -> tuple[int, int, _Pairs]:
     sizes = form.sizes(row_id_map.shape)
-    assert sizes is not None  # the check has seen it
+    assert sizes is not None  # guaranteed by the check
     return *sizes, form.pairs(row_id_map.tolist(), rows)
 
 
@@ -392,7 +392,7 @@ def _routing_map(tokens: int, topk: int, experts: int, device: str) -> Tensor:
 
 
 def _special(dtype: str, device: str) -> Tensor:
-    """``[16, 8]``, infinite and missing values among them."""
+    """``[16, 8]``, with infinities, NaN and -0.0."""
     import torch
 
     values = normal((16, 8), torch.float32, device, seed=71)
@@ -521,7 +521,7 @@ def _mapped(
     unused = torch.cat([normal((12, 8), kind, device, seed=74), missing])
     yield mapped("missing values where nothing is read", unused, 6)
     large = normal((16, 8), torch.float64, device, seed=75).clamp(-2, 2)
-    # Products and sums of these stay within float32, which the gradient of probs is in.
+    # Products and sums of these stay within float32, the dtype of the gradient of probs.
     largest = min(torch.finfo(kind).max, 1e36)
     yield mapped("large values", (large * (largest / 32)).to(kind), 8)
 
@@ -548,7 +548,7 @@ def _permute_mask_backward_samples(dtype: str, device: str) -> Iterator[Sample]:
 
 
 def _probs_of(row_id_map: Tensor, sizes: tuple[int, int], form: _Map, rows: int) -> Tensor:
-    """Values for each pair that has a row; infinite for the others, which none may show."""
+    """Probs of the pairs that have a row; infinite for all others, which must not be used."""
     import torch
 
     probs = torch.full(sizes, torch.inf, device=row_id_map.device)
@@ -620,11 +620,11 @@ def moe_permute_fwd(
     """Copies tokens into rows that are ordered by expert, the experts given by index.
 
     The pairs (token t, its k-th expert) are sorted by expert; pairs of the same expert stay
-    in the order of ``t * topk + k``. The i-th of them has row i, ``output[i] = input[t]``,
-    if i is below the number of rows, and else is dropped.
+    in the order of ``t * topk + k``. The i-th pair has row i, ``output[i] = input[t]``,
+    if i is below the number of rows; otherwise it is dropped.
 
-    Experts are only compared, so any numbers will do; an expert whose number is above all
-    others comes last, and its pairs are the first to be dropped.
+    Expert numbers are only compared, so any integers will do. The expert with the highest number
+    comes last, and its pairs are the first to be dropped.
 
     Args:
         input: ``[T, C]``, of any dtype of the contract: values are copied bit by bit.
@@ -657,8 +657,8 @@ def moe_permute_fwd(
 def moe_permute_bwd(grad_output: Tensor, row_id_map: Tensor) -> Tensor:
     """Gradient of :func:`moe_permute_fwd` with respect to its input.
 
-    ``grad_input[t] = sum over k of grad_output[row_id_map[k, t]]``, pairs without a row left
-    out; what :func:`moe_unpermute_fwd` computes without probs.
+    ``grad_input[t] = sum over k of grad_output[row_id_map[k, t]]``, without the pairs that have no
+    row. This is what :func:`moe_unpermute_fwd` computes without probs.
 
     Args:
         grad_output: ``[N, C]``, float32, bfloat16, float16 or float64.
@@ -696,7 +696,7 @@ def moe_unpermute_fwd(input: Tensor, row_id_map: Tensor, probs: Tensor | None = 
     """Sums the rows of each token, by the map of :func:`moe_permute_fwd`.
 
     ``output[t] = sum over k of probs[t, k] * input[row_id_map[k, t]]``; pairs without a row
-    are left out, whatever their prob. Without probs each counts as 1.
+    are left out, whatever their prob. Without probs each prob counts as 1.
 
     Args:
         input: ``[N, C]``, float32, bfloat16, float16 or float64.
@@ -779,9 +779,9 @@ def moe_permute_mask_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Copies tokens, and their probs, into rows that are ordered by expert, given by a mask.
 
-    The pairs (token t, expert e) for which ``routing_map[t, e]`` is true are taken by expert,
-    those of the same expert by token. The i-th of them has row i, ``output[i] = input[t]``
-    and ``permuted_probs[i] = probs[t, e]``, if i is below the number of rows, and else is
+    The pairs (token t, expert e) for which ``routing_map[t, e]`` is true are ordered by expert,
+    and within an expert by token. The i-th pair has row i, ``output[i] = input[t]``
+    and ``permuted_probs[i] = probs[t, e]``, if i is below the number of rows; otherwise it is
     dropped.
 
     Args:
@@ -822,8 +822,8 @@ def moe_permute_mask_bwd(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`moe_permute_mask_fwd`.
 
-    ``grad_input[t]`` is the sum of ``grad_output[i]`` over the rows i of token t; where i is
-    the row of (t, e), ``grad_probs[t, e] = grad_permuted_probs[i]``, and elsewhere it is zero.
+    ``grad_input[t]`` is the sum of ``grad_output[i]`` over the rows i of token t.
+    ``grad_probs[t, e]`` is ``grad_permuted_probs[i]`` if i is the row of (t, e), otherwise zero.
 
     Args:
         grad_output: ``[N, C]``, float32, bfloat16, float16 or float64.
@@ -833,7 +833,7 @@ def moe_permute_mask_bwd(
     Returns:
         grad_input: ``[T, C]``, dtype of ``grad_output``, contiguous; summed in float32
             (float64 for float64).
-        grad_probs: ``[T, E]``, dtype of ``grad_permuted_probs``, contiguous; None without.
+        grad_probs: ``[T, E]``, dtype of ``grad_permuted_probs``, contiguous; None without it.
 
     Raises:
         ArgumentError: a shape, dtype or device does not agree.
@@ -858,13 +858,14 @@ def moe_unpermute_mask_fwd(
 ) -> Tensor:
     """Sums the rows of each token, by the map of :func:`moe_permute_mask_fwd`.
 
-    ``output[t]`` is the sum of ``probs[t, e] * input[i]`` over the rows i of token t, e being
-    the expert of the row. Without probs each counts as 1.
+    ``output[t]`` is the sum of ``probs[t, e] * input[i]`` over the rows i of token t, where e is
+    the expert of the row. Without probs each prob counts as 1.
 
     Args:
         input: ``[N, C]``, float32, bfloat16, float16 or float64.
         row_id_map: ``[T, 2 * E + 1]``, int32.
-        probs: ``[T, E]``, any of the same dtypes, or None. Those of no row are not looked at.
+        probs: ``[T, E]``, any of the same dtypes, or None. Probs of pairs without a row are
+            ignored.
 
     Returns:
         output: ``[T, C]``, dtype of ``input``, contiguous; multiplied and summed in float32

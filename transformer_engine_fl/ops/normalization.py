@@ -2,7 +2,7 @@
 
 H is the size of the last dimension and N the product of the leading ones. Statistics
 are float32 (float64 for float64 inputs) and are saved flat, one per row, so that any
-forward goes with any backward.
+implementation of a forward can be combined with any implementation of its backward.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ def rmsnorm_fwd_add(
     """Adds a residual, then :func:`rmsnorm_fwd`; returns the sum as well.
 
     ``sum = input + residual``, rounded to the input's dtype, is the input of the norm and
-    of what comes after the block: both see the same numbers.
+    the residual of the next block: both see the same numbers.
 
     Args:
         input: ``[..., H]``, H at least 1; float32, bfloat16, float16 or float64.
@@ -523,10 +523,10 @@ def rmsnorm_bwd_add(
     *,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`rmsnorm_fwd_add`: those of the norm, and the sum's own on top.
+    """Gradients of :func:`rmsnorm_fwd_add`: those of the norm, plus the gradient of the sum.
 
-    ``dx`` is that of :func:`rmsnorm_bwd` plus ``add``, rounded once. It is the gradient of
-    the forward's input and of its residual alike.
+    ``dx`` is that of :func:`rmsnorm_bwd` plus ``add``, rounded once. It is the gradient of both
+    the forward's input and its residual.
 
     Args:
         dz: ``[..., H]``, the gradient of the output; any dtype of the contract.

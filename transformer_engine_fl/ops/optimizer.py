@@ -4,16 +4,16 @@ Each operator takes lists: the i-th tensors of its lists belong together and hav
 A list may be empty, tensors may have no elements, and their dtypes may differ from one
 tensor to the next. All tensors of a call are on one device.
 
-**Arithmetic.** A tensor is calculated in float32 whatever its dtype is, and in float64 where
-the parameter (or, without parameters, the input) is float64; what is written is rounded
-once, to the dtype of the tensor that is written. Hyperparameters are float64 until they meet
-a tensor, so ``1 - beta2`` loses no digits.
+**Arithmetic.** It is float32 whatever the dtype of a tensor, or float64 where
+the parameter (or, without parameters, the input) is float64. Each result is rounded
+once, to the dtype of the tensor that it is written to. Hyperparameters are float64 until they are
+combined with a tensor, so ``1 - beta2`` loses no digits.
 
 **noop_flag.** An int32 tensor of one element that stands for "something is not finite, skip
-this step". Nothing here reads it on the host. Operators that look at gradients *set* it:
+this step". It is never read on the host. Operators that inspect gradients *set* it:
 :func:`multi_tensor_scale`, :func:`multi_tensor_scale_tensor`, :func:`multi_tensor_l2norm` and
-:func:`multi_tensor_unscale_l2norm` write 1 when they meet what is not finite and leave it
-otherwise, so that a flag collects over several calls; they do their work whatever it says.
+:func:`multi_tensor_unscale_l2norm` write 1 if a value is not finite and leave the flag unchanged
+otherwise, so one flag serves several calls; they do their work whatever its value.
 Operators that update *honour* it: all the others write nothing while it is not 0.
 (Transformer Engine's kernels honour it in the capturable Adam and in SGD only.)
 """
@@ -57,21 +57,21 @@ WIDE = ("float32", "float64")
 COUNTS = ("int32", "int64", "float32")
 
 MX_MAX = 448.0
-"""The largest value of float8_e4m3fn, in which the blocks of an e8m0 scale are stored."""
+"""The largest value of float8_e4m3fn, the dtype of blocks that have an e8m0 scale."""
 
-# Of the narrow dtypes half a unit in the last place and what float32 adds to that; the small
-# values of float16 are subnormal.
+# For the narrow dtypes: half a unit in the last place, plus the error of float32 arithmetic;
+# small values are subnormal in float16.
 TOLERANCE = {
     "float32": Tolerance(rtol=5e-7, atol=5e-7),
     "bfloat16": Tolerance(rtol=2**-8 + 2**-15, atol=2**-14),
     "float16": Tolerance(rtol=2**-11 + 2**-16, atol=2**-14),
     "float64": Tolerance(rtol=1e-14, atol=1e-14),
 }
-# A norm is a sum in float32, exact inputs or not.
+# A norm is a float32 sum whatever the dtype of the inputs.
 NORM_TOLERANCE = {dtype: Tolerance(rtol=1e-6, atol=0.0) for dtype in FLOATS} | {
     "float64": Tolerance(rtol=1e-14, atol=0.0)
 }
-# Correct rounding; the inverse of the largest scales is subnormal.
+# Correctly rounded; the inverses of the largest scales are subnormal.
 SCALE_TOLERANCE = {"float32": Tolerance(rtol=2.0**-24, atol=2.0**-100)}
 E8M0_TOLERANCE = {"bfloat16": Tolerance(rtol=0.0, atol=0.0)}
 
@@ -92,7 +92,7 @@ def _check_number(
     anchor: str,
     tensors: Sequence[Tensor],
 ) -> None:
-    """A tensor of one element, on the device of the tensors, if there are any."""
+    """Check a tensor of one element, on the device of the list's tensors if there are any."""
     tensor = check.is_tensor(op, name, value, dtypes=dtypes)
     if tensor.numel() != 1 or tensor.ndim > 1:
         raise ArgumentError(op, name, check.describe(value), "a tensor of one element")
@@ -111,7 +111,7 @@ def _check_like(
     *,
     written: bool = True,
 ) -> Sequence[Tensor]:
-    """A list with a tensor for each of ``others``, of its shape and device."""
+    """Check a list that has a tensor for each of ``others``, of the same shape and device."""
     tensors = check.are_tensors(op, name, values, dtypes=dtypes, written=written)
     check.are_like(op, name, tensors, anchor, others)
     return tensors
@@ -145,7 +145,7 @@ def _check_unscale_norm(
 def _check_of_param(
     op: str, name: str, values: Sequence[Tensor], params: Sequence[Tensor], *narrow: str
 ) -> None:
-    """Each in the dtype that its parameter is calculated in, or in one of the narrow ones."""
+    """Check that each tensor has its parameter's math dtype, or one of ``narrow``."""
     for place, (value, param) in enumerate(zip(values, params, strict=True)):
         wide = check.dtype_name(math_dtype(param.dtype))
         allowed = (wide, *narrow) if wide == "float32" else (wide,)
@@ -252,7 +252,7 @@ def _check_capturable(
 
 
 def _check_capturable_master(op: str, *, master_params: Any, **arguments: Any) -> None:
-    # Any list of tensors; that it fits the parameters is checked with the rest.
+    # Here any list of tensors will do; ``_check_capturable`` compares it with the parameters.
     check.are_tensors(op, "master_params", master_params, dtypes=WIDE)
     _check_capturable(op, master_params=master_params, **arguments)
 
@@ -384,7 +384,7 @@ def _skips(noop_flag: Tensor | None) -> bool:
 
 
 def _raised(noop_flag: Tensor | None, finite: bool) -> Tensor | None:
-    """What the flag holds after a look at values that are finite, or not."""
+    """The flag after an operator has inspected values that are all ``finite``, or not."""
     import torch
 
     if noop_flag is None:
@@ -428,7 +428,7 @@ def _unscale_norm_oracle(
 
 @dataclass(frozen=True, slots=True)
 class _Adam:
-    """The definition of a step, in float64."""
+    """The definition of a step of Adam, in float64."""
 
     lr: float
     step: int
@@ -517,7 +517,7 @@ def _capturable_master_oracle(
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 that a bfloat16 and its int16 remainder are the halves of."""
+    """The float32 whose halves are a bfloat16 parameter and its int16 remainder."""
     import torch
 
     high, low = param.view(torch.int16).int(), remainder.int()
@@ -530,7 +530,7 @@ def _decode_remainder(
     exp_avg_sqs: list[Tensor],
     param_remainders: list[Tensor],
 ) -> tuple[list[Tensor], ...]:
-    """The masters in place of the remainders."""
+    """The written lists, with the masters in place of the remainders."""
     masters = [joined(*both) for both in zip(params, param_remainders, strict=True)]
     return params, exp_avgs, exp_avg_sqs, masters
 
@@ -611,7 +611,7 @@ def _sgd_oracle(
             g = g + decay
         after[place] = p - lr * g
     copies = None
-    if model_params is not None:  # of what has been written, not of what was to be
+    if model_params is not None:  # rounded from the written values, not from exact ones
         copies = [it.to(param.dtype).double() for it, param in zip(after, params, strict=True)]
     return after, buffers, copies
 
@@ -671,9 +671,9 @@ class _Maker:
     """Makes tensors for one sample.
 
     Attributes:
-        dtype: of those that have no dtype of their own.
-        device: of all.
-        lay: puts a tensor's values into memory.
+        dtype: the default.
+        device: of all tensors.
+        lay: gives a tensor's values a memory layout.
     """
 
     dtype: str
@@ -688,7 +688,7 @@ class _Maker:
         scale: float = 1.0,
         dtypes: Sequence[str] = (),
     ) -> list[Tensor]:
-        """Normal values; the dtypes in turn."""
+        """Tensors of normally distributed values that take the dtypes in turn."""
         import torch
 
         names = dtypes or (self.dtype,)
@@ -716,7 +716,7 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """The last dimension of a larger one, from its second element on: rows are not aligned."""
+    """A view of a tensor with longer rows, without their first element: rows are unaligned."""
     if not tensor.ndim:
         return tensor
     wider = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] + 3))
@@ -730,7 +730,7 @@ def _stepped(tensor: Tensor) -> Tensor:
 
 
 def _kinds(dtype: str, device: str) -> Iterator[tuple[str, _Maker, list[tuple[int, ...]]]]:
-    """(what is special about them, who makes them, shapes) of lists; the typical first."""
+    """(label, maker, shapes) of lists of tensors; the typical ones first."""
     plain = _Maker(dtype, device)
     yield "typical", plain, _SHAPES
     yield "one tensor", plain, [(7, 3)]
@@ -747,13 +747,13 @@ def _kinds(dtype: str, device: str) -> Iterator[tuple[str, _Maker, list[tuple[in
 
 
 def _flags(maker: _Maker) -> Iterator[tuple[str, Tensor]]:
-    """The states that a flag can be in."""
+    """Flags that are zero and not zero."""
     for value in (0, 1, -7):
         yield f"noop_flag={value}", maker.flag(value)
 
 
 def _looks(dtype: str, device: str) -> Iterator[tuple[str, list[Tensor], dict[str, Any]]]:
-    """(label, inputs, options) for operators that look at tensors and set the flag."""
+    """(label, inputs, options) for operators that inspect tensors and set the flag."""
     for label, maker, shapes in _kinds(dtype, device):
         yield label, maker.many(shapes, 30), {}
     plain = _Maker(dtype, device)
@@ -865,7 +865,7 @@ def _states(
     moments: Sequence[str] = (),
     scale: float = 1.0,
 ) -> _States:
-    """Random ones; moments in the dtype that a parameter is calculated in unless given."""
+    """Random states; unless given, the moments have the parameter's math dtype."""
     import torch
 
     weights = maker.many(shapes, 20, dtypes=params)
@@ -888,7 +888,7 @@ def _adam_states(
 
     Args:
         dtype: of the gradients.
-        params: dtypes of the parameters; the first is the usual one.
+        params: dtypes of the parameters; most samples have the first.
         moments: narrow dtypes that moments may have.
     """
     usual: dict[str, Any] = {"weight_decay": 0.1}
@@ -929,7 +929,7 @@ def _stepping(options: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
 
 
 def _masters(states: _States) -> list[Tensor]:
-    """Parameters in full, of which those in the states are the rounding."""
+    """Master parameters; the parameters of the states are these, rounded."""
     import torch
 
     found = []
@@ -941,7 +941,7 @@ def _masters(states: _States) -> list[Tensor]:
 
 
 def _param_dtypes(dtype: str) -> tuple[str, ...]:
-    """The dtype and narrower ones, or those of its width."""
+    """The dtypes of parameters to combine with gradients of ``dtype``."""
     others = NARROW if dtype != "float64" else FLOATS
     return dtype, *(it for it in others if it != dtype)
 
@@ -1012,7 +1012,7 @@ def _remainder_samples(dtype: str, device: str) -> Iterator[Sample]:
 
 
 def _off_ties(states: _States, masters: list[Tensor], sample: Sample) -> None:
-    """Clears the elements whose new parameter lies so near the middle of two float8 values
+    """Zeroes the elements whose new parameter is so close to the middle of two float8 values
     that float32 arithmetic may round it either way.
     """
     import torch
@@ -1033,7 +1033,7 @@ def _fp8_samples(dtype: str, device: str) -> Iterator[Sample]:
     for label, states, options in _adam_states(dtype, device, ("float32",), ()):
         lr, step, others = _stepping(options)
         if label == "an expanded gradient":
-            continue  # cannot be kept off ties: its elements are one
+            continue  # expanded: single elements cannot be changed
         for kind in FP8 if label in ("typical", "large gradients") else FP8[:1]:
             states8, count = _float8(states, kind), len(states.params)
             masters = [it.clone() for it in states.params]
@@ -1053,7 +1053,7 @@ def _fp8_samples(dtype: str, device: str) -> Iterator[Sample]:
 
 
 def _float8(states: _States, kind: str) -> _States:
-    """With parameters of a float8 dtype, and gradients of their own."""
+    """The same states with parameters of a float8 dtype, and with their own gradients."""
     import torch
 
     params = [it.to(getattr(torch, kind)) for it in states.params]
@@ -1178,15 +1178,15 @@ def multi_tensor_scale(
     *,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """``output = input * scale`` for each pair, and a look whether all inputs are finite.
+    """``output = input * scale`` for each pair; also checks whether all inputs are finite.
 
     Args:
         inputs: float32, bfloat16, float16 or float64, any shapes.
-        outputs: written; shapes of the inputs, dtypes of their own. An output may be its own
-            input, and overlap no other tensor.
+        outputs: written; shapes of the inputs, but any of the same dtypes. An output may be its
+            own input, but must not overlap another tensor.
         scale: the factor.
         noop_flag: written: 1 if any input is infinite or NaN, otherwise left as it is. The
-            outputs are written in any case. That an output overflows its dtype is not looked at.
+            outputs are written in any case. An output that overflows its dtype does not set it.
 
     Raises:
         ArgumentError: a length, shape, dtype or device does not agree.
@@ -1208,13 +1208,13 @@ def multi_tensor_scale_tensor(
     *,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """:func:`multi_tensor_scale` with a factor that is known on the device only.
+    """:func:`multi_tensor_scale` with a factor that only the device knows.
 
-    Where an output is its own input, a factor of 1 need not be written by a kernel that is not
-    asked for a flag: clipping that does not clip, and the gradient of a loss that is not scaled.
+    If each output is its own input, the factor is 1 and there is no flag, a kernel need not read
+    or write anything. This is common: gradient clipping below the limit, an unscaled loss.
 
     Args:
-        inputs, outputs, noop_flag: as there.
+        inputs, outputs, noop_flag: as in :func:`multi_tensor_scale`.
         scale: one element, float32 or float64; never read on the host.
 
     Raises:
@@ -1255,9 +1255,9 @@ def multi_tensor_l2norm(
             not finite if an input is not, or if the sum of squares overflows.
 
     Returns:
-        norm: ``[1]``, float32, or float64 if any input is float64, and all of it is calculated
-            in that dtype; 0 without inputs. On the device of the inputs; without any, on that
-            of ``noop_flag``, else on the CPU.
+        norm: ``[1]``, calculated in and returned as float32, or float64 if any input is float64;
+            0 without inputs. On the device of the inputs; without inputs on that
+            of ``noop_flag``, without both on the CPU.
         per_tensor: ``[len(inputs)]``, dtype and device of ``norm``; None unless asked for.
 
     Raises:
@@ -1281,9 +1281,9 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool = False,
     noop_flag: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The Euclidean norm that the inputs will have once multiplied by ``inv_scale``.
+    """The Euclidean norm of the inputs multiplied by ``inv_scale``.
 
-    ``sqrt(sum((x * inv_scale)**2))``, the product taken before the square. The inputs are
+    ``sqrt(sum((x * inv_scale)**2))``, with the product computed before the square. The inputs are
     left as they are.
 
     Args:
@@ -1337,15 +1337,15 @@ def multi_tensor_adam(
         p = p - lr * u
 
     with ``c = 1 - beta**step``, or 1 without bias correction. Decoupled weight decay is that of
-    AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101); the other is L2 regularisation.
+    AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101); the other kind is L2 regularisation.
 
-    An infinite or missing value in a gradient makes the parameter NaN there; ``noop_flag`` is
-    what keeps it out.
+    An infinity or NaN in a gradient makes that element of the parameter NaN; ``noop_flag``
+    prevents this.
 
     Args:
         grads: float32, bfloat16, float16 or float64, whatever the parameters are.
         params: float32, bfloat16, float16 or float64; written.
-        exp_avgs, exp_avg_sqs: m and v, both float32 or both bfloat16; float64 where the
+        exp_avgs, exp_avg_sqs: m and v, both float32 or both bfloat16; float64 if the
             parameter is. Written.
         lr: at least 0.
         step: which step this is, counted from 1.
@@ -1353,8 +1353,8 @@ def multi_tensor_adam(
         eps, weight_decay: at least 0.
         decoupled_weight_decay: AdamW instead of L2.
         bias_correction: divide by c1 and c2.
-        master_params: float32 (float64 where the parameter is); written. The update is theirs,
-            and each parameter is written as its master's rounding, whatever it held before.
+        master_params: float32 (float64 if the parameter is); written. The update applies to the
+            masters, and each parameter becomes its rounded master, whatever it held before.
         noop_flag: nothing is written if it is not 0.
 
     Raises:
@@ -1388,19 +1388,20 @@ def multi_tensor_adam_capturable(
     inv_scale: Tensor | None = None,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """:func:`multi_tensor_adam` with all that changes from step to step on the device.
+    """:func:`multi_tensor_adam` with every value that changes between steps on the device.
 
-    A CUDA graph may therefore capture it, and no value is read on the host: the same graph
-    serves every step, and a step is skipped where ``noop_flag`` is not 0.
+    No value is read on the host, so a CUDA graph can capture the call: the same graph
+    serves every step, and skips a step if ``noop_flag`` is not 0.
 
     Args:
-        grads, params, exp_avgs, exp_avg_sqs: as there. The gradients are not written
-            (Transformer Engine's kernel leaves ``grad * inv_scale`` in them).
+        grads, params, exp_avgs, exp_avg_sqs: as in :func:`multi_tensor_adam`. The gradients are
+            not written (Transformer Engine's kernel leaves ``grad * inv_scale`` in them).
         lr: one element, float32 or float64.
         step: one element, int32, int64 or float32, counted from 1. It is not written. It may
             still be 0 in a step that is skipped.
-        beta1, beta2, eps, weight_decay, decoupled_weight_decay, bias_correction: as there.
-        inv_scale: one element, float32 or float64: what gradients are multiplied by first.
+        beta1, beta2, eps, weight_decay, decoupled_weight_decay, bias_correction: as in
+            :func:`multi_tensor_adam`.
+        inv_scale: one element, float32 or float64: the gradients are multiplied by it first.
         noop_flag: nothing is written if it is not 0.
 
     Raises:
@@ -1438,9 +1439,9 @@ def multi_tensor_adam_capturable_master(
     """:func:`multi_tensor_adam_capturable` with master parameters.
 
     Args:
-        master_params: float32 (float64 where the parameter is); written. The update is theirs,
-            and each parameter is written as its master's rounding.
-        Others: as there.
+        master_params: float32 (float64 if the parameter is); written. The update applies to the
+            masters, and each parameter becomes its rounded master.
+        Others: as in :func:`multi_tensor_adam_capturable`.
 
     Raises:
         ArgumentError: a length, shape, dtype, number or device does not agree.
@@ -1473,18 +1474,18 @@ def multi_tensor_adam_param_remainder(
     bias_correction: bool = True,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """:func:`multi_tensor_adam` whose float32 masters are kept as two halves of 16 bits.
+    """:func:`multi_tensor_adam` whose float32 masters are stored as two halves of 16 bits.
 
-    Of a master's 32 bits the parameter holds the upper ones and the remainder the lower, as
-    signed numbers, so that bfloat16 parameters need 2 bytes more instead of 4. The parameter
-    is not the master cut off but rounded: where the remainder is negative (the lowest bit that
-    was cut off next is 1), the upper half is one larger than the master's. So
+    The parameter holds the upper 16 bits of the master and the remainder the lower ones, as
+    signed numbers, so that masters cost 2 bytes for each parameter instead of 4. The parameter
+    is the rounded master, not the truncated one: if the remainder is negative (the highest bit of
+    the lower half is 1), the parameter's bits are one larger than the master's upper half. So
 
         ``master bits = (param bits - (remainder < 0)) << 16 | (remainder & 0xffff)``
 
-    and writing is the reverse. That is rounding to nearest, away from zero in a tie. A NaN is
-    written with the bits 0x7fc00000: others, rounded up, could become a number. The update
-    itself is :func:`multi_tensor_adam`'s on the masters.
+    and writing is the reverse. This rounds to nearest, ties away from zero. A NaN is
+    written with the bits 0x7fc00000, as other NaNs could become a number when rounded up. The
+    update itself is that of :func:`multi_tensor_adam` on the masters.
 
     Args:
         grads: float32, bfloat16 or float16.
@@ -1528,10 +1529,10 @@ def multi_tensor_adam_fp8(
 ) -> None:
     """:func:`multi_tensor_adam` whose parameters are float8 with a scale per tensor.
 
-    The masters take the step. Then, for each parameter::
+    The step updates the masters. Then, for each parameter::
 
         param     = master * scale, in float32, rounded to nearest even in float8;
-                    what is beyond the largest value becomes that value
+                    clamped to the largest value
         amax      = max(amax, |master|); NaN does not count
         scale_inv = 1 / scale
 
@@ -1586,8 +1587,8 @@ def multi_tensor_sgd(
         g = g + weight_decay * p                     if wd_after_momentum
         p = p - lr * g
 
-    as ``torch.optim.SGD`` has it (Sutskever et al., 2013, PMLR 28). Without momentum the lines
-    with b are left out, and the buffers are not touched.
+    as in ``torch.optim.SGD`` (Sutskever et al., 2013, PMLR 28). Without momentum the lines
+    with b are left out, and the buffers are neither read nor written.
 
     Args:
         grads: float32, bfloat16, float16 or float64, whatever the parameters are.
@@ -1596,10 +1597,10 @@ def multi_tensor_sgd(
         lr, weight_decay, momentum: at least 0.
         dampening: any number.
         nesterov: Nesterov's momentum.
-        first_run: the buffers hold nothing yet.
+        first_run: the buffers are not initialised yet.
         wd_after_momentum: keep weight decay out of the momentum.
-        scale: what gradients are multiplied by first.
-        model_params: float16 or bfloat16; written with the parameters as they are then.
+        scale: the gradients are multiplied by it first.
+        model_params: float16 or bfloat16; written: copies of the updated parameters.
         noop_flag: nothing is written if it is not 0.
 
     Raises:
@@ -1625,14 +1626,14 @@ def multi_tensor_compute_scale_and_scale_inv(
     epsilon: float = 0.0,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """Scaling factors of a float8 format, from the largest magnitude of what will be scaled.
+    """Scales of a float8 format, from the largest magnitude of the values to be scaled.
 
     For each element, in float32 with correct rounding:
 
     1. an amax below epsilon becomes epsilon;
     2. ``scale = max_fp8 / amax``, and 1 if amax is 0, infinite or NaN;
     3. an infinite scale becomes the largest float32;
-    4. with ``force_pow_2_scales``, the next power of two that is not above it;
+    4. with ``force_pow_2_scales``, the scale is rounded down to a power of two;
     5. ``scale_inv = 1 / scale``.
 
     Args:
@@ -1640,7 +1641,7 @@ def multi_tensor_compute_scale_and_scale_inv(
         scales, scale_invs: float32, shapes of ``amaxes``; written.
         max_fp8: the format's largest value, e.g. 448 for E4M3 and 57344 for E5M2; at least 1.
         force_pow_2_scales: powers of two only.
-        epsilon: at least 0; like ``max_fp8`` no more than float32 holds.
+        epsilon: at least 0; like ``max_fp8``, in the range of float32.
         noop_flag: nothing is written if it is not 0.
 
     Raises:

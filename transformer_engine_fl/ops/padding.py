@@ -1,7 +1,7 @@
 """Rows of zeros between blocks of rows, such as the rows of each expert.
 
-A matrix product of a narrow dtype wants a number of rows that is a multiple of 8, 16 or 32;
-how many each block has is known to the host, and passed as lists.
+A matrix product in a narrow dtype needs a number of rows that is a multiple of 8, 16 or 32.
+The numbers of rows of the blocks are known on the host and passed as lists.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCE = {dtype: Tolerance(rtol=0.0, atol=0.0) for dtype in COPIED}
 def _check_row_list(op: str, name: str, value: Any) -> list[int]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ArgumentError(op, name, check.describe(value), "a list of row counts")
-    # Lists are long, and to look at each entry by itself takes longer than a small kernel.
+    # Lists are long, and a call for each entry takes longer than a small kernel.
     if not all(type(rows) is int and 0 <= rows < 2**63 for rows in value):
         for rows in value:
             check.is_integer(op, name, rows)
@@ -159,9 +159,9 @@ def fused_multi_row_padding(
 ) -> Tensor:
     """Adds rows of zeros after each block of rows.
 
-    Block i of the input is ``row_list[i]`` rows, blocks following one another; in the output
-    it begins block i of ``padded_row_list[i]`` rows, the rest of which is zero. So the rows
-    of each expert become as many as a matrix product of its dtype wants. The gradient is
+    Block i of the input has ``row_list[i]`` rows, and blocks follow one another. Block i of the
+    output has ``padded_row_list[i]`` rows: those of the input, then rows of zeros. This gives each
+    expert the number of rows that a matrix product in its dtype needs. The gradient is
     :func:`fused_multi_row_unpadding`, and the other way round.
 
     Args:

@@ -1,13 +1,13 @@
-"""Quantisation to float8 and float4, over plain tensors of data and scales.
+"""Quantisation to float8 and float4, with plain tensors for data and scales.
 
-A quantised tensor is ``data`` and ``scale_inv``, what the data are multiplied by to give the
-values; ``scale`` is its inverse. Which scaling formats there are, and the dtypes, blocks and
-shapes of each, is said in ``ops/_formats.py``. The input ``[..., H]`` is seen as N rows.
+A quantised tensor consists of ``data`` and ``scale_inv``; their product gives the values, and
+``scale`` is the inverse of ``scale_inv``. ``ops/_formats.py`` defines the scaling formats, with
+the dtypes, blocks and shapes of each. The input ``[..., H]`` is treated as N rows.
 
-The arithmetic is laid down here, so that every implementation gives the same bits. All of it
-is float32 arithmetic, each operation rounded to nearest even, subnormal numbers kept.
+The arithmetic is specified here to the bit, so that every implementation gives the same result.
+All of it is float32, each operation rounded to nearest even, subnormal numbers kept.
 
-**amax** is the largest magnitude, NaN left out; 0 where there is nothing.
+**amax** is the largest magnitude, ignoring NaN; 0 if there are no other values.
 
 **The scale of an amax.** With M the largest value of the data dtype (448 for float8_e4m3fn,
 57344 for float8_e5m2) and ``a = max(amax, amax_epsilon)``: ``scale = M / a``; 1 where a is 0 or
@@ -15,19 +15,20 @@ infinite; the largest float32 where the quotient overflows. ``force_pow_2_scales
 down to a power of two. ``scale_inv = 1 / scale``.
 
 **mxfp8** (OCP Microscaling Formats Specification 1.0). ``scale_inv`` is 2**e with the least
-e from -127 to 127 for which ``amax <= M * 2**e``, 127 where there is none; it is stored as the
-byte e + 127. ``scale`` is 2**-e. So no value is clamped, which the specification's own rule of
-rounding down allows.
+e from -127 to 127 for which ``amax <= M * 2**e``, or 127 if there is none; it is stored as the
+byte e + 127. ``scale`` is 2**-e. So no value is clamped; the specification's own rule rounds the
+scale down, and so allows clamping.
 
 **nvfp4**. Values are e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), two in a byte, the
 first in the low half. The whole tensor has the scale S of its amax with M = 2688 (6 * 448), and
-``global_scale_inv = 1 / S``. A block has ``scale_inv``, its ``amax * (S * c)`` with c the float32
-next to 1 / 6, cast to float8_e4m3fn, and ``scale = 1 / (scale_inv * global_scale_inv)``, at
-most the largest float32. A value is data times ``scale_inv`` times ``global_scale_inv``.
+``global_scale_inv = 1 / S``. The ``scale_inv`` of a block is its ``amax * (S * c)`` cast to
+float8_e4m3fn, with c the float32 nearest to 1 / 6, and its ``scale`` is
+``1 / (scale_inv * global_scale_inv)``, at most the largest float32. A value is data times
+``scale_inv`` times ``global_scale_inv``.
 
-**The cast** is of the product with ``scale``, clamped to -M and M, so that infinities are
-too, and rounded to nearest even; zero keeps its sign. NaN becomes a NaN in float8, which one
-is not laid down, and 6 in e2m1, which has none.
+**The cast** multiplies by ``scale``, clamps to -M and M, infinities included, and rounds to
+nearest even; zero keeps its sign. NaN becomes a NaN in float8 (which one is not specified), and 6
+in e2m1, which has no NaN.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 EXACT = Tolerance(rtol=0.0, atol=0.0)
 EXACTLY = dict.fromkeys(DTYPES, EXACT)
-# Of the narrow dtypes, half a unit in the last place and what float32 adds to that.
+# For the narrow dtypes: half a unit in the last place, plus the error of float32 arithmetic.
 BIAS_TOLERANCE = {
     "float32": Tolerance(rtol=1e-5, atol=1e-5),
     "bfloat16": Tolerance(rtol=2**-8 + 2**-15, atol=2**-14),
@@ -110,7 +111,7 @@ def check_options(
     force_pow_2_scales: Any,
     amax_epsilon: Any,
 ) -> Format:
-    """Check what says how to quantise."""
+    """Check the options that say how to quantise."""
     check.is_choice(op, "format", format, tuple(FORMATS))
     form = FORMATS[format]
     check.is_dtype(op, "dtype", dtype, dtypes=form.dtypes)
@@ -138,7 +139,7 @@ def _check_input(op: str, name: str, value: Any, form: Format, columnwise: bool)
 def check_shape(
     op: str, name: str, value: Tensor, shape: Sequence[int], form: Format, columnwise: bool
 ) -> None:
-    """Check the shape of what is quantised and comes of the argument ``value``."""
+    """Check the shape of a quantised tensor that is computed from the argument ``value``."""
     rows, columns = matrix_shape(shape)
     together = form.values_per_byte
     if columns % together or (columnwise and rows % together):
@@ -346,7 +347,7 @@ def _quantized(
     """(data, scale_inv, amax, global_scale_inv) of a float64 matrix.
 
     Args:
-        group: of each element; each group has a scale where a tensor would have one.
+        group: the group of each element; a group has its own scale where a tensor would have one.
     """
     import torch
 
@@ -505,7 +506,7 @@ def _update_oracle(
     dtype: torch.dtype | None = None,
     margin: float = 0.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """In Python's numbers, one scale after another."""
+    """Computes with Python numbers, one scale after another."""
     import struct
 
     def rounded(value: float) -> float:
@@ -551,7 +552,7 @@ def _partial_amax_oracle(
     amax = [[0.0] * across for _ in range(down)]
     values = input.double().tolist()
     for value, (i, j) in zip(values, _places(len(values), w, start_offset, block_len), strict=True):
-        if abs(value) > amax[i][j]:  # NaN is not
+        if abs(value) > amax[i][j]:  # false for NaN
             amax[i][j] = abs(value)
     return torch.tensor(amax, dtype=torch.float64, device=input.device)
 
@@ -594,7 +595,7 @@ def _two(shape: Sequence[int]) -> bool:
 
 
 def _ties(dtype: torch.dtype, device: str) -> Tensor:
-    """What lies between two values of a data dtype, and beside that, in blocks of amax M."""
+    """Midpoints between two values of a data dtype, and their neighbours, in blocks of amax M."""
     import torch
 
     rows: list[list[float]] = [[-0.0] * 16]
@@ -611,7 +612,7 @@ def _ties(dtype: torch.dtype, device: str) -> Tensor:
 
 
 def _amaxes(dtype: torch.dtype, device: str) -> Tensor:
-    """Rows of which the amax is at a power of two times M, before it and behind it."""
+    """Rows whose amax is below, at or above a power of two times M."""
     import torch
 
     generator = torch.Generator().manual_seed(60)
@@ -666,7 +667,7 @@ def _factor(value: float, device: str) -> Tensor:
 
 
 def option_samples(input: Tensor, form: Format) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each option away from its default, and what it goes with."""
+    """Each option with a value other than its default, some together with ``columnwise``."""
     import torch
 
     columnwise = {"columnwise": True}
@@ -792,7 +793,7 @@ def _multi_tensor_quantize_samples(dtype: str, device: str) -> Iterator[Sample]:
 
 
 def _codes(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> Tensor:
-    """Every bit pattern of a type of one byte, in disorder."""
+    """Random bit patterns of a one-byte dtype."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -930,7 +931,7 @@ def _update_samples(dtype: str, device: str) -> Iterator[Sample]:
 
 
 _SHARDS: dict[str, tuple[int, int, int, int, int]] = {
-    # label: h, w, start, how many, block length
+    # label: h, w, start, number of elements, block length
     "typical": (160, 144, 1000, 9000, 128),
     "all of it": (30, 40, 0, 1200, 128),
     "within a row": (16, 300, 310, 250, 128),
@@ -986,7 +987,7 @@ def quantized_shapes(
     dtype: torch.dtype | None,
     columnwise: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The six outputs, of which ``groups`` take the place of one for the tensor."""
+    """The six outputs; values that a tensor has one of, such as amax, have ``groups`` elements."""
     import torch
 
     form = FORMATS[format]
@@ -1039,21 +1040,21 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Casts a tensor to a scaling format; the arithmetic is at the head of this module.
 
-    Without ``scale`` it follows from the values (current scaling, Micikevicius et al., 2022,
-    arXiv:2209.05433); with it, one from earlier amaxes is used (delayed scaling) and the amax
-    returned is for the next ones.
+    Without ``scale`` the scale is computed from the values (current scaling, Micikevicius et al.,
+    2022, arXiv:2209.05433). With ``scale``, computed from earlier amaxes (delayed scaling), the
+    returned amax is for later scales.
 
     Args:
-        input: ``[..., H]``, seen as N rows; float32, bfloat16 or float16.
-        scale: ``[1]``, float32, positive, of ``per_tensor`` and, as S, of ``nvfp4``.
+        input: ``[..., H]``, treated as N rows; float32, bfloat16 or float16.
+        scale: ``[1]``, float32, positive; only for ``per_tensor`` and, as S, for ``nvfp4``.
         format: ``"per_tensor"``, ``"block_1x128"``, ``"block_128x128"``, ``"mxfp8"`` or
             ``"nvfp4"``. For nvfp4 H is even.
         dtype: of the data, float8_e4m3fn (unless given) or float8_e5m2; uint8 for nvfp4.
-        columnwise: return the transposed tensor as well, with scales of its own. For nvfp4
+        columnwise: return the transposed tensor as well, with its own scales. For nvfp4
             N is even too.
-        force_pow_2_scales: scales are powers of two; for float32 scales that are computed.
-        amax_epsilon: the least amax that a scale is computed from, a number of float32;
-            likewise.
+        force_pow_2_scales: scales are powers of two; only for float32 scales that are computed.
+        amax_epsilon: the least amax that a scale is computed from, in the range of float32;
+            only for float32 scales that are computed.
 
     Returns:
         data: ``[..., H]``, or ``[..., H / 2]`` for nvfp4.
@@ -1062,8 +1063,8 @@ def quantize(
             ``[N, ceil(H / 32)]`` for mxfp8, float8_e4m3fn ``[N, ceil(H / 16)]`` for nvfp4.
         amax: ``[1]``, float32, of the input, per tensor and for nvfp4; else None.
         global_scale_inv: ``[1]``, float32, for nvfp4; else None.
-        data_t: with ``columnwise`` what data is for the transposed matrix ``[H, N]``; else None.
-        scale_inv_t: what scale_inv is for that; else None.
+        data_t: with ``columnwise``, the data of the transposed matrix ``[H, N]``; else None.
+        scale_inv_t: with ``columnwise``, the scale_inv of that matrix; else None.
 
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
@@ -1088,7 +1089,7 @@ def bgrad_quantize(
     force_pow_2_scales: bool = False,
     amax_epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """:func:`quantize` of a gradient, and the gradient of a bias added before it.
+    """:func:`quantize` of a gradient, fused with the gradient of a bias.
 
     Args:
         input: as in :func:`quantize`.
@@ -1100,7 +1101,7 @@ def bgrad_quantize(
         amax_epsilon: as in :func:`quantize`.
 
     Returns:
-        bias_grad: ``[H]``, dtype of ``input``; the sum over the rows, in float32.
+        bias_grad: ``[H]``, dtype of ``input``; the sum of ``input`` over the rows, in float32.
         data, scale_inv, amax, global_scale_inv, data_t, scale_inv_t: as of :func:`quantize`.
 
     Raises:
@@ -1132,7 +1133,7 @@ def split_quantize(
 
     Args:
         input: ``[M, ..., H]``; float32, bfloat16 or float16.
-        split_sections: how much of the first dimension belongs to each part; the sum is M.
+        split_sections: the size of each part along the first dimension; the sum is M.
         scales: a scale for each part, as in :func:`quantize`.
         format: as in :func:`quantize`.
         dtype: as in :func:`quantize`.
@@ -1170,15 +1171,15 @@ def group_quantize(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """:func:`quantize` of rows in groups whose sizes only the device knows.
 
-    The outputs are those of the whole tensor, blocks and all, except that what there is one
-    of per tensor there is one of per group: the scale of ``per_tensor``, the global scale of
-    ``nvfp4``, the amax. Where a block spans groups, the first row of it decides. Rows after the
-    last group are taken for zeros. No size is read by the host.
+    The outputs are those of the whole tensor, with the same blocks, but each group has its own
+    value where a tensor has one: the scale of ``per_tensor``, the global scale of
+    ``nvfp4``, the amax. A block that spans groups belongs to the group of its first row. Rows
+    after the last group are treated as zeros. No size is read by the host.
 
     Args:
         input: ``[M, ..., H]``; float32, bfloat16 or float16.
-        group_sizes: ``[G]``, G at least 1, int64 or int32: how much of the first dimension
-            belongs to each group, in order; not negative, the sum at most M.
+        group_sizes: ``[G]``, G at least 1, int64 or int32: the size of each group along the
+            first dimension, in order; not negative, the sum at most M.
         scale: ``[G]``, otherwise as in :func:`quantize`.
         format: as in :func:`quantize`.
         dtype: as in :func:`quantize`.
@@ -1253,14 +1254,14 @@ def dequantize(
     format: str = "per_tensor",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The values of what :func:`quantize` returned.
+    """The values of a tensor that :func:`quantize` returned.
 
-    ``output = data * scale_inv`` in float32, times ``global_scale_inv`` for nvfp4, rounded to
-    ``out_dtype``. The first product is exact there.
+    ``output = data * scale_inv`` in float32, times ``global_scale_inv`` for nvfp4, where the first
+    product is exact; rounded to ``out_dtype``.
 
     Args:
-        data: as of :func:`quantize`; of a transposed tensor ``data_t``.
-        scale_inv: as of :func:`quantize`; then ``scale_inv_t``.
+        data: as of :func:`quantize`; ``data_t`` for a transposed tensor.
+        scale_inv: as of :func:`quantize`; ``scale_inv_t`` for a transposed tensor.
         global_scale_inv: as of :func:`quantize`.
         format: as in :func:`quantize`.
         out_dtype: float32 (unless given), bfloat16 or float16.
@@ -1285,7 +1286,7 @@ def dequantize(
     oracle=_amax_oracle,
 )
 def compute_amax(input: Tensor) -> Tensor:
-    """The largest magnitude of a tensor, NaN left out; 0 where there is nothing else.
+    """The largest magnitude of a tensor, ignoring NaN; 0 if there are no other values.
 
     Args:
         input: any shape; float32, bfloat16 or float16.
@@ -1294,7 +1295,7 @@ def compute_amax(input: Tensor) -> Tensor:
         amax: ``[1]``, float32.
 
     Raises:
-        ArgumentError: the dtype is none of these.
+        ArgumentError: the dtype is not one of these.
     """
     import torch
 
@@ -1309,17 +1310,17 @@ def compute_amax(input: Tensor) -> Tensor:
     oracle=_transpose_oracle,
 )
 def fp8_transpose(data: Tensor) -> Tensor:
-    """The transposed matrix, as memory.
+    """The transposed matrix, copied to contiguous memory.
 
     Args:
-        data: ``[..., H]``, seen as N rows; a type of one byte: float8_e4m3fn, float8_e5m2,
+        data: ``[..., H]``, treated as N rows; a one-byte dtype: float8_e4m3fn, float8_e5m2,
             float8_e8m0fnu or uint8.
 
     Returns:
         data_t: ``[H, N]``, contiguous, dtype of ``data``, bit for bit.
 
     Raises:
-        ArgumentError: the dtype is none of these, or there is no dimension.
+        ArgumentError: the dtype is not one of these, or there is no dimension.
     """
     rows, columns = matrix_shape(data.shape)
     return data.new_empty((columns, rows))
@@ -1333,7 +1334,7 @@ def fp8_transpose(data: Tensor) -> Tensor:
     oracle=_swap_oracle,
 )
 def swap_first_dims(input: Tensor) -> Tensor:
-    """``[a, b, ...]`` as ``[b, a, ...]``, as memory.
+    """``[a, b, ...]`` as ``[b, a, ...]``, copied to contiguous memory.
 
     Args:
         input: at least two dimensions; float32, bfloat16, float16, uint8 or a float8 type.
@@ -1342,7 +1343,7 @@ def swap_first_dims(input: Tensor) -> Tensor:
         output: ``[b, a, ...]``, contiguous, dtype of ``input``, bit for bit.
 
     Raises:
-        ArgumentError: the dtype is none of these, or there are fewer dimensions.
+        ArgumentError: the dtype is not one of these, or there are fewer dimensions.
     """
     first, second, *rest = input.shape
     return input.new_empty((second, first, *rest))
@@ -1367,21 +1368,22 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """The update of delayed scaling, in place, as Transformer Engine defines it.
 
-    For each scale, whose history is a column: the newest amax is the buffer's or, where that
-    is 0, row 0 of the history. The rows move up by one, row 0 to the end, where the newest
-    amax replaces it; the amax used is the largest of all then, NaN left out, or the newest.
-    ``scale = M * 2**-margin / amax`` in float32, the numerator rounded from float64; the
+    The history of each scale is a column. The newest amax is the buffer's, or row 0 of the history
+    if that is 0. The history's rows are rotated by one, so that row 0 becomes the last, and the
+    newest amax replaces it there. The amax used is the largest in the history, ignoring NaN, or
+    the newest, as ``amax_compute_algo`` says.
+    ``scale = M * 2**-margin / amax`` in float32, with the numerator rounded from float64; the
     largest float32 where that overflows; unchanged where the amax is 0, infinite or NaN.
-    Last, row 0 is cleared for the next amax.
+    Finally, row 0 is set to 0 for the next amax.
 
     Args:
         amax_reduction_buffer: ``[sum of n]``, float32: the reduced amaxes of all tensors.
-        amax_histories: each ``[length, n]``, float32, of a length of at least 1; written.
+        amax_histories: each ``[length, n]``, float32, length at least 1; written.
         scales: each ``[n]``, float32; written.
         amax_compute_algo: ``"max"`` or ``"most_recent"``.
-        dtype: of the data, for its largest value M; float8_e4m3fn (unless given) or
+        dtype: of the data, which determines M; float8_e4m3fn (unless given) or
             float8_e5m2.
-        margin: how many powers of two stay free, from -100 to 100.
+        margin: powers of two to leave as headroom, from -100 to 100.
 
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
@@ -1398,7 +1400,7 @@ def fused_amax_and_scale_update_after_reduction(
 def fp8_block_scaling_compute_partial_amax(
     input: Tensor, h: int, w: int, start_offset: int, block_len: int = 128
 ) -> Tensor:
-    """The amax of each block of a matrix, as far as a flat part of it goes.
+    """The amax of each block of a matrix, over the elements of a flat part of the matrix.
 
     Args:
         input: ``[n]``, elements ``start_offset`` to ``start_offset + n`` of the matrix in
@@ -1409,8 +1411,8 @@ def fp8_block_scaling_compute_partial_amax(
         block_len: rows, and columns, of a block.
 
     Returns:
-        amax: ``[ceil(h / block_len), ceil(w / block_len)]``, float32; NaN is left out, and a
-            block without elements here has 0.
+        amax: ``[ceil(h / block_len), ceil(w / block_len)]``, float32; NaN is ignored, and a
+            block without elements in the part has 0.
 
     Raises:
         ArgumentError: a shape, dtype or size does not agree.
@@ -1437,7 +1439,7 @@ def fp8_block_scaling_partial_cast(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The cast of a flat part of a matrix in blocks, each with the scale that is given.
+    """The cast of a flat part of a matrix, with a given scale for each block of the matrix.
 
     Args:
         input: as in :func:`fp8_block_scaling_compute_partial_amax`.
@@ -1449,7 +1451,7 @@ def fp8_block_scaling_partial_cast(
         dtype: of the data, float8_e4m3fn (unless given) or float8_e5m2.
 
     Returns:
-        data: ``[n]``; the cast at the head of this module.
+        data: ``[n]``; the cast is defined at the head of this module.
 
     Raises:
         ArgumentError: a shape, dtype, size or device does not agree.

@@ -5,9 +5,9 @@ Tokens come in one of three formats: ``sbhd`` is ``[s, b, h, d]``, ``bshd`` is
 one another and ``cu_seqlens`` says where each begins.
 
 **Pairs.** The first d2 of the d features are rotated, in pairs ``(i, i + d2 / 2)``, or
-``(2 * i, 2 * i + 1)`` if ``interleaved``; the others are copied. The feature at ``i`` of a
-token at position p turns by ``freqs[p, 0, 0, i]``. The two features of a pair commonly
-have the same angle, but each has an entry of its own and is turned by that.
+``(2 * i, 2 * i + 1)`` if ``interleaved``; the others are copied. Feature ``i`` of a
+token at position p is rotated by the angle ``freqs[p, 0, 0, i]``. The two features of a pair
+commonly have the same angle, but each is rotated by its own entry.
 
 **Positions.** A token's position is its place in its sequence, plus ``start_positions`` of
 that sequence. Under context parallelism each full sequence is cut into ``2 * cp_size``
@@ -15,9 +15,9 @@ chunks of equal length, and rank r holds chunk r followed by chunk ``2 * cp_size
 so that causal attention costs every rank the same. A call sees the tokens of its rank;
 their positions are those in the full sequence.
 
-**Outside.** A position for which ``freqs`` has no row makes the rotated features NaN: to
-refuse it would mean to wait for the device. Tokens of ``thd`` after the last sequence
-belong to none, and are copied as they are.
+**Out of range.** A position for which ``freqs`` has no row makes the rotated features NaN:
+raising an error would make the host wait for the device. Tokens of ``thd`` after the last
+sequence belong to none, and are copied as they are.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _check_positions(
     cp_size: Any,
     cp_rank: Any,
 ) -> int:
-    """Check what positions follow from; returns how many rows of freqs there must be."""
+    """Check the arguments that determine positions; returns the least number of rows of freqs."""
     check.is_integer(op, "cp_size", cp_size, at_least=1)
     check.is_integer(op, "cp_rank", cp_rank, below=cp_size)
     if qkv_format == "thd":
@@ -155,7 +155,7 @@ def _check_qkv_rope(
     cp_rank: Any,
     **tokens: Any,
 ) -> None:
-    """What the forward and the backward have in common; the first of ``tokens`` leads."""
+    """The checks that forward and backward share; the first of ``tokens`` is the reference."""
     _, dk, _ = _check_split(op, qkv_split)
     name, value = next(iter(tokens.items()))
     tensor = _check_tokens(op, name, value, qkv_format)
@@ -207,7 +207,7 @@ def _check_qkv_backward(
 
 
 def _share(length: int, cp_size: int, cp_rank: int) -> list[int]:
-    """The places in a full sequence of ``length`` tokens that a rank holds."""
+    """The places of the tokens that a rank holds of a full sequence of ``length`` tokens."""
     if cp_size == 1:
         return list(range(length))
     chunk = length // (2 * cp_size)
@@ -226,7 +226,7 @@ def _angles(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """The angle of every token of a sequence and feature in float64, [..., 1, d2]."""
+    """The angle of every token and feature of a sequence, float64 ``[..., 1, d2]``."""
     import torch
 
     table = freqs.double()[:, 0, 0]
@@ -529,7 +529,7 @@ def _qkv_backward_samples(dtype: str, device: str) -> Iterator[Sample]:
         dq, dk, _ = sample.kwargs["qkv_split"]
         q, k, v = packed.split(list(sample.kwargs["qkv_split"]), -1)
         q = q.reshape(*q.shape[:-2], q.shape[-2] * (dq // dk), dk)
-        # k and v stay parts of the packed tensor: gradients need not be contiguous either.
+        # k and v stay views of the packed tensor: gradients need not be contiguous.
         yield Sample(sample.label, (q, k, v, q_freqs, k_freqs), sample.kwargs)
 
 
@@ -571,9 +571,9 @@ def fused_rope_forward(
     and ``b = freqs[p, 0, 0, j]``:
     ``output[i] = input[i] * cos(a) - input[j] * sin(a)`` and
     ``output[j] = input[j] * cos(b) + input[i] * sin(b)``.
-    Which features make a pair, what a token's position is and what happens outside
-    ``freqs`` is told at the head of this module. Computed in float32 (float64 for
-    float64) and rounded once. The backward needs ``freqs`` and the options alone.
+    The head of this module defines which features form a pair, a token's position and the result
+    for positions outside ``freqs``. Computed in float32 (float64 for
+    float64) and rounded once. The backward needs only ``freqs`` and the options.
 
     Args:
         input: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``qkv_format`` says;
@@ -584,10 +584,10 @@ def fused_rope_forward(
         start_positions: ``[b]``, int32, added to the positions of each sequence; zeros
             unless given.
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``.
-        interleaved: pairs are neighbours, not halves.
+        interleaved: a pair is two neighbouring features, instead of one from each half.
         cu_seqlens: ``[b + 1]``, int32, for ``thd`` and only for it: where each sequence
-            begins, from 0, and the last one ends, not decreasing. They count the tokens
-            of full sequences, all ranks together; with ``cp_size`` above 1 every length
+            begins, from 0, and the last one ends, not decreasing. The values count the tokens
+            of full sequences, of all ranks together; with ``cp_size`` above 1 every length
             is a multiple of ``2 * cp_size``.
         cp_size: number of context-parallel ranks; above 1, s is even.
         cp_rank: this rank, from 0.
@@ -681,15 +681,15 @@ def fused_qkv_rope_forward(
     With ``qkv_split = (dq, dk, dv)`` the features of each of h groups are ``dq / dk`` query
     heads, one key head (both of width dk) and one value head of width dv, in that order.
     Head ``i * dq / dk + n`` of the queries is the n-th of group i. Queries and keys are
-    what :func:`fused_rope_forward` makes of them with ``q_freqs`` and ``k_freqs``; values
-    are copied. The backward needs the freqs and the options alone.
+    rotated as in :func:`fused_rope_forward` with ``q_freqs`` and ``k_freqs``; values
+    are copied. The backward needs only the freqs and the options.
 
     Args:
         qkv_input: ``[s, b, h, dq + dk + dv]``, ``[b, s, h, dq + dk + dv]`` or
             ``[t, h, dq + dk + dv]``; float32, bfloat16, float16 or float64.
         q_freqs: ``[positions, 1, 1, d2]``, float32, as ``freqs`` of
             :func:`fused_rope_forward`; d2 at most dk.
-        k_freqs: the same for the keys; its d2 may be another.
+        k_freqs: the same for the keys; its d2 may differ.
         qkv_split: ``(dq, dk, dv)``, positive, dq a multiple of dk.
         start_positions: as in :func:`fused_rope_forward`.
         qkv_format: as in :func:`fused_rope_forward`.
@@ -701,7 +701,7 @@ def fused_qkv_rope_forward(
     Returns:
         q: ``[..., h * dq / dk, dk]``, dtype of ``qkv_input``, contiguous.
         k: ``[..., h, dk]``, likewise.
-        v: ``[..., h, dv]``, likewise; memory of its own.
+        v: ``[..., h, dv]``, likewise; not a view of ``qkv_input``.
 
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
@@ -739,8 +739,8 @@ def fused_qkv_rope_backward(
 ) -> Tensor:
     """Gradient of :func:`fused_qkv_rope_forward` with respect to its input.
 
-    ``q_grad`` and ``k_grad`` are turned back as in :func:`fused_rope_backward`, then all
-    three are packed as the forward's input is.
+    ``q_grad`` and ``k_grad`` are rotated back as in :func:`fused_rope_backward`, then all
+    three are packed in the layout of the forward's input.
 
     Args:
         q_grad: ``[..., h * dq / dk, dk]``, the gradient of q; float32, bfloat16, float16 or

@@ -1,14 +1,14 @@
-"""Choosing the experts of each token, and the loss that keeps their loads alike.
+"""Choosing the experts of each token, and the load-balancing loss.
 
 Logits are ``[T, E]``: T tokens, E experts.
 
-**Scores.** ``score_function`` makes a score s of each logit x: ``"softmax"`` over the
+**Scores.** ``score_function`` turns each logit x into a score s: ``"softmax"`` over the
 experts, ``"sigmoid"``, ``1 / (1 + exp(-x))``, or ``"sqrtsoftplus"``,
 ``sqrt(log(1 + exp(x)))``.
 
-**Choice.** Each token goes to the topk experts of the highest scores; of equal ones to those
-of the lowest numbers. Scores are compared as they are calculated: in float32 (float64 for
-float64 logits), in which scores of different logits may round to the same number.
+**Choice.** Each token goes to the topk experts with the highest scores; among equal scores, to
+the experts with the lowest numbers. Scores are compared in float32 (float64 for float64 logits),
+in which the scores of different logits may round to the same number.
 
 **Normalization.** The scores of sigmoid and sqrtsoftplus do not sum to 1. Where topk is above
 1 they are divided by their sum plus 1e-20.
@@ -43,21 +43,21 @@ __all__ = [
 ]
 
 EPSILON = 1e-20
-"""Keeps a sum of scores that are all zero from being divided by."""
+"""Added to a sum of scores, which may all be zero, before dividing by it."""
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
 STATISTICS = ("float32", "float64")
 COUNTS = ("int32", "int64", *FLOATS)
 
-# Of the narrow dtypes, half a unit in the last place and what float32 adds to that.
+# For the narrow dtypes: half a unit in the last place, plus the error of float32 arithmetic.
 TOLERANCE = {
     "float32": Tolerance(rtol=2e-6, atol=1e-6),
     "bfloat16": Tolerance(rtol=2**-8 + 2**-15, atol=2**-18),
     "float16": Tolerance(rtol=2**-11 + 2**-16, atol=2**-16),
     "float64": Tolerance(rtol=1e-13, atol=1e-14),
 }
-# A gradient is a difference of numbers that may be nearly equal; in float16 many are subnormal.
+# A gradient is a difference of values that may be nearly equal; in float16 many are subnormal.
 BACKWARD_TOLERANCE = {
     "float32": Tolerance(rtol=2e-6, atol=4e-6),
     "bfloat16": Tolerance(rtol=2**-8 + 2**-15, atol=2**-16),
@@ -126,7 +126,7 @@ def _check_topk(
 
 
 def _check_saved(op: str, name: str, grad: Any, **saved: tuple[Any, tuple[str, ...]]) -> Tensor:
-    """A gradient ``[T, E]`` and what the forward saved for it, of the same shape."""
+    """Check a gradient ``[T, E]`` and the tensors that the forward saved, of the same shape."""
     tensor = check.is_tensor(op, name, grad, dtypes=FLOATS)
     check.has_axes(op, name, tensor, "[T, E]")
     for other, (value, dtypes) in saved.items():
@@ -207,7 +207,7 @@ def _check_aux_loss_backward(
 
 
 def _scores(logits: Tensor, score_function: str) -> Tensor:
-    """Of float64 logits."""
+    """The scores of float64 logits."""
     if score_function == "softmax":
         return logits.softmax(-1)
     if score_function == "sigmoid":
@@ -268,10 +268,10 @@ def _topk_oracle(
 
 
 def _moved(scores: Tensor, by: Tensor, score_function: str) -> Tensor:
-    """The scores when each logit moves by so much, from the scores alone.
+    """The scores after each logit changes by ``by``, computed from the scores alone.
 
-    Saved scores count as they are, rounded: those of softmax need not sum to 1. ``by`` is
-    zero, and there to be differentiated with respect to.
+    Saved scores are used as they are, rounded: those of softmax need not sum to 1. ``by`` is
+    zero; the oracle differentiates with respect to it.
     """
     import torch
 
@@ -287,7 +287,7 @@ def _moved(scores: Tensor, by: Tensor, score_function: str) -> Tensor:
 def _gradient(
     grad: Tensor, intermediate: Tensor, score_function: str, output: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Of the logits, where ``output`` of their scores has the gradient ``grad``."""
+    """The gradient of the logits, if ``output`` of their scores has the gradient ``grad``."""
     import torch
 
     scores = intermediate.detach().double()
@@ -385,7 +385,7 @@ def _logits(dtype: str, device: str) -> Iterator[tuple[str, Tensor]]:
     kind: torch.dtype = getattr(torch, dtype)
     yield from layouts(_SHAPES, 12, 16, dtype, device)
     values = normal((6, 16), torch.float64, "cpu", seed=60)
-    # Kept apart by more than float32 loses, whatever the score function makes of them.
+    # The differences are large enough to survive float32 in every score function.
     yield "large values", (values.clamp(-2, 2) * 3).to(device, kind)
     yield "small values", (values * 2**-10).to(device, kind)
     yield "all equal", torch.full((3, 16), 0.75, dtype=kind, device=device)
@@ -433,13 +433,13 @@ def _extreme_calls(dtype: str, device: str) -> Iterator[_Call]:
 def _tiny_call(label: str, logit: float, dtype: str, device: str) -> Iterator[_Call]:
     import torch
 
-    if dtype != "float16":  # in which they are zero
+    if dtype != "float16":  # where such values are zero
         logits = torch.full((3, 8), logit, dtype=getattr(torch, dtype), device=device)
         yield _Call(label, logits, 1, None, _FUNCTIONS["sqrtsoftplus"])
 
 
 def _saved_calls(calls: Iterator[_Call], dtype: str, device: str) -> Iterator[_Call]:
-    """Those for a backward, to which scores may come whose square is no number of float32."""
+    """The calls for a backward, plus scores whose square is outside the range of float32."""
     yield from calls
     yield from _tiny_call("scores too small to square", -150.0, dtype, device)
 
@@ -463,7 +463,8 @@ def _option_calls(name: str, function: dict[str, Any], logits: Tensor) -> Iterat
         options = {"num_groups": 4, "group_topk": 2, "scaling_factor": 2.5}
         yield _Call(f"{name}, everything", logits, 4, bias, {**function, **options})
         hidden = bias.clone()
-        hidden[1::2] = -math.inf  # of the two groups, the first of these is the fifth expert
+        # Two groups are chosen, with two visible experts each: the fifth is the first hidden one.
+        hidden[1::2] = -math.inf
         yield _Call(f"{name}, hidden in groups", logits, 5, hidden, {**function, **options})
 
 
@@ -608,38 +609,38 @@ def fused_topk_with_score_function_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Chooses the topk experts of each token, and how much each counts.
 
-    Scores, choice and normalization are laid down at the head of this module. The prob of a
-    chosen expert is ``scaling_factor`` times its score, normalized over the chosen ones
-    (sigmoid, sqrtsoftplus); that of any other is 0.
+    The head of this module defines scores, choice and normalization. The prob of a
+    chosen expert is ``scaling_factor`` times its score, normalized over the chosen experts
+    (sigmoid, sqrtsoftplus); the prob of any other expert is 0.
 
-    For ``"softmax"`` there are two orders: with ``use_pre_softmax`` the scores are the
-    softmax over all experts, and the chosen ones are taken as they are; without, logits are
-    compared, and the scores are the softmax over the chosen ones alone. For the other score
-    functions the flag has no meaning.
+    For ``"softmax"`` there are two orders. With ``use_pre_softmax`` the scores are the
+    softmax over all experts, and those of the chosen experts are used as they are. Without it,
+    logits are compared, and the scores are the softmax over the chosen experts alone. The other
+    score functions ignore the flag.
 
-    Groups (DeepSeek-V3, arXiv:2412.19437): the experts are ``num_groups`` groups of equally
-    many, one after another. A group's score is the sum of its ``topk // group_topk`` highest;
-    a token's experts are chosen from the ``group_topk`` groups of the highest scores, the
+    Groups (DeepSeek-V3, arXiv:2412.19437): the experts form ``num_groups`` consecutive groups of
+    equal size. A group's score is the sum of its ``topk // group_topk`` highest scores;
+    a token's experts are chosen from the ``group_topk`` groups with the highest scores, the
     first of equal ones.
 
     Args:
         logits: ``[T, E]``, float32, bfloat16, float16 or float64; E at least 1.
         topk: how many experts each token goes to, from 1 to E.
-        expert_bias: ``[E]``, any of the same dtypes, added to the scores where they, or the
-            groups, are compared, and nowhere else; not for softmax. It has no gradient.
+        expert_bias: ``[E]``, any of the same dtypes, added to the scores only for comparing
+            experts or groups; not for softmax. It has no gradient.
         use_pre_softmax: softmax before the choice, not after.
         num_groups: a divisor of E, or None.
-        group_topk: at most num_groups and at most topk, in which there must be room for topk
-            experts; None if num_groups is.
-        scaling_factor: of the probs.
+        group_topk: at most num_groups and at most topk; that many groups must have at least topk
+            experts. None if num_groups is.
+        scaling_factor: factor of the probs.
         score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
 
     Returns:
         probs: ``[T, E]``, dtype of ``logits``, contiguous.
         routing_map: ``[T, E]``, bool, topk true in each row. Saved for the backward.
         intermediate: ``[T, E]``, float32 (float64 for float64), the score of every expert
-            before normalization and scaling, without the bias; 0 for those not chosen where
-            softmax comes after the choice. Saved for the backward.
+            before normalization and scaling, without the bias; if softmax comes after the choice,
+            0 for experts that are not chosen. Saved for the backward.
 
     Raises:
         ArgumentError: a shape, dtype, option or device does not agree.
@@ -672,8 +673,8 @@ def fused_topk_with_score_function_bwd(
 ) -> Tensor:
     """Gradient of :func:`fused_topk_with_score_function_fwd` with respect to the logits.
 
-    The choice is constant. With s the intermediate, M the chosen experts and
-    ``g = scaling_factor * grad_probs`` on M and 0 elsewhere, sums being over a row:
+    The choice is treated as constant. With s the intermediate, M the chosen experts and
+    ``g = scaling_factor * grad_probs`` on M and 0 elsewhere, and sums over a row:
 
     - softmax, before or after the choice: ``dx = s * (g - sum(g * s))``;
     - the others: ``ds = (g - sum(g * s) / S) / S`` on M and 0 elsewhere, with
@@ -715,9 +716,9 @@ def fused_topk_with_score_function_bwd(
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, *, score_function: str = "softmax"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores of all experts, as the load-balancing loss takes them.
+    """The scores of all experts, as input of the load-balancing loss.
 
-    Scores and choice are laid down at the head of this module; here the scores of sigmoid
+    The head of this module defines scores and choice; here the scores of sigmoid
     and sqrtsoftplus are normalized over all experts (for topk above 1).
 
     Args:
@@ -727,7 +728,7 @@ def fused_score_for_moe_aux_loss_fwd(
 
     Returns:
         scores: ``[T, E]``, dtype of ``logits``, contiguous.
-        routing_map: ``[T, E]``, bool, topk true in each row: the highest scores.
+        routing_map: ``[T, E]``, bool, true for the topk highest scores of each row.
         intermediate: ``[T, E]``, float32 (float64 for float64), the scores before
             normalization. Saved for the backward.
 
@@ -755,8 +756,8 @@ def fused_score_for_moe_aux_loss_bwd(
 ) -> Tensor:
     """Gradient of :func:`fused_score_for_moe_aux_loss_fwd` with respect to the logits.
 
-    As :func:`fused_topk_with_score_function_bwd`, every expert being chosen and the
-    scaling factor 1.
+    As :func:`fused_topk_with_score_function_bwd`, with every expert chosen and a
+    scaling factor of 1.
 
     Args:
         grad_scores: ``[T, E]``, float32, bfloat16, float16 or float64.
@@ -793,17 +794,17 @@ def fused_moe_aux_loss_fwd(
     """The load-balancing loss of Switch Transformer (arXiv:2101.03961, equation 4).
 
     ``aux_loss = c * sum over e of tokens_per_expert[e] * sum over t of probs[t, e]`` with
-    ``c = E * coeff / (topk * total_num_tokens**2)``: E times the product of the fraction of
-    the pairs and the mean prob that an expert has, summed and weighted. It is ``coeff`` where
-    every expert has the same load, if the probs of a token sum to 1.
+    ``c = E * coeff / (topk * total_num_tokens**2)``: for each expert, its fraction of the
+    (token, expert) pairs times its mean prob; summed, and multiplied by E and ``coeff``. The loss
+    is ``coeff`` if every expert has the same load and the probs of a token sum to 1.
 
     Args:
         probs: ``[T, E]``, the scores of all experts; float32, bfloat16, float16 or float64.
-        tokens_per_expert: ``[E]``, int32, int64 or any of the same dtypes: how many tokens
-            each expert has, perhaps of more tokens than T. A constant without a gradient.
-        total_num_tokens: how many tokens these are counted over, at least 1.
+        tokens_per_expert: ``[E]``, int32, int64 or any of the same dtypes: the number of tokens
+            of each expert, which may be counted over more than T tokens. It has no gradient.
+        total_num_tokens: the number of tokens it is counted over, at least 1.
         topk: how many experts each token goes to, at least 1.
-        coeff: the weight of the loss, a number of float32.
+        coeff: the weight of the loss, in the range of float32.
 
     Returns:
         aux_loss: a scalar (no dimensions), dtype of ``probs``; summed in float32 (float64

@@ -1,7 +1,7 @@
 """Scaled softmax over the last dimension: plain, under a mask, and the two causal forms.
 
-Attention scores are ``[..., sq, sk]``: sq queries, sk keys. Any sizes will do. What is
-saved for a backward is the forward's output.
+Attention scores are ``[..., sq, sk]``: sq queries, sk keys, of any sizes. The forward's output is
+saved for the backward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ R = TypeVar("R")
 
 MASK_DTYPES = ("bool", "uint8")
 
-# Of the narrow dtypes, half a unit in the last place and what float32 adds to that; the
+# For the narrow dtypes: half a unit in the last place, plus the error of float32 arithmetic; the
 # small probabilities of long rows are subnormal in float16.
 FORWARD_TOLERANCE = {
     "float32": Tolerance(rtol=4e-6, atol=2e-6),
@@ -65,12 +65,12 @@ BACKWARD_TOLERANCE = {
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a form asks of the shape of its scores.
+    """What a form of softmax requires of the shape of its scores.
 
     Attributes:
-        min_ndim: the fewest dimensions.
+        min_ndim: the least number of dimensions.
         square: sq must be sk.
-        shapes: those of its samples, by label.
+        shapes: the shapes of its samples, by label.
     """
 
     min_ndim: int
@@ -78,19 +78,19 @@ class _Form:
     shapes: dict[str, tuple[int, ...]]
 
     def check_forward(self, op: str, input: Any, scale: Any) -> None:
-        """Of ``(input, scale)``."""
+        """Check ``(input, scale)``."""
         self._check_scores(op, "input", input)
         check.is_number(op, "scale", scale)
 
     def check_masked(self, op: str, input: Any, mask: Any, scale: Any) -> None:
-        """Of ``(input, mask, scale)``."""
+        """Check ``(input, mask, scale)``."""
         self.check_forward(op, input, scale)
         mask = check.is_tensor(op, "mask", mask, dtypes=MASK_DTYPES)
         check.expands_to(op, "mask", mask, input.shape, "the shape of 'input'")
         check.same_device(op, "input", {"input": input, "mask": mask})
 
     def check_backward(self, op: str, output_grad: Any, softmax_output: Any, scale: Any) -> None:
-        """Of ``(output_grad, softmax_output, scale)``."""
+        """Check ``(output_grad, softmax_output, scale)``."""
         self._check_scores(op, "softmax_output", softmax_output)
         grad = check.is_tensor(op, "output_grad", output_grad, dtypes=FLOATS)
         check.has_shape(
@@ -111,7 +111,7 @@ class _Form:
 
 
 def _softmax(input: Tensor, scale: float, hidden: Tensor | None = None) -> Tensor:
-    """The definition in float64; rows of which everything is hidden are zero."""
+    """The definition in float64; rows in which everything is hidden are zero."""
     import torch
 
     scores = input.double() * scale
@@ -126,7 +126,7 @@ def _softmax(input: Tensor, scale: float, hidden: Tensor | None = None) -> Tenso
 
 
 def _future(input: Tensor) -> Tensor:
-    """``[sq, sk]``: where the key lies after the query, the last of both being aligned."""
+    """``[sq, sk]``: true where the key is after the query, with the last of both aligned."""
     import torch
 
     queries, keys = input.shape[-2:]
@@ -136,7 +136,7 @@ def _future(input: Tensor) -> Tensor:
 
 
 def _of_visible(input: Tensor, scale: float, hidden: Tensor) -> Tensor | Between:
-    """Whether a hidden key is 0 or NaN, where visible ones of its row are NaN, is left open."""
+    """Softmax of visible keys; accepts 0 and NaN for hidden keys of a row with visible NaN."""
     expected = _softmax(input, scale, hidden)
     free = hidden & expected.isnan()
     if not free.any():
@@ -166,9 +166,9 @@ def _causal_oracle(input: Tensor, scale: float = 1.0) -> Tensor | Between:
 def _backward_oracle(output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0) -> Tensor:
     """By differentiating softmax at the saved output.
 
-    Where scores whose softmax is y move by d, it becomes ``y * exp(d) / sum(y * exp(d))``,
-    and the sum is ``1 + sum(y * (exp(d) - 1))`` because y sums to 1. Written so, the saved
-    y counts as it is, rounded, and what was hidden stays so.
+    If scores whose softmax is y change by d, it becomes ``y * exp(d) / sum(y * exp(d))``,
+    and the sum is ``1 + sum(y * (exp(d) - 1))`` because y sums to 1. This form uses the saved
+    y as it is, rounded, and keeps hidden keys hidden.
     """
     import torch
 
@@ -222,7 +222,7 @@ def _inputs(form: _Form, dtype: str, device: str) -> Iterator[tuple[str, Tensor]
 
 
 def _with_broken_rows(dtype: str, device: str) -> tuple[str, Tensor]:
-    """Keys that make NaN of their rows where they are visible: early ones, and a late one."""
+    """Scores whose early keys, and one late key, make NaN of the rows where they are visible."""
     import torch
 
     input = normal((3, 24, 24), getattr(torch, dtype), device, seed=44)
@@ -306,7 +306,7 @@ def _backward_samples(form: _Form, oracle: Callable[..., Any]) -> SampleMaker:
 def _backward(
     form: _Form, oracle: Callable[..., Any]
 ) -> Callable[[Callable[P, R]], Contract[P, R]]:
-    """The contract of a backward; they differ in the shapes that they take."""
+    """The contract of a backward; the backwards differ only in the shapes that they take."""
     return contract(
         family="softmax",
         check=form.check_backward,
@@ -335,7 +335,7 @@ def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
     """Softmax of scaled scores over the last dimension.
 
     ``y_k = exp(s_k) / sum over j of exp(s_j)`` with ``s = scale * input``. The largest
-    score is taken off first, so that no exp overflows.
+    score is subtracted first, so that no exp overflows.
 
     Args:
         input: ``[..., sk]``; float32, bfloat16, float16 or float64.
@@ -384,16 +384,16 @@ def scaled_softmax_backward(
     backward=_gradient_of_input("scaled_masked_softmax_backward"),
 )
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-    """Softmax of scaled scores over the last dimension, of what a mask leaves visible.
+    """Softmax of scaled scores over the last dimension, over what a mask leaves visible.
 
-    As :func:`scaled_softmax_forward`, with the sum over visible keys only; hidden ones
-    give 0, and so does a row in which every key is hidden. (Kernels that put -10000 in the
-    place of a hidden score give the same while visible ones stay above about -9900.) In rows
-    whose visible keys give NaN hidden ones give 0 or NaN.
+    As :func:`scaled_softmax_forward`, with the sum over visible keys only; hidden keys
+    give 0, and so does a row in which every key is hidden. (Kernels that replace a hidden score
+    by -10000 give the same result while visible scores stay above about -9900.) In rows
+    whose visible keys give NaN, hidden keys give 0 or NaN.
 
     Args:
         input: ``[..., sq, sk]``; float32, bfloat16, float16 or float64.
-        mask: bool or uint8, 0 where visible; of a shape that expands to the input's, so
+        mask: bool or uint8, 0 where visible; its shape expands to the input's, as
             ``[b, 1, sq, sk]`` or ``[1, 1, sq, sk]`` for scores ``[b, h, sq, sk]``.
         scale: the factor of the scores.
 
@@ -495,8 +495,8 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1
     """Causal softmax of scaled scores, the last query aligned with the last key.
 
     As :func:`scaled_softmax_forward`, with the sum over keys ``k <= i + sk - sq`` only;
-    later ones give 0, or NaN in rows whose visible keys give NaN, and where sq is larger
-    than sk the first ``sq - sk`` rows, which see no key, give 0.
+    later keys give 0, or NaN in rows whose visible keys give NaN. If sq is larger
+    than sk, the first ``sq - sk`` rows see no key and give 0.
 
     Args:
         input: ``[..., sq, sk]``; float32, bfloat16, float16 or float64.
