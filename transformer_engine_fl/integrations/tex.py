@@ -1,10 +1,10 @@
 """From functions with the signatures of ``transformer_engine_torch`` to contracts.
 
-What NVIDIA's extension module offers, and what vendors write for TransformerEngine-FL, are
-functions of the same names and positional signatures. An adapter states the parameters of one
-and makes a function with the contract's signature of it. A quantizer is never passed: quantized
-outputs are operators of their own here. What a function cannot do is declined before it is
-called; an operator without an adapter is not bridged.
+NVIDIA's extension module and the backends that vendors write for TransformerEngine-FL have
+functions of the same names and positional signatures. An adapter states a function's parameters
+and turns it into a function with the contract's signature. A quantizer is never passed: quantised
+outputs are separate operators here. An adapter declines what its function cannot do before
+calling it; an operator without an adapter is not bridged.
 
 The signatures and their limits were read from Transformer Engine's sources, in
 ``pytorch/csrc/extensions``: ``pybind``, ``activation``, ``normalization`` and ``softmax``.
@@ -27,14 +27,14 @@ from transformer_engine_fl.ops import CATALOGUE
 __all__ = ["ADAPTERS", "DTYPES", "Adapter", "adapted", "has_signature"]
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
-"""What the functions take; softmax takes the last two."""
+"""The dtypes that the functions take; softmax takes only the last two."""
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _LONGEST: Final = 16384
-"""Keys that a softmax takes."""
+"""The most keys that a softmax takes."""
 
 Named = Callable[[torch.dtype], Any]
-"""How the functions are told a dtype."""
+"""Converts a torch dtype to the value that the functions take for it."""
 
 Function = Callable[..., Any]
 
@@ -43,9 +43,9 @@ class Adapter(NamedTuple):
     """How a function of that family serves the contract's operator of the same name.
 
     Attributes:
-        parameters: the names of its parameters; further ones have defaults.
-        make: from it, and from how it is told a dtype, a function with the contract's
-            signature.
+        parameters: the names of the function's parameters; any further ones have defaults.
+        make: takes the operator's name, the function and a dtype conversion, and returns a
+            function with the contract's signature.
     """
 
     parameters: tuple[str, ...]
@@ -57,14 +57,14 @@ def adapted(op_name: str, function: Function, named: Named) -> Function:
 
     Args:
         op_name: the operator, one of :data:`ADAPTERS`.
-        function: has the signature of ``transformer_engine_torch``'s of that name.
-        named: how it is told a dtype.
+        function: has the signature of ``transformer_engine_torch``'s function of that name.
+        named: converts a torch dtype to the function's value for it.
     """
     return ADAPTERS[op_name].make(op_name, function, named)
 
 
 def has_signature(op_name: str, function: Function) -> bool:
-    """Whether a function has, by names and order, the parameters that its adapter passes."""
+    """Whether a function has the parameters that its adapter passes, by name and order."""
     adapter = ADAPTERS.get(op_name)
     if adapter is None:
         return False
@@ -86,7 +86,7 @@ def _no_data(device: torch.device) -> str | None:
 
 
 def _plain(op_name: str, **tensors: Tensor) -> list[Tensor]:
-    """The tensors, dense, or a decline."""
+    """The tensors, contiguous; declines what a kernel cannot take."""
     taking = Taking(_no_data)
     found = [taking.plain(op_name, name, tensor) for name, tensor in tensors.items()]
     if not all(tensor.numel() for tensor in found):
@@ -105,7 +105,7 @@ def _one_dtype(op_name: str, **tensors: Tensor | None) -> None:
 
 
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The functions allocate on the current device: make it the tensor's."""
+    """Make the tensor's device current, as the functions allocate on the current device."""
     if tensor.device.type == "cuda":
         return torch.cuda.device(tensor.device)
     return contextlib.nullcontext()
@@ -217,7 +217,7 @@ def _layernorm_fwd(op_name: str, function: Function, named: Named) -> Function:
     ) -> tuple[Tensor, Tensor, Tensor]:
         CATALOGUE[op_name].check(input, weight, bias, eps, zero_centered_gamma=zero_centered_gamma)
         x, gamma = _plain(op_name, input=input, weight=weight)
-        # The function's bias is optional; what it calls compares its shape with the weight's.
+        # The function's bias is optional, but what it calls compares its shape with the weight's.
         beta = torch.zeros_like(gamma) if bias is None else _plain(op_name, bias=bias)[0]
         _one_dtype(op_name, input=x, weight=gamma, bias=beta)
         with torch.no_grad(), _on(x):
@@ -267,17 +267,18 @@ def _scores(op_name: str, scores: Tensor, *, by_eights: bool = True) -> None:
 
 
 def _block(keys: int) -> int:
-    """Rows that a block of the fused softmax takes.
+    """The number of rows that a block of the fused softmax processes.
 
-    Its kernels serve whole blocks: of what is over, a forward refuses the call and a backward
-    leaves the result unwritten (``common/fused_softmax``, where the grids are computed).
+    Its kernels process only whole blocks of rows. With rows left over, a forward refuses the call
+    and a backward leaves their results unwritten (``common/fused_softmax``, where the grids are
+    computed).
     """
     padded = 1 << (keys - 1).bit_length()
     return 128 // min(padded, 32) * (2 if padded <= 128 else 1)
 
 
 def _rows_of_scores(op_name: str, scores: Tensor) -> Tensor:
-    """``[1, 1, rows, keys]``, if those are whole blocks."""
+    """The scores as ``[1, 1, rows, keys]``; declines rows that are not whole blocks."""
     _scores(op_name, scores)
     rows = scores.view(1, 1, -1, scores.shape[-1])
     block = _block(rows.shape[3])
@@ -290,7 +291,7 @@ def _rows_of_scores(op_name: str, scores: Tensor) -> Tensor:
 
 
 def _heads(op_name: str, scores: Tensor) -> Tensor:
-    """``[batches, heads, queries, keys]``, if they are that."""
+    """The scores, ``[batches, heads, queries, keys]``; declines other numbers of dimensions."""
     _scores(op_name, scores)
     if scores.ndim != 4:
         raise NotSupportedError(f"{op_name}: 4 dimensions are taken, not {scores.ndim}")
@@ -298,7 +299,7 @@ def _heads(op_name: str, scores: Tensor) -> Tensor:
 
 
 def _squares(op_name: str, scores: Tensor) -> Tensor:
-    """``[batches, queries, keys]``, with batches of zeros that make whole blocks of them."""
+    """``[batches, queries, keys]``, padded with batches of zeros to whole blocks."""
     keys = scores.shape[-1]
     _scores(op_name, scores, by_eights=keys > 64)  # shorter rows are read one by one
     squares = scores.view(-1, keys, keys)
@@ -307,7 +308,7 @@ def _squares(op_name: str, scores: Tensor) -> Tensor:
 
 
 Taken = Callable[[str, Tensor], Tensor]
-"""Dense scores as a function takes them, or a decline."""
+"""Reshapes dense scores for a function, or declines."""
 
 
 def _softmax(taken: Taken) -> Callable[[str, Function, Named], Function]:
@@ -331,7 +332,7 @@ def _masked_softmax(op_name: str, function: Function, named: Named) -> Function:
         of_all_heads = mask.ndim == 4 and mask.shape[1:] == (1, *input.shape[2:])
         if of_all_heads and input.shape[2] % _block(input.shape[3]) == 0:
             scores = _heads(op_name, input)
-        else:  # a mask of its own for each row
+        else:  # expand the mask to every row
             scores = _rows_of_scores(op_name, input)
             mask = mask.expand(input.shape).reshape(scores.shape)
         hides = mask if mask.dtype == torch.bool else mask != 0
@@ -351,7 +352,7 @@ def _softmax_backward(taken: Taken) -> Callable[[str, Function, Named], Function
             _one_dtype(op_name, output_grad=grad, softmax_output=output)
             with torch.no_grad(), _on(output):
                 scores = taken(op_name, output)
-                # Some releases write the gradient over what the function is given.
+                # Some releases write the result over the gradient that they are given.
                 result: Tensor = function(taken(op_name, grad.clone()), scores, scale)
             return result.view(-1)[: output.numel()].view(output.shape)
 
@@ -388,4 +389,4 @@ ADAPTERS: Final = {
     "scaled_aligned_causal_masked_softmax_forward": Adapter(_SCORES, _softmax(_heads)),
     "scaled_aligned_causal_masked_softmax_backward": Adapter(_PAIR, _softmax_backward(_heads)),
 }
-"""By the operator that is served."""
+"""The adapters by the operator that they serve."""

@@ -1,9 +1,9 @@
-"""Chips and those who make kernels for them.
+"""Vendors: their devices, and the kernels that they provide.
 
-``info`` describes a chip, ``detection`` finds those of this machine, ``registry`` has the
-vendors and what each implements, ``liger`` loads packages written for Liger-Kernel and
-``flaggems`` folders written for FlagGems, both on the base of ``packages``, and ``namespace``
-has the names of what is loaded as the policy in force resolves them.
+``info`` describes a device, ``detection`` finds the devices of this machine, and ``registry`` has
+the vendors and what each implements. ``liger`` loads packages written for Liger-Kernel and
+``flaggems`` loads folders written for FlagGems, both based on ``packages``. ``namespace``
+exports the names of loaded packages and resolves each call by the policy in force.
 """
 
 import importlib
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # to which every name would be one
+if not TYPE_CHECKING:  # a type checker would accept any name from it
 
     def __getattr__(name: str) -> Any:
-        """What loads packages of other styles comes when asked for: few start-ups need it."""
+        """Import the loaders of other projects' packages on first use: most processes do not."""
         style = {"load_flaggems_folder": "flaggems", "load_liger_package": "liger"}.get(name)
         if style is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

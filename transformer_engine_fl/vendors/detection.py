@@ -1,7 +1,7 @@
-"""Which devices this machine has: torch is asked, and where it does not know, a command.
+"""Finds the devices of this machine: asks torch, and where torch does not know, runs a command.
 
-Nothing is asked when this is imported, and to look for a device never starts it. Who the
-vendors are is told from above.
+Nothing is queried on import, and looking for a device never initialises it. Callers pass in the
+vendors.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from transformer_engine_fl.vendors.info import VendorInfo
 __all__ = ["absent", "answers", "device_of", "missing", "torch_sees"]
 
 QUERY_SECONDS: Final = 2.0
-"""How long a query command may take."""
+"""The time limit of a query command."""
 
 _OF_TORCH: Final = ("cuda", "xpu", "mtia", "mps", "hpu")
 
 
 def torch_sees(device: str) -> bool:
-    """Whether torch has such a device here; it is not started by that."""
+    """Whether torch has such a device here; does not initialise it."""
     import torch
 
     module: Any = getattr(torch, device, None)
     if device == "cpu" or module is None:
         return device == "cpu"
-    # Counting comes first: torch.cuda.is_available() starts the driver, after which no
-    # forked child can use it, while the count is read from outside of it.
+    # Count first: torch.cuda.is_available() initialises the driver, after which no forked child
+    # can use it, while the device count is read without the driver.
     for ask in ("device_count", "is_available"):
         if callable(question := getattr(module, ask, None)):
             try:
@@ -46,7 +46,7 @@ def torch_sees(device: str) -> bool:
 
 
 def absent(devices: Iterable[str]) -> str | None:
-    """Why none of these devices is here; None if one is."""
+    """Why this machine has none of these devices; None if it has one."""
     names = sorted(devices)
     if any(torch_sees(name) for name in names):
         return None
@@ -54,9 +54,10 @@ def absent(devices: Iterable[str]) -> str | None:
 
 
 def missing(info: VendorInfo) -> str | None:
-    """Why a vendor's device is not here; None if it is.
+    """Why this machine does not have a vendor's device; None if it has.
 
-    Of types that makers share, such as "cuda", the vendor's command says whose it is.
+    For device types that several vendors use, such as "cuda", the vendor's query command decides
+    whether the device is this vendor's.
     """
     said = absent({info.device})
     command = info.device_query_cmd if info.device in (*_OF_TORCH, "cpu") else None
@@ -66,11 +67,11 @@ def missing(info: VendorInfo) -> str | None:
 
 
 def device_of(vendors: Iterable[VendorInfo]) -> str:
-    """The device of this machine: what torch has, else what a vendor's command finds, or cpu."""
+    """This machine's device type: one that torch has, else one that a command finds, or cpu."""
     import torch
 
     vendors = tuple(vendors)
-    own = torch._C._get_privateuse1_backend_name()  # torch, too, lets one that is there go first
+    own = torch._C._get_privateuse1_backend_name()  # comes first, as in torch
     known = dict.fromkeys((own, *_OF_TORCH, *(info.device for info in vendors)))
     for device in known:
         if device != "cpu" and torch_sees(device):
@@ -111,5 +112,5 @@ def _succeeds(vendor: str, command: tuple[str, ...]) -> bool:
     finally:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started goes with it
+                os.killpg(process.pid, signal.SIGKILL)  # its children as well
             process.wait()

@@ -1,6 +1,7 @@
-"""What is known of a chip: whose it is, what torch calls it, and what kernels ask of it.
+"""Describes a device: its vendor, torch's name for it, and the properties that kernels ask for.
 
-Plain descriptions. Who has registered one, and whether the device is here, are elsewhere.
+These are plain descriptions. ``registry`` keeps them; ``detection`` finds whether the device is
+present.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class VendorInfo:
     """A vendor, and the device it makes kernels for.
 
     Args:
-        vendor: the name that policies go by; compared without case.
-        device: torch's device type, ``"cuda"``; several vendors may have the same one.
-        device_query_cmd: a command that succeeds where the device is, ``"nvidia-smi -L"``, or
-            its words as a tuple. It is run without a shell, and not for long. Where torch
-            does not know the device, or several vendors share its type, it tells.
+        vendor: the name that policies use; compared without case.
+        device: torch's device type, such as ``"cuda"``; several vendors may have the same type.
+        device_query_cmd: a command that succeeds where the device is present, such as
+            ``"nvidia-smi -L"``, or its words as a tuple. It is run without a shell and with a
+            time limit, and decides where torch does not know the device or several vendors
+            share its type.
         dispatch_key: torch's dispatch key of the device; follows from ``device`` unless given.
 
     Raises:
@@ -62,7 +64,7 @@ class VendorInfo:
             object.__setattr__(self, "dispatch_key", key)
 
     def _words(self) -> tuple[str, ...] | None:
-        """The command's words; a string is cut as a shell would, but nothing in it expanded."""
+        """The command's words; a string is split as a shell would, but without expansion."""
         command = self.device_query_cmd
         if command is None:
             return None
@@ -86,15 +88,15 @@ class VendorInfo:
 
 
 class BackendInfo:
-    """What kernels ask of a vendor's device; a vendor overrides what differs.
+    """The properties of a vendor's device that kernels ask for.
 
-    Each can be given as an argument, or overridden in a subclass.
+    A vendor changes a default by an argument, or by overriding it in a subclass.
 
     Args:
-        info: whose device it is.
-        multiprocessor_count: how many independent cores run programs.
+        info: the vendor and its device.
+        multiprocessor_count: the number of multiprocessors, which run programs independently.
         calculate_settings: ``n -> (block, warps)``.
-        extra_config: whatever else the vendor's kernels want to know.
+        extra_config: further settings for the vendor's kernels.
     """
 
     def __init__(
@@ -112,10 +114,10 @@ class BackendInfo:
 
     @property
     def multiprocessor_count(self) -> int:
-        """How many there are; asks torch, which starts the device for that.
+        """The number of multiprocessors; asks torch, which initialises the device, unless given.
 
         Raises:
-            NotSupportedError: torch cannot tell, and the vendor does not.
+            NotSupportedError: neither torch nor the vendor gives the number.
         """
         if self._count is not None:
             return self._count
@@ -131,7 +133,7 @@ class BackendInfo:
             ) from None
 
     def calculate_settings(self, n: int) -> tuple[int, int]:
-        """(width, warps) of a block that holds a row of ``n`` elements at once.
+        """(block size, warps) of a program that holds a row of ``n`` elements at once.
 
         Raises:
             NotSupportedError: no block is that wide.
@@ -145,7 +147,7 @@ class BackendInfo:
 
     @property
     def extra_config(self) -> Mapping[str, Any]:
-        """Whatever else the vendor's kernels want to know."""
+        """Further settings for the vendor's kernels."""
         return self._extra
 
     def __repr__(self) -> str:

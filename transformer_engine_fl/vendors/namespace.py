@@ -1,8 +1,8 @@
-"""The names of packages in other styles, and Liger's own, as the policy in force resolves them.
+"""Names of loaded vendor packages, and Liger's own, as operators that the policy dispatches.
 
-``from transformer_engine_fl.vendors.namespace import LigerRMSNormFunction``: the name stays
-what it is, and each call goes to whoever the policy of that moment chooses, as that of any
-operator does.
+``from transformer_engine_fl.vendors.namespace import LigerRMSNormFunction``: the name can be
+imported once, and each call is dispatched by the policy in force at that moment, like a call of
+any operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["LiveName"]
 
 
 class LiveName:
-    """A name of the namespace, to be called, or applied as an ``autograd.Function``."""
+    """A name of the namespace: called, or applied like an ``autograd.Function``, it dispatches."""
 
     __slots__ = ("__name__", "_op_name")
 
@@ -40,7 +40,7 @@ _made: dict[tuple[str, str], LiveName] = {}
 
 
 def _names() -> dict[str, str]:
-    """Operators, by the names that stand for them."""
+    """The operators by the names of this namespace."""
     manager = get_default_manager()
     manager.ensure_initialized()
     base.register(manager.registry)

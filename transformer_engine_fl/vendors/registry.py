@@ -1,8 +1,8 @@
-"""Vendors by name, and what each implements: views of the one registry of operators.
+"""Vendors by name, and what each implements: a view of the operator registry.
 
 A vendor's operators are ordinary implementations of kind ``vendor`` in the default
-manager's registry; nothing here keeps a second list of them. What is kept are the
-descriptions of chips, which that registry has no place for.
+manager's registry; there is no second list of them here. This module keeps only the
+descriptions of devices, which that registry does not have.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 Ops = Mapping[str, Callable[..., Any] | str]
 
 _BACKENDS: Final[dict[str, BackendInfo]] = {}
-"""What vendors said of their chips, by name in lower case and in order of registration."""
+"""Vendors' descriptions of their devices, by lower-case name, in order of registration."""
 
 
 class BackendRegistry:
@@ -59,22 +59,22 @@ class BackendRegistry:
         registry: OpRegistry | None = None,
         **fields: Any,
     ) -> BackendInfo:
-        """Make a vendor known, and register what it implements.
+        """Describe a vendor, and register what it implements.
 
-        To say the same of a vendor again changes nothing; its operators are registered
-        wherever they are given.
+        Repeating a vendor's description changes nothing; operators are registered in each call
+        that gives them.
 
         Args:
             info: the vendor and its device.
             ops: operator -> its implementation, a callable or ``"module:attribute"``.
-            backend: what kernels ask of its device.
+            backend: the properties of its device that kernels ask for.
             registry: where the operators go; the default manager's registry unless given.
                 A plugin passes on the one it was given.
-            fields: of every :class:`OpImpl`, where the usual ones do not fit.
+            fields: fields of every :class:`OpImpl`, to replace the defaults.
 
         Raises:
-            RegistrationError: the name is taken by a vendor described otherwise, or what is
-                given is not of the kinds above.
+            RegistrationError: the name is taken by a vendor with another description, or an
+                argument has the wrong type.
         """
         if not isinstance(info, VendorInfo):
             raise RegistrationError(f"expected a VendorInfo, got {type(info).__name__}")
@@ -99,7 +99,7 @@ class BackendRegistry:
 
     @staticmethod
     def vendors() -> tuple[VendorInfo, ...]:
-        """Every vendor: those that were described, then those that only have operators."""
+        """Every vendor: first those with a description, then those that only have operators."""
         found = dict(_described())
         for impl in _implementations():
             for device in sorted(impl.devices or ()):
@@ -110,7 +110,7 @@ class BackendRegistry:
 
     @staticmethod
     def get_backend(vendor: str) -> BackendInfo:
-        """What kernels ask of a vendor's device.
+        """The properties of a vendor's device that kernels ask for.
 
         Raises:
             UnknownOperatorError: there is no such vendor; names the nearest.
@@ -137,10 +137,10 @@ register_vendor = BackendRegistry.register
 
 
 def described(info: VendorInfo) -> None:
-    """Make a vendor known that others may have described already, for the same device.
+    """Describe a vendor, unless it has a description for the same device already.
 
     Raises:
-        RegistrationError: it is known for another device.
+        RegistrationError: the vendor is described with another device.
     """
     known = _BACKENDS.get(info.key)
     if known is None or known.info.device != info.device:
@@ -153,10 +153,10 @@ def infer_device() -> str:
 
 
 def get_current_backend(device: str | None = None) -> BackendInfo | None:
-    """The vendor of a device, this machine's unless given; None where nobody knows it.
+    """The vendor of a device type, this machine's unless given; None if no vendor has it.
 
-    Where several share its type, the policy's wish goes first, and then the first whose
-    query command answers. A vendor that the policy denies is nobody's.
+    If several vendors have the type, the one that the policy prefers is returned, otherwise the
+    first whose query command succeeds. Vendors that the policy denies are ignored.
     """
     device = _type_of(device)
     policy = effective_policy().policy
@@ -194,17 +194,18 @@ def list_overridden_ops(device: str | None = None, *, vendor: str | None = None)
 def get_op(
     op_name: str, device: str | None = None, *, vendor: str | None = None
 ) -> Callable[..., Any]:
-    """An operator's implementation for a device: the vendor's, and where it has none, the base.
+    """An operator's implementation for a device: the vendor's, or the base if it has none.
 
     Args:
         op_name: the operator.
         device: its type; this machine's unless given.
-        vendor: whose it must be; unless given, that of :func:`get_current_backend` goes first.
+        vendor: the vendor that must implement it; unless given, that of
+            :func:`get_current_backend` is preferred.
 
     Raises:
         UnknownOperatorError: there is no such operator.
-        NoImplementationError: nobody serves it there, or not the vendor that was named;
-            says why for each.
+        NoImplementationError: no implementation serves it on this device, or none of the named
+            vendor; says why for each.
     """
     device = _type_of(device)
     manager = get_default_manager()
@@ -212,21 +213,22 @@ def get_op(
     wish = SelectionPolicy(prefer=_wish(device, vendor))
     whose = f" of vendor {vendor!r}" if vendor else ""
     said = f"no implementation{whose} serves {op_name!r} on {device!r}"
-    # Found out here: of a name in a with block the manager would warn, and nobody wrote one.
+    # Checked here: for an unknown name in a with block, the manager would warn about a block that
+    # the user did not write.
     unknown = next(unknown_names(EffectivePolicy(wish, {"prefer": said}), manager.registry), None)
     with policy_context(prefer="vendor" if unknown else wish.prefer):
         plan = manager.plan(op_name)
         decision = plan.explain(Facts(device=device, judged=frozenset({"device"})), None)
         chosen = decision.selected
         if chosen is None or (vendor and (chosen.vendor or "").lower() != vendor.lower()):
-            if not vendor or vendor.lower() in _BACKENDS:  # whose chip alone is known
+            if not vendor or vendor.lower() in _BACKENDS:  # described, but without operators
                 unknown = None
             raise NoImplementationError(unknown or said, decision)
         return plan.runnable(chosen, decision.facts)
 
 
 def _wish(device: str, vendor: str | None) -> str | None:
-    """The policy's token for a vendor, or for the device's own; None where a named wish stays."""
+    """The policy's token for the vendor, or else the device's; None if the policy names one."""
     if vendor is not None:
         return str(Selector.parse(f"vendor:{vendor}", "get_op"))
     said = Selector.parse(effective_policy().policy.prefer or "vendor", "prefer")
@@ -241,12 +243,12 @@ def _type_of(device: str | None) -> str:
 
 
 def _described() -> Mapping[str, BackendInfo]:
-    get_default_manager().ensure_initialized()  # which in-tree vendors describe themselves in
+    get_default_manager().ensure_initialized()  # in-tree vendors describe themselves during it
     return dict(_BACKENDS)
 
 
 def _implementations() -> list[OpImpl]:
-    """What vendors implement."""
+    """Every implementation of kind ``vendor``."""
     manager = get_default_manager()
     manager.ensure_initialized()
     operators = manager.registry.snapshot().operators.values()
@@ -255,10 +257,10 @@ def _implementations() -> list[OpImpl]:
 
 
 def _made(info: VendorInfo, backend: BackendInfo | type[BackendInfo]) -> BackendInfo:
-    """The vendor's own description of its device.
+    """The vendor's :class:`BackendInfo`.
 
     Raises:
-        RegistrationError: it is none, or is another vendor's.
+        RegistrationError: it is not a BackendInfo, or it is another vendor's.
     """
     kind = backend if isinstance(backend, type) else type(backend)
     if not issubclass(kind, BackendInfo):

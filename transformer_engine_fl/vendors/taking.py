@@ -1,9 +1,8 @@
-"""How kernels of other libraries take the tensors of a call: as plain memory, or not at all.
+"""Prepares the tensors of a call for other libraries' kernels, or declines them.
 
-What the arguments may be is said by the contracts, whose ``check`` goes first. What is left
-are tensors that are right and yet nothing to launch a kernel on: fake ones, subclasses that
-handle operators themselves, other devices, no elements. Those are declined, so that the next
-implementation serves.
+The contract's ``check`` runs first. Some tensors satisfy the contract, but no kernel can be
+launched on them: fake tensors, subclasses that handle operators themselves, tensors on other
+devices or without elements. These are declined, so that the next implementation serves the call.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Taker:
     """Takes tensors for a library's kernels.
 
     Args:
-        kernels: whose they are, as reasons name them: ``"Liger's kernels"``.
-        devices: types of the devices that they run on; any unless given.
+        kernels: the name of the kernels in reasons: ``"Liger's kernels"``.
+        devices: types of the devices that the kernels run on; any unless given.
     """
 
     def __init__(self, kernels: str, devices: Collection[str] | None = None) -> None:
@@ -38,7 +37,7 @@ class Taker:
 
     @functools.cached_property
     def _taking(self) -> Taking:
-        from transformer_engine_fl.backends._arguments import Taking  # with it comes torch
+        from transformer_engine_fl.backends._arguments import Taking  # imports torch
 
         return Taking(self._refusal)
 
@@ -50,10 +49,10 @@ class Taker:
         return None
 
     def taken(self, op: str, **tensors: Tensor) -> list[Tensor]:
-        """The tensors as plain memory, in any strides.
+        """The tensors as plain strided tensors, with any strides.
 
         Raises:
-            NotSupportedError: one has no memory that the kernels reach, or no elements.
+            NotSupportedError: a tensor has no memory that the kernels can access, or no elements.
         """
         plain = [self._taking.plain(op, name, tensor) for name, tensor in tensors.items()]
         if not all(tensor.numel() for tensor in plain):
@@ -61,11 +60,11 @@ class Taker:
         return plain
 
     def dense(self, op: str, **tensors: Tensor) -> list[Tensor]:
-        """As :meth:`taken`, and contiguous: copied if need be."""
+        """As :meth:`taken`, and contiguous; copies where necessary."""
         return [tensor.contiguous() for tensor in self.taken(op, **tensors)]
 
     def same_dtype(self, op: str, **tensors: Tensor) -> None:
-        """Decline tensors of several dtypes."""
+        """Decline tensors of different dtypes."""
         found = {name: tensor.dtype for name, tensor in tensors.items()}
         if len(set(found.values())) > 1:
             said = ", ".join(f"{name} is {dtype}" for name, dtype in found.items())
@@ -73,7 +72,7 @@ class Taker:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Dense memory that may be written."""
+    """A contiguous copy that may be written."""
     import torch
 
     return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -81,7 +80,7 @@ def own(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def differentiating() -> Iterator[None]:
-    """Within the block autograd records, whatever the caller has it do."""
+    """Within the block autograd records, whatever mode the caller has set."""
     import torch
 
     with torch.inference_mode(False), torch.enable_grad():
@@ -89,5 +88,5 @@ def differentiating() -> Iterator[None]:
 
 
 def recorded(tensor: Tensor) -> Tensor:
-    """The tensor as autograd may keep it: a copy of one that was made in inference mode."""
+    """A tensor that autograd may save: a copy if it was made in inference mode."""
     return own(tensor) if tensor.is_inference() else tensor

@@ -1,4 +1,4 @@
-"""ATen operators of an unmodified model, served by the implementations registered here.
+"""Routes the ATen operators of an unmodified model to the implementations registered here.
 
     from transformer_engine_fl.integrations.aten import use_aten_ops
 
@@ -6,17 +6,17 @@
         loss = model(x).sum()
         loss.backward()
 
-A block holds for the thread and the context that entered it, as policies do, and for the
+Like a policy, a block applies to the thread and the context that entered it, and also to the
 threads in which autograd runs a backward that was called inside. :func:`enable` and
-:func:`disable` do the same without a block. What is chosen follows the policy in force;
-``explain("aten::gelu", x)`` says who serves and why. Tensors that nobody here takes, of
-another dtype or device say, are served by torch's own kernel, the implementation
-``native.aten``; so are subclasses of Tensor, tensors without data, and whatever a dispatch
-mode, ``torch.func`` or ``torch.jit.trace`` is looking at. Code that torch.compile made is left
-as it was made.
+:func:`disable` do the same without a block. The policy in force chooses the implementation;
+``explain("aten::gelu", x)`` says which one serves a call and why. Calls that no implementation
+takes, for example because of the dtype or device, go to torch's own kernel, the implementation
+``native.aten``; so do calls with subclasses of Tensor or tensors without data, and calls under a
+dispatch mode, ``torch.func`` or ``torch.jit.trace``. Code compiled by torch.compile does not
+change.
 
-Which operators come here, and who stands by for them, is in routes.py; what their arguments
-mean to the contracts in bridges.py.
+``routes.py`` has the routed operators and their candidates; ``bridges.py`` converts their
+arguments to those of the contracts.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ from transformer_engine_fl.integrations.aten.routes import (
 __all__ = ["disable", "enable", "enabled", "explain", "routed", "use_aten_ops"]
 
 _TLS: Final = "transformer_engine_fl.aten"
-"""Under which a thread's block is known to the threads of a backward."""
+"""The key of the block in torch's thread-local state, which a backward's threads inherit."""
 
 
 class _Block:
     """A block in force.
 
     Attributes:
-        routes: whose candidates serve.
+        routes: the routes of the manager that dispatches.
         only: names of the operators that are routed, or None for all.
-        owner: what entered it; None for :func:`enable`.
+        owner: the object that entered it; None for :func:`enable`.
         outer: the block around it.
-        thread: who entered it.
-        ended: it is in force no more, of which a copy of its context does not know.
+        thread: the id of the thread that entered it.
+        ended: whether it has been left; a copied context may still refer to it then.
         scope: the policy blocks in force at its last call, for the threads of a backward.
     """
 
@@ -107,10 +107,10 @@ _active: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
 
 
 def _current() -> _Block | None:
-    """The innermost block that holds here.
+    """The innermost block that applies here.
 
-    A context is copied for asyncio.to_thread and for tasks; the thread of the copy may be another
-    one, and the block may have ended since.
+    asyncio.to_thread and tasks copy the context: the copy may be used in another thread, and the
+    block may have ended since.
     """
     return _holding(_active.get())
 
@@ -122,11 +122,11 @@ def _holding(block: _Block | None) -> _Block | None:
 
 
 _sharing: Final = ForkSafeLock()
-"""Held while it is told who is in an object that several may share."""
+"""Held while the entered blocks of a shared ``use_aten_ops`` object are read or changed."""
 
 
 class _Depth(threading.local):
-    """How many blocks this thread is in, those of other tasks on it included."""
+    """The number of blocks entered in this thread, including those of other tasks on it."""
 
     value = 0
 
@@ -139,7 +139,7 @@ class _Installed:
 
 
 def _routes() -> Routes:
-    """The default manager's routes, which are made when they are first wanted."""
+    """The default manager's routes, made when first needed."""
     manager = get_default_manager()
     routes = _Installed.routes
     if routes is None or routes.manager is not manager:
@@ -161,15 +161,16 @@ def _refuse() -> None:
 class use_aten_ops(DecoratingBlock):  # noqa: N801 - used like the functions of contextlib
     """``with use_aten_ops(): ...``: ATen operators are served by the implementations here.
 
-    May be nested, entered again, and shared, and decorates functions. A generator that is suspended
-    in one may be closed in another thread; if others are in the same object then, its thread is
-    routed until the last of them has left.
+    An object may be nested, reentered and shared between threads, and decorates functions. A
+    generator that is suspended inside a block may be closed in another thread; if the same object
+    is entered elsewhere at that time, the generator's first thread stays routed until the object
+    has been left everywhere.
 
     Args:
-        operators: names, ``"mm"`` or ``"aten::mm"``, of those to route; all unless given.
+        operators: names of the operators to route, ``"mm"`` or ``"aten::mm"``; all unless given.
 
     Raises:
-        ConfigurationError: one of them is not routed; names the nearest.
+        ConfigurationError: a name is not routed; the error names the nearest.
     """
 
     __slots__ = ("_entered", "_inside", "_only")
@@ -193,13 +194,13 @@ class use_aten_ops(DecoratingBlock):  # noqa: N801 - used like the functions of 
         traceback: TracebackType | None,
     ) -> None:
         block = _current()
-        while block is not None and block.owner is not self:  # of a generator suspended in it
+        while block is not None and block.owner is not self:  # a suspended generator's block
             block = _holding(block.outer)
         with _sharing:
             self._inside -= 1
             if block is not None:
                 self._entered.discard(block)
-            if self._inside < 1:  # what is left was a generator's, closed in another thread
+            if self._inside < 1:  # any block left belongs to a generator closed in another thread
                 for it in self._entered:
                     it.ended = True
                 self._entered.clear()
@@ -218,7 +219,7 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
     names = [f"{PREFIX}{name.removeprefix(PREFIX)}" for name in operators]
     for name in names:
         if name not in known:
-            # Without the prefix, which would make any two of them look alike.
+            # Compared without the prefix, which would make any two names similar.
             close = nearest(name.removeprefix(PREFIX), (it.removeprefix(PREFIX) for it in known))
             hint = f"; did you mean {PREFIX + close!r}?" if close else ""
             raise ConfigurationError(
@@ -229,9 +230,9 @@ def _checked(operators: Collection[str]) -> frozenset[str]:
 
 
 def _takes_without_owning() -> bool:
-    """Whether torch keeps what a thread stashes without a reference, and gives one back later.
+    """Whether torch stashes a thread's object without taking a reference, but releases one later.
 
-    As torch 2.11 does and 2.13 does not: the object would be freed while others hold it.
+    torch 2.11 does, and 2.13 does not. The object would be freed while it is still in use.
     """
     stashed = object()
     before = sys.getrefcount(stashed)
@@ -250,7 +251,7 @@ _OWES: Final = _takes_without_owning()
 
 
 def _stash(block: _Block | None) -> None:
-    """Let the threads of a backward that is called from here on know of the block."""
+    """Make the block visible to the threads of backwards that are called from now on."""
     if _OWES:
         _own_one_more(block)
     torch._C._stash_obj_in_tls(_TLS, block)
@@ -291,14 +292,14 @@ _lasting: Final[contextvars.ContextVar[_Block | None]] = contextvars.ContextVar(
 
 
 def enable() -> None:
-    """Route from here on, in this thread and context, until :func:`disable`; once is enough."""
+    """Route in this thread and context from now on, until :func:`disable`; calls do not add up."""
     if _lasts() is None:
         _enter(None, None)
         _lasting.set(_active.get())
 
 
 def disable() -> None:
-    """Undo :func:`enable`; outside of the blocks entered since.
+    """Undo :func:`enable`. Blocks that were entered after it must have ended.
 
     Raises:
         ConfigurationError: such a block has not ended.
@@ -313,7 +314,7 @@ def disable() -> None:
 
 
 def _lasts() -> _Block | None:
-    """The block of :func:`enable`, if it holds here."""
+    """The block of :func:`enable`, if it applies here."""
     block = _lasting.get()
     return block if _holding(block) is block else None
 
@@ -324,17 +325,17 @@ def enabled() -> bool:
 
 
 def routed() -> tuple[Route, ...]:
-    """Every ATen operator that is routed in a block, and who is registered for it."""
+    """Every ATen operator that a block routes, with the implementations registered for it."""
     return _routes().listed()
 
 
 def explain(op_name: str, /, *args: Any, **kwargs: Any) -> Decision:
-    """Who would serve this call of an ATen operator, and why each other would not."""
+    """Which implementation would serve this call of an ATen operator, and why others would not."""
     manager, name = prepared(), f"{PREFIX}{op_name.removeprefix(PREFIX)}"
     wrong = misfit(name, args, kwargs) if args or kwargs else None
     if wrong is None:
         return manager.explain(name, *args, **kwargs)
-    decision = manager.explain(name)  # nobody is asked about a call that torch would not make
+    decision = manager.explain(name)  # the call is invalid: no implementation is asked about it
     blamed = {impl.impl_id: ("arguments", wrong) for impl in decision.accepted}
     return decision.rejecting(blamed).with_note("the call itself is wrong")
 
@@ -348,7 +349,7 @@ def prepared() -> OpManager:
 
 
 def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
-    """What torch's dispatcher calls for an operator while a thread is routed."""
+    """The kernel that torch's dispatcher calls for an operator while a thread is routed."""
     redispatch = _passing_on(op)
     whole = after.has(BELOW)
 
@@ -357,7 +358,7 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
         if (
             block is None
             or (block.only is not None and name not in block.only)
-            or name not in block.routes.names  # routed for a manager of before
+            or name not in block.routes.names  # routed for an earlier default manager
             or not _plain(args, kwargs)
             or _watched(whole)
         ):
@@ -378,14 +379,14 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
                     result = block.routes.manager.call(name, *args, **kwargs)
         except AllCandidatesFailedError as error:
             raise _own(error) from None
-        except NotSupportedError:  # nothing falls back while a CUDA graph is captured
+        except NotSupportedError:  # dispatch itself does not fall back during CUDA graph capture
             if effective_policy().policy.strict:
                 raise
             return op(*args, **kwargs)
-        except TypeError as error:  # an implementation that cannot be called as ATen's
+        except TypeError as error:  # the implementation does not take ATen's arguments
             if effective_policy().policy.strict:
                 raise
-            result = op(*args, **kwargs)  # raises its own, if it is the call that is wrong
+            result = op(*args, **kwargs)  # raises torch's own error if the call itself is wrong
             said = f"does not take ATen's arguments ({error}); torch's own served"
             block.routes.warn(name, args, kwargs, said)
             return result
@@ -402,10 +403,10 @@ def _kernel(name: str, op: Any, after: Any) -> Callable[..., Any]:
 
 
 def _passing_on(op: Any) -> Callable[..., Any]:
-    """What hands a call on, as if nobody had been asked.
+    """A function that passes a call on to torch as if it had not been routed.
 
-    The dispatcher gives a Python function the 1 of ``x + 1`` as a number, and does not take it
-    back in place of a tensor; a call of the operator does, with our keys left out.
+    The dispatcher passes the 1 of ``x + 1`` to a Python kernel as a number, but ``redispatch`` does
+    not accept a number in place of a tensor. Calling the operator with our keys excluded does.
     """
     redispatch: Callable[..., Any] = op.redispatch
     if "Scalar" not in op.overloadpacket.overloads():
@@ -431,7 +432,7 @@ def _handed_on() -> _Block | None:
     if not torch._C._is_key_in_tls(_TLS):
         return None
     block: _Block | None = torch._C._get_obj_in_tls(_TLS)
-    while block is not None and block.ended:  # in another thread, which could not take it back
+    while block is not None and block.ended:  # left in a thread that could not unstash it here
         block = block.outer
     return block if block is not None and block.thread != get_ident() else None
 
@@ -440,7 +441,7 @@ _PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether every tensor has data, of its own device, and no ways of its own."""
+    """Whether every tensor is strided, has data and is no subclass with its own behaviour."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor) and (
             type(value) not in _PLAIN
@@ -466,7 +467,7 @@ def _watched(whole: bool) -> bool:
 
 
 def _as_autocast(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The arguments under the autocast in force, or None where torch has to see to it."""
+    """The arguments, cast if autocast is on; None where autocasting is left to torch."""
     device = next((it.device.type for it in args if isinstance(it, Tensor)), None)
     if device is None:
         return None
@@ -476,7 +477,7 @@ def _as_autocast(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _own(error: AllCandidatesFailedError) -> BaseException:
-    """torch's own error, where its kernel was asked last and is what raised."""
+    """The error of torch's kernel, if it was tried last and raised; else ``error``."""
     verdicts = error.decision.verdicts if error.decision else ()
     asked = any(it.impl.impl_id == NATIVE and it.cause == "failed" for it in verdicts)
     cause = error.__cause__
@@ -484,7 +485,7 @@ def _own(error: AllCandidatesFailedError) -> BaseException:
 
 
 def _lost_gradient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Whether a composite was served by somebody who does not differentiate it."""
+    """Whether a composite was served by an implementation that is not differentiable."""
     if not torch.is_grad_enabled():
         return False
     wanted = any(isinstance(it, Tensor) and it.requires_grad for it in (*args, *kwargs.values()))

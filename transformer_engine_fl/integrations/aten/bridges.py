@@ -1,13 +1,14 @@
-"""From ATen's operators to contracts: what each argument is there, operator by operator.
+"""Bridges from ATen's operators to contracts: how the arguments of each operator are converted.
 
-A bridge looks at a call of an ATen operator. What the contract's operator cannot say is
-declined with the reason; otherwise it returns how the call is served by a function with the
-contract's signature. Nothing is computed before that is called. An operator without a bridge
-has only vendors' implementations under its ATen name, and the native kernel.
+A bridge inspects a call of an ATen operator. It declines, with the reason, what the contract's
+operator cannot express; otherwise it returns a function that serves the call by means of a
+function with the contract's signature. Nothing is computed until that is called. An operator
+without a bridge has only the implementations that vendors register under its ATen name, and the
+native kernel.
 
-The operators below autograd get and return what ATen's derivatives save. Those of ``WHOLE``
-are torch's composites, which would reach a device in pieces: they are bridged as a whole, and
-the function that serves them is differentiable.
+The operators in ``PARTS`` are below autograd: they take and return what ATen's derivatives save.
+Those in ``WHOLE`` are torch's composites, which would reach a device in pieces: they are bridged
+as a whole, and the function that serves them is differentiable.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ Served = Callable[[Run], Any]
 
 
 class Bridge(NamedTuple):
-    """How an ATen operator is served by a contract's.
+    """How an ATen operator is served by a contract's operator.
 
     Attributes:
-        operator: the contract's.
-        call: takes the ATen operator's arguments; returns how to serve them.
+        operator: the contract's operator.
+        call: takes the ATen operator's arguments and returns a :data:`Served`, which runs the
+            contract's operator.
     """
 
     operator: str
@@ -92,7 +94,7 @@ def _gelu_backward(grad_output: Tensor, self: Tensor, *, approximate: str = "non
 def _threshold_backward(grad_output: Tensor, self: Tensor, threshold: float) -> Served:
     _need(threshold == 0, f"the threshold of the contract's operator is 0, not {threshold}")
     _alike(grad_output, self)
-    # Here it is the input that ATen looks at first.
+    # For this operator ATen takes the memory layout of the input first.
     return lambda run: as_they_lie(run, grad_output, self, by=order(self, grad_output))
 
 
@@ -115,11 +117,11 @@ def _softmax_backward(
 
 
 def _near_zero(logits: Tensor) -> Tensor:
-    """The logits less the largest of their row, where lse is no wider than they are.
+    """The logits minus the largest of their row, unless they are narrower than lse.
 
-    An lse far from zero is rounded by more than the probabilities bear, and torch's are none the
-    worse for a row that is shifted. Logits of half precision stay as they are: a difference would
-    be rounded to their dtype, and lse has 13 bits more than they, or 16.
+    An lse far from zero has a rounding error that is too large for the probabilities, while
+    torch's precision does not depend on a shift of the row. Logits of half precision stay as they
+    are: the difference would be rounded to their dtype, and lse has 13 or 16 bits more.
     """
     if logits.dtype.itemsize < 4:
         return logits
@@ -132,8 +134,8 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
     _need(not half_to_float, "the output has another dtype than the input")
 
     def served(run: Run) -> Tensor:
-        # The logarithm of the denominator is what cross entropy saves, whatever the targets.
-        rows = _near_zero(self).contiguous()  # as what is returned
+        # Cross entropy returns lse, the logarithm of the denominator, whatever the targets.
+        rows = _near_zero(self).contiguous()  # the result must be contiguous
         lse: Tensor = run(rows, rows.new_zeros(rows.shape[:-1], dtype=torch.int64))[1]
         return (rows.to(lse.dtype) - lse.unsqueeze(-1)).to(self.dtype)
 
@@ -144,7 +146,7 @@ def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Served:
 
 
 def _laid_out(matrix: Tensor) -> tuple[Tensor, bool]:
-    """The matrix as it lies in memory, and whether that is its transpose."""
+    """The matrix as it is in memory, and whether that is the transpose."""
     transposed = matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0] > 1
     return (matrix.t(), True) if transposed else (matrix, False)
 
@@ -182,7 +184,7 @@ def _addmm(
         if beta == 1 and self.shape == mat2.shape[1:]:
             return _product(run, mat1, mat2, bias=self, **factors)
         shape = (mat1.shape[0], mat2.shape[1])
-        # The sum is written over what is added: over a copy of it.
+        # Accumulates in place, so into a copy of the added tensor.
         total = self.expand(shape).clone(memory_format=torch.contiguous_format)
         _product(run, mat1, mat2, accumulate_into=total, beta=float(beta), **factors)
         return total
@@ -226,7 +228,7 @@ def _statistics_shape(input: Tensor) -> tuple[int, ...]:
 
 
 def _statistics_dtype(input: Tensor) -> torch.dtype:
-    """What ATen saves a layer norm's statistics in; on a CPU, where all is half, half."""
+    """The dtype in which ATen saves a layer norm's statistics; on a CPU that of the input."""
     if input.device.type == "cpu":
         return input.dtype
     return torch.float64 if input.dtype == torch.float64 else torch.float32
@@ -328,7 +330,7 @@ PARTS: Final = {
     "_fused_rms_norm": Bridge("rmsnorm_fwd", _fused_rms_norm),
     "_fused_rms_norm_backward": Bridge("rmsnorm_bwd", _fused_rms_norm_backward),
 }
-"""By the ATen operator that is served; these reach a device as they are."""
+"""Bridges by ATen operator, for operators that devices implement."""
 
 
 # ------------------------------------------------------------------------------- wholes
@@ -349,7 +351,7 @@ _CHANNELS_LAST: Final = ((0, 2, 3, 1), (0, 2, 3, 4, 1))
 
 
 _NONE, _MEAN, _SUM = 0, 1, 2
-"""How ATen numbers what is done with the losses of the rows."""
+"""ATen's numbers for the reduction of the losses."""
 
 
 def _cross_entropy(
@@ -365,7 +367,7 @@ def _cross_entropy(
     _need(1 <= self.ndim <= 2, "the classes are not the last dimension")
     _need(target.dtype == torch.int64, "the targets are no indices of classes")
     _need(target.shape == self.shape[:-1], "not one target for each row")
-    if self.device.type == "cpu":  # where torch looks at them, and nobody waits for a device
+    if self.device.type == "cpu":  # torch checks targets here too, and no device is waited for
         wrong = (target < 0) | (target >= self.shape[-1])
         _need(not (wrong & (target != ignore_index)).any(), "a target is no class: an IndexError")
 
@@ -424,7 +426,7 @@ def _attention(
 def _fused_in_torch(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
 ) -> bool:
-    """Whether torch would not take it apart: what its kernels write lies as the query does."""
+    """Whether torch would run a fused kernel, whose output has the query's memory layout."""
     if any(it.stride(-1) != 1 for it in (query, key, value)):
         return False
     if query.device.type != "cpu":
@@ -466,14 +468,14 @@ WHOLE: Final = {
     "scaled_dot_product_attention": Bridge("fused_attn_fwd", _attention),
     "dropout": Bridge("dropout_fwd", _dropout),
 }
-"""The same of composites."""
+"""Bridges of torch's composites."""
 
 _LOWER: Final = frozenset({"scaled_dot_product_attention"})
-"""Of these, those that autocast runs in its own dtype; the others it leaves to torch."""
+"""The composites that are cast to autocast's dtype here; under autocast torch gets the others."""
 
 
 def autocast(name: str, args: tuple[Any, ...], device: str) -> tuple[Any, ...] | None:
-    """A composite's arguments as autocast, which is on, would cast them; None if torch must."""
+    """A composite's arguments cast as by autocast, which is on; None if that is left to torch."""
     if name not in _LOWER:
         return None
     dtype = torch.get_autocast_dtype(device)

@@ -1,10 +1,10 @@
-"""How what ATen returns lies in memory, for contracts whose outputs lie row by row.
+"""Gives results the memory layout that ATen's would have, though contracts return row-major ones.
 
-ATen's elementwise operators keep the order of the dimensions in memory that their arguments
-have: of a transposed matrix comes a transposed one, of channels_last images such images. Here
-a contract's operator is shown the tensors as they lie, and what it returns is turned back:
-views on both sides, and no copy where there was one. Which operators are elementwise is said
-in bridges.py.
+ATen's elementwise operators preserve the order of their arguments' dimensions in memory: a
+transposed matrix yields a transposed result, and channels_last images yield channels_last ones.
+Here the arguments are permuted to their order in memory for the contract's operator, and its
+result is permuted back. Both are views, so nothing is copied. ``bridges.py`` says which operators
+are elementwise.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 __all__ = ["as_they_lie", "laid_out", "order"]
 
 Order = tuple[int, ...]
-"""The dimensions, from the one with the largest steps to the one with the smallest."""
+"""The dimensions, from the largest stride to the smallest."""
 
 
 def order(*tensors: Tensor) -> Order | None:
-    """The order of the dimensions in memory; None where that is the one they are numbered in.
+    """The order of the dimensions in memory; None if it is row-major.
 
-    Tensors of one shape that disagree are compared as ATen's TensorIterator does: the first of
-    them in which two dimensions have steps, and different ones, decides.
+    The tensors have one shape. If their orders differ, the rule is that of ATen's TensorIterator:
+    for two dimensions, the first tensor in which both strides are non-zero and different decides.
     """
     if all(tensor.is_contiguous() for tensor in tensors):
         return None
     shape = tensors[0].shape
     steps = [tensor.stride() for tensor in tensors]
     inwards = list(range(len(shape)))[::-1]
-    # An insertion sort, because what cannot be told apart makes this no total order.
+    # An insertion sort: as dimensions may be indistinguishable, this is not a total order.
     for start in range(1, len(shape)):
         place = start
         for other in range(start - 1, -1, -1):
@@ -47,7 +47,7 @@ def order(*tensors: Tensor) -> Order | None:
 
 
 def _compared(shape: Order, steps: list[Order], inner: int, outer: int) -> int:
-    """1 where ``inner`` belongs outside of ``outer``, -1 where it does not, 0 if nothing tells."""
+    """1 if ``inner`` belongs outside ``outer``, -1 if it does not, 0 if no stride decides."""
     for strides in steps:
         if strides[inner] == 0 or strides[outer] == 0:  # expanded
             continue
@@ -59,14 +59,14 @@ def _compared(shape: Order, steps: list[Order], inner: int, outer: int) -> int:
 
 
 def as_they_lie(run: Callable[..., Tensor], *tensors: Tensor, by: Order | None) -> Tensor:
-    """Run an elementwise operator over tensors whose dimensions lie in that order."""
+    """Run an elementwise operator on tensors whose dimensions have that order in memory."""
     if by is None:
         return run(*tensors)
     return _turned_back(run(*(tensor.permute(by) for tensor in tensors)), by)
 
 
 def laid_out(tensor: Tensor, by: Order | None) -> Tensor:
-    """The tensor with its dimensions in that order in memory: itself if they are, else a copy."""
+    """The tensor with its dimensions in that order in memory; a copy unless it has it already."""
     if by is None:
         return tensor.contiguous()
     return _turned_back(tensor.permute(by).contiguous(), by)

@@ -1,14 +1,14 @@
-"""The routes: which ATen operators come here, and who is registered for them.
+"""The routes: which ATen operators are routed, and the candidates of each.
 
-torch's dispatcher skips two keys that nothing in torch uses, unless a thread asks for them
-(torchdistX named them): one right below autograd and one above it. The kernels here stand at
-those keys, so a thread that asks is routed, and nobody else pays anything, nor does an operator
-without a route. Below autograd, where tensors have their device and autograd and autocast have
-done their part, come the operators that devices implement. Above it come the composites, which
-would otherwise arrive in pieces.
+torch's dispatcher has two keys that nothing in torch uses (they were added for torchdistX) and
+that it skips unless a thread includes them: one directly below autograd and one above it. The
+kernels here are registered for these keys. A thread that includes them is routed; other threads,
+and operators without a route, have no cost. Operators that devices implement are routed
+below autograd, where autograd and autocast have run already. Composites are routed
+above it, as they would otherwise arrive in pieces.
 
-Candidates are whoever registered the operator by its ATen name; each implementation of the
-contract's operator that it is bridged to; and at last the native kernel.
+Candidates are the implementations registered under the operator's ATen name, each implementation
+of the contract's operator that it is bridged to, and, last, the native kernel.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _UNBRIDGED: Final = (
     "native_dropout_backward",
     "baddbmm",
 )
-"""Routed for vendors who have them, and named in what is listed; no contract is the same."""
+"""Routed, and listed, for vendors that implement them; no contract matches them."""
 
 _POSITIONAL: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -94,9 +94,9 @@ class Route:
 
     Attributes:
         name: ``"aten::gelu"``.
-        whole: it is a composite of torch's, served as a whole and differentiably.
+        whole: whether it is a torch composite, which is served as a whole and differentiable.
         operator: the contract's operator that it is bridged to, or None.
-        implementations: ids of who is registered for it.
+        implementations: the ids of the implementations registered for it.
     """
 
     name: str
@@ -113,13 +113,13 @@ def overload(name: str) -> Any:
 
 
 def is_whole(op: Any) -> bool:
-    """Whether torch takes the operator apart above autograd."""
+    """Whether the operator is a composite, which torch decomposes above autograd."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return has(op.name(), "CompositeImplicitAutograd") and not has(op.name(), "Autograd")
 
 
 def signature(op: Any) -> inspect.Signature | None:
-    """An operator's signature, from its schema; None where Python cannot say one of its names."""
+    """An operator's signature, from its schema; None if a parameter has no valid Python name."""
     parameters = []
     for it in op._schema.arguments:
         kind = inspect.Parameter.KEYWORD_ONLY if it.kwarg_only else _POSITIONAL
@@ -131,7 +131,7 @@ def signature(op: Any) -> inspect.Signature | None:
 
 
 def misfit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a call is none of that operator's, by its schema; None if it is, or nothing tells."""
+    """Why a call does not fit the operator's schema; None if it does, or if that is unknown."""
     op = overload(name)
     found = None if op is None else signature(op)
     if found is None:
@@ -151,7 +151,7 @@ def _signed(op: Any, function: Serve) -> Serve:
 
 
 class _Dispatcher:
-    """torch's dispatcher with our kernels at the two keys; the process has one."""
+    """Registers the kernels for the two keys with torch's dispatcher; one for the process."""
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
@@ -160,7 +160,7 @@ class _Dispatcher:
         self._routed: set[str] = set()
 
     def route(self, name: str, serve: Callable[[str, Any, Any], Serve]) -> None:
-        """Send an operator here, once."""
+        """Register an operator's kernel, once."""
         op = overload(name)
         with self._lock:
             if op is None or name in self._routed:
@@ -183,7 +183,7 @@ class _Dispatcher:
 
 
 def _pass_higher_order_operators() -> None:
-    """torch's higher order operators skip the keys as well; they keep lists of their own."""
+    """Make torch's higher order operators, which have their own lists, skip the keys as well."""
     from torch import _ops
 
     skipped = _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
@@ -198,10 +198,10 @@ _dispatcher: Final = _Dispatcher()
 
 
 class Routes:
-    """The routes of one manager: registers candidates, and follows what others register.
+    """The routes of one manager: registers candidates, and follows later registrations.
 
     Args:
-        manager: who dispatches.
+        manager: the manager that dispatches.
         serve: makes the kernel for ``(name, overload, keys below ours)``.
     """
 
@@ -212,13 +212,13 @@ class Routes:
         self.names: frozenset[str] = frozenset()
         manager.ensure_initialized()
         registry = manager.registry
-        registry.subscribe(self)  # before it is asked: what comes in between is told
+        registry.subscribe(self)  # before reading it, so that no registration is missed
         ours = [f"{PREFIX}{name}" for name in (*PARTS, *WHOLE, *_UNBRIDGED)]
         theirs = [name for name in registry.list_operators() if name.startswith(PREFIX)]
         self._add({*ours, *theirs})
 
     def registry_changed(self, operators: frozenset[str]) -> None:
-        """Somebody registered an ATen operator, or a contract's that one is bridged to."""
+        """Called after registrations: adds ATen operators, and those bridged to ``operators``."""
         named = {name for name in operators if name.startswith(PREFIX)}
         bridged = {
             f"{PREFIX}{name}"
@@ -230,7 +230,7 @@ class Routes:
     def _add(self, names: Iterable[str]) -> None:
         here = sorted(name for name in names if overload(name) is not None)
         registry = self.manager.registry
-        with LOADING:  # what is missing is registered once, whoever else registers now
+        with LOADING:  # missing candidates are registered once, even if other threads register
             new = [impl for name in here for impl in _missing(registry, name)]
             if new:
                 registry.register_many(new)
@@ -255,10 +255,10 @@ class Routes:
         return tuple(found)
 
     def warn(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], said: str) -> None:
-        """Say of each implementation once what is wrong with it, if it is the one chosen.
+        """Warn once about each implementation that was chosen and is at fault.
 
-        Who is chosen is asked once for a kind of call under a policy: to ask takes longer than
-        many a call.
+        Which one was chosen is determined once for each kind of call and policy, because that
+        takes longer than many calls.
         """
         tensor = first_tensor((*args, *kwargs.values()))
         like = None if tensor is None else (tensor.device, tensor.dtype)
@@ -282,7 +282,7 @@ def _bridge(name: str) -> Bridge | None:
 
 
 def _missing(registry: OpRegistry, name: str) -> list[OpImpl]:
-    """The candidates that an operator has not got yet."""
+    """The candidates that are not registered for an operator yet."""
     known = {impl.impl_id for impl in registry.get_implementations(name)}
     found: list[OpImpl] = []
     bridge = _bridge(name)
@@ -295,11 +295,11 @@ def _missing(registry: OpRegistry, name: str) -> list[OpImpl]:
 
 
 class _AskedError(Exception):
-    """Ends a call of a bridge that is only asked about."""
+    """Ends a bridge's call that was made only to see its arguments."""
 
 
 def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
-    """An implementation of the contract's operator, as one of ATen's."""
+    """An implementation of the contract's operator, as an implementation of ATen's."""
     impl = entry.impl
     whole = name.removeprefix(PREFIX) in WHOLE
 
@@ -315,7 +315,7 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
             raise NotSupportedError(f"{impl.label}: {reason}")
         try:
             return entry.taking_all(entry.fn)(*args, **kwargs)
-        except ArgumentError as error:  # what the contract has no word for, torch may have
+        except ArgumentError as error:  # torch may accept what the contract refuses
             raise NotSupportedError(str(error)) from None
 
     def differentiable(*tensors: Any, **options: Any) -> Any:
@@ -327,9 +327,9 @@ def _bridged(name: str, bridge: Bridge, entry: Entry) -> OpImpl:
         return bridge.call(*args, **kwargs)(runs)
 
     def serves(*args: Any, **kwargs: Any) -> bool | str:
-        """Whether it would take the contract's call that comes of this one.
+        """Whether the implementation would take the contract's call that this call turns into.
 
-        A part of the bridge's own work is done for that, so no dispatch asks it.
+        It does a part of the bridge's work, so dispatch does not call it.
         """
         if entry.load() is None and impl.supports is None and not entry.missing:
             return True
@@ -379,7 +379,7 @@ def _floats(entry: Entry) -> frozenset[str]:
 
 
 def _apply(operator: str, run: Serve, tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Run a contract's operator differentiably, its forward by ``run``."""
+    """Run a contract's operator differentiably, with ``run`` for its forward."""
     given = [it for it in tensors if it is None or isinstance(it, Tensor)]
     names = _parameters(operator)[len(given) : len(tensors)]
     numbers = dict(zip(names, tensors[len(given) :], strict=True))
@@ -400,7 +400,7 @@ def _native(name: str) -> OpImpl:
     def native(*args: Any, **kwargs: Any) -> Any:
         if below or not excluded(BELOW):
             return op(*args, **kwargs)
-        exclude(BELOW, False)  # its pieces are routed
+        exclude(BELOW, False)  # the pieces of a composite are routed
         try:
             return op(*args, **kwargs)
         finally:

@@ -1,12 +1,11 @@
-"""Plugins written for TransformerEngine-FL, loaded as they are where it is not installed.
+"""Loads unmodified plugins for TransformerEngine-FL where that is not installed.
 
 Such a plugin imports ``OpImpl`` and its companions from ``transformer_engine.plugin.core`` and
-offers ``register(registry)``. :func:`alias_plugin_core` makes that import path mean this package,
-for who asks for it: not on import, and never where a Transformer Engine is installed, whose own
-path stays what it is. What the names stand for is in served.py.
+defines ``register(registry)``. :func:`alias_plugin_core` makes that import path an alias of this
+package. It takes effect only when called, and never where a Transformer Engine is installed, whose
+own import path stays as it is. ``served.py`` defines what the names stand for.
 
-Who runs a command, and has no line of code to call it from, names this module in
-``TE_FL_PLUGIN_MODULES``.
+For a command, which has no code to call it from, name this module in ``TE_FL_PLUGIN_MODULES``.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ PACKAGE: Final = "transformer_engine"
 PATH: Final = f"{PACKAGE}.plugin.core"
 
 _aliases: Final[dict[str, ModuleType]] = {}
-"""The modules of ours that stand under Transformer Engine's names."""
+"""This package's stand-in modules, by Transformer Engine's module names."""
 
 
 def alias_plugin_core() -> bool:
     """Let ``transformer_engine.plugin.core`` mean this package, until :func:`unalias_plugin_core`.
 
-    Call it before the first operator is used: plugins are loaded then. Calling it again
-    changes nothing. For everybody else there seems to be a package ``transformer_engine``
-    then, which has nothing but ``plugin``.
+    Call it before the first operator is used, which is when plugins are loaded. Calling it again
+    changes nothing. Other code in the process then also finds a package ``transformer_engine``
+    that contains only ``plugin``.
 
     Returns:
-        Whether it does. Where a Transformer Engine is installed, or loaded, it does not, and
-        a warning says so: a plugin gets what is installed.
+        Whether the alias is in place. False, with a warning, where a Transformer Engine is
+        installed or loaded: a plugin then imports that one.
     """
     with LOADING:
         if _aliases and sys.modules.get(PATH) is _aliases[PATH]:
@@ -62,12 +61,12 @@ def alias_plugin_core() -> bool:
 
 
 def register(registry: OpRegistry) -> None:
-    """As a plugin module: :func:`alias_plugin_core`, before the other plugins are loaded."""
+    """Entry point as a plugin module: calls :func:`alias_plugin_core` before other plugins load."""
     alias_plugin_core()
 
 
 def unalias_plugin_core() -> None:
-    """Take back :func:`alias_plugin_core`; what was imported meanwhile stays with who has it."""
+    """Undo :func:`alias_plugin_core`; modules that were imported meanwhile keep what they got."""
     with LOADING:
         for name, module in _aliases.items():
             if sys.modules.get(name) is module:
@@ -76,7 +75,7 @@ def unalias_plugin_core() -> None:
 
 
 def _installed() -> str | None:
-    """Where Transformer Engine is, if it is anywhere."""
+    """Where Transformer Engine is installed or was loaded from; None if it is neither."""
     module = sys.modules.get(PACKAGE)
     if module is not None:
         return str(getattr(module, "__file__", None) or "already imported")
@@ -104,7 +103,7 @@ def _module(name: str, content: dict[str, Any], *, package: bool = False) -> Mod
     module = ModuleType(name, "Stands for TransformerEngine-FL's, by transformer_engine_fl.")
     module.__spec__ = ModuleSpec(name, None, is_package=package)
     if package:
-        module.__path__ = []  # what it has not is a module that is not found
+        module.__path__ = []  # a package: a missing submodule raises ModuleNotFoundError
     vars(module).update(content)
     vars(module).setdefault("__getattr__", _missing(name))
     return module

@@ -1,9 +1,9 @@
-"""What stands for the names of TransformerEngine-FL's plugin core, module by module.
+"""Stand-ins for the names of TransformerEngine-FL's plugin core, module by module.
 
-Most are this package's own. ``OpImpl``, ``SelectionPolicy`` and the kinds take what theirs take:
-a function says by an attribute ``_is_available`` whether it can run, and one with Transformer
-Engine's signature is bridged by the adapter that states it. What means something else there is
-an object that says so when it is used.
+Most are this package's own objects. ``OpImpl``, ``SelectionPolicy`` and the kinds accept the
+arguments of TransformerEngine-FL's: a function's attribute ``_is_available`` says whether it can
+run, and a function with Transformer Engine's signature is bridged by the adapter for that
+signature. A name whose meaning there has no counterpart here raises an explanation when used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBERED: Final = (
     *("Float8E4M3", "Float8E5M2", "Float8E8M0", "Float4E2M1", "NumTypes"),
 )
 DType: Final = enum.IntEnum("DType", {f"k{name}": place for place, name in enumerate(_NUMBERED)})  # type: ignore[misc]
-"""Transformer Engine's numbers for dtypes."""
+"""Transformer Engine's dtype numbers."""
 
 _DTYPES: Final = {
     "float32": DType["kFloat32"],
@@ -40,7 +40,7 @@ _DTYPES: Final = {
 
 
 class BackendImplKind(enum.StrEnum):
-    """The kinds, ``flagos`` under the name that it has there."""
+    """The kinds of implementation; ``DEFAULT`` is TransformerEngine-FL's name for ``flagos``."""
 
     DEFAULT = "flagos"
     FLAGOS = "flagos"
@@ -49,7 +49,7 @@ class BackendImplKind(enum.StrEnum):
 
 
 class OpImpl(types.OpImpl):
-    """An implementation as a plugin for TransformerEngine-FL describes it."""
+    """An implementation, with the arguments that plugins for TransformerEngine-FL pass."""
 
     __slots__ = ()
 
@@ -80,10 +80,10 @@ class OpImpl(types.OpImpl):
 
 
 def _function(op_name: str, fn: Callable[..., Any]) -> tuple[Callable[..., Any], str]:
-    """What serves the contract by ``fn``; or what stands for it, and why it cannot.
+    """(a function for the contract that calls ``fn``, ""), or (a placeholder, why it cannot).
 
-    A vendor hands over all that Transformer Engine has: what is not bridged, as its products,
-    must not keep the others from being registered.
+    A vendor registers everything that Transformer Engine has. Functions that are not bridged,
+    such as matrix products, must not keep the others from being registered.
     """
     from transformer_engine_fl.integrations import tex
 
@@ -125,7 +125,7 @@ def match_token(impl: types.OpImpl, token: str) -> bool:
 
 
 class SelectionPolicy(ours.SelectionPolicy):
-    """A policy, with their way to make one; orders may be pairs, as they are there."""
+    """A policy with TransformerEngine-FL's constructors; ``per_op_order`` may be pairs."""
 
     __slots__ = ()
 
@@ -148,7 +148,7 @@ class SelectionPolicy(ours.SelectionPolicy):
         deny_vendors: Collection[str] | None = None,
         allow_vendors: Collection[str] | None = None,
     ) -> SelectionPolicy:
-        """A policy of plain values; one that is empty says nothing."""
+        """A policy from plain values; an empty collection means no restriction."""
         return cls(
             prefer=prefer.lower(),
             strict=strict,
@@ -159,7 +159,7 @@ class SelectionPolicy(ours.SelectionPolicy):
 
 
 def policy_from_env() -> ours.SelectionPolicy:
-    """What the environment says."""
+    """The policy that environment variables set."""
     return get_environment().policy
 
 
@@ -169,15 +169,15 @@ def get_registry() -> ours.OpRegistry:
 
 
 class TEFLBackendBase:
-    """What a vendor's backend derives from; an operator that it has not is not there."""
+    """Base class of a vendor's backend; operators it does not define are missing attributes."""
 
     def is_available(self) -> bool:
-        """Whether the machine can run it: the backend's own to say."""
+        """Whether this machine can run it; the backend must define it."""
         raise NotImplementedError(f"{type(self).__name__} does not say is_available()")
 
 
 class FlashAttentionBase:
-    """Only a name to derive from: attention is an operator here, not a class."""
+    """A base class to derive from, but not to instantiate: here attention is an operator."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise _other(
@@ -187,7 +187,7 @@ class FlashAttentionBase:
 
 
 class Logger:
-    """Their logger, writing to this package's."""
+    """TransformerEngine-FL's logger class, writing to this package's logger."""
 
     def __init__(self, name: str = "TE-FL", *args: Any, **kwargs: Any) -> None:
         self.logger = logger if name == "TE-FL" else logger.getChild(name)
@@ -276,11 +276,11 @@ MODULES: Final[dict[str, dict[str, Any]]] = {
 """The modules under the plugin core, each with its names."""
 
 _LOWER: Final = ("DType", "FlashAttentionBase", "get_logger")
-"""Names of a module that the plugin core itself does not offer."""
+"""Names that modules have and the plugin core itself does not export."""
 
 
 def names(module: str) -> dict[str, Any]:
-    """The names of a module; ``"core"`` has those of all."""
+    """The names of a module; ``"core"`` has those of all modules but :data:`_LOWER`."""
     if module != "core":
         return dict(MODULES[module])
     every = {name: it for content in MODULES.values() for name, it in content.items()}

@@ -1,8 +1,9 @@
-"""Vendors' folders in the style of FlagGems, loaded as they are.
+"""Loads vendors' folders in the style of FlagGems, unmodified.
 
-``folder`` loads one and registers what it has, ``shim`` serves what it imports, ``served`` is
-what that is, ``names`` knows which function stands for which ATen operator, ``adapters``
-bridges them to contracts, ``configs`` reads a folder's tuning, and ``tuning`` hands it on.
+``folder`` loads a folder and registers its functions, ``shim`` makes the modules that it imports
+available, and ``served`` contains these. ``names`` maps functions to ATen operators, ``adapters``
+bridges functions to contracts, ``configs`` reads a folder's tuning, and ``tuning`` applies that
+to the kernels of this project.
 """
 
 from transformer_engine_fl.vendors.flaggems.folder import (

@@ -1,11 +1,11 @@
-"""From FlagGems' functions to contracts: what each argument is there, operator by operator.
+"""Bridges from FlagGems' functions to contracts: how arguments are converted, for each operator.
 
-A bridge states which of a folder's functions it needs; of several for a contract the first
-counts that a folder has. A contract without one is not bridged; :data:`UNBRIDGED` says why for
-functions that look as if they could serve one.
+A bridge states which of a folder's functions it needs. If a contract has several bridges, the
+first whose functions the folder has is used. A contract without a bridge is not served;
+:data:`UNBRIDGED` says why for functions that look as if they could serve one.
 
-Called under a contract, a function gets what the contract checked, dense, and never the
-caller's memory where it writes in place. What it has no word for is declined.
+A function that serves a contract gets checked arguments, contiguous, and copies of those that it
+writes in place. Options that it does not have are declined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TAKER: Final = Taker("FlagGems' kernels")
 
 
 def _unit(contract: Any, **options: Any) -> Callable[[Any], Callable[..., Any]]:
-    """A function of one tensor."""
+    """A forward by a function of one tensor."""
 
     def make(unit: Any) -> Callable[..., Any]:
         def forward(input: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _unit(contract: Any, **options: Any) -> Callable[[Any], Callable[..., Any]]:
 
 
 def _unit_backward(contract: Any, **options: Any) -> Callable[[Any], Callable[..., Any]]:
-    """The gradient of one, which FlagGems asks for as torch does: gradient, then input."""
+    """A backward by a function that takes, as in torch, the gradient and then the input."""
 
     def make(unit: Any) -> Callable[..., Any]:
         def backward(grad: Tensor, fwd_input: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _unit_backward(contract: Any, **options: Any) -> Callable[[Any], Callable[..
 def _differentiated(
     contract: Any, parts: int, *given: Any, **options: Any
 ) -> Callable[[Any], Callable[..., Any]]:
-    """The gradient by a function that brings its own, of one tensor or of the halves of one."""
+    """A backward that differentiates a function of one tensor, or of its two halves."""
 
     def make(unit: Any) -> Callable[..., Any]:
         def backward(grad: Tensor, fwd_input: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _differentiated(
 
 
 def _halves(contract: Any, *given: Any) -> Callable[[Any], Callable[..., Any]]:
-    """A gated unit that takes its two halves as two tensors."""
+    """A forward by a gated unit that takes the two halves as two tensors."""
 
     def make(unit: Any) -> Callable[..., Any]:
         def forward(input: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _halves(contract: Any, *given: Any) -> Callable[[Any], Callable[..., Any]]:
 
 
 def _rmsnorm_fwd(norm: Any) -> Callable[..., Any]:
-    """By a function that returns the statistics too."""
+    """A forward by a function that also returns the statistics."""
 
     def rmsnorm_fwd(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
         import torch
@@ -127,7 +127,7 @@ def _rmsnorm_fwd(norm: Any) -> Callable[..., Any]:
 
 
 def _rmsnorm_alone(norm: Any) -> Callable[..., Any]:
-    """By a function that keeps the statistics to itself: they are what the contract says."""
+    """A forward by a function that does not return the statistics: they are computed here."""
 
     def rmsnorm_fwd(input: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
         import torch
@@ -147,7 +147,7 @@ def _rmsnorm_bwd(norm: Any) -> Callable[..., Any]:
         import torch
 
         ops.rmsnorm_bwd.check(dy, x, rsigma, gamma)
-        # The gradient of the weight comes in the input's dtype.
+        # The function returns the gradient of the weight in the input's dtype.
         _TAKER.same_dtype("rmsnorm_bwd", dy=dy, x=x, gamma=gamma)
         g, rows, scale, weight = _TAKER.dense("rmsnorm_bwd", dy=dy, x=x, rsigma=rsigma, gamma=gamma)
         with torch.no_grad():
@@ -208,7 +208,7 @@ def _layernorm_bwd(norm: Any) -> Callable[..., Any]:
         g, rows, mean, rstd, weight = _TAKER.dense(
             name, dy=dy, x=x, mu=mu, rsigma=rsigma, gamma=gamma
         )
-        with torch.no_grad():  # its rows are those of the first dimension
+        with torch.no_grad():  # the function takes the first dimension as the rows
             g, rows = (it.view(-1, it.shape[-1]) for it in (g, rows))
             dx, dgamma, dbeta = norm(
                 g, rows, weight.shape, mean, rstd, weight, torch.zeros_like(weight), [True] * 3
@@ -352,7 +352,7 @@ BRIDGES: Final[dict[str, tuple[Bridge, ...]]] = {
     ),
     "generic_gemm": (Bridge(("mm",), _generic_gemm, "a, b"),),
 }
-"""By the operator that is served: what may serve it, the best first."""
+"""The bridges of each operator, the best first."""
 
 UNBRIDGED: Final = {
     "apply_rotary_pos_emb": "has one angle for both features of a pair; fused_rope_forward has two",
@@ -362,4 +362,4 @@ UNBRIDGED: Final = {
     "topk_softmax": "returns weights and indices, not the probabilities of every expert",
     "scaled_dot_product_attention": "returns no log-sum-exp, which fused_attn_bwd needs",
 }
-"""Functions that serve no contract, or not the one that they seem to, with the reason."""
+"""Functions that serve no contract, or not the contract they seem to match, with the reasons."""

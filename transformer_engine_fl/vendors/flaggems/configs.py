@@ -1,8 +1,8 @@
-"""``tune_configs.yaml``: what it may say, and the configurations that it means.
+"""``tune_configs.yaml``: its format, and the configurations that it describes.
 
-For each operator a list of entries. A plain one is a configuration: ``META`` and numbers for
-the launch. One with ``gen: true`` stands for several: its ``param_map`` says where each number
-comes from, a key of the entry with a list, or the number itself.
+The file has a list of entries for each operator. A plain entry is one configuration: ``META`` and
+launch parameters. An entry with ``gen: true`` generates several: its ``param_map`` gives for each
+number either the number itself or the key of a list in the entry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FILE", "LAUNCH", "Config", "read"]
 FILE: Final = "tune_configs.yaml"
 
 LAUNCH: Final = {"num_warps": 4, "num_stages": 2, "num_ctas": 1, "num_ldmatrixes": 0}
-"""What a launch is asked for besides META, and what it is where nothing says so."""
+"""The launch parameters besides META, and their defaults."""
 
 _PLAIN: Final = ("META", *LAUNCH, "multibuffer")
 _LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -33,8 +33,8 @@ class Config(NamedTuple):
     """One configuration of a kernel.
 
     Attributes:
-        meta: its constants.
-        launch: warps and the like, as far as they were said.
+        meta: the kernel's constants.
+        launch: the launch parameters that are given.
     """
 
     meta: Mapping[str, Any]
@@ -56,7 +56,7 @@ def read(path: Path, whose: str) -> dict[str, list[Config]]:
 
 
 class _Reader:
-    """Reads one file, and knows where it is."""
+    """Reads one file; its errors name the line and the key."""
 
     def __init__(self, path: Path, whose: str) -> None:
         self._path = path
@@ -138,7 +138,7 @@ class _Reader:
     def _meta_sources(
         self, node: yaml.Node, where: tuple[Any, ...]
     ) -> Iterator[tuple[str, yaml.Node]]:
-        """By constant, where it comes from; "" for the key of a list of whole METAs."""
+        """(constant, its source in param_map); "" stands for a list of complete METAs."""
         if isinstance(node, yaml.ScalarNode):
             return iter([("", node)])
         return self._pairs(node, where)
@@ -153,7 +153,7 @@ class _Reader:
         fixed: dict[str, Any],
         used: set[str],
     ) -> None:
-        """Take down where a number comes from: the entry's key that is named, or itself."""
+        """Record a number's source: the values of the key that it names, or the number itself."""
         value = self._is(node, (int, str) if name in LAUNCH else _SCALARS, where)
         if not isinstance(value, str):
             fixed[name] = value

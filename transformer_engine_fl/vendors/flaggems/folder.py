@@ -1,8 +1,8 @@
-"""One folder in FlagGems' style: loading it, and registering what it has.
+"""Loads a folder in FlagGems' style, and registers its functions.
 
-A function in its ``ops`` that stands for an ATen operator is registered as that one,
-``aten::gelu``; one of its own, and those in ``fused``, as ``flag_gems::silu_and_mul``. Where
-that is explicit (``adapters``), they serve contracts too. Its tuning goes to the Triton
+A function in ``ops`` that implements an ATen operator is registered under that name,
+``aten::gelu``; other functions, and those in ``fused``, as ``flag_gems::silu_and_mul``. Functions
+with a bridge (``adapters``) also serve contracts. The folder's tuning is applied to the Triton
 kernels of this project (``tuning``).
 """
 
@@ -44,7 +44,7 @@ from transformer_engine_fl.vendors.registry import described
 __all__ = ["ROOTS", "FlagGemsFolder", "Kernel", "declares", "is_folder", "load", "unused_ops"]
 
 ROOTS: Final = (shim.FLAG_GEMS, shim.UTILS)
-"""What a folder of this style imports."""
+"""The modules that a folder of this style imports."""
 
 _HEURISTICS: Final = "heuristics_config_utils"
 _UNUSED: Final = "CUSTOMIZED_UNUSED_OPS"
@@ -55,12 +55,12 @@ class Kernel(NamedTuple):
     """A function that a folder has.
 
     Attributes:
-        function: its name, as FlagGems has it.
-        op_name: the operator that it becomes.
-        module: where it is: ``ops``, ``fused``.
-        aten: the ATen operator that it stands for.
-        differentiable: it is said to bring its own gradient.
-        place: in what ``get_specific_ops`` returns; None where the module has it by name.
+        function: its name in FlagGems.
+        op_name: the operator that it is registered as.
+        module: the module that has it: ``ops`` or ``fused``.
+        aten: the ATen operator that it implements, or None.
+        differentiable: whether it is declared to be differentiable.
+        place: its index in the result of ``get_specific_ops``; None if the module has it by name.
     """
 
     function: str
@@ -72,7 +72,7 @@ class Kernel(NamedTuple):
 
     @property
     def attribute(self) -> str:
-        """What its implementation is called."""
+        """The name that :func:`where` gives its implementation."""
         return re.sub(r"\W+", "_", self.op_name)
 
 
@@ -81,12 +81,12 @@ class FlagGemsFolder(Package):
     """A folder of a vendor.
 
     Attributes:
-        path: where it is.
+        path: of the folder.
         info: the vendor and its device.
-        kernels: what it has and does not leave unused, by the function's name.
+        kernels: its functions that are not marked as unused, by name.
         unused: functions, or ATen operators, that the vendor does not want to be used.
-        configs: what its ``tune_configs.yaml`` says; nothing if that is broken.
-        problems: what is wrong with a part of it that it can do without.
+        configs: the content of ``tune_configs.yaml``; empty if that is invalid.
+        problems: errors in optional parts, such as its tuning.
     """
 
     path: Path
@@ -98,7 +98,7 @@ class FlagGemsFolder(Package):
 
     @property
     def package(self) -> str:
-        """The folder as a module."""
+        """The folder's module name."""
         return self.module_path.rpartition(".")[0]
 
     def serving(self) -> contextlib.AbstractContextManager[None]:
@@ -110,7 +110,7 @@ class FlagGemsFolder(Package):
         return {name: it.op_name for name, it in self.kernels.items()}
 
     def exported(self, name: str) -> Any:
-        """A function of it."""
+        """A function of the folder, by name."""
         kernel = self.kernels[name]
         module = self.imported(f"{self.package}.{kernel.module}")
         if kernel.place is None:
@@ -131,7 +131,7 @@ class FlagGemsFolder(Package):
             raise blamed(error, f"{self.name!r}: {_OPS}() failed") from error
 
     def implementation(self, name: str) -> Callable[..., Any]:
-        """Of a contract, or of an operator of its own."""
+        """The callable for a contract, or for an operator of its own."""
         kernel = next((it for it in self.kernels.values() if it.attribute == name), None)
         if kernel is not None:
             function = self.exported(kernel.function)
@@ -153,10 +153,10 @@ class FlagGemsFolder(Package):
 
     @functools.cached_property
     def heuristics(self) -> Mapping[str, Mapping[str, Callable[..., Any]]]:
-        """What its ``heuristics_config_utils.py`` has; imported when first asked for.
+        """``HEURISTICS_CONFIGS`` of its ``heuristics_config_utils.py``; imported on first use.
 
         Raises:
-            PluginError: it cannot be imported, or has no such mapping.
+            PluginError: the file cannot be imported, or it is not a mapping.
         """
         if not (self.path / f"{_HEURISTICS}.py").is_file():
             return {}
@@ -170,7 +170,7 @@ class FlagGemsFolder(Package):
         return found
 
     def tuning_not_used(self) -> Mapping[str, str]:
-        """What of its tuning the kernels here have no use for, with the reason."""
+        """The parts of its tuning that the kernels here do not use, with the reasons."""
         return tuning.not_used(self)
 
     def impls(self) -> Iterator[OpImpl]:
@@ -202,11 +202,11 @@ def load(folder: str | Path, registry: OpRegistry | None = None) -> FlagGemsFold
 
     Raises:
         PluginError: it cannot be loaded, or describes no vendor; names the file and the line.
-        RegistrationError: its vendor is described otherwise by somebody else.
+        RegistrationError: its vendor has another description already.
     """
     with LOADING:
         if registry is None:
-            # What is to be ranked beside it, and vendors that describe themselves, go first.
+            # First the sets that it is ranked with, and the vendors that describe themselves.
             get_default_manager().ensure_initialized()
         loaded = _loaded(folder)
         into = get_default_manager().registry if registry is None else registry
@@ -220,12 +220,12 @@ def load(folder: str | Path, registry: OpRegistry | None = None) -> FlagGemsFold
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder looks like one of this style: by its files, or by what it describes."""
+    """Whether a folder looks like this style, by its files or its ``VendorInfoBase``."""
     if any((path / name).is_file() for name in (configs.FILE, f"{_HEURISTICS}.py")):
         return True
     try:
         return "VendorInfoBase" in (path / "__init__.py").read_text(encoding="utf-8")
-    except (OSError, ValueError):  # whoever loads it says what is wrong
+    except (OSError, ValueError):  # loading it reports what is wrong
         return False
 
 
@@ -235,8 +235,7 @@ def declares(module: ModuleType) -> bool:
 
 
 def unused_ops(device: str) -> frozenset[str]:
-    """What vendors of a device, those that are here, do not want to be used: by function or
-    by ATen operator."""
+    """Functions or ATen operators that the present vendors of a device do not want to be used."""
     here = (it for it in LOADED.of(FlagGemsFolder) if it.info.device == device)
     return frozenset().union(*(it.unused for it in here if detection.missing(it.info) is None))
 
@@ -276,7 +275,7 @@ def _loaded(folder: str | Path) -> FlagGemsFolder:
 
 
 def _bare(folder: str | Path, module: ModuleType) -> FlagGemsFolder:
-    """The folder as far as it is known before its functions are."""
+    """The folder before its functions are known."""
     info, path = _info(module), Path(str(module.__file__)).parent
     found, problems = _configs(path)
     return FlagGemsFolder(
@@ -339,7 +338,7 @@ def _as_names(value: Any, where: str) -> frozenset[str]:
 
 
 def _configs(path: Path) -> tuple[Mapping[str, list[configs.Config]], tuple[str, ...]]:
-    """What its tuning says; and what is wrong with it, which keeps nothing else from working."""
+    """(its tuning, errors in it); an invalid file does not prevent loading the folder."""
     file = path / configs.FILE
     if not file.is_file():
         return {}, ()
@@ -354,7 +353,7 @@ def _configs(path: Path) -> tuple[Mapping[str, list[configs.Config]], tuple[str,
 
 
 def _kernels(package: str) -> tuple[list[Kernel], frozenset[str]]:
-    """The functions of a folder's modules, from their source; and those said to be unused."""
+    """(the functions of a folder's modules, read from source; the names marked as unused)."""
     found: dict[str, Kernel] = {}
     unused: frozenset[str] = frozenset()
     for module in ("ops", "fused"):
@@ -381,7 +380,7 @@ def _named(function: str, module: str) -> Kernel:
 
 
 def _specific_kernels(path: str, source: ast.FunctionDef) -> list[Kernel]:
-    """What ``get_specific_ops`` gives, from its source, or by calling it if need be."""
+    """The functions that ``get_specific_ops`` returns, from its source or else by calling it."""
     stated = _returned(source)
     read = [_stated_row(it) for it in stated.elts] if isinstance(stated, ast.Tuple) else [None]
     rows = [it for it in read if it is not None]
@@ -403,7 +402,7 @@ def _returned(source: ast.FunctionDef) -> ast.expr | None:
 
 
 def _stated_row(row: ast.expr) -> tuple[str, bool] | None:
-    """``("add.Tensor", add.add, Autograd.disable)``: the name, and whether it has a gradient."""
+    """(name, whether it is differentiable), of ``("add.Tensor", add.add, Autograd.disable)``."""
     if not (isinstance(row, ast.Tuple) and len(row.elts) in (2, 3)):
         return None
     name, gradient = row.elts[0], row.elts[2] if len(row.elts) == 3 else None
@@ -430,7 +429,7 @@ def _given_row(row: Any, module: ModuleType) -> tuple[str, bool]:
 def _specific_unused(path: str, source: ast.FunctionDef | None) -> frozenset[str]:
     if source is None:
         return frozenset()
-    with contextlib.suppress(TypeError, ValueError):  # then only calling it tells
+    with contextlib.suppress(TypeError, ValueError):  # not a literal: it must be called
         return _as_names(ast.literal_eval(_returned(source)), f"{path}: get_unused_ops()")  # type: ignore[arg-type]
     module = importlib.import_module(path)
     return _as_names(module.get_unused_ops(), f"{module.__file__}: get_unused_ops()")

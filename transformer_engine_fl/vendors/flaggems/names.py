@@ -1,8 +1,8 @@
-"""FlagGems' functions by the ATen operators that they are registered for, and called as.
+"""Maps FlagGems' functions to the ATen operators that they implement, and calls them as such.
 
-A function of FlagGems that stands for an ATen operator has its arguments, and is called as
-torch's dispatcher would: by position up to the last that is no default, and by name where the
-schema says so. Its own names for them do not count.
+A function of FlagGems that implements an ATen operator takes the operator's arguments. It is
+called as torch's dispatcher would: by position up to the last argument that is not at its default,
+and by name where the schema says so. The function's own parameter names are not used.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ ATEN: Final = {
     "to_copy": "_to_copy",
     "where_self": "where.self",
 }
-"""Where the name of a function is not that of its operator."""
+"""Function -> ATen operator, where the names differ."""
 
 FUNCTIONS: Final = {aten: function for function, aten in ATEN.items()}
-"""The same the other way round."""
+"""ATen operator -> function, where the names differ."""
 
 _WRITING: Final = frozenset({"native_batch_norm"})
 """Operators that write an argument, though their schemas do not say so."""
 
 
 def aten_of(function: str) -> str | None:
-    """The ATen operator that a function stands for; None for one of FlagGems' own.
+    """The ATen operator that a function implements; None if it is one of FlagGems' own functions.
 
-    Where FlagGems is installed its own list tells. Without that it is the one that is named
-    above, or has the function's name and but one form of that.
+    If FlagGems is installed, its own list decides. Otherwise it is the operator in :data:`ATEN`,
+    or the one with the function's name that has a default overload.
     """
     import torch
 
@@ -80,7 +80,7 @@ def aten_of(function: str) -> str | None:
 
 
 def mutates(aten: str) -> tuple[str, ...] | None:
-    """What an ATen operator writes, by its schema; None where nobody knows."""
+    """The arguments that an ATen operator writes, by its schema; None if that is unknown."""
     operator = _operator(aten)
     if operator is None or aten in _WRITING:
         return None
@@ -89,7 +89,7 @@ def mutates(aten: str) -> tuple[str, ...] | None:
 
 
 def _operator(aten: str) -> Any:
-    """The operator of that name; None where this torch has none."""
+    """The operator of that name; None if this version of torch has none."""
     import torch
 
     name, _, overload = aten.partition(".")
@@ -99,11 +99,12 @@ def _operator(aten: str) -> Any:
 def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of FlagGems with the signature of its ATen operator.
 
-    It is without gradients, which torch makes of operators for the gradient. Of an operator
-    that torch takes apart it is the whole, and must bring its own, where one is wanted.
+    It runs without autograd, as torch differentiates operators by separate backward operators. A
+    composite operator, which torch would decompose, is replaced as a whole; for it the function
+    must itself be differentiable where a gradient is wanted.
 
     Raises:
-        PluginError: this torch has no such operator.
+        PluginError: this version of torch has no such operator.
     """
     import torch
 
@@ -144,7 +145,7 @@ def as_kernel(aten: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_taken_apart(operator: Any) -> bool:
-    """Whether torch makes an operator of others, above autograd."""
+    """Whether the operator is a composite, which torch decomposes above autograd."""
     import torch
 
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -160,7 +161,7 @@ def _wants_gradient(values: tuple[Any, ...]) -> bool:
 
 
 def _parameters(arguments: Sequence[torch.Argument]) -> list[inspect.Parameter] | None:
-    """Of a schema; None where Python could not have one of these names."""
+    """The parameters of a schema; None if one has no valid Python name."""
     made = []
     for it in arguments:
         kind = (

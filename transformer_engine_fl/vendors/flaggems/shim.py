@@ -1,4 +1,4 @@
-"""The modules that folders for FlagGems import, while one of them loads."""
+"""Makes FlagGems' modules importable while a folder written for it loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["BACKENDS", "FLAG_GEMS", "UTILS", "modules"]
 FLAG_GEMS: Final = "flag_gems"
 BACKENDS: Final = f"{FLAG_GEMS}.runtime.backend"
 UTILS: Final = "backend_utils"
-"""Where a folder finds ``VendorInfoBase``: FlagGems has it on the path under this name too."""
+"""The module with ``VendorInfoBase``; FlagGems also has it on ``sys.path`` under this name."""
 
 _SERVED: Final = f"{__package__}.served"
 _LAZY: Final = {
@@ -36,18 +36,18 @@ _LAZY: Final = {
         "triton_lang_helper": "utils",
     }.items()
 }
-"""Modules of helpers, and which of ours each is; those in Triton load when they are asked for."""
+"""FlagGems' helper modules -> their stand-ins; a stand-in is imported on first use."""
 
 BROKEN: Final[set[str]] = set()
-"""FlagGems, once it could not be imported: that is not tried again for each folder."""
+"""Contains FlagGems' name once importing it has failed, so that it is tried only once."""
 
 
 @contextlib.contextmanager
 def modules(folder: FlagGemsFolder | None = None) -> Iterator[None]:
-    """Within the block what a folder imports of FlagGems is found.
+    """Within the block a folder's imports from FlagGems are found.
 
     Args:
-        folder: the one whose operators load; None while its declaration does.
+        folder: the folder whose operators load; None while its declaration loads.
     """
     ours = importlib.import_module(f"{_SERVED}.backend_utils")
     with LOADING:
@@ -85,7 +85,7 @@ def _stand_ins(ours: ModuleType, folder: FlagGemsFolder | None) -> dict[str, Mod
         found[f"{FLAG_GEMS}.utils"] = _Lazy(f"{FLAG_GEMS}.utils", f"{_SERVED}.utils")
         for name, served in _LAZY.items():
             found[name] = _Lazy(name, served)
-        # The folder under the name that FlagGems gives it when it is on the path.
+        # The folder under the short name that it has while FlagGems puts it on sys.path.
         own = sys.modules[folder.package]
         found[folder.package.rpartition(".")[2]] = own
         root = ModuleType(FLAG_GEMS, "Stands for FlagGems while a folder for it loads.")
@@ -93,7 +93,7 @@ def _stand_ins(ours: ModuleType, folder: FlagGemsFolder | None) -> dict[str, Mod
         found[FLAG_GEMS] = root
     made = tree(found, "FlagGems")
     if folder is not None:
-        for name in ("libentry", "pointwise_dynamic"):  # functions, where modules have the name
+        for name in ("libentry", "pointwise_dynamic"):  # as attributes these are functions
             delattr(made[f"{FLAG_GEMS}.utils"], name)
         made[BACKENDS].vendor_module = own  # type: ignore[attr-defined]
         made[folder.package] = own
@@ -101,7 +101,7 @@ def _stand_ins(ours: ModuleType, folder: FlagGemsFolder | None) -> dict[str, Mod
 
 
 class _Lazy(ModuleType):
-    """A module whose content is another's, which is imported when it is first asked for."""
+    """A module that has another module's attributes, and imports it on first use."""
 
     def __init__(self, name: str, content: str) -> None:
         super().__init__(name, "Stands for FlagGems' while a folder for it loads.")

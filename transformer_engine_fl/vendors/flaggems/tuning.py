@@ -1,12 +1,12 @@
-"""A folder's tuning for the Triton kernels of this project, where the two mean the same.
+"""Applies a folder's tuning to this project's Triton kernels, where the parameters correspond.
 
-FlagGems lists configurations to be tried, one of which its autotuner picks in the first call.
-Here nothing is tried in a call: where the kernels' own rule gives a value that is on the
-vendor's list it stays, and otherwise the nearest one on the list is taken. Heuristics are
-asked for what they give; one that asks for what a choice here does not know is not used.
+FlagGems lists configurations, of which its autotuner picks one in the first call.
+Here no call measures anything: if the value from the kernels' own rule is on the vendor's list, it
+is kept; otherwise the nearest value on the list is used. Heuristics are evaluated; a heuristic
+that needs an argument that the choice here does not have is not used.
 
-What means the same is said here, entry by entry. The rest is not used, and
-``FlagGemsFolder.tuning_not_used()`` tells why.
+This module lists the entries that correspond. The others are not used, and
+``FlagGemsFolder.tuning_not_used()`` gives the reasons.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["not_used", "register"]
 
 _ARCHITECTURES: Final = {"cuda": ("sm_*", "gfx*")}
-"""What tuning calls devices of a type, where it goes by their architecture."""
+"""The architecture patterns by which tuning matches devices of a type."""
 
 _WARP: Final = 32
-"""Threads of a warp, as choices count them, whatever the device's own have."""
+"""Threads in a warp, as choices count them, whatever the device's warp size is."""
 
 
 class _Tuned(NamedTuple):
-    """How configurations of FlagGems become values of a choice.
+    """How configurations of FlagGems are converted to values of a choice.
 
     Attributes:
         choice: its name.
-        fields: those that one configuration says; None where it means something else here.
+        fields: the choice's fields that a configuration determines; None if it does not
+            correspond.
     """
 
     choice: str
@@ -47,7 +48,7 @@ class _Tuned(NamedTuple):
 
 
 def _cross_entropy(config: Config) -> Mapping[str, int] | None:
-    """A row of logits in pieces of BLOCK_C, one row to a program."""
+    """A program processes one row of logits, BLOCK_C elements at a time."""
     if config.meta.get("BLOCK_D") != 1 or "BLOCK_C" not in config.meta:
         return None
     return {
@@ -57,7 +58,7 @@ def _cross_entropy(config: Config) -> Mapping[str, int] | None:
 
 
 def _attention(config: Config) -> Mapping[str, int] | None:
-    """BLOCK_M queries to a program, BLOCK_N keys at a time, and V loaded when it is needed."""
+    """A program processes BLOCK_M queries, BLOCK_N keys at a time, and does not preload V."""
     if config.meta.get("PRE_LOAD_V") or not {"BLOCK_M", "BLOCK_N"} <= set(config.meta):
         return None
     return {
@@ -75,16 +76,16 @@ _TUNED: Final = {
         _Tuned("cross_entropy_bwd", _cross_entropy),
     ),
 }
-"""By the name in tune_configs.yaml."""
+"""The conversions by the name in tune_configs.yaml."""
 
 
 class _Rule(NamedTuple):
-    """How a heuristic of FlagGems becomes one of a choice.
+    """How a heuristic of FlagGems is converted to a heuristic of a choice.
 
     Attributes:
         choice: its name.
-        given: by FlagGems' names, the fields of the choice's key that they are.
-        fields: of the choice, made of what the heuristic gives.
+        given: FlagGems' argument -> the field of the choice's key that it corresponds to.
+        fields: computes the choice's fields from the heuristic's results.
     """
 
     choice: str
@@ -101,11 +102,11 @@ _RULES: Final = {
         _Rule(name, {}, _elementwise) for name in ("activation_fwd", "activation_bwd", "dequantize")
     ),
 }
-"""By the name in HEURISTICS_CONFIGS."""
+"""The conversions by the name in HEURISTICS_CONFIGS."""
 
 
 def register(folder: FlagGemsFolder) -> None:
-    """Hand a folder's tuning to the kernels that run on its vendor's device."""
+    """Register a folder's tuning for the kernels on its vendor's device."""
     from transformer_engine_fl.backends.flagos.tuning import lookup
 
     heuristics: dict[str, Callable[..., Mapping[str, Any] | None]] = {}
@@ -119,7 +120,7 @@ def register(folder: FlagGemsFolder) -> None:
     if not heuristics:
         return
     known = lookup.VENDORS.get(folder.info.key)
-    if known is not None:  # its devices say which of their kind are the vendor's
+    if known is not None:  # registered already, with the vendor's devices
         lookup.register_tuning(
             folder.name,
             heuristics={it: rule for it, rule in heuristics.items() if it not in known.heuristics},
@@ -135,7 +136,7 @@ def register(folder: FlagGemsFolder) -> None:
 
 
 def not_used(folder: FlagGemsFolder) -> dict[str, str]:
-    """What of a folder's tuning no kernel here has a use for, with the reason."""
+    """The parts of a folder's tuning that no kernel here uses, with the reasons."""
     away = _not_here(folder)
     used = {name for name, rows in _TUNED.items() if any(True for _ in rows)}
     said: dict[str, str] = {}
@@ -160,7 +161,9 @@ def not_used(folder: FlagGemsFolder) -> dict[str, str]:
 
 
 def _not_here(folder: FlagGemsFolder) -> str | None:
-    """Why its tuning says nothing of this machine: of types that makers share, one is here."""
+    """Why its tuning does not apply on this machine: a device type that several vendors use, and
+    this vendor's device is missing; else None.
+    """
     shared = folder.info.device in (*_ARCHITECTURES, "cpu")
     return detection.missing(folder.info) if shared else None
 
@@ -178,9 +181,9 @@ def _used_configs(
 def _nearest(
     where: str, tuned: _Tuned, values: list[Mapping[str, int]]
 ) -> Callable[..., Mapping[str, Any] | None]:
-    """A heuristic: the value on the list that is nearest to the kernels' own rule.
+    """A heuristic that gives the value on the list nearest to that of the kernels' own rule.
 
-    It raises PluginError if no kernel can run with any of the list.
+    It raises PluginError if no value on the list can be used.
     """
 
     def heuristic(device: str, **key: int) -> Mapping[str, Any] | None:
@@ -188,7 +191,7 @@ def _nearest(
 
         choice = CHOICES[tuned.choice]
         own: dict[str, Any] = choice.heuristic(None, *(key[name] for name in choice.key))._asdict()
-        whole = [own | dict(it) for it in values]  # what FlagGems does not say stays
+        whole = [own | dict(it) for it in values]  # fields that FlagGems does not set stay
         wrong = [_no_number(it) or choice.wrong(choice.value(**it)) for it in whole]
         right = [it for it, reason in zip(whole, wrong, strict=True) if reason is None]
         if not right:
@@ -202,7 +205,7 @@ def _nearest(
 
 
 def _no_number(value: Mapping[str, Any]) -> str | None:
-    """What of a value is no number; META may have anything."""
+    """The complaint about a field that is not an integer; META may contain anything."""
     wrong = (name for name, it in value.items() if not isinstance(it, int))
     return next((f"{name} must be a whole number, got {value[name]!r}" for name in wrong), None)
 
@@ -215,7 +218,7 @@ def _distance(value: Mapping[str, int], other: Mapping[str, int]) -> float:
 def _asked(
     folder: FlagGemsFolder, name: str, rule: _Rule
 ) -> Callable[..., Mapping[str, Any] | None]:
-    """A heuristic: what the vendor's own gives."""
+    """A heuristic that gives the result of the vendor's own."""
     told: list[str] = []
 
     def heuristic(device: str, **key: int) -> Mapping[str, Any] | None:
@@ -233,11 +236,11 @@ def _asked(
 
 
 class _UnknownError(Exception):
-    """A heuristic asks for what a choice does not know."""
+    """A heuristic needs an argument that the choice does not have."""
 
 
 class _Arguments(dict[str, Any]):
-    """What a choice knows of a call, in FlagGems' words."""
+    """The arguments that a choice has, under FlagGems' names."""
 
     def __missing__(self, name: str) -> Any:
         raise _UnknownError(f"it asks for {name!r}, which the choice here does not know")

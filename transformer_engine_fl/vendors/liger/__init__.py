@@ -1,8 +1,8 @@
-"""Vendors' packages in the style of Liger-Kernel, loaded as they are.
+"""Loads vendors' packages in the style of Liger-Kernel, unmodified.
 
-``package`` loads one and registers what it has, ``shim`` serves what it imports, ``served``
-is what that is, ``adapters`` bridges Liger's functions to contracts, and ``base`` has
-Liger's names over the operators of this project.
+``package`` loads a package and registers its functions, ``shim`` makes the modules that it imports
+available, and ``served`` contains these. ``adapters`` bridges Liger's functions to contracts, and
+``base`` implements Liger's names by the operators of this project.
 """
 
 from transformer_engine_fl.vendors.liger.package import (

@@ -1,12 +1,12 @@
-"""From Liger's functions to contracts: what each argument is there, operator by operator.
+"""Bridges from Liger's functions to contracts: how arguments are converted, for each operator.
 
-A bridge states which of a package's exports it needs; a contract without one here is not
-bridged. Cross entropy is not, as Liger's does not return the log-sum-exp that the contract
-promises, nor is rotary embedding, which in Liger's form has one angle for both features of a
-pair. Those are operators under their own names only.
+A bridge states which of a package's exports it needs; a contract without a bridge is not
+served. Cross entropy has none, as Liger's does not return the log-sum-exp that the contract
+promises, nor has rotary embedding, as Liger's has one angle for both features of a
+pair. These are only operators under their own names.
 
-Called under a contract, a function of Liger's gets what the contract checked, made dense, and
-never the caller's memory where it may write in place. What it has no word for is declined.
+A function of Liger's that serves a contract gets checked arguments, contiguous, and copies of
+those that it may write in place. Options that it does not have are declined.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["BRIDGES", "Bridge"]
 
 _CASTING = {"llama": 0, "gemma": 1, "none": -1}
-"""How Liger's kernels know where a norm is rounded; "gemma" is in float32 throughout."""
+"""Liger's numbers for where a norm rounds; "gemma" is float32 throughout."""
 
 
 _LIGER: Final = Taker("Liger's kernels")
@@ -91,7 +91,7 @@ def _rmsnorm_fwd(norm: Any) -> Callable[..., Any]:
         with torch.no_grad():
             x = input.contiguous()
             output = norm.apply(x, weight.contiguous(), eps, offset, "gemma", False)
-            # Liger keeps the statistics to itself; they are what the contract says they are.
+            # Liger does not return the statistics; they are computed here.
             rsigma = x.float().square().mean(-1).add_(eps).rsqrt_()
         return output, rsigma.reshape(-1)
 
@@ -192,10 +192,12 @@ _LAYERNORM_BACKWARD: Final = frozenset(
 
 
 def _filling(function: Any, op: str, known: frozenset[str]) -> Callable[..., Any]:
-    """The function, to be called with all that Liger's releases and backends ask for by name.
+    """The function, called by name with all arguments of Liger's releases and backends.
+
+    Only those that it has are passed.
 
     Raises:
-        PluginError: it asks for something else.
+        PluginError: it has another parameter.
     """
     asked = [it.name for it in inspect.signature(function).parameters.values()]
     unknown = [name for name in asked if name not in known]
@@ -250,4 +252,4 @@ BRIDGES: Final = {
     "dswiglu": Bridge(("LigerSiLUMulFunction",), _gated_backward(ops.dswiglu), "a, b"),
     "scaled_softmax_forward": Bridge(("LigerSoftmaxFunction",), _softmax, "x"),
 }
-"""By the operator that is served."""
+"""The bridge of each operator."""

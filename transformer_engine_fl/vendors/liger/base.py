@@ -1,7 +1,7 @@
-"""Liger's default names over this project's operators: what serves where no vendor does.
+"""Liger's default names, implemented by this project's operators for calls that no vendor serves.
 
-Each has the signature of Liger's function and is differentiable. Options that the operators
-here have no word for are declined, so that a vendor who has one can serve.
+Each function has the signature of Liger's and is differentiable. Options that the operators
+here lack are declined, so that a vendor's implementation that has them can serve the call.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def LigerRopeFunction(  # noqa: N802
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of ``[b, h, s, d]``: features ``i`` and ``i + r / 2`` by one angle.
+    """Rotary embedding of ``[b, h, s, d]``: features ``i`` and ``i + r / 2`` share one angle.
 
-    ``cos`` and ``sin`` are ``[s, r]`` or ``[b or 1, s, r]``; their first half is what counts.
+    ``cos`` and ``sin`` are ``[s, r]`` or ``[b or 1, s, r]``; only their first half is used.
     """
     import torch
 
@@ -144,16 +144,16 @@ BASE: Final[dict[str, tuple[Callable[..., Any], str | None]]] = {
     "LigerSiLUMulFunction": (LigerSiLUMulFunction, "swiglu"),
     "LigerSoftmaxFunction": (LigerSoftmaxFunction, None),
 }
-"""Name -> the function, and the operator whose implementations run it; None for plain torch."""
+"""Name -> (function, the operator that it calls; None if it is plain torch)."""
 
 MUTATES: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(BASE, ()) | {
-    "LigerCrossEntropyFunction": ("_input",)  # which the gradient is written over
+    "LigerCrossEntropyFunction": ("_input",)  # overwritten by the gradient
 }
-"""What Liger's own functions write; of others nobody has said it."""
+"""The arguments that Liger's functions write; unknown for other names."""
 
 
 def register(registry: OpRegistry) -> None:
-    """Register Liger's default names, once, in a registry that has the operators."""
+    """Register Liger's default names in a registry that has the operators, unless done already."""
     for name, (fn, op_name) in BASE.items():
         if all(impl.fn is not fn for impl in registry.get_implementations(name)):
             registry.register_many(_impls(registry, name, fn, op_name))
@@ -162,7 +162,9 @@ def register(registry: OpRegistry) -> None:
 def _impls(
     registry: OpRegistry, name: str, fn: Callable[..., Any], op_name: str | None
 ) -> list[OpImpl]:
-    """As many as the operator has, on the same conditions: so a policy ranks them alike."""
+    """An implementation for each one of the operator, with the same conditions, so that policies
+    rank both in the same way.
+    """
     reference = BackendImplKind.REFERENCE
     if op_name is None:
         return [

@@ -1,7 +1,7 @@
-"""One package in the style of Liger-Kernel: loading it, and registering what it has.
+"""Loads a package in the style of Liger-Kernel, and registers its functions.
 
-Each name in ``__all__`` of its ``ops`` module becomes an operator of that name; names that
-Liger has defaults for are bridged to contracts as well (``adapters``).
+Each name in ``__all__`` of its ``ops`` module becomes an operator of that name; some of Liger's
+functions are bridged to contracts as well (``adapters``).
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from transformer_engine_fl.vendors.packages.source import blamed, exports, impor
 __all__ = ["ROOTS", "LigerPackage", "declares", "load", "load_liger_package"]
 
 ROOTS: Final = (shim.LIGER,)
-"""What a package of this style imports."""
+"""The modules that a package of this style imports."""
 
 _CALLERS: Final = ("torch.autograd.function", f"{shim.LIGER}.ops.utils")
-"""Modules that call a class's forward: where ``apply`` is, and ``ensure_contiguous``."""
+"""Modules whose frames are between a call and a class's forward (``apply``,
+``ensure_contiguous``)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LigerPackage(Package):
     """An implementation that a package declares.
 
     Attributes:
-        default_devices: those on which it is a candidate unasked.
+        default_devices: the devices on which it is a candidate by default.
         exports: names in ``__all__`` of its operators' module.
     """
 
@@ -58,22 +59,22 @@ class LigerPackage(Package):
         return {name: name for name in self.exports}
 
     def implementation(self, name: str) -> Callable[..., Any]:
-        """Of a contract, or one of its own under its own name."""
+        """The callable for a contract, or for an operator of its own."""
         bridge = adapters.BRIDGES.get(name)
         made = as_function(self.exported(name)) if bridge is None else self.bridged(bridge)
-        modules = (sys.modules.get(it) for it in _CALLERS)  # which are imported by now
+        modules = (sys.modules.get(it) for it in _CALLERS)  # imported by now, if used
         BETWEEN.update(file for it in modules if (file := getattr(it, "__file__", None)))
         return made
 
     def as_function(self, exported: Any) -> Callable[..., Any]:
-        """A class is applied."""
+        """The ``apply`` of an ``autograd.Function``, or the function itself."""
         return as_function(exported)
 
     def impls(self, exports: Iterable[str]) -> Iterator[OpImpl]:
-        """Its implementations, by default where it is one and opt-in elsewhere.
+        """Its implementations: enabled on its default devices, and opt-in on the others.
 
         Args:
-            exports: those that become operators of their own.
+            exports: the exports to register as operators of their own.
         """
         others = tuple(it for it in self.devices if it not in self.default_devices)
         for suffix, devices in (("", self.default_devices), (".opt_in", others)):
@@ -107,11 +108,11 @@ def as_function(exported: Any) -> Callable[..., Any]:
         return function
     parameters = list(inspect.signature(exported.forward).parameters.values())
     if exported.setup_context is torch.autograd.Function.setup_context:
-        del parameters[0]  # the context, which comes first where it is not set up apart
+        del parameters[0]  # the context, a parameter of forward if there is no setup_context
     signature = inspect.Signature(parameters)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:  # which autograd does not take
+        if kwargs:  # autograd.Function.apply takes none
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
@@ -133,8 +134,8 @@ def load_liger_package(
     """Load a package in Liger-Kernel's style, unchanged, and register what it has.
 
     Args:
-        package: a module's name; or its folder, which is then what it would be inside
-            Liger-Kernel: ``_name`` a hardware backend, ``name`` another implementation.
+        package: a module's name; or a folder, which is imported where it would be inside
+            Liger-Kernel: ``_name`` as a hardware backend, ``name`` as another implementation.
         registry: where to; the default manager's registry unless given.
 
     Returns:
@@ -147,7 +148,7 @@ def load_liger_package(
     with LOADING:
         declared = _load(package)
         if registry is None:
-            get_default_manager().ensure_initialized()  # what is to be ranked beside it
+            get_default_manager().ensure_initialized()  # first the sets that it is ranked with
         into = get_default_manager().registry if registry is None else registry
         for one in declared:
             _register(one, into)
@@ -158,7 +159,7 @@ load = load_liger_package
 
 
 def declares(module: ModuleType) -> bool:
-    """Whether a module that was imported has declared something."""
+    """Whether an imported module has declared an implementation."""
     return bool(_declared(module.__name__, sys.modules.get(shim.REGISTRY)))
 
 
@@ -187,13 +188,13 @@ def _load(package: str | Path) -> tuple[LigerPackage, ...]:
 
 
 def _module_of(folder: Path) -> str:
-    """Make a folder importable where it would be inside Liger-Kernel; the module's name."""
+    """Import a folder under the name it would have inside Liger-Kernel; returns that name."""
     parent = "ops.backends" if folder.name.startswith("_") else "ops"
     return import_folder(folder, f"{shim.LIGER}.{parent}.{folder.name}").__name__
 
 
 def _declared(name: str, registry: Any) -> list[Any]:
-    """What a module has declared, in Liger's registry or in ours that stands for it."""
+    """The declarations of a module, in Liger's registry or in the stand-in for it."""
     ours = sys.modules.get(f"{__package__}.served.registry")
     found = [getattr(it, "IMPL_REGISTRY", {}) for it in (registry, ours)]
     every = {id(info): info for one in found for info in one.values()}
@@ -201,7 +202,7 @@ def _declared(name: str, registry: Any) -> list[Any]:
 
 
 def _kept(info: Any, origin: str, exported: tuple[str, ...]) -> LigerPackage:
-    """What stands for a declaration; the same each time that it is loaded."""
+    """The package for a declaration; the same object each time that it is loaded."""
     for known in LOADED.of(LigerPackage):
         if known.name.lower() == info.name.lower():
             if known.module_path == info.module_path:

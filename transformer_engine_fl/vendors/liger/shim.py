@@ -1,4 +1,4 @@
-"""The modules that packages for Liger-Kernel import, while one of them loads."""
+"""Makes Liger-Kernel's modules importable while a package written for it loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES: Final = {
 
 @contextlib.contextmanager
 def modules() -> Iterator[Any]:
-    """The registry that a package declares itself in, importable within the block."""
+    """Within the block Liger's modules are importable; yields the registry for declarations."""
     with LOADING:
         ours = importlib.import_module(_NAMES[REGISTRY])
         if installed(LIGER):

@@ -1,9 +1,9 @@
-"""What packages of other projects' styles have in common: each is loaded as it is.
+"""Common code for packages that were written for other projects and are loaded unmodified.
 
-``package`` keeps one and imports its operators when one is first chosen, ``source`` reads
-what it exports without running it, ``shim`` serves what it imports of the project it was
-written for, ``bridge`` is how its functions serve contracts. What a style looks like is in a
-package of its own: ``vendors/liger``, ``vendors/flaggems``.
+``package`` represents a loaded package and imports its operators when one is first chosen,
+``source`` reads what it exports without running it, ``shim`` provides the modules that it imports
+from the project it was written for, and ``bridge`` describes how its functions serve contracts.
+Each style has a subpackage: ``vendors/liger``, ``vendors/flaggems``.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from transformer_engine_fl.vendors.packages.source import blamed
 __all__ = ["register_function"]
 
 _ALIAS: Final = "transformer_engine_fl.integrations.transformer_engine"
-"""Who lets ``transformer_engine.plugin.core`` mean this package."""
+"""The module that makes ``transformer_engine.plugin.core`` an alias of this package."""
 
 
 def register_function(
     name: str, missing: ImportError | None
 ) -> Callable[[OpRegistry], None] | None:
-    """What registers a module that is no plugin of ours, or the folder at a path.
+    """The function that registers a module without ``register``, or the folder at a path.
 
     Args:
-        name: the module's, or a path.
-        missing: what could not be found when it was imported, if that failed.
+        name: the module's name, or a path.
+        missing: the error, if importing the module failed because another one was not found.
 
     Returns:
-        None if it is a package of no style that is known.
+        None if it is not a package of a known style.
     """
     from transformer_engine_fl.vendors import flaggems, liger
 

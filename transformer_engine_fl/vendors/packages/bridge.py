@@ -15,11 +15,12 @@ class Bridge(NamedTuple):
     """How exports of a package serve a contract.
 
     Attributes:
-        needs: their names.
-        make: from those, a function with the contract's signature.
-        call: what the first is called with, ``"dy, x, approximate="``; a bridge that goes by
-            its signature leaves it empty.
-        differentiates: it asks for the gradients of the first, which must be said to have them.
+        needs: the names of the exports that it uses.
+        make: turns these exports into a function with the contract's signature.
+        call: the arguments that the first export is called with, ``"dy, x, approximate="``;
+            empty if the bridge reads them from the export's signature.
+        differentiates: whether it computes gradients by differentiating the first export, which
+            must be declared differentiable.
     """
 
     needs: tuple[str, ...]
@@ -29,7 +30,7 @@ class Bridge(NamedTuple):
 
 
 def misfit(function: Callable[..., Any], call: str) -> str | None:
-    """Why a function cannot be called so, with its file and line; None if it can, or may."""
+    """Why a function cannot be called this way, with file and line; None if no reason is known."""
     signature = signature_of(function)
     if signature is None or not call:
         return None

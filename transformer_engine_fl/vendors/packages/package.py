@@ -1,7 +1,7 @@
-"""Package: one that was written for another project, and what it brings.
+"""A package that was written for another project, and its operators.
 
-Its operators' modules are imported when one of them is first chosen. A failure of that is
-reported once, and raised for who asked for the vendor by name.
+The modules with its operators are imported when one of these is first chosen. If that fails, the
+failure is logged once, and raised to a caller that asked for the vendor by name.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ __all__ = ["LOADED", "Package", "keep", "where"]
 P = TypeVar("P", bound="Package")
 
 FAILURES: Final[dict[tuple[str, str], str]] = {}
-"""What was said of modules that could not be imported and of functions that cannot be called, by
-package and what it is about."""
+"""Messages about modules that could not be imported and functions that cannot be called, by
+(package key, module or complaint)."""
 
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
-"""What bridged kernels are offered."""
+"""The dtypes for which bridged kernels are candidates."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """What a package brings.
+    """A loaded package.
 
     Attributes:
-        name: the vendor's name, by which policies go.
+        name: the vendor's name, which policies use.
         devices: types of the devices that it supports.
         module_path: the module with its operators.
-        origin: the package it is declared in.
-        key: names it in :data:`LOADED`.
+        origin: the package that declares it.
+        key: its name in :data:`LOADED`.
     """
 
     name: str
@@ -52,15 +52,15 @@ class Package:
     key: str
 
     def serving(self) -> contextlib.AbstractContextManager[Any]:
-        """Within this its imports of the project that it was written for are found."""
+        """A context in which its imports from the project it was written for are found."""
         raise NotImplementedError
 
     def implementation(self, name: str) -> Callable[..., Any]:
-        """What serves an operator of this package; of the name that :func:`where` gave."""
+        """The callable for an operator of this package, by the name given to :func:`where`."""
         raise NotImplementedError
 
     def live_names(self) -> Mapping[str, str]:
-        """Operators that it adds, by the names that its own users know."""
+        """The operators that it adds, by their names in the project it was written for."""
         raise NotImplementedError
 
     def imported(self, module: str) -> ModuleType:
@@ -87,18 +87,18 @@ class Package:
         return self.imported(self.module_path)
 
     def exported(self, name: str) -> Any:
-        """What the package has under a name that it exports.
+        """The object that the package exports under a name.
 
         Raises:
-            PluginError: nothing, or nothing to call.
+            PluginError: there is none, or it is not callable.
         """
         return self.found_in(self.ops, name)
 
     def found_in(self, module: ModuleType, name: str) -> Any:
-        """What one of its modules has under a name.
+        """The object that one of its modules has under a name.
 
         Raises:
-            PluginError: nothing, or nothing to call.
+            PluginError: there is none, or it is not callable.
         """
         found = getattr(module, name, None)
         if not callable(found):
@@ -112,7 +112,7 @@ class Package:
         """The function that serves a contract.
 
         Raises:
-            PluginError: the package's cannot be called as its style has it.
+            PluginError: the package's function does not take the arguments of its style.
         """
         found = [self.exported(name) for name in bridge.needs]
         wrong = misfit(self.as_function(found[0]), bridge.call)
@@ -121,12 +121,12 @@ class Package:
         return bridge.make(*found)
 
     def as_function(self, exported: Any) -> Callable[..., Any]:
-        """What is called when an export is."""
+        """The function that a call of an export runs."""
         function: Callable[..., Any] = exported
         return function
 
     def _reported(self, what: str, error: PluginError) -> PluginError:
-        """The error, of which is said once what it is about."""
+        """The error; logged once for each ``what``."""
         if (self.key, what) not in FAILURES:
             FAILURES[self.key, what] = str(error)
             logger.warning("%s", error)
@@ -138,7 +138,7 @@ class Package:
         return self.implementation(name)
 
     def fields(self, impl_id: str, devices: Iterable[str]) -> dict[str, Any]:
-        """What all its implementations have in common."""
+        """The fields that all its implementations have in common."""
         return {
             "impl_id": impl_id,
             "kind": BackendImplKind.VENDOR,
@@ -148,13 +148,13 @@ class Package:
         }
 
     def is_registered(self, registry: OpRegistry, op_name: str, name: str) -> bool:
-        """Whether an operator of it is in a registry already."""
+        """Whether its implementation of an operator is in a registry already."""
         fns = (str(impl.fn) for impl in registry.get_implementations(op_name))
         return where(self.key, name) in fns
 
 
 class _Loaded:
-    """The packages that are loaded: what an :class:`OpImpl` names is looked up here."""
+    """The loaded packages; the ``fn`` string of an :class:`OpImpl` is resolved through it."""
 
     def __init__(self) -> None:
         self.packages: dict[str, Package] = {}
@@ -166,7 +166,7 @@ class _Loaded:
             raise AttributeError(key) from None
 
     def of(self, kind: type[P]) -> tuple[P, ...]:
-        """Those of one style."""
+        """The packages of one style."""
         return tuple(it for it in self.packages.values() if isinstance(it, kind))
 
 
@@ -174,12 +174,12 @@ LOADED: Final = _Loaded()
 
 
 def where(key: str, name: str) -> str:
-    """What an :class:`OpImpl` says of where its callable is."""
+    """The ``fn`` string of an :class:`OpImpl` for an operator of a package."""
     return f"{__name__}:LOADED.{key}.{name}"
 
 
 def keep(make: Callable[[str], P]) -> P:
-    """Keep a package, made with the key that it gets."""
+    """Make a package with a new key, and keep it in :data:`LOADED`."""
     package = make(f"p{len(LOADED.packages)}")
     LOADED.packages[package.key] = package
     return package

@@ -1,8 +1,9 @@
-"""Modules of another project, served to a package that imports them while it loads.
+"""Provides another project's modules to a package that imports them while it loads.
 
-Where that project is installed it serves them itself; only what a release of it does not have
-is lent to it for that long. Where it is not, modules of ours stand under its names, and are
-gone when the package has loaded: nobody else finds a project that is not there.
+If that project is installed, its own modules are used; names that its release lacks are added to
+them while the package loads. If it is not installed, stand-in modules of this package are
+importable under its names while the package loads, and removed afterwards, so that no other code
+finds a project that is not installed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ __all__ = ["installed", "lacking", "lent", "standing_in", "tree"]
 
 _OURS: Final = __name__.partition(".")[0]
 _STANDS_FOR: Final[dict[str, str]] = {}
-"""Which project a module of ours has stood for, by the module's own name."""
+"""The project that a stand-in module has stood for, by the stand-in's own name."""
 
 
 def installed(root: str) -> bool:
-    """Whether there is a project of that name to import; what stands for it does not count."""
+    """Whether a project of that name can be imported; stand-ins do not count."""
     module = sys.modules.get(root)
     if module is not None:
         return module.__spec__ is not None
@@ -31,7 +32,7 @@ def installed(root: str) -> bool:
 
 @contextlib.contextmanager
 def lent(module: ModuleType, ours: ModuleType, names: Iterable[str]) -> Iterator[None]:
-    """Within the block ``module`` has these names of ``ours``, where it has none of its own."""
+    """Within the block ``module`` has these names from ``ours``, unless it has them itself."""
     missing = [name for name in names if not hasattr(module, name)]
     for name in missing:
         setattr(module, name, getattr(ours, name))
@@ -43,7 +44,7 @@ def lent(module: ModuleType, ours: ModuleType, names: Iterable[str]) -> Iterator
 
 
 def tree(modules: Mapping[str, ModuleType], whose: str) -> dict[str, ModuleType]:
-    """The modules with the packages above them, each an attribute of the one above it."""
+    """The modules and their parent packages, each set as an attribute of its parent."""
     made: dict[str, ModuleType] = {}
     for name in modules:
         for cut in (at for at, letter in enumerate(name) if letter == "."):
@@ -53,7 +54,7 @@ def tree(modules: Mapping[str, ModuleType], whose: str) -> dict[str, ModuleType]
     made.update(modules)
     for name, module in made.items():
         if any(other.startswith(f"{name}.") for other in made) and not hasattr(module, "__path__"):
-            module.__path__ = []  # a package: what it lacks is a module that is not found
+            module.__path__ = []  # a package: a missing submodule raises ModuleNotFoundError
         above, _, own = name.rpartition(".")
         if above:
             setattr(made[above], own, module)
@@ -62,9 +63,9 @@ def tree(modules: Mapping[str, ModuleType], whose: str) -> dict[str, ModuleType]
 
 @contextlib.contextmanager
 def standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Within the block these modules are imported under their names, and not beyond it."""
+    """Within the block, and only there, these modules are importable under their names."""
     before = {name: sys.modules.get(name) for name in modules}
-    for name, served in modules.items():  # one of the project itself may be among them
+    for name, served in modules.items():  # the project's own modules may be among them
         if served.__name__ == name or served.__name__.startswith(f"{_OURS}."):
             _STANDS_FOR[served.__name__] = name.partition(".")[0]
     sys.modules.update(modules)
@@ -79,7 +80,7 @@ def standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def lacking(error: BaseException) -> str | None:
-    """The project whose stand-in has not what could not be imported; None of another error."""
+    """The project whose stand-in lacks what could not be imported; None for other errors."""
     name = (error.name or "") if isinstance(error, ImportError) else ""
     root = name.partition(".")[0]
     project = _STANDS_FOR.get(name, root if root in _STANDS_FOR.values() else "")

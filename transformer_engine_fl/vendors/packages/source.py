@@ -1,6 +1,6 @@
-"""What a package exports, read from its source; and who is to blame when it breaks.
+"""Reads what a package exports from its source, and locates errors in it.
 
-A module is run only where nothing else tells what it exports.
+A module is run only if its source does not show what it exports.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["blamed", "exports", "import_folder", "no_folder", "parsed", "stated"
 def blamed(
     error: BaseException, what: str, folder: Path | None = None, vendors: Iterable[str] = ()
 ) -> PluginError:
-    """The error with the line that it came from.
+    """A PluginError for an error in a package, with the line that raised it.
 
     Args:
         error: what was raised.
-        what: could not be done.
-        folder: of the package.
-        vendors: whom the package has named so far.
+        what: what failed, for the message.
+        folder: the package's folder.
+        vendors: the vendors that the package has declared so far.
     """
     where = raised_at(error, folder)
     project = lacking(error)
@@ -40,7 +40,7 @@ def blamed(
 
 
 def no_folder(path: str | Path) -> PluginError:
-    """The error for a path that leads to no folder."""
+    """The error for a path that is not a folder."""
     if Path(path).expanduser().is_file():
         return PluginError(
             f"{str(path)!r} is a file; a module is named without its folder, which PYTHONPATH "
@@ -50,11 +50,11 @@ def no_folder(path: str | Path) -> PluginError:
 
 
 def import_folder(folder: Path, name: str) -> ModuleType:
-    """Import a folder as the package ``name``, which it stays.
+    """Import a folder as the package ``name``; it stays in ``sys.modules``.
 
     Raises:
-        PluginError: it is no package.
-        RegistrationError: another folder has that name.
+        PluginError: it is not a package.
+        RegistrationError: another folder was imported under that name.
     """
     init = folder / "__init__.py"
     if not init.is_file():
@@ -70,7 +70,7 @@ def import_folder(folder: Path, name: str) -> ModuleType:
             )
         return known
     spec = importlib.util.spec_from_file_location(name, init)
-    assert spec is not None  # an invariant: of a file that ends in .py
+    assert spec is not None  # invariant: a file that ends in .py has a spec
     assert spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
@@ -83,7 +83,7 @@ def import_folder(folder: Path, name: str) -> ModuleType:
 
 
 def parsed(module_path: str) -> ast.Module | None:
-    """A module's source; None where it has none.
+    """A module's parsed source; None if it has no Python source.
 
     Raises:
         ModuleNotFoundError: there is no such module.
@@ -93,13 +93,13 @@ def parsed(module_path: str) -> ast.Module | None:
         raise ModuleNotFoundError(f"there is no module {module_path!r}", name=module_path)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
-    return ast.parse(Path(spec.origin).read_bytes(), spec.origin)  # Python knows its encoding
+    return ast.parse(Path(spec.origin).read_bytes(), spec.origin)  # bytes: ast reads the encoding
 
 
 def exports(module_path: str) -> tuple[str, ...]:
-    """The names that a module exports, from its source, or by importing it if need be.
+    """The names that a module exports, from its source, or by importing it if necessary.
 
-    They are those in ``__all__``, and without that every public one.
+    These are the names in ``__all__``, or without it every public name.
     """
     tree = parsed(module_path)
     names = None if tree is None else stated(tree)
@@ -111,7 +111,7 @@ def exports(module_path: str) -> tuple[str, ...]:
 
 
 def stated(tree: ast.Module) -> tuple[str, ...] | None:
-    """What a source says that it exports; None where only running it tells."""
+    """The names that a source exports; None if only running it would show them."""
     named = [it for it in ast.walk(tree) if isinstance(it, ast.Name) and it.id == "__all__"]
     if named:
         made = next((it for it in tree.body if named[0] in _targets(it)), None)

@@ -1,6 +1,6 @@
-"""What folders for FlagGems import of it, where it is not installed.
+"""Stand-ins for FlagGems' modules, for folders that import them where it is not installed.
 
-The names and signatures are those that FlagGems documents for vendors, and the few helpers
-that their operators share; each module is served under FlagGems' name for it while a folder
+They have the names and signatures that FlagGems documents for vendors, and the few helpers
+that vendors' operators share. Each module is importable under FlagGems' name while a folder
 loads (``shim.py``).
 """

@@ -15,9 +15,9 @@ class VendorInfoBase:
     Args:
         vendor_name: the vendor.
         device_name: torch's device type.
-        device_query_cmd: a command that succeeds where the device is.
-        dispatch_key: torch's, where it is not the device's name in capitals.
-        triton_extra_name: where Triton has the device's library functions.
+        device_query_cmd: a command that succeeds where the device is present.
+        dispatch_key: torch's dispatch key, if it is not the device's name in capitals.
+        triton_extra_name: the Triton module with the device's library functions.
     """
 
     vendor_name: str
@@ -28,12 +28,12 @@ class VendorInfoBase:
 
 
 class Autograd(enum.Enum):
-    """Whether an operator brings its own gradient."""
+    """Whether an operator is differentiable by itself."""
 
     enable = True
     disable = False
 
     @classmethod
     def get_optional_value(cls) -> list[str]:
-        """The names that there are."""
+        """The names of the members."""
         return [member.name for member in cls]

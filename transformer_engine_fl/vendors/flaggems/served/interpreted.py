@@ -1,4 +1,4 @@
-"""Library functions in Triton itself: its interpreter has no device's library to call."""
+"""Device library functions written in Triton, for its interpreter, which has no device library."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ def tanh(x: Any) -> Any:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pow(x: Any, y: Any) -> Any:
-    """x to the power of y: a square, or of a positive x."""
+    """x to the power of y; for y = 2 or positive x only."""
     return tl.where(y == 2, x * x, tl.exp2(y * tl.log2(tl.abs(x))))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def div_rn(x: Any, y: Any) -> Any:
-    """A quotient, to the nearest."""
+    """A quotient, rounded to nearest."""
     return x / y
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def trunc(x: Any) -> Any:
-    """Towards zero."""
+    """x rounded towards zero."""
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def div_rz(x: Any, y: Any) -> Any:
-    """A quotient, towards zero as far as a division to the nearest tells."""
+    """A quotient; computed as rounded to nearest, not towards zero."""
     return x / y
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def fmod(x: Any, y: Any) -> Any:
-    """The rest of a division."""
+    """The remainder of a division."""
     return x - y * trunc(x / y)

@@ -1,7 +1,7 @@
 """``flag_gems.utils.pointwise_dynamic``: an elementwise operator from a function of one element.
 
-A kernel is written for each function: it loads the inputs, calls the function, and stores what
-that returns. Tensors are expanded to a common shape and taken as they lie in memory.
+A kernel is generated for each function: it loads the inputs, calls the function, and stores the
+results. Tensors are first expanded to a common shape and made contiguous.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def pointwise_dynamic(
 
     Args:
         f: the function.
-        num_inputs: how many parameters it has; all of them unless given.
-        is_tensor: which of them are tensors; all unless given.
-        dtypes: of those that are none; what is given decides.
-        num_outputs: how many values it returns; as many as it has promotion methods.
-        promotion_methods: for each output the inputs that decide its dtype, and how.
-        config: of code generation, which is not needed here.
+        num_inputs: the number of inputs; all parameters unless given.
+        is_tensor: which of the inputs are tensors; all unless given.
+        dtypes: of the inputs that are no tensors; unused.
+        num_outputs: the number of results, if there are no promotion methods.
+        promotion_methods: for each output the inputs that determine its dtype, and how.
+        config: of code generation; unused.
     """
 
     def make(function: Any) -> PointwiseDynamicFunction:
@@ -57,9 +57,9 @@ class PointwiseDynamicFunction:
     """An elementwise operator.
 
     Args:
-        function: what it does with one element.
+        function: what it computes for one element.
         is_tensor: which of its inputs are tensors.
-        methods: for each output the inputs that decide its dtype, and how.
+        methods: for each output the inputs that determine its dtype, and how.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PointwiseDynamicFunction:
 
 
 def _compiled(source: str, name: str, function: Callable[..., Any]) -> Any:
-    """The kernel; its source is where Triton looks for it."""
+    """The kernel; its source is put into ``linecache``, where Triton looks for it."""
     file = f"<pointwise {name} at {id(function):#x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"tl": tl, "function": function, "__name__": __name__}

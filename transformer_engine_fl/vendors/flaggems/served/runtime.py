@@ -1,4 +1,4 @@
-"""``flag_gems.runtime``: a folder's device, its tuning and its heuristics, as kernels ask."""
+"""``flag_gems.runtime``: a folder's device, tuning and heuristics, for its kernels."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _Vendors(type):
 
 
 class vendors(metaclass=_Vendors):  # noqa: N801 - FlagGems' name
-    """Vendors by their names in capitals; whether one is the folder's is all that is asked."""
+    """Vendors by upper-case name; kernels only compare them with the folder's vendor."""
 
 
 class Runtime:
-    """What a folder's kernels ask about where they run.
+    """The device, tuning and heuristics that a folder's kernels ask for.
 
     Args:
         folder: the folder.
@@ -51,7 +51,7 @@ class Runtime:
         return _Device(self._folder.info.device)
 
     def get_tuned_config(self, op_name: str) -> list[Any]:
-        """The configurations of an operator, as triton has them.
+        """The configurations of an operator, as ``triton.Config``.
 
         Raises:
             KeyError: tune_configs.yaml has none for it.
@@ -64,7 +64,7 @@ class Runtime:
             raise KeyError(f"{path} has no configurations of {op_name!r}")
         found = configs[op_name]
         if os.environ.get("TRITON_INTERPRET") == "1":
-            found = found[:1]  # in the interpreter there is nothing to measure them with
+            found = found[:1]  # measuring is meaningless in the interpreter
         asked = ("num_warps", "num_stages", "num_ctas")
         return [
             triton.Config(
@@ -87,7 +87,7 @@ class Runtime:
         return made
 
     def modules(self) -> dict[str, ModuleType]:
-        """``flag_gems.runtime`` and what it has below it, by name."""
+        """``flag_gems.runtime``, its submodule and ``flag_gems.config``, by name."""
         runtime, common, config = (
             ModuleType(name)
             for name in ("flag_gems.runtime", "flag_gems.runtime.common", "flag_gems.config")
@@ -102,7 +102,7 @@ class Runtime:
 
 
 class _Device:
-    """torch's module of a device; one without a current device needs no switching to.
+    """torch's module for a device type; switching devices does nothing if it has only one.
 
     Args:
         name: torch's device type.
@@ -112,12 +112,12 @@ class _Device:
         self._name = name
 
     def device(self, device: Any) -> contextlib.AbstractContextManager[Any]:
-        """Within this ``device`` is the current one of its type."""
+        """A context in which ``device`` is the current device of its type."""
         switch = None if self._name == "cpu" else getattr(self._module(), "device", None)
         return contextlib.nullcontext() if switch is None else switch(device)
 
     def current_device(self) -> int:
-        """Which is the current one; of CPUs there is one."""
+        """The index of the current device; 0 for a CPU."""
         return 0 if self._name == "cpu" else int(self._module().current_device())
 
     def _module(self) -> Any:

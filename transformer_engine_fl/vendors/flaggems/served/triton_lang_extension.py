@@ -17,17 +17,17 @@ fmod, trunc = utils.tl_extra_shim.fmod, utils.tl_extra_shim.trunc
 
 @triton.jit  # type: ignore[untyped-decorator]
 def program_id(axis: tl.constexpr) -> Any:
-    """Which program this is; in 64 bits, so that offsets do not overflow."""
+    """The program's index, as int64 so that offsets do not overflow."""
     return tl.program_id(axis).to(tl.int64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def num_programs(axis: tl.constexpr) -> Any:
-    """How many programs there are."""
+    """The number of programs."""
     return tl.num_programs(axis).to(tl.int64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def promote_to_tensor(x: Any) -> Any:
-    """A value as a block of one."""
+    """A scalar as a tensor of one element."""
     return x + tl.zeros((1,), tl.int1)

@@ -1,6 +1,6 @@
-"""``flag_gems.utils``: what kernels and the functions around them share.
+"""``flag_gems.utils``: helpers of kernels and of the functions that launch them.
 
-What needs Triton is made when it is first asked for: a folder may bring no kernels.
+Triton is imported only when first needed: a folder may have no kernels.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def libentry() -> Callable[[Any], Any]:
-    """A decorator; the kernel stays what it is."""
+    """A decorator that returns the kernel unchanged."""
     return lambda kernel: kernel
 
 
 def libtuner(configs: Sequence[Any], key: Sequence[str], **options: Any) -> Callable[[Any], Any]:
-    """Triton's autotuner, with the options that it knows."""
+    """Triton's autotuner, with those of the options that it supports."""
     import triton
 
     known = (
@@ -53,7 +53,7 @@ def libtuner(configs: Sequence[Any], key: Sequence[str], **options: Any) -> Call
 
 
 def dim_compress(inp: Tensor, dims: int | Iterable[int]) -> Tensor:
-    """The tensor in memory with these dimensions last, ordered by stride as before."""
+    """A contiguous tensor with these dimensions last, in the order of their strides."""
     of = [dims] if isinstance(dims, int) else list(dims)
     reduced = [dim % inp.ndim for dim in of]
     others = [dim for dim in range(inp.ndim) if dim not in reduced]
@@ -81,7 +81,7 @@ def broadcast_shapes(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def volume(shape: Iterable[int]) -> int:
-    """How many elements a shape has."""
+    """The number of elements of a shape."""
     return math.prod(shape)
 
 
@@ -94,7 +94,7 @@ def c_contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bracket_next_power_of_2(number: int, lower: int, upper: int) -> int:
-    """The least power of two that is not below a number, within bounds."""
+    """The least power of two that is at least ``number``, clamped to the bounds."""
     return min(max(1 << max(number - 1, 0).bit_length(), lower), upper)
 
 

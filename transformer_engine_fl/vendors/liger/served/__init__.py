@@ -1,5 +1,5 @@
-"""What packages for Liger-Kernel import of it, where it is not installed.
+"""Stand-ins for Liger-Kernel's modules, for packages that import them where it is not installed.
 
-The names and signatures are those that Liger-Kernel documents for vendors; each module is
-served under Liger's name for it while a package loads (``shim.py``).
+They have the names and signatures that Liger-Kernel documents for vendors. Each module is
+importable under Liger's name while a package loads (``shim.py``).
 """

@@ -1,6 +1,6 @@
-"""``liger_kernel.ops.utils``: what kernels and the functions around them share.
+"""``liger_kernel.ops.utils``: helpers of kernels and of the functions that launch them.
 
-What needs Triton is made when it is first asked for: packages may be in another language.
+Triton is imported only when first needed: a package may use another language.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
 
 
 def is_hip() -> bool:
-    """Whether torch's "cuda" devices are AMD's."""
+    """Whether torch's "cuda" devices are AMD GPUs."""
     return torch.version.hip is not None
 
 
 @contextlib.contextmanager
 def device_context(device: Any) -> Iterator[None]:
-    """Within the block ``device`` is the current one of its type."""
+    """Within the block ``device`` is the current device of its type."""
     device = torch.device(device)
     module = getattr(torch, device.type, None)
     if module is None or not hasattr(module, "device"):
@@ -46,7 +46,7 @@ def device_context(device: Any) -> Iterator[None]:
 
 
 def ensure_contiguous(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, a forward or backward, on contiguous tensors."""
+    """A forward or backward whose tensor arguments are made contiguous."""
 
     def dense(value: Any) -> Any:
         return value.contiguous() if isinstance(value, torch.Tensor) else value
@@ -60,14 +60,14 @@ def ensure_contiguous(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def calculate_settings(n: int) -> tuple[int, int]:
-    """(width, warps) of a block that holds a row of ``n`` elements."""
+    """(block size, warps) of a program that holds a row of ``n`` elements."""
     backend = get_current_backend() or BackendInfo(VendorInfo("any", infer_device()))
     block, warps = backend.calculate_settings(n)
-    return block, min(warps, 16) if is_hip() else warps  # a warp of AMD's is twice as wide
+    return block, min(warps, 16) if is_hip() else warps  # an AMD warp has twice the threads
 
 
 def compare_version(package: str, operator: Callable[[Any, Any], bool], target: str) -> bool:
-    """How an installed package's version compares; False where there is none."""
+    """Compare an installed package's version with ``target``; False if it is not installed."""
     try:
         version = importlib.import_module(package).__version__
     except ImportError:
@@ -76,7 +76,7 @@ def compare_version(package: str, operator: Callable[[Any, Any], bool], target: 
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release's numbers, without zeros at the end."""
+    """The numbers of a release, without trailing zeros."""
     release = re.match(r"[\d.]*", version)
     numbers = [int(part) for part in (release.group() if release else "").split(".") if part]
     while numbers and not numbers[-1]:
@@ -94,18 +94,18 @@ def get_amp_custom_fwd_bwd() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def get_npu_core_count(default: int = 20) -> int:
-    """How many vector cores an NPU has; ``default`` where that cannot be told."""
+    """The number of an NPU's vector cores; ``default`` if it is unknown."""
     try:
         import triton
 
         properties = triton.runtime.driver.active.utils.get_device_properties(0)
         return int(properties.get("num_vectorcore", default))
-    except Exception:  # noqa: BLE001 - no Triton, no driver, no device: as many reasons
+    except Exception:  # noqa: BLE001 - no Triton, no driver or no device
         return default
 
 
 def set_large_grf_mode(kernel_args: dict[str, Any]) -> None:
-    """Ask for a large register file, which Intel's devices have."""
+    """Request the large register file mode of Intel devices."""
     kernel_args["grf_mode"] = "256"
 
 

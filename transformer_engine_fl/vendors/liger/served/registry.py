@@ -1,6 +1,6 @@
 """``liger_kernel.ops.backends.registry``: where packages declare their implementations.
 
-Both of its forms: ``register_impl(ImplInfo(...))``, and the older
+It has both forms: ``register_impl(ImplInfo(...))``, and the older
 ``register_vendor(VendorInfo(...))`` for one device.
 """
 
@@ -29,9 +29,9 @@ class ImplInfo:
     """A named set of kernels.
 
     Args:
-        name: what users select it by.
+        name: the name by which users select it.
         devices: types of the devices that it supports.
-        default_devices: those on which it is applied unasked.
+        default_devices: the devices on which it is used by default.
         module_path: the module with its operators.
     """
 
@@ -55,7 +55,7 @@ class ImplInfo:
 
 @dataclass
 class VendorInfo:
-    """A vendor of kernels for one device, on which they are applied unasked."""
+    """A vendor of kernels for one device, on which they are used by default."""
 
     vendor: str
     device: str
@@ -78,7 +78,7 @@ def register_impl(info: ImplInfo) -> None:
 
 
 def register_vendor(info: VendorInfo) -> None:
-    """Declare a vendor; its operators are in ``ops`` of the package that says so."""
+    """Declare a vendor; its operators are in the ``ops`` module of the calling package."""
     info.module_path = f"{sys._getframe(1).f_globals['__name__']}.ops"
     VENDOR_REGISTRY[info.device] = info
     register_impl(ImplInfo(info.vendor, (info.device,), (info.device,), info.module_path))

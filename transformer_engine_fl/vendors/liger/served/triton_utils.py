@@ -1,4 +1,4 @@
-"""What ``liger_kernel.ops.utils`` has in Triton."""
+"""The parts of ``liger_kernel.ops.utils`` that need Triton."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def element_mul_kernel(
     BLOCK_SIZE: tl.constexpr,
     X_col_stride: tl.constexpr = 1,
 ) -> None:
-    """Multiply a row, in place, by the number that is pointed at."""
+    """Multiply a row, in place, by the scalar at ``grad_output_ptr``."""
     factor = tl.load(grad_output_ptr)
     row = X_ptr + tl.program_id(0).to(tl.int64) * X_stride
     for start in range(0, n_cols, BLOCK_SIZE):

@@ -1,4 +1,4 @@
-"""``liger_kernel.utils``: which device there is."""
+"""``liger_kernel.utils``: detects this machine's device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["infer_device", "infer_device_arch", "is_npu_available", "is_peft_ava
 
 
 def is_npu_available() -> bool:
-    """Whether torch has an Ascend NPU here."""
+    """Whether torch sees an Ascend NPU here."""
     return detection.torch_sees("npu")
 
 
@@ -25,7 +25,7 @@ _NAMED = {"103": "blackwell_ultra", "120": "blackwell_consumer"}
 
 
 def infer_device_arch(device_id: int = 0) -> str:
-    """A coarse name of the device's generation; that of its type where there is none."""
+    """A coarse name of the device's generation, or its type if it has none."""
     import torch
 
     from transformer_engine_fl.ops._tensors import facts_of
