@@ -6,7 +6,7 @@ from transformer_engine_fl.core.types import BackendImplKind
 
 
 def register(registry: OpRegistry) -> None:
-    """Register the set; its modules, and torch, load when they are first chosen."""
+    """Register the set; its modules, and torch, are imported when first chosen."""
     register_set(
         registry,
         __name__,

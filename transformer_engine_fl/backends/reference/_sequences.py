@@ -1,9 +1,9 @@
-"""Sequences of several lengths in one tensor: which token stands where.
+"""Layouts of sequences of different lengths in one tensor.
 
-A layout tells of each row of a tensor which token of which sequence it holds, and of each
-token in which row it is. Moving tokens from one layout to another is asking the second for
-the tokens of its rows, and the first for the rows of those. All of it is arithmetic on
-``cu_seqlens``: nothing waits for the device.
+A layout maps each row of a tensor to the token of the sequence that it holds, and each token to
+its row. To move tokens from one layout to another, ask the target for the tokens of its rows, and
+the source for the rows of these tokens. All of this is arithmetic on ``cu_seqlens`` on the
+device: the host never waits for it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Packed", "Padded", "Tokens", "as_bytes", "has_row", "rows_at"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens in the rows of a tensor; int64, one of each for each row.
+    """The tokens in the rows of a tensor: int64 tensors with an element for each row.
 
     Attributes:
-        sequence: a token's sequence.
-        place: its place in there, from 0.
-        length: of its sequence.
-        inside: bool; where it is False the row holds no token, and the others mean nothing.
+        sequence: the number of the token's sequence.
+        place: the token's place in the sequence, from 0.
+        length: of the sequence.
+        inside: bool; where False, the row holds no token and the other values are meaningless.
     """
 
     sequence: Tensor
@@ -39,14 +39,14 @@ class Packed:
 
     Attributes:
         offsets: ``[b + 1]``, int64, where each begins and the last ends, in rows.
-        rows: how many rows there are; those after the last sequence hold no token.
+        rows: the number of rows; rows after the last sequence hold no token.
     """
 
     offsets: Tensor
     rows: int
 
     def tokens(self) -> Tokens:
-        """What each row holds."""
+        """The token of each row."""
         row = torch.arange(self.rows, device=self.offsets.device)
         sequence = torch.searchsorted(self.offsets, row, right=True) - 1
         sequence = sequence.clamp(0, self.offsets.shape[0] - 2)
@@ -54,7 +54,7 @@ class Packed:
         return Tokens(sequence, place, length, (place >= 0) & (place < length))
 
     def row(self, sequence: Tensor, place: Tensor) -> Tensor:
-        """Where tokens are."""
+        """The rows of tokens."""
         return self.offsets[sequence] + place
 
 
@@ -64,14 +64,14 @@ class Padded:
 
     Attributes:
         offsets: ``[b + 1]``, int64; the differences are the lengths.
-        width: rows of each sequence.
+        width: the number of rows of each sequence.
     """
 
     offsets: Tensor
     width: int
 
     def tokens(self) -> Tokens:
-        """What each of the ``b * width`` rows holds."""
+        """The token of each of the ``b * width`` rows."""
         lengths = self.offsets.diff()
         sequences = torch.arange(lengths.shape[0], device=lengths.device)
         sequence = sequences.repeat_interleave(self.width)
@@ -80,24 +80,24 @@ class Padded:
         return Tokens(sequence, place, length, place < length)
 
     def row(self, sequence: Tensor, place: Tensor) -> Tensor:
-        """Where tokens are; -1 for those that have no row."""
+        """The rows of tokens; -1 for tokens without a row."""
         return torch.where(place < self.width, sequence * self.width + place, -1)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory, float8 as uint8: torch can index that."""
+    """The same memory, with float8 as uint8, which torch can index."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def has_row(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Which of ``rows`` there are."""
+    """Which of ``rows`` the tensor has."""
     return (rows >= 0) & (rows < tensor.shape[0])
 
 
 def rows_at(tensor: Tensor, rows: Tensor) -> Tensor:
-    """``tensor[rows]``, fresh and contiguous; zeros for a row that there is not, such as -1."""
+    """A contiguous copy of ``tensor[rows]``, with zeros for rows that do not exist, such as -1."""
     given = as_bytes(tensor)
     with_zeros = torch.cat([given, given.new_zeros((1, *given.shape[1:]))]).contiguous()
     found = with_zeros[torch.where(has_row(given, rows), rows, given.shape[0])]
-    # torch has no rule for the view in the batches of is_grads_batched.
+    # No view where none is needed: torch has no batching rule for it, as is_grads_batched needs.
     return found if given is tensor else found.view(tensor.dtype)

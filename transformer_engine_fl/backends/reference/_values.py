@@ -1,4 +1,4 @@
-"""What the families of the reference set do alike: how they run, and what they return."""
+"""Helpers shared by the families of the reference set: how they run and what they return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["as_output", "as_written", "over_rows"]
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
 
-# What Dynamo can look up: that of torch 2.11 does not know how to ask torch.
+# A constant, which Dynamo can look up: Dynamo of torch 2.11 cannot trace the query itself.
 _WITH_AUTOCAST = frozenset(
     it
     for it in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu", "xla")
@@ -31,9 +31,9 @@ def _has_autocast(device_type: str) -> bool:
 
 
 def as_written(operator: Operator) -> Operator:
-    """Decorate an operator: autograd records nothing of it, and autocast changes no dtype.
+    """Decorate an operator: autograd does not record it, and autocast does not change its dtypes.
 
-    The dtypes in which a definition computes are part of it, and so is that of its output.
+    The dtypes of the computation and of the output are part of an operator's definition.
     """
 
     @functools.wraps(operator)
@@ -49,7 +49,7 @@ def as_written(operator: Operator) -> Operator:
 
 
 def as_output(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the output's dtype and contiguous; a fresh ``value`` shares no memory with an input."""
+    """The value in the output's dtype, contiguous; it shares memory with an input if that did."""
     return value.to(dtype).contiguous()
 
 

@@ -1,7 +1,7 @@
 """Activations in plain PyTorch, in float32 (float64 for float64).
 
-What an activation is stands in the table, once: its value and its slope. The operators
-are made of that: the elementwise ones, the gated ones, and those with a bias gradient.
+A table defines each activation once, by its value and its derivative. The elementwise operators,
+the gated ones and those with a bias gradient are derived from it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Activation:
 
 
 def _swish(logit: Elementwise, logit_slope: Elementwise) -> Activation:
-    """``x * sigmoid(logit(x))``, without cancellation, and without 0 * inf far out."""
+    """``x * sigmoid(logit(x))``, without cancellation, and without 0 * inf for large x."""
 
     def value(x: Tensor) -> Tensor:
         z = logit(x)
-        # sigmoid(z) is 1 - sigmoid(-z): what is taken from x is small, and so its error.
+        # sigmoid(z) = 1 - sigmoid(-z): the subtracted term is small, and so is its error.
         taken_from = (x > 0) & x.isfinite()
         return torch.where(taken_from, x - x * (-z).sigmoid(), x * z.sigmoid())
 
@@ -82,12 +82,12 @@ def _swish(logit: Elementwise, logit_slope: Elementwise) -> Activation:
 
 
 def _scaled_swish(alpha: float) -> Activation:
-    # As a product: what is beyond the dtype is infinite, which to fill with is an error.
+    # As a product, in which an alpha beyond the dtype becomes infinite; full_like would raise.
     return _swish(lambda x: alpha * x, lambda x: alpha * torch.ones_like(x))
 
 
-# (1 + tanh(u)) / 2 is sigmoid(2 * u), which keeps its precision where tanh is near -1.
-# At |x| = 32 it is 0 or 1 in float64 too; beyond, x ** 3 could only overflow.
+# (1 + tanh(u)) / 2 is sigmoid(2 * u), which is precise even where tanh is near -1.
+# At |x| = 32 it is 0 or 1 even in float64; for larger x, x ** 3 could only overflow.
 _TWO_C = 2 * math.sqrt(2 / math.pi)
 _FAR = 32.0
 
@@ -129,7 +129,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _implementing(contract: Contract[..., Any]) -> Callable[[Function], Function]:
-    """Give the function its operator's name and first line, and run it as it is written."""
+    """Decorate a function: its operator's name and first docstring line, and :func:`as_written`."""
 
     def decorate(function: Function) -> Function:
         function.__name__ = function.__qualname__ = contract.name
@@ -226,7 +226,7 @@ dswiglu = _gated_backward(ops.dswiglu, SILU)
 
 @as_written
 def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
-    """Gated swish of clamped values, the gate moved up by one."""
+    """Gated swish of clamped values, with 1 added to the gate."""
     ops.clamped_swiglu.check(input, limit, alpha)
     a, b = _math(input, input).chunk(2, -1)
     gate = b.clamp(-limit, limit) + 1
@@ -237,7 +237,7 @@ def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> T
 def clamped_dswiglu(
     grad: Tensor, fwd_input: Tensor, limit: float = 7.0, alpha: float = 1.702
 ) -> Tensor:
-    """Its gradient: nothing flows to what was clamped."""
+    """Its gradient: 0 for values that were clamped."""
     ops.clamped_dswiglu.check(grad, fwd_input, limit, alpha)
     a, b = _math(fwd_input, fwd_input).chunk(2, -1)
     gate = b.clamp(-limit, limit) + 1

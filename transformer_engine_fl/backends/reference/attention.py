@@ -1,8 +1,8 @@
 """Attention in plain PyTorch: the definition, with all scores in memory at once.
 
-Every format is brought to ``[b, h, s, d]`` first, and back at the end; what belongs to no
-sequence is zero on the way. No value is read back to the host.
-On CUDA devices products of float32 follow torch's switch for TF32: the contracts hold while it
+Every format is converted to ``[b, h, s, d]`` first, and back at the end; tokens that belong to no
+sequence are zero in between. No value is read back to the host.
+On CUDA devices float32 products follow torch's setting for TF32: the contracts hold while it
 is off.
 """
 
@@ -30,9 +30,9 @@ class _Side:
     """The queries, or the keys, of every sequence.
 
     Attributes:
-        qkv_format: how they lie in the operator's tensors.
-        lengths: ``[b, 1]``, how many a sequence has; None if all have s.
-        rows: ``[b, s]`` for thd: where each token lies, ``tokens`` if there is none.
+        qkv_format: the format of the operator's tensors.
+        lengths: ``[b, 1]``, the length of each sequence; None if all have s tokens.
+        rows: ``[b, s]`` for thd: the row of each token, ``tokens`` if there is no such token.
         tokens: t of thd.
         longest: s.
     """
@@ -44,7 +44,7 @@ class _Side:
     longest: int
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """``[b, h, s, d]``, in the dtype that is computed in."""
+        """The tensor as ``[b, h, s, d]``, in the math dtype."""
         wide = tensor.to(math_dtype(tensor.dtype))
         if self.rows is not None:
             return F.pad(wide, (0, 0, 0, 0, 0, 1))[self.rows].transpose(1, 2)
@@ -53,14 +53,14 @@ class _Side:
         return self._inside(wide).transpose(1, 2)
 
     def _inside(self, tokens: Tensor) -> Tensor:
-        """``[b, s, h, d]`` with zeros at places of no sequence, whatever was there."""
+        """``[b, s, h, d]`` with zeros at places that belong to no sequence."""
         if self.lengths is None:
             return tokens
         outside = torch.arange(self.longest, device=tokens.device) >= self.lengths
         return tokens.masked_fill(outside[..., None, None], 0)
 
     def scatter(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """The way back; ``fill`` for tokens of no sequence in thd."""
+        """The inverse of :meth:`gather`; thd tokens that belong to no sequence become ``fill``."""
         values = values.transpose(1, 2)
         if self.rows is not None:
             _, _, *features = values.shape
@@ -95,12 +95,12 @@ class _Attention:
     """What forward and backward have in common.
 
     Attributes:
-        queries, keys: where the tokens lie.
+        queries, keys: the layouts of the tokens.
         hidden: ``[b or 1, 1, sq, skv]``, whether a key is not seen.
-        factors: ``[b, h, sq, skv]``, what dropout multiplies weights by; None without it.
-        scale: of the products.
-        sink: ``[h, 1, 1]``, the logit beside those of the keys; None for vanilla.
-        group: how many query heads there are for each key head.
+        factors: ``[b, h, sq, skv]``, dropout's factors of the weights; None without dropout.
+        scale: of the dot products.
+        sink: ``[h, 1, 1]``, the logit that joins those of the keys; None for vanilla.
+        group: the number of query heads for each key head.
     """
 
     queries: _Side
@@ -112,11 +112,11 @@ class _Attention:
     group: int
 
     def of_keys(self, tensor: Tensor) -> Tensor:
-        """Keys or values, ``[b, h, skv, d]``: one for each query head."""
+        """Keys or values as ``[b, h, skv, d]``, repeated for each query head."""
         return self.keys.gather(tensor).repeat_interleave(self.group, 1)
 
     def sum_groups(self, gradient: Tensor) -> Tensor:
-        """The way back for a gradient, in the operator's format."""
+        """A gradient of :meth:`of_keys`, summed over query heads, in the operator's format."""
         b, heads, *rest = gradient.shape
         grouped = gradient.reshape(b, heads // self.group, self.group, *rest)
         return self.keys.scatter(grouped.sum(2))
@@ -178,7 +178,7 @@ def _attention(
 def _hidden(
     queries: _Side, keys: _Side, top_left: bool, left: int, right: int, device: torch.device
 ) -> Tensor:
-    """``[b or 1, 1, sq, skv]``; the way to the left and to the right is free if -1."""
+    """``[b or 1, 1, sq, skv]``; ``left`` and ``right`` do not limit the window if -1."""
 
     def length(side: _Side) -> Tensor | int:
         return side.longest if side.lengths is None else side.lengths[..., None]
@@ -267,7 +267,7 @@ def fused_attn_fwd(
     lse = logits.logsumexp(-1).masked_fill(unseeing.squeeze(-1), -torch.inf)
     # Also clears the rows in which no key is seen, where softmax is 0 / 0.
     weights = logits.softmax(-1)[..., : scores.shape[-1]].masked_fill(hidden, 0)
-    # And such a row again, since no zero times an infinite value is.
+    # Such rows are cleared again: 0 times an infinite value is NaN.
     out = it.queries.scatter((it.dropped(weights) @ it.of_keys(v)).masked_fill(unseeing, 0))
     if qkv_format == "thd":
         lse = it.queries.scatter(lse.unsqueeze(-1), -torch.inf).squeeze(-1).t()
@@ -332,7 +332,7 @@ def fused_attn_bwd(
     grad = it.queries.gather(dout).masked_fill(unseeing, 0)
     weights = (scores - lse).exp().masked_fill(hidden, 0)
     delta = (grad * it.queries.gather(out)).sum(-1, keepdim=True)
-    # Masked too, since no zero times an infinite gradient is.
+    # Masked too: 0 times an infinite gradient is NaN.
     dscores = (weights * (it.dropped(grad @ values.mT) - delta)).masked_fill(hidden, 0)
     dbias = None if bias is None else as_output(dscores.sum_to_size(bias.shape), bias.dtype)
     doffset = None

@@ -1,4 +1,4 @@
-"""The layouts around attention in plain PyTorch: the definitions; no value is calculated."""
+"""The layouts around attention in plain PyTorch: the definitions, which only move values."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def fa_prepare_fwd(qkv: Tensor) -> Tensor:
 
 @as_written
 def fa_prepare_bwd(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> Tensor:
-    """Their gradients together, sequence first."""
+    """The three gradients, interleaved, sequence first."""
     ops.fa_prepare_bwd.check(q_grad, k_grad, v_grad)
     return torch.cat([it.transpose(0, 1) for it in (q_grad, k_grad, v_grad)], -1).contiguous()
 
 
 @as_written
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) -> Tensor:
-    """Each sequence in a row of its own."""
+    """Puts sequences that follow one another into a row each."""
     ops.convert_thd_to_bshd.check(tensor, cu_seqlens, max_seq_len)
     offsets = cu_seqlens.long()
     wanted = Padded(offsets, max_seq_len).tokens()
@@ -46,12 +46,12 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, max_seq_len: int) ->
 
 @as_written
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    """Sequences one after another."""
+    """Puts sequences that have a row each one after another."""
     ops.convert_bshd_to_thd.check(tensor, cu_seqlens, total_tokens)
     offsets = cu_seqlens.long()
     wanted = Packed(offsets, total_tokens).tokens()
     rows = Padded(offsets, tensor.shape[1]).row(wanted.sequence, wanted.place)
-    # Not flatten, for which torch has no rule in the batches of is_grads_batched.
+    # Not flatten: torch has no batching rule for it, as is_grads_batched needs.
     row_by_row = tensor.reshape(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
     return rows_at(row_by_row, torch.where(wanted.inside, rows, -1))
 
@@ -103,14 +103,14 @@ def copy_to_kv_cache(
 def _positions(
     sequence: Tensor, position: Tensor, cache: Tensor, page_table: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The page of each token, its place there, and whether there are such ones."""
+    """(the page of each token, its place in the page, whether these exist)."""
     pages, page_size = cache.shape[:2]
     page, place = sequence, position
     inside = position >= 0
     if page_table is not None:
         listed = page_table.shape[1]
-        # 0 where the table has no entry, and a size of 1 where pages hold nothing: neither
-        # is read from, and 'inside' is False there.
+        # A missing table entry counts as 0, and an empty page as one of size 1; 'inside' is
+        # False for both, so neither is used.
         number, place = position // max(page_size, 1), position % max(page_size, 1)
         inside &= number < listed
         flat = torch.cat([page_table.flatten(), page_table.new_zeros(1)])
@@ -119,7 +119,7 @@ def _positions(
 
 
 def _move(cache: Tensor, batch_indices: Tensor, lengths: Tensor) -> None:
-    """The first tokens of rows of the cache go to the rows of their sequences."""
+    """Move the first tokens of cache rows to the rows of their sequences."""
     cache = as_bytes(cache)
     rows, width = cache.shape[:2]
     source = batch_indices.long()
@@ -133,9 +133,9 @@ def _move(cache: Tensor, batch_indices: Tensor, lengths: Tensor) -> None:
 def _write(cache: Tensor, page: Tensor, place: Tensor, new: Tensor, inside: Tensor) -> None:
     """``cache[page, place] = new`` where ``inside``.
 
-    How many tokens that are is known to the device alone. So all are written: those that are
-    not inside go where one that is inside goes, with its value; and if there is none, the
-    first place of the cache is written with what it holds.
+    Only the device knows how many tokens are inside, so all are written. A token that is not
+    inside repeats the write of one that is. If none is inside, the first place of the cache is
+    overwritten by its own value.
     """
     cache, new = as_bytes(cache), as_bytes(new)
     if not inside.numel() or not cache.shape[0] or not cache.shape[1]:

@@ -1,4 +1,4 @@
-"""The steps between the ranks of attention in plain PyTorch: the definitions."""
+"""The operators of context-parallel attention in plain PyTorch: the definitions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def _layout(lse: Tensor, offsets: Tensor, lse_packed: bool) -> Packed | Padded:
-    """That of the rows of :func:`_by_token`."""
+    """The layout of the rows of :func:`_by_token`."""
     return (Packed if lse_packed else Padded)(offsets, lse.shape[-1])
 
 
@@ -31,7 +31,7 @@ def _by_token(lse: Tensor, lse_packed: bool) -> Tensor:
 
 
 def _by_head(values: Tensor, sequences: int, lse_packed: bool) -> Tensor:
-    """The reverse."""
+    """The inverse of :func:`_by_token`."""
     if lse_packed:
         return values.t()
     rows, heads = values.shape
@@ -54,7 +54,7 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
 def thd_second_half_lse_correction(
     lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, *, lse_packed: bool = False
 ) -> None:
-    """Adds to the lse of every second half that of a step."""
+    """Merges a step's lse into the lse of every second half."""
     ops.thd_second_half_lse_correction.check(lse, lse_per_step, cu_seqlens, lse_packed=lse_packed)
     offsets = cu_seqlens.long()
     held = _layout(lse, offsets, lse_packed).tokens()
@@ -92,7 +92,7 @@ def thd_out_correction(
     only_second_half: bool = False,
     lse_packed: bool = False,
 ) -> None:
-    """Adds the share of a step to the output of attention."""
+    """Adds a step's contribution to the output of attention."""
     ops.thd_out_correction.check(
         out,
         out_per_step,
@@ -110,7 +110,7 @@ def thd_out_correction(
     dtype = torch.promote_types(math_dtype(out.dtype), lse.dtype)
 
     def lse_at(values: Tensor, offsets: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """``[t, h, 1]``, and which of the t there are."""
+        """The lse of tokens, ``[t, h, 1]``, and which of the tokens exist."""
         by_token = _by_token(values, lse_packed)
         rows = _layout(values, offsets, lse_packed).row(held.sequence, place)
         return rows_at(by_token, rows)[..., None].to(dtype), has_row(by_token, rows)
@@ -129,7 +129,7 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, *, first_half: str, second_half: str
 ) -> None:
-    """Takes the gradient of a step into the sum, half by half."""
+    """Adds or copies a step's gradient into the sum, half by half."""
     ops.thd_grad_correction.check(
         grad, grad_per_step, cu_seqlens, first_half=first_half, second_half=second_half
     )

@@ -17,8 +17,8 @@ _WORD = 0xFFFFFFFF
 
 def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
     """(high, low) word of a product."""
-    # int64 wraps around, so the product's 64 bits are right whatever sign they make. Ten
-    # rounds of anything longer take inductor minutes: it expands each use of a value.
+    # int64 wraps around, so all 64 bits of the product are right, whatever its sign. Longer code
+    # would take inductor minutes for ten rounds, as it expands each use of a value.
     product = factor * word
     return product >> 32 & _WORD, product & _WORD
 
@@ -38,7 +38,7 @@ def philox(
 
 
 def words_of_blocks(block: Tensor, seed: int, offset: int) -> Tensor:
-    """``[..., 4]``: the words of the blocks of these numbers (int64, none negative)."""
+    """``[..., 4]``: the words of the blocks with the numbers ``block`` (int64, not negative)."""
     counter = (
         block & _WORD,
         block >> 32,
@@ -59,7 +59,7 @@ def _unpack(mask: Tensor, count: int) -> Tensor:
 
 
 def _scaled(tensor: Tensor, kept: Tensor, probability: float) -> Tensor:
-    """The kept elements over 1 - p, zero elsewhere; contiguous."""
+    """The kept elements divided by 1 - p, zero elsewhere; contiguous."""
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     scaled = wide.contiguous() * scale_of_kept(probability)
     scaled = torch.where(kept.view(tensor.shape), scaled, 0.0)

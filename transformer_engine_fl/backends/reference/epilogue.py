@@ -17,7 +17,7 @@ Operator = Callable[..., Any]
 
 
 def _quantizing(epilogue: Epilogue, calculate: Operator) -> Operator:
-    """The operator that casts what ``calculate`` returns in float32."""
+    """The operator that casts the float32 result of ``calculate``."""
 
     @as_written
     def operator(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ def _activation_in_float32(function: Operator) -> Operator:
             name: it.float() if isinstance(it, Tensor) else it for name, it in arguments.items()
         }
         outputs = function(**wide)
-        if isinstance(outputs, tuple):  # the gradient of a bias, then what is quantised
+        if isinstance(outputs, tuple):  # the gradient of a bias, then the output to quantise
             dbias, dact = outputs
             return dbias.to(arguments["grad"].dtype), dact
         return outputs
@@ -52,7 +52,7 @@ def _activation_in_float32(function: Operator) -> Operator:
 
 
 def _made() -> dict[str, Operator]:
-    """Every quantised epilogue, of the set's own operators."""
+    """Every quantised epilogue, made of the set's own operators."""
     made = {}
     for name, epilogue in EPILOGUES.items():
         if epilogue.base.family == "normalization":

@@ -1,8 +1,8 @@
 """Matrix products in plain PyTorch: the definitions, in float32 (float64 for float64).
 
-Groups are multiplied one after the other. Nothing waits for the device: the sizes of
-groups are host integers. On CUDA devices products of float32 follow torch's switch for TF32,
-as all of torch does: what the contracts allow holds while it is off, as it is unless it is set.
+Groups are multiplied one after the other. The host does not wait for the device, as the sizes of
+groups are host integers. On CUDA devices float32 products follow torch's setting for TF32: the
+contracts' tolerances hold while it is off, which is torch's default.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["generic_gemm", "te_general_grouped_gemm"]
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """All dimensions but the last are rows."""
+    """The tensor as a matrix: all dimensions but the last are flattened to rows."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _operand(data: Tensor, scale_inv: Tensor | None) -> Tensor:
-    """What a tensor stands for, a matrix in the dtype that is computed in."""
+    """The values that data and scales stand for, as a matrix in the math dtype."""
     value = _matrix(data).to(math_dtype(data.dtype))
     if scale_inv is None:
         return value
@@ -34,7 +34,7 @@ def _operand(data: Tensor, scale_inv: Tensor | None) -> Tensor:
         return value * scale_inv
     height = 1 if scale_inv.shape[0] == value.shape[0] else 128
     width = 32 if scale_inv.dtype == torch.float8_e8m0fnu else 128
-    # Indices, because what is repeated and then cut off inductor reads out of bounds.
+    # Indexed, because inductor reads repeat_interleave followed by a slice out of bounds.
     row, column = (
         torch.arange(size, device=data.device) // block
         for size, block in zip(value.shape, (height, width), strict=True)
@@ -52,7 +52,7 @@ def _z(
     accumulated: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """The product and what is added to it, unrounded."""
+    """The product plus what is added to it, unrounded."""
     z = alpha * ((b.t() if transb else b) @ (a.t() if transa else a))
     if accumulated is not None and beta != 0:
         z = z + beta * _matrix(accumulated).to(z.dtype)
@@ -60,7 +60,7 @@ def _z(
 
 
 def _finished(z: Tensor, gelu: bool, gelu_input: Tensor | None) -> Tensor:
-    """D, unrounded."""
+    """D from z, unrounded."""
     if gelu_input is not None:
         return z * GELU.slope(_matrix(gelu_input).to(z.dtype))
     return GELU.value(z) if gelu else z
@@ -85,7 +85,7 @@ def generic_gemm(
     B_scale_inv: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Product of two matrices, with what may be fused into it."""
+    """Product of two matrices, with its epilogue."""
     ops.generic_gemm.check(
         A,
         B,
@@ -137,7 +137,7 @@ def te_general_grouped_gemm(
     B_scale_inv: list[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The same of each of several groups, one after the other."""
+    """Product with epilogue for each of several groups, one after the other."""
     ops.te_general_grouped_gemm.check(
         A,
         B,
@@ -192,7 +192,7 @@ def te_general_grouped_gemm(
 def _groups(
     tensors: list[Tensor], scales: list[Tensor] | None, m_splits: list[int] | None
 ) -> list[Tensor]:
-    """Each group's matrix."""
+    """The matrix of each group."""
     values = [_operand(it, None if scales is None else scales[i]) for i, it in enumerate(tensors)]
     if m_splits is None or len(values) == len(m_splits):
         return values

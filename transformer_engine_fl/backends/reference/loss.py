@@ -31,14 +31,14 @@ def _scores(input: Tensor, target: Tensor, ignore_index: int, softcap: float | N
 
 
 def _column(target: Tensor, columns: int, vocab_start: int) -> tuple[Tensor, Tensor]:
-    """(a column of each row, whether it is the target's), each with a last dimension of 1."""
+    """(a valid column for each row, whether it is the target's), with a last dimension of 1."""
     column = (target - vocab_start).unsqueeze(-1)
     inside = (column >= 0) & (column < columns)
     return column.clamp(0, columns - 1), inside
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """What to take off scores before exp: 0 where all are hidden, and ``-inf`` the highest."""
+    """The shift of scores before exp: the highest, or 0 if that is ``-inf``, as all are hidden."""
     return highest.masked_fill(highest == -torch.inf, 0)
 
 
@@ -50,9 +50,9 @@ def _partial(
     softcap: float | None,
     whole: bool = False,
 ) -> Tensor:
-    """The contract's statistics; of a ``whole`` vocabulary the sum is of scores less the highest.
+    """The contract's statistics; with ``whole``, the sum is of the scores minus the highest.
 
-    What all have in common would round off the rest.
+    A large value common to all scores would otherwise round away their differences.
     """
     scores = _scores(input, target, ignore_index, softcap)
     highest = scores.amax(-1, keepdim=True)
@@ -78,7 +78,7 @@ def _merge(
     shift = _finite(highest.amax(0))
     log_total = (total * (highest - shift).exp()).sum(0).log()
     lse = shift + log_total
-    # Not from lse, in which a large shift would round off what log_total says.
+    # Not computed from lse, in which a large shift would round away digits of log_total.
     loss = log_total - (at_target.sum(0) - shift)
     if label_smoothing:
         mean = summed.sum(0) / vocab_size
@@ -118,7 +118,7 @@ def _gradient(
     vocab_start: int,
     vocab_size: int,
 ) -> Tensor:
-    """The gradient of the logits, in the dtype that is calculated in."""
+    """The gradient of the logits, in the math dtype."""
     scores = _scores(input, target, ignore_index, softcap)
     factor = grad_loss if grad_lse is None else grad_loss + grad_lse
     if z_loss:
@@ -146,7 +146,7 @@ def cross_entropy_fwd(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy: that of a vocabulary in one shard."""
+    """Cross entropy, computed as a vocabulary of one shard."""
     ops.cross_entropy_fwd.check(
         input,
         target,
@@ -251,7 +251,7 @@ def cross_entropy_partial_fwd(
     ignore_index: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """What a shard of the vocabulary adds."""
+    """The four numbers of a shard of the vocabulary."""
     ops.cross_entropy_partial_fwd.check(
         input, target, vocab_start=vocab_start, ignore_index=ignore_index, softcap=softcap
     )
@@ -268,7 +268,7 @@ def cross_entropy_merge(
     ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and lse out of what the shards add."""
+    """Loss and lse from the numbers of all shards."""
     ops.cross_entropy_merge.check(
         stats,
         target,
@@ -281,7 +281,7 @@ def cross_entropy_merge(
 
 
 def _chunk_rows(input: Tensor, weight: Tensor) -> int:
-    """How many rows at a time: their logits are no more numbers than ``input`` is."""
+    """The number of rows to process at a time: their logits are no larger than ``input``."""
     return max(1, input.numel() // weight.shape[0])
 
 
@@ -336,7 +336,7 @@ def fused_linear_cross_entropy_bwd(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Its gradients, from logits that are calculated again."""
+    """Its gradients; calculates the logits again."""
     ops.fused_linear_cross_entropy_bwd.check(
         grad_loss,
         input,
@@ -355,7 +355,7 @@ def fused_linear_cross_entropy_bwd(
     offset = None if bias is None else bias.to(wide)
     others = torch.zeros_like(grad_loss) if grad_lse is None else grad_lse
     hidden = input.reshape(target.numel(), input.shape[-1])
-    given = grad_loss + others  # of which autograd may ask for the gradients in a batch
+    given = grad_loss + others  # may be batched, by is_grads_batched
     grad_input = given.new_empty(hidden.shape)
     grad_weight = given.new_zeros(matrix.shape)
     grad_bias = given.new_zeros(len(weight))
@@ -399,7 +399,7 @@ def fused_linear_cross_entropy_fwd_bwd(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Both, one after the other."""
+    """The forward and the backward, one after the other."""
     options: Any = {
         "label_smoothing": label_smoothing,
         "ignore_index": ignore_index,

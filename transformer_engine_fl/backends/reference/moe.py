@@ -1,8 +1,8 @@
 """Moving tokens to their experts and back in plain PyTorch.
 
-All goes by the rows of every pair that there may be, ``[T, S]`` (S is topk, or the number of
-experts), which either map is turned into, and by its inverse, the pair of every row. Sums
-are calculated in float32 (float64 for float64).
+Either map is converted to the rows of all possible pairs, ``[T, S]`` (S is topk, or the number of
+experts), and to its inverse, the pair of every row. Sums are calculated in float32 (float64 for
+float64).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Which pair has which row.
+    """The mapping between pairs and rows.
 
     Attributes:
         rows: ``[T, S]``, int64: the row of each pair, -1 for none.
@@ -44,9 +44,9 @@ class _Pairs:
 
     @staticmethod
     def of(rows: Tensor, count: int) -> _Pairs:
-        """From the rows of the pairs; those below 0, and of ``count`` or more, are none."""
+        """From the rows of the pairs; rows below 0, or of ``count`` and more, count as none."""
         rows = torch.where((rows >= 0) & (rows < count), rows, -1).long().contiguous()
-        # Pairs without a row write into one more, which is cut off.
+        # Pairs without a row write to an extra element, which is cut off.
         place = torch.where(rows < 0, count, rows).flatten()
         numbers = torch.arange(rows.numel(), device=rows.device)
         pairs = rows.new_full((count + 1,), -1).scatter(0, place, numbers)
@@ -58,26 +58,26 @@ class _Pairs:
         return self.pairs.div(self.rows.shape[1], rounding_mode="floor")
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """``[T, C]`` -> ``[N, C]``: each row its token, or zeros."""
+        """``[T, C]`` -> ``[N, C]``: the values of each row's token, or zeros."""
         return _with_zeros(values)[self.tokens]
 
     def to_rows_of_pairs(self, values: Tensor) -> Tensor:
-        """``[T, S]`` -> ``[N]``: each row the value of its pair, or zero."""
+        """``[T, S]`` -> ``[N]``: the value of each row's pair, or zero."""
         return _with_zeros(values.flatten())[self.pairs]
 
     def from_rows_of_pairs(self, values: Tensor) -> Tensor:
-        """``[N]`` -> ``[T, S]``: each pair the value of its row, or zero."""
+        """``[N]`` -> ``[T, S]``: the value of each pair's row, or zero."""
         return _with_zeros(values)[self.rows]
 
     def summed(self, values: Tensor, weights: Tensor | None) -> Tensor:
         """``[N, C]`` -> ``[T, C]``: for each token the sum of its rows, each times its weight."""
         tokens, _ = self.rows.shape
-        if not values.shape[1]:  # torch has no bags of such
+        if not values.shape[1]:  # embedding_bag does not take rows without features
             return values.new_empty((tokens, 0))
-        # A bag for each token, and one more for the rows of none.
+        # A bag for each token, and one more for rows without a token.
         owner = torch.where(self.pairs < 0, tokens, self.tokens)
         order = owner.argsort(stable=True)
-        # By owners: a map that has a row twice, which none may, has more pairs than rows.
+        # Counted by rows: an invalid map, with a row twice, has more pairs than rows.
         begins = torch.searchsorted(owner[order], torch.arange(tokens + 1, device=order.device))
         if weights is not None:
             weights = weights[order]
@@ -88,7 +88,7 @@ class _Pairs:
 
 
 def _with_zeros(values: Tensor) -> Tensor:
-    """With zeros at the end, which is where -1 points."""
+    """The values with zeros appended, which index -1 selects."""
     return torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
 
 

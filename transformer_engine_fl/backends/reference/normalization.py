@@ -88,7 +88,7 @@ def rmsnorm_bwd_add(
     *,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of root mean square normalization, and another on top."""
+    """Gradients of root mean square normalization, with another gradient added."""
     ops.rmsnorm_bwd_add.check(dz, x, add, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
     dx, dgamma = _rms_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return as_output(dx + add.to(dx.dtype), x.dtype), dgamma
@@ -149,7 +149,7 @@ def _rms(input: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tupl
 def _rms_gradients(
     dy: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx in the dtype of the statistics, dgamma in its own."""
+    """dx in the dtype of the statistics, dgamma in that of gamma."""
     grad = dy.to(rsigma.dtype)
     rsigma = rsigma.view(*x.shape[:-1], 1)
     xhat = x.to(rsigma.dtype) * rsigma

@@ -34,25 +34,25 @@ __all__ = [
 ]
 
 Number = float | Tensor
-"""A number; on the device a tensor of no dimensions."""
+"""A number; on the device, a tensor without dimensions."""
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In the dtype that is calculated in."""
+    """The tensor in its math dtype."""
     return tensor.to(math_dtype(tensor.dtype))
 
 
 def _number(value: Number, like: Tensor) -> Number:
-    """To calculate with beside ``like``, whose dtype it must not widen."""
+    """The number for arithmetic with ``like``, whose dtype it must not widen."""
     return value.reshape(()).to(like.dtype) if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes values into tensors, unless a flag is up.
+    """Writes values into tensors, unless a flag is set.
 
     Attributes:
-        skip: bool, no dimensions; None where there is no flag.
+        skip: bool tensor without dimensions; None if there is no flag.
     """
 
     skip: Tensor | None
@@ -120,12 +120,12 @@ def _norms(
     noop_flag: Tensor | None,
     device: torch.device | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The norm of all inputs times the factor, and of each; ``device`` if there are none."""
+    """The norm of all inputs times the factor, and of each; on ``device`` without inputs."""
     dtype = torch.float64 if any(it.dtype == torch.float64 for it in inputs) else torch.float32
     sums = torch.empty(0, dtype=dtype, device=device)
     if inputs:
         wide = [it.to(dtype) for it in inputs]
-        # A sum is taken in pairs; torch's own norm adds one by one and loses digits.
+        # torch sums pairwise; its norm adds one element after another, which loses digits.
         sums = torch.stack([(x * _number(factor, x)).square().sum() for x in wide])
     norm = sums.sum(0, keepdim=True).sqrt()
     _raise_flag(noop_flag, [norm])
@@ -162,13 +162,13 @@ def multi_tensor_unscale_l2norm(
 
 @dataclass(frozen=True, slots=True)
 class _Adam:
-    """What a step of Adam goes by.
+    """The parameters of a step of Adam.
 
     Attributes:
         lr, beta1, beta2, eps, weight_decay: the numbers of the formula.
         decoupled: AdamW's weight decay.
-        step: what the moments are corrected for; None if they are not.
-        inv_scale: what gradients are multiplied by first.
+        step: the step of the bias correction; None for no correction.
+        inv_scale: the gradients are multiplied by it first.
     """
 
     lr: Number
@@ -186,7 +186,7 @@ class _Adam:
             return 1.0
         if not isinstance(self.step, Tensor):
             return 1 - beta**self.step
-        # In float32 too; 1 - beta**step would lose the digits of a beta near 1.
+        # Precise in float32 too; 1 - beta**step would lose digits for a beta near 1.
         step = self.step.reshape(()).to(like.dtype)
         return -torch.expm1(step * (math.log(beta) if beta else -math.inf))
 
@@ -207,8 +207,8 @@ class _Adam:
         """Write the moments; yields each parameter after the step, in full.
 
         Args:
-            writer: who writes.
-            full: parameters as they are calculated with.
+            writer: writes the moments.
+            full: the parameters in full precision.
             lists: gradients, first and second moments.
         """
         for whole, grad, exp_avg, exp_avg_sq in zip(full, *lists, strict=True):
@@ -224,7 +224,7 @@ class _Adam:
         master_params: list[Tensor] | None,
         *lists: list[Tensor],
     ) -> None:
-        """The step on parameters, or on masters whose rounding the parameters are."""
+        """The step on parameters, or on masters, which are then rounded to the parameters."""
         full = params if master_params is None else master_params
         after = self.steps(writer, full, *lists)
         for param, whole, value in zip(params, full, after, strict=True):
@@ -299,7 +299,7 @@ def multi_tensor_adam_capturable(
     inv_scale: Tensor | None = None,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """A step of Adam by numbers on the device."""
+    """A step of Adam with its changing numbers on the device."""
     ops.multi_tensor_adam_capturable.check(
         grads,
         params,
@@ -349,7 +349,7 @@ def multi_tensor_adam_capturable_master(
     inv_scale: Tensor | None = None,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """A step of Adam by numbers on the device, on master parameters."""
+    """A step of Adam with its changing numbers on the device, on master parameters."""
     ops.multi_tensor_adam_capturable_master.check(
         grads,
         params,
@@ -382,7 +382,7 @@ def multi_tensor_adam_capturable_master(
 
 
 def _join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 of which these are the rounding and the lower half."""
+    """The float32 from its bfloat16 rounding and its lower half."""
     low = remainder.to(torch.int32)
     high = param.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     return (high << 16 | low & 0xFFFF).view(torch.float32)
@@ -390,7 +390,7 @@ def _join(param: Tensor, remainder: Tensor) -> Tensor:
 
 def _split(master: Tensor) -> tuple[Tensor, Tensor]:
     """A float32's rounding, as bfloat16, and its lower half, as int16."""
-    # Of a NaN any bits may be set, and rounded up they could become a number.
+    # One NaN for all: the bits of others could become a number when rounded up.
     bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
     low = bits << 16 >> 16  # with its sign
     high = (bits >> 16) + (low < 0).to(torch.int32)
@@ -579,7 +579,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     epsilon: float = 0.0,
     noop_flag: Tensor | None = None,
 ) -> None:
-    """Scaling factors of a float8 format."""
+    """Scales of a float8 format."""
     ops.multi_tensor_compute_scale_and_scale_inv.check(
         amaxes,
         scales,
@@ -593,7 +593,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     for amax, scale, scale_inv in zip(amaxes, scales, scale_invs, strict=True):
         raised = torch.where(amax < epsilon, epsilon, amax)
         usable = (raised != 0) & raised.isfinite()
-        # A number over a tensor is the number times a reciprocal, which rounds twice.
+        # torch divides a number by a tensor by way of the reciprocal, which rounds twice.
         factor = torch.where(usable, torch.full_like(raised, max_fp8) / raised, 1.0)
         factor = factor.clamp(max=torch.finfo(torch.float32).max)
         if force_pow_2_scales:

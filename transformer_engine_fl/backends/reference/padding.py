@@ -29,7 +29,7 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: Tensor, *, row_list: Sequence[int], padded_row_list: Sequence[int]
 ) -> Tensor:
-    """Takes the padding away."""
+    """Removes the padding."""
     ops.fused_multi_row_unpadding.check(input, row_list=row_list, padded_row_list=padded_row_list)
     blocks = zip(torch.split(input, list(padded_row_list)), row_list, strict=True)
     return torch.cat([input[:0], *(block[:rows] for block, rows in blocks)])

@@ -1,6 +1,6 @@
 """Quantisation in plain PyTorch: the arithmetic of ``ops/quantization.py``, step by step.
 
-Nothing is read by the host: scales stay on the device.
+Nothing is read on the host: scales stay on the device.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def _magnitudes(x: Tensor) -> Tensor:
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values to a data dtype; uint8 is e2m1, of which two share a byte."""
+    """Cast float32 values to a data dtype; uint8 is e2m1, with two values in a byte."""
     name = str(dtype).removeprefix("torch.")
     value = value.contiguous().clamp(-LARGEST[name], LARGEST[name])
     if dtype != torch.uint8:
         return value.to(dtype)
-    # How many midpoints are behind a value is its code; ties go to the even code.
+    # A value's code is the number of midpoints below it; ties go to the even code.
     size = value.abs().nan_to_num(6.0)
     code = torch.zeros_like(size, dtype=torch.uint8)
     for even, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
@@ -86,12 +86,12 @@ def _scale_of(
 
 
 def _quotient(largest: float, amax: Tensor) -> Tensor:
-    """Rounded once: torch divides a number by a tensor by way of the reciprocal."""
+    """``largest / amax`` rounded once: torch divides a number by a tensor by the reciprocal."""
     return (torch.full_like(amax, largest) / amax).clamp_max(_LARGEST_FLOAT32)
 
 
 def _microscale(amax: Tensor, largest: float) -> Tensor:
-    """The byte e + 127 of the least e with amax <= largest * 2**e; int32."""
+    """The byte ``e + 127`` for the least e with ``amax <= largest * 2**e``, as int32."""
     of_largest = torch.full_like(amax, largest).view(torch.int32)
     bits = amax.contiguous().view(torch.int32)
     exponent = (bits >> 23) - (of_largest >> 23) + 127
@@ -116,7 +116,7 @@ def _block_amax(x: Tensor, form: Format) -> Tensor:
 
 
 def _over_blocks(per_block: Tensor, form: Format, rows: int, columns: int) -> Tensor:
-    """What each block has, for each element."""
+    """The values of blocks, expanded to their elements."""
     assert form.block is not None  # an invariant of ours
     height, width = form.block
     row = torch.arange(rows, device=per_block.device) // height
@@ -145,7 +145,7 @@ def _cast_blocks(
 
 
 def _largest_of(magnitudes: Tensor, owner: Tensor, count: int) -> Tensor:
-    """The largest magnitude of each of so many owners, 0 for one that has none."""
+    """The largest magnitude that each of ``count`` owners has, 0 for an owner without elements."""
     return magnitudes.new_zeros(count).scatter_reduce(0, owner, magnitudes, "amax")
 
 
@@ -161,7 +161,7 @@ class Recipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As the operators take them."""
+        """The options as keywords of the operators."""
         return {
             "format": self.format,
             "dtype": self.dtype,
@@ -177,13 +177,14 @@ class Recipe:
         group: Tensor | None = None,
         groups: int = 1,
     ) -> Quantized:
-        """The outputs of quantize. (Dynamo of torch 2.11 calls no object that it has made.)
+        """The outputs of quantize. (Not ``__call__``: Dynamo of torch 2.11 cannot trace calling an
+        object that it has created.)
 
         Args:
-            input: calculated with in float32.
+            input: converted to float32 for the arithmetic.
             scale: of the tensor or of each group; computed unless given.
-            group: of each row, where there are several.
-            groups: how many there are.
+            group: the group of each row, if there are several.
+            groups: the number of groups.
         """
         form = FORMATS[self.format]
         dtype = self.dtype or getattr(torch, form.dtypes[0])
@@ -213,7 +214,7 @@ class Recipe:
         return data.view(shape), scale_inv, amax, global_scale_inv, *turned
 
     def each(self, inputs: Sequence[Tensor], scales: Sequence[Tensor] | None) -> Lists:
-        """The outputs of several tensors, a list in place of each."""
+        """The outputs for several tensors: a list for each output."""
         found = [
             self.cast(it, scales[place] if scales else None) for place, it in enumerate(inputs)
         ]
@@ -308,7 +309,7 @@ def group_quantize(
     place = torch.arange(input.shape[0], device=input.device)
     inside = (place < ends[-1]).view(-1, *[1] * (input.ndim - 1))
     owner = torch.searchsorted(ends, place, right=True).clamp_max(groups - 1)
-    rows = matrix_shape(input.shape[1:])[0]  # in each place of the first dimension
+    rows = matrix_shape(input.shape[1:])[0]  # for each index of the first dimension
     return recipe.cast(torch.where(inside, input, 0), scale, owner.repeat_interleave(rows), groups)
 
 
@@ -420,7 +421,7 @@ def _block_of_each(
 def fp8_block_scaling_compute_partial_amax(
     input: Tensor, h: int, w: int, start_offset: int, block_len: int = 128
 ) -> Tensor:
-    """The amax of each block, of a flat part of a matrix."""
+    """The amax of each block, over a flat part of a matrix."""
     ops.fp8_block_scaling_compute_partial_amax.check(input, h, w, start_offset, block_len)
     down, across = blocks_of(h, w, block_len)
     row, column = _block_of_each(input.shape[0], w, start_offset, block_len, input.device)

@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where each token stands, shaped to broadcast over the tokens' own dimensions.
+    """The position of each token, shaped to broadcast over the tokens' own dimensions.
 
     Attributes:
         positions: int64.
@@ -57,9 +57,9 @@ def _places(
 
 
 def _in_full(place: Tensor, length: Tensor | int, cp_size: int, cp_rank: int) -> Tensor:
-    """Places among a rank's ``length`` tokens of a sequence -> places in the full one.
+    """Places among a rank's ``length`` tokens of a sequence -> places in the full sequence.
 
-    The first half of what rank r holds is chunk r, the second is chunk 2 cp_size - 1 - r.
+    The first half of rank r's tokens is chunk r, the second is chunk 2 cp_size - 1 - r.
     """
     if cp_size == 1:
         return place
@@ -70,7 +70,7 @@ def _in_full(place: Tensor, length: Tensor | int, cp_size: int, cp_rank: int) ->
 
 
 def _cos_sin(freqs: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[..., 1, d2] each; NaN for a position of which freqs has no row."""
+    """Cosine and sine, [..., 1, d2] each; NaN for a position without a row in freqs."""
     table = freqs[:, 0, 0].to(dtype)
     rows = table.shape[0]
     table = torch.cat([table, table.new_full((1, table.shape[1]), torch.nan)])
@@ -88,14 +88,14 @@ def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In the dtype that is computed in."""
+    """The tensor in its math dtype."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _turn(
     tokens: Tensor, freqs: Tensor, places: _Places, interleaved: bool, *, back: bool
 ) -> Tensor:
-    """Rotate the leading features; ``back`` is the transpose, which the gradient goes through."""
+    """Rotate the leading features; ``back`` applies the transpose, as the gradient needs."""
     width = freqs.shape[-1]
     x, rest = torch.split(tokens, [width, tokens.shape[-1] - width], -1)
     x = _wide(x)

@@ -34,14 +34,14 @@ def _slope(scores: Tensor, score_function: str) -> Tensor:
         return scores * (1 - scores)
     square = scores.square()
     slope = -torch.expm1(-square) / (2 * scores)
-    # Where the square is too small a number, the limit.
+    # The limit, where the square underflows.
     return torch.where(square < torch.finfo(square.dtype).tiny, scores / 2, slope)
 
 
 def _highest(scores: Tensor, count: int, allowed: Tensor | None = None) -> Tensor:
-    """Where the highest scores are, bool; the first of equal ones, and only of those allowed."""
+    """A bool mask of the highest ``count`` scores that are allowed; of equal ones the first."""
     places = scores.sort(dim=-1, descending=True, stable=True).indices
-    if allowed is not None:  # no score to put in place of the others is below -inf
+    if allowed is not None:  # masking with -inf would not do: allowed scores may be -inf too
         first = allowed.gather(-1, places).int().sort(dim=-1, descending=True, stable=True)
         places = places.gather(-1, first.indices)
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, places[..., :count], True)
@@ -64,7 +64,9 @@ def _normalized(scores: Tensor, topk: int, score_function: str) -> Tensor:
 def _gradient(
     grad: Tensor, chosen: Tensor, scores: Tensor, topk: int, score_function: str
 ) -> Tensor:
-    """Of the logits, for the gradient of the normalized scores; both are 0 if not chosen."""
+    """The gradient of the logits from ``grad``, that of the normalized scores; ``grad`` and
+    ``chosen``, the scores, must be 0 for experts that are not chosen.
+    """
     product = (grad * chosen).sum(-1, keepdim=True)
     if score_function == "softmax":
         return scores * (grad - product)
@@ -178,7 +180,7 @@ def fused_moe_aux_loss_fwd(
     wide = probs.to(math_dtype(probs.dtype))
     const = probs.shape[1] * coeff / (topk * total_num_tokens**2)
     loads = (wide.sum(0) * tokens_per_expert.to(wide.dtype)).sum()
-    # As a product: what is beyond the dtype is infinite, which to fill with is an error.
+    # As a product, in which a value beyond the dtype becomes infinite; new_full would raise.
     return (loads * const).to(probs.dtype), loads.new_ones(()) * const
 
 

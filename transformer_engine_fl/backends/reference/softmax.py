@@ -26,7 +26,7 @@ def _softmax(input: Tensor, scale: float, hidden: Tensor | None = None) -> Tenso
     if hidden is None:
         return as_output(scores.softmax(-1), input.dtype)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    # Also clears the rows of which everything is hidden, where softmax is 0 / 0.
+    # Also clears the rows in which everything is hidden, where softmax is 0 / 0.
     return as_output(weights.masked_fill(hidden, 0), input.dtype)
 
 
@@ -38,7 +38,7 @@ def _gradient(output_grad: Tensor, softmax_output: Tensor, scale: float) -> Tens
 
 
 def _future(input: Tensor) -> Tensor:
-    """``[sq, sk]``: keys after the query, the last key belonging to the last query."""
+    """``[sq, sk]``: true for keys after the query, with the last key aligned to the last query."""
     queries, keys = input.shape[-2:]
     everywhere = input.new_ones((queries, keys), dtype=torch.bool)
     return everywhere.triu(keys - queries + 1)
