@@ -1,10 +1,10 @@
 """Write the scorecard of each package of this folder into its README, where it can run.
 
-``python plugins/certify.py`` certifies every package whose library and device are here,
-``python plugins/certify.py te_fl_liger`` that one, ``--jobs 8`` in eight processes. Nothing need be
-installed of the packages themselves; what registers is the module of the entry point, or the one
-that the package's ``pyproject.toml`` names as ``certify`` in ``[tool.te_fl]``. The exit code is 1
-if a case fails, or a package does not register.
+``python plugins/certify.py`` certifies every package whose library and device are present,
+``python plugins/certify.py te_fl_liger`` only that package, and ``--jobs 8`` uses eight processes.
+The packages themselves need not be installed. The module that registers is that of the entry
+point, or the one that the package's ``pyproject.toml`` names as ``certify`` in ``[tool.te_fl]``.
+The exit code is 1 if a case fails or a package does not register.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROGRAM = "from transformer_engine_fl.cli import main; main()"
 
 
 def packages() -> list[Path]:
-    """The folders that have a package with a place for its scorecard."""
+    """The folders of packages whose README has a place for a scorecard."""
     return sorted(
         path.parent
         for path in PLUGINS.glob("*/README.md")
@@ -48,7 +48,7 @@ def packages() -> list[Path]:
 
 
 def certify(package: Path, jobs: int) -> bool:
-    """Run the kit on a package; whether all holds, or it cannot run here, which is said."""
+    """Run the kit on a package; True if every case passes, or if it cannot run here (printed)."""
     project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
     ((vendor, module),) = project["project"]["entry-points"]["te_fl.plugin"].items()
     module = project.get("tool", {}).get("te_fl", {}).get("certify", module)

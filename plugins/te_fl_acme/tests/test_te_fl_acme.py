@@ -1,4 +1,4 @@
-"""Acme's implementations held to the contracts, on every device here that they run on."""
+"""Tests Acme's implementations against the contracts, on every device here that they support."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""flag_gems 5.0.2's functions by their signatures, over plain torch, and as strict as its kernels.
+"""A stand-in for flag_gems 5.0.2: its signatures in plain torch, as strict as its kernels.
 
-What is tested with it is how arguments get there and results back; what FlagGems' own kernels
-calculate shows on a GPU alone.
+It tests how arguments are passed and results returned; FlagGems' own kernels are tested only on a
+GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _gated(unit: Any) -> Any:
         _check(grad_output, input_tensor)
         a, b = input_tensor.float().chunk(2, -1)
         with torch.enable_grad():
-            bounded = a.clamp(-100, 100).requires_grad_()  # beyond that the slope is flat
+            bounded = a.clamp(-100, 100).requires_grad_()  # beyond, the derivative is constant
             slope = torch.autograd.grad(unit(bounded).sum(), bounded)[0]
         dy = grad_output.float()
         return _like(torch.cat([dy * b * slope, dy * unit(a)], -1), input_tensor)
@@ -143,7 +143,7 @@ def layer_norm_backward(
     assert weight is not None
     assert bias is not None
     _check(grad_out, input, weight)
-    assert input.dim() == 2  # its rows are those of the first dimension
+    assert input.dim() == 2  # the first dimension is the rows
     x_hat = (input.float() - mean[:, None]) * rstd[:, None]
     m = grad_out.float() * weight.float()
     dx = m - m.mean(-1, keepdim=True) - x_hat * (m * x_hat).mean(-1, keepdim=True)
@@ -175,7 +175,7 @@ def log_softmax_backward(
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Of Hopper's folder: strict about what it describes, and one column in the dtype given."""
+    """As in the folder for Hopper: strict about TMA, and one column computed in the given dtype."""
     assert a.dim() == b.dim() == 2
     assert a.dtype is b.dtype
     if b.shape[1] == 1:
@@ -216,7 +216,7 @@ def dropout_backward(grad_output: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, vendor: str = "nvidia", **own: Any) -> ModuleType:
-    """A flag_gems of these functions, for one vendor, who may have ``own`` ones."""
+    """Install a flag_gems with these functions, for one vendor with functions of its ``own``."""
     here = sys.modules[__name__]
     modules = {
         name: ModuleType(name)

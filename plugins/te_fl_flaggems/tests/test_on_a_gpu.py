@@ -1,4 +1,4 @@
-"""FlagGems' own functions under ATen's signatures, where they can run: no contract covers those."""
+"""Tests FlagGems' own functions under ATen's signatures, which no contract covers, on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from te_fl_flaggems import untuned
 from torch import Tensor
 
 HERE = te_fl_flaggems.is_available()
-# Importing FlagGems and compiling its kernels warns of much that is theirs.
+# Importing FlagGems and compiling its kernels emits many warnings.
 pytestmark = [
     pytest.mark.skipif(HERE is not True, reason=str(HERE)),
     pytest.mark.filterwarnings("default"),
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def arguments(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a call, in float64; of a softmax's gradient with what is a softmax."""
+    """A call's arguments in float64; for a softmax's gradient, the output is a real softmax."""
     torch.manual_seed(0)
     x, dy = (torch.randn(33, 65, dtype=torch.float64, device="cuda") for _ in range(2))
     matrix = torch.randn(65, 40, dtype=torch.float64, device="cuda")
@@ -43,7 +43,7 @@ def arguments(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def of(dtype: torch.dtype, value: Any) -> Any:
-    """An argument in a dtype; what is no number in float64 as it is."""
+    """An argument with float64, of a tensor or as a dtype, replaced by ``dtype``."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype is torch.float64 else value
     return dtype if value is torch.float64 else value

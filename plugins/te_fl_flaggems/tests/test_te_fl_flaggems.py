@@ -1,4 +1,4 @@
-"""FlagGems' operators held to the contracts, over a stand-in of its functions."""
+"""Tests FlagGems' operators against the contracts, over a stand-in for its functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from transformer_engine_fl.testing import cases
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin, on CPU and over the stand-in."""
+    """Register the plugin, on the CPU and over the stand-in."""
     stand_in.install(monkeypatch)
     monkeypatch.setattr(te_fl_flaggems, "DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(te_fl_flaggems, "is_available", lambda: True)
@@ -101,17 +101,17 @@ def test_what_it_does_not_serve_is_said_with_the_reason() -> None:
 
 def test_the_gradient_of_gelu_is_left_out_because_it_is_nan() -> None:
     x = torch.tensor([1e25, -1e25])
-    # FlagGems' formula, in float32: the slope of the tangent is nothing, times infinity.
+    # FlagGems' formula in float32: the derivative of tanh is 0, times infinity.
     t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x.square()))
     slope = 0.5 * x * ((1 - t.square()) * (0.79788456 + 0.1070322243 * x.square())) + 0.5 * (1 + t)
     assert slope.isnan().all()
     assert not ops.dgelu(torch.ones(2), x).isnan().any()
-    # Of the ATen operator nobody expects more: torch's own is NaN there, too.
+    # torch's own ATen operator is NaN there as well.
     assert torch.ops.aten.gelu_backward(torch.ones(2), x, approximate="tanh").isnan().all()
 
 
 def operands(of: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of products that Hopper's copies cannot read as they lie."""
+    """Operands of products that TMA on Hopper cannot read directly."""
     a, b, start = torch.randn(16, 32).to(of), torch.randn(32, 24).to(of), torch.randn(513).to(of)
     return {
         "a starts elsewhere": (start[1:].view(16, 32), b),
@@ -148,7 +148,7 @@ def test_what_hoppers_copies_can_read_is_not_copied(monkeypatch: pytest.MonkeyPa
     kernels.function("mm")(transposed, uneven)
     assert given[0] is transposed
     assert given[3].stride() == (1, 32)
-    assert given[5] is uneven  # no copy of it can be described either
+    assert given[5] is uneven  # a copy would not help
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -201,7 +201,7 @@ def test_a_function_that_this_release_has_not_is_named(monkeypatch: pytest.Monke
 
 
 def tuned(triton: Any, count: int) -> Any:
-    """A kernel as FlagGems decorates its own: an autotuner below something of its own."""
+    """A kernel decorated as in FlagGems: an autotuner inside FlagGems' own decorator."""
 
     class Entry(triton.KernelInterface):  # type: ignore[misc]
         def __init__(self, fn: Any) -> None:
@@ -221,7 +221,7 @@ def test_untuned_leaves_the_first_configuration_to_flaggems_kernels_and_to_no_ot
     triton = pytest.importorskip("triton")
     flag_gems = stand_in.install(monkeypatch)
     flag_gems.__file__ = str(tmp_path / "flag_gems" / "__init__.py")
-    makers, others = ModuleType("_nvidia.ops.mm"), ModuleType("somebody")  # a maker's, by its file
+    makers, others = ModuleType("_nvidia.ops.mm"), ModuleType("somebody")  # a vendor's, by file
     makers.__file__ = str(tmp_path / "flag_gems" / "runtime" / "_nvidia" / "ops" / "mm.py")
     others.__file__ = str(tmp_path / "flag_gems_too" / "ops.py")
     for module in (makers, others):

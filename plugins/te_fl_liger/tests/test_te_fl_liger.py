@@ -1,4 +1,4 @@
-"""liger-kernel's kernels held to the contracts, on a GPU or in Triton's interpreter."""
+"""Tests liger-kernel's kernels against the contracts, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ runs = pytest.mark.skipif(HERE is not True, reason=str(HERE))
 
 
 def manager() -> OpManager:
-    """One that has the package, installed or not."""
+    """A manager that has the package, whether it is installed or not."""
     made = OpManager(OpRegistry(), plugins=False)
     te_fl_liger.register(made.registry)
     return made

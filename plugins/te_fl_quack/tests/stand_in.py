@@ -1,7 +1,7 @@
-"""quack 0.6.5's functions by their signatures, over plain torch, and as strict as its kernels.
+"""A stand-in for quack 0.6.5: its signatures in plain torch, as strict as its kernels.
 
-What is tested with it is how arguments get there and results back; what quack's own kernels
-calculate shows on a GPU alone.
+It tests how arguments are passed and results returned; quack's own kernels are tested only on a
+GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _check(*tensors: Tensor | None, dims: int = 2) -> None:
 
 
 def _copied(*tensors: Tensor | None) -> None:
-    """What goes to shared memory past the registers does so by 4 bytes at least."""
+    """Asynchronous copies to shared memory move at least 4 bytes."""
     for tensor in tensors:
         assert tensor is None or tensor.shape[-1] * tensor.element_size() % 4 == 0
 
@@ -136,11 +136,11 @@ def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
 
 
 class DSLBaseError(Exception):
-    """What the compiler of CuTe kernels raises."""
+    """The base of the errors of the compiler of CuTe kernels."""
 
 
 class DSLRuntimeError(DSLBaseError):
-    """It cannot compile one."""
+    """A kernel cannot be compiled."""
 
 
 class DSLCudaRuntimeError(DSLBaseError):

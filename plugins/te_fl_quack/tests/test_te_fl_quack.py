@@ -1,4 +1,4 @@
-"""quack's kernels held to the contracts where they run, and elsewhere what leads to them."""
+"""Tests quack's kernels against the contracts where they run, and elsewhere their adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def planned() -> OpRegistry:
 
 @pytest.fixture
 def kernels() -> Iterator[ModuleType]:
-    """The adapters over the stand-in, taking tensors of the CPU."""
+    """The adapters over the stand-in, with CPU tensors allowed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "quack", ModuleType("quack"))
         for name, functions in MODULES.items():
@@ -96,7 +96,7 @@ def test_the_parameters_of_another_dtype_that_quack_has_not_are_declined(
 
 
 def a_call(op_name: str, rows: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Arguments of an operator of a norm or of the softmax."""
+    """Arguments of a norm's or a softmax's operator."""
     x, weight, statistic = torch.ones(rows, width, dtype=dtype), torch.ones(width), torch.ones(rows)
     return {
         "layernorm_bwd": (x, x, statistic, statistic, weight),

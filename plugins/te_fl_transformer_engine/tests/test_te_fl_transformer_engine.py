@@ -1,4 +1,4 @@
-"""The adapters, held to the contracts over a stand-in with Transformer Engine's signatures."""
+"""Tests the adapters against the contracts, over a stand-in for Transformer Engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from transformer_engine_fl.integrations.tex import ADAPTERS
 from transformer_engine_fl.testing import compare
 
 BLOCKS = ((1, 256), (2, 128), (4, 64), (8, 32), (16, 16), (128, 8), (16384, 4))
-"""Up to so many keys a block of the fused softmax takes so many rows."""
+"""(the most keys, the rows that a block of the fused softmax processes for up to so many)."""
 
 Calls = list[tuple[str, tuple[Any, ...]]]
 
@@ -113,13 +113,13 @@ def stand_in(calls: Calls) -> ModuleType:
                 assert mask.dtype == torch.uint8
                 assert mask.shape[0] in (1, input.shape[0])
                 assert mask.shape[1:] == (1, *input.shape[2:])
-                rest = (mask == 1, scale)  # another number hides nothing
+                rest = (mask == 1, scale)  # values other than 1 hide nothing
             return exact(name, input, *rest).to(input.dtype)
 
         def backward(output_grad: Tensor, softmax_output: Tensor, scale: float) -> Tensor:
             check(softmax_output)
             result = exact(name, output_grad, softmax_output, scale).to(softmax_output.dtype)
-            return output_grad.copy_(result)  # over what it was given, as the kernels do
+            return output_grad.copy_(result)  # in place, as the kernels do
 
         return backward if name.endswith("_backward") else forward
 
@@ -147,7 +147,7 @@ def stand_in(calls: Calls) -> ModuleType:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    """The calls of the stand-in, which is there in place of Transformer Engine."""
+    """The calls of the stand-in, which replaces Transformer Engine."""
     seen: Calls = []
     parent, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     for module in (parent, pytorch, stand_in(seen)):

@@ -45,9 +45,9 @@ def rmsnorm_fwd(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``rmsnorm_fwd`` of the contract."""
-    # Arguments first: a kernel that is called with wrong ones must refuse, not read past
-    # the end. Limits of your own go here too: raise NotSupportedError before touching
-    # anything, and the next implementation serves.
+    # Check the arguments first: a kernel must refuse wrong ones, not read out of bounds. Your
+    # kernel's own limits go here too: raise NotSupportedError before writing anything, and the
+    # next implementation serves the call.
     ops.rmsnorm_fwd.check(
         input, weight, eps, zero_centered_gamma=zero_centered_gamma, out_dtype=out_dtype
     )

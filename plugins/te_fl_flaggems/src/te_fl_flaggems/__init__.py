@@ -1,7 +1,7 @@
-"""FlagGems' operators as implementations of transformer_engine_fl: what there is.
+"""Registers FlagGems' operators as implementations for transformer_engine_fl.
 
-The entry point in pyproject.toml names this module. It loads neither torch nor flag_gems,
-which starts a device when it is imported: ``kernels`` does, when one of its operators is
+The entry point in pyproject.toml names this module. It imports neither torch nor flag_gems,
+which initialises a device on import: ``kernels`` does so when one of its operators is
 first chosen.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
 TE_FL_PLUGIN_API = 1
 
 DEVICES = frozenset({"aipu", "cuda", "gcu", "mlu", "musa", "npu", "ptpu", "txda"})
-"""Types of the devices that FlagGems has a folder for, but CPUs."""
+"""Types of the devices for which FlagGems has a folder, except CPUs."""
 
 OPERATORS = (
     "dgeglu",
@@ -68,7 +68,7 @@ ATEN = {
     "silu": "silu",
     "silu_backward": "silu_backward",
 }
-"""ATen operators, and the functions of FlagGems that stand for them."""
+"""ATen operator -> the function of FlagGems that implements it."""
 
 LIMITED = {
     "rmsnorm_fwd_add": (
@@ -76,7 +76,7 @@ LIMITED = {
         "what is normalized is the sum before it is rounded to the input's dtype",
     ),
 }
-"""Operators that keep the contract in some dtypes only: those, and what is wrong in the others."""
+"""Operators that keep the contract in some dtypes only: (these dtypes, the fault in others)."""
 
 UNSUPPORTED = {
     "dgelu": "gelu_backward is NaN where the square of an input is past the end of float32",
@@ -92,11 +92,11 @@ UNSUPPORTED = {
     "input's dtype",
     "aten::rms_norm": "rms_norm takes no call without a weight",
 }
-"""What FlagGems seems to have and does not serve, with the reason."""
+"""Operators that FlagGems seems to have and that are not registered, with the reasons."""
 
 
 def dtypes(op_name: str) -> frozenset[str]:
-    """The dtypes in which an operator of FlagGems' keeps its contract."""
+    """The dtypes in which FlagGems' operator keeps its contract."""
     limit = LIMITED.get(op_name)
     return limit[0] if limit else frozenset({"float32", "bfloat16", "float16"})
 
@@ -114,7 +114,7 @@ def register(registry: OpRegistry) -> None:
 
 
 def implementations(kernels: str) -> Iterator[OpImpl]:
-    """Every implementation, by the functions of a module of this package."""
+    """Every implementation, with functions of the module ``kernels``."""
     common = {
         "impl_id": "vendor.flaggems",
         "kind": BackendImplKind.VENDOR,

@@ -1,12 +1,12 @@
-"""What FlagGems' matrix product for Hopper needs of its operands, which other devices' do not.
+"""Prepares the operands of FlagGems' matrix product for Hopper, which has requirements of its own.
 
-It describes them to the GPU's tensor copies (TMA) wherever a row of both and a row of the
-result are whole accesses of 16 bytes. Nothing there looks at where an operand starts, or at
-the strides of one that is transposed or expanded; what cannot be described raises an
-AssertionError. Those operands are copied here, and empty ones declined.
+It makes TMA descriptors of its operands whenever the rows of both, and of the result, are
+multiples of 16 bytes. It does not check where an operand starts, nor the strides of a transposed
+or expanded one; an operand that a descriptor cannot express raises an AssertionError. Such
+operands are copied here, and empty operands are declined.
 
-A product of one column has a kernel of its own, which multiplies and adds in the operands'
-dtype, and is declined where that is not float32.
+A product with one column has its own kernel, which multiplies and adds in the operands' dtype; it
+is declined where that is not float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_engine_fl import NotSupportedError
 __all__ = ["bridged", "is_for_hopper"]
 
 ALIGNMENT = 16
-"""Bytes: of a start, and of the strides between rows."""
+"""The alignment in bytes of an operand's start and of the strides between rows."""
 
 
 def is_for_hopper(function: Callable[..., object]) -> bool:
@@ -31,7 +31,7 @@ def is_for_hopper(function: Callable[..., object]) -> bool:
 
 
 def bridged(mm: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The product, of any two matrices that it multiplies right."""
+    """The product, for any two matrices; declines what FlagGems computes wrongly."""
 
     @functools.wraps(mm)
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ def bridged(mm: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor]
 
 
 def _describable(matrix: Tensor) -> Tensor:
-    """The matrix, or a dense copy if that can be described and the matrix cannot."""
+    """The matrix, or a contiguous copy if TMA can describe only the copy."""
     size = matrix.element_size()
     if matrix.shape[1] * size % ALIGNMENT:
-        return matrix  # nor could the copy: such products take another way
+        return matrix  # a copy would not help: FlagGems does not use TMA for such products
     rows = matrix if matrix.stride(1) == 1 else matrix.t()
     if (
         rows.stride(1) == 1

@@ -1,9 +1,9 @@
 """FlagGems' functions, bridged to contracts and to ATen's signatures when one is first chosen.
 
-How a function serves a contract is said in ``transformer_engine_fl.vendors.flaggems``, for the
-folders that chip makers write for FlagGems just as for FlagGems itself. Where FlagGems has a
-chip maker's own function for the device here, that is what serves; what the maker leaves
-unused is not served, whether FlagGems or a folder that was loaded says so.
+``transformer_engine_fl.vendors.flaggems`` has the bridges, which serve FlagGems itself as well as
+the folders that vendors write for it. If FlagGems has a vendor's function for this machine's
+device, that function is used. Functions that the vendor marks as unused, in FlagGems or in a
+loaded folder, are not served.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["aten", "function"]
 
 
 def function(name: str) -> Callable[..., Any]:
-    """A function of FlagGems, the chip maker's own where there is one.
+    """A function of FlagGems, or the vendor's replacement if there is one.
 
     Raises:
-        PluginError: FlagGems has none of that name, or the maker leaves it unused.
+        PluginError: FlagGems has no such function, or the vendor marks it as unused.
     """
     flag_gems = importlib.import_module("flag_gems")
     vendor = getattr(flag_gems, "vendor_name", "")
@@ -39,7 +39,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def _unused(vendor: str) -> tuple[str, ...]:
-    """What a chip maker does not want to be used; of NVIDIA's list FlagGems makes nothing."""
+    """The functions that a vendor marks as unused; FlagGems ignores the list for NVIDIA."""
     if vendor in ("", "nvidia"):
         return ()
     backend = importlib.import_module("flag_gems.runtime.backend")

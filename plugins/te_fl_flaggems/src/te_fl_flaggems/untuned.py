@@ -1,9 +1,9 @@
-"""The same operators, each kernel with the first of its configurations instead of the fastest.
+"""The same operators, without autotuning: each kernel uses the first of its configurations.
 
-FlagGems measures every configuration of a kernel, from a few to some two hundred, for each
-shape that the kernel meets. That is over a tenth of a second each, and a compilation: too
-much for a test with hundreds of shapes. ``TE_FL_PLUGIN_MODULES=te_fl_flaggems.untuned`` has
-the operators without it; ``plugins/certify.py`` runs them so.
+FlagGems measures every configuration of a kernel, from a few to some two hundred, for each new
+shape. Each takes a compilation and over a tenth of a second: too much for a test with hundreds of
+shapes. ``TE_FL_PLUGIN_MODULES=te_fl_flaggems.untuned`` registers the operators this way, as does
+``plugins/certify.py``.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ __all__ = ["TE_FL_PLUGIN_API", "register", "take_first_configurations"]
 TE_FL_PLUGIN_API = te_fl_flaggems.TE_FL_PLUGIN_API
 
 DEPRECATED = "Logical operators 'and' and 'or' are deprecated for non-scalar tensors"
-"""What Triton says of FlagGems' source, at each compilation of some kernels."""
+"""A warning of Triton about FlagGems' source, at each compilation of some kernels."""
 
 
 def register(registry: OpRegistry) -> None:
-    """Register every implementation of this package, without a search."""
+    """Register every implementation of this package, without autotuning."""
     registry.register_many(te_fl_flaggems.implementations(__name__))
 
 
 def take_first_configurations(flag_gems: ModuleType) -> int:
-    """Leave one configuration to each kernel of FlagGems' modules; says to how many."""
+    """Leave one configuration for each kernel of FlagGems' modules; returns how many changed."""
     autotuner = importlib.import_module("triton.runtime").Autotuner
     narrowed = 0
     for module in _modules_of(flag_gems):
         for kernel in list(vars(module).values()):
             for layer in _layers(kernel):
                 if isinstance(layer, autotuner) and len(layer.configs) > 1:
-                    layer.configs = layer.configs[:1]  # a new list: kernels share theirs
+                    layer.configs = layer.configs[:1]  # a new list: kernels share the old one
                     narrowed += 1
     return narrowed
 
 
 def _modules_of(flag_gems: ModuleType) -> Iterator[ModuleType]:
-    """By their files: FlagGems loads the folders of chip makers under names without its own."""
+    """FlagGems' modules, found by file: it loads vendors' folders under other package names."""
     root = Path(str(flag_gems.__file__)).parent
     for module in list(sys.modules.values()):
-        file = getattr(module, "__dict__", {}).get("__file__")  # some load when they are asked
+        file = getattr(module, "__dict__", {}).get("__file__")  # getattr would load lazy modules
         if isinstance(file, str) and root in Path(file).parents:
             yield module
 

@@ -1,7 +1,7 @@
-"""liger-kernel's Triton operators as implementations of transformer_engine_fl: what there is.
+"""Registers liger-kernel's Triton operators as implementations for transformer_engine_fl.
 
-The entry point in pyproject.toml names this module. It loads neither torch, Triton nor
-liger-kernel: ``kernels`` does, when one of its operators is first chosen.
+The entry point in pyproject.toml names this module. It imports neither torch, Triton nor
+liger-kernel: ``kernels`` does so when one of its operators is first chosen.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BY_ROWS = (
     "srelu",
     "swiglu",
 )
-"""Those of which a program of liger-kernel's calculates one row, whatever the others are."""
+"""Operators of which a program computes one row, independently of the others."""
 
 WIDE_ONLY = {
     "dgeglu": "the derivative of gelu is rounded before it is multiplied",
@@ -44,7 +44,7 @@ WIDE_ONLY = {
     "scaled_softmax_backward": "products are rounded to the input's dtype before they are summed",
     "swiglu": "silu of the gate is rounded before the product",
 }
-"""What liger-kernel gets wrong in bfloat16 and float16, by more than the contract allows."""
+"""Operators whose error in bfloat16 and float16 exceeds the contract's tolerance, and why."""
 
 OPERATORS = (*BY_ROWS, "layernorm_bwd", "rmsnorm_bwd", "rmsnorm_bwd_add", "rmsnorm_fwd")
 
@@ -62,10 +62,10 @@ def is_available() -> bool | str:
 
 
 def dtypes(op_name: str) -> frozenset[str]:
-    """The dtypes in which an operator of liger-kernel's keeps its contract."""
+    """The dtypes in which liger-kernel's operator keeps its contract."""
     if op_name in WIDE_ONLY:
         return frozenset({"float32"})
-    # Triton's interpreter multiplies the bits of bfloat16.
+    # Triton's interpreter does bfloat16 arithmetic on the bits as integers.
     return frozenset(
         {"float32", "float16"} if _interpreted() else {"float32", "float16", "bfloat16"}
     )

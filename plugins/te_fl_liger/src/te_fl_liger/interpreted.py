@@ -1,8 +1,8 @@
-"""What liger-kernel's kernels lack in Triton's interpreter, so that a CPU can run them.
+"""Provides what liger-kernel's kernels lack in Triton's interpreter, so that a CPU can run them.
 
-The functions of libdevice are stubs there that return nothing: Triton's own stand in for
-those that the kernels call. A floating-point argument is Python's number there, which has no
-``to``. And bfloat16 is calculated on its bits, so it is not offered there at all.
+In the interpreter, libdevice functions are stubs that return nothing, so the kernels get Triton's
+own functions instead. A floating-point argument is a Python float, which has no ``to``. bfloat16
+arithmetic is done on the bits as integers, so bfloat16 is not supported there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["fill_in", "number"]
 MODULES = ("fused_add_rms_norm", "geglu", "layer_norm", "rms_norm")
 
 
-# Functions around Triton's: the interpreter puts its own under Triton's names while it runs.
+# Wrappers, because the interpreter replaces Triton's own functions while it runs.
 def _rsqrt(x: Any) -> Any:
     return tl.rsqrt(x)
 
@@ -28,7 +28,7 @@ def _tanh(x: Any) -> Any:
 
 
 class _Number(float):
-    """A kernel's floating-point argument; its dtype is that of what it meets."""
+    """A kernel's floating-point argument; it takes the dtype of the other operand."""
 
     def to(self, dtype: Any) -> float:
         return self
@@ -43,7 +43,7 @@ FUNCTIONS = {"rsqrt": _rsqrt, "tanh": _tanh}
 
 
 def fill_in() -> None:
-    """Give the kernels functions that work; nothing if they are compiled."""
+    """Replace the stubs in the kernels' modules; does nothing if kernels are compiled."""
     if not triton.knobs.runtime.interpret:
         return
     for name in MODULES:

@@ -1,7 +1,7 @@
 """liger-kernel's functions under the contracts' signatures.
 
-Each function checks the arguments by the contract, takes them as the dense memory that
-liger-kernel expects, and calls it. What it has no word for, or gets wrong, is declined.
+Each function checks the arguments against the contract, makes them contiguous as liger-kernel
+expects, and calls it. Options that liger-kernel does not have, or gets wrong, are declined.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from transformer_engine_fl.vendors.taking import Taker, own
 __all__ = list(OPERATORS)
 
 MOST_COLUMNS = 65536
-"""A row is one block of a program."""
+"""The widest row, as a program holds a whole row in one block."""
 
 CASTING, CASTING_MODE = "gemma", 1
-"""The mode of norms calculated in float32 throughout, as the contracts say, and its number."""
+"""The casting mode in which norms are float32 throughout, as in the contracts, and its number."""
 
 TAKER = Taker("liger-kernel's kernels")
 
@@ -32,7 +32,7 @@ interpreted.fill_in()
 
 
 def _block(op: str, columns: int) -> tuple[int, int]:
-    """Width and warps of a block that holds a row."""
+    """(block size, warps) of a program that holds a row."""
     if columns > MOST_COLUMNS:
         raise NotSupportedError(
             f"{op}: {columns} columns; a block of liger-kernel's holds {MOST_COLUMNS}"
@@ -42,7 +42,7 @@ def _block(op: str, columns: int) -> tuple[int, int]:
 
 
 def _norm_inputs(op: str, **tensors: Tensor) -> list[Tensor]:
-    """Dense tensors for a norm, the first of them the rows."""
+    """The tensors of a norm, contiguous; the first has the rows."""
     taken = TAKER.dense(op, **tensors)
     _block(op, taken[0].shape[-1])
     return taken
@@ -70,7 +70,7 @@ def rmsnorm_bwd(
     op = "rmsnorm_bwd"
     ops.rmsnorm_bwd.check(dy, x, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
     x, dy, rsigma, gamma = _norm_inputs(op, x=x, dy=dy, rsigma=rsigma, gamma=gamma)
-    TAKER.same_dtype(op, dy=dy, x=x)  # dx is made like dy
+    TAKER.same_dtype(op, dy=dy, x=x)  # liger-kernel allocates dx like dy
     columns = x.shape[-1]
     block, warps = _block(op, columns)
     dx, dgamma = liger.rms_norm_backward(
@@ -209,7 +209,7 @@ def dswiglu(grad: Tensor, fwd_input: Tensor) -> Tensor:
 
 
 def _rows(op: str, tensor: Tensor) -> Tensor:
-    """The tensor as rows; of a number by itself, one row of one."""
+    """The tensor as rows; a tensor without dimensions is one row of one element."""
     columns = tensor.shape[-1] if tensor.dim() else 1
     _block(op, columns)
     return tensor.view(-1, columns)

@@ -1,7 +1,7 @@
-"""quack's CuTe kernels as implementations of transformer_engine_fl: what there is.
+"""Registers quack's CuTe kernels as implementations for transformer_engine_fl.
 
-The entry point in pyproject.toml names this module. It loads neither torch nor quack:
-``kernels`` does, when one of its operators is first chosen.
+The entry point in pyproject.toml names this module. It imports neither torch nor quack:
+``kernels`` does so when one of its operators is first chosen.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ LIMITED = {
         "a row is NaN where its largest logit, times log2(e), is past the end of float32",
     ),
 }
-"""Operators that keep the contract in some dtypes only: those, and what is wrong in the others."""
+"""Operators that keep the contract in some dtypes only: (these dtypes, the fault in others)."""
 
 
 def dtypes(op_name: str) -> frozenset[str]:
-    """The dtypes in which an operator of quack's keeps its contract."""
+    """The dtypes in which quack's operator keeps its contract."""
     limit = LIMITED.get(op_name)
     return limit[0] if limit else frozenset({"float32", "bfloat16", "float16"})
 

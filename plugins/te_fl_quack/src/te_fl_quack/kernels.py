@@ -1,9 +1,9 @@
 """quack's functions under the contracts' signatures.
 
-Each function checks the arguments by the contract, takes them as what quack's kernels expect
-(rows, dense, starting where a wide access may), and calls it. What quack has no word for is
-declined, and so are rows for which it has no kernel: of widths that are known here, and of
-those that it turns out not to compile for.
+Each function checks the arguments against the contract, converts them to what quack's kernels
+expect (contiguous rows whose start is aligned for wide accesses), and calls it. Options that quack
+does not have are declined, and so are rows for which it has no kernel: widths that are known here
+to fail, and those for which compilation turns out to fail.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from transformer_engine_fl.vendors.taking import Taker
 __all__ = list(OPERATORS)
 
 ALIGNMENT = 16
-"""Bytes: the widest access, and the only one of the softmax."""
+"""Bytes of the widest access, which is the only one that the softmax uses."""
 
 NARROWEST_COPY = 4
-"""Bytes: the narrowest that the copies past the registers, from global to shared memory, have."""
+"""Bytes of the narrowest asynchronous copy from global to shared memory, past the registers."""
 
 WIDEST_GRADIENT = 128 * 1024
-"""Elements of a row of float32 for which a norm's backward has the shared memory."""
+"""The widest float32 row, in elements, for which a norm's backward has enough shared memory."""
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,18 +37,18 @@ TAKER = Taker("quack's kernels", {"cuda"})
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"quack.{name}")  # a function of the same name hides some
+    return importlib.import_module(f"quack.{name}")  # some are hidden by functions of their name
 
 
 RMSNORM, SOFTMAX = _module("rmsnorm"), _module("softmax")
-COMPILER = importlib.import_module("cutlass.base_dsl.common")  # its errors
+COMPILER = importlib.import_module("cutlass.base_dsl.common")  # has the compiler's errors
 
 _uncompiled: set[tuple[Any, ...]] = set()
-"""Operators, with widths and dtypes, that quack did not compile for: an attempt takes seconds."""
+"""(operator, width, dtypes) that failed to compile; not tried again, as that takes seconds."""
 
 
 def _taken(op: str, **tensors: Tensor) -> list[Tensor]:
-    """The tensors dense, aligned, and of a dtype that quack knows."""
+    """The tensors, contiguous and aligned; declines dtypes that quack does not have."""
     taken = TAKER.dense(op, **tensors)
     for name, tensor in zip(tensors, taken, strict=True):
         if tensor.dtype not in NARROW:
@@ -62,9 +62,10 @@ def _rows(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _launching(op: str, first: Tensor, *others: Tensor | torch.dtype | None) -> Iterator[None]:
-    """Launch on the device of the tensors; what does not compile is declined, at once from then on.
+    """Launch on the tensors' device; declines calls whose kernel does not compile.
 
-    It is no fault of the operator: other widths and dtypes have kernels of their own.
+    Later calls with the same width and dtypes are declined at once. Other widths and dtypes have
+    kernels of their own, so this must not count as a failure of the operator.
     """
     dtypes = (it.dtype if isinstance(it, Tensor) else it for it in (first, *others))
     kernel = (op, first.shape[-1], *dtypes)
@@ -74,7 +75,7 @@ def _launching(op: str, first: Tensor, *others: Tensor | torch.dtype | None) -> 
     if kernel in _uncompiled:
         raise declined
     try:
-        # Launches go to the current device; within the block it is the tensors'.
+        # Kernels are launched on the current device, so make it the tensors' device.
         with torch.cuda.device(first.get_device()):
             yield
     except COMPILER.DSLCudaRuntimeError:
@@ -85,7 +86,7 @@ def _launching(op: str, first: Tensor, *others: Tensor | torch.dtype | None) -> 
 
 
 def _copied_past_registers(op: str, **tensors: Tensor) -> None:
-    """Decline rows that start at odd multiples of 2 bytes."""
+    """Decline rows whose width is not a multiple of the narrowest asynchronous copy."""
     for name, tensor in tensors.items():
         if tensor.shape[-1] * tensor.element_size() % NARROWEST_COPY:
             raise NotSupportedError(
@@ -103,7 +104,7 @@ def _gradient_fits(op: str, x: Tensor) -> None:
 
 
 def _whole_accesses(op: str, tensor: Tensor) -> None:
-    """Decline rows that are not whole wide accesses."""
+    """Decline rows whose width is not a multiple of the widest access."""
     if tensor.shape[-1] * tensor.element_size() % ALIGNMENT:
         raise NotSupportedError(
             f"{op}: quack's softmax takes rows of multiples of {ALIGNMENT} bytes; given: "
@@ -207,7 +208,7 @@ def rmsnorm_bwd_add(
     """``rmsnorm_bwd_add`` of the contract."""
     op = "rmsnorm_bwd_add"
     ops.rmsnorm_bwd_add.check(dz, x, add, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)
-    TAKER.same_dtype(op, x=x, add=add)  # for another it makes a gradient of each
+    TAKER.same_dtype(op, x=x, add=add)  # with different dtypes quack returns two gradients
     dz, x, add, rsigma, gamma = _taken(op, dz=dz, x=x, add=add, rsigma=rsigma, gamma=gamma)
     _copied_past_registers(op, dz=dz, x=x)
     _gradient_fits(op, x)

@@ -1,8 +1,8 @@
-"""NVIDIA Transformer Engine's kernels for transformer_engine_fl: which there are, and when.
+"""Registers NVIDIA Transformer Engine's kernels as implementations for transformer_engine_fl.
 
-The entry point in pyproject.toml names this module. Nothing of Transformer Engine is loaded
-before one of its operators is first chosen; how its functions are called is in the adapters of
-``transformer_engine_fl.integrations.tex``, and operators.py puts the two together.
+The entry point in pyproject.toml names this module. Transformer Engine is imported only when one
+of its operators is first chosen. The adapters of ``transformer_engine_fl.integrations.tex`` call
+its functions; operators.py applies them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _SOFTMAX = tuple(
     for way in ("forward", "backward")
 )
 OPERATORS = (*_ACTIVATIONS, *(f"d{name}" for name in _ACTIVATIONS), *_NORMS, *_SOFTMAX)
-"""The operators that it serves; the other functions of Transformer Engine are not bridged."""
+"""The operators that are registered; other functions of Transformer Engine are not bridged."""
 
 _HALVES = frozenset({"bfloat16", "float16"})
 _INEXACT = {
-    # NaN where the cube of the input overflows float32, which float16 cannot reach.
+    # NaN where the cube of the input overflows float32, which float16 inputs cannot reach.
     "dgelu": frozenset({"float32", "bfloat16"}),
-    # Past the contract's tolerance where the exponential of the sigmoid overflows.
+    # Exceeds the contract's tolerance where the exponential of the sigmoid overflows.
     "dglu": frozenset({"float32"}),
 }
-"""What the conformance kit found wrong on a device, and so is not registered."""
+"""Dtypes in which the conformance kit found errors on a device; they are not registered."""
 
 
 def is_available() -> bool | str:
-    """Whether NVIDIA's Transformer Engine is installed; loads nothing of it."""
+    """Whether NVIDIA's Transformer Engine is installed; does not import it."""
     try:
         found = importlib.util.find_spec("transformer_engine")
-    except ValueError:  # a module of that name in sys.modules that was not found anywhere
+    except ValueError:  # a module of that name in sys.modules without a spec
         found = None
     if found is None or found.origin is None:
         return "Transformer Engine is not installed: pip install transformer_engine[pytorch]"

@@ -1,7 +1,7 @@
 """The operators: each is a function of ``transformer_engine_torch`` behind its adapter.
 
-Imported when one of them is first chosen. A function that the installed release has not is an
-attribute that is not here, and the operator is not available, for that reason.
+Imported when one of them is first chosen. If the installed release lacks a function, this module
+lacks the attribute, and the operator is reported as unavailable for that reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def extension() -> ModuleType:
     """NVIDIA's extension module.
 
     Raises:
-        PluginError: what goes by its name is another's, which would call us back.
+        PluginError: the module of that name is not NVIDIA's, and might call back into dispatch.
     """
     importlib.import_module("transformer_engine.pytorch")  # loads the libraries it needs
     module = importlib.import_module(EXTENSION)
@@ -38,7 +38,7 @@ def extension() -> ModuleType:
 
 
 def named(dtype: torch.dtype) -> Any:
-    """How the extension is told a dtype."""
+    """The extension's value for a dtype."""
     names = {
         torch.float32: "kFloat32",
         torch.float16: "kFloat16",
