@@ -1,15 +1,15 @@
-"""What a dispatch costs, beside the ways others dispatch, in one run.
+"""Measures the cost of a dispatch, and that of other dispatch mechanisms, in one run.
 
     python benchmarks/dispatch_overhead.py            about a minute; writes JSON and a plot
     python benchmarks/dispatch_overhead.py --quick    a few seconds; writes only with --out
     python benchmarks/dispatch_overhead.py --check    status 1 if a budget is exceeded
 
-Every case calls the same function of two tensors, which returns the first. How it is
-measured: several processes, one after the other, since memory layout and hash seeds differ
-from process to process; in each, the cases take turns in a new random order in every
-round, so that a slow moment hits all of them alike; a case's figure in a process is the
-fastest of its rounds, and the result is the median over the processes, with the lowest
-and the highest beside it. The price of dispatching is the difference to the direct call.
+Every case calls the same function of two tensors, which returns the first. Several processes run
+one after the other, since memory layout and hash seeds differ between processes. Within a process
+the cases take turns, in a new random order in each round, so that a slow moment affects all of
+them alike. A case's figure in a process is its fastest round; the result is the median over the
+processes, together with the lowest and the highest. The cost of dispatching is the difference to
+the direct call.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from transformer_engine_fl import (
 RESULTS = Path(__file__).parent / "results"
 
 REFERENCE_LOOKUP_US = 0.04
-"""A dict look-up plus call, over an empty loop, on the machine that the budgets are for."""
+"""The time of a dict look-up plus call, minus an empty loop, on the budgets' machine."""
 
 BUDGETS_US = {
     "manager.call": 0.25,
     "bound handle": 0.10,
     "manager.call, device and dtype guard": 0.80,
 }
-"""What a case may add to the direct call, where the look-up costs the above."""
+"""What a case may add to the direct call, on a machine with that look-up time."""
 
 PLAN_BUDGET_US = 200.0
 """The first call of an operator after every plan was dropped, on any machine."""
@@ -90,7 +90,7 @@ def _impls(op_name: str, count: int, **conditions: Any) -> list[OpImpl]:
 
 
 def _manager(operators: int = 1, implementations: int = 1, **conditions: Any) -> OpManager:
-    """A manager of its own; its operators are called op0, op1 and so on."""
+    """A new manager with operators called op0, op1 and so on."""
     registry = OpRegistry(contracts={})
     registry.register_many(
         impl
@@ -104,7 +104,7 @@ GUARD = {"devices": frozenset({"cpu"}), "supported_dtypes": frozenset({"float32"
 
 
 def _operator_object() -> Contract[..., Any]:
-    """An operator as ``ops`` has them; the default manager serves it."""
+    """An operator like those of ``ops``, which calls through the default manager."""
     get_default_manager().registry.register_many(_impls("trivial", 1))
     return Contract(
         trivial,
@@ -124,10 +124,10 @@ class Case:
     """A statement to time.
 
     Attributes:
-        name: what it is called in the results.
+        name: its name in the results.
         statement: may use a, b and the names of ``uses``.
-        uses: what else the statement needs, by name.
-        block: what it runs inside of.
+        uses: other objects that the statement needs, by name.
+        block: the context in which it runs.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Case:
     block: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def timer(self) -> timeit.Timer:
-        """A timer whose loop finds every name among its locals."""
+        """A timer whose loop has every name as a local variable."""
         names = {"a": torch.ones(4), "b": torch.ones(4), **self.uses}
         setup = "; ".join(f"{name} = _{name}" for name in names)
         return timeit.Timer(
@@ -172,7 +172,7 @@ def cases() -> Iterator[Case]:
 
 
 def _others() -> Iterator[Case]:
-    """How Python and torch dispatch."""
+    """The dispatch mechanisms of Python and torch."""
     generic = functools.singledispatch(lambda a, b: NotImplemented)
     generic.register(Tensor, trivial)
     yield Case("functools.singledispatch", "f(a, b)", {"f": generic})
@@ -199,7 +199,7 @@ def _others() -> Iterator[Case]:
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """In this process: each case's fastest round, and plan building, in us."""
+    """Measure in this process: each case's fastest round, and plan building, in us."""
     chosen = list(cases())
     timers = [case.timer() for case in chosen]
     numbers = []
@@ -274,7 +274,7 @@ def run(processes: int, rounds: int) -> dict[str, list[float]]:
 
 
 def report(figures: dict[str, list[float]]) -> dict[str, Any]:
-    """The results as they are written: figures in us, ratios, budgets, versions."""
+    """The results to be written: figures in us, ratios, budgets, versions."""
     middle = {name: statistics.median(values) for name, values in figures.items()}
     empty, direct = middle["empty loop"], middle["direct call"]
     scale = (middle["dict look-up and call"] - empty) / REFERENCE_LOOKUP_US
@@ -345,7 +345,7 @@ OURS, THEIRS = "#1f6391", "#9a9a9a"
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """What each way adds to the direct call."""
+    """Plot what each mechanism adds to the direct call."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -358,7 +358,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for color, label, theirs in ((OURS, "this framework", False), (THEIRS, "others", True)):
         shown = [it for it, name in enumerate(names) if name.startswith(others) is theirs]
         added = [rows[names[it]]["added_us"] for it in shown]
-        # Dots, not bars: on a logarithmic axis the length of a bar means nothing.
+        # Dots, not bars: the length of a bar is meaningless on a logarithmic axis.
         axes.plot(added, shown, "o", color=color, label=label)
         for it, value in zip(shown, added, strict=True):
             axes.annotate(

@@ -1,4 +1,4 @@
-"""What is measured beside the work itself: its errors against float64, and the roofs."""
+"""Measures the errors of results against float64, and the roofs that rates are compared with."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST", "copies", "error_ratio", "roofs"]
 
 LARGEST = 8192
-"""The size of the square products that are the roofs of operations."""
+"""The size of the square matrix products that give the roofs in TFLOP/s."""
 
 COPIED = (2**22, 2**24, 2**25, 2**26, 2**27, 2**28, 2**29)
-"""Bytes of the copies that show what the fixed costs of a call leave of the roof.
+"""Bytes of the copies that show what fraction of the roof is left by the fixed costs of a call.
 
-Beside each stands a fill of as many bytes as it reads and writes: memory need not take them as
-fast as it gives and takes them in turn.
+Each is compared with a fill of as many bytes as the copy reads and writes: writing alone may be
+slower than reading and writing in turn.
 """
 
 
 def roofs() -> dict[str, dict[str, Any]]:
-    """What rates stand beside: by name its value, its unit and what was measured."""
+    """The roofs, by name: value, unit and what was measured."""
     found: dict[str, dict[str, Any]] = {}
     for name, unit, what, measure in (
         ("copy", "GB/s", "a device-to-device copy of 2 GiB, read and written", _copy),
@@ -39,7 +39,7 @@ def roofs() -> dict[str, dict[str, Any]]:
     ):
         try:
             value = measure()
-        except Exception as error:  # noqa: BLE001 - a device may not have it; that is told
+        except Exception as error:  # noqa: BLE001 - a device may not support it; reported
             found[name] = {"value": None, "unit": unit, "what": f"{what}: {error}"[:300]}
         else:
             found[name] = {"value": value, "unit": unit, "what": what}
@@ -48,8 +48,8 @@ def roofs() -> dict[str, dict[str, Any]]:
 
 
 def copies() -> list[dict[str, float]]:
-    """Smaller copies: the bytes that each reads and writes together, and its microseconds; those
-    of a fill of as many, the faster of torch's two.
+    """Smaller copies: the bytes that each reads and writes together, and its microseconds; also the
+    microseconds of a fill of as many bytes, by the faster of torch's two functions.
     """
     return [
         {"bytes": 2 * size, "us": _copy_ms(size) * 1e3, "fill_us": _fill_ms(2 * size) * 1e3}
@@ -95,11 +95,12 @@ def error_ratio(
     *,
     whole: bool = False,
 ) -> float | None:
-    """The worst error over what the contracts allow; None for one that is infinite.
+    """The worst error divided by the error that the contracts allow; None if it is infinite.
 
-    A peer may return fewer values, or None for one that cannot be compared; nothing is
-    required of those. From an implementation ``whole`` asks for every one. Where only certain
-    bits are allowed, any other is an infinite error, and so is another number of elements.
+    A peer may return fewer values, or None for a value that cannot be compared; these are not
+    checked. With ``whole``, as for implementations, every value is required. If the contract
+    allows only certain bits, any other result is an infinite error, and so is a wrong number of
+    elements.
     """
     worst = 0.0
     results = as_tuple(results)

@@ -2,13 +2,13 @@
 
     python benchmarks/ops.py --impl default.flagos --impl vendor.cuda --out results.json
 
-Every implementation and every peer that is installed does the same work on the same
-inputs. Its values are checked against float64; then it is timed with a cold L2 cache and
-the median is taken. What moves memory is measured in GB/s of the fewest bytes that must be
-moved, beside a large device-to-device copy of the same run; what multiplies matrices in
-TFLOP/s, beside the largest product of torch in the same run, and there the candidates take
-turns. Writes JSON, and with ``--markdown`` and ``--plot`` a table and a picture of it. What
-is measured is told in ``workloads/``, what stands beside it in ``peers/``.
+Every implementation and every installed peer does the same work on the same inputs. Its values
+are checked against float64; then it is timed with a cold L2 cache, and the median is taken.
+Memory-bound work is reported in GB/s of the fewest bytes that must be moved, and compared with a
+large device-to-device copy in the same run. Matrix products are reported in TFLOP/s, and compared
+with torch's largest product in the same run; for these the candidates take turns. Writes JSON,
+and with ``--markdown`` and ``--plot`` a table and a picture. ``workloads/`` defines what is
+measured, and ``peers/`` the libraries that it is compared with.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from transformer_engine_fl.testing.timing import median_ms
 Report = dict[str, Any]
 
 ROUNDS = 5
-"""How often the candidates take turns where operations are counted.
+"""The number of rounds in which candidates take turns, for work counted in operations.
 
-Products warm a device until its clocks fall: of the same kernel timed twice, one time after
-the other, the first is faster by several percent.
+Matrix products heat a device until it lowers its clocks: if the same kernel is timed twice in
+succession, the first measurement is several percent faster.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Somebody who does the work: an implementation id or a peer's name, and its work on a call."""
+    """An implementation (its id) or a peer (its name), and a function that makes its work."""
 
     name: str
     make: Callable[[Sample], Work]
@@ -65,14 +65,14 @@ class Candidate:
 
 
 class AbsentError(Exception):
-    """An implementation would not run a call."""
+    """An implementation does not run a call."""
 
 
 def implementation(op: str, impl_id: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """What one implementation would run for a call.
+    """The function that one implementation runs for a call.
 
     Raises:
-        AbsentError: it would not; says why.
+        AbsentError: the implementation does not run it; says why.
     """
     manager = te.get_default_manager()
     with te.policy_context(prefer=f"impl:{impl_id}", strict=True):
@@ -86,7 +86,7 @@ def implementation(op: str, impl_id: str, *args: Any, **kwargs: Any) -> Callable
 
 
 def own_work(workload: Workload, impl_id: str, sample: Sample) -> Work:
-    """The work of an implementation, each of its operators chosen beforehand."""
+    """The work of an implementation, with each of its operators chosen beforehand."""
     functions: dict[str, Callable[..., Any]] = {}
 
     def rehearsed(contract: Contract[..., Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def own_work(workload: Workload, impl_id: str, sample: Sample) -> Work:
 
 
 def candidates(workload: Workload, args: argparse.Namespace) -> Iterator[Candidate]:
-    """Everybody who is to be measured."""
+    """Every implementation and peer to be measured."""
     for impl_id in args.impl:
         yield Candidate(impl_id, functools.partial(own_work, workload, impl_id))
     for name, peer in peers_of(workload.name).items() if args.peers else ():
@@ -116,7 +116,7 @@ def candidates(workload: Workload, args: argparse.Namespace) -> Iterator[Candida
 def measure(
     workload: Workload, shape: Shape, args: argparse.Namespace, device: str = "cuda"
 ) -> Report:
-    """All candidates on one workload and shape."""
+    """Measure all candidates on one workload and shape."""
     row: Report = {
         "workload": workload.name,
         "ops": list(workload.operators),
@@ -145,8 +145,8 @@ def measure(
         return make(its_shape) if workload.mutates else kept
 
     everybody = list(candidates(workload, args))
-    # Who takes turns holds its memory at the same time as the others. What moves memory needs
-    # most of it, and the clocks hardly matter there.
+    # Candidates that take turns hold their memory at the same time. Memory-bound workloads need
+    # most of the memory, and clocks hardly matter for them: these run one after the other.
     for together in [everybody] if workload.flops else [[it] for it in everybody]:
         works: dict[str, Work] = {}
         ratios: dict[str, float | None] = {}
@@ -175,7 +175,7 @@ def measure(
 
 
 def _times(row: Report, works: dict[str, Work], args: argparse.Namespace) -> dict[str, float]:
-    """The milliseconds of each that runs: the median of rounds, each begun by another."""
+    """The median milliseconds of each candidate that runs; each round starts with another one."""
     rounds = row["rounds"]
     found: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds):
@@ -192,21 +192,21 @@ def _times(row: Report, works: dict[str, Work], args: argparse.Namespace) -> dic
 
 @contextlib.contextmanager
 def _absence_noted(row: Report, name: str) -> Iterator[None]:
-    """Reports a candidate that would not run, or fails, as absent."""
+    """Report a candidate that does not run, or fails, as absent."""
     try:
         yield
     except AbsentError as error:
         row["absent"][name] = str(error).splitlines()[0]
-    except Exception as error:  # noqa: BLE001 - whatever keeps one out is reported
+    except Exception as error:  # noqa: BLE001 - any failure of a candidate is reported
         row["absent"][name] = f"{type(error).__name__}: {error}"[:300]
 
 
 def prepare(
     plan: list[tuple[Workload, Shape]], args: argparse.Namespace, device: str = "cuda"
 ) -> None:
-    """Run everything once in several processes, which fills the compilers' caches on disk.
+    """Run everything once in several processes, to fill the compilers' caches on disk.
 
-    Compiling takes much longer than measuring, and one process compiles one kernel at a time.
+    Compiling takes much longer than measuring, and a process compiles one kernel at a time.
     """
     calls = [(workload.name, shape, args, device) for workload, shape in plan]
 
@@ -217,12 +217,12 @@ def prepare(
 
 
 def _rehearse(call: tuple[str, Shape, argparse.Namespace, str]) -> float:
-    """Run the work of every candidate once, and say how many seconds that took."""
+    """Run the work of every candidate once; returns the seconds that took."""
     name, shape, args, device = call
     workload, start = WORKLOADS[name], time.perf_counter()
     small = workload.check_shape(shape) if workload.check_shape else shape
     for its_shape in dict.fromkeys((small, shape)):
-        with contextlib.suppress(Exception):  # what fails, fails again where it is reported
+        with contextlib.suppress(Exception):  # fails again, and is reported, in the measurement
             sample = workload.sample(its_shape, dtype=getattr(torch, args.dtype), device=device)
             for candidate in candidates(workload, args):
                 with contextlib.suppress(Exception):
@@ -240,7 +240,7 @@ def host_times(impls: list[str]) -> dict[str, float]:
         "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (64,), w, 1e-5),
     }
     for impl_id in impls:
-        # A manager of its own for each, so that each keeps its choice.
+        # A manager for each implementation, so that it always chooses this one.
         registry = te.OpRegistry()
         te.OpManager(registry, plugins=False).ensure_initialized()
         chosen = te.OpRegistry()
@@ -271,7 +271,7 @@ def _host_time(work: Callable[[], Any], calls: int = 200) -> float:
 
 
 def environment() -> dict[str, str]:
-    """Device, day and versions."""
+    """Device, date and versions."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {
@@ -289,7 +289,7 @@ def environment() -> dict[str, str]:
 
 
 def planned(args: argparse.Namespace) -> Iterator[tuple[Workload, Shape]]:
-    """What is to be measured, in order.
+    """The workloads and shapes to measure, in order.
 
     Raises:
         LookupError: there is no such workload, or it has no such shape.
@@ -348,11 +348,11 @@ def listing() -> str:
 
 
 def question() -> tuple[argparse.Namespace, list[tuple[Workload, Shape]]]:
-    """What is asked for, and what is to be measured; ends the program if it cannot be."""
+    """The arguments, and what is to be measured; exits with an error if that is impossible."""
     parser = arguments()
     args = parser.parse_args()
     if args.list:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for who reads its first lines alone
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that piping into head works
         print(listing())
         sys.exit()
     args.impl = args.impl or ["default.flagos", "vendor.cuda"]

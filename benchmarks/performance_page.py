@@ -114,18 +114,18 @@ def families(report: Report) -> dict[str, list[Report]]:
 
 
 def family_picture(path: Path, family: str) -> Path:
-    """Where the picture of a family of these results is."""
+    """The path of a family's picture for these results."""
     return path.with_name(f"{path.stem}_{family}.png")
 
 
 def load() -> list[tuple[Path, Report]]:
-    """The committed results of operators, those of one title one after the other."""
+    """The committed results of operators; files with the same title are adjacent."""
     found = [(path, _report(path)) for path in RESULTS.glob("ops_*.json")]
     return sorted(found, key=lambda it: (_title(it[1]), it[0]))
 
 
 def load_hosts() -> list[Report]:
-    """The committed results of runs that measured the host's time and nothing else."""
+    """The committed results of runs that measured only the host's time."""
     return [_report(path) for path in sorted(RESULTS.glob("host_*.json"))]
 
 
@@ -135,7 +135,7 @@ def load_dispatch() -> Report:
 
 
 def load_plugins() -> Report:
-    """The committed results of what plugins cost."""
+    """The committed results of the cost of plugins."""
     return _read(RESULTS / "plugin_costs.json")
 
 
@@ -156,7 +156,7 @@ def _read(path: Path) -> Report:
 
 
 def digest(path: Path) -> str:
-    """Names the results that a picture was made from; it stands in the picture's file."""
+    """A digest of the results that a picture is made from; stored in the picture's file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -170,7 +170,7 @@ def page(reports: Iterable[tuple[Path, Report]], dispatch: Report) -> str:
     titles = [_title(report) for _, report in reports]
     alone = load_hosts()
     for (path, report), title in zip(reports, titles, strict=True):
-        if titles.count(title) > 1:  # runs of other operators each
+        if titles.count(title) > 1:  # each run measured other operators
             title += f": {', '.join(families(report))}"
         parts += [f"## {title}\n", *_operators(path, report, alone)]
     parts += _dispatch(dispatch)
@@ -303,7 +303,7 @@ def _others(row: Report, report: Report) -> str:
 
 
 def _counts(rows: list[Report]) -> str:
-    """Who is the fastest how often."""
+    """How often each candidate is the fastest."""
     best = [name for row in rows if (name := fastest(row))]
     counts = sorted(((best.count(name), name) for name in set(best)), reverse=True)
     said = ", ".join(f"{name} on {count}" for count, name in counts)
@@ -311,7 +311,7 @@ def _counts(rows: list[Report]) -> str:
 
 
 def _values(rows: list[Report], report: Report) -> str:
-    """The worst error of each set here, and every peer's that is larger than allowed."""
+    """The worst error of each set of this repository, and of peers whose error is too large."""
     worst: dict[tuple[str, str], float] = {}
     for row in rows:
         for name, result in row["results"].items():
@@ -341,7 +341,7 @@ def _times(value: float) -> str:
 
 
 def _remarks(rows: list[Report]) -> Iterator[str]:
-    """What the numbers of a shape are, what is counted, and how peers differ."""
+    """What a shape's numbers mean, what is counted, and how peers differ."""
     groups = by_workload(rows)
     axes: dict[str, list[str]] = {}
     notes: dict[tuple[str, str], list[str]] = {}
@@ -454,7 +454,7 @@ def _paragraph(text: str) -> str:
 def _table(
     heads: list[str], rows: Iterable[list[str]], left: int = 1, last_left: bool = False
 ) -> str:
-    """The first ``left`` columns, and the last one if asked, are words; the others numbers."""
+    """A table: the first ``left`` columns, and optionally the last, are text, others numbers."""
     rules = ["---"] * left + ["---:"] * (len(heads) - left)
     if last_left:
         rules[-1] = "---"

@@ -1,15 +1,15 @@
-"""What plugins that are installed cost those who do not use them, in one run.
+"""Measures the cost of installed plugins for programs that do not use them, in one run.
 
     python benchmarks/plugin_costs.py                 two minutes; writes JSON
     python benchmarks/plugin_costs.py --processes 3   sooner; writes only with --out
 
-Twenty packages as ``te-fl new-plugin`` writes them, in its three styles in turn, are put on
-the path with their entry points. Processes with them and without take turns. Each loads torch,
-and then measures how long it takes until an operator has been called for the first time (by
-the clock, and by the processor's time, which other work on the machine does not lengthen), and
-after that what a dispatch costs: of an operator that no plugin has, and of one that each plugin
-of the first style implements, served by the same function with plugins and without. A figure is
-the median over the processes, with the lowest and the highest beside it; of dispatches each
+Twenty packages as written by ``te-fl new-plugin``, in its three styles in turn, are put on
+the path with their entry points. Processes with and without them take turns. Each imports torch,
+and then measures the time until the first call of an operator has returned (wall-clock time, and
+processor time, which other work on the machine does not lengthen). After that it measures the
+cost of a dispatch, for an operator that no plugin has, and for one that each plugin
+of the first style implements; the same function serves it with and without plugins. A figure is
+the median over the processes, together with the lowest and the highest; for dispatches each
 process keeps the fastest round.
 """
 
@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 
 PLUGINS = 20
 STARTUP_BUDGET_MS = 150.0
-"""What twenty plugins may add to a start."""
+"""What twenty plugins may add to the start of a program."""
 
 PROGRAM = """\
 import json, sys, time, timeit
@@ -87,7 +87,7 @@ print(
 
 
 def make(folder: Path, count: int = PLUGINS) -> None:
-    """Put packages on ``folder``, which then only has to be on the path."""
+    """Write packages to ``folder``, which then only has to be on the path."""
     styles = list(Style)
     with open(os.devnull, "w") as nowhere:
         kept, sys.stdout = sys.stdout, nowhere
@@ -107,7 +107,7 @@ def make(folder: Path, count: int = PLUGINS) -> None:
 
 
 def run(folder: Path | None) -> dict[str, Any]:
-    """What one process measures, with the packages of a folder or without."""
+    """The measurements of one process, with the packages of a folder or without."""
     ours = ("TE_FL_", "TEFL_", "TRITON_INTERPRET")
     environ = {name: text for name, text in os.environ.items() if not name.startswith(ours)}
     paths = [str(Path(__file__).parents[1]), environ.get("PYTHONPATH", "")]
@@ -122,7 +122,7 @@ def run(folder: Path | None) -> dict[str, Any]:
         timeout=300,
     )
     measured: dict[str, Any] = json.loads(done.stdout)
-    assert measured["loaded"] == (PLUGINS if folder else 0)  # within what was timed
+    assert measured["loaded"] == (PLUGINS if folder else 0)  # loaded during the timed part
     return measured
 
 
@@ -131,7 +131,7 @@ def measure(processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder)
-        run(folder)  # compiles the packages' modules
+        run(folder)  # writes the packages' bytecode
         rounds = [(run(None), run(folder)) for _ in range(processes)]
     return {
         "plugins": PLUGINS,
@@ -154,7 +154,7 @@ def measure(processes: int) -> dict[str, Any]:
 
 
 def _beside(rounds: list[tuple[Any, Any]], figure: Any) -> dict[str, Any]:
-    """The figure without plugins and with them, and the median of the differences."""
+    """A figure without plugins and with them, and the median of the differences."""
     without, with_them = ([figure(pair[place]) for pair in rounds] for place in (0, 1))
     return {
         "without": _spread(without),

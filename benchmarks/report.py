@@ -1,9 +1,9 @@
-"""What a report of ops.py says, as a table and as pictures; measures nothing.
+"""Turns a report of ops.py into a table and pictures; measures nothing.
 
 A report is a dict: ``environment``; ``roofs`` by name (value, unit, what); ``copies``, bytes
-and time of smaller ones, and of fills; ``peers``, what each is; ``rows``; ``host_us``;
-``failed``, what could not be built at all. A row is one workload on one shape, with the time,
-the rate and the error of each candidate.
+and times of smaller copies and of fills; ``peers``, a description of each; ``rows``; ``host_us``;
+``failed``, the workloads that could not be built. A row is one workload on one shape, with the
+time, the rate and the error of each candidate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 Report = dict[str, Any]
 
 OURS = ("default.", "vendor.", "reference.")
-"""How the impl ids of the sets in this repository begin; every other name is a peer's."""
+"""Prefixes of the impl ids of this repository's sets; every other name is a peer's."""
 
 
 def is_ours(name: str) -> bool:
@@ -46,7 +46,7 @@ def is_right(result: Report) -> bool:
 
 
 def names_of(rows: Iterable[Report], report: Report) -> list[str]:
-    """Whose results there are: this repository's sets, then the peers in the report's order."""
+    """The candidates with results: this repository's sets, then the peers in report order."""
     names = list(dict.fromkeys(name for row in rows for name in row["results"]))
     order = list(report["peers"])
     return sorted(names, key=lambda it: (not is_ours(it), order.index(it) if it in order else -1))
@@ -67,7 +67,7 @@ def share(row: Report, name: str, report: Report) -> float | None:
 
 
 def fastest(row: Report, names: Iterable[str] | None = None) -> str | None:
-    """Who took the least time, of the named ones or of all."""
+    """The fastest candidate, of ``names`` or of all."""
     present = [name for name in names or row["results"] if name in row["results"]]
     return min(present, key=lambda name: row["results"][name]["us"], default=None)
 
@@ -81,7 +81,7 @@ def main_versions(report: Report) -> str:
 
 
 def roof_text(report: Report, names: Iterable[str]) -> str:
-    """What the roofs are, in words."""
+    """A description of the roofs."""
     texts = []
     for name in names:
         roof = report["roofs"][name]
@@ -137,7 +137,7 @@ def _save(plt: Any, figure: Any, path: Path, source: str) -> None:
 
 
 def overview(report: Report, path: Path, source: str = "") -> None:
-    """Each row of the report: the best of this repository and the best of the others.
+    """Plot the best of this repository and the best of the others, for each row of the report.
 
     Args:
         report: the results.
@@ -189,11 +189,11 @@ def overview(report: Report, path: Path, source: str = "") -> None:
 
 
 def panels(report: Report, rows: Sequence[Report], path: Path, source: str = "") -> None:
-    """A panel for each workload: shape by candidate, coloured by the fraction of the roof.
+    """Plot a panel for each workload: shape by candidate, coloured by the fraction of the roof.
 
     Args:
         report: the results.
-        rows: those of a family.
+        rows: the rows of one family.
         path: where the PNG goes.
         source: the digest of the results, kept in the PNG.
     """

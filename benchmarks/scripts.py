@@ -1,4 +1,4 @@
-"""What the scripts take as arguments."""
+"""Types of the scripts' command-line arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["at_least", "picture_file", "result_file", "result_folder"]
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an argument that is a whole number from ``least`` on."""
+    """The type of an argument that is an integer of at least ``least``."""
 
     def parsed(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -24,7 +24,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def result_file(text: str) -> Path:
-    """The type of an argument that names a file to be written, hours later perhaps."""
+    """The type of an argument that names a file to write, perhaps hours later."""
     path = Path(text)
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is no file")
@@ -33,7 +33,7 @@ def result_file(text: str) -> Path:
 
 
 def result_folder(text: str) -> Path:
-    """The type of an argument that names a folder for results, which is there or can be made."""
+    """The type of an argument that names a folder for results, which exists or can be created."""
     try:
         check_writable(Path(text))
     except OSError as error:
@@ -42,7 +42,7 @@ def result_folder(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """The same of a picture, which is drawn at the very end."""
+    """The type of an argument that names a picture file, which is drawn at the very end."""
     if not text.endswith((".png", ".svg", ".pdf")):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .svg or .pdf")
     if not installed("matplotlib"):

@@ -2,7 +2,7 @@
 
     python examples/example_intree.py
 
-The same as a module that the framework finds by itself is in example_outtree.py.
+example_outtree.py has the same backend as a module that the framework finds by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformer_engine_fl import (
 )
 
 
-# 1. Define: a function with the operator's own signature. One that does not fit the
+# 1. Define: a function with the operator's signature. A function that does not fit the
 # contract is refused when it is registered.
 def rmsnorm_fwd(
     input: Tensor,
@@ -30,7 +30,7 @@ def rmsnorm_fwd(
     zero_centered_gamma: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Root mean square normalization, by a backend that knows plain gamma only."""
+    """Root mean square normalization, by a backend that supports plain gamma only."""
     ops.rmsnorm_fwd.check(
         input, weight, eps, zero_centered_gamma=zero_centered_gamma, out_dtype=out_dtype
     )
@@ -45,7 +45,7 @@ def rmsnorm_fwd(
 def main() -> None:
     manager = get_default_manager()
 
-    # 2. Register: who made it, and what it needs.
+    # 2. Register: its vendor, and what it needs.
     manager.registry.register_impl(
         OpImpl(
             op_name="rmsnorm_fwd",
@@ -59,7 +59,7 @@ def main() -> None:
         )
     )
 
-    # 3. Call: model code names the operator and nobody's implementation of it.
+    # 3. Call: model code names the operator, not an implementation.
     x, weight = torch.randn(4, 64), torch.ones(64)
     y, _ = manager.call("rmsnorm_fwd", x, weight)
     print("root mean square of the output:", f"{y.square().mean().sqrt():.3f}")

@@ -1,11 +1,11 @@
-"""Model code and a backend that do not know each other.
+"""Model code and a backend that are independent of each other.
 
     TE_FL_PLUGIN_MODULES=mybackend python examples/example_outtree.py
     TE_FL_PLUGIN_MODULES=mybackend TE_FL_DENY_VENDORS=mybackend python examples/example_outtree.py
     python examples/example_outtree.py
 
 The backend is mybackend.py, beside this file; nothing below mentions it. An installed
-package with an entry point is found in the same way without the variable.
+package with an entry point is found without the variable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformer_engine_fl.functional import rms_norm
 
 
 class Block(torch.nn.Module):
-    """Normalization and a linear layer, as any model has them."""
+    """Normalization and a linear layer, as in any model."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
