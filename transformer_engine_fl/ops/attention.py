@@ -11,7 +11,7 @@ in one tensor are passed as three views of it. Paged keys and values are not cov
 likewise. In ``bshd`` and ``sbhd`` they are the first tokens of row n. In ``thd`` they begin at
 ``cu_seqlens_q[n]``, or at ``cu_seqlens_q_padded[n]`` where there is space between sequences,
 and no sequence is longer than ``max_seqlen_q`` and ``max_seqlen_kv``, which take the place of sq
-and skv. Tokens outside every sequence are never read, so they may be NaN.
+and skv. Tokens outside every sequence are ignored: they may be NaN.
 
 **Visible keys.** Let a sequence have lq queries and lkv keys (sq and skv without padding).
 Query i has the diagonal ``c = i`` under ``causal`` and ``padding_causal``, and

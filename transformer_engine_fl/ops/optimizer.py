@@ -1210,8 +1210,8 @@ def multi_tensor_scale_tensor(
 ) -> None:
     """:func:`multi_tensor_scale` with a factor that only the device knows.
 
-    If each output is its own input, the factor is 1 and there is no flag, a kernel need not read
-    or write anything. This is common: gradient clipping below the limit, an unscaled loss.
+    Where an output is its own input, the factor is 1 and there is no flag, a kernel need not write
+    it: as in gradient clipping below the limit, or for an unscaled loss.
 
     Args:
         inputs, outputs, noop_flag: as in :func:`multi_tensor_scale`.
