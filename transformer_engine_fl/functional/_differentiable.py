@@ -129,7 +129,7 @@ class _Differentiable(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         backward = CATALOGUE[op_name].backward
-        assert backward is not None  # an invariant of ours: only such operators come here
+        assert backward is not None  # invariant: only such operators come here
         known = {name: tensors[place] for name, place in places.items()}
         args, keywords = _arranged(op_name, known)
         keywords |= options
@@ -272,7 +272,7 @@ def _arranged(
 
 
 def _returned(op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """What ``run``, or else the implementation that the policy chooses, returns."""
+    """The result of ``run``, or of the implementation that the policy chooses."""
     if run is None:
         return get_default_manager().call(op_name, *args, **keywords)
     return run(*args, **keywords)
@@ -281,7 +281,7 @@ def _returned(op_name: str, run: Run | None, args: Sequence[Any], keywords: dict
 def _outputs(
     op_name: str, run: Run | None, args: Sequence[Any], keywords: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """What an operator returns, as a tuple of tensors to differentiate."""
+    """The outputs of an operator, as a tuple of tensors to differentiate."""
     value = _returned(op_name, run, args, keywords)
     if isinstance(value, tuple):
         outputs = value
@@ -301,7 +301,7 @@ def outputs_of(
     keywords: dict[str, Any],
     run: Run | None = None,
 ) -> tuple[Any, ...]:
-    """What an operator returns, as a tuple, for a function made of several operators.
+    """The outputs of an operator, as a tuple, for a function made of several operators.
 
     Args:
         count: how many outputs the operator has; an operator with one returns a tensor.

@@ -319,7 +319,7 @@ class _WithGradient(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, saved: Gradients, grad: Tensor) -> Gradients:
         grad_loss, *others = saved[: -ctx.count]
-        assert grad_loss is not None  # an invariant of ours: the forward saved it
+        assert grad_loss is not None  # invariant: the forward saved it
         if ctx.given_out or is_transformed(grad):  # a batch does not fit the saved gradients
             call = grad_loss * grad, *others
             gradients: Gradients = outputs_of(

@@ -1,4 +1,4 @@
-"""From functions with the signatures of ``transformer_engine_torch`` to contracts.
+"""Adapters from functions with the signatures of ``transformer_engine_torch`` to contracts.
 
 NVIDIA's extension module and the backends that vendors write for TransformerEngine-FL have
 functions of the same names and positional signatures. An adapter states a function's parameters

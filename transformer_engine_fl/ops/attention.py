@@ -479,7 +479,7 @@ def _backward_oracle(
     softmax_type: str = "vanilla",
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """By differentiating the forward's formula at the saved values.
+    """Differentiates the forward's formula at the saved values.
 
     If the terms ``a = exp(s - lse)`` of some keys change by da, out becomes
     ``(out + sum of d(a * D * v)) / (1 + sum of da)``. This form takes out and lse as they are

@@ -126,7 +126,7 @@ def _dropout_fwd_oracle(
 
 
 def _dropout_bwd_oracle(grad_output: Tensor, mask: Tensor, dropout_probability: float) -> Tensor:
-    """By differentiating the forward; it is linear, so any input will do."""
+    """Differentiates the forward; it is linear, so any input will do."""
     import torch
 
     packed = mask.tolist()

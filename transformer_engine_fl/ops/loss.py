@@ -346,7 +346,7 @@ def _cross_entropy_bwd_oracle(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """By differentiating the forward around the saved lse.
+    """Differentiates the forward around the saved lse.
 
     If the scores change by d, lse changes by ``sum(exp(s - lse) * (exp(d) - 1))`` to first
     order in d. This form uses the saved lse as it is, rounded, and only needs the scores of this
@@ -912,7 +912,7 @@ def cross_entropy_partial_fwd(
     ignore_index: int = -100,
     softcap: float | None = None,
 ) -> Tensor:
-    """What one shard of the vocabulary adds to the cross entropy of each row.
+    """The numbers that one shard of the vocabulary adds to the cross entropy of each row.
 
     With the scores s of the shard's C columns, as defined at the head of this module:
 

@@ -334,7 +334,7 @@ def _permute_backward_oracle(grad_output: Tensor, row_id_map: Tensor) -> Tensor:
 
 
 def _permute_gradient(form: _Map, grad_output: Tensor, row_id_map: Tensor) -> Tensor:
-    """By differentiating the forward; it is linear, so any input will do."""
+    """Differentiates the forward; it is linear, so any input will do."""
     import torch
 
     rows, columns = grad_output.shape

@@ -852,7 +852,7 @@ class _States:
 
     @property
     def lists(self) -> tuple[list[Tensor], ...]:
-        """In the order of the operators' arguments."""
+        """The lists in the order of the operators' arguments."""
         return self.grads, self.params, self.exp_avgs, self.exp_avg_sqs
 
 

@@ -283,7 +283,7 @@ def _rope_oracle(
 
 
 def _rope_backward_oracle(output_grads: Tensor, freqs: Tensor, **options: Any) -> Tensor:
-    """By differentiating the forward; it is linear, so any input will do."""
+    """Differentiates the forward; it is linear, so any input will do."""
     import torch
 
     with torch.enable_grad():

@@ -345,7 +345,7 @@ def _aux_loss_oracle(
 def _aux_loss_backward_oracle(
     grad_aux_loss: Tensor, const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int
 ) -> Tensor:
-    """By differentiating the forward; it is linear, so any probs will do."""
+    """Differentiates the forward; it is linear, so any probs will do."""
     import torch
 
     counts = tokens_per_expert.double()

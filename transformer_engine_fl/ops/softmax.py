@@ -164,7 +164,7 @@ def _causal_oracle(input: Tensor, scale: float = 1.0) -> Tensor | Between:
 
 
 def _backward_oracle(output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0) -> Tensor:
-    """By differentiating softmax at the saved output.
+    """Differentiates softmax at the saved output.
 
     If scores whose softmax is y change by d, it becomes ``y * exp(d) / sum(y * exp(d))``,
     and the sum is ``1 + sum(y * (exp(d) - 1))`` because y sums to 1. This form uses the saved

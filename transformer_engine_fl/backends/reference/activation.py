@@ -237,7 +237,7 @@ def clamped_swiglu(input: Tensor, limit: float = 7.0, alpha: float = 1.702) -> T
 def clamped_dswiglu(
     grad: Tensor, fwd_input: Tensor, limit: float = 7.0, alpha: float = 1.702
 ) -> Tensor:
-    """Its gradient: 0 for values that were clamped."""
+    """Gradient of :func:`clamped_swiglu`: 0 for values that were clamped."""
     ops.clamped_dswiglu.check(grad, fwd_input, limit, alpha)
     a, b = _math(fwd_input, fwd_input).chunk(2, -1)
     gate = b.clamp(-limit, limit) + 1

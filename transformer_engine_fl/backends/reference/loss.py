@@ -173,7 +173,7 @@ def cross_entropy_bwd(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`cross_entropy_fwd`."""
     ops.cross_entropy_bwd.check(
         grad_loss,
         input,
@@ -336,7 +336,7 @@ def fused_linear_cross_entropy_bwd(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Its gradients; calculates the logits again."""
+    """Gradients of :func:`fused_linear_cross_entropy_fwd`; calculates the logits again."""
     ops.fused_linear_cross_entropy_bwd.check(
         grad_loss,
         input,

@@ -142,7 +142,7 @@ def moe_permute_fwd(
 
 @as_written
 def moe_permute_bwd(grad_output: Tensor, row_id_map: Tensor) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`moe_permute_fwd`."""
     ops.moe_permute_bwd.check(grad_output, row_id_map)
     return _sum(grad_output, _by_index(row_id_map, grad_output.shape[0]), None)
 
@@ -163,7 +163,7 @@ def moe_unpermute_bwd(
     *,
     num_rows: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Its gradients."""
+    """Gradients of :func:`moe_unpermute_fwd`."""
     ops.moe_unpermute_bwd.check(grad_output, row_id_map, input, probs, num_rows=num_rows)
     return _sum_gradients(grad_output, _by_index(row_id_map, num_rows), input, probs)
 
@@ -189,7 +189,7 @@ def moe_permute_mask_fwd(
 def moe_permute_mask_bwd(
     grad_output: Tensor, row_id_map: Tensor, grad_permuted_probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Its gradients."""
+    """Gradients of :func:`moe_permute_mask_fwd`."""
     ops.moe_permute_mask_bwd.check(grad_output, row_id_map, grad_permuted_probs)
     pairs = _by_mask(row_id_map, grad_output.shape[0])
     grad_input = _sum(grad_output, pairs, None)
@@ -216,6 +216,6 @@ def moe_unpermute_mask_bwd(
     *,
     num_rows: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Its gradients."""
+    """Gradients of :func:`moe_unpermute_mask_fwd`."""
     ops.moe_unpermute_mask_bwd.check(grad_output, row_id_map, input, probs, num_rows=num_rows)
     return _sum_gradients(grad_output, _by_mask(row_id_map, num_rows), input, probs)

@@ -108,7 +108,7 @@ def _as_e8m0(byte: Tensor) -> Tensor:
 
 def _block_amax(x: Tensor, form: Format) -> Tensor:
     """The amax of each block of a float32 matrix."""
-    assert form.block is not None  # an invariant of ours
+    assert form.block is not None  # invariant
     (rows, columns), (height, width) = x.shape, form.block
     down, across = form.grid(rows, columns)
     padded = F.pad(_magnitudes(x), (0, across * width - columns, 0, down * height - rows))
@@ -117,7 +117,7 @@ def _block_amax(x: Tensor, form: Format) -> Tensor:
 
 def _over_blocks(per_block: Tensor, form: Format, rows: int, columns: int) -> Tensor:
     """The values of blocks, expanded to their elements."""
-    assert form.block is not None  # an invariant of ours
+    assert form.block is not None  # invariant
     height, width = form.block
     row = torch.arange(rows, device=per_block.device) // height
     column = torch.arange(columns, device=per_block.device) // width
@@ -138,7 +138,7 @@ def _cast_blocks(
         byte = _microscale(amax, LARGEST[name])
         scale, scale_inv = _as_e8m0(254 - byte).float(), _as_e8m0(byte)
     else:
-        assert shared is not None  # an invariant of ours
+        assert shared is not None  # invariant
         scale_inv = _cast(amax * (shared * (1 / 6)), torch.float8_e4m3fn)
         scale = (scale_inv.float() * shared.reciprocal()).reciprocal().clamp_max(_LARGEST_FLOAT32)
     return _cast(x * _over_blocks(scale, form, *x.shape), dtype), scale_inv
@@ -199,7 +199,7 @@ class Recipe:
             if scale is None:
                 shared = self._shared_scale(amax, form, dtype)
         if form.block is None:
-            assert shared is not None  # an invariant of ours
+            assert shared is not None  # invariant
             data, scale_inv = _cast(x * shared[group, None], dtype), shared.reciprocal()
             turned = (_transposed(data), scale_inv.clone()) if self.columnwise else (None, None)
             return data.view(shape), scale_inv, amax, None, *turned

@@ -124,7 +124,7 @@ def fused_topk_with_score_function_bwd(
     scaling_factor: float = 1.0,
     score_function: str = "softmax",
 ) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`fused_topk_with_score_function_fwd`."""
     ops.fused_topk_with_score_function_bwd.check(
         grad_probs,
         routing_map,
@@ -162,7 +162,7 @@ def fused_score_for_moe_aux_loss_fwd(
 def fused_score_for_moe_aux_loss_bwd(
     grad_scores: Tensor, intermediate: Tensor, topk: int, *, score_function: str = "softmax"
 ) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`fused_score_for_moe_aux_loss_fwd`."""
     ops.fused_score_for_moe_aux_loss_bwd.check(
         grad_scores, intermediate, topk, score_function=score_function
     )
@@ -188,7 +188,7 @@ def fused_moe_aux_loss_fwd(
 def fused_moe_aux_loss_bwd(
     grad_aux_loss: Tensor, const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int
 ) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`fused_moe_aux_loss_fwd`."""
     ops.fused_moe_aux_loss_bwd.check(grad_aux_loss, const_buf, tokens_per_expert, num_rows)
     dtype = math_dtype(grad_aux_loss.dtype)
     grad = const_buf.to(dtype) * tokens_per_expert.to(dtype) * grad_aux_loss.to(dtype)

@@ -55,7 +55,7 @@ def scaled_softmax_forward(input: Tensor, scale: float = 1.0) -> Tensor:
 def scaled_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`scaled_softmax_forward`."""
     ops.scaled_softmax_backward.check(output_grad, softmax_output, scale)
     return _gradient(output_grad, softmax_output, scale)
 
@@ -71,7 +71,7 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale: float = 1.
 def scaled_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`scaled_masked_softmax_forward`."""
     ops.scaled_masked_softmax_backward.check(output_grad, softmax_output, scale)
     return _gradient(output_grad, softmax_output, scale)
 
@@ -87,7 +87,7 @@ def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale: float = 1.0
 def scaled_upper_triang_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`scaled_upper_triang_masked_softmax_forward`."""
     ops.scaled_upper_triang_masked_softmax_backward.check(output_grad, softmax_output, scale)
     return _gradient(output_grad, softmax_output, scale)
 
@@ -103,6 +103,6 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale: float = 1
 def scaled_aligned_causal_masked_softmax_backward(
     output_grad: Tensor, softmax_output: Tensor, scale: float = 1.0
 ) -> Tensor:
-    """Its gradient."""
+    """Gradient of :func:`scaled_aligned_causal_masked_softmax_forward`."""
     ops.scaled_aligned_causal_masked_softmax_backward.check(output_grad, softmax_output, scale)
     return _gradient(output_grad, softmax_output, scale)

@@ -1,9 +1,9 @@
-"""The same operators, without autotuning: each kernel uses the first of its configurations.
+"""Registers FlagGems' operators without autotuning: kernels use their first configuration.
 
 FlagGems measures every configuration of a kernel, from a few to some two hundred, for each new
 shape. Each takes a compilation and over a tenth of a second: too much for a test with hundreds of
-shapes. ``TE_FL_PLUGIN_MODULES=te_fl_flaggems.untuned`` registers the operators this way, as does
-``plugins/certify.py``.
+shapes. ``TE_FL_PLUGIN_MODULES=te_fl_flaggems.untuned`` registers the operators this way, and
+``plugins/certify.py`` uses it.
 """
 
 from __future__ import annotations
