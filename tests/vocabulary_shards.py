@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from transformer_engine_fl import functional
 
-__all__ = ["CALLS", "GRADIENTS", "WIDTHS", "logits_and_targets", "run"]
+__all__ = ["CALLS", "GRADIENTS", "WIDTHS", "logits_and_targets", "results_of", "run"]
 
 WORDS: Final = 14
 
@@ -48,9 +49,8 @@ def logits_and_targets(
     return logits, torch.tensor([[7, 6, 0, 13], [none, 3, 9, 10], [5, 9, none, 12]])
 
 
-def run(rank: int, folder: Path) -> None:
-    """Save, for each call and each way of sharing, losses and the gradient of the shard."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def results_of(rank: int, device: Any = "cpu") -> dict[Any, tuple[Tensor, ...]]:
+    """For each way of sharing and each call, losses and the gradient of the rank's shard."""
     group = dist.group.WORLD
     assert group is not None
     results = {}
@@ -58,12 +58,21 @@ def run(rank: int, folder: Path) -> None:
         start = sum(widths[:rank])
         place = {} if way == "equal" else {"vocab_start": start, "vocab_size": WORDS}
         for name, options in CALLS.items():
-            logits, target = logits_and_targets(**options)
+            logits, target = (it.to(device) for it in logits_and_targets(**options))
             shard = logits[..., start : start + widths[rank]].requires_grad_()
             losses = functional.cross_entropy(
                 shard, target, return_z_loss=True, process_group=group, **options, **place
             )
-            torch.autograd.backward(losses, [it.expand_as(losses[0]) for it in GRADIENTS])
+            torch.autograd.backward(
+                losses, [it.expand_as(losses[0]) for it in GRADIENTS.to(device)]
+            )
             results[way, name] = (*(loss.detach() for loss in losses), shard.grad)
-    torch.save(results, folder / f"{rank}.pt")
+    return results
+
+
+def run(rank: int, folder: Path) -> None:
+    """Save the results of a rank of two; a warning is an error here as in the other tests."""
+    warnings.simplefilter("error")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.save(results_of(rank), folder / f"{rank}.pt")
     dist.destroy_process_group()
