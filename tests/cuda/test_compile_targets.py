@@ -325,15 +325,17 @@ def test_a_row_of_a_cluster_waits_for_no_row_that_is_being_written(dump: Dump) -
     sources += [backward_sources(key, HOPPER)[0][0][0] for key in (backward, centred)]
     for source in sources:
         defines = dict(source.defines)
-        assert defines["TOLD"], source
+        assert defines["EXCHANGE"], source
         fences = {}
-        for told in (0, 1):
-            other = dataclasses.replace(source, defines=tuple({**defines, "TOLD": told}.items()))
+        for mode in (0, 1):
+            other = dataclasses.replace(
+                source, defines=tuple({**defines, "EXCHANGE": mode}.items())
+            )
             code = dump(other, "sass")
             start, there, rest = code.partition("UCGABAR_WAIT")  # until all blocks run
             assert "MEMBAR" not in start, source
             assert there, source
-            fences[told] = rest.count("MEMBAR")
+            fences[mode] = rest.count("MEMBAR")
         assert fences[0] > 0, source
         assert fences[1] == 0, source
 

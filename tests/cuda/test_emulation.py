@@ -27,8 +27,8 @@ class Run:
         self.folder = folder
 
     def __call__(self, body: str, blocks: int = 1, size: int = 64, **geometry: object) -> list[int]:
-        tells = "together" in geometry
-        own = ", unsigned long long first_turn, TurnWord* words" if tells else ""
+        through_memory = "together" in geometry
+        own = ", unsigned long long first_epoch, FlaggedSlot* slots" if through_memory else ""
         text = (
             '#include "cluster.cuh"\n#include "memory.cuh"\nusing namespace te_fl;\n'
             f'extern "C" __global__ void kernel(int* out, int size{own}) {{\n'
@@ -36,13 +36,13 @@ class Run:
             f"{body}\n}}\n"
         )
         (self.folder / "written.cu").write_text(text)
-        fields = {"threads": 64, "arguments": "PiPP" if tells else "Pi", **geometry}
+        fields = {"threads": 64, "arguments": "PiPP" if through_memory else "Pi", **geometry}
         kernel = cuda_emulation.Kernel(
             _compile.Specialisation("written", "kernel"),
             Geometry(**fields),  # type: ignore[arg-type]
         )
         out = torch.zeros(size, dtype=torch.int32)
-        kernel.launch(blocks, 1, out.data_ptr(), size, *((3,) if tells else ()))
+        kernel.launch(blocks, 1, out.data_ptr(), size, *((3,) if through_memory else ()))
         return out.tolist()
 
 
@@ -101,17 +101,17 @@ COUNTED = (
     "const int other = 1 - cluster_rank();"
 )
 FAULTS |= {
-    "a word that no block leaves": (
+    "a slot that no block posts": (
         "const int places[] = {i / 2}; unsigned found[1][1];"
-        "wait_for_words(reinterpret_cast<TurnWord*>(out), places, 7, found);",
-        "wait for ever, the first at a word of another block",
+        "wait_for_slots(reinterpret_cast<FlaggedSlot*>(out), places, 7, found);",
+        "wait for ever, the first at a slot of another block",
     ),
     "more is expected than another block sends": (
         COUNTED + "if (i == 0) { expect_bytes(&counter, 8); send(&sent, other, 1.0f, &counter); }"
         "wait_for(&counter, 0);",
         "wait for ever, the first at bytes from the cluster",
     ),
-    "another block is sent to that hears nothing": (
+    "another block is sent to that waits for nothing": (
         COUNTED + "if (i == 0) send(&sent, other, 1.0f, &counter);",
         "sent to blocks that had ended",
     ),
@@ -120,9 +120,9 @@ FAULTS |= {
         "send(&sent, other, 1.0f, &counter); } wait_for(&counter, 0);",
         "block 1, which has ended|sent to block 1 came too late",
     ),
-    "turns of another block's counter overlap": (
+    "phases of another block's counter overlap": (
         COUNTED + "if (i == 0) { expect_bytes(&counter, 8); expect_bytes(&counter, 8); }",
-        "a turn that has begun",
+        "a phase that has begun",
     ),
 }
 
@@ -208,37 +208,37 @@ def test_each_block_has_its_own_memory_and_each_cluster_its_own_blocks(run: Run)
     assert run(body, blocks=4, cluster=2)[:4] == [12, 12, 34, 34]
 
 
-def test_blocks_that_run_at_once_find_the_words_of_the_others(run: Run) -> None:
+def test_blocks_that_run_at_once_find_the_slots_of_the_others(run: Run) -> None:
     body = (
-        "if (i == 0) post_word(words + blockIdx.x, first_turn, blockIdx.x + 1);"
-        "const int own = i % gridDim.x, places[] = {own, 3 - own}; unsigned heard[2][1];"
-        "wait_for_words(words, places, first_turn, heard);"
-        "if (blockIdx.x == 1) out[i] = 10 * heard[0][0] + heard[1][0];"
+        "if (i == 0) post_slot(slots + blockIdx.x, first_epoch, blockIdx.x + 1);"
+        "const int own = i % gridDim.x, places[] = {own, 3 - own}; unsigned found[2][1];"
+        "wait_for_slots(slots, places, first_epoch, found);"
+        "if (blockIdx.x == 1) out[i] = 10 * found[0][0] + found[1][0];"
     )
-    # Again, where the words of the launch before still stand.
+    # Again, where the slots of the launch before still stand.
     for _ in range(2):
         assert run(body, blocks=4, together=4)[:6] == [14, 23, 32, 41, 14, 23]
 
 
-def test_two_words_at_a_place_are_heard_together(run: Run) -> None:
+def test_two_slots_at_a_place_are_waited_for_together(run: Run) -> None:
     body = (
-        "if (i < 2) post_word(words + 2 * blockIdx.x + i, first_turn, 10 * blockIdx.x + i);"
-        "const int places[] = {2 * (i % 4)}; unsigned heard[1][2];"
-        "wait_for_words(words, places, first_turn, heard);"
-        "if (blockIdx.x == 1) out[i] = 100 * heard[0][0] + heard[0][1];"
+        "if (i < 2) post_slot(slots + 2 * blockIdx.x + i, first_epoch, 10 * blockIdx.x + i);"
+        "const int places[] = {2 * (i % 4)}; unsigned found[1][2];"
+        "wait_for_slots(slots, places, first_epoch, found);"
+        "if (blockIdx.x == 1) out[i] = 100 * found[0][0] + found[0][1];"
     )
     assert run(body, blocks=4, together=4)[:4] == [1, 1011, 2021, 3031]
 
 
-def test_a_word_that_somebody_waits_for_is_not_written_again(run: Run) -> None:
+def test_a_slot_that_a_block_waits_for_is_not_written_again(run: Run) -> None:
     body = (
-        "const int places[] = {0, 1}; unsigned heard[2][1];"
+        "const int places[] = {0, 1}; unsigned found[2][1];"
         "if (blockIdx.x == 1) { for (int step = 0; step < 9; ++step) {"
-        "if (i == 0 && step == 0) post_word(words, first_turn, 1);"
-        "if (i == 0 && step == 4) post_word(words, first_turn + 4, 2);"
-        "if (i == 0 && step == 8) post_word(words + 1, first_turn, 3);"
+        "if (i == 0 && step == 0) post_slot(slots, first_epoch, 1);"
+        "if (i == 0 && step == 4) post_slot(slots, first_epoch + 4, 2);"
+        "if (i == 0 && step == 8) post_slot(slots + 1, first_epoch, 3);"
         "__syncthreads(); } return; }"
-        "wait_for_words(words, places, first_turn, heard);"
+        "wait_for_slots(slots, places, first_epoch, found);"
     )
     for _ in range(2):
         with pytest.raises(EmulationError, match="is written again too early"):
@@ -258,17 +258,17 @@ def test_what_is_sent_is_there_only_when_all_of_it_was_waited_for(run: Run) -> N
     late = "const bool there = sent == sent; wait_for(&counter, 0);"
     write = "if (i == 0) { out[2 * blockIdx.x] = there; out[2 * blockIdx.x + 1] = int(sent); }"
     assert run(send + late + write, blocks=2, cluster=2)[:4] == [0, 2, 0, 1]
-    # In turns, before the bytes or behind them.
-    turns = COUNTED + (
+    # In phases, before the bytes or behind them.
+    phases = COUNTED + (
         "int sum = 0;"
-        "for (int turn = 0; turn < 5; ++turn) {"
-        "  if (i == 63) send(&sent, other, float(turn + blockIdx.x), &counter);"
+        "for (int phase = 0; phase < 5; ++phase) {"
+        "  if (i == 63) send(&sent, other, float(phase + blockIdx.x), &counter);"
         "  if (i == 0) expect_bytes(&counter, 4);"
-        "  wait_for(&counter, turn % 2); sum = sum * 10 + int(sent);"
+        "  wait_for(&counter, phase % 2); sum = sum * 10 + int(sent);"
         "  cluster_arrive(); cluster_wait();"
         "} if (i == 0) out[blockIdx.x] = sum;"
     )
-    assert run(turns, blocks=2, cluster=2)[:2] == [12345, 1234]
+    assert run(phases, blocks=2, cluster=2)[:2] == [12345, 1234]
 
 
 def test_lanes_exchange_as_the_guide_says(run: Run) -> None:

@@ -387,12 +387,12 @@ def test_which_rows_are_those_of_blocks_that_exchange_through_memory(
     for columns, expected in pieces.items():
         kernel, defines = backward_kernel(columns, centred, **options)
         found = None
-        if kernel == "backward" and defines["TOLD"] == 2:
+        if kernel == "backward" and defines["EXCHANGE"] == 2:
             found = (defines["CLUSTER"], defines["LANES"], defines["VECS"])
         assert found == expected
         for other in ({"other": torch.float32}, {"limits": BLACKWELL}, {"limits": ADA}):
             _, defines = backward_kernel(columns, centred, **options, **other)
-            assert defines.get("TOLD", 0) < 2
+            assert defines.get("EXCHANGE", 0) < 2
 
 
 @pytest.mark.parametrize("device", [HOPPER, BLACKWELL, ADA], ids=["sm_90", "sm_120", "sm_89"])
@@ -466,7 +466,7 @@ def test_rows_in_pieces_leave_few_threads_without_columns(centred: bool, added: 
         found = normalization.memory_source(key, HOPPER)
         assert found is not None
         (source, geometry), tile = found
-        assert tile.cluster <= 128  # whose words a warp looks at
+        assert tile.cluster <= 128  # whose slots a warp reads
         held = tile.threads * tile.held * tile.cluster
         assert columns <= held < columns + (1024 if columns <= 131_072 else 6144)
         assert dict(source.defines)["FULL"] == (held == columns)
@@ -475,19 +475,19 @@ def test_rows_in_pieces_leave_few_threads_without_columns(centred: bool, added: 
 
 
 @pytest.mark.parametrize(
-    ("columns", "late", "stages", "told"),
+    ("columns", "late", "stages", "exchange"),
     [(32768, 0, 2, 0), (65536, 1, 3, 0), (131072, 1, 3, 1), (262144, 0, 2, 0)],
 )
 def test_what_a_backward_adds_to_wide_rows_leaves_room_for_a_third(
-    columns: int, late: int, stages: int, told: int
+    columns: int, late: int, stages: int, exchange: int
 ) -> None:
     _, defines = backward_kernel(columns, False, added=True)
-    assert (defines["LATE_ADD"], defines["STAGES"], defines["TOLD"]) == (late, stages, told)
+    assert (defines["LATE_ADD"], defines["STAGES"], defines["EXCHANGE"]) == (late, stages, exchange)
     assert defines["OVERLAP"] == (stages > 2)
 
 
 @pytest.mark.parametrize(
-    ("backward", "centred", "told"),
+    ("backward", "centred", "widths"),
     [
         (False, False, {262144}),
         (False, True, {65536, 131072, 262144}),
@@ -496,7 +496,7 @@ def test_what_a_backward_adds_to_wide_rows_leaves_room_for_a_third(
     ],
 )
 def test_which_clusters_exchange_without_a_barrier(
-    backward: bool, centred: bool, told: set[int]
+    backward: bool, centred: bool, widths: set[int]
 ) -> None:
     low = torch.bfloat16
     found = set()
@@ -507,9 +507,9 @@ def test_which_clusters_exchange_without_a_barrier(
             key = normalization.ForwardKey(columns, 8, low, low, low, low, centred, False)
             source = normalization.forward_source(key, HOPPER, through_memory=False)[0]
             defines = dict(source.defines)
-        if defines.get("TOLD"):
+        if defines.get("EXCHANGE"):
             found.add(columns)
-    assert found == told
+    assert found == widths
 
 
 @pytest.mark.parametrize(
@@ -670,7 +670,7 @@ def test_which_forwards_exchange_through_memory() -> None:
                     assert geometry.together == 1
                     continue
                 assert (key, device) == (same, HOPPER)
-                assert geometry.together == blocks <= 128  # whose words a warp looks at
+                assert geometry.together == blocks <= 128  # whose slots a warp reads
                 defines = dict(source.defines)
                 assert defines["HOLD_GAMMA"] == (not centred)
                 spread = (blocks, *(defines[name] for name in ("LANES", "VECS", "BLOCKS")))
@@ -880,7 +880,7 @@ def test_where_no_launch_is_cooperative_clusters_serve(
     assert normalization.backward_sources(key, HOPPER)[0][0][1].together > 1
     plan = normalization.Backward(key, 0)
     assert [kernel.cluster for kernel in plan._kernels] == [cluster]
-    assert not plan.tells
+    assert not plan.through_memory
 
 
 @pytest.mark.parametrize(("columns", "cluster"), [(65536, 8), (131072, 8), (262144, 16)])
@@ -893,7 +893,7 @@ def test_where_no_launch_is_cooperative_clusters_serve_a_forward(
     key = normalization.ForwardKey(columns, 8, low, low, low, low, False, False, True)
     assert normalization.forward_source(key, HOPPER)[1].together > 1
     plan = normalization.Forward(key, 0)
-    assert (plan.cluster, plan.tells) == (cluster, False)
+    assert (plan.cluster, plan.through_memory) == (cluster, False)
 
 
 def test_a_backward_without_large_clusters_has_another_kernel() -> None:
@@ -936,7 +936,7 @@ def test_groups_with_several_rows(op: str, columns: int, device: str) -> None:
 
 @pytest.mark.usefixtures("few_groups")
 @pytest.mark.parametrize("columns", [1000, 4000])
-def test_groups_with_more_turns_than_are_under_way(columns: int, device: str) -> None:
+def test_groups_with_more_rows_than_are_under_way(columns: int, device: str) -> None:
     assert_right("layernorm_bwd", 27, columns, device)
 
 
@@ -1032,14 +1032,14 @@ def much_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("layernorm_fwd", 65_536, 41, 13),
         ("layernorm_fwd", 131_072, 11, 6),
         ("layernorm_fwd", 262_144, 2, 3),
-        ("rmsnorm_fwd_add", 33_000, 41, 16),  # more turns than are under way
+        ("rmsnorm_fwd_add", 33_000, 41, 16),  # more rows than are under way
         ("rmsnorm_fwd_add", 65_536, 2, 9),
         ("rmsnorm_fwd_add", 100_000, 5, 5),
         ("rmsnorm_fwd_add", 262_144, 3, 2),
         ("layernorm_bwd", 8_200, 101, 60),  # a part of a block with nothing
         ("layernorm_bwd", 33_792, 5, 16),  # filled, by 33 blocks
         ("layernorm_bwd", 33_000, 27, 16),
-        ("layernorm_bwd", 65_536, 41, 8),  # more turns than rows are under way
+        ("layernorm_bwd", 65_536, 41, 8),  # more rows than are under way
         ("layernorm_bwd", 200_000, 5, 2),
         ("layernorm_bwd", 262_144, 3, 2),
         ("rmsnorm_bwd", 10_240, 150, 54),
@@ -1056,7 +1056,7 @@ def test_blocks_that_exchange_through_memory(
 ) -> None:
     assert_right(op, rows, columns, much_room)
     (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
-    assert plan.tells
+    assert plan.through_memory
     assert plan._resident == groups
 
 
@@ -1087,7 +1087,7 @@ def test_blocks_that_exchange_through_memory_and_badly_aligned_rows(
     args = call_for(op, x.to(torch.bfloat16))
     found = serve(op)(*map(moved, args))
     (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
-    assert plan.tells
+    assert plan.through_memory
     assert_close(op, found, getattr(ops, op).oracle(*args), "bfloat16")
 
 
@@ -1106,7 +1106,7 @@ def test_means_of_blocks_that_exchange_through_memory(columns: int, much_room: s
     args = x, torch.ones(columns).bfloat16(), torch.zeros(columns).bfloat16()
     y, mu, rsigma = normalization.layernorm_fwd(*args)
     (plan,) = normalization._forwards.values()
-    assert plan.tells
+    assert plan.through_memory
     expected = ops.layernorm_fwd.oracle(*args)
     for one, right in zip((y, mu, rsigma), expected, strict=True):
         for row in range(4):
@@ -1118,14 +1118,14 @@ def test_means_of_blocks_that_exchange_through_memory(columns: int, much_room: s
 
 
 @pytest.mark.parametrize("op", ["layernorm_bwd", "rmsnorm_fwd_add"])
-def test_each_repeated_call_has_turns_of_its_own(op: str, much_room: str) -> None:
+def test_each_repeated_call_has_epochs_of_its_own(op: str, much_room: str) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(5, 33_000, generator=generator).to(torch.bfloat16)
     sample = Sample("", call_for(op, x))
     repeated_calls.check(serve(op), sample)
     assert repeated_calls.is_repeat(serve(op), sample)
     (plan,) = (*normalization._forwards.values(), *normalization._backwards.values())
-    assert plan.tells
+    assert plan.through_memory
 
 
 @pytest.mark.parametrize("columns", [2560, 3000, 4096, 5120, 8192])

@@ -156,16 +156,16 @@ def declared(source: Specialisation) -> int:
 
     if kernel in {("normalization", "forward"), ("normalization", "forward_stream")}:
         values = 1 if not macros["CENTRED"] else 2 if macros["FULL"] else 3
-        told = COUNTER_BYTES if macros.get("TOLD") else 0
-        return exchange(values) * (1 + macros["AMAX"]) + told
+        counters = COUNTER_BYTES if macros.get("EXCHANGE") else 0
+        return exchange(values) * (1 + macros["AMAX"]) + counters
     if kernel == ("normalization", "forward_pieces"):
         return exchange(1 + macros["CENTRED"], 1)
     if kernel == ("normalization", "backward"):
-        if macros["TOLD"] == normalization.TOLD_THROUGH_MEMORY:
+        if macros["EXCHANGE"] == normalization.EXCHANGE_THROUGH_MEMORY:
             return exchange(1 + macros["CENTRED"], 1)
-        return exchange(1 + macros["CENTRED"]) + (COUNTER_BYTES if macros["TOLD"] else 0)
+        return exchange(1 + macros["CENTRED"]) + (COUNTER_BYTES if macros["EXCHANGE"] else 0)
     if kernel in IN_REGISTERS:
-        return exchange(macros.get("TURN", 1) * (1 + macros["CENTRED"]))
+        return exchange(macros.get("BATCH", 1) * (1 + macros["CENTRED"]))
     if kernel == ("softmax", "forward"):
         return exchange(2) + (COUNTER_BYTES if macros["CLUSTER"] > 1 else 0)
     if kernel == ("softmax", "backward"):

@@ -665,22 +665,22 @@ def test_a_repeated_launch_gives_the_driver_what_an_ordinary_one_does(
         assert values == (argument.data_ptr(), there, -5, 6, output.data_ptr())
 
 
-def test_a_telling_launch_has_new_turns_each_time_and_the_same_words() -> None:
+def test_an_exchanging_launch_has_new_epochs_each_time_and_the_same_slots() -> None:
     driver = StubDriver()
-    kernel = object.__new__(_launch.TellingKernel)
+    kernel = object.__new__(_launch.ExchangingKernel)
     like = _kernel(driver, together=4)
     for name in ("name", "device", "_idle", "_function", "_launch", "_stream", "_device_now"):
         setattr(kernel, name, getattr(like, name))
     driver.arguments[77] = "PqPPP"
     kernel._geometry = _launch.Geometry(128, "PqPPP", together=4)
-    words = torch.zeros(64, dtype=torch.int64)
+    slots = torch.zeros(64, dtype=torch.int64)
     asked: list[tuple[int, int]] = []
 
-    def words_of(blocks: int, turns: int) -> tuple[int, Tensor]:
-        asked.append((blocks, turns))
-        return 2**33 + len(asked), words
+    def slots_for(blocks: int, epochs: int) -> tuple[int, Tensor]:
+        asked.append((blocks, epochs))
+        return 2**33 + len(asked), slots
 
-    kernel._words = words_of  # type: ignore[assignment]
+    kernel._slots = slots_for  # type: ignore[assignment]
 
     @_repeats.repeating
     def operator(input: Tensor) -> Tensor:
@@ -696,8 +696,8 @@ def test_a_telling_launch_has_new_turns_each_time_and_the_same_words() -> None:
     outputs = [operator(x), operator(x), operator.__wrapped__(x)]
     assert asked == [(8, 7)] * 3
     assert [values for _, values in driver.launches] == [
-        (x.data_ptr(), -5, output.data_ptr(), 2**33 + turn, words.data_ptr())
-        for turn, output in enumerate(outputs, start=1)
+        (x.data_ptr(), -5, output.data_ptr(), 2**33 + epoch, slots.data_ptr())
+        for epoch, output in enumerate(outputs, start=1)
     ]
 
 

@@ -252,7 +252,7 @@ def test_which_rows_are_in_pieces(
         assert tile is not None
         assert (tile.cluster, tile.lanes, tile.blocks, tile.vecs) == cut[:4]
         assert dict(source.defines)["STAGES"] == cut[4]
-        assert geometry.together == tile.cluster <= 128  # whose words a warp looks at
+        assert geometry.together == tile.cluster <= 128  # whose slots a warp reads
         block = geometry.shared_bytes + SHARED_PER_BLOCK
         assert tile.blocks * block <= HOPPER.shared_per_multiprocessor
         other = softmax.Key(columns, 4, half, None if dy is None else half)
@@ -275,7 +275,7 @@ def test_where_no_launch_is_cooperative_clusters_serve(monkeypatch: pytest.Monke
     low = torch.bfloat16
     for dy, cluster in ((None, 16), (low, 8)):
         plan = softmax.Plan(softmax.Key(262_144, 8, low, dy), 0)
-        assert (plan._cluster, plan._tells) == (cluster, False)
+        assert (plan._cluster, plan._through_memory) == (cluster, False)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])

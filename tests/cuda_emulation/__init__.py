@@ -37,7 +37,7 @@ import torch
 
 from cuda_emulation.libraries import STAND_INS
 from transformer_engine_fl.backends import _repeats
-from transformer_engine_fl.backends._words import words_of
+from transformer_engine_fl.backends._exchange import slots_for
 from transformer_engine_fl.backends.vendor import cuda
 from transformer_engine_fl.backends.vendor.cuda import (
     _arguments,
@@ -248,7 +248,7 @@ def _library(specialisation: _compile.Specialisation) -> Path:
 # ----------------------------------------------------------------------------- running
 
 _one_at_a_time = threading.Lock()
-_turns = itertools.count()
+_launches = itertools.count()
 
 
 @functools.cache
@@ -300,26 +300,26 @@ class Kernel:
     def launch(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
         """Run the kernel."""
         geometry = self._geometry
-        tells = geometry.together > 1
+        through_memory = geometry.together > 1
         kinds = geometry.arguments
-        others, turns = values, ()
-        if tells:  # as _launch.TellingKernel is called
-            kinds, others, turns = kinds[:-2], values[:-1], values[-1:]
+        others, epochs = values, ()
+        if through_memory:  # as _launch.ExchangingKernel is called
+            kinds, others, epochs = kinds[:-2], values[:-1], values[-1:]
         if _repeats.active is not None:
-            told = (
+            noted = (
                 _repeats.Address(value) if kind == "P" else value
                 for kind, value in zip(kinds, others, strict=True)
             )
-            _repeats.note(self.launch, blocks, rows_of_blocks, *told, *turns)
+            _repeats.note(self.launch, blocks, rows_of_blocks, *noted, *epochs)
         if not (0 < blocks < 2**31 and 0 < rows_of_blocks < 2**16):
             raise EmulationError(f"{self}: no grid of {blocks} x {rows_of_blocks} blocks")
         if geometry.together > 1 and (
             rows_of_blocks > 1 or blocks > self.resident_groups() * geometry.together
         ):
             raise EmulationError(f"{self}: {blocks} blocks do not run at once")
-        if tells:
-            first, words = words_of(torch.device("cpu"), blocks, *turns)
-            values = (*others, first, words.data_ptr())
+        if through_memory:
+            first, slots = slots_for(torch.device("cpu"), blocks, *epochs)
+            values = (*others, first, slots.data_ptr())
         # Packed as for a launch on a device: values that do not fit are errors.
         packed = struct.pack("@" + geometry.arguments, *values)
         held = ctypes.create_string_buffer(packed, max(1, len(packed)))
@@ -338,7 +338,7 @@ class Kernel:
                 blocks if geometry.together > 1 else geometry.cluster,
                 geometry.shared_bytes,
                 geometry.dependent,
-                next(_turns) % 2,
+                next(_launches) % 2,
             )
         if wrong:
             raise EmulationError(f"{self}: {wrong.decode()}")

@@ -27,36 +27,38 @@ inline void send(T* own, int rank, T value, unsigned long long* counter) {
   emulation::send_later(own, rank, &value, sizeof value, counter);
 }
 
-inline void wait_for(unsigned long long* counter, unsigned turn) {
-  emulation::wait_for_turn(counter, turn);
+inline void wait_for(unsigned long long* counter, unsigned phase) {
+  emulation::wait_for_phase(counter, phase);
 }
 
-using TurnWord = unsigned long long;
+using FlaggedSlot = unsigned long long;
 
 inline unsigned block_again() { return blockIdx.x; }
 
-inline void prefetch_word(const TurnWord*) {}
+inline void prefetch_slot(const FlaggedSlot*) {}
 
-inline void post_word(TurnWord* to, unsigned turn, unsigned bits) {
+inline void post_slot(FlaggedSlot* to, unsigned epoch, unsigned bits) {
   emulation::check_aligned(to, sizeof *to);
-  *to = TurnWord(turn) << 32 | bits;
+  *to = FlaggedSlot(epoch) << 32 | bits;
 }
 
 template <int N, int K>
-inline void wait_for_words(const TurnWord* words, const int (&places)[N], unsigned turn,
+inline void wait_for_slots(const FlaggedSlot* slots, const int (&places)[N], unsigned epoch,
                            unsigned (&found)[N][K]) {
   for (int at : places) {
-    emulation::check_aligned(words + at, K * sizeof *words);
+    emulation::check_aligned(slots + at, K * sizeof *slots);
     for (int k = 0; k < K; ++k) {
-      emulation::wait_for_word(reinterpret_cast<const unsigned*>(words + at + k) + 1, turn);
+      emulation::wait_for_slot(reinterpret_cast<const unsigned*>(slots + at + k) + 1, epoch);
     }
   }
   // The device looks at all of them until all are there at once.
   for (int i = 0; i < N; ++i) {
     for (int k = 0; k < K; ++k) {
-      const TurnWord word = words[places[i] + k];
-      if (word >> 32 != turn) emulation::fail("a word of turn %u is written again too early", turn);
-      found[i][k] = static_cast<unsigned>(word);
+      const FlaggedSlot slot = slots[places[i] + k];
+      if (slot >> 32 != epoch) {
+        emulation::fail("a slot of epoch %u is written again too early", epoch);
+      }
+      found[i][k] = static_cast<unsigned>(slot);
     }
   }
 }

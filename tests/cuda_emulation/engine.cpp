@@ -82,15 +82,15 @@ struct Block {
 
 // Occupies eight bytes of a block's shared memory.
 struct Counter {
-  static constexpr int kArrival = 1 << 24;  // more than the bytes of any turn
-  unsigned turns;                           // complete turns
-  int missing;                              // bytes missing in this turn, plus the arrival
+  static constexpr int kArrival = 1 << 24;  // more than the bytes of any phase
+  unsigned phases;                          // complete phases
+  int missing;                              // bytes missing in this phase, plus the arrival
 
   void change(int by) {
     missing += by;
     if (missing) return;
     missing = kArrival;
-    ++turns;
+    ++phases;
   }
 };
 
@@ -392,8 +392,8 @@ void wait_for_cluster() {
 
 void wait_for_predecessor() { waited_for_predecessor = true; }
 
-void wait_for_word(const unsigned* turn_of, unsigned turn) {
-  while (*turn_of != turn) wait_while(*turn_of, *turn_of, "a word of another block");
+void wait_for_slot(const unsigned* epoch_of, unsigned epoch) {
+  while (*epoch_of != epoch) wait_while(*epoch_of, *epoch_of, "a slot of another block");
 }
 
 unsigned char* shared_memory() { return block().shared(); }
@@ -416,7 +416,7 @@ void prepare_counter(void* counter) {
 
 void expect(void* counter, unsigned bytes) {
   Counter& own = *static_cast<Counter*>(counter);
-  if (own.missing < Counter::kArrival / 2) fail("a turn that has begun, or no counter");
+  if (own.missing < Counter::kArrival / 2) fail("a phase that has begun, or no counter");
   own.change(static_cast<int>(bytes) - Counter::kArrival);
 }
 
@@ -426,9 +426,9 @@ void send_later(void* own, unsigned rank, const void* value, unsigned bytes, voi
   memcpy(under_way.back().value, value, bytes);
 }
 
-void wait_for_turn(void* counter, unsigned parity) {
+void wait_for_phase(void* counter, unsigned parity) {
   const Counter& own = *static_cast<Counter*>(counter);
-  while ((own.turns & 1) == parity) wait_while(own.turns, own.turns, "bytes from the cluster");
+  while ((own.phases & 1) == parity) wait_while(own.phases, own.phases, "bytes from the cluster");
 }
 
 void check_inside(const void* address, size_t bytes) {

@@ -49,8 +49,8 @@ unsigned lanes_existing();  // all lanes of this warp
 void arrive_at_cluster();
 void wait_for_cluster();
 void wait_for_predecessor();
-// Waits until a word that another block of the group writes is of a turn.
-void wait_for_word(const unsigned* turn_of, unsigned turn);
+// Waits until a slot that another block of the group writes is of an epoch.
+void wait_for_slot(const unsigned* epoch_of, unsigned epoch);
 
 // ----------------------------------------------------------------------- shared memory
 
@@ -64,12 +64,12 @@ unsigned char* in_block(void* own, unsigned rank);
 inline unsigned char* shared_at(unsigned address) { return shared_memory() + address; }
 
 // Counters of the bytes that blocks of a cluster send each other: an mbarrier with one arrival,
-// which sets the number of bytes of its phase (turn).
+// which sets the number of bytes of its phase.
 void prepare_counter(void* counter);
 void expect(void* counter, unsigned bytes);
 // A sent value is delivered only when threads have to wait; not all values arrive at once.
 void send_later(void* own, unsigned rank, const void* value, unsigned bytes, void* counter);
-void wait_for_turn(void* counter, unsigned parity);
+void wait_for_phase(void* counter, unsigned parity);
 
 // An asynchronous copy, which happens only when the thread waits for it.
 void copy_later(void* to, const void* from, unsigned bytes, unsigned filled);

@@ -164,8 +164,8 @@ def compile_for(name: str, family: str, every: bool) -> dict[str, Any]:
                 "lets": len(re.findall(r"griddepcontrol\.launch_dependents", ptx)),
                 # one 2-byte element at a time
                 "narrow accesses": len(re.findall(r"(?:ld|st)\.global(?!\S*\.v4)\S*\.b16", ptx)),
-                # words of other programs for which a lane waits at once
-                "words": [it.count("ld.") for it in re.findall(r"again:(.*?)vote", ptx, re.S)],
+                # slots of other programs for which a lane waits at once
+                "slots": [it.count("ld.") for it in re.findall(r"again:(.*?)vote", ptx, re.S)],
                 # one byte at a time
                 "byte loads": len(re.findall(r"ld\.global(?!\S*\.v)\S*\.b8", ptx)),
             }

@@ -310,28 +310,28 @@ def test_a_repeated_call_starts_what_its_launch_does(log: Log) -> None:
     assert log == [started(5, 2, a.data_ptr() + 16, it.data_ptr(), 3, 2.5, 8) for it in results]
 
 
-def test_a_telling_launch_has_new_turns_each_time_and_the_same_words(log: Log) -> None:
-    launch = _launch.TellingLaunch(
+def test_an_exchanging_launch_has_new_epochs_each_time_and_the_same_slots(log: Log) -> None:
+    launch = _launch.ExchangingLaunch(
         StubKernel(log, LauncherOfAll), torch.device("cuda:1"), threads=128, BLOCK=8
     )
-    words = torch.zeros(64, dtype=torch.int64)
+    slots = torch.zeros(64, dtype=torch.int64)
     asked: list[tuple[int, int]] = []
 
-    def words_of(programs: int, turns: int) -> tuple[int, Tensor]:
-        asked.append((programs, turns))
-        return 1000 * len(asked), words
+    def slots_for(programs: int, epochs: int) -> tuple[int, Tensor]:
+        asked.append((programs, epochs))
+        return 1000 * len(asked), slots
 
-    launch._words = words_of
+    launch._slots = slots_for
     operator, a = repeated(launch, (2.5, 7)), torch.zeros(64)
     assert operator.calls.last(a, None) is not _repeats.MISS, operator.calls.refusal
     log.clear()
     asked.clear()
     results = [operator(a), operator(a), operator.__wrapped__(a)]
     assert asked == [(10, 7)] * 3
-    given = [(a.data_ptr() + 16, it.data_ptr(), words.data_ptr(), 2.5) for it in results]
+    given = [(a.data_ptr() + 16, it.data_ptr(), slots.data_ptr(), 2.5) for it in results]
     assert log == [
-        started(5, 2, *own, 1000 * turn, 8, together=True)
-        for turn, own in enumerate(given, start=1)
+        started(5, 2, *own, 1000 * epoch, 8, together=True)
+        for epoch, own in enumerate(given, start=1)
     ]
 
 

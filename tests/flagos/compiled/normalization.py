@@ -53,8 +53,8 @@ def check(cases: list[dict[str, Any]]) -> None:
     more pieces than a warp has lanes, a lane waits for several sums at once.
     """
     for kernel, most in (("_forward_shared", 4), ("_backward_shared", 4)):  # of 128 pieces
-        words = {it for case in cases if case["kernel"] == kernel for it in case["words"]}
-        assert max(words) == most, (kernel, words)
+        slots = {it for case in cases if case["kernel"] == kernel for it in case["slots"]}
+        assert max(slots) == most, (kernel, slots)
     once = f"({flagos._forward_rows.arg_names.index('ONCE')},): True"
     rows = [case for case in cases if case["kernel"] == "_forward_rows"]
     for case in rows:

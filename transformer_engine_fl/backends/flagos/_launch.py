@@ -35,7 +35,12 @@ from transformer_engine_fl.backends import _repeats
 from transformer_engine_fl.backends._allocation import quickest
 from transformer_engine_fl.backends._arguments import extent
 from transformer_engine_fl.backends._driver import Function, Geometry, is_there
-from transformer_engine_fl.backends._words import FIRST_TURN, WORDS, telling, words_of
+from transformer_engine_fl.backends._exchange import (
+    FIRST_EPOCH,
+    SLOTS,
+    repeated_exchange,
+    slots_for,
+)
 from transformer_engine_fl.core.blame import worded
 from transformer_engine_fl.core.errors import NotStartedError, NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
@@ -45,10 +50,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERPRETED",
+    "ExchangingLaunch",
     "KernelCompileError",
     "Launch",
     "Limits",
-    "TellingLaunch",
     "has_gluon",
     "has_ptx",
     "limits",
@@ -679,19 +684,19 @@ class Launch:
         return on_device
 
 
-class TellingLaunch(Launch):
-    """A kernel whose programs run at once and wait for words that others leave in memory.
+class ExchangingLaunch(Launch):
+    """A kernel whose programs run at once and wait for slots that others leave in memory.
 
-    Its last pointer is that of the words, and its last number the first turn
-    (``backends/_words.py``). Of both the call has neither, but for the last number how many turns a
-    program tells of, at most.
+    Its last pointer is that of the slots, and its last number the first epoch
+    (``backends/_exchange.py``). Of both the call has neither, but for the last number how many
+    epochs a program posts, at most.
     """
 
-    __slots__ = ("_words",)
+    __slots__ = ("_slots",)
 
     def __init__(self, kernel: Any, device: torch.device, **options: Any) -> None:
         super().__init__(kernel, device, **options)
-        self._words = functools.partial(words_of, device)
+        self._slots = functools.partial(slots_for, device)
 
     def __call__(
         self,
@@ -700,11 +705,11 @@ class TellingLaunch(Launch):
         numbers: tuple[Any, ...],
     ) -> None:
         noted = _repeats.active is not None and _repeats.note(self, grid, tensors, numbers)
-        *others, turns = numbers
-        first, words = self._words(grid[0] * grid[1], turns)
+        *others, epochs = numbers
+        first, slots = self._slots(grid[0] * grid[1], epochs)
         with _disable_current_modes() if noted else contextlib.nullcontext():
             start = self._start if noted else super().__call__
-            start(grid, (*tensors, words), (*others, first))
+            start(grid, (*tensors, slots), (*others, first))
 
     def statements(
         self,
@@ -713,10 +718,10 @@ class TellingLaunch(Launch):
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> list[str]:
-        *others, turns = numbers
-        named, line = telling(name, self._words, grid[0] * grid[1], turns)
-        pointers = [*map(_repeats.Address, _pointers(tensors)), WORDS]
-        return [line, *self._repeated(named, grid, pointers, (*others, FIRST_TURN))]
+        *others, epochs = numbers
+        named, line = repeated_exchange(name, self._slots, grid[0] * grid[1], epochs)
+        pointers = [*map(_repeats.Address, _pointers(tensors)), SLOTS]
+        return [line, *self._repeated(named, grid, pointers, (*others, FIRST_EPOCH))]
 
 
 @contextlib.contextmanager

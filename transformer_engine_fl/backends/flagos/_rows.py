@@ -26,8 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
+from transformer_engine_fl.backends._exchange import EPOCHS
 from transformer_engine_fl.backends._memory import is_captured
-from transformer_engine_fl.backends._words import TURNS
 from transformer_engine_fl.backends.flagos import _launch
 from transformer_engine_fl.backends.flagos._arguments import MOST, block_of, listed, rows_of_tile
 from transformer_engine_fl.backends.flagos._tiles import bounded
@@ -41,20 +41,20 @@ __all__ = [
     "SharedRows",
     "WholeRows",
     "as_stored",
-    "begin_turns",
+    "begin_epochs",
     "by_lane",
     "columns_before",
     "cut",
     "cut_choice",
     "existing",
-    "heard",
     "part_of_row",
     "parts_of",
     "per_column",
     "per_row",
+    "post",
     "rows_of",
-    "tell",
     "two_sums",
+    "wait_for",
     "within",
 ]
 
@@ -98,7 +98,7 @@ def cut_choice(
     """The choice of a cut by a row's columns, the bytes of one, and whether they are read singly.
 
     That is so of an odd number of 2-byte columns: their rows begin anywhere, so each number has an
-    address of its own, and none is copied to shared memory ahead of its turn.
+    address of its own, and none is copied to shared memory ahead of its iteration.
 
     Args:
         name: of the choice.
@@ -303,7 +303,7 @@ def as_stored(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def by_lane(x: tl.tensor, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
-    """A part of one row as ``[turns, LANES, elements]``: what a thread has is along two axes.
+    """A part of one row as ``[iterations, LANES, elements]``: what a thread has is along two axes.
 
     That holds where threads read VECTOR elements at a time, or all of theirs. Parts of a row that
     are first summed up along these axes, and then together, wait for other warps once, not once
@@ -317,28 +317,29 @@ def by_lane(x: tl.tensor, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tenso
 # ------------------------------------------------------------ in a kernel of shared rows
 #
 # STEP is "together", or "sums" and then "rest"; a row has one or two SUMS. In two steps
-# ``shares`` is [rows, SUMS, PIECES]. Together it is [groups, TURNS, PIECES, SUMS], of a word each
-# as ``backends/_words.py`` has them: the bits of a sum, and the turn that they are of. A word is
-# written and read whole, so nothing else needs an order. The first turn is a program's first row's.
+# ``shares`` is [rows, SUMS, PIECES]. Together it is [groups, EPOCHS, PIECES, SUMS], of a slot each
+# as ``backends/_exchange.py`` has them: the bits of a sum, and the epoch that they are of. A slot
+# is written and read whole, so nothing else needs an order. The first epoch is a program's first
+# row's.
 
-_TURNS = tl.constexpr(TURNS)
-assert TURNS & (TURNS - 1) == 0, "a power of two"
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _place_of(turn: tl.tensor, piece: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """Where a piece's words of a turn are, which has SUMS at each place."""
-    return (tl.program_id(1) * _TURNS + (turn & (_TURNS - 1))) * PIECES + piece
+_EPOCHS = tl.constexpr(EPOCHS)
+assert EPOCHS & (EPOCHS - 1) == 0, "a power of two"
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def begin_turns(
+def _place_of(epoch: tl.tensor, piece: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
+    """Where a piece's slots of an epoch are, which has SUMS at each place."""
+    return (tl.program_id(1) * _EPOCHS + (epoch & (_EPOCHS - 1))) * PIECES + piece
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def begin_epochs(
     shares_ptr: tl.tensor, PIECES: tl.constexpr, SUMS: tl.constexpr, STEP: tl.constexpr
 ) -> None:
-    """Have this program's words on their way to the cache: the first ones would wait for that."""
+    """Have this program's slots on their way to the cache: the first ones would wait for that."""
     if STEP == "together":
         piece = tl.program_id(0)
-        place = shares_ptr + _place_of(tl.arange(0, _TURNS), piece, PIECES) * SUMS
+        place = shares_ptr + _place_of(tl.arange(0, _EPOCHS), piece, PIECES) * SUMS
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
             "=r,l",
@@ -350,10 +351,10 @@ def begin_turns(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tell(
+def post(
     shares_ptr: tl.tensor,
     row: tl.tensor,
-    turn: tl.tensor,
+    epoch: tl.tensor,
     first: tl.tensor,
     second: tl.tensor,
     PIECES: tl.constexpr,
@@ -362,10 +363,10 @@ def tell(
 ) -> None:
     """Leave this piece's shares of a row's sums; of one, ``second`` is not looked at."""
     if STEP == "together":
-        place = shares_ptr + _place_of(turn, tl.program_id(0), PIECES) * SUMS
-        tl.atomic_xchg(place, _word_of(first, turn), sem="relaxed")
+        place = shares_ptr + _place_of(epoch, tl.program_id(0), PIECES) * SUMS
+        tl.atomic_xchg(place, _slot_of(first, epoch), sem="relaxed")
         if SUMS == 2:
-            tl.atomic_xchg(place + 1, _word_of(second, turn), sem="relaxed")
+            tl.atomic_xchg(place + 1, _slot_of(second, epoch), sem="relaxed")
     else:
         place = row * PIECES + tl.program_id(0)
         place += row * ((SUMS - 1) * PIECES)
@@ -375,33 +376,33 @@ def tell(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _word_of(share: tl.tensor, turn: tl.tensor) -> tl.tensor:
+def _slot_of(share: tl.tensor, epoch: tl.tensor) -> tl.tensor:
     bits = share.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return (turn.to(tl.int64) << 32) | bits
+    return (epoch.to(tl.int64) << 32) | bits
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _wait(places: int, sums: int) -> str:
-    """PTX by which the lanes of a warp wait until each has the words at so many places."""
+def _wait_in_ptx(places: int, sums: int) -> str:
+    """PTX by which the lanes of a warp wait until each has the slots at so many places."""
     every = range(places * sums)
     first_place = len(every)
-    turn = f"${first_place + places}"
-    names = [", ".join(f"word{at + places * k}" for k in range(sums)) for at in range(places)]
+    epoch = f"${first_place + places}"
+    names = [", ".join(f"slot{at + places * k}" for k in range(sums)) for at in range(places)]
     kind, many = ("v2.b64", "{%s}") if sums == 2 else ("b64", "%s")
-    looks = [f"setp.ne.b32 missing, turn0, {turn};"]
-    looks += [f"setp.ne.or.b32 missing, turn{at}, {turn}, missing;" for at in every[1:]]
+    looks = [f"setp.ne.b32 missing, epoch0, {epoch};"]
+    looks += [f"setp.ne.or.b32 missing, epoch{at}, {epoch}, missing;" for at in every[1:]]
     return "\n".join(
         [
             "{",
             ".reg .pred missing;",
-            f".reg .b64 word<{len(every)}>;",
-            f".reg .b32 turn<{len(every)}>;",
+            f".reg .b64 slot<{len(every)}>;",
+            f".reg .b32 epoch<{len(every)}>;",
             "again:",
             *(
                 f"ld.relaxed.gpu.global.{kind} {many % names[at]}, [${first_place + at}];"
                 for at in range(places)
             ),
-            *(f"mov.b64 {{${at}, turn{at}}}, word{at};" for at in every),
+            *(f"mov.b64 {{${at}, epoch{at}}}, slot{at};" for at in every),
             *looks,
             "vote.sync.any.pred missing, missing, 0xffffffff;",
             "@missing bra again;",
@@ -412,39 +413,41 @@ def _wait(places: int, sums: int) -> str:
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _registers(places: int, sums: int) -> str:
-    """What it takes: the words' bits, and of each place the address and the turn."""
+    """What it takes: the slots' bits, and of each place the address and the epoch."""
     return ",".join(["=&r"] * (places * sums) + ["l"] * places + ["r"] * places)
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _words_of_lane(pieces: int, warps: int) -> int:
+def _slots_of_lane(pieces: int, warps: int) -> int:
     return max(1, pieces // (32 * warps))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _words(place: tl.tensor, turn: tl.tensor, SUMS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The bits of the words at these places, once they are a turn's; of one, it comes twice.
+def _wait_for_slots(
+    place: tl.tensor, epoch: tl.tensor, SUMS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The bits of the slots at these places, once they are an epoch's; of one, it comes twice.
 
     The lanes of a warp wait for all of theirs, and go on together: each by itself would also find
     its way through what follows by itself, with more registers for it.
     """
-    WORDS: tl.constexpr = _words_of_lane(place.shape[0], tl.extra.cuda.num_warps())
-    words = tl.inline_asm_elementwise(
-        _wait(WORDS, SUMS),
-        _registers(WORDS, SUMS),
-        [place, turn],
+    SLOTS: tl.constexpr = _slots_of_lane(place.shape[0], tl.extra.cuda.num_warps())
+    slots = tl.inline_asm_elementwise(
+        _wait_in_ptx(SLOTS, SUMS),
+        _registers(SLOTS, SUMS),
+        [place, epoch],
         dtype=(tl.int32, tl.int32) if SUMS == 2 else (tl.int32,),
         is_pure=False,
-        pack=WORDS,
+        pack=SLOTS,
     )
-    return words[0], words[SUMS - 1]
+    return slots[0], slots[SUMS - 1]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def heard(
+def wait_for(
     shares_ptr: tl.tensor,
     row: tl.tensor,
-    turn: tl.tensor,
+    epoch: tl.tensor,
     other: tl.tensor,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
@@ -458,8 +461,8 @@ def heard(
     exists = piece < PIECES
     piece = tl.minimum(piece, PIECES - 1)
     if STEP == "together":
-        place = shares_ptr + _place_of(turn, piece, PIECES) * SUMS
-        one, two = _words(place.to(tl.int64), turn, SUMS)
+        place = shares_ptr + _place_of(epoch, piece, PIECES) * SUMS
+        one, two = _wait_for_slots(place.to(tl.int64), epoch, SUMS)
         first = one.to(tl.float32, bitcast=True)
         second = two.to(tl.float32, bitcast=True)
     else:
@@ -513,9 +516,9 @@ def _stages(way: Cut, stage_bytes: int, device: torch.device, behind: int = 0) -
 
 
 def _even(work: int, most: int) -> int:
-    """How many share the work, so that it takes no longer and none has a turn to itself."""
-    turns = max(1, -(-work // most))
-    return -(-work // turns)
+    """How many share the work, so that it takes no longer and none has an iteration to itself."""
+    iterations = max(1, -(-work // most))
+    return -(-work // iterations)
 
 
 class WholeRows:
@@ -604,7 +607,7 @@ class WholeRows:
 class SharedRows:
     """A kernel of rows in pieces.
 
-    Its last pointer is that of the shares, and its last number the first turn; its grid is pieces
+    Its last pointer is that of the shares, and its last number the first epoch; its grid is pieces
     by groups of programs that share a row, each group with rows of its own.
 
     Args:
@@ -654,7 +657,7 @@ class SharedRows:
             stages = _stages(pieces, width * column_bytes, device, behind)
             cooperative = {"launch_cooperative_grid": True}
             together = {"STEP": "together", "STAGES": stages, "options": cooperative}
-            self._launches = (_launch.TellingLaunch(kernel, device, **together, **shared),)
+            self._launches = (_launch.ExchangingLaunch(kernel, device, **together, **shared),)
         else:
             self._launches = tuple(
                 _launch.Launch(kernel, device, STEP=step, STAGES=1, **shared)
@@ -669,11 +672,11 @@ class SharedRows:
     def __call__(
         self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
     ) -> None:
-        """Start the kernel: ``tensors`` is all but the shares, ``numbers`` but the first turn."""
+        """Start the kernel: ``tensors`` is all but the shares, ``numbers`` but the first epoch."""
         groups = self.groups(rows)
         # Each group goes one row beyond its last, of which nothing comes.
         if self._make_shares is None:
-            numbers = (*numbers, -(-rows // groups) + 1)  # the turns of a telling launch
+            numbers = (*numbers, -(-rows // groups) + 1)  # the epochs of the launch
         else:
             tensors = (*tensors, self._make_shares((rows + groups) * self._shares))
             numbers = (*numbers, 0)
@@ -691,7 +694,7 @@ def cut(
     itemsize: int,
     column_bytes: int,
     *,
-    tells_looped: bool = False,
+    has_looped: bool = False,
     behind: int = 0,
     **constants: Any,
 ) -> WholeRows | SharedRows:
@@ -706,14 +709,14 @@ def cut(
         dtype: of the sums.
         itemsize: bytes of an element by which is chosen.
         column_bytes: that are read of a row, per column.
-        tells_looped: whether the kernel of whole rows has LOOPED, which says that a program has
+        has_looped: whether the kernel of whole rows has LOOPED, which says that a program has
             several tiles.
         behind: of the kernel of rows in pieces, see :class:`SharedRows`.
         constants: for either kernel.
     """
     way = choice(device, columns, itemsize, int(itemsize == 2 and columns % 2 > 0))
     if not way.shared:
-        if tells_looped:
+        if has_looped:
             constants["LOOPED"] = way.programs > 0
         return WholeRows(kernels[0], device, way, columns, dtype, column_bytes, **constants)
     return SharedRows(

@@ -52,17 +52,17 @@ from transformer_engine_fl.backends.flagos._rows import (
     SharedRows,
     WholeRows,
     as_stored,
-    begin_turns,
+    begin_epochs,
     cut,
     cut_choice,
     existing,
-    heard,
     part_of_row,
     per_column,
     per_row,
+    post,
     rows_of,
-    tell,
     two_sums,
+    wait_for,
     within,
 )
 from transformer_engine_fl.backends.flagos._sums import SumOfPrograms
@@ -176,12 +176,12 @@ _TOO_LARGE = tl.constexpr(float("inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tell_squares(
+def _post_squares(
     x: tl.tensor,
     inside: tl.tensor,
     shares_ptr: tl.tensor,
     row: tl.tensor,
-    turn: tl.tensor,
+    epoch: tl.tensor,
     count: tl.tensor,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
@@ -212,7 +212,7 @@ def _tell_squares(
         total = tl.sum(x, axis=0)
         mean = mean_of_all(total, BLOCK) if EXACT else mean_of(total, count)
         squares = _squares_around(x, mean, inside, EXACT)
-    tell(shares_ptr, row, turn, squares, mean, PIECES, SUMS, STEP)
+    post(shares_ptr, row, epoch, squares, mean, PIECES, SUMS, STEP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -227,7 +227,7 @@ def _squares_around(
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["rows", "columns", "stride", "eps", "first_turn"]
+    do_not_specialize=["rows", "columns", "stride", "eps", "first_epoch"]
 )
 def _forward_shared(
     x_ptr: tl.tensor,
@@ -243,7 +243,7 @@ def _forward_shared(
     columns: tl.int32,
     stride: tl.int64,
     eps: tl.float64,
-    first_turn: tl.int64,
+    first_epoch: tl.int64,
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
@@ -266,8 +266,8 @@ def _forward_shared(
     pieces = tl.arange(0, triton.next_power_of_2(PIECES))
     count = tl.minimum(tl.maximum(columns - pieces * BLOCK, 0), BLOCK).to(ACC)
     groups = tl.num_programs(1)
-    begin_turns(shares_ptr, PIECES, SUMS, STEP)
-    following_turn = first_turn.to(tl.int32)
+    begin_epochs(shares_ptr, PIECES, SUMS, STEP)
+    following_epoch = first_epoch.to(tl.int32)
     # Together with beta it would take the registers of a program or two: of centred rows both
     # are read for each row while the other pieces are waited for, in a branch, which has them come
     # from L1 and not through stages.
@@ -275,7 +275,7 @@ def _forward_shared(
         weight = fetch(weight_ptr + column, inside)
     x = tl.zeros((BLOCK,), SUM)
     x_next = x
-    # Sums with a residual wait in registers for their turn, not what they are made of in
+    # Sums with a residual wait in registers for their iteration, not what they are made of in
     # shared memory: half as much, and read as ``fetch`` reads.
     if residual_ptr is not None:
         row = tl.program_id(1).to(tl.int64)
@@ -294,8 +294,8 @@ def _forward_shared(
         if residual_ptr is None:
             x_next = x_asked
         if STEP != "rest":
-            _tell_squares(
-                x_next, inside, shares_ptr, following, following_turn, mine, PIECES, SUMS, BLOCK,
+            _post_squares(
+                x_next, inside, shares_ptr, following, following_epoch, mine, PIECES, SUMS, BLOCK,
                 EXACT, HALF, STEP, ACC,
             )  # fmt: skip
         if STEP != "sums" and index >= 0:
@@ -305,7 +305,7 @@ def _forward_shared(
                 weight = fetch(weight_ptr + column, inside)
             if bias_ptr is not None and AHEAD:
                 bias = fetch(bias_ptr + column, inside)
-            squares, means = heard(shares_ptr, row, following_turn - 1, 0, PIECES, SUMS, STEP)
+            squares, means = wait_for(shares_ptr, row, following_epoch - 1, 0, PIECES, SUMS, STEP)
             if mu_ptr is not None:
                 if not AHEAD:
                     weight = fetch(weight_ptr + column, inside)
@@ -335,7 +335,7 @@ def _forward_shared(
             tl.store(out, y.to(y_ptr.dtype.element_ty), mask=inside)
         x = x_next
         x_next = x_asked
-        following_turn += 1
+        following_epoch += 1
 
 
 # --------------------------------------------------------------------- backward kernels
@@ -412,7 +412,7 @@ def _backward_rows(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tell_means(
+def _post_means(
     dy: tl.tensor,
     x: tl.tensor,
     gamma: tl.tensor,
@@ -420,7 +420,7 @@ def _tell_means(
     rsigma: tl.tensor,
     shares_ptr: tl.tensor,
     row: tl.tensor,
-    turn: tl.tensor,
+    epoch: tl.tensor,
     OFFSET: tl.constexpr,
     PIECES: tl.constexpr,
     SUMS: tl.constexpr,
@@ -434,11 +434,11 @@ def _tell_means(
     else:
         products = tl.sum(u * (x.to(ACC) * rsigma), axis=0)
         plain = products
-    tell(shares_ptr, row, turn, products, plain, PIECES, SUMS, STEP)
+    post(shares_ptr, row, epoch, products, plain, PIECES, SUMS, STEP)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["rows", "columns", "dy_stride", "x_stride", "first_turn"]
+    do_not_specialize=["rows", "columns", "dy_stride", "x_stride", "first_epoch"]
 )
 def _backward_shared(
     dy_ptr: tl.tensor,
@@ -454,7 +454,7 @@ def _backward_shared(
     columns: tl.int32,
     dy_stride: tl.int64,
     x_stride: tl.int64,
-    first_turn: tl.int64,
+    first_epoch: tl.int64,
     OFFSET: tl.constexpr,
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
@@ -468,7 +468,7 @@ def _backward_shared(
     """A piece of BLOCK columns of one row after the other; see ``_rows``.
 
     The sums for the parameters of these columns stay in registers over all rows. EXACT: the
-    pieces have no columns beyond the row's. APART: what is told and what is made of a row are
+    pieces have no columns beyond the row's. APART: what is posted and what is made of a row are
     in branches of their own, which takes fewer registers.
     """
     let_follow(FOLLOWED)
@@ -480,8 +480,8 @@ def _backward_shared(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tl.full((BLOCK,), True, tl.int1) if EXACT else column < columns
     groups = tl.num_programs(1)
-    begin_turns(shares_ptr, PIECES, SUMS, STEP)
-    turn = first_turn.to(tl.int32)
+    begin_epochs(shares_ptr, PIECES, SUMS, STEP)
+    epoch = first_epoch.to(tl.int32)
     gamma = fetch(gamma_ptr + column, inside)
     dgamma = tl.zeros((BLOCK,), ACC)
     if mu_ptr is not None:
@@ -491,7 +491,7 @@ def _backward_shared(
     mu = rsigma
     if APART:
         begin -= groups
-        turn -= 1
+        epoch -= 1
         x = tl.zeros((BLOCK,), x_ptr.dtype.element_ty)
         dy = tl.zeros((BLOCK,), dy_ptr.dtype.element_ty)
     else:
@@ -502,7 +502,9 @@ def _backward_shared(
         if mu_ptr is not None:
             mu = fetch(mu_ptr + row)
         if STEP != "rest":
-            _tell_means(dy, x, gamma, mu, rsigma, shares_ptr, row, turn, OFFSET, PIECES, SUMS, STEP)
+            _post_means(
+                dy, x, gamma, mu, rsigma, shares_ptr, row, epoch, OFFSET, PIECES, SUMS, STEP
+            )
     for index in tl.range(begin, rows, groups, num_stages=STAGES):
         row = tl.full((), index, tl.int64)
         following = row + groups
@@ -515,14 +517,14 @@ def _backward_shared(
         if mu_ptr is not None:
             mu_next = fetch(mu_ptr + following, exists)
         if STEP != "rest" and (exists if APART else True):
-            _tell_means(
-                dy_next, x_next, gamma, mu_next, rsigma_next, shares_ptr, following, turn + 1,
+            _post_means(
+                dy_next, x_next, gamma, mu_next, rsigma_next, shares_ptr, following, epoch + 1,
                 OFFSET, PIECES, SUMS, STEP,
             )  # fmt: skip
         if STEP != "sums" and (index >= 0 if APART else True):
             if add_ptr is not None:
                 add = fetch(add_ptr + row * x_stride + column, inside)
-            products, plain = heard(shares_ptr, row, turn, 0, PIECES, SUMS, STEP)
+            products, plain = wait_for(shares_ptr, row, epoch, 0, PIECES, SUMS, STEP)
             xhat = x.to(ACC) * rsigma
             grad = dy.to(ACC)
             u = grad * gain_of(gamma, ACC, OFFSET)
@@ -540,7 +542,7 @@ def _backward_shared(
             out = dx_ptr + row * columns + column
             tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         x, dy, mu, rsigma = x_next, dy_next, mu_next, rsigma_next
-        turn += 1
+        epoch += 1
     if STEP != "sums":
         partial_ptr += tl.program_id(1).to(tl.int64) * columns
         tl.store(partial_ptr + column, dgamma, mask=inside)
@@ -877,7 +879,7 @@ def _plan_backward(
         contracts.statistics_dtype(dtype),
         dtype.itemsize,
         bytes_read,
-        behind=int(apart),  # told in a branch, a row leaves its stage a turn later
+        behind=int(apart),  # posted in a branch, a row leaves its stage an iteration later
         APART=apart,
         OFFSET=int(offset),
         UNIT=unit,

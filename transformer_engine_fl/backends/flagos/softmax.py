@@ -42,16 +42,16 @@ from transformer_engine_fl.backends.flagos._rows import (
     SharedRows,
     WholeRows,
     as_stored,
-    begin_turns,
+    begin_epochs,
     cut,
     cut_choice,
     existing,
-    heard,
     part_of_row,
     per_column,
     per_row,
+    post,
     rows_of,
-    tell,
+    wait_for,
     within,
 )
 from transformer_engine_fl.core.errors import NotSupportedError
@@ -188,7 +188,7 @@ def _chosen(
     columns: tl.tensor,
     stride: tl.tensor,
 ) -> tl.tensor:
-    """The logit of a row's target, in the program that tells the loss."""
+    """The logit of a row's target, in the program that writes the loss."""
     at = _column_of(tl.load(target_ptr + row, mask=row < rows, other=-1), columns)
     wanted = (at >= 0) & (tl.program_id(0) == 0)
     return tl.load(x_ptr + row.to(tl.int64) * stride + at, mask=wanted, other=0)
@@ -330,7 +330,7 @@ def _forward_rows(
 ) -> None:
     """Rows that fit into registers, in tiles of ROWS: LOOPED, or a program for each.
 
-    A loop of one turn would cost registers, and so programs at a time.
+    A loop of one iteration would cost registers, and so programs at a time.
     """
     columns = columns * UNIT
     stride = stride * UNIT
@@ -356,7 +356,7 @@ def _weights(
     scores: tl.tensor,
     shares_ptr: tl.tensor,
     row: tl.tensor,
-    turn: tl.tensor,
+    epoch: tl.tensor,
     PIECES: tl.constexpr,
     STEP: tl.constexpr,
     PTX: tl.constexpr,
@@ -369,14 +369,14 @@ def _weights(
     taken = to_take_off(highest)
     weights = _exp(scores - taken, PTX)
     if STEP != "rest":
-        tell(shares_ptr, row, turn, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
+        post(shares_ptr, row, epoch, highest, tl.sum(weights, axis=0), PIECES, 2, STEP)
     return weights, highest
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "rows", "columns", "stride", "queries", "heads", "ahead",
-        "mask_batch", "mask_head", "mask_query", "scale", "ignore", "z", "first_turn",
+        "mask_batch", "mask_head", "mask_query", "scale", "ignore", "z", "first_epoch",
     ]
 )  # fmt: skip
 def _forward_shared(
@@ -400,7 +400,7 @@ def _forward_shared(
     scale: tl.float64,
     ignore: tl.int64,
     z: tl.float64,
-    first_turn: tl.int64,
+    first_epoch: tl.int64,
     MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
@@ -423,9 +423,9 @@ def _forward_shared(
         x_ptr, mask_ptr, row, column, True, columns, stride, queries, heads, ahead,
         mask_batch, mask_head, mask_query, scale, MASK_STEP, CAUSAL, ACC, EXACT, MASK_UNIT,
     )  # fmt: skip
-    begin_turns(shares_ptr, PIECES, 2, STEP)
-    turn = first_turn.to(tl.int32)
-    weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), turn, PIECES, STEP, PTX)
+    begin_epochs(shares_ptr, PIECES, 2, STEP)
+    epoch = first_epoch.to(tl.int32)
+    weights, highest = _weights(scores, shares_ptr, row.to(tl.int64), epoch, PIECES, STEP, PTX)
     if target_ptr is not None:
         chosen = _chosen(x_ptr, target_ptr, row, rows, columns, stride)
     for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
@@ -442,12 +442,12 @@ def _forward_shared(
         )  # fmt: skip
         place = following.to(tl.int64)
         weights_next, highest_next = _weights(
-            scores, shares_ptr, place, turn + 1, PIECES, STEP, PTX
+            scores, shares_ptr, place, epoch + 1, PIECES, STEP, PTX
         )
         if target_ptr is not None:
             chosen_next = _chosen(x_ptr, target_ptr, following, rows, columns, stride)
         if STEP != "sums":
-            maxima, totals = heard(shares_ptr, start, turn, float("-inf"), PIECES, 2, STEP)
+            maxima, totals = wait_for(shares_ptr, start, epoch, float("-inf"), PIECES, 2, STEP)
             most = to_take_off(tl.max(maxima, axis=0))
             total = tl.sum(totals * _exp(maxima - most, PTX), axis=0)
             # Nothing where this piece has nothing visible.
@@ -455,10 +455,10 @@ def _forward_shared(
             if target_ptr is not None:
                 at = _column_of(target, columns)
                 y = weights * (own * _gradient_share(at, grad_loss, most, total, z))
-                tells = tl.program_id(0) == 0  # of a row's programs
+                writes = tl.program_id(0) == 0  # of a row's programs
                 score = chosen.to(ACC)
                 store_loss(
-                    loss_ptr, lse_ptr, row, tells, target, target == ignore, most, total, score,
+                    loss_ptr, lse_ptr, row, writes, target, target == ignore, most, total, score,
                     score, columns, z, z, z, False, ACC,
                 )  # fmt: skip
             else:
@@ -475,7 +475,7 @@ def _forward_shared(
                     tl.store(out, y.to(y_ptr.dtype.element_ty), mask=again)
                 chosen = chosen_next
         weights, highest = weights_next, highest_next
-        turn += 1
+        epoch += 1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -560,7 +560,7 @@ def _backward_rows(
 
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "rows", "columns", "dy_stride", "y_stride", "queries", "ahead", "scale", "first_turn",
+        "rows", "columns", "dy_stride", "y_stride", "queries", "ahead", "scale", "first_epoch",
     ]
 )  # fmt: skip
 def _backward_shared(
@@ -575,7 +575,7 @@ def _backward_shared(
     queries: tl.int32,
     ahead: tl.int32,
     scale: tl.float64,
-    first_turn: tl.int64,
+    first_epoch: tl.int64,
     CAUSAL: tl.constexpr,
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
@@ -592,8 +592,8 @@ def _backward_shared(
     y_stride = y_stride * UNIT
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     groups = tl.num_programs(1)
-    begin_turns(shares_ptr, PIECES, 1, STEP)
-    turn = first_turn.to(tl.int32)
+    begin_epochs(shares_ptr, PIECES, 1, STEP)
+    epoch = first_epoch.to(tl.int32)
     row = tl.program_id(1)  # there are no more groups than rows
     start = row.to(tl.int64)
     bound = _bound(row, columns, queries, ahead, CAUSAL)
@@ -601,7 +601,7 @@ def _backward_shared(
     dy = _loaded(dy_ptr, start * dy_stride, column, True, columns, bound, CAUSAL, EXACT)
     if STEP != "rest":
         along = tl.sum(y.to(ACC) * dy.to(ACC), axis=0)
-        tell(shares_ptr, start, turn, along, along, PIECES, 1, STEP)
+        post(shares_ptr, start, epoch, along, along, PIECES, 1, STEP)
     for index in tl.range(tl.program_id(1), rows, groups, num_stages=STAGES):
         start = tl.full((), index, tl.int64)
         row = tl.full((), index, tl.int32) + groups
@@ -614,16 +614,16 @@ def _backward_shared(
         )
         if STEP != "rest":
             along = tl.sum(y_next.to(ACC) * dy_next.to(ACC), axis=0)
-            tell(shares_ptr, following, turn + 1, along, along, PIECES, 1, STEP)
+            post(shares_ptr, following, epoch + 1, along, along, PIECES, 1, STEP)
         if STEP != "sums":
-            products, _ = heard(shares_ptr, start, turn, 0, PIECES, 1, STEP)
+            products, _ = wait_for(shares_ptr, start, epoch, 0, PIECES, 1, STEP)
             along = tl.sum(products, axis=0)
             dx = y.to(ACC) * (dy.to(ACC) - along) * tl.full((), scale, ACC) + 0.0
             out = dx_ptr + start * columns + column
             inside = within(column, columns, EXACT)
             tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         y, dy = as_stored(y_next, PTX), as_stored(dy_next, PTX)
-        turn += 1
+        epoch += 1
 
 
 # -------------------------------------------------------------------------------- plans
@@ -720,7 +720,7 @@ def _plan(
     constants |= {"ACC": TRITON_TYPES[acc], "PTX": _launch.has_ptx()}
     return cut(
         choice, kernels, device, columns, sums, acc, dtype.itemsize, column_bytes,
-        tells_looped=True, **constants,
+        has_looped=True, **constants,
     )  # fmt: skip
 
 

@@ -25,7 +25,12 @@ from transformer_engine_fl.backends._driver import (
     bind_context,
     call,
 )
-from transformer_engine_fl.backends._words import FIRST_TURN, WORDS, telling, words_of
+from transformer_engine_fl.backends._exchange import (
+    FIRST_EPOCH,
+    SLOTS,
+    repeated_exchange,
+    slots_for,
+)
 from transformer_engine_fl.backends.vendor.cuda._compile import (
     Specialisation,
     architecture,
@@ -34,7 +39,7 @@ from transformer_engine_fl.backends.vendor.cuda._compile import (
 from transformer_engine_fl.core.errors import NotSupportedError
 from transformer_engine_fl.core.locks import ForkSafeLock
 
-__all__ = ["Geometry", "Kernel", "LaunchError", "Limits", "TellingKernel", "limits", "load"]
+__all__ = ["ExchangingKernel", "Geometry", "Kernel", "LaunchError", "Limits", "limits", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +119,14 @@ class Kernel(Function):
             with torch.cuda.device(self.device):
                 return self.launch(blocks, rows_of_blocks, *values)
         if _repeats.active is not None:
-            _repeats.note(self, blocks, rows_of_blocks, *self._told(values))
+            _repeats.note(self, blocks, rows_of_blocks, *self._noted(values))
         try:
             return self.start(blocks, rows_of_blocks, *values)
         except struct.error as error:
             raise NotSupportedError(f"{self.name}: a size is too large: {error}") from error
 
-    def _told(self, values: tuple[Any, ...]) -> Iterator[Any]:
-        """What a watch is told of them."""
+    def _noted(self, values: tuple[Any, ...]) -> Iterator[Any]:
+        """What a watch notes of them."""
         for kind, value in zip(self._geometry.arguments, values, strict=False):
             yield _repeats.Address(value) if kind == "P" else value
 
@@ -168,35 +173,35 @@ class Kernel(Function):
             return count.value * limits(self.device).multiprocessors // geometry.together
 
 
-class TellingKernel(Kernel):
-    """A kernel whose blocks are no cluster, but wait for words that others leave in memory.
+class ExchangingKernel(Kernel):
+    """A kernel whose blocks are no cluster, but wait for slots that others leave in memory.
 
-    Its last two parameters are the first turn and the words (``backends/_words.py``). In their
-    place ``launch`` takes how many turns a block takes, at most.
+    Its last two parameters are the first epoch and the slots (``backends/_exchange.py``). In their
+    place ``launch`` takes how many epochs a block takes, at most.
     """
 
-    __slots__ = ("_words",)
+    __slots__ = ("_slots",)
 
     def __init__(self, name: str, device: int, code: bytes, geometry: Geometry) -> None:
         super().__init__(name, device, code, geometry)
-        self._words = functools.partial(words_of, torch.device("cuda", device))
+        self._slots = functools.partial(slots_for, torch.device("cuda", device))
 
     def start(self, blocks: int, rows_of_blocks: int, *values: Any) -> None:
-        *others, turns = values
-        first, words = self._words(blocks, turns)
-        super().start(blocks, rows_of_blocks, *others, first, words.data_ptr())
+        *others, epochs = values
+        first, slots = self._slots(blocks, epochs)
+        super().start(blocks, rows_of_blocks, *others, first, slots.data_ptr())
 
-    def _told(self, values: tuple[Any, ...]) -> Iterator[Any]:
-        *others, turns = values
-        yield from super()._told(tuple(others))
-        yield turns
+    def _noted(self, values: tuple[Any, ...]) -> Iterator[Any]:
+        *others, epochs = values
+        yield from super()._noted(tuple(others))
+        yield epochs
 
     def statements(
         self, name: Callable[[Any], str], blocks: int, rows_of_blocks: int, *values: Any
     ) -> list[str]:
-        *others, turns = values
-        named, line = telling(name, self._words, blocks, turns)
-        lines = super().statements(named, blocks, rows_of_blocks, *others, FIRST_TURN, WORDS)
+        *others, epochs = values
+        named, line = repeated_exchange(name, self._slots, blocks, epochs)
+        lines = super().statements(named, blocks, rows_of_blocks, *others, FIRST_EPOCH, SLOTS)
         return [line, *lines]
 
 
@@ -231,7 +236,7 @@ def load(specialisation: Specialisation, geometry: Geometry, device: int) -> Ker
             if kernel is None:
                 found = limits(device)
                 code = cubin(specialisation, architecture(found.major, found.minor))
-                kind = TellingKernel if geometry.together > 1 else Kernel
+                kind = ExchangingKernel if geometry.together > 1 else Kernel
                 kernel = kind(specialisation.kernel, device, code, geometry)
                 _kernels[key] = kernel
     return kernel

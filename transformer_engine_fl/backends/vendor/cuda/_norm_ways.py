@@ -14,10 +14,10 @@ __all__ = [
     "BACKWARD_PIECES",
     "CAST_AS",
     "CAST_NARROWEST",
+    "EXCHANGE_THROUGH_MEMORY",
     "FEW_ROWS",
     "FORWARD_PIECES",
     "IN_REGISTERS",
-    "TOLD_THROUGH_MEMORY",
     "WAITING",
     "CastAs",
     "InRegisters",
@@ -83,8 +83,8 @@ class InRegisters(NamedTuple):
         columns: how wide the rows are.
         lanes: threads of a block, which share a row.
         blocks: of a multiprocessor.
-        turn: rows that a block takes at a time.
-        stages: turns under way, at most.
+        batch: rows that a block takes at a time.
+        stages: batches under way, at most.
         kernel: which one does; in ``backward_pairs`` two blocks, a cluster, add up what they have
             of the parameters' gradients.
     """
@@ -94,7 +94,7 @@ class InRegisters(NamedTuple):
     columns: range
     lanes: int
     blocks: int
-    turn: int
+    batch: int
     stages: int
     kernel: str = "backward_registers"
 
@@ -192,7 +192,7 @@ FORWARD_PIECES: Final[dict[tuple[bool, bool], Pieces]] = {
         (range(32_769, 131_073), Piece(32, 6, 16, 2, holds=False)),
     ),
 }
-TOLD_THROUGH_MEMORY: Final = 2
+EXCHANGE_THROUGH_MEMORY: Final = 2
 
 
 class CastAs(NamedTuple):

@@ -53,7 +53,9 @@ SHARED_PER_BLOCK: Final = 1024
 """Bytes of shared memory that the system takes for each block."""
 
 COUNTER_BYTES: Final = 16
-"""Shared memory of a block that counts what other blocks tell it (``include/exchange.cuh``)."""
+"""Shared memory of a block that counts what other blocks send it
+(``include/cluster_exchange.cuh``).
+"""
 
 LARGEST_CLUSTERS: Final = (16, 8)
 """Blocks of the largest cluster: of most devices, and of every one that has clusters."""
@@ -230,12 +232,12 @@ class UnderWay(NamedTuple):
 
     Attributes:
         stages: rows under way in shared memory; 0 if not even one fits.
-        told: whether the blocks of a cluster tell each other sums without a barrier, which
+        st_async: whether the blocks of a cluster exchange sums without a barrier, which
             would wait for the row that is being written.
     """
 
     stages: int
-    told: bool
+    st_async: bool
 
 
 def under_way(
@@ -244,7 +246,7 @@ def under_way(
     kept_bytes: int,
     device: _launch.Limits,
     most: int,
-    tell: bool,
+    st_async: bool,
 ) -> UnderWay:
     """How many rows may be under way; what their exchange costs must not make them fewer.
 
@@ -254,7 +256,7 @@ def under_way(
         kept_bytes: what else the block keeps in shared memory.
         device: where it runs.
         most: rows that gain something.
-        tell: whether telling sums gains something.
+        st_async: whether an exchange without a barrier gains something.
     """
     shared = device.shared_per_multiprocessor // tile.blocks - SHARED_PER_BLOCK
 
@@ -265,13 +267,13 @@ def under_way(
         return min(most, fitting)
 
     found = depth(kept_bytes)
-    tell = tell and tile.cluster > 1
-    return UnderWay(found, tell and depth(kept_bytes + COUNTER_BYTES) == found)
+    st_async = st_async and tile.cluster > 1
+    return UnderWay(found, st_async and depth(kept_bytes + COUNTER_BYTES) == found)
 
 
 class Piece(NamedTuple):
     """What a block has of a row of half precision whose blocks are no cluster, but exchange sums
-    through global memory (``include/row_words.cuh``).
+    through global memory (``include/memory_exchange.cuh``).
 
     Attributes:
         lanes: threads of a block.
@@ -324,9 +326,9 @@ def room_for_pieces(
     """
     if not device.has_clusters or tile.cluster > tile.blocks * device.multiprocessors:
         return None
-    told = exchange_bytes(replace(tile, cluster=1), sums, 2)
+    exchanged = exchange_bytes(replace(tile, cluster=1), sums, 2)
     stage_bytes = tile.kept(*sizes)
-    depth = under_way(tile, stage_bytes, kept + told, device, stages, False).stages
+    depth = under_way(tile, stage_bytes, kept + exchanged, device, stages, False).stages
     return stages * stage_bytes + kept if depth == stages else None
 
 

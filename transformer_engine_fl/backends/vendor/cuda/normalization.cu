@@ -19,7 +19,7 @@
 //   LANES                threads of a block that share a row (a power of two; of blocks alone, or
 //                        that exchange through memory, whole warps)
 //   ROWS                 rows that a block works on at once; 1 if LANES is above 32
-//   CLUSTER              blocks that share a row: a cluster, unless they tell through memory
+//   CLUSTER              blocks that share a row: a cluster, unless they exchange through memory
 //   FULL                 1 if the row fills all of those vectors, and nothing is compared with
 //                        its columns
 //   STREWN               1 if neighbouring lanes have neighbouring columns, as of rows that begin
@@ -27,12 +27,12 @@
 //   AHEAD                1 to keep gamma and beta in shared memory (forward)
 //   SPAN                 neighbouring columns that a thread casts: VEC, or two vectors (forward with
 //                        AHEAD, forward_stream)
-//   STAGES               rows, or turns, under way from global to shared memory (backward,
+//   STAGES               rows, or batches, under way from global to shared memory (backward,
 //                        backward_registers, backward_pairs, forward_stream, forward_pieces)
-//   TOLD                 1 to exchange sums without a barrier of the cluster (backward,
+//   EXCHANGE             1 to exchange sums without a barrier of the cluster (backward,
 //                        forward_stream), 2 to do so through global memory, without a cluster
 //                        (backward)
-//   TURN                 rows that a block takes at a time (backward_registers)
+//   BATCH                rows that a block takes at a time (backward_registers)
 //   LATE_ADD             1 to read what is added to registers when it is needed (backward)
 //   OVERLAP              1 to add up the next row while the sums of one are exchanged (backward)
 //   HOLD_GAMMA           1 to keep gamma in registers, not in shared memory, and beta with it
@@ -53,9 +53,9 @@
 
 #include "casting.cuh"
 #include "memory.cuh"
+#include "memory_exchange.cuh"
 #include "numeric.cuh"
 #include "row_reduction.cuh"
-#include "row_words.cuh"
 #include "rows.cuh"
 
 using namespace te_fl;
@@ -143,8 +143,8 @@ __device__ __forceinline__ A squares_of(const Vec<TX, VEC>& row, A mean, int lef
 constexpr bool kEqual = CENTRED && FULL && (LANES & (LANES - 1)) == 0;
 constexpr bool kOfWarps = CENTRED && !kEqual;
 constexpr int kStatistics = !CENTRED ? 1 : kEqual ? 2 : 3;
-template <Telling Told>
-using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A, Told>;
+template <ExchangeMode Mode>
+using Statistics = RowReduction<LANES, CLUSTER, kStatistics, A, Mode>;
 
 // How many columns the lanes of a warp have that share a row.
 __device__ __forceinline__ A columns_of_warp(int rank, int columns) {
@@ -258,9 +258,10 @@ __device__ __forceinline__ void normalize(const Vec<TX, N>& row, A mean, A scale
     defined(KERNEL_backward_registers) || defined(KERNEL_backward_pairs)
 
 constexpr int kSums = CENTRED ? 2 : 1;
-#ifdef TOLD
-constexpr bool kMemory = TOLD == 2;
-constexpr Telling kTelling = kMemory ? kThroughMemory : TOLD ? kByWarps : kBehindBarrier;
+#ifdef EXCHANGE
+constexpr bool kMemory = EXCHANGE == 2;
+constexpr ExchangeMode kExchangeMode =
+    kMemory ? kThroughMemory : EXCHANGE ? kByWarps : kBehindBarrier;
 #endif
 
 // What the gradients of one vector are made of: xhat, and u = dy * gamma.
@@ -534,8 +535,8 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
   const long long group = blockIdx.x / CLUSTER;
   const long long groups = gridDim.x / CLUSTER;
-  // What a layer norm's warps tell takes long to merge: they do so within a block first.
-  Statistics<(!TOLD ? kBehindBarrier : CENTRED ? kByBlocks : kByWarps)> over_row;
+  // What a layer norm's warps post takes long to merge: they do so within a block first.
+  Statistics<(!EXCHANGE ? kBehindBarrier : CENTRED ? kByBlocks : kByWarps)> over_row;
 
   const int first = Row::first_column(0, rank);
   auto ask = [&](long long row, unsigned char* slots) {
@@ -665,22 +666,22 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #if CENTRED
 
-// What the blocks of a row tell each other of it, in two halves, as reductions have them: the mean
+// What the blocks of a row exchange of it, in two halves, as reductions have them: the mean
 // of what each has, and the squared deviations from it, or of blocks that merge two by two their
 // mean. How many columns a block has follows from its rank.
 class StatisticsOfRow {
-  using Words = RowWords<CLUSTER, 2>;
+  using Exchange = MemoryExchange<CLUSTER, 2>;
   static constexpr int kColumns = LANES * VECS * VEC;  // of a block that is filled
   static constexpr bool kHalvedBlocks = FULL && (CLUSTER & (CLUSTER - 1)) == 0;
 
  public:
-  __device__ __forceinline__ StatisticsOfRow(TurnWord* words, unsigned first_turn, unsigned group,
-                                             int columns)
-      : words_(words, first_turn, group) {
+  __device__ __forceinline__ StatisticsOfRow(FlaggedSlot* exchange_slots, unsigned first_epoch,
+                                             unsigned group, int columns)
+      : exchange_(exchange_slots, first_epoch, group) {
 #pragma unroll
-    for (int i = 0; i < Words::kHeard; ++i) {
-      const int left = columns - Words::block_of(i) * kColumns;
-      counts_[i] = A(FULL && Words::kAll ? kColumns : max(0, min(left, kColumns)));
+    for (int i = 0; i < Exchange::kPerLane; ++i) {
+      const int left = columns - Exchange::block_of(i) * kColumns;
+      counts_[i] = A(FULL && Exchange::kAll ? kColumns : max(0, min(left, kColumns)));
     }
   }
 
@@ -691,43 +692,43 @@ class StatisticsOfRow {
       A found[2];
       own_statistics(own, 0, left, found);
       over_filled_.template reduce<Moments>(found);
-      words_.tell({found[0], found[1] * A(kHalvedBlocks ? 1 : kColumns)});
+      exchange_.post({found[0], found[1] * A(kHalvedBlocks ? 1 : kColumns)});
     } else {
       A found[3];
       own_statistics(own, 0, left, found);
       over_block_.template reduce<Moments, true>(found);
-      words_.tell({quotient(found[1], found[0], reciprocal(found[0])), found[2]});
+      exchange_.post({quotient(found[1], found[0], reciprocal(found[0])), found[2]});
     }
   }
 
   __device__ __forceinline__ void end(A share, A& mean, A& variance) {
-    A told[Words::kHeard][2];
-    words_.hear({A(0), A(0)}, told);
+    A parts[Exchange::kPerLane][2];
+    exchange_.wait({A(0), A(0)}, parts);
     if constexpr (kHalvedBlocks) {
       A found[2];
-      merge_parts<Moments>(told, found);
-      halve<Moments, Words::kHalved>(found);
+      merge_parts<Moments>(parts, found);
+      halve<Moments, Exchange::kHalved>(found);
       mean = found[0];
       variance = found[1];
     } else {
       // Distances from one of the means: of means that are equal none is left, whatever their
       // blocks count. What is added up of them is rounded as that one is, so what is left of the
       // distances from it is added up, too.
-      const A first = __shfl_sync(0xffffffffu, told[0][0], 0);
+      const A first = __shfl_sync(0xffffffffu, parts[0][0], 0);
       const A close = first - first == A(0) ? first : A(0);  // else all would be NaN
       A off[1] = {A(0)};
 #pragma unroll
-      for (int i = 0; i < Words::kHeard; ++i) off[0] += counts_[i] * (told[i][0] - close);
-      halve<Sum, Words::kHalved>(off);
+      for (int i = 0; i < Exchange::kPerLane; ++i) off[0] += counts_[i] * (parts[i][0] - close);
+      halve<Sum, Exchange::kHalved>(off);
       const A nearly = fma(off[0], share, close);
       A sums[2] = {A(0), A(0)};
 #pragma unroll
-      for (int i = 0; i < Words::kHeard; ++i) {
-        const A distance = told[i][0] - nearly;
+      for (int i = 0; i < Exchange::kPerLane; ++i) {
+        const A distance = parts[i][0] - nearly;
         sums[0] += counts_[i] * distance;
-        sums[1] += told[i][1] + counts_[i] * distance * distance;
+        sums[1] += parts[i][1] + counts_[i] * distance * distance;
       }
-      halve<Sum, Words::kHalved>(sums);
+      halve<Sum, Exchange::kHalved>(sums);
       const A rest = sums[0] * share;
       mean = rest == rest ? nearly + rest : nearly;
       variance = fma(-rest, rest, sums[1] * share);
@@ -735,10 +736,10 @@ class StatisticsOfRow {
   }
 
  private:
-  Words words_;
+  Exchange exchange_;
   RowReduction<LANES, 1, 2, A> over_filled_;
   RowReduction<LANES, 1, 3, A> over_block_;
-  A counts_[Words::kHeard];  // of the blocks that this lane hears
+  A counts_[Exchange::kPerLane];  // of the blocks that this lane waits for
 };
 
 #else
@@ -746,9 +747,9 @@ class StatisticsOfRow {
 // The same of a root mean square: each block's sum of squares.
 class StatisticsOfRow {
  public:
-  __device__ __forceinline__ StatisticsOfRow(TurnWord* words, unsigned first_turn, unsigned group,
-                                             int)
-      : over_row_(words, first_turn, group) {}
+  __device__ __forceinline__ StatisticsOfRow(FlaggedSlot* exchange_slots, unsigned first_epoch,
+                                             unsigned group, int)
+      : over_row_(exchange_slots, first_epoch, group) {}
 
   __device__ __forceinline__ void begin(const Vec<TX, VEC> (&row)[VECS], int left) {
     own_statistics([&](int v) { return row[v]; }, 0, left, found_);
@@ -769,20 +770,21 @@ class StatisticsOfRow {
 #endif
 
 // As `forward_stream`, where the blocks of a group form no cluster but exchange sums through
-// memory, in `words` as row_words.cuh has them. A row, or its sum with the residual, waits for the
-// words of the others in registers, and columns of a block follow each other.
+// memory, in `exchange_slots` as memory_exchange.cuh has them. A row, or its sum with the residual,
+// waits for the slots of the others in registers, and columns of a block follow each other.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     forward_pieces(const TX* __restrict__ x, const TX* __restrict__ residual,
                    const TW* __restrict__ gamma, const TB* __restrict__ beta,
                    TY* __restrict__ y, TX* __restrict__ sum, A* __restrict__ mu,
                    A* __restrict__ rsigma, long long rows, long long x_stride,
                    long long residual_stride, int columns, A share, A eps,
-                   unsigned long long first_turn, TurnWord* words) {
+                   unsigned long long first_epoch, FlaggedSlot* exchange_slots) {
   static_assert(ROWS == 1 && CAST == 0 && !(CENTRED && ADDED), "nothing else gained");
   constexpr int kStageBytes = (1 + ADDED) * Slots<TX>::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   using Piece = RowPiece<Row, CLUSTER, VECS>;
-  StatisticsOfRow statistics(words, static_cast<unsigned>(first_turn), Piece::group(), columns);
+  StatisticsOfRow statistics(exchange_slots, static_cast<unsigned>(first_epoch), Piece::group(),
+                             columns);
   const Piece piece(columns);
   auto ask = [&](long long row, unsigned char* slots) {
     const bool exists = row < rows;
@@ -819,7 +821,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   struct Held {
     Vec<TX, VEC> total[VECS];
   };
-  // Takes a row to registers, tells its statistics, and writes what it took.
+  // Takes a row to registers, posts its statistics, and writes what it took.
   auto take = [&](long long row, unsigned char* slots, Held& held) {
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
@@ -935,7 +937,7 @@ extern "C" __global__ void __launch_bounds__(LANES)
     defined(KERNEL_backward_pairs)
 
 // Pieces of several warps lose 1 to 2% by what L2 is asked otherwise.
-#if defined(KERNEL_backward) && TOLD == 2
+#if defined(KERNEL_backward) && EXCHANGE == 2
 constexpr Reading kReading = LANES == 32 ? kOnce : kPlain;
 #else
 constexpr Reading kReading = kOnce;
@@ -993,9 +995,9 @@ __device__ __forceinline__ void read_gamma(const TW* __restrict__ gamma, A (&own
 // working on several vectors at once, so where but few threads would, only the stores are left
 // out; where whole warps have nothing, they had better not work.
 #if defined(KERNEL_backward)
-constexpr bool kFewEmpty = TOLD == 2;
+constexpr bool kFewEmpty = EXCHANGE == 2;
 #elif defined(KERNEL_backward_registers)
-constexpr bool kFewEmpty = TURN == 1;
+constexpr bool kFewEmpty = BATCH == 1;
 #else
 constexpr bool kFewEmpty = true;
 #endif
@@ -1017,24 +1019,24 @@ __device__ __forceinline__ void write_sums(const A (&sums)[VECS][VEC], A* target
 
 #ifdef KERNEL_backward
 
-#if TOLD == 2
-// The turn has 64 bits: so a repeated launch writes it where it writes addresses.
-#define WORDS_PARAMETERS , unsigned long long first_turn, TurnWord *words
-#define WORDS(group) (words, static_cast<unsigned>(first_turn), group)
+#if EXCHANGE == 2
+// The epoch has 64 bits: so a repeated launch writes it where it writes addresses.
+#define EXCHANGE_PARAMETERS , unsigned long long first_epoch, FlaggedSlot *exchange_slots
+#define EXCHANGE_ARGUMENTS(group) (exchange_slots, static_cast<unsigned>(first_epoch), group)
 #else
-#define WORDS_PARAMETERS
-#define WORDS(group)
+#define EXCHANGE_PARAMETERS
+#define EXCHANGE_ARGUMENTS(group)
 #endif
 
 // A persistent grid: each group of blocks takes every so-many-th row, keeps the
 // gradients of gamma and beta of its rows on the chip and writes them once, to
-// partial[gamma or beta][group][column]. STAGES rows are under way at any time. `words` are
-// those of row_words.cuh.
+// partial[gamma or beta][group][column]. STAGES rows are under way at any time.
+// `exchange_slots` are those of memory_exchange.cuh.
 extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     backward(const TDY* __restrict__ dy, const TX* __restrict__ x, const TADD* __restrict__ add,
              const A* __restrict__ mu, const A* __restrict__ rsigma, const TW* __restrict__ gamma,
              TX* __restrict__ dx, A* __restrict__ partial, long long rows, long long dy_stride,
-             long long x_stride, long long add_stride, int columns, A share WORDS_PARAMETERS) {
+             long long x_stride, long long add_stride, int columns, A share EXCHANGE_PARAMETERS) {
   using Kept = Operands<ADDED && !LATE_ADD>;
   constexpr int kStageBytes = Kept::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
@@ -1043,7 +1045,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   const int group = blockIdx.x / CLUSTER;
   const int groups = gridDim.x / CLUSTER;
   const long long step = static_cast<long long>(groups) * ROWS;
-  RowReduction<LANES, CLUSTER, kSums, A, kTelling> over_row WORDS(group);
+  RowReduction<LANES, CLUSTER, kSums, A, kExchangeMode> over_row EXCHANGE_ARGUMENTS(group);
 
   long long stride = min(x_stride, dy_stride);
   if constexpr (ADDED && !LATE_ADD) stride = min(stride, add_stride);
@@ -1196,7 +1198,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
       }
     };
     begin_next();
-    if constexpr (kMemory) end();  // words take longer to be there
+    if constexpr (kMemory) end();  // slots take longer to be there
 #pragma unroll
     for (int v = 0; v < VECS; ++v) {
       const int column = Row::first_column(v, rank);
@@ -1268,7 +1270,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 // As `backward`, but what the gradient of a row is made of stays in registers until it is
 // written, so that the row's place in shared memory is free before the threads of the row wait
 // for each other. Blocks are few and threads have many registers. Of short rows a block takes
-// TURN at a time, behind one barrier.
+// BATCH at a time, behind one barrier.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     backward_registers(const TDY* __restrict__ dy, const TX* __restrict__ x,
                        const TADD* __restrict__ add, const A* __restrict__ mu,
@@ -1278,18 +1280,18 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
                        int columns, A share) {
   static_assert(ROWS == 1 && CLUSTER == 1, "all threads of a block share each row");
   using Kept = Operands<ADDED>;
-  constexpr int kStageBytes = TURN * Kept::kBytes;
+  constexpr int kStageBytes = BATCH * Kept::kBytes;
   extern __shared__ __align__(16) unsigned char ring[];
   constexpr int rank = 0;
   const int group = blockIdx.x;
   const int groups = gridDim.x;
-  const long long step = static_cast<long long>(groups) * TURN;
-  const long long first_base = static_cast<long long>(group) * TURN;
-  RowReduction<LANES, 1, TURN * kSums, A> over_rows;
+  const long long step = static_cast<long long>(groups) * BATCH;
+  const long long first_base = static_cast<long long>(group) * BATCH;
+  RowReduction<LANES, 1, BATCH * kSums, A> over_rows;
 
   auto ask = [&](long long base, unsigned char* slots) {
 #pragma unroll
-    for (int t = 0; t < TURN; ++t) {
+    for (int t = 0; t < BATCH; ++t) {
       const long long row = base + t;
       Kept::ask(slots + t * Kept::kBytes, x + row * x_stride, dy + row * dy_stride,
                 add + row * add_stride, row < rows, rank, columns);
@@ -1305,10 +1307,10 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   read_gamma(gamma, own_gamma, rank, columns);
   A dgamma[VECS][VEC] = {};
   A dbeta[VECS][VEC] = {};
-  A next_scale[TURN], next_mean[TURN];
+  A next_scale[BATCH], next_mean[BATCH];
   auto ask_statistics = [&](long long base) {
 #pragma unroll
-    for (int t = 0; t < TURN; ++t) {
+    for (int t = 0; t < BATCH; ++t) {
       next_scale[t] = base + t < rows ? rsigma[base + t] : A(0);
       next_mean[t] = CENTRED && base + t < rows ? mu[base + t] : A(0);
     }
@@ -1320,13 +1322,13 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   for (long long base = first_base; base < rows; base += step) {
     unsigned char* slots = ring + stage * kStageBytes;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
-    Terms parts[TURN][VECS];
-    Vec<TADD, VEC> added[TURN][VECS];
-    A scale[TURN];
-    A sums[TURN * kSums] = {};
+    Terms parts[BATCH][VECS];
+    Vec<TADD, VEC> added[BATCH][VECS];
+    A scale[BATCH];
+    A sums[BATCH * kSums] = {};
     wait_copies<STAGES - 1>();
 #pragma unroll
-    for (int t = 0; t < TURN; ++t) {
+    for (int t = 0; t < BATCH; ++t) {
       unsigned char* own = slots + t * Kept::kBytes;
       scale[t] = next_scale[t];
       A found[kSums] = {};
@@ -1352,13 +1354,13 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     ask(base + STAGES * step, slots);
     over_rows.end<Sum>(sums);
 #pragma unroll
-    for (int t = 0; t < TURN; ++t) {
+    for (int t = 0; t < BATCH; ++t) {
       const A product = sums[t * kSums] * share;
       const A value = CENTRED ? sums[t * kSums + kSums - 1] * share : A(0);
 #pragma unroll
       for (int v = 0; v < VECS; ++v) {
         const int column = Row::first_column(v, rank);
-        const bool valid = (TURN == 1 || base + t < rows) && Row::in_row(column, columns);
+        const bool valid = (BATCH == 1 || base + t < rows) && Row::in_row(column, columns);
         if (kBranches && !valid) continue;
         store_where<kBranches>(Row::place(dx + (base + t) * columns, v, rank),
                                parts[t][v].dx(scale[t], product, value, added[t][v]), valid);
@@ -1481,9 +1483,9 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
   release_dependents();
   wait_copies<0>();
   // Of the 2 * VECS vectors of a thread, those of gamma first, each block gets every other one.
-  using Heard = A[2][VECS][VEC][LANES];  // the first: from which block
-  static_assert(sizeof(Heard) <= STAGES * kStageBytes, "the rows' places have room for them");
-  Heard& heard = *reinterpret_cast<Heard*>(ring);
+  using Received = A[2][VECS][VEC][LANES];  // the first: from which block
+  static_assert(sizeof(Received) <= STAGES * kStageBytes, "the rows' places have room for them");
+  Received& received = *reinterpret_cast<Received*>(ring);
   const int own = cluster_rank();
   cluster_arrive();
   cluster_wait();  // until no block needs its rows' places any more
@@ -1492,7 +1494,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     const A(&part)[VEC] = p < VECS ? dgamma[p] : dbeta[p - VECS];
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
-      store_remote(&heard[own][p / 2][i][threadIdx.x], p % 2, part[i]);
+      store_remote(&received[own][p / 2][i][threadIdx.x], p % 2, part[i]);
     }
   }
   cluster_arrive();
@@ -1506,7 +1508,7 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
 #pragma unroll
     for (int other = 0; other < 2; ++other) {
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) total[i] += heard[other][k][i][threadIdx.x];
+      for (int i = 0; i < VEC; ++i) total[i] += received[other][k][i][threadIdx.x];
     }
     const long long at = p / VECS * (blocks / 2) + block / 2;
     store(partial + at * columns + column, encode<A>(total));

@@ -43,10 +43,10 @@ from transformer_engine_fl.backends.vendor.cuda._norm_ways import (
     BACKWARD_PIECES,
     CAST_AS,
     CAST_NARROWEST,
+    EXCHANGE_THROUGH_MEMORY,
     FEW_ROWS,
     FORWARD_PIECES,
     IN_REGISTERS,
-    TOLD_THROUGH_MEMORY,
     WAITING,
     CastAs,
 )
@@ -146,13 +146,13 @@ LARGER_BLOCKS: Final[tuple[Team, ...]] = tuple((lanes, 1) for lanes in range(544
 WIDE_LANES: Final = 1024
 COLUMN_LANES: Final = 128
 MOST_STAGES: Final = 6
-# Vectors of the rows in whose kernels the blocks of a cluster tell each other sums without a
-# barrier (``include/exchange.cuh``), as measured with rows of half precision. Elsewhere it took
-# up to an eighth longer, or nothing was measured.
-TOLD_RMS_FORWARD: Final = range(4097, MOST_COLUMNS)
-TOLD_LAYER_FORWARD: Final = range(4097, MOST_COLUMNS)
-TOLD_RMS_BACKWARD: Final = range(8193, MOST_COLUMNS)
-TOLD_LAYER_BACKWARD: Final = range(1025, 4097)
+# Vectors of the rows in whose kernels the blocks of a cluster exchange sums without a
+# barrier (``include/cluster_exchange.cuh``), as measured with rows of half precision. Elsewhere it
+# took up to an eighth longer, or nothing was measured.
+ASYNC_RMS_FORWARD: Final = range(4097, MOST_COLUMNS)
+ASYNC_LAYER_FORWARD: Final = range(4097, MOST_COLUMNS)
+ASYNC_RMS_BACKWARD: Final = range(8193, MOST_COLUMNS)
+ASYNC_LAYER_BACKWARD: Final = range(1025, 4097)
 
 
 def forward_tile(
@@ -358,7 +358,7 @@ class ForwardKey:
 
     @property
     def sums(self) -> int:
-        """How many numbers blocks that are no cluster tell each other of a row."""
+        """How many numbers blocks that are no cluster exchange of a row."""
         return 2 if self.centred else 1
 
     def tile(self, device: _launch.Limits, most_blocks: int = LARGEST_CLUSTERS[0]) -> Tile | None:
@@ -375,8 +375,8 @@ class ForwardKey:
         the next.
         """
         if way := self._cast_as(device):
-            tell = False  # nothing: a block has all of a row
-            return way.tile, None if way.one_row else self._under_way(way.tile, device, tell)
+            st_async = False  # nothing to exchange: a block has all of a row
+            return way.tile, None if way.one_row else self._under_way(way.tile, device, st_async)
         if self.strewn:
             clusters = device.has_clusters
             tiles = strewn_forward_tiles(self.columns, self.added, clusters, most_blocks)
@@ -510,21 +510,21 @@ class ForwardKey:
         tile = stream_tile(self.columns, x_size, others, longer, resident, teams, most)
         if tile is None:
             return None
-        told = TOLD_LAYER_FORWARD if self.centred else TOLD_RMS_FORWARD
-        tell = self.columns // tile.vec in told
+        widths = ASYNC_LAYER_FORWARD if self.centred else ASYNC_RMS_FORWARD
+        st_async = self.columns // tile.vec in widths
         if self.cast is not None:
-            tell = self.centred or self.added or self.casts_blocks
-            if not tell and tile.cluster > 1:  # less to do than to wait for: twice the blocks
+            st_async = self.centred or self.added or self.casts_blocks
+            if not st_async and tile.cluster > 1:  # less to do than to wait for: twice the blocks
                 tile = with_blocks(tile, 1024)
-                tell = tile.blocks == 1  # of 1,024 threads
-        found = self._under_way(tile, device, tell)
+                st_async = tile.blocks == 1  # of 1,024 threads
+        found = self._under_way(tile, device, st_async)
         return (tile, found) if found else None
 
-    def _under_way(self, tile: Tile, device: _launch.Limits, tell: bool) -> UnderWay | None:
+    def _under_way(self, tile: Tile, device: _launch.Limits, st_async: bool) -> UnderWay | None:
         """How many rows are under way where blocks go from row to row; None if not even two."""
         stage_bytes = tile.kept(*self.row_sizes)
         kept = self.exchanged(tile)
-        found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, tell)
+        found = under_way(tile, stage_bytes, kept, device, STREAM_STAGES, st_async)
         return found if found.stages > 1 else None
 
 
@@ -621,8 +621,8 @@ def forward_source(
         return _source("forward_wide", {**defines, **wide}), geometry, 1, 1
     shared = tile.kept(*key.row_sizes)
     if way is not None:
-        depth, told = way
-        main = {**defines, **tile.defines(key.columns), "STAGES": depth, "TOLD": int(told)}
+        depth, st_async = way
+        main = {**defines, **tile.defines(key.columns), "STAGES": depth, "EXCHANGE": int(st_async)}
         # With two rows under way, the place that others read is free too late for the next one.
         main["SPAN"] = key.span(tile) if depth > 2 else tile.vec
         geometry = _launch.Geometry(
@@ -651,7 +651,7 @@ def forward_source(
 class Forward:
     """A forward's kernel on a device."""
 
-    __slots__ = ("_resident", "cluster", "kernel", "rows", "share", "tells")
+    __slots__ = ("_resident", "cluster", "kernel", "rows", "share", "through_memory")
 
     def __init__(self, key: ForwardKey, device: int) -> None:
         for way in WAYS:
@@ -660,7 +660,7 @@ class Forward:
             )
             if runs_clusters(source, geometry, device):
                 break
-        self.tells = geometry.together > 1
+        self.through_memory = geometry.together > 1
         self.kernel = _launch.load(source, geometry, device)
         self.share = 1.0 / key.columns
         self._resident = 0
@@ -680,8 +680,8 @@ class Forward:
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments up to mu and rsigma, then the rest."""
         groups = self._groups(rows)
-        turns = (-(-rows // groups),) if self.tells else ()
-        self.kernel.launch(groups * self.cluster, 1, *values, *turns)
+        epochs = (-(-rows // groups),) if self.through_memory else ()
+        self.kernel.launch(groups * self.cluster, 1, *values, *epochs)
 
 
 def forward_of(key: ForwardKey, device: int) -> Forward:
@@ -717,7 +717,7 @@ def memory_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned, Ti
         return None
     own: dict[str, str | int] = {
         "STAGES": piece.stages,
-        "TOLD": TOLD_THROUGH_MEMORY,
+        "EXCHANGE": EXCHANGE_THROUGH_MEMORY,
         "SHARED_DBETA": 0,
         "OVERLAP": 1,
         "LATE_ADD": 0,
@@ -743,14 +743,14 @@ def registers_source(key: BackwardKey, device: _launch.Limits) -> tuple[Planned,
         found = found._replace(kernel="backward_registers", stages=1)
     vecs = -(-key.columns // (vec * found.lanes))
     tile = Tile(vec, vecs, found.lanes, blocks=found.blocks)
-    stage_bytes = found.turn * tile.kept(*key.row_sizes)
-    kept = exchange_bytes(tile, found.turn * key.sums, size)
+    stage_bytes = found.batch * tile.kept(*key.row_sizes)
+    kept = exchange_bytes(tile, found.batch * key.sums, size)
     depth = under_way(tile, stage_bytes, kept, device, found.stages, False).stages
     pairs = found.kernel == "backward_pairs"
     if depth < 1 + pairs:  # in two rows' places a pair exchanges its sums
         return None
     own: dict[str, str | int] = (
-        {"STAGES": depth} if pairs else {"STAGES": depth, "TURN": found.turn}
+        {"STAGES": depth} if pairs else {"STAGES": depth, "BATCH": found.batch}
     )
     source, geometry = _planned(found.kernel, key, tile, depth * stage_bytes, own)
     return (source, replace(geometry, cluster=1 + pairs)), tile
@@ -788,16 +788,18 @@ def _shared_source(key: BackwardKey, device: _launch.Limits, tile: Tile) -> Plan
     gamma_bytes = 0 if hold_gamma else tile.kept(SIZES[key.gamma])
     if shared_dbeta:
         gamma_bytes = replace(tile, strewn=False).kept(max(4, size))
-    tell = key.columns // tile.vec in (TOLD_LAYER_BACKWARD if key.centred else TOLD_RMS_BACKWARD)
+    st_async = key.columns // tile.vec in (
+        ASYNC_LAYER_BACKWARD if key.centred else ASYNC_RMS_BACKWARD
+    )
     kept = gamma_bytes + exchange_bytes(tile, key.sums, size)
-    depth, told = under_way(tile, stage_bytes, kept, device, MOST_STAGES, tell)
+    depth, st_async = under_way(tile, stage_bytes, kept, device, MOST_STAGES, st_async)
     if not depth:
         return None
     # One sum behind one block's barrier is not worth a row less under way.
     overlap = depth > 2 and (tile.cluster > 1 or key.centred)
     own: dict[str, str | int] = {
         "STAGES": depth,
-        "TOLD": int(told and overlap),  # without overlap it takes half as long again
+        "EXCHANGE": int(st_async and overlap),  # without overlap it takes half as long again
         "SHARED_DBETA": int(shared_dbeta),
         "OVERLAP": int(overlap),
         "LATE_ADD": int(late_add),
@@ -847,7 +849,7 @@ class Backward:
         "_total",
         "_vec",
         "_wide_blocks",
-        "tells",
+        "through_memory",
     )
 
     def __init__(self, key: BackwardKey, device: int) -> None:
@@ -856,7 +858,7 @@ class Backward:
             sources, self._tile = backward_sources(key, limits, *way)
             if runs_clusters(*sources[0], device):
                 break
-        self.tells = sources[0][1].together > 1
+        self.through_memory = sources[0][1].together > 1
         self._kernels = [_launch.load(*source, device) for source in sources]
         self._total = SumOfGroups(
             key.columns, math_dtype(key.x), key.gamma, device, results=1 + key.centred
@@ -871,7 +873,7 @@ class Backward:
             # Of a group, which leaves one partial sum: a pair of blocks has a row each.
             self._blocks = max(self._tile.cluster, geometry.cluster)
             rows = self._tile.rows * self._blocks // self._tile.cluster
-            self._at_once = rows * int(dict(source.defines).get("TURN", 1))
+            self._at_once = rows * int(dict(source.defines).get("BATCH", 1))
             self._resident = require_clusters(self._kernels[0], key.columns)
 
     def groups(self, rows: int) -> int:
@@ -902,7 +904,7 @@ class Backward:
         """
         columns = self._columns
         if self._tile is not None:
-            turns = (-(-rows // groups),) if self.tells else ()
+            epochs = (-(-rows // groups),) if self.through_memory else ()
             self._kernels[0].launch(
                 groups * self._blocks,
                 1,
@@ -912,7 +914,7 @@ class Backward:
                 *strides,
                 columns,
                 self._share,
-                *turns,
+                *epochs,
             )
         else:
             self._kernels[0].launch(rows, 1, *pointers, rows, *strides, columns, self._share)

@@ -22,18 +22,18 @@
 //   BLOCKS       blocks that must fit on a multiprocessor; bounds the registers
 //
 // `forward` and `backward` read a row once, and so do `forward_pieces` and `backward_pieces`, whose
-// blocks tell each other of a row through memory. Rows that do not fit are served by `forward_wide`
-// and `backward_wide`, which read them twice. What a causal form hides is not read.
+// blocks exchange sums through memory. Rows that do not fit are served by `forward_wide` and
+// `backward_wide`, which read them twice. What a causal form hides is not read.
 //
 // Row r is query r % queries, with a mask of head (r / queries) % heads. A row's result
 // depends on its values, its width and the types alone, never on the number of rows.
 
+#include "cluster_exchange.cuh"
 #include "cross_entropy.cuh"
-#include "exchange.cuh"
 #include "memory.cuh"
+#include "memory_exchange.cuh"
 #include "numeric.cuh"
 #include "row_reduction.cuh"
-#include "row_words.cuh"
 #include "rows.cuh"
 
 using namespace te_fl;
@@ -84,7 +84,8 @@ __device__ __forceinline__ int asked_of(int bound, int columns) {
 #ifdef IN_PIECES
 
 // What a block has of plain rows of half precision, of which CLUSTER blocks have each. They are no
-// cluster but exchange what they know of a row through memory, in words as row_words.cuh has them.
+// cluster but exchange what they know of a row through memory, in slots as
+// memory_exchange.cuh has them.
 static_assert(ROWS == 1 && !CAUSAL && !STREWN && sizeof(TX) == 2, "nothing else gained");
 using Piece = RowPiece<Row, CLUSTER, VECS>;
 
@@ -186,15 +187,15 @@ __device__ __forceinline__ A share_of(A total) {
 // Of the highest scores of a row's parts, and their sums with those taken off, as Lanes lanes have
 // them between them: the sum of all, and what is taken off in it.
 template <int Lanes, int N>
-__device__ __forceinline__ A merge_told(const A (&told)[N][2], A (&total)[1]) {
+__device__ __forceinline__ A merge_softmax_parts(const A (&parts)[N][2], A (&total)[1]) {
   A highest[1] = {lowest<A>()};
 #pragma unroll
-  for (const auto& one : told) highest[0] = Max::combine(highest[0], one[0]);
+  for (const auto& one : parts) highest[0] = Max::combine(highest[0], one[0]);
   halve<Max, Lanes>(highest);
   const A taken = taken_off_scores(highest[0]);
   total[0] = 0;
 #pragma unroll
-  for (const auto& one : told) total[0] += one[1] * exponential(one[0] - taken);
+  for (const auto& one : parts) total[0] += one[1] * exponential(one[0] - taken);
   halve<Sum, Lanes>(total);
   return taken;
 }
@@ -259,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
   // Over the threads that have one maximum: those of the row, but in a cluster of a warp.
   RowReduction<(CLUSTER > 1 ? 32 : LANES), 1, 1, A> over_near;
   constexpr int kWarps = LANES > 32 ? LANES / 32 : 1;
-  Exchange<kWarps, CLUSTER, 2, A> tell;
+  ClusterExchange<kWarps, CLUSTER, 2, A> exchange;
   static_assert(!WAITING || !LOOPED, "the slots are free only when the row is written");
 
   const unsigned first_last = Row::first_last(count, x_stride);
@@ -359,10 +360,10 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
     A share = 1;
     A taken_of_row = taken;
     if constexpr (CLUSTER > 1) {
-      A all[decltype(tell)::kOwn][2];
-      tell({highest[0], total[0]}, all);
-      // Of fewer than 32 warps several lanes hear the same one: it counts once.
-      taken_of_row = merge_told<least(32, kWarps * CLUSTER)>(all, total);
+      A all[decltype(exchange)::kOwn][2];
+      exchange({highest[0], total[0]}, all);
+      // Of fewer than 32 warps several lanes have the same one: it counts once.
+      taken_of_row = merge_softmax_parts<least(32, kWarps * CLUSTER)>(all, total);
       share = exponential(highest[0] - taken_of_row);
     }
 #if LOSS
@@ -446,16 +447,16 @@ __device__ __forceinline__ A extreme_of(const Vec<TX, VEC> (&row)[VECS], const P
   return Least ? fminf(both[0], both[1]) : fmaxf(both[0], both[1]);
 }
 
-// The exponentials of a row are kept until the words of the other blocks are there.
+// The exponentials of a row are kept until the slots of the other blocks are there.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     forward_pieces(const TX* __restrict__ x, const unsigned char* __restrict__,
                    TY* __restrict__ y, long long rows, long long x_stride, int columns, int, int,
                    int, long long, long long, long long, double factor,
-                   unsigned long long first_turn, TurnWord* words) {
+                   unsigned long long first_epoch, FlaggedSlot* exchange_slots) {
   static_assert(!kHiding, "nothing else gained");
   const A scale = static_cast<A>(factor);
-  using Words = RowWords<CLUSTER, 2>;
-  Words told(words, static_cast<unsigned>(first_turn), Piece::group());
+  using Exchange = MemoryExchange<CLUSTER, 2>;
+  Exchange exchange(exchange_slots, static_cast<unsigned>(first_epoch), Piece::group());
   RowReduction<LANES, 1, 1, A> over_block;
   extern __shared__ __align__(16) unsigned char ring[];
   const Piece piece(columns);
@@ -491,13 +492,13 @@ extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
       }
     }
     over_block.sum(total);
-    told.tell({highest[0], total[0]});
+    exchange.post({highest[0], total[0]});
   };
   auto write = [&](unsigned row, const Held& held) {
-    A heard[Words::kHeard][2];
-    told.hear({lowest<A>(), A(0)}, heard);
+    A parts[Exchange::kPerLane][2];
+    exchange.wait({lowest<A>(), A(0)}, parts);
     A total[1];
-    const A taken = merge_told<Words::kHalved>(heard, total);
+    const A taken = merge_softmax_parts<Exchange::kHalved>(parts, total);
     const A share = exponential(held.highest - taken) * share_of(total[0]);
     TY* out = y + static_cast<long long>(row) * columns;
 #pragma unroll
@@ -642,13 +643,14 @@ extern "C" __global__ void __launch_bounds__(Row::kThreads, BLOCKS)
 
 #ifdef KERNEL_backward_pieces
 
-// A row and its gradient are kept as they came until the words of the other blocks are there.
+// A row and its gradient are kept as they came until the slots of the other blocks are there.
 extern "C" __global__ void __launch_bounds__(LANES, BLOCKS)
     backward_pieces(const TDY* __restrict__ dy, const TX* __restrict__ y, TX* __restrict__ dx,
                     long long rows, long long dy_stride, long long y_stride, int columns, int,
-                    int, double factor, unsigned long long first_turn, TurnWord* words) {
+                    int, double factor, unsigned long long first_epoch,
+                    FlaggedSlot* exchange_slots) {
   RowReduction<LANES, CLUSTER, 1, A, kThroughMemory> over_row(
-      words, static_cast<unsigned>(first_turn), Piece::group());
+      exchange_slots, static_cast<unsigned>(first_epoch), Piece::group());
   extern __shared__ __align__(16) unsigned char ring[];
   const Piece piece(columns);
   const unsigned count = static_cast<unsigned>(rows);

@@ -337,8 +337,8 @@ def pieces(key: Key, device: _launch.Limits) -> tuple[Tile, int, int] | None:
     if not found:
         return None
     tile, piece = found[0]
-    told = 2 if key.dy is None else 1  # numbers of a row, also among the warps of a block
-    shared = room_for_pieces(tile, tuple(sizes), told, device, piece.stages)
+    sums = 2 if key.dy is None else 1  # numbers of a row, also among the warps of a block
+    shared = room_for_pieces(tile, tuple(sizes), sums, device, piece.stages)
     return None if shared is None else (tile, piece.stages, shared)
 
 
@@ -350,8 +350,8 @@ def source(
 ) -> tuple[Specialisation, _launch.Geometry, Tile | None]:
     """The kernel, and its tile unless the row is too wide for one.
 
-    ``most_blocks``: of a cluster. ``through_memory``: whether blocks that are none may tell each
-    other of a row.
+    ``most_blocks``: of a cluster. ``through_memory``: whether blocks that are none may
+    exchange sums.
     """
     defines: dict[str, str | int] = {
         "TX": NAMES[key.x],
@@ -412,7 +412,7 @@ class Plan:
         whole: whether a row fits on the chip. Of losses there is no kernel otherwise.
     """
 
-    __slots__ = ("_cluster", "_kernel", "_most", "_rows", "_tells", "whole")
+    __slots__ = ("_cluster", "_kernel", "_most", "_rows", "_through_memory", "whole")
 
     def __init__(self, key: Key, device: int) -> None:
         limits = _launch.limits(device)
@@ -425,8 +425,8 @@ class Plan:
             return
         self._kernel = _launch.load(found, geometry, device)
         self._rows, self._cluster = (tile.rows, tile.cluster) if tile else (1, 1)
-        self._tells = geometry.together > 1
-        looped = self._tells or dict(found.defines).get("LOOPED")
+        self._through_memory = geometry.together > 1
+        looped = self._through_memory or dict(found.defines).get("LOOPED")
         resident = MOST_ROWS
         if self._cluster > 1 or looped:
             resident = require_clusters(self._kernel, key.columns)
@@ -435,9 +435,9 @@ class Plan:
     def __call__(self, rows: int, *values: Any) -> None:
         """Launch; ``values`` are the kernel's arguments."""
         teams = -(-rows // self._rows)
-        groups = groups_of(teams, self._most) if self._tells else min(teams, self._most)
-        turns = (-(-rows // groups),) if self._tells else ()
-        self._kernel.launch(groups * self._cluster, 1, *values, *turns)
+        groups = groups_of(teams, self._most) if self._through_memory else min(teams, self._most)
+        epochs = (-(-rows // groups),) if self._through_memory else ()
+        self._kernel.launch(groups * self._cluster, 1, *values, *epochs)
 
 
 _plans: Plans[Plan] = Plans()

@@ -1,4 +1,4 @@
-// Thread block clusters and dependent launches (sm_90 and later), and words that blocks leave
+// Thread block clusters and dependent launches (sm_90 and later), and slots that blocks leave
 // for each other in global memory.
 //
 // On older chips the functions for clusters and dependent launches compile to nothing; the host
@@ -49,9 +49,9 @@ __device__ __forceinline__ void store_remote(double* own, int rank, double value
       : "memory");
 }
 
-// Initialises counters (mbarriers) of the bytes that other blocks send in each phase (turn). Call
-// from one thread; other threads may use them after the next barrier of the cluster, for which
-// cluster_join is enough.
+// Initialises counters (mbarriers) of the bytes that other blocks send in each phase. Call from one
+// thread; other threads may use them after the next barrier of the cluster, for which cluster_join
+// is enough.
 __device__ __forceinline__ void prepare_arrivals(unsigned long long* counters, int count) {
   for (int i = 0; i < count; ++i) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counters + i));
@@ -91,8 +91,8 @@ __device__ __forceinline__ void send(double* own, int rank, double value,
       : "memory");
 }
 
-// Waits until all bytes of a phase have arrived; `turn` is the phase's parity, first 0.
-__device__ __forceinline__ void wait_for(unsigned long long* counter, unsigned turn) {
+// Waits until all bytes of a phase have arrived; `phase` is its parity, first 0.
+__device__ __forceinline__ void wait_for(unsigned long long* counter, unsigned phase) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counter));
   unsigned done;
   do {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void wait_for(unsigned long long* counter, unsigned t
         "  mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
         "  selp.u32 %0, 1, 0, done; }"
         : "=r"(done)
-        : "r"(address), "r"(turn)
+        : "r"(address), "r"(phase)
         : "memory");
   } while (!done);
 }
@@ -134,19 +134,19 @@ __device__ __forceinline__ void wait_for_predecessor() {}
 
 #endif
 
-// 32 bits, and which turn they are of: so a word says by itself that it is there, and nothing else
-// needs an order. Blocks that wait for each other's words must all run at once. An exchange, whose
+// 32 bits, and which epoch they are of: so a slot says by itself that it is there, and nothing else
+// needs an order. Blocks that wait for each other's slots must all run at once. An exchange, whose
 // result nothing waits for, is there sooner than what is stored.
-using TurnWord = unsigned long long;
+using FlaggedSlot = unsigned long long;
 
-__device__ __forceinline__ void post_word(TurnWord* to, unsigned turn, unsigned bits) {
-  TurnWord before;
+__device__ __forceinline__ void post_slot(FlaggedSlot* to, unsigned epoch, unsigned bits) {
+  FlaggedSlot before;
   asm volatile(
-      "{ .reg .b64 word;\n"
-      "  mov.b64 word, {%2, %3};\n"
-      "  atom.relaxed.gpu.global.exch.b64 %0, [%1], word; }"
+      "{ .reg .b64 slot;\n"
+      "  mov.b64 slot, {%2, %3};\n"
+      "  atom.relaxed.gpu.global.exch.b64 %0, [%1], slot; }"
       : "=l"(before)
-      : "l"(to), "r"(bits), "r"(turn)
+      : "l"(to), "r"(bits), "r"(epoch)
       : "memory");
 }
 
@@ -157,20 +157,20 @@ __device__ __forceinline__ unsigned block_again() {
   return block;
 }
 
-__device__ __forceinline__ void prefetch_word(const TurnWord* word) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(word));
+__device__ __forceinline__ void prefetch_slot(const FlaggedSlot* slot) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(slot));
 }
 
-// K neighbouring words at once, as they are.
+// K neighbouring slots at once, as they are.
 template <int K>
-__device__ __forceinline__ void look_at_words(const TurnWord* from, unsigned (&bits)[K],
-                                              unsigned (&turns)[K]) {
+__device__ __forceinline__ void read_slots(const FlaggedSlot* from, unsigned (&bits)[K],
+                                              unsigned (&epochs)[K]) {
   if constexpr (K == 1) {
     asm volatile(
-        "{ .reg .b64 word;\n"
-        "  ld.relaxed.gpu.global.b64 word, [%2];\n"
-        "  mov.b64 {%0, %1}, word; }"
-        : "=r"(bits[0]), "=r"(turns[0])
+        "{ .reg .b64 slot;\n"
+        "  ld.relaxed.gpu.global.b64 slot, [%2];\n"
+        "  mov.b64 {%0, %1}, slot; }"
+        : "=r"(bits[0]), "=r"(epochs[0])
         : "l"(from));
   } else {
     static_assert(K == 2, "16 bytes");
@@ -179,25 +179,25 @@ __device__ __forceinline__ void look_at_words(const TurnWord* from, unsigned (&b
         "  ld.relaxed.gpu.global.v2.b64 {one, other}, [%4];\n"
         "  mov.b64 {%0, %1}, one;\n"
         "  mov.b64 {%2, %3}, other; }"
-        : "=r"(bits[0]), "=r"(turns[0]), "=r"(bits[1]), "=r"(turns[1])
+        : "=r"(bits[0]), "=r"(epochs[0]), "=r"(bits[1]), "=r"(epochs[1])
         : "l"(from));
   }
 }
 
-// Call from whole warps, K words at N places for each lane: all lanes go on together, or each would
+// Call from whole warps, K slots at N places for each lane: all lanes go on together, or each would
 // find its way through what follows by itself.
 template <int N, int K>
-__device__ __forceinline__ void wait_for_words(const TurnWord* words, const int (&places)[N],
-                                               unsigned turn, unsigned (&found)[N][K]) {
+__device__ __forceinline__ void wait_for_slots(const FlaggedSlot* slots, const int (&places)[N],
+                                               unsigned epoch, unsigned (&found)[N][K]) {
   bool there;
   do {
     there = true;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      unsigned turns[K];
-      look_at_words(words + places[i], found[i], turns);
+      unsigned epochs[K];
+      read_slots(slots + places[i], found[i], epochs);
 #pragma unroll
-      for (int k = 0; k < K; ++k) there = there && turns[k] == turn;
+      for (int k = 0; k < K; ++k) there = there && epochs[k] == epoch;
     }
   } while (!__all_sync(0xffffffffu, there));
 }

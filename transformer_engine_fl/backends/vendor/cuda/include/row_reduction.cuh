@@ -3,15 +3,15 @@
 // A row belongs to Lanes threads of each of Cluster blocks. Up to 32 lanes exchange by
 // shuffles alone; more meet in shared memory behind one barrier; with a cluster each
 // warp's result is written to every block of it, behind one barrier of the cluster or, if
-// it is told, as exchange.cuh has it; or a block's result is. The barrier is the faster one
+// it is asynchronous, as cluster_exchange.cuh has it; or a block's result is. The barrier is the faster one
 // as long as a kernel has stored nothing; a block's result has a barrier of the block more on
-// its way, and then there is less to hear for every warp. The order of operations depends on
-// Lanes, Cluster, Told and OfWarps only, and every thread gets the same bits.
+// its way, and then there is less to wait for in every warp. The order of operations depends on
+// Lanes, Cluster, Mode and OfWarps only, and every thread gets the same bits.
 
 #pragma once
 
 #include "cluster.cuh"
-#include "exchange.cuh"
+#include "cluster_exchange.cuh"
 #include "numeric.cuh"
 
 namespace te_fl {
@@ -113,21 +113,21 @@ __device__ __forceinline__ void merge_parts(A (&parts)[N][K], A (&value)[K]) {
 }
 
 // How the blocks that share a row come to know each other's results; the last of these is that of
-// blocks that form no cluster, which row_words.cuh has.
-enum Telling { kBehindBarrier, kByWarps, kByBlocks, kThroughMemory };
+// blocks that form no cluster, which memory_exchange.cuh has.
+enum ExchangeMode { kBehindBarrier, kByWarps, kByBlocks, kThroughMemory };
 
 // Call from all threads of the block, one object for all reductions of a kernel. K values
 // travel together.
-template <int Lanes, int Cluster, int K, typename A, Telling Told = kBehindBarrier>
+template <int Lanes, int Cluster, int K, typename A, ExchangeMode Mode = kBehindBarrier>
 class RowReduction {
   static_assert(Cluster == 1 && Lanes % 32 == 0 || (Lanes & (Lanes - 1)) == 0, "lanes are halved");
   static_assert((Cluster & (Cluster - 1)) == 0, "slots are halved");
   static_assert(Cluster == 1 || Lanes >= 32, "a cluster shares whole warps");
   static constexpr int kWarps = Lanes > 32 ? Lanes / 32 : 1;
-  static constexpr bool kTold = Told != kBehindBarrier && Cluster > 1;
-  static constexpr bool kOfBlocks = kTold && Told == kByBlocks;
-  static constexpr int kTelling = kOfBlocks ? 1 : kWarps;  // warps of a block that do
-  static constexpr int kSlots = kTelling * Cluster;
+  static constexpr bool kAsync = Mode != kBehindBarrier && Cluster > 1;
+  static constexpr bool kOfBlocks = kAsync && Mode == kByBlocks;
+  static constexpr int kSenders = kOfBlocks ? 1 : kWarps;  // warps of a block that post
+  static constexpr int kSlots = kSenders * Cluster;
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
   static constexpr int kHalved = next_power_of_two(least(kSlots, 32));
 
@@ -135,7 +135,7 @@ class RowReduction {
   // The other blocks may only be written to once they run; the wait for that is left
   // to the first reduction, behind the first loads.
   __device__ __forceinline__ RowReduction() {
-    if constexpr (Cluster > 1 && !kTold) cluster_join();
+    if constexpr (Cluster > 1 && !kAsync) cluster_join();
   }
 
   __device__ __forceinline__ void sum(A (&value)[K]) { reduce<Sum>(value); }
@@ -155,8 +155,8 @@ class RowReduction {
   __device__ __forceinline__ void begin(A (&value)[K]) {
     if constexpr (!OfWarps) halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
     if constexpr (kOfBlocks && kWarps > 1) merge_in_block<Operation>(value);
-    if constexpr (kTold) {
-      exchange_.tell(value);
+    if constexpr (kAsync) {
+      exchange_.post(value);
     } else if constexpr (kSlots > 1) {
       A(&slots)[2][K][kSlots] = exchanged<Operation>();
       const int lane = threadIdx.x % 32;
@@ -167,13 +167,13 @@ class RowReduction {
         const int own = cluster_rank() * kWarps + warp;
         if (lane < Cluster) {
 #pragma unroll
-          for (int k = 0; k < K; ++k) store_remote(&slots[turn_][k][own], lane, value[k]);
+          for (int k = 0; k < K; ++k) store_remote(&slots[set_][k][own], lane, value[k]);
         }
         __syncwarp();
         cluster_arrive();
       } else if (lane == 0) {
 #pragma unroll
-        for (int k = 0; k < K; ++k) slots[turn_][k][warp] = value[k];
+        for (int k = 0; k < K; ++k) slots[set_][k][warp] = value[k];
       }
     }
   }
@@ -183,34 +183,34 @@ class RowReduction {
     static_assert(kSlots % kHalved == 0 || kKeeps<Operation, K>,
                   "nothing in place of what a power of two has more");
     if constexpr (kSlots > 1) {
-      A heard[kOwn][K];
-      if constexpr (kTold) {
-        exchange_.hear(heard);
+      A parts[kOwn][K];
+      if constexpr (kAsync) {
+        exchange_.wait(parts);
       } else {
         if constexpr (Cluster > 1) cluster_wait();
         else __syncthreads();
-        const A(&slots)[K][kSlots] = exchanged<Operation>()[turn_];
-        turn_ ^= 1;
+        const A(&slots)[K][kSlots] = exchanged<Operation>()[set_];
+        set_ ^= 1;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
           for (int k = 0; k < K; ++k) {
             if constexpr (kSlots % kHalved == 0) {
-              heard[i][k] = slots[k][i * 32 + threadIdx.x % 32 % kSlots];
+              parts[i][k] = slots[k][i * 32 + threadIdx.x % 32 % kSlots];
             } else {
               const int slot = threadIdx.x % kHalved;
-              heard[i][k] = slot < kSlots ? slots[k][slot] : Operation::template nothing<A>();
+              parts[i][k] = slot < kSlots ? slots[k][slot] : Operation::template nothing<A>();
             }
           }
         }
       }
-      merge_parts<Operation>(heard, value);
+      merge_parts<Operation>(parts, value);
       halve<Operation, kHalved>(value);
     }
   }
 
  private:
-  // The result of a block, in its first warp alone. Two sets of slots in turn: who writes a
+  // The result of a block, in its first warp alone. Two sets of slots in alternation: who writes a
   // set again has passed the barrier of the other set, which the first warp came to only after
   // it had read this one.
   template <typename Operation>
@@ -219,18 +219,18 @@ class RowReduction {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
 #pragma unroll
-      for (int k = 0; k < K; ++k) slots[turn_][k][threadIdx.x / 32] = value[k];
+      for (int k = 0; k < K; ++k) slots[set_][k][threadIdx.x / 32] = value[k];
     }
     __syncthreads();
     if (threadIdx.x < 32) {
 #pragma unroll
-      for (int k = 0; k < K; ++k) value[k] = slots[turn_][k][lane % kWarps];
+      for (int k = 0; k < K; ++k) value[k] = slots[set_][k][lane % kWarps];
       halve<Operation, kWarps>(value);
     }
-    turn_ ^= 1;
+    set_ ^= 1;
   }
 
-  // Two sets of slots in turn: who writes a set again has passed the barrier of the other
+  // Two sets of slots in alternation: who writes a set again has passed the barrier of the other
   // set, so everyone has read this one.
   template <typename Operation>
   static __device__ __forceinline__ A (&exchanged())[2][K][kSlots] {
@@ -238,9 +238,9 @@ class RowReduction {
     return slots;
   }
 
-  int turn_ = 0;
+  int set_ = 0;
   bool joined_ = false;
-  Exchange<(kTold ? kTelling : 1), (kTold ? Cluster : 1), K, A> exchange_;
+  ClusterExchange<(kAsync ? kSenders : 1), (kAsync ? Cluster : 1), K, A> exchange_;
 };
 
 }  // namespace te_fl

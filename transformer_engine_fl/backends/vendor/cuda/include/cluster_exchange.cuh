@@ -1,4 +1,4 @@
-// What the warps of all blocks of a cluster tell each other, without a barrier of the cluster.
+// What the warps of all blocks of a cluster exchange, without a barrier of the cluster.
 //
 // That barrier waits until all that its threads have stored, also to global memory, can be
 // seen. Here values say themselves when they are there, so that a row's result is still on its
@@ -12,10 +12,10 @@ namespace te_fl {
 
 // Call from all threads of all blocks, one object for all that a kernel tells, of K values at
 // a time of each of a block's Warps, or with Warps = 1 of its first one. Each lane gets kOwn of
-// what all of them told, the same ones whichever warp it is in; of fewer than 32 several lanes
+// what all of them posted, the same ones whichever warp it is in; of fewer than 32 several lanes
 // get the same.
 template <int Warps, int Cluster, int K, typename A>
-class Exchange {
+class ClusterExchange {
   static constexpr int kSlots = Warps * Cluster;
   static_assert(Cluster == 1 || (kSlots < 32 ? 32 % kSlots == 0 : kSlots % 32 == 0),
                 "every lane gets as many");
@@ -24,8 +24,8 @@ class Exchange {
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
 
   // The other blocks may only be written to once they run; the wait for that is left to the
-  // first turn, behind the first loads.
-  __device__ __forceinline__ Exchange() {
+  // first exchange, behind the first loads.
+  __device__ __forceinline__ ClusterExchange() {
     if constexpr (Cluster > 1) {
       if (threadIdx.x == 0) prepare_arrivals(arrivals(), 2);
       __syncwarp();
@@ -33,19 +33,19 @@ class Exchange {
     }
   }
 
-  // One turn. All of it at once, or in two halves, so that something can be done meanwhile:
-  // who tells must hear before it tells again, and before it returns.
-  __device__ __forceinline__ void operator()(const A (&value)[K], A (&heard)[kOwn][K]) {
-    tell(value);
-    hear(heard);
+  // One exchange. All of it at once, or in two halves, so that something can be done meanwhile:
+  // who posts must wait before it posts again, and before it returns.
+  __device__ __forceinline__ void operator()(const A (&value)[K], A (&parts)[kOwn][K]) {
+    post(value);
+    wait(parts);
   }
 
-  // Two sets of slots in turn: who writes a set again has heard the other set from every
-  // warp, which told it only after it had read this one.
-  __device__ __forceinline__ void tell(const A (&value)[K]) {
+  // Two sets of slots in alternation: who writes a set again has waited for the other set from every
+  // warp, which posted it only after it had read this one.
+  __device__ __forceinline__ void post(const A (&value)[K]) {
     if (!joined_) cluster_wait();
     joined_ = true;
-    const unsigned set = turn_ & 1;
+    const unsigned set = phase_ & 1;
     const int lane = threadIdx.x % 32;
     const int own = cluster_rank() * Warps + static_cast<int>(threadIdx.x) / 32;
     if (threadIdx.x == 0) expect_bytes(arrivals() + set, kSlots * K * sizeof(A));
@@ -57,15 +57,15 @@ class Exchange {
     }
   }
 
-  __device__ __forceinline__ void hear(A (&heard)[kOwn][K]) {
-    const unsigned set = turn_ & 1;
-    wait_for(arrivals() + set, turn_ >> 1 & 1);
-    ++turn_;
+  __device__ __forceinline__ void wait(A (&parts)[kOwn][K]) {
+    const unsigned set = phase_ & 1;
+    wait_for(arrivals() + set, phase_ >> 1 & 1);
+    ++phase_;
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
-      for (int k = 0; k < K; ++k) heard[i][k] = slots()[set][k][i * 32 + lane % kSlots];
+      for (int k = 0; k < K; ++k) parts[i][k] = slots()[set][k][i * 32 + lane % kSlots];
     }
   }
 
@@ -77,11 +77,11 @@ class Exchange {
     return counts;
   }
   static __device__ __forceinline__ Slots& slots() {
-    __shared__ Slots told;
-    return told;
+    __shared__ Slots posted;
+    return posted;
   }
 
-  unsigned turn_ = 0;
+  unsigned phase_ = 0;
   bool joined_ = false;
 };
 

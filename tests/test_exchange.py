@@ -1,4 +1,4 @@
-"""Words by which programs that share a row tell each other its sums: whose they are."""
+"""Slots through which programs that share a row exchange its sums: whose they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from transformer_engine_fl.backends import _memory, _words
+from transformer_engine_fl.backends import _exchange, _memory
 from transformer_engine_fl.backends._lists import Demand, Tiles, _Layout
 from transformer_engine_fl.backends.vendor.cuda import _compile
 
@@ -17,106 +17,106 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def nobodys_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has launched nothing."""
-    monkeypatch.setattr(_words, "_of_streams", {})
+    monkeypatch.setattr(_exchange, "_of_streams", {})
 
 
 def on_stream(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
-    monkeypatch.setattr(_words, "keeping_stream", lambda device: number)
+    monkeypatch.setattr(_exchange, "keeping_stream", lambda device: number)
 
 
-def test_no_two_launches_of_a_stream_have_a_turn_in_common() -> None:
-    turns = [7, 1, 30]
-    firsts = [_words.words_of(CPU, 4, many)[0] for many in turns]
+def test_no_two_launches_of_a_stream_have_an_epoch_in_common() -> None:
+    epochs = [7, 1, 30]
+    firsts = [_exchange.slots_for(CPU, 4, many)[0] for many in epochs]
     assert firsts == [1, 8, 9]
 
 
-def test_words_of_a_stream_are_cleared_once_and_shared_by_its_launches() -> None:
-    _, words = _words.words_of(CPU, 4, 1)
-    assert words.dtype == torch.int64
-    assert not words.any()
-    words.fill_(5)
-    assert _words.words_of(CPU, 100, 1)[1] is words
+def test_slots_of_a_stream_are_cleared_once_and_shared_by_its_launches() -> None:
+    _, slots = _exchange.slots_for(CPU, 4, 1)
+    assert slots.dtype == torch.int64
+    assert not slots.any()
+    slots.fill_(5)
+    assert _exchange.slots_for(CPU, 100, 1)[1] is slots
 
 
-def test_each_stream_has_words_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stream_has_slots_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for stream in (3, 4, 3):
         on_stream(monkeypatch, stream)
-        found.append(_words.words_of(CPU, 4, 2))
+        found.append(_exchange.slots_for(CPU, 4, 2))
     assert [first for first, _ in found] == [1, 1, 3]
     assert found[0][1] is found[2][1] is not found[1][1]
 
 
-def test_a_graph_has_words_of_its_own_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_has_slots_of_its_own_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     on_stream(monkeypatch, None)
-    (first, words), (other_first, other_words) = (_words.words_of(CPU, 4, 9) for _ in range(2))
+    (first, slots), (other_first, other_slots) = (_exchange.slots_for(CPU, 4, 9) for _ in range(2))
     assert first == other_first == 1
-    assert words is not other_words
-    assert words.numel() == 4 * _words.TURNS * _words.SUMS
-    assert not _words._of_streams
+    assert slots is not other_slots
+    assert slots.numel() == 4 * _exchange.EPOCHS * _exchange.SUMS
+    assert not _exchange._of_streams
 
 
-def test_there_are_as_many_words_as_the_largest_grid_needs() -> None:
-    _, few = _words.words_of(CPU, 4, 1)
+def test_there_are_as_many_slots_as_the_largest_grid_needs() -> None:
+    _, few = _exchange.slots_for(CPU, 4, 1)
     programs = few.numel()
-    _, many = _words.words_of(CPU, programs, 1)
-    assert many.numel() == programs * _words.TURNS * _words.SUMS
+    _, many = _exchange.slots_for(CPU, programs, 1)
+    assert many.numel() == programs * _exchange.EPOCHS * _exchange.SUMS
     assert not many.any()
-    assert _words.words_of(CPU, 4, 1)[1] is many
+    assert _exchange.slots_for(CPU, 4, 1)[1] is many
 
 
-def test_turns_begin_again_on_cleared_words_when_no_word_could_hold_the_next() -> None:
-    _, words = _words.words_of(CPU, 4, _words.MOST_TURNS - 10)
-    words.fill_(5)
-    first, same = _words.words_of(CPU, 4, 5)
-    assert (first, same) == (_words.MOST_TURNS - 9, words)
+def test_epochs_begin_again_on_cleared_slots_when_no_slot_could_hold_the_next() -> None:
+    _, slots = _exchange.slots_for(CPU, 4, _exchange.LAST_EPOCH - 10)
+    slots.fill_(5)
+    first, same = _exchange.slots_for(CPU, 4, 5)
+    assert (first, same) == (_exchange.LAST_EPOCH - 9, slots)
     assert first + 5 <= 2**31
-    first, other = _words.words_of(CPU, 4, 6)
+    first, other = _exchange.slots_for(CPU, 4, 6)
     assert first == 1
-    assert other is not words
+    assert other is not slots
     assert not other.any()
 
 
-def test_words_are_no_transforms_and_no_modes() -> None:
+def test_slots_are_no_transforms_and_no_modes() -> None:
     def gradient(x: torch.Tensor) -> torch.Tensor:
-        _words.words_of(CPU, 4, 1)
+        _exchange.slots_for(CPU, 4, 1)
         return x.sum()
 
     torch.func.grad(gradient)(torch.ones(3))
-    _, words = _words.words_of(CPU, 4, 1)
-    assert words.data_ptr()
-    assert not torch._C._functorch.is_functorch_wrapped_tensor(words)
+    _, slots = _exchange.slots_for(CPU, 4, 1)
+    assert slots.data_ptr()
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(slots)
 
 
-def test_words_are_there_for_threads_that_outlive_the_main_one() -> None:
+def test_slots_are_there_for_threads_that_outlive_the_main_one() -> None:
     program = (
         "import threading, torch\n"
-        "from transformer_engine_fl.backends._words import words_of\n"
+        "from transformer_engine_fl.backends._exchange import slots_for\n"
         "def late():\n"
         "    threading.main_thread().join()\n"
-        "    print(words_of(torch.device('cpu'), 4, 1)[0])\n"
+        "    print(slots_for(torch.device('cpu'), 4, 1)[0])\n"
         "threading.Thread(target=late).start()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "1\n", done.stderr
 
 
-def test_what_words_cannot_be_made_for_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slots_cannot_be_made_for_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(count: int, device: torch.device) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(_words, "_zeros", full)
+    monkeypatch.setattr(_exchange, "_zeros", full)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        _words.words_of(CPU, 4, 1)
+        _exchange.slots_for(CPU, 4, 1)
 
 
 @pytest.mark.parametrize(
     ("current", "captured", "raw", "found"),
     [(1, False, 77, 77), (1, True, 77, None), (0, False, 77, 77), (0, True, 77, None)],
 )
-def test_which_stream_has_words_of_its_own(
+def test_which_stream_has_slots_of_its_own(
     monkeypatch: pytest.MonkeyPatch, current: int, captured: bool, raw: int, found: int | None
 ) -> None:
     capturing = {current: None, 1: captured}  # asked of another device, it says nothing of this one
@@ -141,7 +141,7 @@ def on_a_stream_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_a_stream_of_each_thread")
-def test_streams_that_are_others_in_each_thread_keep_no_words() -> None:
+def test_streams_that_are_others_in_each_thread_keep_no_slots() -> None:
     assert _memory.keeping_stream(torch.device("cuda", 0)) is None
 
 
@@ -157,7 +157,7 @@ def test_streams_that_are_others_in_each_thread_keep_no_tables_of_lists() -> Non
     assert not layout._tables
 
 
-def test_kernels_have_as_many_turns_as_the_host_lets_share_a_place() -> None:
-    text = (_compile.FOLDER / "include" / "row_words.cuh").read_text()
-    (turns,) = re.findall(r"kTurns = (\d+);", text)
-    assert int(turns) == _words.TURNS
+def test_kernels_have_as_many_epochs_as_the_host_lets_share_a_place() -> None:
+    text = (_compile.FOLDER / "include" / "memory_exchange.cuh").read_text()
+    (epochs,) = re.findall(r"kEpochs = (\d+);", text)
+    assert int(epochs) == _exchange.EPOCHS

@@ -1,4 +1,4 @@
-"""Launches that tell each other sums through memory, on several streams and in graphs at once."""
+"""Launches that exchange sums through memory, on several streams and in graphs at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import transformer_engine_fl as te
 from transformer_engine_fl import functional
-from transformer_engine_fl.backends import _words
+from transformer_engine_fl.backends import _exchange
 from transformer_engine_fl.backends.flagos import normalization as flagos
 from transformer_engine_fl.backends.vendor.cuda import normalization as cuda
 
@@ -20,7 +20,7 @@ SETS: dict[str, Any] = {"vendor.cuda": cuda, "default.flagos": flagos}
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_streams_and_graphs_do_not_hear_each_other(name: str) -> None:
+def test_streams_and_graphs_do_not_read_each_others_slots(name: str) -> None:
     module = SETS[name]
     generator = torch.Generator("cuda").manual_seed(1)
     calls: list[Callable[[], Any]] = []
@@ -55,8 +55,8 @@ def test_streams_and_graphs_do_not_hear_each_other(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("prefer", ["flagos", "vendor:nvidia"])
-def test_words_are_not_those_of_the_pool_of_a_compiled_graph(prefer: str) -> None:
-    """The stream's words are made while torch.compile allocates from a pool of its graph."""
+def test_slots_are_not_those_of_the_pool_of_a_compiled_graph(prefer: str) -> None:
+    """The stream's slots are made while torch.compile allocates from a pool of its graph."""
     torch._dynamo.reset()
     generator = torch.Generator("cuda").manual_seed(2)
     x, w = (
@@ -71,7 +71,7 @@ def test_words_are_not_those_of_the_pool_of_a_compiled_graph(prefer: str) -> Non
     with te.with_preference("reference"):
         expected = torch.autograd.grad(program(x, w), (x, w))
     compiled = torch.compile(program, fullgraph=True, mode="reduce-overhead")
-    _words._of_streams.clear()
+    _exchange._of_streams.clear()
     with te.with_preference(prefer):
         for _ in range(5):
             torch.compiler.cudagraph_mark_step_begin()

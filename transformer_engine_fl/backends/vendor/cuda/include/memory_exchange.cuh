@@ -1,10 +1,10 @@
 // Sums over all threads that share a row whose blocks form no cluster.
 //
 // Any number of blocks may share a row, on whichever multiprocessors: each leaves its sums in
-// global memory, each in a word that also says which turn it is of, so that nobody clears words:
-// turns go on from launch to launch (backends/_words.py). They must all run at once, so the launch
-// is a cooperative one. As in row_reduction.cuh the order of operations depends on the numbers of
-// threads and blocks only, not on who comes first, and every thread gets the same bits.
+// global memory, each in a slot that also says which epoch it is of, so that nobody clears slots:
+// epochs go on from launch to launch (backends/_exchange.py). They must all run at once, so the
+// launch is a cooperative one. As in row_reduction.cuh the order of operations depends on the
+// numbers of threads and blocks only, not on who comes first, and every thread gets the same bits.
 
 #pragma once
 
@@ -15,38 +15,41 @@
 
 namespace te_fl {
 
-// What the blocks that share a row tell each other of it, K numbers each. Call from all threads of
-// all blocks, one object for all that a kernel tells. Groups of Blocks blocks take turns at rows,
-// `first_turn` and those behind it, each group from the first. Unlike in a cluster, who tells of a
-// row need not have heard of the row before, but of the one before that. All had told of that one
-// by then, and so had heard the one two before it: of four turns in a row nobody writes the words
-// of one that somebody still waits for.
+// What the blocks that share a row exchange of it, K numbers each. Call from all threads of
+// all blocks, one object for all that a kernel exchanges. Groups of Blocks blocks take rows one
+// after the other, in `first_epoch` and those behind it, each group from the first. Unlike in a
+// cluster, who posts a row need not have waited for the row before, but for the one before that.
+// All had posted that one by then, and so had waited for the one two before it: of four epochs in a
+// row nobody writes the slots of one that somebody still waits for.
 template <int Blocks, int K>
-class RowWords {
-  static constexpr unsigned kTurns = 4;  // whose words have places of their own
-  static constexpr unsigned kOfTurn = Blocks * K;
+class MemoryExchange {
+  static constexpr unsigned kEpochs = 4;  // whose slots have places of their own
+  static constexpr unsigned kOfEpoch = Blocks * K;
   // Lanes behind the last block have nothing, or of a power of two of blocks the same once more.
   static constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
 
  public:
-  static constexpr int kHeard = (Blocks + 31) / 32;       // blocks that a lane hears, in each warp
+  static constexpr int kPerLane = (Blocks + 31) / 32;     // blocks of a lane, in each warp
   static constexpr int kHalved = kAgain ? Blocks : 32;    // lanes that have all of them
   static constexpr bool kAll = kAgain || Blocks % 32 == 0;  // whether all of those have something
 
-  __device__ __forceinline__ RowWords(TurnWord* words, unsigned first_turn, unsigned group)
-      : words_(words + group * (kTurns * kOfTurn)), telling_(first_turn), hearing_(first_turn) {
-    // Else whoever leaves the first ones, or hears them, would wait for memory.
-    if (threadIdx.x < kTurns) prefetch_word(words_ + (threadIdx.x * kOfTurn + own_place()));
+  __device__ __forceinline__ MemoryExchange(FlaggedSlot* slots, unsigned first_epoch,
+                                            unsigned group)
+      : slots_(slots + group * (kEpochs * kOfEpoch)),
+        post_epoch_(first_epoch),
+        wait_epoch_(first_epoch) {
+    // Else whoever posts the first ones, or waits for them, would wait for memory.
+    if (threadIdx.x < kEpochs) prefetch_slot(slots_ + (threadIdx.x * kOfEpoch + own_place()));
   }
 
   // Of the first warp, all of whose lanes have the block's numbers.
-  __device__ __forceinline__ void tell(const float (&value)[K]) {
+  __device__ __forceinline__ void post(const float (&value)[K]) {
     if (threadIdx.x < K) {
       const float own = threadIdx.x == 0 ? value[0] : value[K - 1];
-      post_word(words_ + (telling_ % kTurns * kOfTurn + own_place() + threadIdx.x), telling_,
-                __float_as_uint(own));
+      post_slot(slots_ + (post_epoch_ % kEpochs * kOfEpoch + own_place() + threadIdx.x),
+                post_epoch_, __float_as_uint(own));
     }
-    ++telling_;
+    ++post_epoch_;
   }
 
   // Whose numbers are the lane's `i`th; of lanes that have nothing, none that there is.
@@ -56,19 +59,19 @@ class RowWords {
   }
 
   // `nothing`: what lanes have that have nothing.
-  __device__ __forceinline__ void hear(const float (&nothing)[K], float (&heard)[kHeard][K]) {
-    int places[kHeard];
+  __device__ __forceinline__ void wait(const float (&nothing)[K], float (&parts)[kPerLane][K]) {
+    int places[kPerLane];
 #pragma unroll
-    for (int i = 0; i < kHeard; ++i) places[i] = least(block_of(i), Blocks - 1) * K;
-    unsigned found[kHeard][K];
-    wait_for_words(words_ + hearing_ % kTurns * kOfTurn, places, hearing_, found);
-    ++hearing_;
+    for (int i = 0; i < kPerLane; ++i) places[i] = least(block_of(i), Blocks - 1) * K;
+    unsigned found[kPerLane][K];
+    wait_for_slots(slots_ + wait_epoch_ % kEpochs * kOfEpoch, places, wait_epoch_, found);
+    ++wait_epoch_;
 #pragma unroll
-    for (int i = 0; i < kHeard; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        const float told = __uint_as_float(found[i][k]);
-        heard[i][k] = kAll || block_of(i) < Blocks ? told : nothing[k];
+        const float posted = __uint_as_float(found[i][k]);
+        parts[i][k] = kAll || block_of(i) < Blocks ? posted : nothing[k];
       }
     }
   }
@@ -76,27 +79,27 @@ class RowWords {
  private:
   static __device__ __forceinline__ unsigned own_place() { return block_again() % Blocks * K; }
 
-  TurnWord* words_;
-  unsigned telling_, hearing_;
+  FlaggedSlot* slots_;
+  unsigned post_epoch_, wait_epoch_;
 };
 
-// A reduction whose blocks tell each other sums so, which are merged one by one.
+// A reduction whose blocks exchange sums so, which are merged one by one.
 template <int Lanes, int Blocks, int K>
 class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
-  static_assert(Lanes % 32 == 0, "whole warps hear");
+  static_assert(Lanes % 32 == 0, "whole warps wait");
   static constexpr int kWarps = Lanes / 32;
-  using Words = RowWords<Blocks, K>;
+  using Exchange = MemoryExchange<Blocks, K>;
 
  public:
-  __device__ __forceinline__ RowReduction(TurnWord* words, unsigned first_turn, unsigned group)
-      : words_(words, first_turn, group) {}
+  __device__ __forceinline__ RowReduction(FlaggedSlot* slots, unsigned first_epoch, unsigned group)
+      : exchange_(slots, first_epoch, group) {}
 
   // Two halves, as those of other reductions.
   template <typename Operation>
   __device__ __forceinline__ void begin(float (&value)[K]) {
     static_assert(kKeeps<Operation, K>, "lanes may have nothing, or half of the values");
     over_block<Operation>(value);
-    words_.tell(value);
+    exchange_.post(value);
   }
 
   template <typename Operation>
@@ -104,15 +107,15 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     float nothing[K];
 #pragma unroll
     for (int k = 0; k < K; ++k) nothing[k] = Operation::template nothing<float>();
-    float heard[Words::kHeard][K];
-    words_.hear(nothing, heard);
-    merge_parts<Operation>(heard, value);
-    halve<Operation, Words::kHalved>(value);
+    float parts[Exchange::kPerLane][K];
+    exchange_.wait(nothing, parts);
+    merge_parts<Operation>(parts, value);
+    halve<Operation, Exchange::kHalved>(value);
   }
 
  private:
-  // Over the threads of a block; the first warp gets the result. One of two sets of slots in turn:
-  // who writes one again has passed the barrier of the other.
+  // Over the threads of a block; the first warp gets the result. One of two sets of slots in
+  // alternation: who writes one again has passed the barrier of the other.
   template <typename Operation>
   __device__ __forceinline__ void over_block(float (&value)[K]) {
     if constexpr (kWarps == 1) {
@@ -150,7 +153,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
     }
   }
 
-  Words words_;
+  Exchange exchange_;
   int set_ = 0;  // of slots of over_block
 };
 
@@ -192,9 +195,9 @@ class RowPiece {
 };
 
 // Goes through the rows of a group of Blocks blocks, which are all of the grid's groups apart: asks
-// for each, takes it and tells the others of it, and writes it, having taken the next one
+// for each, takes it and posts its sums, and writes it, having taken the next one
 // meanwhile. Stages rows are asked for at once, each with so many Bytes of the ring. Two rows are
-// held in turn, and neither is moved to where the other was.
+// held in alternation, and neither is moved to where the other was.
 template <int Blocks, int Stages, int Bytes, typename Held, typename Index, typename Ask,
           typename Take, typename Write>
 __device__ __forceinline__ void go_through(unsigned char* ring, Index rows, Ask ask, Take take,
