@@ -1,14 +1,14 @@
-"""The memory in which programs that share a row, and run at once, exchange its sums.
+"""Slots in global memory through which concurrent programs exchange the partial sums of a row.
 
-A slot is 8 bytes: a sum of 4, and in the upper half the epoch that it is of. So it says by itself
-that it is there, and nobody clears slots for a launch: each gets epochs that none before it had.
-They are those of one stream, where one launch has ended before the next begins. What becomes part
-of a CUDA graph may run beside anything, and again: it has memory of its own there, which the graph
-clears.
+A slot is 8 bytes: the lower half holds a 4-byte partial sum, the upper half the number of the epoch
+in which it was posted, as in NCCL's LL protocol. A reader sees from the slot itself whether it has
+been written, so no launch clears slots: each launch uses epochs that no earlier one used. Slots
+belong to a stream, where a launch ends before the next begins. A launch captured into a CUDA graph
+may run beside anything, and repeatedly: it gets slots of its own, which the graph clears.
 
-A group of programs takes its rows one after the other, and nobody posts an epoch before it has
-waited for the one before the last. All have posted that one by then, and so have waited for the
-one two before it: of :data:`EPOCHS` in a row nobody writes a slot that somebody still waits for.
+Each row of a group of programs is an epoch. A program posts epoch e only after it has waited for
+epoch e - 2. By then all programs have posted epoch e - 2, and so have waited for e - 4: with
+:data:`EPOCHS` sets of slots in rotation, no program overwrites a slot that another still reads.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ __all__ = ["EPOCHS", "FIRST_EPOCH", "SLOTS", "repeated_exchange", "slots_for"]
 T = TypeVar("T")
 
 EPOCHS: Final = 4
-"""Epochs whose slots have places of their own."""
+"""Sets of slots in rotation: epoch e uses set e % EPOCHS."""
 SUMS: Final = 2
-"""Of an epoch, that a program posts, at most."""
+"""Partial sums that a program posts in an epoch, at most."""
 FEWEST: Final = 2**15
-"""Slots of a stream at first; more than the programs of most devices need."""
+"""Slots that a stream gets at first; more than the programs of most devices need."""
 LAST_EPOCH: Final = 2**31 - 1
-"""The last epoch that a slot may be of: what numbers them may be signed."""
+"""The largest epoch: kernels may number epochs in signed 32-bit integers."""
 FIRST_EPOCH: Final = Address(16)
-"""Stands for the first epoch of a launch that is repeated."""
+"""Placeholder for the first epoch in a launch that is recorded to be repeated."""
 SLOTS: Final = Address(32)
-"""Stands for the address of its slots, as aligned as theirs."""
+"""Placeholder for the address of its slots, with the same alignment."""
 
 
 @dataclass(slots=True)
 class _Slots:
-    """Those of a stream, and the first epoch that nobody has had."""
+    """A stream's slots, and the first epoch that no launch has used."""
 
     memory: Tensor
     next_epoch: int = 1
@@ -61,13 +61,13 @@ def slots_for(device: torch.device, programs: int, epochs: int) -> tuple[int, Te
     """Slots for a launch on the current stream of a device.
 
     Args:
-        device: where the kernel runs; the CPU for one that is emulated.
-        programs: of its grid, all of which post.
-        epochs: that each of them posts, at most.
+        device: where the kernel runs; the CPU if it is emulated.
+        programs: programs in the grid, all of which post.
+        epochs: epochs that each program posts, at most.
 
     Returns:
-        The number of the first epoch, and the slots, 8 bytes each: those of a group follow each
-        other, of EPOCHS epochs, of its programs, of each one's sums.
+        The first epoch, and the slots of 8 bytes: ``[groups, EPOCHS, programs of a group, sums of
+        a program]``, flat.
     """
     count = programs * EPOCHS * SUMS
     stream = keeping_stream(device)
@@ -87,8 +87,9 @@ def slots_for(device: torch.device, programs: int, epochs: int) -> tuple[int, Te
 
 
 def _kept(count: int, device: torch.device) -> Tensor:
-    """Zeros for good: neither a mode nor a transform of this thread has made them, and no pool that
-    it, or its stream, allocates from just now has them, as that of a graph which is yet to come.
+    """Zeros that stay valid: allocated in another thread, outside this thread's modes and
+    transforms, and on another stream, outside any memory pool that this thread or its stream
+    allocates from, such as the pool of a graph that is about to be captured.
     """
 
     def on_stream_of_its_own() -> tuple[Tensor, torch.cuda.Event]:
@@ -104,9 +105,9 @@ def _kept(count: int, device: torch.device) -> Tensor:
 
 
 def _by_a_thread(work: Callable[[], T]) -> T:
-    """What it gives, or raises, in a thread of its own.
+    """Run ``work`` in a new thread; returns its result or raises its exception.
 
-    An executor's threads start no more once the main thread has ended, while others go on.
+    Not in an executor, which starts no more threads once the main thread has ended.
     """
     done: Future[T] = Future()
 
@@ -127,16 +128,16 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 def repeated_exchange(
     name: Callable[[Any], str], slots: Callable[[int, int], tuple[int, Tensor]], *asked: int
 ) -> tuple[Callable[[Any], str], str]:
-    """How a launch that exchanges sums is written into what repeats it, see ``_repeats.note``.
+    """How generated code that repeats a launch gets new epochs each time, see ``_repeats.note``.
 
     Args:
-        name: how a value is written there.
-        slots: gives the first epoch and the slots.
-        asked: what it is called with.
+        name: gives the expression for a value in the generated code.
+        slots: a function that returns the first epoch and the slots.
+        asked: the arguments of ``slots``.
 
     Returns:
-        How values are written then, :data:`FIRST_EPOCH` and :data:`SLOTS` among them, and the line
-        before the launch.
+        ``name`` extended to :data:`FIRST_EPOCH` and :data:`SLOTS`, and the statement that calls
+        ``slots``, which goes before the launch.
     """
 
     def named(value: Any) -> str:

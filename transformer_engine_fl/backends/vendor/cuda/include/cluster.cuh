@@ -1,8 +1,8 @@
-// Thread block clusters and dependent launches (sm_90 and later), and slots that blocks leave
-// for each other in global memory.
+// Thread block clusters and programmatic dependent launches (sm_90 and later), and flagged slots in
+// global memory through which blocks exchange values.
 //
-// On older chips the functions for clusters and dependent launches compile to nothing; the host
-// requests neither there.
+// Before sm_90 the functions for clusters and dependent launches compile to nothing; the host never
+// asks for either there.
 
 #pragma once
 
@@ -16,8 +16,8 @@ __device__ __forceinline__ int cluster_rank() {
   return static_cast<int>(rank);
 }
 
-// Arrives without release semantics, to say that this block runs: a release would wait until the
-// stores of the threads are visible to the whole device.
+// Signals that this block runs. Relaxed: a release would wait until the threads' earlier stores are
+// visible to the whole device.
 __device__ __forceinline__ void cluster_join() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -49,9 +49,8 @@ __device__ __forceinline__ void store_remote(double* own, int rank, double value
       : "memory");
 }
 
-// Initialises counters (mbarriers) of the bytes that other blocks send in each phase. Call from one
-// thread; other threads may use them after the next barrier of the cluster, for which cluster_join
-// is enough.
+// Initialises counters (mbarriers) of the bytes that other blocks send. Call from one thread; the
+// other threads may use them after the next cluster barrier, for which cluster_join is enough.
 __device__ __forceinline__ void prepare_arrivals(unsigned long long* counters, int count) {
   for (int i = 0; i < count; ++i) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counters + i));
@@ -60,15 +59,15 @@ __device__ __forceinline__ void prepare_arrivals(unsigned long long* counters, i
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Sets the number of bytes of a phase. Call from one thread, before or after bytes arrive.
+// Sets how many bytes a phase has. Call from one thread, before or after bytes have arrived.
 __device__ __forceinline__ void expect_bytes(unsigned long long* counter, int bytes) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counter));
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                : "memory");
 }
 
-// Writes `value` to the address of `own` in the shared memory of block `rank`, and counts its
-// bytes at the address of `counter` there.
+// Writes `value` to the address of `own` in the shared memory of block `rank`, asynchronously, and
+// counts its bytes on `counter` of that block.
 __device__ __forceinline__ void send(float* own, int rank, float value,
                                      unsigned long long* counter) {
   asm volatile(
@@ -91,7 +90,7 @@ __device__ __forceinline__ void send(double* own, int rank, double value,
       : "memory");
 }
 
-// Waits until all bytes of a phase have arrived; `phase` is its parity, first 0.
+// Waits until all bytes of a phase have arrived. `phase` is its parity: 0 and 1 alternate.
 __device__ __forceinline__ void wait_for(unsigned long long* counter, unsigned phase) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(counter));
   unsigned done;
@@ -106,12 +105,12 @@ __device__ __forceinline__ void wait_for(unsigned long long* counter, unsigned p
   } while (!done);
 }
 
-// Lets the next kernel of the stream start, if that is a dependent launch.
+// Lets the next kernel of the stream start, if it is a dependent launch.
 __device__ __forceinline__ void release_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Waits until the previous kernel has finished and its writes are visible.
+// Waits until the kernel before has finished and its writes are visible.
 __device__ __forceinline__ void wait_for_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -134,9 +133,10 @@ __device__ __forceinline__ void wait_for_predecessor() {}
 
 #endif
 
-// 32 bits, and which epoch they are of: so a slot says by itself that it is there, and nothing else
-// needs an order. Blocks that wait for each other's slots must all run at once. An exchange, whose
-// result nothing waits for, is there sooner than what is stored.
+// 32 bits of value, and in the upper half the epoch in which they were posted. The reader sees from
+// the slot itself that it has been written, so no memory ordering is needed. All blocks that wait
+// for each other's slots must be resident at once. Slots are posted by an atomic exchange whose
+// result is unused: it becomes visible sooner than a store.
 using FlaggedSlot = unsigned long long;
 
 __device__ __forceinline__ void post_slot(FlaggedSlot* to, unsigned epoch, unsigned bits) {
@@ -150,7 +150,8 @@ __device__ __forceinline__ void post_slot(FlaggedSlot* to, unsigned epoch, unsig
       : "memory");
 }
 
-// The block index, read again: no register needs to hold it, or values derived from it, until then.
+// blockIdx.x, read anew at each call: so neither it nor a value derived from it occupies a register
+// between calls.
 __device__ __forceinline__ unsigned block_again() {
   unsigned block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
@@ -161,7 +162,7 @@ __device__ __forceinline__ void prefetch_slot(const FlaggedSlot* slot) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(slot));
 }
 
-// K neighbouring slots at once, as they are.
+// Reads K neighbouring slots in one access, whatever their epochs.
 template <int K>
 __device__ __forceinline__ void read_slots(const FlaggedSlot* from, unsigned (&bits)[K],
                                               unsigned (&epochs)[K]) {
@@ -184,8 +185,8 @@ __device__ __forceinline__ void read_slots(const FlaggedSlot* from, unsigned (&b
   }
 }
 
-// Call from whole warps, K slots at N places for each lane: all lanes go on together, or each would
-// find its way through what follows by itself.
+// Waits for K slots at each of N places per lane. Call from whole warps: all lanes of a warp leave
+// the loop together, or they would run the code behind it diverged.
 template <int N, int K>
 __device__ __forceinline__ void wait_for_slots(const FlaggedSlot* slots, const int (&places)[N],
                                                unsigned epoch, unsigned (&found)[N][K]) {

@@ -1,8 +1,8 @@
-// What the warps of all blocks of a cluster exchange, without a barrier of the cluster.
+// An exchange of values among the warps of all blocks of a cluster, without a cluster barrier.
 //
-// That barrier waits until all that its threads have stored, also to global memory, can be
-// seen. Here values say themselves when they are there, so that a row's result is still on its
-// way while the next row's values are exchanged.
+// A cluster barrier waits until all stores of its threads are visible, also those to global memory.
+// Here values are sent by st.async, which counts the bytes on an mbarrier of the receiving block,
+// so a row's result may still be in flight while the next row's values are exchanged.
 
 #pragma once
 
@@ -10,10 +10,10 @@
 
 namespace te_fl {
 
-// Call from all threads of all blocks, one object for all that a kernel tells, of K values at
-// a time of each of a block's Warps, or with Warps = 1 of its first one. Each lane gets kOwn of
-// what all of them posted, the same ones whichever warp it is in; of fewer than 32 several lanes
-// get the same.
+// Call from all threads of all blocks, with one object for all exchanges of a kernel. Each of a
+// block's Warps, or with Warps = 1 its first warp, posts K values at a time. Each lane gets kOwn of
+// the Warps * Cluster posts, the same ones in every warp; of fewer than 32 posts several lanes get
+// the same one.
 template <int Warps, int Cluster, int K, typename A>
 class ClusterExchange {
   static constexpr int kSlots = Warps * Cluster;
@@ -23,8 +23,8 @@ class ClusterExchange {
  public:
   static constexpr int kOwn = kSlots < 32 ? 1 : kSlots / 32;
 
-  // The other blocks may only be written to once they run; the wait for that is left to the
-  // first exchange, behind the first loads.
+  // Blocks may be written to only once they run. The wait for that is left to the first exchange,
+  // behind the first loads.
   __device__ __forceinline__ ClusterExchange() {
     if constexpr (Cluster > 1) {
       if (threadIdx.x == 0) prepare_arrivals(arrivals(), 2);
@@ -33,15 +33,15 @@ class ClusterExchange {
     }
   }
 
-  // One exchange. All of it at once, or in two halves, so that something can be done meanwhile:
-  // who posts must wait before it posts again, and before it returns.
+  // One exchange, or with post and wait its two halves, between which other work can be done. A
+  // thread that has posted must wait before it posts again, and before it returns.
   __device__ __forceinline__ void operator()(const A (&value)[K], A (&parts)[kOwn][K]) {
     post(value);
     wait(parts);
   }
 
-  // Two sets of slots in alternation: who writes a set again has waited for the other set from every
-  // warp, which posted it only after it had read this one.
+  // Two sets of slots alternate. A warp that writes a set again has waited for the other set from
+  // every warp, and each of those posted it only after it had read this set.
   __device__ __forceinline__ void post(const A (&value)[K]) {
     if (!joined_) cluster_wait();
     joined_ = true;

@@ -1,10 +1,10 @@
-// Sums over all threads that share a row whose blocks form no cluster.
+// Reductions over all threads that share a row whose blocks form no cluster.
 //
-// Any number of blocks may share a row, on whichever multiprocessors: each leaves its sums in
-// global memory, each in a slot that also says which epoch it is of, so that nobody clears slots:
-// epochs go on from launch to launch (backends/_exchange.py). They must all run at once, so the
-// launch is a cooperative one. As in row_reduction.cuh the order of operations depends on the
-// numbers of threads and blocks only, not on who comes first, and every thread gets the same bits.
+// Any number of blocks may share a row, on any multiprocessors. Each posts its partial sums to
+// flagged slots in global memory. A slot also holds its epoch, so no launch clears slots: epochs
+// continue from launch to launch (backends/_exchange.py). All blocks must be resident at once, so
+// the launch is cooperative. As in row_reduction.cuh the order of operations depends on the numbers
+// of threads and blocks only, not on which block posts first, and every thread gets the same bits.
 
 #pragma once
 
@@ -15,34 +15,34 @@
 
 namespace te_fl {
 
-// What the blocks that share a row exchange of it, K numbers each. Call from all threads of
-// all blocks, one object for all that a kernel exchanges. Groups of Blocks blocks take rows one
-// after the other, in `first_epoch` and those behind it, each group from the first. Unlike in a
-// cluster, who posts a row need not have waited for the row before, but for the one before that.
-// All had posted that one by then, and so had waited for the one two before it: of four epochs in a
-// row nobody writes the slots of one that somebody still waits for.
+// The exchange among the Blocks blocks of a group, which share rows: each posts K numbers of a row.
+// Call from all threads of all blocks, with one object for all exchanges of a kernel. Every group
+// numbers its rows as epochs from `first_epoch` on. Unlike in a cluster, a block may post a row
+// before it has waited for the row before, but not before it has waited for the one before that. By
+// then all blocks have posted that one, and so have waited for the row two before it: with four
+// sets of slots in rotation, no block overwrites a slot that another still reads.
 template <int Blocks, int K>
 class MemoryExchange {
-  static constexpr unsigned kEpochs = 4;  // whose slots have places of their own
+  static constexpr unsigned kEpochs = 4;  // sets of slots in rotation
   static constexpr unsigned kOfEpoch = Blocks * K;
-  // Lanes behind the last block have nothing, or of a power of two of blocks the same once more.
+  // Lanes beyond the last block have no block, or, if Blocks is a power of two, repeat the blocks.
   static constexpr bool kAgain = Blocks < 32 && (Blocks & (Blocks - 1)) == 0;
 
  public:
-  static constexpr int kPerLane = (Blocks + 31) / 32;     // blocks of a lane, in each warp
-  static constexpr int kHalved = kAgain ? Blocks : 32;    // lanes that have all of them
-  static constexpr bool kAll = kAgain || Blocks % 32 == 0;  // whether all of those have something
+  static constexpr int kPerLane = (Blocks + 31) / 32;     // blocks that each lane of a warp reads
+  static constexpr int kHalved = kAgain ? Blocks : 32;    // lanes that have all blocks
+  static constexpr bool kAll = kAgain || Blocks % 32 == 0;  // no lane is without a block
 
   __device__ __forceinline__ MemoryExchange(FlaggedSlot* slots, unsigned first_epoch,
                                             unsigned group)
       : slots_(slots + group * (kEpochs * kOfEpoch)),
         post_epoch_(first_epoch),
         wait_epoch_(first_epoch) {
-    // Else whoever posts the first ones, or waits for them, would wait for memory.
+    // Otherwise the first posts and waits would wait for DRAM.
     if (threadIdx.x < kEpochs) prefetch_slot(slots_ + (threadIdx.x * kOfEpoch + own_place()));
   }
 
-  // Of the first warp, all of whose lanes have the block's numbers.
+  // Posted by the first warp, all of whose lanes must have the block's numbers.
   __device__ __forceinline__ void post(const float (&value)[K]) {
     if (threadIdx.x < K) {
       const float own = threadIdx.x == 0 ? value[0] : value[K - 1];
@@ -52,13 +52,13 @@ class MemoryExchange {
     ++post_epoch_;
   }
 
-  // Whose numbers are the lane's `i`th; of lanes that have nothing, none that there is.
+  // Which block's numbers are the lane's `i`th; Blocks or more where the lane has no block.
   static __device__ __forceinline__ int block_of(int i) {
     const int lane = threadIdx.x % 32;
     return kAgain ? lane % Blocks : lane + i * 32;
   }
 
-  // `nothing`: what lanes have that have nothing.
+  // `nothing`: the values of lanes that have no block.
   __device__ __forceinline__ void wait(const float (&nothing)[K], float (&parts)[kPerLane][K]) {
     int places[kPerLane];
 #pragma unroll
@@ -83,7 +83,7 @@ class MemoryExchange {
   unsigned post_epoch_, wait_epoch_;
 };
 
-// A reduction whose blocks exchange sums so, which are merged one by one.
+// A reduction whose blocks exchange their results through memory.
 template <int Lanes, int Blocks, int K>
 class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   static_assert(Lanes % 32 == 0, "whole warps wait");
@@ -94,7 +94,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   __device__ __forceinline__ RowReduction(FlaggedSlot* slots, unsigned first_epoch, unsigned group)
       : exchange_(slots, first_epoch, group) {}
 
-  // Two halves, as those of other reductions.
+  // Two halves, as in other reductions.
   template <typename Operation>
   __device__ __forceinline__ void begin(float (&value)[K]) {
     static_assert(kKeeps<Operation, K>, "lanes may have nothing, or half of the values");
@@ -114,8 +114,8 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   }
 
  private:
-  // Over the threads of a block; the first warp gets the result. One of two sets of slots in
-  // alternation: who writes one again has passed the barrier of the other.
+  // Reduces over the threads of a block; the first warp gets the result. Two sets of slots
+  // alternate: a warp that writes a set again has passed the barrier of the other.
   template <typename Operation>
   __device__ __forceinline__ void over_block(float (&value)[K]) {
     if constexpr (kWarps == 1) {
@@ -125,7 +125,7 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
       const int warp = threadIdx.x / 32;
       const int lane = threadIdx.x % 32;
       if constexpr (K == 2) {
-        // Of two sums: after the first exchange each half of the warp has one of them.
+        // After the first shuffle each half of the warp reduces one of the two sums.
         const bool upper = lane & 16;
         float own[1] = {upper ? value[1] : value[0]};
         const float other[1] = {__shfl_xor_sync(0xffffffffu, upper ? value[0] : value[1], 16)};
@@ -157,8 +157,8 @@ class RowReduction<Lanes, Blocks, K, float, kThroughMemory> {
   int set_ = 0;  // of slots of over_block
 };
 
-// What a block has of each row that Blocks blocks share, columns that follow each other: as Row, of
-// one block, has them, in Vecs vectors of a thread.
+// The piece of each row that belongs to one of Blocks blocks: contiguous columns, spread over the
+// block's threads as Row (with one block) spreads them, Vecs vectors to a thread.
 template <typename Row, int Blocks, int Vecs>
 class RowPiece {
  public:
@@ -171,16 +171,16 @@ class RowPiece {
   // Whether this thread's vector `v` is in the row.
   __device__ __forceinline__ bool has(int v) const { return Row::in_row(column(v), columns_); }
 
-  // How many columns of a row there are from the block's first one on.
+  // The number of columns of a row from the block's first one on.
   __device__ __forceinline__ int left() const { return columns_ - rank() * Vecs * Row::kApart; }
 
-  // Where it lies in a row.
+  // The address of vector `v` in a row.
   template <typename T>
   __device__ __forceinline__ T* place(T* row, int v) const {
     return row + first_ + v * Row::kApart;
   }
 
-  // Asks for it, if the row exists.
+  // Starts the copy of vector `v` to shared memory, if the row exists.
   template <Reading How, typename T>
   __device__ __forceinline__ void fill(unsigned char* slots, int v, const T* row,
                                        bool exists) const {
@@ -194,10 +194,10 @@ class RowPiece {
   int columns_, first_;
 };
 
-// Goes through the rows of a group of Blocks blocks, which are all of the grid's groups apart: asks
-// for each, takes it and posts its sums, and writes it, having taken the next one
-// meanwhile. Stages rows are asked for at once, each with so many Bytes of the ring. Two rows are
-// held in alternation, and neither is moved to where the other was.
+// Loops over the rows of a group of Blocks blocks, every so-many-th row of the grid's groups, as a
+// pipeline: `ask` starts the copies of a row, `take` reads it and posts its sums, and `write`
+// finishes it, after the next row has been taken. Stages rows are in flight, each in Bytes of the
+// ring. The loop is unrolled over two rows in registers, so that neither is moved to the other's.
 template <int Blocks, int Stages, int Bytes, typename Held, typename Index, typename Ask,
           typename Take, typename Write>
 __device__ __forceinline__ void go_through(unsigned char* ring, Index rows, Ask ask, Take take,
@@ -215,7 +215,7 @@ __device__ __forceinline__ void go_through(unsigned char* ring, Index rows, Ask 
     wait_copies<Stages - 1>();
     take(of, ring + stage * Bytes, held);
   };
-  // In the place of the row that was taken last.
+  // Asks for a row in the place of the one that was taken last.
   auto refill = [&](Index taken) {
     request(taken + Stages * groups, stage);
     stage = stage + 1 == Stages ? 0 : stage + 1;

@@ -1,12 +1,12 @@
-// Sums, and largest values, over all threads that share a row.
+// Sums, maxima and moments over all threads that share a row.
 //
-// A row belongs to Lanes threads of each of Cluster blocks. Up to 32 lanes exchange by
-// shuffles alone; more meet in shared memory behind one barrier; with a cluster each
-// warp's result is written to every block of it, behind one barrier of the cluster or, if
-// it is asynchronous, as cluster_exchange.cuh has it; or a block's result is. The barrier is the faster one
-// as long as a kernel has stored nothing; a block's result has a barrier of the block more on
-// its way, and then there is less to wait for in every warp. The order of operations depends on
-// Lanes, Cluster, Mode and OfWarps only, and every thread gets the same bits.
+// A row belongs to Lanes threads of each of Cluster blocks. Up to 32 lanes exchange by shuffles
+// alone; more lanes exchange through shared memory behind one barrier. In a cluster each warp's
+// result is written to every block, behind a cluster barrier (kBehindBarrier) or asynchronously as
+// in cluster_exchange.cuh (kByWarps); or each block's result is (kByBlocks). The barrier is faster
+// as long as a kernel has stored nothing. kByBlocks takes a block barrier more, and leaves each
+// warp fewer results to merge. The order of operations depends on Lanes, Cluster, Mode and OfWarps
+// only, and every thread gets the same bits.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct Sum {
   }
 };
 
-// Of a NaN and a number the number, as fmax has it.
+// As fmax, the maximum of a NaN and a number is the number.
 struct Max {
   static __device__ __forceinline__ float combine(float a, float b) { return fmaxf(a, b); }
   static __device__ __forceinline__ double combine(double a, double b) { return fmax(a, b); }
@@ -46,10 +46,10 @@ struct Max {
   }
 };
 
-// Mean and variance in one round, without the cancellation of a mean of squares: merged, two
-// parts' variance grows by the distance of their means. Two values say (mean, variance) of
-// parts that are equally large, three (count, sum, sum of squared deviations) of any parts.
-// Written so that both sides of an exchange calculate the same bits.
+// Mean and variance in one reduction, without the cancellation of a mean of squares: merging two
+// parts adds a term for the distance of their means. Two values are (mean, variance) of parts of
+// equal size, three are (count, sum, sum of squared deviations) of parts of any size. Symmetric in
+// its arguments, so that both sides of a shuffle compute the same bits.
 struct Moments {
   template <typename A>
   static __device__ __forceinline__ A nothing() {  // a part of no values
@@ -65,7 +65,7 @@ struct Moments {
 
   template <typename A>
   static __device__ __forceinline__ void merge(A (&own)[3], const A (&other)[3]) {
-    // The distance of the means times both counts: of means that are equal it is 0.
+    // The distance of the means times both counts: exactly 0 if the means are equal.
     const A distance = product(own[1], other[0]) - product(other[1], own[0]);
     const A counts = own[0] * other[0];
     const A count = own[0] + other[0];
@@ -76,7 +76,7 @@ struct Moments {
   }
 };
 
-// Whether an operation keeps K values that it merges with nothing.
+// Whether merging K values with nothing() leaves them as they are.
 template <typename Operation, int K>
 constexpr bool kKeeps = true;
 template <>
@@ -88,7 +88,7 @@ constexpr __host__ __device__ int next_power_of_two(int least_one) {
   return found;
 }
 
-// Over Width lanes of a warp that follow each other; each gets the result.
+// Butterfly reduction over Width consecutive lanes of a warp; each lane gets the result.
 template <typename Operation, int Width, typename A, int K>
 __device__ __forceinline__ void halve(A (&value)[K]) {
 #pragma unroll
@@ -100,7 +100,8 @@ __device__ __forceinline__ void halve(A (&value)[K]) {
   }
 }
 
-// Over a thread's N parts, by halves: of a power of two only parts of one size are merged.
+// Pairwise reduction over a thread's N parts: if N is a power of two, merged parts are equally
+// large.
 template <typename Operation, int N, typename A, int K>
 __device__ __forceinline__ void merge_parts(A (&parts)[N][K], A (&value)[K]) {
 #pragma unroll
@@ -112,12 +113,12 @@ __device__ __forceinline__ void merge_parts(A (&parts)[N][K], A (&value)[K]) {
   for (int k = 0; k < K; ++k) value[k] = parts[0][k];
 }
 
-// How the blocks that share a row come to know each other's results; the last of these is that of
-// blocks that form no cluster, which memory_exchange.cuh has.
+// How the blocks that share a row exchange results. kThroughMemory is for blocks that form no
+// cluster: see memory_exchange.cuh.
 enum ExchangeMode { kBehindBarrier, kByWarps, kByBlocks, kThroughMemory };
 
-// Call from all threads of the block, one object for all reductions of a kernel. K values
-// travel together.
+// Call from all threads of the block, with one object for all reductions of a kernel. K values are
+// reduced together.
 template <int Lanes, int Cluster, int K, typename A, ExchangeMode Mode = kBehindBarrier>
 class RowReduction {
   static_assert(Cluster == 1 && Lanes % 32 == 0 || (Lanes & (Lanes - 1)) == 0, "lanes are halved");
@@ -132,8 +133,8 @@ class RowReduction {
   static constexpr int kHalved = next_power_of_two(least(kSlots, 32));
 
  public:
-  // The other blocks may only be written to once they run; the wait for that is left
-  // to the first reduction, behind the first loads.
+  // Blocks may be written to only once they run. The wait for that is left to the first reduction,
+  // behind the first loads.
   __device__ __forceinline__ RowReduction() {
     if constexpr (Cluster > 1 && !kAsync) cluster_join();
   }
@@ -142,15 +143,15 @@ class RowReduction {
   __device__ __forceinline__ void max(A (&value)[K]) { reduce<Max>(value); }
   __device__ __forceinline__ void moments(A (&value)[K]) { reduce<Moments>(value); }
 
-  // OfWarps: the lanes of a warp that share a row have the same values, those of all of them.
+  // OfWarps: the values are already reduced over the lanes of a warp that share a row.
   template <typename Operation, bool OfWarps = false>
   __device__ __forceinline__ void reduce(A (&value)[K]) {
     begin<Operation, OfWarps>(value);
     end<Operation>(value);
   }
 
-  // A reduction in two halves, so that something can be done while the blocks of a cluster
-  // wait for each other. Each begin has its end, of the same values, before the next begin.
+  // The two halves of a reduction, between which other work can be done while the blocks of a
+  // cluster wait for each other. Each begin needs its end, with the same values, before the next.
   template <typename Operation, bool OfWarps = false>
   __device__ __forceinline__ void begin(A (&value)[K]) {
     if constexpr (!OfWarps) halve<Operation, (Lanes < 32 ? Lanes : 32)>(value);
@@ -210,9 +211,9 @@ class RowReduction {
   }
 
  private:
-  // The result of a block, in its first warp alone. Two sets of slots in alternation: who writes a
-  // set again has passed the barrier of the other set, which the first warp came to only after
-  // it had read this one.
+  // Reduces over a block; only the first warp gets the result. Two sets of slots alternate: a warp
+  // that writes a set again has passed the barrier of the other set, which the first warp reached
+  // only after it had read this one.
   template <typename Operation>
   __device__ __forceinline__ void merge_in_block(A (&value)[K]) {
     __shared__ A slots[2][K][kWarps];
@@ -230,8 +231,8 @@ class RowReduction {
     set_ ^= 1;
   }
 
-  // Two sets of slots in alternation: who writes a set again has passed the barrier of the other
-  // set, so everyone has read this one.
+  // Two sets of slots alternate: a warp that writes a set again has passed the barrier of the other
+  // set, so all warps have read this one.
   template <typename Operation>
   static __device__ __forceinline__ A (&exchanged())[2][K][kSlots] {
     __shared__ A slots[2][K][kSlots];

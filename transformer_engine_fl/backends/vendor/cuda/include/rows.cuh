@@ -1,16 +1,17 @@
 // Rows that stay on the chip: which thread holds which columns, and where it keeps them.
 //
-// _tiles.py chooses the numbers. A row belongs to Lanes threads of each of Cluster blocks,
-// Vecs vectors of Width elements to each; a block works on Rows rows at once, more than
-// one only if Lanes is at most 32. Full: the row fills all of those vectors.
+// _tiles.py chooses the numbers. A row belongs to Lanes threads of each of Cluster blocks, each
+// with Vecs vectors of Width elements; a block works on Rows rows at once, more than one only if
+// Lanes is at most 32. Full: the row fills all of those vectors.
 //
-// A vector is of neighbouring columns, or Strewn: each 32 columns from the one before, so that
-// the lanes of a warp have neighbours. That is for rows that begin anywhere: 16 bytes of them at
-// a time come to shared memory as they lie, the first with what is before the row, and a thread
-// finds its elements there one by one. Of what is behind a row it finds zeros, strewn or not.
-// A piece is read in whole, though zeros take the place of what is behind the row. So that none
-// reaches behind the tensor, the last kRest columns of its last row are in no piece: a lane of the
-// warp that has one fetches it, and puts it into its slot when the pieces have arrived.
+// A vector's elements are neighbouring columns or, if Strewn, 32 columns apart, so that the lanes
+// of a warp hold neighbours. Strewn vectors are for rows of any alignment: the row is copied to
+// shared memory in aligned 16-byte pieces, the first of which includes elements before the row, and
+// each thread picks its elements there one by one. Beyond the end of a row a thread reads zeros,
+// strewn or not. The copy reads its 16 bytes in full, although zeros replace what lies beyond the
+// row. So that no copy reads beyond the tensor, the last kRest columns of its last row are in no
+// piece: a lane of the warp to which such a column belongs loads it, and writes it to its slot when
+// the copies have arrived.
 
 #pragma once
 
@@ -25,10 +26,10 @@ struct RowTile {
   static_assert(!Strewn || (Lanes % 32 == 0 && !Full), "of whole warps");
   static constexpr int kThreads = Lanes * Rows;
   static constexpr int kStep = Strewn ? 32 : 1;  // columns from one element of a vector to the next
-  static constexpr int kApart = Cluster * Lanes * Width;  // and from one of its vectors
+  static constexpr int kApart = Cluster * Lanes * Width;  // columns from one vector to the next
 
-  // The first column of this thread's vector `v`; columns go round the lanes and then
-  // round the blocks of the cluster, so that a narrow row leaves all of them equally idle.
+  // The first column of this thread's vector `v`. Vectors are dealt to the lanes and then to the
+  // blocks of the cluster in rotation, so that a narrow row leaves all blocks equally idle.
   static __device__ __forceinline__ int first_column(int v, int rank) {
     const int lane = static_cast<int>(threadIdx.x) % Lanes;
     const int group = (v * Cluster + rank) * Lanes;
@@ -36,8 +37,8 @@ struct RowTile {
     else return (group + lane) * Width;
   }
 
-  // Where this thread's vector `v` of a row lies. FromFirst: so far from its first one, whose
-  // address is that of all, where there are registers for it.
+  // The address of this thread's vector `v` of a row. FromFirst: as an offset from the thread's
+  // first vector, whose address is computed once, where there are registers for it.
   template <bool FromFirst = true, typename T>
   static __device__ __forceinline__ T* place(T* row, int v, int rank) {
     if constexpr (FromFirst) return row + first_column(0, rank) + v * kApart;
@@ -48,13 +49,14 @@ struct RowTile {
     return Full || column < columns;
   }
 
-  // Whether element `i` of a vector is in the row, of which so much is left; the first is.
+  // Whether element `i` of a vector is in the row, of which `left` columns remain from the vector's
+  // first element on; the first element always is.
   static __device__ __forceinline__ bool has(int i, int left) {
     return !Strewn || i * kStep < left;
   }
 
-  // A vector that is in_row, from global memory and to it. Plain: as `load` has it, if it is not
-  // strewn.
+  // Loads and stores a vector that is in_row in global memory. Plain: see `load`; without effect on
+  // strewn vectors.
   template <bool Plain = false, typename T>
   static __device__ __forceinline__ Vec<T, Width> get(const T* from, int left) {
     if constexpr (!Strewn) {
@@ -83,43 +85,43 @@ struct RowTile {
   }
 
   static __device__ __forceinline__ bool in_rows(long long row, long long rows) {
-    return Rows == 1 || row < rows;  // the loops over rows stop by themselves
+    return Rows == 1 || row < rows;  // one row a block: its loop or its grid ends with the rows
   }
 
   static constexpr int kRest = Width - 1;
 
-  // The first row in which a piece may reach behind the tensor, whose rows may overlap.
+  // The first row in which a piece may reach beyond the tensor. If rows overlap, any row may.
   template <typename Index>
   static __device__ __forceinline__ Index first_last(Index rows, long long stride) {
     return stride < Width ? 0 : rows - 1;
   }
 
-  // How many columns of a row are asked for in pieces.
+  // How many columns of a row are copied in pieces.
   static __device__ __forceinline__ int in_pieces(int columns, bool last) {
     return Strewn && last ? max(0, columns - kRest) : columns;
   }
 
-  // The column that this thread fetches of a last row; below 0, none.
+  // The column that this thread loads singly of a last row; -1 if none.
   static __device__ __forceinline__ int rest_of(int columns, int rank) {
     static_assert(Strewn, "else pieces end with the row");
     constexpr int kWarps = Lanes / 32;
     const int thread = static_cast<int>(threadIdx.x) % Lanes;
     const int column = columns - kRest + thread % 32;
-    const int warp = column / (32 * Width);  // that has it, over blocks and vectors
+    const int warp = column / (32 * Width);  // the owner, numbered over vectors and blocks
     const bool own = warp % kWarps == thread / 32 && warp / kWarps % Cluster == rank;
     return column < columns && own ? column : -1;
   }
 
-  // This thread's slots in shared memory for its vectors of one row. A slot is read by the
-  // thread that filled it, so no barrier is needed, or, strewn, by its warp. Chunks of one
-  // vector lie a block apart, so that neighbouring threads use neighbouring banks.
+  // This thread's slots in shared memory for its vectors of one row. A slot is read by the thread
+  // that filled it, or if strewn by its warp, so no block barrier is needed. The chunks of a vector
+  // lie a block's width apart, so that neighbouring threads use neighbouring banks.
   template <typename T>
   struct Slots {
     static constexpr int kSize = static_cast<int>(sizeof(T));
     static constexpr int kChunk = least(16, Width * kSize);
     static constexpr int kChunks = Width * kSize / kChunk;
     static constexpr int kPiece = least(16, Access * kSize);
-    static constexpr int kOfWarp = 32 * Width * kSize + 16;  // strewn: with what is beside the row
+    static constexpr int kOfWarp = 32 * Width * kSize + 16;  // strewn: with elements beside the row
     static constexpr int kBytes =
         Vecs * (Strewn ? kThreads / 32 * kOfWarp : kThreads * Width * kSize);
 
@@ -130,21 +132,21 @@ struct RowTile {
       return row + v * kStride + static_cast<int>(threadIdx.x) * kChunk;
     }
 
-    // The place of a warp's vectors `v`.
+    // Where a warp's vectors `v` lie.
     static constexpr int kWarpStride = kThreads / 32 * kOfWarp;
     static __device__ __forceinline__ unsigned char* of_warp(unsigned char* row, int v) {
       return row + v * kWarpStride + static_cast<int>(threadIdx.x) / 32 * kOfWarp;
     }
 
-    // How far behind its slots a row begins that lies there in global memory: `read` and `write`
-    // take slots that much further on.
+    // How many bytes after the start of its slots a strewn row begins, from its global address. Add
+    // it to the slots' address for `read` and `write`.
     static __device__ __forceinline__ int begin(const T* row) {
       return Strewn ? static_cast<int>(reinterpret_cast<unsigned long long>(row) & 15) : 0;
     }
 
-    // Asks for vector `v` of a row of so many columns, of which `column` is the first, if the row
-    // exists and, not strewn, the vector is wanted. `own` is where the thread's first one lies: the
-    // others are as far from it in all rows, so one address is worked out, not one for each.
+    // Starts the copy of vector `v`, whose first column is `column`, of a row of `columns` columns,
+    // if the row exists and, unless strewn, the vector is wanted. `own` is the address of the
+    // thread's first vector; the others are at constant offsets from it.
     template <Reading How>
     static __device__ __forceinline__ void fill(unsigned char* row, int v, const T* own,
                                                 bool exists, int column, int columns,
@@ -194,8 +196,8 @@ struct RowTile {
       }
     }
 
-    // Fetches what a row in global memory has in the column of `rest_of`, if there is one, into
-    // slots whose copies have arrived.
+    // Loads the column that `rest_of` gives, if any, from a row in global memory into slots whose
+    // copies have arrived.
     static __device__ __forceinline__ void fill_rest(unsigned char* row, const T* from,
                                                      int column) {
       if (column < 0) return;
@@ -203,7 +205,7 @@ struct RowTile {
       vector[column % (32 * Width)] = from[column];
     }
 
-    // Something else in the place of a vector whose copies have arrived.
+    // Overwrites a vector whose copies have arrived.
     static __device__ __forceinline__ void write(unsigned char* row, int v,
                                                  const Vec<T, Width>& value) {
       if constexpr (Strewn) {
@@ -218,15 +220,15 @@ struct RowTile {
     }
   };
 
-  // Waits as wait_copies does, for what `read` finds.
+  // wait_copies, after which `read` may be called.
   template <int Pending>
   static __device__ __forceinline__ void wait() {
     wait_copies<Pending>();
     if constexpr (Strewn) __syncwarp();
   }
 
-  // Behind this, slots whose vectors have been read may be filled, and what a warp's other lanes
-  // have written may be read.
+  // After this, slots whose vectors have been read may be filled again, and what other lanes of the
+  // warp have written may be read.
   static __device__ __forceinline__ void release() {
     if constexpr (Strewn) __syncwarp();
   }
