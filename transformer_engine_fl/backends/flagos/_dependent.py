@@ -1,9 +1,10 @@
-"""Programmatic dependent launches: a kernel that may start while the one before it ends.
+"""Programmatic dependent launches: a kernel may start while the one before it ends.
 
-FOLLOWS: a kernel is launched so, and waits itself for the results of the one before. An
-operator's first kernel is launched the ordinary way, so that all that was before it has
-ended; each of the others waits, so that what waits for it has waited for all. A kernel that
-does not let the next one start is followed when it ends, which still saves some of a launch.
+FOLLOWS: the kernel is launched as a dependent one, and itself waits for the results of the one
+before. An operator's first kernel is launched the ordinary way, after all earlier kernels have
+ended. Each later kernel waits for its predecessor, so whatever waits for it has waited for all of
+them. If a kernel does not release its dependents, the next one starts when it ends, which still
+saves part of the launch latency.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ _FOLLOWS_FROM = 90  # the compute capability
 
 
 def follows(device: torch.device) -> bool:
-    """Whether there are such launches on the device."""
+    """Whether the device has dependent launches."""
     return _launch.has_ptx() and _launch.limits(device).capability >= _FOLLOWS_FROM
 
 
 def following(follows: bool) -> dict[str, Any]:
-    """The constant and the options of a launch that may be one of them."""
+    """The constant and the options of a launch that is a dependent one if it ``follows``."""
     return {"FOLLOWS": follows, "options": {"launch_pdl": True} if follows else {}}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def let_follow(FOLLOWED: tl.constexpr) -> None:
-    """The next kernel may start as soon as all programs of this one have."""
+    """Let the next kernel start as soon as all programs of this one have called this."""
     if FOLLOWED:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def wait_for_last(FOLLOWS: tl.constexpr) -> None:
-    """Wait until the kernel before has ended."""
+    """Wait until the kernel before has ended and its writes are visible."""
     if FOLLOWS:
         tl.extra.cuda.gdc_wait()

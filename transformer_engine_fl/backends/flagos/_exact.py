@@ -1,4 +1,4 @@
-"""Arithmetic that rounds once, also where Triton's own does not."""
+"""Arithmetic that rounds once, also where Triton's own rounds twice or approximates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 @triton.jit  # type: ignore[untyped-decorator]
 def fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
     """``x * y + z`` of float32, rounded once."""
-    if _INTERPRETED:  # rounds the product too
+    if _INTERPRETED:  # where tl.fma would round the product too
         return (x.to(tl.float64) * y + z).to(tl.float32)
     else:
         return tl.fma(x, y, z)
@@ -23,12 +23,12 @@ def fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def mean_of(total: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """``total / count``: of numbers that are all alike, the number, so that they have no variance.
+    """``total / count``. The mean of equal numbers is exactly that number, so their variance is 0.
 
-    Triton's own division of float32 may be off by two in the last place, and one that is not
-    takes a branch. What is left of the total corrects the quotient (P. W. Markstein, Computation
-    of elementary functions on the IBM RISC System/6000 processor, 1990). Of an infinite total
-    nothing is.
+    Triton's division of float32 may be off by two in the last place, and an exact one takes a
+    branch. Here the remainder corrects an approximate quotient (P. W. Markstein, Computation of
+    elementary functions on the IBM RISC System/6000 processor, 1990); an infinite total is not
+    corrected.
     """
     if total.dtype == tl.float32:
         count = count.to(tl.float32)
@@ -42,7 +42,7 @@ def mean_of(total: tl.tensor, count: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def mean_of_all(total: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """The same of a number that is known to the compiler: of a power of two, one product."""
+    """The same for a count known at compile time: a power of two takes one product."""
     if COUNT & (COUNT - 1) == 0:
         return total * (1.0 / COUNT)
     else:

@@ -1,9 +1,10 @@
-"""How kernels that are bound by memory read.
+"""Loads of memory-bound kernels, with an L2 eviction hint.
 
-L2 is asked to give up lines that were read after those that were written. What is read once
-is not found there again, and as many bytes are read; yet on an H200 it takes 1 to 5% off such a
-kernel: ``docs/measured/flagos.md`` has the figures, and what other hints cost. What programs share,
-as the parameters of a norm, is read so too: it would go before what they read once does.
+The hint makes L2 evict lines that were read after lines that were written. Data that is read once
+never hits, and as many bytes are read; yet on an H200 the hint takes 1 to 5% off such a kernel:
+``docs/measured/flagos.md`` has the figures, and what other hints cost. Data that programs share,
+as the parameters of a norm, is loaded with the hint too, or it would be evicted before the data
+that is read once.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ __all__ = ["fetch"]
 def fetch(pointer: tl.tensor, mask: tl.tensor = None, other: tl.constexpr = 0) -> tl.tensor:
     """``tl.load`` with that hint.
 
-    Where the compiler passes it through stages in shared memory, the hint is dropped, as it is
-    on devices that know none.
+    The hint is dropped where the compiler pipelines the load through shared memory, and on devices
+    that have no such hint.
     """
     if mask is None:
         return tl.load(pointer, eviction_policy="evict_last")

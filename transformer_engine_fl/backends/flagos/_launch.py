@@ -685,11 +685,10 @@ class Launch:
 
 
 class ExchangingLaunch(Launch):
-    """A kernel whose programs run at once and wait for slots that others leave in memory.
+    """A kernel whose programs exchange values through slots (``backends/_exchange.py``).
 
-    Its last pointer is that of the slots, and its last number the first epoch
-    (``backends/_exchange.py``). Of both the call has neither, but for the last number how many
-    epochs a program posts, at most.
+    The kernel's last pointer is that of the slots, and its last number the first epoch. A call
+    passes neither: its last number is how many epochs a program posts, at most.
     """
 
     __slots__ = ("_slots",)

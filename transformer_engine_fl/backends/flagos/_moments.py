@@ -1,7 +1,7 @@
-"""What every kernel that normalizes rows does with them: reading, their mean and their spread.
+"""Reading rows and computing their mean and variance, for every kernel that normalizes them.
 
-The order of the sums depends on a row's width and on how it is cut alone, so a row's
-statistics are the same whichever rows come with it.
+The order of the sums depends only on a row's width and on how it is tiled, so a row's statistics
+are the same whichever rows are beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read_input(
     mask: tl.tensor,
     SUM: tl.constexpr,
 ) -> tl.tensor:
-    """x, or its sum with the residual, rounded, which is stored."""
+    """``x``; with a residual, their rounded sum, which is also stored."""
     x = fetch(x_ptr + place, mask)
     if residual_ptr is not None:
         ACC: tl.constexpr = tl.float64 if x.dtype == tl.float64 else tl.float32
@@ -46,7 +46,10 @@ def read_input(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gain_of(gamma: tl.tensor, ACC: tl.constexpr, OFFSET: tl.constexpr) -> tl.tensor:
-    """What a row is multiplied by. To add 0 would be an instruction: it makes 0 of -0."""
+    """The factors of a row.
+
+    An offset of 0 is not added: the compiler would keep the addition, as it turns -0 into 0.
+    """
     gain = gamma.to(ACC)
     if OFFSET:
         gain += OFFSET
@@ -73,14 +76,14 @@ def moments_of_parts(
     """The mean (0 unless CENTRED) and rsigma of whole rows in PARTS; see ``_rows``.
 
     Args:
-        x: the parts, 0 outside; those of one row may be vectors.
-        x_ptr: the rows, of which ONCE reads three numbers.
-        row: which rows.
-        columns: how many there are.
+        x: the parts, 0 beyond the row; those of a single row may be vectors.
+        x_ptr: the rows, from which ONCE reads three numbers.
+        row: the rows' numbers.
+        columns: columns of a row.
         eps: added to the mean of squares.
-        ACC: of the sums.
+        ACC: dtype of the sums.
         CENTRED: whether there is a mean.
-        ONCE: the numbers of one row and their squares are summed together.
+        ONCE: sum the numbers of a single row and their squares in one reduction.
         ROWS, PARTS, EXACT, NARROW, LANES: see :class:`WholeRows`.
         VECTOR: elements that a thread reads at a time.
     """
@@ -122,7 +125,7 @@ def moments_of_parts(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums(x: tl.tensor, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
-    """The sums of a part's rows; of one row, of what each thread has of it."""
+    """The sums of a part's rows; of a single row, one sum for each thread."""
     if ROWS == 1:
         return tl.sum(tl.sum(by_lane(x, LANES, VECTOR), axis=2), axis=0)
     else:
@@ -131,13 +134,13 @@ def _sums(x: tl.tensor, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _whole(sums: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
-    """The sums of rows, from those of their parts."""
+    """The sums of rows from what :func:`_sums` gave for their parts."""
     return tl.sum(sums, axis=0) if ROWS == 1 else sums
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _typical(x_ptr: tl.tensor, columns: tl.tensor, ACC: tl.constexpr) -> tl.tensor:
-    """The middle one of three numbers of a row: not the only one far from all others."""
+    """The median of three numbers of a row, so that a single outlier is not chosen."""
     third = columns // 3
     one = fetch(x_ptr, True).to(ACC)
     two = fetch(x_ptr + third, True).to(ACC)

@@ -1,18 +1,18 @@
-"""How rows are cut: into tiles of whole rows, or into pieces that several programs share.
+"""How rows are tiled: whole rows to a program, or a wide row split into pieces over several.
 
-A tile is a power of two wide. A forward holds a whole row of another width in up to three such
-parts. Many numbers of 2 bytes are held as they were stored, while their sum is waited for.
+A tile's width is a power of two. A forward holds a whole row of another width in up to three parts
+of such widths. Numbers of 2 bytes may be kept in their storage format until their sum is known.
 
-A program that has one piece of a row holds it in registers, leaves its share of the row's
-sums where the others find it, and does the same for the next of its rows before it waits
-for the others' shares of the first, which are there by then, and finishes that. So each
-number is read once, however wide the row. That needs every program of the grid to be
-running: the grid is what the device holds at once, and the launch is a cooperative one,
-which gives just that or fails. Where there is no such launch, the same kernel runs twice:
-for the sums, and then, reading the row again, for the rest.
+A program that has a piece of a row holds it in registers and posts its share (partial sum) of the
+row's sums. Before it waits for the other programs' shares, it reads its piece of the next row and
+posts that share too, so that by then the shares of the first row have arrived. So each number is
+read once, however wide the row. All programs of the grid must be resident at once: the grid is as
+large as the device holds, and the launch is cooperative, which fails where that is not so. Where
+there are no cooperative launches the kernel runs twice: for the sums, and then, reading the rows
+again, for the rest.
 
-Shares are added up in the order of the pieces, so a row's result depends on its width and
-dtype alone. What is summed, and what becomes of it, is the kernel's own business.
+Shares are added up in the order of the pieces, so a row's result depends on its width and dtype
+alone. What is summed and what is computed from the sums is up to each kernel.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ __all__ = [
 
 
 class Cut(NamedTuple):
-    """How rows are cut.
+    """How rows are tiled.
 
     Attributes:
-        threads: of a program.
-        width: in columns, those of float64 counting double: of a tile, which several rows
-            share if they are narrower, or of a piece. A forward of whole rows that are wider
-            takes them in parts, see :func:`parts_of`.
-        programs: that a multiprocessor holds at once, each with many tiles or pieces; 0 for
-            a program per tile.
-        stages: tiles under way in a program that has many; pieces, beside those of the two
-            rows in its registers.
-        shared: whether a row is in pieces, of as many programs.
-        resident: programs of a tile each for which the registers of a multiprocessor suffice;
+        threads: threads of a program.
+        width: columns of a tile or of a piece; columns of float64 count double. Several rows
+            share a tile if they are narrower; a forward of whole rows takes wider ones in
+            parts, see :func:`parts_of`.
+        programs: programs that a multiprocessor holds at once, each of which loops over many
+            tiles or pieces; 0 for a program per tile.
+        stages: tiles in flight in a program that loops; of pieces, those beside the two rows in
+            its registers.
+        shared: whether a row is split into pieces, a program for each.
+        resident: programs of one tile each for which a multiprocessor's registers must suffice;
             0 leaves that to the compiler.
     """
 
@@ -95,21 +95,21 @@ def cut_choice(
     parts: bool = False,
     stages: int = 3,
 ) -> Choice[Cut]:
-    """The choice of a cut by a row's columns, the bytes of one, and whether they are read singly.
+    """The choice of a :class:`Cut` by a row's columns, their bytes, and if they are read singly.
 
-    That is so of an odd number of 2-byte columns: their rows begin anywhere, so each number has an
-    address of its own, and none is copied to shared memory ahead of its iteration.
+    Rows of an odd number of 2-byte columns are read singly: they are not aligned, so each number
+    has an address of its own, and none is prefetched to shared memory.
 
     Args:
-        name: of the choice.
-        plans: made with its answers.
-        usual: where nothing was measured, by the widest row that it is for.
-        whole: of whole rows, ``programs`` and ``stages`` that are tried.
-        most_elements: of a thread that holds whole rows, in those that are tried.
-        half: the same as ``usual`` for elements of 2 bytes, if they are cut otherwise.
-        singly: the same for an odd number of those, as far as it goes.
-        parts: whether whole rows in parts are tried.
-        stages: of the pieces that are tried.
+        name: name of the choice.
+        plans: plans made with its answers.
+        usual: the cut where nothing was measured, by the widest row that it is for.
+        whole: pairs of ``programs`` and ``stages`` to try for whole rows.
+        most_elements: elements of a thread, at most, in the cuts of whole rows to try.
+        half: as ``usual`` for elements of 2 bytes, if their cuts differ.
+        singly: as ``half`` for rows that are read singly, up to its widest.
+        parts: whether to try whole rows in parts.
+        stages: ``stages`` of the cuts in pieces to try.
     """
     whole = tuple(whole)
 
@@ -168,7 +168,7 @@ def cut_choice(
 
 
 def _cuts_in_parts(row: int) -> Iterator[Cut]:
-    """Ways to hold a row in parts that are tried."""
+    """The cuts to try for a whole row in parts."""
     power = block_of(row) if row == block_of(row) else block_of(row) // 2
     for width, threads in itertools.product((power // 2, power), (128, 256, 512, 1024)):
         if width >= row or width > _WIDEST_WHOLE or not 8 <= row // threads <= _MOST_IN_PARTS:
@@ -177,13 +177,13 @@ def _cuts_in_parts(row: int) -> Iterator[Cut]:
             yield Cut(threads, width, resident=resident)  # 0 among them
 
 
-# Of a multiprocessor, in programs that are all there at once: every one has room for these.
+# Threads of programs that are resident at once: every multiprocessor has room for as many.
 MOST_THREADS = 1536
 _WIDEST_WHOLE, _NARROWEST_SHARED, _NARROWEST_SHARED_SINGLY = 32768, 8192, 2048
 _NARROWEST_IN_PARTS, _WIDEST_IN_PARTS, _MOST_IN_PARTS = 2048, 65536, 128
-# Of a multiprocessor, whose registers suffice for them.
+# Threads of a multiprocessor for which its registers must suffice.
 _RESIDENT_THREADS = (0, 512, 768, 1024, 1536)
-# Threads, width and programs of rows in pieces that are tried, and the most pieces.
+# Threads, width and programs to try for rows in pieces, and the most pieces.
 _PIECES = (
     (32, 512, 16),
     (32, 512, 24),
@@ -219,12 +219,11 @@ _MOST_PIECES = 128
 
 
 def parts_of(columns: int, widest: int, least: int) -> tuple[int, ...]:
-    """Powers of two that hold a row of so many columns together: at most three.
+    """The parts of a row of so many columns: at most three widths, each a power of two.
 
-    A tile has a power of two of them, so a row of 20,480 in one would have a third of its
-    threads' registers empty. Only the last may be wider than what is left of the row, and all but
-    a third one are no wider than ``widest``, unless none may be: ``least``, also a power of two, is
-    the narrowest that there is.
+    One tile of 32,768 columns for a row of 20,480 would waste a third of its threads' registers.
+    Only the last part may be wider than what is left of the row. All but a third part are at most
+    ``widest`` wide, but none is narrower than ``least``, a power of two.
     """
     parts: list[int] = []
     left = columns
@@ -237,9 +236,9 @@ def parts_of(columns: int, widest: int, least: int) -> tuple[int, ...]:
     return tuple(parts)
 
 
-# What one row has is a number: of the sums of tiles [1, columns] that are not alike in their
-# layout, each would have to change its own to meet the others. One row is a vector; where it is
-# cast it is a tile, in which blocks of columns are found without changing places.
+# With ROWS = 1 a row is a vector and its sums are scalars: the sums of several tiles [1, columns]
+# of different layouts would need layout conversions to be combined. A row that is cast is a tile,
+# in which blocks of columns are found without a conversion.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -250,31 +249,31 @@ def rows_of(tile: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def existing(row: tl.tensor, rows: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
-    """Which rows of a tile there are: at least one. Nobody looks if it has no more."""
+    """Which rows of a tile exist. A tile of one row always does, so nothing is compared."""
     return tl.full((), True, tl.int1) if ROWS == 1 else row < rows
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def per_row(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
-    """What rows have, as it goes with their columns."""
+    """Values per row, broadcast over columns."""
     return values if ROWS == 1 else values[:, None]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def per_column(values: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
-    """What columns have, as it goes with their rows."""
+    """Values per column, broadcast over rows."""
     return values if ROWS == 1 else values[None, :]
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def columns_before(parts: tuple[int, ...], index: int) -> int:
-    """Columns of a row that are in the parts before one; before the end, all of them."""
+    """Columns of a row in the parts before part ``index``; of all parts for ``len(parts)``."""
     return sum(parts[:index])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def within(column: tl.tensor, columns: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
-    """Which columns are those of a row: EXACT, all of them."""
+    """Which columns are in the row. EXACT: all are."""
     return tl.full(column.shape, True, tl.int1) if EXACT else column < columns
 
 
@@ -282,9 +281,9 @@ def within(column: tl.tensor, columns: tl.tensor, EXACT: tl.constexpr) -> tl.ten
 def part_of_row(
     PARTS: tl.constexpr, INDEX: tl.constexpr, columns: tl.tensor, EXACT: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The columns of one of a row's parts, and which of them are the row's.
+    """The columns of a part, and which of them are in the row.
 
-    EXACT: no part has columns beyond it; otherwise only the last one may.
+    EXACT: no part has columns beyond the row; otherwise only the last part may.
     """
     column = columns_before(PARTS, INDEX) + tl.arange(0, PARTS[INDEX])
     return column, within(column, columns, EXACT or len(PARTS) > INDEX + 1)
@@ -292,7 +291,7 @@ def part_of_row(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def as_stored(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    """``x``, of which the compiler does not keep a wider form over a wait."""
+    """``x`` in its storage format: the compiler cannot keep a converted copy across a wait."""
     if PTX and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
@@ -303,11 +302,11 @@ def as_stored(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def by_lane(x: tl.tensor, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
-    """A part of one row as ``[iterations, LANES, elements]``: what a thread has is along two axes.
+    """A part of one row as ``[iterations, LANES, elements]``: a thread's elements are axes 0 and 2.
 
-    That holds where threads read VECTOR elements at a time, or all of theirs. Parts of a row that
-    are first summed up along these axes, and then together, wait for other warps once, not once
-    each.
+    That holds where threads read VECTOR elements at a time, or all of theirs. If the parts of a row
+    are first summed along these axes, then together, there is one reduction across warps, not one
+    for each part.
     """
     HELD: tl.constexpr = x.numel // LANES
     ELEMENTS: tl.constexpr = min(HELD, VECTOR)
@@ -316,11 +315,11 @@ def by_lane(x: tl.tensor, LANES: tl.constexpr, VECTOR: tl.constexpr) -> tl.tenso
 
 # ------------------------------------------------------------ in a kernel of shared rows
 #
-# STEP is "together", or "sums" and then "rest"; a row has one or two SUMS. In two steps
-# ``shares`` is [rows, SUMS, PIECES]. Together it is [groups, EPOCHS, PIECES, SUMS], of a slot each
-# as ``backends/_exchange.py`` has them: the bits of a sum, and the epoch that they are of. A slot
-# is written and read whole, so nothing else needs an order. The first epoch is a program's first
-# row's.
+# STEP is "together" in a cooperative launch, or "sums" and then "rest" in two launches. A row has
+# one or two SUMS. ``shares`` is [rows, SUMS, PIECES] in two launches, else [groups, EPOCHS, PIECES,
+# SUMS] of 8-byte slots, see ``backends/_exchange.py``: the bits of a sum, and the epoch in which
+# they were posted. A slot is written and read in one access, so no memory ordering is needed. Each
+# row of a program is an epoch.
 
 _EPOCHS = tl.constexpr(EPOCHS)
 assert EPOCHS & (EPOCHS - 1) == 0, "a power of two"
@@ -328,7 +327,7 @@ assert EPOCHS & (EPOCHS - 1) == 0, "a power of two"
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place_of(epoch: tl.tensor, piece: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """Where a piece's slots of an epoch are, which has SUMS at each place."""
+    """The place of a piece's slots in an epoch; a place has SUMS slots."""
     return (tl.program_id(1) * _EPOCHS + (epoch & (_EPOCHS - 1))) * PIECES + piece
 
 
@@ -336,7 +335,7 @@ def _place_of(epoch: tl.tensor, piece: tl.tensor, PIECES: tl.constexpr) -> tl.te
 def begin_epochs(
     shares_ptr: tl.tensor, PIECES: tl.constexpr, SUMS: tl.constexpr, STEP: tl.constexpr
 ) -> None:
-    """Have this program's slots on their way to the cache: the first ones would wait for that."""
+    """Prefetch this program's slots to L2: the first posts would wait for DRAM."""
     if STEP == "together":
         piece = tl.program_id(0)
         place = shares_ptr + _place_of(tl.arange(0, _EPOCHS), piece, PIECES) * SUMS
@@ -361,7 +360,7 @@ def post(
     SUMS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Leave this piece's shares of a row's sums; of one, ``second`` is not looked at."""
+    """Post this piece's shares of a row's sums; with one sum ``second`` is ignored."""
     if STEP == "together":
         place = shares_ptr + _place_of(epoch, tl.program_id(0), PIECES) * SUMS
         tl.atomic_xchg(place, _slot_of(first, epoch), sem="relaxed")
@@ -383,7 +382,7 @@ def _slot_of(share: tl.tensor, epoch: tl.tensor) -> tl.tensor:
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _wait_in_ptx(places: int, sums: int) -> str:
-    """PTX by which the lanes of a warp wait until each has the slots at so many places."""
+    """PTX that waits until each lane of a warp has read the slots at so many places."""
     every = range(places * sums)
     first_place = len(every)
     epoch = f"${first_place + places}"
@@ -413,7 +412,7 @@ def _wait_in_ptx(places: int, sums: int) -> str:
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _registers(places: int, sums: int) -> str:
-    """What it takes: the slots' bits, and of each place the address and the epoch."""
+    """Its operands: the slots' values, and for each place the address and the epoch."""
     return ",".join(["=&r"] * (places * sums) + ["l"] * places + ["r"] * places)
 
 
@@ -426,10 +425,10 @@ def _slots_of_lane(pieces: int, warps: int) -> int:
 def _wait_for_slots(
     place: tl.tensor, epoch: tl.tensor, SUMS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The bits of the slots at these places, once they are an epoch's; of one, it comes twice.
+    """Wait until the slots at these places are of the epoch; returns their values.
 
-    The lanes of a warp wait for all of theirs, and go on together: each by itself would also find
-    its way through what follows by itself, with more registers for it.
+    With one sum its values are returned twice. The lanes of a warp leave the loop together:
+    otherwise they would run the code behind it diverged, which takes more registers.
     """
     SLOTS: tl.constexpr = _slots_of_lane(place.shape[0], tl.extra.cuda.num_warps())
     slots = tl.inline_asm_elementwise(
@@ -453,9 +452,9 @@ def wait_for(
     SUMS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Every piece's shares of a row's sums, and beyond them ``other`` and 0.
+    """Wait for all pieces' shares of a row's sums, and return them.
 
-    Of one sum, the second is the first once more.
+    Lanes beyond the last piece get ``other`` and 0. With one sum it is returned twice.
     """
     piece = tl.arange(0, triton.next_power_of_2(PIECES))
     exists = piece < PIECES
@@ -487,7 +486,7 @@ def _added(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def two_sums(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The sums of two vectors, for which the warps of a program wait once."""
+    """The sums of two vectors, in one reduction across the warps of a program."""
     if _INTERPRETED:  # which would call the function for each pair of numbers
         return tl.sum(first, axis=0), tl.sum(second, axis=0)
     else:
@@ -498,44 +497,44 @@ def two_sums(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]
 # ---------------------------------------------------------------------------- on the host
 
 
-# Shared memory of a program, beside its stages: for adding up, and for the device itself.
+# Bytes of shared memory of a program beside its stages: for reductions, and for the system.
 _SUMS_BYTES = 2048
 _LEAST_OF_PART = 4
 """Elements of a thread in the narrowest part of a row."""
 _WIDEST_FEW = 16384
-"""Columns of the widest rows that are faster where a program has all registers it can use."""
+"""Columns of the widest rows that are faster where a program gets all the registers it can use."""
 _MOST_WIDE = 16
-"""Elements that a thread may hold in the form that they are computed in, of a row in parts or one
-of many of its program's."""
+"""Elements of a row in parts, or of one of a program's many rows, that a thread may hold in the
+computing format."""
 
 
 def _stages(way: Cut, stage_bytes: int, device: torch.device, behind: int = 0) -> int:
-    """As many stages as wanted, or as shared memory has room for beside those ``behind``."""
+    """As many stages as wanted, or as fit into shared memory beside ``behind`` more."""
     share = _launch.limits(device).shared_bytes // max(1, way.programs) - _SUMS_BYTES
     return max(1, min(way.stages, 1 + share // stage_bytes - behind))
 
 
 def _even(work: int, most: int) -> int:
-    """How many share the work, so that it takes no longer and none has an iteration to itself."""
+    """As few programs, of at most ``most``, as finish the work in the fewest iterations."""
     iterations = max(1, -(-work // most))
     return -(-work // iterations)
 
 
 class WholeRows:
-    """A kernel of whole rows, in tiles; its grid is one-dimensional.
+    """A kernel of whole rows, in tiles, with a one-dimensional grid.
 
     Args:
-        kernel: the jitted function. One that has PARTS takes wide rows in those.
+        kernel: the jitted function. If it has PARTS it takes wide rows in parts.
         device: where it runs.
-        tiles: how rows are cut.
-        columns: of a row.
-        dtype: of the sums.
-        column_bytes: that are read of a row, per column.
+        tiles: how rows are tiled.
+        columns: columns of a row.
+        dtype: dtype of the sums.
+        column_bytes: bytes read of a row, per column.
         least: columns of the narrowest part, a power of two.
-        constants: for the kernel, beside ROWS, BLOCK or PARTS, STAGES, EXACT, FEW, which says
-            that a multiprocessor has one program at most, LANES, the threads among which
-            :func:`by_lane` divides a part, and NARROW, that what a thread holds of a row would
-            take too many registers in a wider form.
+        constants: the kernel's constants beside ROWS, BLOCK or PARTS, STAGES, EXACT, FEW (a
+            multiprocessor has at most one program), LANES (the threads among which
+            :func:`by_lane` divides a part) and NARROW (in the computing format a thread's
+            elements would take too many registers).
     """
 
     __slots__ = ("_device", "_few", "_launch", "_most", "_multiprocessors", "_rows")
@@ -564,7 +563,7 @@ class WholeRows:
         self._multiprocessors = offered.multiprocessors
         self._most = tiles.programs * self._multiprocessors or MOST
         held = self._rows * block // tiles.threads
-        # What is under way in shared memory would be read there each time that it is used.
+        # A pipelined tile in shared memory would be read there again at each use.
         kept = len(parts) > 1 or tiles.programs > 0
         make = functools.partial(
             _launch.Launch,
@@ -581,12 +580,12 @@ class WholeRows:
             **constants,
         )
         self._launch = make(resident=tiles.programs or tiles.resident, FEW=False)
-        # Nobody else wants the registers of a multiprocessor that has one program.
+        # The one program of a multiprocessor may use all its registers.
         wants_them = "FEW" in kernel.arg_names and block <= _WIDEST_FEW
         self._few = make(FEW=True) if wants_them else self._launch
 
     def groups(self, rows: int) -> int:
-        """How many programs there are for so many rows."""
+        """The number of programs for so many rows."""
         return _even(-(-rows // self._rows), self._most)
 
     def __call__(
@@ -597,7 +596,7 @@ class WholeRows:
         launch, other = self._launch, self._few
         if groups <= self._multiprocessors:
             launch, other = other, launch
-        # No kernel is loaded while a graph is captured; both give the same bits.
+        # No kernel is loaded during graph capture; both kernels give the same bits.
         if not launch.loaded_before and other.loaded_before:
             captured = self._device.type == "cuda" and is_captured(self._device)
             launch = other if captured else launch
@@ -605,21 +604,21 @@ class WholeRows:
 
 
 class SharedRows:
-    """A kernel of rows in pieces.
+    """A kernel of rows split into pieces.
 
-    Its last pointer is that of the shares, and its last number the first epoch; its grid is pieces
-    by groups of programs that share a row, each group with rows of its own.
+    Its last pointer is that of the shares, and its last number the first epoch. Its grid is
+    ``(pieces, groups)``: the programs of a group share rows, different ones from other groups.
 
     Args:
         kernel: the jitted function.
         device: where it runs.
-        pieces: how rows are cut.
-        columns: of a row.
-        sums: that a row has.
-        dtype: of the sums.
-        column_bytes: that are read of a row, per column.
-        behind: stages that stay in shared memory when others are asked for.
-        constants: for the kernel, beside PIECES, BLOCK, STAGES, EXACT and STEP.
+        pieces: how rows are tiled.
+        columns: columns of a row.
+        sums: sums of a row.
+        dtype: dtype of the sums.
+        column_bytes: bytes read of a row, per column.
+        behind: stages that are still in use when the next ones are asked for.
+        constants: the kernel's constants beside PIECES, BLOCK, STAGES, EXACT and STEP.
     """
 
     __slots__ = ("_launches", "_make_shares", "_most", "_shares", "pieces")
@@ -666,15 +665,15 @@ class SharedRows:
             self._make_shares = functools.partial(torch.empty, dtype=dtype, device=device)
 
     def groups(self, rows: int) -> int:
-        """How many groups of programs there are for so many rows."""
+        """The number of groups of programs for so many rows."""
         return _even(rows, self._most)
 
     def __call__(
         self, rows: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
     ) -> None:
-        """Start the kernel: ``tensors`` is all but the shares, ``numbers`` but the first epoch."""
+        """Start the kernel; ``tensors`` lacks the shares, ``numbers`` the first epoch."""
         groups = self.groups(rows)
-        # Each group goes one row beyond its last, of which nothing comes.
+        # A group may also post one row beyond its last, for which no program waits.
         if self._make_shares is None:
             numbers = (*numbers, -(-rows // groups) + 1)  # the epochs of the launch
         else:
@@ -698,21 +697,21 @@ def cut(
     behind: int = 0,
     **constants: Any,
 ) -> WholeRows | SharedRows:
-    """The kernel of whole rows or that of rows in pieces, as is chosen for the columns.
+    """The kernel of whole rows or that of rows in pieces, as chosen for the columns.
 
     Args:
-        choice: of how rows are cut.
-        kernels: of whole rows, and of rows in pieces.
-        device: where it runs.
-        columns: of a row.
-        sums: that a row has.
-        dtype: of the sums.
-        itemsize: bytes of an element by which is chosen.
-        column_bytes: that are read of a row, per column.
-        has_looped: whether the kernel of whole rows has LOOPED, which says that a program has
+        choice: the choice of how rows are tiled.
+        kernels: the kernels of whole rows and of rows in pieces.
+        device: where they run.
+        columns: columns of a row.
+        sums: sums of a row.
+        dtype: dtype of the sums.
+        itemsize: bytes of an element, for the choice.
+        column_bytes: bytes read of a row, per column.
+        has_looped: whether the kernel of whole rows has the constant LOOPED: a program has
             several tiles.
-        behind: of the kernel of rows in pieces, see :class:`SharedRows`.
-        constants: for either kernel.
+        behind: see :class:`SharedRows`.
+        constants: constants of either kernel.
     """
     way = choice(device, columns, itemsize, int(itemsize == 2 and columns % 2 > 0))
     if not way.shared:

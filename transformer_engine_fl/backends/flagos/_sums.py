@@ -1,6 +1,6 @@
-"""The second stage of a sum over rows: adding up what each program summed.
+"""The second stage of a sum over rows: adds up the partial sums of all programs.
 
-No atomics and a fixed order, so that the same bits come each time on the same device.
+Without atomics and in a fixed order, so the same device gives the same bits each time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SumOfPrograms"]
 
-# By the most partial sums that it is for: rows and columns of a tile, and threads. A thread adds
-# up about eight 16-byte vectors, all under way at once. Threads of one warp share columns before
-# several warps do: what warps add up together goes through shared memory one word at a time.
+# Rows and columns of a tile, and threads, by the most partial sums that it is for. A thread adds up
+# about eight 16-byte vectors, all in flight at once. The rows of a column are spread over a warp's
+# lanes before they are spread over warps: a reduction across warps goes through shared memory one
+# word at a time.
 _TILES = {
     8: (8, 512, 128),
     16: (16, 64, 32),
@@ -48,7 +49,7 @@ def _sum_programs(
 ) -> None:
     """The sums of ``partial`` over the programs.
 
-    Of several, the second grid axis says which: they are the rows of one result, or two.
+    The second grid axis is the sum's number: the row of one result, or which of two results.
     """
     ACC: tl.constexpr = partial_ptr.dtype.element_ty
     columns = columns * UNIT
@@ -77,12 +78,12 @@ def _sum_programs(
 class SumOfPrograms:
     """Adds up ``partial``, ``[results, programs, columns]``, over the programs.
 
-    Where there are such launches it may start before the kernel that is launched just before
-    it has ended, and waits for that one: it can be no operator's first kernel.
+    Where the device has dependent launches it starts before the kernel launched just before it has
+    ended, and waits for that one. So it must not be an operator's first kernel.
 
     Args:
-        columns: of each sum.
-        unit: divides the columns.
+        columns: columns of each sum.
+        unit: a divisor of the columns.
         device: where it runs.
     """
 

@@ -1,21 +1,19 @@
 """Root mean square and layer normalization in Triton.
 
-Both are one family of kernels: a row has a mean only where the pointer for it is given.
-Rows that fit into registers are read once; in the backward a program takes several of
-them, one tile after the other, so that parameters are loaded once and the next tile is
-under way while one is computed. A wider row is shared by several programs, see ``_rows``.
-The addition of a residual before the norm, and of a gradient after it, is part of the same
-kernels.
+The same kernels serve both: a row has a mean only where the pointer for it is given. Rows that fit
+into registers are read once; in the backward a program loops over tiles of them, so that the
+parameters are loaded once and the next tile is prefetched while one is computed. A wider row is
+split over several programs, see ``_rows``. Adding a residual before the norm, or a gradient after
+it, is part of the same kernels.
 
-The order in which a row is summed depends on its width and dtype alone, so a row's
-result is the same whichever rows come with it and wherever they lie: rows that cannot be read
-as dense ones of their width are (a distance, or an address, that is no multiple of the access)
-are copied first. Gradients of the parameters are summed
-per program, and then over the programs in a fixed order: no atomics, and the same bits
-each time on the same device.
+The order in which a row is summed depends on its width and dtype alone, so a row's result is the
+same whichever rows are beside it and wherever they lie: rows whose stride or address is no multiple
+of the access that dense rows of their width allow are copied first. Gradients of the parameters are
+summed per program, and then over the programs in a fixed order: no atomics, and the same bits each
+time on the same device.
 
-What an argument may be is said by the contracts in ``ops``; how a kernel is started is
-``_launch``'s business; who runs at all is decided by the manager.
+The contracts in ``ops`` define the arguments, ``_launch`` starts the kernels, and the manager
+chooses the implementation.
 """
 
 from __future__ import annotations
@@ -84,9 +82,9 @@ __all__ = [
 
 # ---------------------------------------------------------------------- forward kernels
 #
-# ``columns`` and the row strides count units of UNIT elements, so that the compiler knows
-# their divisor and can use wide accesses. The dtype of the statistics is that of all sums.
-# Where there is a residual, its rows are as far apart as those of x.
+# ``columns`` and the row strides count units of UNIT elements, so that the compiler knows a divisor
+# of theirs and can vectorise accesses. All sums have the dtype of the statistics. A residual has
+# the row stride of x.
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "stride", "eps"])  # type: ignore[untyped-decorator]
@@ -117,8 +115,8 @@ def _forward_rows(
     """Rows that fit into registers, ROWS to a program, in PARTS; see ``_rows``.
 
     EXACT: the parts have no columns beyond the row's. ONCE: a row's numbers and their squares are
-    summed together. FEW: a multiprocessor has one program at most. Not a loop over tiles: that
-    cost registers, and so programs at a time.
+    summed in one reduction. FEW: a multiprocessor has one program at most. A program has one tile:
+    a loop over tiles took registers, and so lowered occupancy.
     """
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
@@ -137,8 +135,8 @@ def _forward_rows(
         mask = per_row(exists, ROWS) & per_column(inside, ROWS)
         one = read_input(x_ptr, residual_ptr, sum_ptr, place, place, mask, SUM)
         x += (one,)  # type: ignore[assignment]
-    # Ahead of the sums gamma costs registers, which measured slower but for these rows, and where
-    # there is room for it: of few rows each waits for memory once instead of twice.
+    # Loading gamma before the sums takes registers. That measured slower, except for these rows,
+    # and for few rows, which have the registers and so wait for memory once instead of twice.
     AHEAD: tl.constexpr = FEW or (PARTS == (4096,) and mu_ptr is None and residual_ptr is None)
     gamma = ()
     beta = ()
@@ -164,14 +162,14 @@ def _forward_rows(
             y += per_column(bias.to(ACC), ROWS)
         mask = per_row(exists, ROWS) & per_column(inside, ROWS)
         tl.store(y_ptr + per_column(column, ROWS), y.to(y_ptr.dtype.element_ty), mask=mask)
-    # Last: stored between the sums, they held up rows in parts by up to a fifth.
+    # Last: stored right after the sums, they slowed rows in parts down by up to a fifth.
     tl.store(rsigma_ptr + row, rsigma, mask=exists)
     if mu_ptr is not None:
         tl.store(mu_ptr + row, mu, mask=exists)
 
 
 _CANCELS = tl.constexpr(8)
-"""Around the mean, no less than one in so many may be left of a sum of squares around 0."""
+"""The sum of squares around 0 may be at most so many times that around the mean."""
 _TOO_LARGE = tl.constexpr(float("inf"))
 
 
@@ -191,11 +189,11 @@ def _post_squares(
     STEP: tl.constexpr,
     ACC: tl.constexpr,
 ) -> None:
-    """This piece's sum of squares; with two SUMS around its mean, which is the other.
+    """Post this piece's sum of squares; with two SUMS that around its mean, and the mean.
 
-    Numbers of 2 bytes are summed together with their squares, and once more around their mean
-    only where most of the squares is the mean's, so that rounding it off says too little, or
-    where the squares are too large for a sum.
+    HALF: numbers of 2 bytes and their squares are summed in one reduction. They are summed again
+    around their mean only if most of the sum of squares is the mean's part, where the difference
+    would cancel, or if the sum of squares overflows.
     """
     x = x.to(ACC)
     mean = tl.zeros((), ACC)
@@ -219,7 +217,7 @@ def _post_squares(
 def _squares_around(
     x: tl.tensor, mean: tl.tensor, inside: tl.tensor, EXACT: tl.constexpr
 ) -> tl.tensor:
-    """The sum of the squares of what a vector has inside, around a mean."""
+    """The sum of squares around a mean of a vector's elements inside the row."""
     x -= mean
     if not EXACT:
         x = tl.where(inside, x, 0)
@@ -268,15 +266,15 @@ def _forward_shared(
     groups = tl.num_programs(1)
     begin_epochs(shares_ptr, PIECES, SUMS, STEP)
     following_epoch = first_epoch.to(tl.int32)
-    # Together with beta it would take the registers of a program or two: of centred rows both
-    # are read for each row while the other pieces are waited for, in a branch, which has them come
-    # from L1 and not through stages.
+    # Held beside beta, gamma would take the registers of a program or two. So with a mean both are
+    # loaded for each row before the wait, in a branch, which keeps the compiler from pipelining
+    # them through shared memory: they come from L1.
     if mu_ptr is None:
         weight = fetch(weight_ptr + column, inside)
     x = tl.zeros((BLOCK,), SUM)
     x_next = x
-    # Sums with a residual wait in registers for their iteration, not what they are made of in
-    # shared memory: half as much, and read as ``fetch`` reads.
+    # With a residual, the prefetched sums wait in registers, not their operands in shared memory:
+    # half as much data, and the loads keep the hint of ``fetch``.
     if residual_ptr is not None:
         row = tl.program_id(1).to(tl.int64)
         x_next = read_input(
@@ -299,7 +297,7 @@ def _forward_shared(
                 EXACT, HALF, STEP, ACC,
             )  # fmt: skip
         if STEP != "sums" and index >= 0:
-            # Of wider numbers there are no registers for both.
+            # For wider numbers there are no registers for both.
             AHEAD: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth == 16
             if mu_ptr is not None and AHEAD:
                 weight = fetch(weight_ptr + column, inside)
@@ -313,7 +311,7 @@ def _forward_shared(
                     mu = mean_of_all(tl.sum(means, axis=0), PIECES)
                 else:
                     mu = mean_of(tl.sum(means * count, axis=0), columns)
-                apart = tl.where(count > 0, means - mu, 0)  # not of pieces that are not there
+                apart = tl.where(count > 0, means - mu, 0)  # 0 for lanes beyond the last piece
                 squares += apart * apart * count
                 if tl.program_id(0) == 0:
                     tl.store(mu_ptr + row, mu)
@@ -323,8 +321,8 @@ def _forward_shared(
                 tl.store(rsigma_ptr + row, rsigma)
             y = x.to(ACC) * rsigma
             if mu_ptr is not None:
-                # Not of the distance from the mean, which takes a hundredth longer: so a result
-                # is off by half a unit of the mean times rsigma.
+                # Not (x - mu) * rsigma, which takes a hundredth longer: so a result is off by half
+                # a unit of mu * rsigma.
                 y -= mu * rsigma
             y *= gain_of(weight, ACC, OFFSET)
             if bias_ptr is not None:
@@ -340,10 +338,10 @@ def _forward_shared(
 
 # --------------------------------------------------------------------- backward kernels
 #
-# With xhat = (x - mu) * rsigma and u = dy * gamma, a row needs mean(u * xhat), and mean(u)
-# if it was centred. ``partial`` is [1 or 2, programs, columns]: dgamma and dbeta as each
-# program summed them over its rows. What is added to dx has rows as far apart as x. FOLLOWED:
-# the sum over the programs is a dependent launch.
+# With xhat = (x - mu) * rsigma and u = dy * gamma, a row needs mean(u * xhat), and mean(u) if it
+# has a mean. ``partial`` is [1 or 2, programs, columns]: dgamma and dbeta as each program summed
+# them over its rows. What is added to dx has the row stride of x. FOLLOWED: the sum over the
+# programs is a dependent launch.
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "dy_stride", "x_stride"])  # type: ignore[untyped-decorator]
@@ -367,7 +365,7 @@ def _backward_rows(
     STAGES: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers together with the sums for their parameters."""
+    """Rows that fit into registers together with the parameters' gradients."""
     let_follow(FOLLOWED)
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
     columns = columns * UNIT
@@ -426,7 +424,7 @@ def _post_means(
     SUMS: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """This piece's shares of the sums of u * xhat and of u."""
+    """Post this piece's shares of the sums of u * xhat and of u."""
     ACC: tl.constexpr = rsigma.dtype
     u = dy.to(ACC) * gain_of(gamma, ACC, OFFSET)
     if SUMS == 2:
@@ -467,9 +465,9 @@ def _backward_shared(
 ) -> None:
     """A piece of BLOCK columns of one row after the other; see ``_rows``.
 
-    The sums for the parameters of these columns stay in registers over all rows. EXACT: the
-    pieces have no columns beyond the row's. APART: what is posted and what is made of a row are
-    in branches of their own, which takes fewer registers.
+    The parameters' gradients in these columns stay in registers over all rows. EXACT: the pieces
+    have no columns beyond the row's. APART: posting the next row and finishing this one are in
+    branches of their own, which takes fewer registers.
     """
     let_follow(FOLLOWED)
     ACC: tl.constexpr = rsigma_ptr.dtype.element_ty
@@ -553,7 +551,7 @@ def _backward_shared(
 
 # -------------------------------------------------------------------------------- plans
 #
-# A plan is what a call needs beyond its tensors: made once per dtypes, width, options and
+# A plan is what a call needs beyond its tensors. It is made once per dtypes, width, options and
 # device, so that a call is a look-up, its allocations and its launches.
 
 
@@ -589,8 +587,8 @@ _FORWARD_PLANS: dict[object, _ForwardPlan] = {}
 _BACKWARD_PLANS: dict[object, _BackwardPlan] = {}
 
 # Whole rows have up to 32 columns a thread in the forward, and mostly 16 in the backward, which
-# also holds the sums for the parameters. Forward, whole rows are a program per tile. Beyond
-# 262,144 columns, where nothing was measured, rows are in wide pieces, so that there are fewer.
+# also holds the parameters' gradients. In the forward, whole rows take a program per tile. Beyond
+# 262,144 columns, where nothing was measured, pieces are wide, so that there are fewer.
 _ANY = 2**32
 _PERSISTENT = [(1, 3), (1, 4), (2, 3), (4, 3)]
 _FORWARD_PIECES = Cut(threads=32, width=2048, programs=12, stages=4, shared=True)
@@ -601,8 +599,9 @@ _FORWARD_HALF = {
     8192: Cut(threads=512, width=4096),
     12288: Cut(threads=256, width=8192, resident=4),
 }
-# Read singly, a thread has too few registers for more of a piece, and a row of up to 2,048 columns
-# that is wider than a tile is best a warp's. None wider than 262,144 columns was measured.
+# For rows that are read singly a thread's registers hold no wider pieces, and a row of up to 2,048
+# columns that is wider than a tile is best given to one warp. Beyond 262,144 columns none was
+# measured.
 _SINGLY_WARP = Cut(threads=32, width=1024)
 _SINGLY = Cut(threads=32, width=1024, programs=16, stages=2, shared=True)
 _SINGLY_NARROW = Cut(threads=32, width=512, programs=16, stages=2, shared=True)
@@ -811,13 +810,13 @@ _BACKWARD_CENTRED = cut_choice(
 )
 
 
-# The widest row of numbers of 2 bytes whose mean is known before their squares are summed: wider
-# ones are faster with one wait for other warps than with two.
+# The widest row of 2-byte numbers whose mean is computed before their squares are summed: wider
+# rows are faster with one reduction across warps than with two.
 _WIDEST_TWICE = 16384
 
 
 def _sums_at_once(op: Contract[..., Any], columns: int, dtype: torch.dtype) -> bool:
-    """Whether whole rows are summed together with their squares, around one of their numbers."""
+    """Whether whole rows and their squares are summed in one reduction, around a number of each."""
     return op is contracts.layernorm_fwd and dtype.itemsize == 2 and columns > _WIDEST_TWICE
 
 
@@ -868,7 +867,7 @@ def _plan_backward(
         choice = _BACKWARD_CENTRED
     elif op is contracts.rmsnorm_bwd_add:
         choice = _BACKWARD_ADD
-    # Branches have room for one more program; with more to do, both at once are faster.
+    # Branches leave registers for one more program; the others do more, and are faster without.
     apart = op is contracts.rmsnorm_bwd
     run = cut(
         choice,
@@ -879,7 +878,7 @@ def _plan_backward(
         contracts.statistics_dtype(dtype),
         dtype.itemsize,
         bytes_read,
-        behind=int(apart),  # posted in a branch, a row leaves its stage an iteration later
+        behind=int(apart),  # if posted in a branch, a row leaves its stage an iteration later
         APART=apart,
         OFFSET=int(offset),
         UNIT=unit,
@@ -890,13 +889,13 @@ def _plan_backward(
 
 # ---------------------------------------------------------------------------- operators
 #
-# Each call takes a quick look at its arguments; when all is plain and dense and the plan is
-# there, that look was the validation. Whatever else it finds goes to the contract's check,
-# is made dense, or is declined.
+# Each call first takes a quick look at its arguments: if they are plain and dense and their plan
+# exists, nothing else validates them. Otherwise they go through the contract's check, and are made
+# dense or declined.
 
 
 def _is_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether it is as plain, dense and aligned as ``other``, of its shape, on its device."""
+    """Whether it is plain, dense and aligned, and has the shape and device of ``other``."""
     return (
         type(tensor) in PLAIN
         and tensor.is_contiguous()
@@ -917,7 +916,7 @@ def _examine_forward(
     zero_centered_gamma: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[_ForwardPlan, Tensor, Tensor | None, Tensor, Tensor | None, float, int]:
-    """The plan, and the arguments as the kernels take them with the distance of two rows."""
+    """The plan, the arguments as the kernels take them, and the row stride."""
     before = (residual,) if op is contracts.rmsnorm_fwd_add else ()
     after = (bias,) if op is contracts.layernorm_fwd else ()
     options = {"zero_centered_gamma": zero_centered_gamma, "out_dtype": out_dtype}
@@ -935,7 +934,7 @@ def _examine_forward(
     bias = None if bias is None else plain(op.name, "bias", bias).contiguous()
     kinds = (input.dtype, weight.dtype, None if bias is None else bias.dtype, out_dtype)
     unit = math.gcd(columns, distance, WIDEST_UNIT)
-    # Where rows lie one after the other, the next quick look finds the plan.
+    # For dense rows, under the key that the next quick look uses.
     key = (op.name, *kinds, columns, zero_centered_gamma, device)
     plan = _FORWARD_PLANS.get(key if distance == columns else (*key, unit))
     if plan is None:
@@ -954,7 +953,7 @@ def _forward(
     zero_centered_gamma: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Output, the sum with the residual, mu and rsigma; None for what there is not."""
+    """Output, the sum with the residual, mu and rsigma; None for outputs that an operator lacks."""
     centred = op is contracts.layernorm_fwd
     plan: _ForwardPlan | None = None
     columns = 0
@@ -965,7 +964,7 @@ def _forward(
             type(input) in PLAIN
             and columns
             and input.is_contiguous()
-            and not input.is_neg()  # dense, it may have its sign kept apart
+            and not input.is_neg()  # a dense tensor may have its negative bit set
             and not input.data_ptr() % ALIGNMENT
             and (residual is None or _is_alike(residual, input))
             and (residual is None or residual.dtype == input.dtype)
@@ -1024,7 +1023,7 @@ def _examine_backward(
     int,
     int,
 ]:
-    """The plan, and the arguments as the kernels take them with the distances of two rows."""
+    """The plan, the arguments as the kernels take them, and the row strides of dy and x."""
     centred, adds = op is contracts.layernorm_bwd, op is contracts.rmsnorm_bwd_add
     between = (mu,) if centred else (add,) if adds else ()
     op.check(dy, x, *between, rsigma, gamma, zero_centered_gamma=zero_centered_gamma)

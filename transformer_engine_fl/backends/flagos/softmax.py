@@ -1,13 +1,14 @@
 """The scaled softmax forms in Triton.
 
-One pair of kernels makes all four forwards, another all four backwards: rows that fit into
-registers are read once, and so are wider ones, which several programs share, see ``_rows``.
-What a causal form hides is not read. The forwards' kernels also make losses and gradients of
-cross entropy (:func:`run_with_losses`), whose gradients are a softmax less one at the target.
-The order in which a row is summed depends on its width and dtype alone, so a row's result
-is the same whichever rows come with it and wherever they lie: rows that cannot be read as dense
-ones of their width are (a distance, or an address, that is no multiple of the access) are copied
-first.
+One pair of kernels serves all four forwards, another all four backwards. Rows that fit into
+registers are read once, and so are wider ones, which are split over several programs, see
+``_rows``. Scores that a causal form hides are not read. The forwards' kernels also compute losses
+and gradients of cross entropy (:func:`run_with_losses`): its gradients are a softmax minus one at
+the target.
+
+The order in which a row is summed depends on its width and dtype alone, so a row's result is the
+same whichever rows are beside it and wherever they lie: rows whose stride or address is no multiple
+of the access that dense rows of their width allow are copied first.
 """
 
 from __future__ import annotations
@@ -75,19 +76,19 @@ __all__ = [
 
 # ------------------------------------------------------------------------------ kernels
 #
-# ``columns`` and the row strides count units of UNIT elements. Row r is query
-# r % queries; with a mask, of head (r // queries) % heads. ``ahead`` is how many keys the
-# first query of a causal form sees. A mask has bytes, not 0 where a key is hidden; its
-# strides over batches, heads and queries count units of MASK_UNIT bytes. EXACT: the columns
-# of a row fill its tile or its pieces, so none is looked at. PTX: it can be written inline.
+# ``columns`` and the row strides count units of UNIT elements. Row r is query r % queries; with a
+# mask, of head (r // queries) % heads. ``ahead`` is how many keys the first query of a causal form
+# sees. A mask is bytes, nonzero where a key is hidden; its strides over batches, heads and queries
+# count units of MASK_UNIT bytes. EXACT: a row's columns fill its tile or pieces, so columns need no
+# mask. PTX: inline PTX is available.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exp(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
-    """e to the power of ``x``, which is not above 0."""
+    """``exp(x)`` for ``x <= 0``."""
     if PTX and x.dtype == tl.float32:
-        # Triton's own takes several instructions to keep powers below the normal numbers,
-        # which vanish beside the 1 of the highest score.
+        # Triton's own takes several instructions to get subnormal results right, which vanish
+        # beside the 1 of the highest score.
         return tl.inline_asm_elementwise(
             """{ .reg .f32 t;
             mul.f32 t, $1, 0f3FB8AA3B;
@@ -102,7 +103,7 @@ def _exp(x: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
 def _bound(
     row: tl.tensor, columns: tl.tensor, queries: tl.tensor, ahead: tl.tensor, CAUSAL: tl.constexpr
 ) -> tl.tensor:
-    """How many keys the query of each row sees, as far as that follows from its place."""
+    """How many keys each row's query sees by the causal rule."""
     if CAUSAL:
         return tl.minimum((row % queries).to(tl.int32) + ahead, columns)
     else:
@@ -120,10 +121,10 @@ def _loaded(
     CAUSAL: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> tl.tensor:
-    """The values at these columns, 0 beyond the bound, though some of those are read."""
+    """The values at these columns; beyond the bound up to 15 are read, and the rest are 0."""
     wanted = exists & within(column, columns, EXACT)
     if CAUSAL:
-        # Rounded up to whole vectors, so that it is loaded in such.
+        # Rounded up to whole vectors, so that the load stays vectorised.
         wanted = wanted & (column < (bound + 15) // 16 * 16)
     return fetch(x_ptr + start + column, wanted)
 
@@ -150,7 +151,7 @@ def _scores(
     EXACT: tl.constexpr,
     MASK_UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The scaled scores at these columns, minus infinity where hidden."""
+    """The scaled scores at these columns; minus infinity where hidden."""
     bound = _bound(row, columns, queries, ahead, CAUSAL)
     start = row.to(tl.int64)
     x = _loaded(x_ptr, start * stride, column, exists, columns, bound, CAUSAL, EXACT)
@@ -160,7 +161,7 @@ def _scores(
         where = (group // heads).to(tl.int64) * mask_batch
         where += (group % heads).to(tl.int64) * mask_head
         where += (row % queries).to(tl.int64) * mask_query
-        # Heads share it: read otherwise, it would go before x does.
+        # With the hint of ``fetch``, as heads share the mask: else L2 would evict it before x.
         hidden = fetch(
             mask_ptr + where * MASK_UNIT + column * MASK_STEP,
             exists & within(column, columns, EXACT),
@@ -175,7 +176,7 @@ def _scores(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _column_of(target: tl.tensor, columns: tl.tensor) -> tl.tensor:
-    """Where targets are in their rows: -1 of those that are not."""
+    """The columns of targets; -1 for targets outside of the row."""
     return tl.where((target >= 0) & (target < columns), target, -1).to(tl.int32)
 
 
@@ -198,7 +199,7 @@ def _chosen(
 def _gradient_share(
     at: tl.tensor, grad_loss: tl.tensor, highest: tl.tensor, total: tl.tensor, z: tl.tensor
 ) -> tl.tensor:
-    """By what the weights of rows go into the gradients of their logits."""
+    """The factor with which rows' weights enter the gradients of their logits."""
     lse = highest + tl.log(total)
     factor = grad_loss + of_z_loss(grad_loss, lse, z)
     return tl.where(at < 0, float("nan"), factor) / total
@@ -235,7 +236,7 @@ def _forward_tile(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """ROWS rows, in PARTS: their softmax or, with targets, their losses and gradients."""
+    """Write the softmax of ROWS rows in PARTS or, with targets, their losses and gradients."""
     AXIS: tl.constexpr = 0 if ROWS == 1 else 1
     row = rows_of(tile, ROWS)
     there = existing(row, rows, ROWS)
@@ -260,7 +261,7 @@ def _forward_tile(
     for part in tl.static_range(len(PARTS)):
         highest = tl.maximum(highest, tl.max(scores[part], axis=AXIS))
     if CAUSAL or mask_ptr is not None or target_ptr is not None:
-        # Where nothing is visible there is nothing to take off, and nothing to divide by.
+        # A row may have no visible score: then nothing is subtracted, and the sum is 0.
         highest = to_take_off(highest)
     weights = ()
     total = (row * 0).to(ACC)
@@ -328,9 +329,10 @@ def _forward_rows(
     STAGES: tl.constexpr,
     LOOPED: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, in tiles of ROWS: LOOPED, or a program for each.
+    """Rows that fit into registers, in tiles of ROWS.
 
-    A loop of one iteration would cost registers, and so programs at a time.
+    LOOPED: a program loops over tiles. Otherwise it has one, as a loop of one iteration would take
+    registers, and so lower occupancy.
     """
     columns = columns * UNIT
     stride = stride * UNIT
@@ -361,9 +363,9 @@ def _weights(
     STEP: tl.constexpr,
     PTX: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of this piece, the powers with the highest score taken off, and that score.
+    """This piece's weights, ``exp(score - highest)``, and its highest score.
 
-    It and the sum of the powers are the shares.
+    Posts that score and the sum of the weights.
     """
     highest = tl.max(scores, axis=0)
     taken = to_take_off(highest)
@@ -450,12 +452,12 @@ def _forward_shared(
             maxima, totals = wait_for(shares_ptr, start, epoch, float("-inf"), PIECES, 2, STEP)
             most = to_take_off(tl.max(maxima, axis=0))
             total = tl.sum(totals * _exp(maxima - most, PTX), axis=0)
-            # Nothing where this piece has nothing visible.
+            # 0 where this piece has no visible score.
             own = _exp(highest - most, PTX)
             if target_ptr is not None:
                 at = _column_of(target, columns)
                 y = weights * (own * _gradient_share(at, grad_loss, most, total, z))
-                writes = tl.program_id(0) == 0  # of a row's programs
+                writes = tl.program_id(0) == 0  # one of a row's programs
                 score = chosen.to(ACC)
                 store_loss(
                     loss_ptr, lse_ptr, row, writes, target, target == ignore, most, total, score,
@@ -467,7 +469,8 @@ def _forward_shared(
             inside = within(column, columns, EXACT)
             tl.store(out, y.to(y_ptr.dtype.element_ty), mask=inside)
             if target_ptr is not None:
-                # Each thread writes again what it has written: so other pieces do nothing more.
+                # Corrects the target's gradient, or an ignored row, in a second store: each thread
+                # stores to addresses of its own again, and other pieces do nothing more.
                 ignored = target == ignore
                 if ignored | (at // BLOCK == tl.program_id(0)):
                     y = tl.where(ignored, 0, y - grad_loss)  # whatever the logits are
@@ -498,7 +501,7 @@ def _backward_tile(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """ROWS rows."""
+    """Write the gradients of ROWS rows."""
     column = tl.arange(0, BLOCK)[None, :]
     row = (tile * ROWS + tl.arange(0, ROWS))[:, None]
     exists = existing(row, rows, ROWS)
@@ -509,7 +512,7 @@ def _backward_tile(
     along = tl.sum(y.to(ACC) * dy.to(ACC), axis=1)[:, None]
     y = as_stored(y, PTX).to(ACC)
     dy = as_stored(dy, PTX).to(ACC)
-    dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # no zero but the positive one
+    dx = y * (dy - along) * tl.full((), scale, ACC) + 0.0  # turns -0 into 0
     out = dx_ptr + start * columns + column
     inside = exists & within(column, columns, EXACT)
     tl.store(out, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -539,7 +542,7 @@ def _backward_rows(
     STAGES: tl.constexpr,
     LOOPED: tl.constexpr,
 ) -> None:
-    """Rows that fit into registers, in tiles of ROWS: LOOPED, or a program for each."""
+    """Rows that fit into registers, in tiles of ROWS. LOOPED: a program loops over tiles."""
     columns = columns * UNIT
     dy_stride = dy_stride * UNIT
     y_stride = y_stride * UNIT
@@ -715,7 +718,7 @@ def _plan(
     column_bytes: int,
     **constants: Any,
 ) -> WholeRows | SharedRows:
-    """As ``cut`` has it; ``dtype`` is that of the scores, or of the output."""
+    """The kernel that :func:`cut` gives; ``dtype`` is that of the scores, or of the output."""
     acc = math_dtype(dtype)
     constants |= {"ACC": TRITON_TYPES[acc], "PTX": _launch.has_ptx()}
     return cut(
@@ -757,8 +760,8 @@ def _forward(
     return output
 
 
-# By the bytes of a logit, how wide rows in no whole vectors are whose losses and gradients were
-# faster by a kernel each, which reads them again.
+# Widths, by the bytes of a logit, of rows that are no whole vectors for which two kernels, one for
+# losses and one that reads the rows again for gradients, were faster.
 _TWICE: Final = {2: range(131_073, MOST), 4: range(8193, 12_289)}
 
 
@@ -766,9 +769,9 @@ def run_with_losses(op: str, logits: Tensor, step: int, losses: Losses, out: Ten
     """Write losses and dense gradients of rows that lie ``step`` apart, which are read once.
 
     Returns:
-        Whether that was done: rows in no whole 16-byte vectors are not, of the widths of
-        :data:`_TWICE`. The target's score is looked at whoever has written over it, so not in
-        place.
+        Whether that was done: not for rows that are no whole 16-byte vectors, in the widths of
+        :data:`_TWICE`. Not in place: the target's score is read without regard to programs that may
+        have overwritten it.
     """
     columns, size = logits.shape[-1], logits.element_size()
     if columns * size % ALIGNMENT and columns in _TWICE.get(size, ()):
@@ -791,7 +794,7 @@ def _run_forward(
     causal: bool = False,
     losses: Losses | None = None,
 ) -> None:
-    """Write the softmax of rows that lie ``step`` apart, or what losses want instead of it.
+    """Write the softmax of rows that lie ``step`` apart, or losses and gradients instead of it.
 
     ``sizes``: queries, heads, how many keys the first query of a causal form sees. ``strides``
     are the mask's, over batches, heads and queries.
@@ -801,7 +804,7 @@ def _run_forward(
     check_size(op, "columns", columns)
     check_size(op, "rows", rows)
     mask_step = None if mask is None else mask.stride(-1)
-    # As many as a thread has scores in an access, so that it has both side by side.
+    # At most a thread's scores in a 16-byte access, so that it reads the mask in one access too.
     mask_unit = math.gcd(*strides, 16 // scores.itemsize)
     unit = math.gcd(columns, step, WIDEST_UNIT)
     kind = (scores.dtype, output.dtype, mask_step, mask_unit, losses is None)
